@@ -1,0 +1,40 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test bench lint format clean
+
+demo: .venv/.base
+	@$(BIN)/python -m examples.demo
+
+test: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q
+
+bench: .venv/.dev
+	$(BIN)/python benchmarks/decode.py
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Each stamp is made once per change of the two files; torch comes first, from the pinned build.
+.venv/.base: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "trtspec needs Python 3.10 or newer; try make PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (the first time takes a few minutes)"
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+.venv/.dev: .venv/.base
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	@touch $@

@@ -1,0 +1,398 @@
+"""What a SpeculativeConfig becomes for a target and a draft, and every refusal with its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from trtspec.config import (
+    MTP_TARGETS,
+    DraftInfo,
+    ResolvedSpeculation,
+    SpeculativeConfig,
+    TargetInfo,
+    capture_layers_from_vllm,
+    default_capture_layers,
+    mtp_layers,
+)
+from trtspec.config.resolve import _draft_tp, method_and_model, num_speculative_tokens, plan
+from trtspec.config.tree import parse_tree
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.modes import SpeculativeDecodingMode as M
+
+TARGET = TargetInfo(
+    model="/models/target",
+    model_type="llama",
+    vocab_size=4096,
+    max_model_len=1024,
+    num_hidden_layers=8,
+    max_batch_size=8,
+)
+DRAFT = DraftInfo(model_type="llama", vocab_size=4096, max_model_len=512)
+DRAFTED: dict[str, Any] = {"method": "draft_model", "model": "/models/draft", "num_speculative_tokens": 3}
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+def target(**changes: Any) -> TargetInfo:
+    return dataclasses.replace(TARGET, **changes)
+
+
+def draft(**changes: Any) -> DraftInfo:
+    return dataclasses.replace(DRAFT, **changes)
+
+
+def decide(fields: Mapping[str, Any], **changes: Any) -> ResolvedSpeculation:
+    return SpeculativeConfig(**fields).resolve(target(**changes))
+
+
+# -- method and model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "expected"),
+    [
+        ({"model": "ngram"}, None, ("ngram", "ngram")),
+        ({"model": "[ngram]"}, None, ("ngram", "ngram")),
+        ({"method": "ngram"}, None, ("ngram", "ngram")),
+        ({"method": "suffix"}, None, ("suffix", "suffix")),
+        ({"method": "suffix", "model": "suffix"}, None, ("suffix", "suffix")),
+        ({"method": "mtp"}, None, ("mtp", "/models/target")),
+        ({"method": "mtp", "model": "/m"}, None, ("mtp", "/m")),
+        ({"model": "yuhuili/EAGLE-LLaMA3"}, None, ("eagle", "yuhuili/EAGLE-LLaMA3")),
+        ({"model": "yuhuili/EAGLE3-LLaMA3.1"}, None, ("eagle3", "yuhuili/EAGLE3-LLaMA3.1")),
+        ({"model": "/data/llama-eagle3/"}, None, ("eagle3", "/data/llama-eagle3/")),
+        ({"model": "/eagle-lab/draft"}, None, ("draft_model", "/eagle-lab/draft")),
+        ({"model": "/x/EAGLE3-a", "method": "draft_model"}, None, ("draft_model", "/x/EAGLE3-a")),
+        ({"model": "/x"}, "medusa", ("medusa", "/x")),
+        ({"model": "/x"}, "mlp_speculator", ("mlp_speculator", "/x")),
+        ({"model": "/x"}, "deepseek_mtp", ("mtp", "/x")),
+        ({"model": "/x"}, "qwen3_next", ("mtp", "/x")),
+        ({"model": "/x"}, "llama", ("draft_model", "/x")),
+        ({"model": "/x"}, None, ("draft_model", "/x")),
+        ({"method": "custom_class", "drafter": "m:C"}, None, ("custom_class", None)),
+    ],
+)
+def test_method_and_model(fields: dict[str, Any], kind: str | None, expected: tuple[str, str | None]) -> None:
+    info = None if kind is None else draft(model_type=kind)
+    assert method_and_model(SpeculativeConfig(**fields), TARGET, info) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, r"method=None, model=None: set model to a draft checkpoint, or method='ngram'"),
+        ({"num_speculative_tokens": 3}, r"num_speculative_tokens was provided but without speculative model\."),
+        ({**DRAFTED, "model": None}, r"num_speculative_tokens was provided but without speculative model\."),
+        ({"method": "eagle3"}, r"method='eagle3', model=None: set model"),
+        ({**NGRAM, "model": "/x"}, r"model='/x' means nothing to method='ngram'; remove it"),
+        ({"method": "ngram"}, r"num_speculative_tokens=None and method='ngram' implies none; set it"),
+        ({"method": "draft_model", "model": "/x"}, r"num_speculative_tokens=None and method='draft_model'"),
+        ({**DRAFTED, "prompt_lookup_max": 3}, r"prompt_lookup_max=3 means nothing to method='draft_model'; remove it"),
+        ({**NGRAM, "suffix_decoding_max_tree_depth": 9}, r"suffix_decoding_max_tree_depth=9 means nothing to .*remove"),
+        ({**NGRAM, "capture_layers": (1,)}, r"capture_layers=\(1,\) means nothing to method='ngram'; remove it"),
+        ({**NGRAM, "drafter": "m:C"}, r"drafter='m:C' means nothing to method='ngram'; remove it"),
+        ({**NGRAM, "vanilla": True}, r"vanilla=True means nothing to method='ngram'; remove it"),
+        ({**NGRAM, "one_engine": True}, r"one_engine=True, .*method='ngram'; use one_engine=False"),
+        ({**NGRAM, "use_heterogeneous_vocab": True}, r"use_heterogeneous_vocab=True with method='ngram'.*or remove it"),
+        (
+            {**DRAFTED, "use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic"},
+            r"use_heterogeneous_vocab=True .*draft_sample_method='probabilistic'; use it with .*greedy",
+        ),
+        (
+            {"method": "auto", "draft_len_schedule": {4: 2}},
+            r"\{4: 2\} does not fit num_speculative_tokens=3: .*use \{4: 3, ",
+        ),
+        (
+            {**NGRAM, "speculative_token_tree": "[(0,)]"},
+            r"'\[\(0,\)\]' is 1 deep but num_speculative_tokens=3; make them",
+        ),
+    ],
+)
+def test_refused_when_resolved(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig(**fields).resolve(TARGET)
+
+
+# -- against the target and the draft ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "target_changes", "draft_changes", "message"),
+    [
+        (
+            {},
+            {},
+            {"vocab_size": 4000},
+            r"vocab_size=4000 of the draft model='/models/draft' .*target's 4096; use a draft",
+        ),
+        (
+            {"max_model_len": 2000},
+            {},
+            {"max_model_len": 4000},
+            r"max_model_len=2000 exceeds the target's 1024; use at most",
+        ),
+        ({"max_model_len": 600}, {}, {}, r"max_model_len=600 exceeds the draft's 512; use at most 512"),
+        (
+            {},
+            {},
+            {"max_model_len": 3},
+            r"max_model_len=3 of the draft is too short .*num_speculative_tokens=3; use a smaller K",
+        ),
+        ({}, {"max_model_len": 2}, {}, r"max_model_len=2 of the target is too short .*use a smaller K"),
+        (
+            {"max_model_len": 3},
+            {},
+            {},
+            r"max_model_len=3 is too short to draft num_speculative_tokens=3; raise it above 3",
+        ),
+        (
+            {"draft_tensor_parallel_size": 3},
+            {"tensor_parallel_size": 4},
+            {},
+            r"=3 is neither 1 nor the target's 4; use one",
+        ),
+        ({}, {}, {"n_predict": 2}, r"num_speculative_tokens=3 must be divisible by n_predict=2 .*; use 2"),
+        ({"method": "mtp", "model": None}, {"n_predict": 2}, None, r"=3 must be divisible by n_predict=2"),
+        (
+            {"method": "mtp", "model": None, "num_speculative_tokens": None},
+            {},
+            None,
+            r"num_speculative_tokens=None and",
+        ),
+        (
+            {"method": "mtp", "vanilla": True, "one_engine": False},
+            {},
+            None,
+            r"one_engine=False, vanilla=True does not exist",
+        ),
+        (
+            {"method": "eagle3"},
+            {"model_type": "mamba"},
+            None,
+            r"model_type='mamba'; use a target of llama, qwen, minicpm",
+        ),
+        (
+            {"method": "eagle3"},
+            {"num_hidden_layers": 4},
+            None,
+            r"num_hidden_layers=4 is too few .*; set capture_layers",
+        ),
+        (
+            {"method": "eagle3", "capture_layers": (8,)},
+            {},
+            None,
+            r"capture_layers=\(8,\) .*8 layers; use ids in \[-1, 7\]",
+        ),
+    ],
+)
+def test_refused_against_target_or_draft(
+    fields: dict[str, Any], target_changes: dict[str, Any], draft_changes: dict[str, Any] | None, message: str
+) -> None:
+    config = SpeculativeConfig(**{**DRAFTED, **fields})
+    info = None if draft_changes is None else draft(**draft_changes)
+    with pytest.raises(ConfigError, match=message):
+        config.resolve(target(**target_changes), info)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"revision": "main"}, r"revision='main' is not built yet; .*pass the folder"),
+        ({"code_revision": "main"}, r"code_revision='main' is not built yet; .*leave it unset"),
+        ({"quantization": "fp8"}, r"quantization='fp8' is not built yet; .*leave it unset"),
+        ({"draft_tensor_parallel_size": 2}, r"draft_tensor_parallel_size=2 is not built yet; use 1"),
+        ({"disable_logprobs": False}, r"disable_logprobs=False is not built yet; leave it True"),
+        (
+            {"rejection_sample_method": "standard"},
+            r"rejection_sample_method='standard' is not built yet; leave it unset",
+        ),
+        ({"rejection_sample_method": "block"}, r"rejection_sample_method='block' is not built yet"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": 2.0}, r"rejection_sample_method='synthetic' is not built yet"),
+        (
+            {"draft_sample_method": "probabilistic"},
+            r"draft_sample_method='probabilistic' is not built yet; leave it unset",
+        ),
+        ({"use_heterogeneous_vocab": True}, r"use_heterogeneous_vocab=True is not built yet; use a draft with"),
+        ({"parallel_drafting": True}, r"parallel_drafting=True .*is not built yet; leave it unset"),
+        ({"enable_adaptive_verification": True}, r"enable_adaptive_verification=True is not built yet; leave it unset"),
+        (
+            {"acceptance_window": 8, "acceptance_length_threshold": 1.0},
+            r"acceptance_window=8 is not built yet; leave it",
+        ),
+        (
+            {"speculative_token_tree": "[(0,),(1,),(0,0),(0,0,0)]"},
+            r"speculative_token_tree='\[\(0,\),.* branches, which is not built yet; leave it unset",
+        ),
+        ({"method": "eagle3"}, r"mode=EAGLE3_ONE_MODEL is not built yet; use one of NGRAM"),
+        ({"method": "eagle3", "one_engine": False}, r"mode=EAGLE3 is not built yet"),
+        ({"method": "mtp", "num_speculative_tokens": 1}, r"mode=MTP_EAGLE_ONE_MODEL is not built yet"),
+        ({"method": "extract_hidden_states", "model": None}, r"mode=SAVE_HIDDEN_STATES is not built yet"),
+        ({"method": "medusa"}, r"method='medusa' is not built yet; use one of draft_model"),
+        ({"method": "suffix", "model": None}, r"method='suffix' is not built yet"),
+    ],
+)
+def test_known_but_not_built(fields: dict[str, Any], message: str) -> None:
+    config = SpeculativeConfig(**{**DRAFTED, **fields})
+    with pytest.raises(UnsupportedError, match=message):
+        config.resolve(target(tensor_parallel_size=2) if "draft_tensor_parallel_size" in fields else TARGET)
+
+
+def test_the_targets_tensor_parallelism_is_inherited_and_not_built() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"draft_tensor_parallel_size=2 \(the target's\) is not built yet; use 1"
+    ):
+        decide(DRAFTED, tensor_parallel_size=2)
+    assert decide({**DRAFTED, "draft_tensor_parallel_size": 1}, tensor_parallel_size=2).draft_tensor_parallel_size == 1
+    assert decide(NGRAM, tensor_parallel_size=2).mode is M.NGRAM  # nothing of a draft model to split
+
+
+# -- what resolves ----------------------------------------------------------------------------------------------------
+
+
+def test_draft_model() -> None:
+    resolved = SpeculativeConfig(**DRAFTED).resolve(TARGET, DRAFT)
+    assert resolved.mode is M.DRAFT_TARGET
+    assert (resolved.method, resolved.model) == ("draft_model", "/models/draft")
+    assert resolved.max_model_len == 512  # the smaller of the two
+    assert resolved.num_speculative_tokens == resolved.num_lookahead_slots == 3
+    assert resolved.num_extra_kv_tokens == 2
+    assert resolved.speculative_token_tree == ((0,), (0, 0), (0, 0, 0))
+    assert SpeculativeConfig(**DRAFTED, max_model_len=100).resolve(TARGET, DRAFT).max_model_len == 100
+    assert SpeculativeConfig(**DRAFTED).resolve(TARGET).max_model_len == 1024  # nothing known of the draft
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_max": 3}, (3, 3)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 3}, (2, 3)),
+    ],
+)
+def test_prompt_lookup(fields: dict[str, Any], expected: tuple[int, int]) -> None:
+    resolved = decide({**NGRAM, **fields})
+    assert (resolved.prompt_lookup_min, resolved.prompt_lookup_max) == expected
+    assert resolved.prompt_lookup_latest is False
+
+
+@pytest.mark.parametrize(("batch", "k", "n"), [(1, 5, 3), (4, 5, 3), (5, 3, 5), (256, 3, 5)])
+def test_auto(batch: int, k: int, n: int) -> None:
+    resolved = decide({"method": "auto"}, max_batch_size=batch)
+    assert (resolved.mode, resolved.method) == (M.NGRAM, "ngram")
+    assert (resolved.num_speculative_tokens, resolved.prompt_lookup_max, resolved.max_concurrency) == (k, n, 32)
+
+
+def test_auto_fills_only_what_is_unset() -> None:
+    fields = {"method": "auto", "num_speculative_tokens": 2, "prompt_lookup_max": 4, "max_concurrency": 7}
+    resolved = decide(fields)
+    assert (resolved.num_speculative_tokens, resolved.prompt_lookup_max, resolved.max_concurrency) == (2, 4, 7)
+    assert decide({"method": "auto", "draft_len_schedule": {8: 3}}).max_concurrency is None
+
+
+def test_custom_class_takes_any_drafter() -> None:
+    drafter = object()
+    resolved = decide({"method": "custom_class", "drafter": drafter, "num_speculative_tokens": 2})
+    assert resolved.mode is M.USER_PROVIDED
+    assert resolved.drafter is drafter
+
+
+def test_explicit_strict_and_greedy_run() -> None:
+    fields = {**DRAFTED, "rejection_sample_method": "strict", "draft_sample_method": "greedy", "enforce_eager": True}
+    resolved = decide(fields)
+    assert (resolved.draft_sample_method, resolved.enforce_eager) == ("greedy", True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "n_predict", "mode", "k"),
+    [
+        ({}, 1, M.MTP_EAGLE_ONE_MODEL, 1),
+        ({"one_engine": False}, 1, M.MTP_EAGLE, 1),
+        ({"vanilla": True}, 1, M.MTP, 1),
+        ({}, 3, M.MTP, 3),  # several modules: one per step
+        ({"num_speculative_tokens": 6}, 3, M.MTP, 6),
+        ({"num_speculative_tokens": 2}, 3, M.MTP, 2),
+    ],
+)
+def test_mtp(fields: dict[str, Any], n_predict: int, mode: M, k: int) -> None:
+    config = SpeculativeConfig(method="mtp", **fields)
+    resolved = plan(config, target(n_predict=n_predict, quantization="fp8"))
+    assert (resolved.mode, resolved.num_speculative_tokens) == (mode, k)
+    assert (resolved.model, resolved.quantization) == (TARGET.model, "fp8")
+
+
+def test_mtp_warns_when_one_layer_runs_several_times() -> None:
+    with pytest.warns(UserWarning, match="num_speculative_tokens=3 runs one MTP layer 3 times"):
+        plan(SpeculativeConfig(method="mtp", num_speculative_tokens=3), target(n_predict=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(SpeculativeConfig(method="mtp", num_speculative_tokens=1), target(n_predict=1))
+
+
+def test_k_of_methods_without_a_mode() -> None:
+    assert num_speculative_tokens(SpeculativeConfig(method="suffix"), "suffix", None) == 24
+    assert num_speculative_tokens(SpeculativeConfig(suffix_decoding_max_tree_depth=7), "suffix", None) == 7
+    assert num_speculative_tokens(SpeculativeConfig(), "mlp_speculator", 4) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "llama"}, None),
+        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, 1),
+        ({"model_type": "deepseek_v3"}, None),
+        ({"model_type": "longcat_flash"}, 1),
+        ({"model_type": "qwen3_5", "mtp_num_hidden_layers": 2}, 2),
+        ({"model_type": "glm4_moe", "num_nextn_predict_layers": 0}, None),
+    ],
+)
+def test_mtp_layers(config: dict[str, Any], expected: int | None) -> None:
+    assert mtp_layers(config) == expected
+
+
+def test_mtp_table_is_complete() -> None:
+    assert {row.architecture for row in MTP_TARGETS.values()} == set(
+        words(
+            "DeepSeekMTPModel MiMoMTPModel Glm4MoeMTPModel ErnieMTPModel Qwen3NextMTP LongCatFlashMTPModel "
+            "OpenPanguMTPModel Step3p5MTP Gemma4MTPModel Qwen3_5MTP"
+        )
+    )
+
+
+@pytest.mark.parametrize("n", [6, 8, 28, 32, 61, 80])
+def test_capture_layers_mean_the_same_upstream(n: int) -> None:
+    assert default_capture_layers(n) == (1, n // 2 - 1, n - 4)  # TensorRT-LLM
+    assert capture_layers_from_vllm((2, n // 2, n - 3)) == default_capture_layers(n)
+
+
+def test_capture_layers_edges() -> None:
+    assert default_capture_layers(1) == (0,)
+    with pytest.raises(ConfigError, match=r"ids \(0, 3\): 0 is the embedding.*; use ids >= 1"):
+        capture_layers_from_vllm((0, 3))
+
+
+def test_capture_layers_resolve() -> None:
+    fields = {"method": "eagle3", "model": "/e", "num_speculative_tokens": 3}
+    assert plan(SpeculativeConfig(**fields), TARGET).capture_layers == (1, 3, 4)
+    assert plan(SpeculativeConfig(**fields, capture_layers=[0, -1]), TARGET).capture_layers == (0, -1)
+    assert plan(SpeculativeConfig(**DRAFTED), TARGET).capture_layers == ()
+
+
+def test_tree_is_sorted_by_length_then_path() -> None:
+    assert parse_tree("[(0,1), (1,), (0,0), (0,), (1,0), (1,1)]") == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
+    assert decide({**NGRAM, "speculative_token_tree": "[(0,0,0),(0,),(0,0)]"}).num_speculative_tokens == 3
+
+
+def test_an_mlp_speculator_runs_on_one_rank() -> None:
+    config = SpeculativeConfig(method="mlp_speculator", model="/x", num_speculative_tokens=3)
+    with pytest.warns(UserWarning, match="draft_tensor_parallel_size"):
+        assert _draft_tp(config, "mlp_speculator", target(tensor_parallel_size=2)) == 1

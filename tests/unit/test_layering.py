@@ -1,0 +1,81 @@
+"""Who may import whom (see README, "How it works"): every import inside trtspec goes from right to left of this line."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import trtspec
+
+ROOT = Path(trtspec.__file__).parent
+
+# Groups in one string do not import each other. errors .. outputs come one by one, as core needs sampling_params.
+LAYERS = [
+    {"errors"},
+    {"modes", "sampling_params", "outputs"},
+    {"core"},
+    {"config", "text"},
+    {"ops"},
+    {"parallel"},
+    {"models"},
+    {"kv"},
+    {"verify"},
+    {"drafters"},
+    {"workers"},
+    {"backends"},
+    {"engine"},
+    {"llm"},
+    {"bench"},
+    {"serve"},
+    {"cli"},
+]
+RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
+TRAIN_MAY_IMPORT = {"errors", "modes", "sampling_params", "outputs", "config", "text", "ops", "models", "llm", "train"}
+
+
+def imports() -> list[tuple[str, str, str]]:
+    """(file, its part of the package, imported part) for every import of trtspec by trtspec."""
+    found = []
+    for file in sorted(ROOT.rglob("*.py")):
+        relative = file.relative_to(ROOT)
+        own = relative.parts[0].removesuffix(".py")
+        if own in ("__init__", "__main__"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{relative}: relative import; write it in full"
+                names = [f"{node.module}.{alias.name}" if node.module == "trtspec" else str(node.module) for alias in node.names]
+            found += [(str(relative), own, name.split(".")[1]) for name in names if name.startswith("trtspec.")]
+    return found
+
+
+def test_imports_follow_the_layers() -> None:
+    edges = imports()
+    assert len(edges) > 50
+    wrong = []
+    for file, own, other in edges:
+        if own == other:
+            continue
+        allowed = other in TRAIN_MAY_IMPORT if own == "train" else other in RANK and RANK.get(other) < RANK[own]
+        if other == "train":
+            allowed = own == "cli"
+        if not allowed:
+            wrong.append(f"{file} imports {other}")
+    assert not wrong
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {path.stem if path.suffix == ".py" else path.name for path in ROOT.iterdir() if path.suffix in ("", ".py")}
+    assert parts - {"__init__", "__main__", "__pycache__", "train"} <= set(RANK)
+
+
+def test_optional_dependencies_have_one_home() -> None:
+    """transformers is for tests only; numpy, torch and the rest of the base install may go anywhere."""
+    for file in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not any(module.split(".")[0] in ("transformers", "vllm") for module in modules), file

@@ -1,0 +1,188 @@
+"""Every predicate of every mode against a table written out by hand, and the words that name a mode."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+import pytest
+
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.modes import METHODS, METHODS_WITHOUT_MODE, SpeculativeDecodingMode, resolve_mode
+
+M = SpeculativeDecodingMode
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+NAMES = words(
+    "MTP MTP_EAGLE MTP_EAGLE_ONE_MODEL EAGLE3 EAGLE3_ONE_MODEL NGRAM DRAFT_TARGET USER_PROVIDED "
+    "SAVE_HIDDEN_STATES NONE AUTO"
+)
+ONE_ENGINE = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL"}
+DRAFT_MODEL = {"EAGLE3", "DRAFT_TARGET", "MTP_EAGLE"}
+DRAFTER = {"EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES"}
+
+TRUE_FOR = {
+    "is_mtp_one_model": {"MTP", "MTP_EAGLE_ONE_MODEL"},
+    "is_mtp_vanilla": {"MTP"},
+    "is_mtp_eagle": {"MTP_EAGLE"},
+    "is_mtp_eagle_one_model": {"MTP_EAGLE_ONE_MODEL"},
+    "is_eagle3": {"EAGLE3"},
+    "is_eagle3_one_model": {"EAGLE3_ONE_MODEL"},
+    "is_ngram": {"NGRAM"},
+    "is_draft_target": {"DRAFT_TARGET"},
+    "is_user_provided": {"USER_PROVIDED"},
+    "is_save_hidden_states": {"SAVE_HIDDEN_STATES"},
+    "is_none": {"NONE"},
+    "is_auto": {"AUTO"},
+    "use_one_engine": ONE_ENGINE,
+    "without_logits": ONE_ENGINE,
+    "support_capturable_guided_decoder": ONE_ENGINE,
+    "has_draft_model": DRAFT_MODEL,
+    "needs_kv_cache_rewind": {*ONE_ENGINE, "NGRAM"},
+    "needs_kv_cache_recompute": {"EAGLE3", "MTP_EAGLE"},
+    "support_overlap_scheduler": ONE_ENGINE | DRAFT_MODEL,
+    "support_guided_decoder": {*DRAFTER, "NONE"},
+    "need_load_draft_weights": {"EAGLE3_ONE_MODEL"},
+    "has_spec_decoder": {"MTP", "MTP_EAGLE_ONE_MODEL", "MTP_EAGLE", "EAGLE3", "EAGLE3_ONE_MODEL"},
+    "has_spec_drafter": DRAFTER,
+}
+
+
+@dataclass
+class Progress:
+    is_first_draft: bool
+
+
+def test_members_keep_their_order_and_values() -> None:
+    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 12), strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("predicate", TRUE_FOR)
+def test_predicate(predicate: str, name: str) -> None:
+    assert getattr(M[name], predicate)() is (name in TRUE_FOR[predicate])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("backend", "sm", "two_engine"),
+    [("native", 0, False), ("TRTLLM", 90, False), ("native", 120, True), ("sdpa", 0, True), ("flashinfer", 90, True)],
+)
+def test_extend_ctx(name: str, backend: str, sm: int, two_engine: bool) -> None:
+    assert M[name].extend_ctx(backend, sm) is (two_engine and name not in ONE_ENGINE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("rm", "is_draft", "backend", "chain", "sm", "one_engine", "two_engine"),
+    [
+        (None, False, "native", False, 90, True, True),  # the target verifies
+        (None, False, "native", False, 120, False, True),
+        (None, False, "sdpa", False, 90, True, False),
+        (None, True, "native", True, 90, True, False),
+        (Progress(True), True, "native", True, 90, True, True),  # first step of the chain drafter
+        (Progress(True), True, "sdpa", True, 90, True, False),
+        (Progress(True), True, "native", False, 90, True, False),
+        (Progress(False), True, "native", True, 90, True, False),
+    ],
+)
+def test_attention_need_spec_dec_mode(
+    name: str,
+    rm: Progress | None,
+    is_draft: bool,
+    backend: str,
+    chain: bool,
+    sm: int,
+    one_engine: bool,
+    two_engine: bool,
+) -> None:
+    expected = one_engine if name in ONE_ENGINE else two_engine
+    assert M[name].attention_need_spec_dec_mode(rm, is_draft, backend, chain, sm) is expected
+
+
+def test_from_string() -> None:
+    assert M.from_string(None) is M.NONE
+    assert [M.from_string(name.lower()) for name in NAMES] == list(M)
+    with pytest.raises(ConfigError, match=r"mode='eagle9'.*use one of MTP, .*AUTO"):
+        M.from_string("eagle9")
+
+
+@pytest.mark.parametrize("mode", M)
+def test_require_built(mode: SpeculativeDecodingMode) -> None:
+    if mode.name in {"NONE", "NGRAM", "DRAFT_TARGET", "AUTO", "USER_PROVIDED"}:
+        mode.require_built()
+    else:
+        with pytest.raises(UnsupportedError, match=f"mode={mode.name} is not built yet; use one of NGRAM"):
+            mode.require_built()
+
+
+@pytest.mark.parametrize("mode", M)
+def test_rows_name_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMode) -> None:
+    traits = mode.traits
+    assert traits.worker is None or traits.one_engine
+    assert traits.drafter is None or traits.spec_drafter
+    if mode in (M.NGRAM, M.DRAFT_TARGET):
+        assert traits.drafter is not None
+        assert traits.drafter.startswith("trtspec.drafters.")
+    if not traits.built or mode in (M.USER_PROVIDED, M.NONE, M.AUTO):
+        assert (traits.worker, traits.drafter) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "one_engine", "vanilla", "expected"),
+    [
+        (None, None, False, "NONE"),
+        ("draft_model", None, False, "DRAFT_TARGET"),
+        ("draft_model", False, False, "DRAFT_TARGET"),
+        ("eagle3", None, False, "EAGLE3_ONE_MODEL"),
+        ("eagle3", True, False, "EAGLE3_ONE_MODEL"),
+        ("eagle3", False, False, "EAGLE3"),
+        ("mtp", None, False, "MTP_EAGLE_ONE_MODEL"),
+        ("mtp", True, False, "MTP_EAGLE_ONE_MODEL"),
+        ("mtp", False, False, "MTP_EAGLE"),
+        ("mtp", None, True, "MTP"),
+        ("mtp", True, True, "MTP"),
+        ("ngram", None, False, "NGRAM"),
+        ("extract_hidden_states", None, False, "SAVE_HIDDEN_STATES"),
+        ("custom_class", None, False, "USER_PROVIDED"),
+        ("auto", None, False, "AUTO"),
+    ],
+)
+def test_resolve_mode(method: str | None, one_engine: bool | None, vanilla: bool, expected: str) -> None:
+    assert resolve_mode(method, one_engine, vanilla) is M[expected]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("guess", None), r"method='guess' is unknown; use one of draft_model, .*suffix"),
+        (("ngram", True), r"one_engine=True, vanilla=False .* method='ngram'; use one_engine=False"),
+        (("ngram", None, True), r"vanilla=True .* method='ngram'"),
+        (("mtp", False, True), r"one_engine=False, vanilla=True .* method='mtp'; use one_engine=True, vanilla=True or"),
+    ],
+)
+def test_resolve_mode_refuses(args: tuple[str, bool | None], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_mode(*args)
+
+
+@pytest.mark.parametrize("method", METHODS_WITHOUT_MODE)
+def test_known_methods_without_a_mode(method: str) -> None:
+    assert method in METHODS
+    with pytest.raises(UnsupportedError, match=f"method='{method}' is not built yet; use one of draft_model, ngram"):
+        resolve_mode(method, None)
+
+
+def test_parallel_drafting_is_not_built() -> None:
+    with pytest.raises(UnsupportedError, match="parallel_drafting=True"):
+        resolve_mode("draft_model", None, parallel=True)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in M if mode.traits.worker or mode.traits.drafter])
+def test_dotted_paths_lead_to_classes(mode: SpeculativeDecodingMode) -> None:
+    module, _, name = str(mode.traits.worker or mode.traits.drafter).partition(":")
+    assert isinstance(getattr(importlib.import_module(module), name), type)

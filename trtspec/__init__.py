@@ -1,0 +1,18 @@
+"""Speculative decoding for large language models: one loop, many ways to draft. See README.md."""
+
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.llm import LLM
+from trtspec.modes import SpeculativeDecodingMode
+from trtspec.outputs import CompletionOutput, RequestOutput, SpeculationStats
+from trtspec.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculationStats",
+    "SpeculativeConfig",
+    "SpeculativeDecodingMode",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Ways to run a step module: each offers the `Executable` protocol."""

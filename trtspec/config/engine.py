@@ -1,0 +1,64 @@
+"""Limits, device, dtype, backend: what the engine is given beside a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtspec.errors import ConfigError, UnsupportedError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+BACKENDS = ("eager",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Raises ConfigError naming field, value and remedy; UnsupportedError for what is known but not built.
+
+    dtype: "auto" = the checkpoint's. max_batch_size: requests in one step. max_num_tokens: rows of one step of the
+    target. max_seq_len: tokens of a sequence, None = the checkpoint's. kv_cache_memory: bytes for all KV layers, target
+    and draft; num_kv_blocks: the same in blocks; both None = enough for max_batch_size full sequences, at most a
+    quarter of the free memory. block_size: tokens per KV block. seed: of requests that bring none. generation_config:
+    "auto" = unset sampling fields come from the checkpoint's generation_config.json, "off" = they do not.
+    force_num_accepted_tokens: drafts counted as accepted per step whatever they are (lossy, for benchmarks); None = the
+    environment's TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, where 0 means off.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    backend: str = "eager"
+    max_batch_size: int = 32
+    max_num_tokens: int = 2048
+    max_seq_len: int | None = None
+    kv_cache_memory: int | None = None
+    num_kv_blocks: int | None = None
+    block_size: int = 16
+    seed: int = 0
+    generation_config: str = "auto"
+    force_num_accepted_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_num_tokens", "block_size"):
+            _at_least(name, getattr(self, name), 1)
+        for name, least in (("max_seq_len", 1), ("kv_cache_memory", 1), ("num_kv_blocks", 2)):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), least)
+        if self.force_num_accepted_tokens is not None:
+            _at_least("force_num_accepted_tokens", self.force_num_accepted_tokens, 0)
+        if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
+            raise ConfigError(
+                f"kv_cache_memory = {self.kv_cache_memory} and num_kv_blocks = {self.num_kv_blocks} say the same; "
+                "give one of them"
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype = {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        if self.backend not in BACKENDS:
+            raise UnsupportedError(f"backend = {self.backend!r} is not built; built: {', '.join(BACKENDS)}")
+        if self.device not in ("auto", "cpu"):
+            raise UnsupportedError(f"device = {self.device!r} is not built for the eager backend yet; use 'cpu'")
+        if self.generation_config not in ("auto", "off"):
+            raise ConfigError(f"generation_config = {self.generation_config!r}; use 'auto' or 'off'")
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} = {value!r} must be an integer >= {least}")

@@ -1,0 +1,305 @@
+"""From what the user said to what will run: `resolve(config, target, draft)`.
+
+`plan` decides method, K, mode and lengths in vLLM's order and raises ConfigError; `resolve` then refuses what is not
+built.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from trtspec.config.base import refuse_unbuilt
+from trtspec.config.capture import default_capture_layers
+from trtspec.config.mtp import MTP_TARGETS
+from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
+from trtspec.config.tree import chain, parse_tree
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.modes import resolve_mode
+
+if TYPE_CHECKING:
+    from trtspec.config.speculative import SpeculativeConfig
+
+
+# Targets whose residual stream is known to be captured as EAGLE3 drafts expect.
+EAGLE3_TARGETS = ("llama", "qwen", "minicpm", "gpt_oss")
+
+# Methods that need no draft checkpoint, and so no `model`.
+_WITHOUT_CHECKPOINT = ("ngram", "suffix", "auto", "extract_hidden_states", "custom_class")
+
+# A field that only some methods read: set for another method, it would be ignored, so it is an error.
+_ONLY_FOR: dict[str, tuple[str, ...]] = {
+    "prompt_lookup_min": ("ngram", "auto", "custom_class"),
+    "prompt_lookup_max": ("ngram", "auto", "custom_class"),
+    "prompt_lookup_latest": ("ngram", "auto", "custom_class"),
+    "suffix_decoding_max_tree_depth": ("suffix",),
+    "suffix_decoding_max_cached_requests": ("suffix",),
+    "suffix_decoding_max_spec_factor": ("suffix",),
+    "suffix_decoding_min_token_prob": ("suffix",),
+    "capture_layers": ("eagle3", "extract_hidden_states"),
+    "drafter": ("custom_class",),
+    "vanilla": ("mtp",),
+}
+
+# field -> (values that run today, what to do instead of any other)
+_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "revision": ((None,), "checkpoints are local folders: pass the folder of that revision as model"),
+    "code_revision": ((None,), "no code is loaded from checkpoints: leave it unset"),
+    "quantization": ((None,), "drafts run in the dtype of their checkpoint: leave it unset"),
+    "draft_tensor_parallel_size": ((None, 1), "use 1"),
+    "disable_logprobs": ((True,), "leave it True"),
+    "rejection_sample_method": ((None, "strict"), "leave it unset for strict acceptance, which loses nothing"),
+    "draft_sample_method": ((None, "greedy"), "leave it unset"),
+    "use_heterogeneous_vocab": ((False,), "use a draft with the target's vocabulary"),
+    "parallel_drafting": ((False,), "leave it unset"),
+    "enable_adaptive_verification": ((False,), "leave it unset, or use draft_len_schedule"),
+    "acceptance_window": ((None,), "leave it unset, or use max_concurrency"),
+}
+
+
+def resolve(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None = None) -> ResolvedSpeculation:
+    """`plan`, then UnsupportedError for what it asks for and nobody has built."""
+    resolved = plan(config, target, draft)
+    refuse_unbuilt("", dict(config), _BUILT)
+    if resolved.mode.has_draft_model() and resolved.draft_tensor_parallel_size > 1:
+        raise UnsupportedError(
+            f"draft_tensor_parallel_size={resolved.draft_tensor_parallel_size} (the target's) is not built yet; use 1"
+        )
+    if resolved.speculative_token_tree != chain(resolved.num_speculative_tokens):
+        raise UnsupportedError(
+            f"speculative_token_tree={config.speculative_token_tree!r} branches, which is not built yet; leave it unset"
+        )
+    resolved.mode.require_built()
+    return resolved
+
+
+def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None = None) -> ResolvedSpeculation:
+    """Decide everything, built or not. Raises ConfigError; UnsupportedError only where there is no mode to name."""
+    method, model = method_and_model(config, target, draft)
+    for field, methods in _ONLY_FOR.items():
+        value = getattr(config, field)
+        if method not in methods and value != type(config).model_fields[field].default:
+            raise ConfigError(f"{field}={value!r} means nothing to method={method!r}; remove it")
+    if config.use_heterogeneous_vocab and (method != "draft_model" or config.draft_sample_method == "probabilistic"):
+        raise ConfigError(
+            f"use_heterogeneous_vocab=True with method={method!r}, draft_sample_method={config.draft_sample_method!r}; "
+            "use it with method='draft_model' and greedy drafting, or remove it"
+        )
+    _check_draft(config, method, target, draft)
+
+    auto = _suggest(target.max_batch_size) if method == "auto" else None
+    n_predict = _n_predict(method, model, target, draft)
+    k = num_speculative_tokens(config, method, n_predict, auto)
+    check_against_k(config, k)
+    max_model_len = _max_model_len(config, method, k, target, draft)
+    # TensorRT-LLM: more than one MTP module means one module per step
+    vanilla = config.vanilla or (method == "mtp" and (n_predict or 1) > 1)
+    if auto:
+        method = model = "ngram"
+    mode = resolve_mode(method, config.one_engine, vanilla, config.parallel_drafting)
+    if method == "mtp" and not vanilla and k > 1:
+        warnings.warn(f"num_speculative_tokens={k} runs one MTP layer {k} times; acceptance falls", stacklevel=3)
+    low, high = _lookup(config, auto)
+    return ResolvedSpeculation(
+        mode=mode,
+        method=method,
+        num_speculative_tokens=k,
+        model=model,
+        max_model_len=max_model_len,
+        quantization=config.quantization or (target.quantization if method == "mtp" else None),
+        enforce_eager=config.enforce_eager,
+        draft_tensor_parallel_size=_draft_tp(config, method, target),
+        prompt_lookup_min=low,
+        prompt_lookup_max=high,
+        prompt_lookup_latest=config.prompt_lookup_latest,
+        speculative_token_tree=_tree(config, k),
+        draft_sample_method=config.draft_sample_method,
+        capture_layers=_capture_layers(config, method, target),
+        drafter=config.drafter,
+        disable_by_batch_size=config.disable_by_batch_size,
+        draft_len_schedule=None if config.draft_len_schedule is None else tuple(config.draft_len_schedule.items()),
+        num_speculative_tokens_per_batch_size=config.num_speculative_tokens_per_batch_size,
+        max_concurrency=_max_concurrency(config, auto),
+        max_batch_size=target.max_batch_size,
+        max_num_tokens=target.max_num_tokens,
+    )
+
+
+# -- the steps of plan, in order --------------------------------------------------------------------------------------
+
+
+def method_and_model(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> tuple[str, str | None]:
+    """The method (an explicit one wins over any hint) and the draft checkpoint."""
+    method, model = config.method, config.model
+    if model in ("ngram", "[ngram]") and method in (None, "ngram"):
+        return "ngram", "ngram"
+    if model is not None and model == method == "suffix":
+        return method, model
+    if method in _WITHOUT_CHECKPOINT:
+        if model is not None and method != "custom_class":
+            raise ConfigError(f"model={model!r} means nothing to method={method!r}; remove it")
+        return method, method if method in ("ngram", "suffix") else model
+    if model is None:
+        if method == "mtp":
+            return method, target.model
+        if config.num_speculative_tokens is not None:
+            raise ConfigError(
+                f"num_speculative_tokens was provided but without speculative model. (method={method!r}, model=None: "
+                "set model to a draft checkpoint, or method='ngram')"
+            )
+        raise ConfigError(f"method={method!r}, model=None: set model to a draft checkpoint, or method='ngram'")
+    return method or _method_from_hints(model, draft), model
+
+
+def _method_from_hints(model: str, draft: DraftInfo | None) -> str:
+    name = PurePath(model).name.lower()  # the folder's own name: a parent folder says nothing about a model
+    if "eagle-" in name:
+        return "eagle"
+    if "eagle3" in name:
+        return "eagle3"
+    kind = draft.model_type if draft is not None else ""
+    if kind in ("medusa", "mlp_speculator"):
+        return kind
+    return "mtp" if kind in MTP_TARGETS or kind.endswith("_mtp") else "draft_model"
+
+
+def _check_draft(config: SpeculativeConfig, method: str, target: TargetInfo, draft: DraftInfo | None) -> None:
+    if method == "eagle3" and not any(kind in target.model_type for kind in EAGLE3_TARGETS):
+        raise ConfigError(
+            f"method='eagle3' with a target of model_type={target.model_type!r}; use a target of "
+            + ", ".join(EAGLE3_TARGETS)
+        )
+    # EAGLE3's own smaller vocabulary maps through d2t; only a whole model must speak the target's ids
+    whole = method == "draft_model" and not config.use_heterogeneous_vocab
+    if whole and draft is not None and draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"vocab_size={draft.vocab_size} of the draft model={config.model!r} differs from the target's "
+            f"{target.vocab_size}; use a draft with the target's tokenizer"
+        )
+
+
+def _n_predict(method: str, model: str | None, target: TargetInfo, draft: DraftInfo | None) -> int | None:
+    if method == "mtp" and model == target.model:
+        return target.n_predict
+    return None if draft is None or method in _WITHOUT_CHECKPOINT else draft.n_predict
+
+
+@dataclass(frozen=True)
+class _Suggestion:
+    """AUTO's choice: n-gram speculation sized by the batch."""
+
+    k: int
+    ngram: int
+    max_concurrency: int = 32
+
+
+def _suggest(max_batch_size: int) -> _Suggestion:
+    return _Suggestion(k=5, ngram=3) if max_batch_size <= 4 else _Suggestion(k=3, ngram=5)
+
+
+def num_speculative_tokens(
+    config: SpeculativeConfig, method: str, n_predict: int | None, auto: _Suggestion | None = None
+) -> int:
+    """K: what the user said, else what the checkpoint (or the method) implies. Raises ConfigError if nothing does."""
+    k = config.num_speculative_tokens
+    if k is None:
+        implied = {"suffix": config.suffix_decoding_max_tree_depth, "extract_hidden_states": 1}.get(method)
+        k = auto.k if auto else implied or n_predict
+    elif n_predict is not None and k > n_predict and k % n_predict != 0:
+        raise ConfigError(
+            f"num_speculative_tokens={k} must be divisible by n_predict={n_predict} of the draft checkpoint; use "
+            f"{k // n_predict * n_predict}"
+        )
+    if k is None:
+        raise ConfigError(f"num_speculative_tokens=None and method={method!r} implies none; set it, to 3 for a start")
+    return k
+
+
+def check_against_k(config: SpeculativeConfig, k: int) -> None:
+    """The rules between K and other fields. Raises ConfigError."""
+    schedule = config.draft_len_schedule
+    if schedule is not None and (max(schedule.values()) > k or schedule[min(schedule)] != k):
+        raise ConfigError(
+            f"draft_len_schedule={schedule} does not fit num_speculative_tokens={k}: no length may exceed it and the "
+            f"smallest key must map to it; use {{{min(schedule)}: {k}, ...}}"
+        )
+    rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
+    if rates is not None and len(rates) != k:
+        raise ConfigError(f"synthetic_acceptance_rates={rates} needs num_speculative_tokens={k} entries; give {k}")
+    if length is not None and length > k + 1:
+        raise ConfigError(f"synthetic_acceptance_length={length} exceeds K+1; use a value in [1, {k + 1}]")
+
+
+def _max_model_len(config: SpeculativeConfig, method: str, k: int, target: TargetInfo, draft: DraftInfo | None) -> int:
+    """Longest sequence (tokens) for which drafts are made."""
+    limits = {"target": target.max_model_len}
+    if draft is not None and method not in _WITHOUT_CHECKPOINT:
+        limits["draft"] = draft.max_model_len
+    for owner, limit in limits.items():
+        if config.max_model_len is not None and config.max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len} exceeds the {owner}'s {limit}; use at most {limit}"
+            )
+        if limit <= k:  # even a sequence of one token leaves no room for K drafts
+            raise ConfigError(
+                f"max_model_len={limit} of the {owner} is too short to draft num_speculative_tokens={k}; use a smaller "
+                "K or a model with a longer context"
+            )
+    length = min(limits.values()) if config.max_model_len is None else config.max_model_len
+    if length <= k:
+        raise ConfigError(
+            f"max_model_len={length} is too short to draft num_speculative_tokens={k}; raise it above {k}"
+        )
+    return length
+
+
+def _lookup(config: SpeculativeConfig, auto: _Suggestion | None) -> tuple[int, int]:
+    """(prompt_lookup_min, prompt_lookup_max): both unset 5, 5; one unset copies the other; AUTO tries 1..n."""
+    low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    if low is None and high is None:
+        return (1, auto.ngram) if auto else (5, 5)
+    return low or high or 5, high or low or 5
+
+
+def _max_concurrency(config: SpeculativeConfig, auto: _Suggestion | None) -> int | None:
+    own_rule = config.max_concurrency is not None or config.draft_len_schedule is not None
+    return config.max_concurrency if own_rule or auto is None else auto.max_concurrency
+
+
+def _draft_tp(config: SpeculativeConfig, method: str, target: TargetInfo) -> int:
+    given, tp = config.draft_tensor_parallel_size, target.tensor_parallel_size
+    if given is None:
+        if method == "mlp_speculator" and tp > 1:
+            warnings.warn("draft_tensor_parallel_size: an MLP speculator runs on one rank; using 1", stacklevel=4)
+        return 1 if method == "mlp_speculator" else tp
+    if given not in (1, tp):
+        raise ConfigError(f"draft_tensor_parallel_size={given} is neither 1 nor the target's {tp}; use one of them")
+    return given
+
+
+def _tree(config: SpeculativeConfig, k: int) -> tuple[tuple[int, ...], ...]:
+    if config.speculative_token_tree is None:
+        return chain(k)
+    tree = parse_tree(config.speculative_token_tree)
+    if len(tree[-1]) != k:
+        raise ConfigError(
+            f"speculative_token_tree={config.speculative_token_tree!r} is {len(tree[-1])} deep but "
+            f"num_speculative_tokens={k}; make them equal"
+        )
+    return tree
+
+
+def _capture_layers(config: SpeculativeConfig, method: str, target: TargetInfo) -> tuple[int, ...]:
+    if method not in _ONLY_FOR["capture_layers"]:
+        return ()
+    layers = config.capture_layers
+    if layers is None:
+        return default_capture_layers(target.num_hidden_layers)
+    if any(i >= target.num_hidden_layers for i in layers):
+        raise ConfigError(
+            f"capture_layers={layers} reaches past the target's {target.num_hidden_layers} layers; use ids in "
+            f"[-1, {target.num_hidden_layers - 1}]"
+        )
+    return layers

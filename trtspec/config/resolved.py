@@ -1,0 +1,109 @@
+"""The values around resolution: what goes in, what comes out, and the draft length of each step."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from trtspec.modes import SpeculativeDecodingMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetInfo:
+    """What resolution needs to know of the target and the engine. Lengths in tokens, sizes in requests."""
+
+    model: str
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    num_hidden_layers: int
+    max_batch_size: int
+    max_num_tokens: int | None = None  # rows per step; None: no limit beyond max_batch_size
+    tensor_parallel_size: int = 1
+    n_predict: int | None = None  # MTP layers in the target's own checkpoint
+    quantization: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftInfo:
+    """What resolution needs to know of a draft checkpoint."""
+
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    n_predict: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSpeculation:
+    """Speculation with every question answered. Frozen; the config it came from is unchanged."""
+
+    mode: SpeculativeDecodingMode
+    method: str
+    num_speculative_tokens: int  # K
+    model: str | None  # draft checkpoint; the target's for its own MTP layers; the method's name for ngram
+    max_model_len: int  # a step drafts nothing for a request whose length + K exceeds it
+    quantization: str | None
+    enforce_eager: bool | None
+    draft_tensor_parallel_size: int
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+    prompt_lookup_latest: bool
+    speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; a chain of K
+    draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
+    capture_layers: tuple[int, ...]  # "after layer i"; empty where nothing is captured
+    drafter: Any
+    # inputs of draft_len_for_batch
+    disable_by_batch_size: int | None
+    draft_len_schedule: tuple[tuple[int, int], ...] | None
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None
+    max_concurrency: int | None
+    max_batch_size: int
+    max_num_tokens: int | None
+
+    @property
+    def num_lookahead_slots(self) -> int:
+        """KV rows a step may write beyond the last accepted token: K."""
+        return self.num_speculative_tokens
+
+    @property
+    def num_extra_kv_tokens(self) -> int:
+        """KV rows the draft passes after the first may write beyond those."""
+        return max(self.num_speculative_tokens - 1, 0)
+
+    def compute_hash(self) -> str:
+        """Hex digest of what changes the compiled graphs; equal for equal graphs whatever the weights and gates."""
+        graph = [
+            self.mode.name,
+            self.num_speculative_tokens,
+            self.speculative_token_tree,
+            self.draft_sample_method,
+            self.capture_layers,
+            self.draft_tensor_parallel_size,
+        ]
+        return hashlib.sha256(json.dumps(graph).encode()).hexdigest()
+
+
+def draft_len_for_batch(resolved: ResolvedSpeculation, num_requests: int) -> int:
+    """Draft tokens per request, 0..K, in a step of `num_requests` requests. Pure; the strictest gate set counts."""
+    k = resolved.num_speculative_tokens
+    limits = [k]
+    if resolved.disable_by_batch_size is not None and num_requests > resolved.disable_by_batch_size:
+        limits.append(0)
+    if resolved.max_concurrency is not None:
+        rows = resolved.max_num_tokens
+        fitting = resolved.max_batch_size if rows is None else min(resolved.max_batch_size, rows // (1 + k))
+        if min(num_requests, fitting) > resolved.max_concurrency:
+            limits.append(0)
+    if resolved.draft_len_schedule is not None:  # keys are upper bounds: the smallest key >= batch; 0 past the last
+        schedule = resolved.draft_len_schedule
+        at = bisect.bisect_left([key for key, _ in schedule], num_requests)
+        limits.append(schedule[at][1] if at < len(schedule) else 0)
+    if resolved.num_speculative_tokens_per_batch_size is not None:  # gaps and the tail carry the previous K
+        ranges = resolved.num_speculative_tokens_per_batch_size
+        at = bisect.bisect_right([start for start, _, _ in ranges], max(num_requests, 1)) - 1
+        limits.append(ranges[at][2])
+    return min(limits)

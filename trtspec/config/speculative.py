@@ -1,0 +1,223 @@
+"""SpeculativeConfig: what a user may say about speculation. Field names are vLLM's, old and new, and TensorRT-LLM's.
+
+Rules on one field live on the field, rules between fields in `_consistent`; what needs the target or the draft is in
+resolve.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from trtspec.config.base import JsonKey, StrictConfig, list_to_tuple, one_of
+from trtspec.config.resolve import check_against_k, resolve
+from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
+from trtspec.config.tree import parse_tree
+from trtspec.errors import ConfigError
+from trtspec.modes import METHODS
+
+# vLLM's older per-architecture names, all meaning "mtp".
+LEGACY_MTP_METHODS = (
+    "deepseek_mtp",
+    "mimo_mtp",
+    "glm4_moe_mtp",
+    "ernie_mtp",
+    "qwen3_next_mtp",
+    "longcat_flash_mtp",
+    "pangu_ultra_moe_mtp",
+)
+REJECTION_METHODS = ("strict", "standard", "block", "synthetic")
+DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
+
+Count = Annotated[int, Field(ge=1)]
+Unit = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+
+
+def _method(name: str) -> str:
+    if name in LEGACY_MTP_METHODS:
+        warnings.warn(f"method={name!r} is deprecated; use method='mtp'", DeprecationWarning, stacklevel=4)
+        return "mtp"
+    return one_of("method", METHODS)(name)
+
+
+def _tree(text: str) -> str:
+    parse_tree(text)
+    return text
+
+
+def _schedule(schedule: dict[int, int]) -> dict[int, int]:
+    if not schedule or min(schedule) < 1 or min(schedule.values()) < 0:
+        raise ConfigError(f"draft_len_schedule={schedule}: use {{batch size >= 1: draft length >= 0, ...}}")
+    return dict(sorted(schedule.items()))
+
+
+def _ranges(ranges: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    last = 0  # last batch size covered so far
+    for start, end, k in ranges:
+        if start <= last or end < start or k < 0 or (last == 0 and start != 1):
+            raise ConfigError(
+                f"num_speculative_tokens_per_batch_size={list(ranges)}: {(start, end, k)} is out of place; use "
+                "inclusive (start, end, K) ranges that start at 1, are sorted and disjoint, with K >= 0"
+            )
+        last = end
+    if not ranges:
+        raise ConfigError("num_speculative_tokens_per_batch_size=[] is empty; leave it unset for a constant K")
+    return ranges
+
+
+class SpeculativeConfig(StrictConfig):
+    """How to speculate. Everything is optional except what `method` needs; `resolve` fills in the rest.
+
+    Strict acceptance is the default of every method (vLLM's default, "standard", is rejection sampling). Raises
+    ConfigError when built from contradicting values; UnsupportedError comes from `resolve`, for what is known but not
+    built. `disable_padded_drafter_batch` changes nothing here: draft batches are always ragged, never padded.
+    """
+
+    num_speculative_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="draft tokens per step, K; to decode without speculation leave speculative_config unset",
+    )
+    model: str | None = Field(default=None, description="folder of the draft checkpoint")
+    method: Annotated[str, AfterValidator(_method)] | None = None
+    one_engine: bool | None = Field(default=None, description="None: one-engine where a worker exists")
+    vanilla: bool = Field(default=False, description="MTP with one module per draft step")
+    revision: str | None = None
+    code_revision: str | None = None
+    quantization: str | None = None
+    enforce_eager: bool | None = None
+    draft_tensor_parallel_size: int | None = Field(default=None, ge=1, description="1, or the target's size")
+    max_model_len: int | None = Field(default=None, ge=1, description="tokens; at most the draft's and the target's")
+    disable_padded_drafter_batch: bool = False
+    disable_logprobs: bool = True
+
+    # draft length as a function of the number of running requests: the smallest of those given counts
+    disable_by_batch_size: int | None = Field(default=None, ge=2, description="more requests draft nothing")
+    draft_len_schedule: Annotated[dict[JsonKey, int], AfterValidator(_schedule)] | None = Field(
+        default=None, description="{largest batch size: draft length}"
+    )
+    num_speculative_tokens_per_batch_size: (
+        Annotated[tuple[tuple[int, int, int], ...], BeforeValidator(list_to_tuple), AfterValidator(_ranges)] | None
+    ) = Field(default=None, description="inclusive ranges [(first batch size, last batch size, K), ...]")
+    max_concurrency: int | None = Field(default=None, ge=1, description="more requests draft nothing")
+    acceptance_window: int | None = Field(default=None, ge=1, description="finished requests in the rolling mean")
+    acceptance_length_threshold: float | None = Field(default=None, ge=0.0, description="draft tokens per step")
+
+    # n-gram
+    prompt_lookup_min: int | None = Field(default=None, ge=1, description="shortest n-gram to match")
+    prompt_lookup_max: int | None = Field(default=None, ge=1, description="longest n-gram to match")
+    prompt_lookup_latest: bool = Field(default=False, description="take the latest match instead of the earliest")
+
+    # suffix
+    suffix_decoding_max_tree_depth: Count = 24
+    suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] = 10000
+    suffix_decoding_max_spec_factor: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    suffix_decoding_min_token_prob: Unit = 0.1
+
+    # acceptance and drafting; draft_sample_method None draws drafts with the target's own noise: they agree most often
+    rejection_sample_method: (
+        Annotated[str, AfterValidator(one_of("rejection_sample_method", REJECTION_METHODS))] | None
+    ) = None
+    synthetic_acceptance_rates: Annotated[tuple[Unit, ...], BeforeValidator(list_to_tuple)] | None = None
+    synthetic_acceptance_length: float | None = Field(
+        default=None, ge=1.0, allow_inf_nan=False, description="in [1, K+1]"
+    )
+    draft_sample_method: Annotated[str, AfterValidator(one_of("draft_sample_method", DRAFT_SAMPLE_METHODS))] | None = (
+        None
+    )
+    speculative_token_tree: Annotated[str, AfterValidator(_tree)] | None = None
+    use_heterogeneous_vocab: bool = False
+    parallel_drafting: bool = False
+    enable_adaptive_verification: bool = False
+
+    # EAGLE3 and hidden-state capture: "after layer i", -1 after the final norm (TensorRT-LLM's ids; vLLM's: one higher)
+    capture_layers: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], BeforeValidator(list_to_tuple)] | None = None
+    # custom_class: "module:Class", a class, or an instance
+    drafter: Any = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpeculativeConfig:
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"prompt_lookup_min={low} exceeds prompt_lookup_max={high}; lower it to at most {high}")
+        if self.draft_len_schedule is not None and self.max_concurrency is not None:
+            raise ConfigError(
+                f"draft_len_schedule={self.draft_len_schedule} and max_concurrency={self.max_concurrency} exclude each "
+                "other; keep one (a schedule gives K=0 above its largest key)"
+            )
+        if (self.acceptance_window is None) != (self.acceptance_length_threshold is None):
+            raise ConfigError(
+                f"acceptance_window={self.acceptance_window} and acceptance_length_threshold="
+                f"{self.acceptance_length_threshold} belong together; set both or neither"
+            )
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        given = (rates is not None) + (length is not None)
+        if given != (self.rejection_sample_method == "synthetic"):
+            raise ConfigError(
+                f"synthetic_acceptance_rates={rates}, synthetic_acceptance_length={length} with "
+                f"rejection_sample_method={self.rejection_sample_method!r}: set exactly one of "
+                "them with 'synthetic', and neither otherwise"
+            )
+        if rates is not None and any(a < b for a, b in itertools.pairwise(rates)):
+            raise ConfigError(f"synthetic_acceptance_rates={rates} increase; each must be at most the one before")
+        if self.method == "custom_class" and self.drafter is None:
+            raise ConfigError("drafter=None with method='custom_class'; set drafter='module:Class' or an object")
+        if self.num_speculative_tokens is not None:
+            check_against_k(self, self.num_speculative_tokens)
+        return self
+
+    @classmethod
+    def from_any(cls, value: Any) -> SpeculativeConfig | None:
+        """None, a SpeculativeConfig, a TensorRT-LLM-style config, or a dict of either (the latter: "decoding_type")."""
+        # trtllm.py converts to this class, so it imports this module
+        from trtspec.config.trtllm import DecodingBaseConfig, decoding_config_from_dict
+
+        if value is None or isinstance(value, SpeculativeConfig):
+            return value
+        if isinstance(value, DecodingBaseConfig):
+            return value.to_speculative_config()
+        if isinstance(value, Mapping):
+            fields = dict(value)
+            if "decoding_type" in fields:
+                return decoding_config_from_dict(fields).to_speculative_config()
+            return cls(**fields)
+        raise ConfigError(
+            f"speculative_config={value!r} is a {type(value).__name__}; use None, a dict, a SpeculativeConfig or a "
+            "decoding config such as NGramDecodingConfig"
+        )
+
+    def resolve(self, target: TargetInfo, draft: DraftInfo | None = None) -> ResolvedSpeculation:
+        """Everything decided, for this target (and this draft checkpoint, where its config.json was read).
+
+        Raises ConfigError for what contradicts itself, the target or the draft; UnsupportedError for what is not built.
+        """
+        return resolve(self, target, draft)
+
+    def compute_hash(self) -> str:
+        """Hex digest of what changes the compiled graphs. Weights, gates and n-gram settings do not."""
+        graph = {
+            "method": self.method,
+            "one_engine": self.one_engine,
+            "vanilla": self.vanilla,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "speculative_token_tree": self.speculative_token_tree,
+            "rejection_sample_method": self.rejection_sample_method,
+            "draft_sample_method": self.draft_sample_method,
+            "parallel_drafting": self.parallel_drafting,
+            "use_heterogeneous_vocab": self.use_heterogeneous_vocab,
+            "capture_layers": self.capture_layers,
+        }
+        return hashlib.sha256(json.dumps(graph, sort_keys=True).encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        model = None if self.method in ("ngram", "suffix") else self.model
+        k = self.num_speculative_tokens
+        return f"SpeculativeConfig(method={self.method!r}, model={model!r}, num_spec_tokens={k!r})"
+
+    __str__ = __repr__

@@ -1,0 +1,303 @@
+"""TensorRT-LLM's decoding configs, under their own names and defaults; each converts to a SpeculativeConfig.
+
+A field whose feature is not built may keep its default; another value raises UnsupportedError on conversion. Nothing is
+dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+
+from trtspec.config.base import JsonKey, StrictConfig, list_to_tuple, one_of, refuse_unbuilt
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.errors import ConfigError, UnsupportedError
+
+ADVANCED_SAMPLING_MODES = ("full", "no_topk", "no_topp", "no_topk_no_topp", "universal")
+
+Layers = Annotated[tuple[Annotated[int, Field(ge=-1)], ...], BeforeValidator(list_to_tuple)]
+Choices = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(list_to_tuple)]
+
+
+class DecodingBaseConfig(StrictConfig):
+    """What all decoding configs share. `speculative_model_dir` is another name for `speculative_model`.
+
+    `allow_advanced_sampling` changes nothing here: every request's own sampling parameters are always honoured.
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    decoding_type: ClassVar[str] = ""  # TensorRT-LLM's name in YAML files
+    method: ClassVar[str] = ""  # ours
+    # field -> what to do instead of a value other than its default
+    unbuilt: ClassVar[Mapping[str, str]] = {
+        "acceptance_window": "leave it unset, or use max_concurrency",
+        "acceptance_length_threshold": "leave it unset, or use max_concurrency",
+        "use_rejection_sampling": "leave it False: strict acceptance loses nothing",
+        "advanced_sampling_mode": "leave it 'full'",
+    }
+
+    max_draft_len: int | None = Field(default=None, ge=1, description="draft tokens per step, K")
+    max_total_draft_tokens: int | None = Field(default=None, ge=1, description="nodes of the draft tree; K for a chain")
+    speculative_model: str | None = Field(default=None, alias="speculative_model_dir", description="draft folder")
+    max_concurrency: int | None = Field(default=None, ge=1)
+    draft_len_schedule: dict[JsonKey, int] | None = None
+    acceptance_window: int | None = Field(default=None, ge=1)
+    acceptance_length_threshold: float | None = Field(default=None, ge=0.0)
+    use_rejection_sampling: bool = False
+    allow_advanced_sampling: bool = False
+    advanced_sampling_mode: Annotated[
+        str, AfterValidator(one_of("advanced_sampling_mode", ADVANCED_SAMPLING_MODES))
+    ] = "full"
+
+    def to_speculative_config(self) -> SpeculativeConfig:
+        """The same wishes as a SpeculativeConfig. Raises ConfigError or UnsupportedError."""
+        name = type(self).__name__
+        fields = type(self).model_fields
+        remedies = {**DecodingBaseConfig.unbuilt, **self.unbuilt}
+        refuse_unbuilt(f"{name}.", dict(self), {f: ((fields[f].default,), text) for f, text in remedies.items()})
+        if not self.method:
+            raise UnsupportedError(
+                f"{name}: decoding_type={self.decoding_type!r} is not built yet; use NGramDecodingConfig"
+            )
+        if self.max_total_draft_tokens not in (None, self.max_draft_len):
+            raise UnsupportedError(
+                f"{name}.max_total_draft_tokens={self.max_total_draft_tokens} with max_draft_len={self.max_draft_len} "
+                "is a tree, which is not built yet; leave it unset for a chain"
+            )
+        return SpeculativeConfig(
+            **{
+                "method": self.method,
+                "num_speculative_tokens": self.max_draft_len,
+                "model": self.speculative_model,
+                "max_concurrency": self.max_concurrency,
+                "draft_len_schedule": self.draft_len_schedule,
+                **self._own_fields(),
+            }
+        )
+
+    def _own_fields(self) -> dict[str, Any]:
+        """SpeculativeConfig fields that only this kind of config sets."""
+        return {}
+
+
+class Eagle3DecodingConfig(DecodingBaseConfig):
+    """EAGLE3, one-engine unless eagle3_one_model is False. Layer ids mean "after layer i", as everywhere in trtspec."""
+
+    decoding_type: ClassVar[str] = "Eagle3"
+    method: ClassVar[str] = "eagle3"
+    unbuilt: ClassVar[Mapping[str, str]] = {
+        "eagle3_model_arch": "leave it 'llama3'",
+        "eagle_choices": "leave it unset for a chain",
+        "greedy_sampling": "leave it True: requests are sampled as they ask",
+        "posterior_threshold": "leave it unset for strict acceptance",
+        "use_dynamic_tree": "leave it False for a chain",
+        "num_eagle_layers": "leave it unset: the checkpoint says",
+        "max_non_leaves_per_layer": "leave it unset for a chain",
+    }
+
+    eagle3_one_model: bool = True
+    eagle3_layers_to_capture: Layers | None = None
+    eagle3_model_arch: str = "llama3"
+    eagle_choices: Choices | None = None
+    greedy_sampling: bool = True
+    posterior_threshold: float | None = None
+    use_dynamic_tree: bool = False
+    dynamic_tree_max_topK: int | None = Field(default=None, ge=1, description="1 is a chain")
+    num_eagle_layers: int | None = Field(default=None, ge=1)
+    max_non_leaves_per_layer: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _tree_fits(self) -> Eagle3DecodingConfig:
+        top_k, depth, total = self.dynamic_tree_max_topK, self.max_draft_len, self.max_total_draft_tokens
+        if not self.use_dynamic_tree or top_k is None or depth is None or total is None:
+            return self
+        if not depth <= total <= top_k * depth:
+            raise ConfigError(
+                f"max_total_draft_tokens={total} with max_draft_len={depth}, dynamic_tree_max_topK={top_k}; use a "
+                f"value in [{depth}, {top_k * depth}]"
+            )
+        return self
+
+    def _own_fields(self) -> dict[str, Any]:
+        if self.dynamic_tree_max_topK not in (None, 1):
+            raise UnsupportedError(
+                f"Eagle3DecodingConfig.dynamic_tree_max_topK={self.dynamic_tree_max_topK} is not built yet; use 1 (a "
+                "chain)"
+            )
+        return {"one_engine": self.eagle3_one_model, "capture_layers": self.eagle3_layers_to_capture}
+
+
+class MTPDecodingConfig(DecodingBaseConfig):
+    """MTP. num_nextn_predict_layers is the older name of max_draft_len; unset, the checkpoint decides."""
+
+    decoding_type: ClassVar[str] = "MTP"
+    method: ClassVar[str] = "mtp"
+    unbuilt: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            "use_relaxed_acceptance_for_thinking",
+            "relaxed_topk",
+            "relaxed_delta",
+            "begin_thinking_phase_token",
+            "end_thinking_phase_token",
+        ),
+        "leave it unset for strict acceptance",
+    )
+
+    use_relaxed_acceptance_for_thinking: bool = False
+    relaxed_topk: int = Field(default=1, ge=1)
+    relaxed_delta: float = Field(default=0.0, ge=0.0)
+    use_mtp_vanilla: bool = False
+    mtp_eagle_one_model: bool = True
+    num_nextn_predict_layers: int | None = Field(default=None, ge=1)
+    begin_thinking_phase_token: int = 128798
+    end_thinking_phase_token: int = 128799
+
+    def _own_fields(self) -> dict[str, Any]:
+        layers, k = self.num_nextn_predict_layers, self.max_draft_len
+        if layers is not None and k is not None and layers != k:
+            raise ConfigError(f"num_nextn_predict_layers={layers} and max_draft_len={k} differ; set max_draft_len only")
+        return {
+            "one_engine": self.use_mtp_vanilla or self.mtp_eagle_one_model,  # vanilla exists as one engine only
+            "vanilla": self.use_mtp_vanilla,
+            "num_speculative_tokens": k or layers,
+        }
+
+
+class NGramDecodingConfig(DecodingBaseConfig):
+    """N-gram speculation. The pool of matches is the request's own tokens.
+
+    `is_public_pool` (matches shared between requests) is not built. Its default is True upstream, so the default is
+    accepted and means the request's own pool; asking for True in so many words is refused. Output is the same either
+    way, only acceptance differs.
+    """
+
+    decoding_type: ClassVar[str] = "NGram"
+    method: ClassVar[str] = "ngram"
+    unbuilt: ClassVar[Mapping[str, str]] = {"is_keep_all": "leave it True: every match is a candidate"}
+
+    max_matching_ngram_size: int = Field(default=2, ge=1)
+    is_keep_all: bool = True
+    is_use_oldest: bool = True
+    is_public_pool: bool = True
+
+    def _own_fields(self) -> dict[str, Any]:
+        if self.is_public_pool and "is_public_pool" in self.model_fields_set:
+            raise UnsupportedError(
+                "NGramDecodingConfig.is_public_pool=True is not built yet; set it to False or leave it unset (each "
+                "request matches its own tokens)"
+            )
+        return {
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": self.max_matching_ngram_size,
+            "prompt_lookup_latest": not self.is_use_oldest,
+        }
+
+
+class DraftTargetDecodingConfig(DecodingBaseConfig):
+    """A smaller model of the same vocabulary drafts."""
+
+    decoding_type: ClassVar[str] = "Draft_Target"
+    method: ClassVar[str] = "draft_model"
+
+
+class UserProvidedDecodingConfig(DecodingBaseConfig):
+    """Your own drafter: "module:Class", a class or an object that follows trtspec.core.Drafter."""
+
+    decoding_type: ClassVar[str] = "User_Provided"
+    method: ClassVar[str] = "custom_class"
+    unbuilt: ClassVar[Mapping[str, str]] = {"resource_manager": "keep the drafter's state in the drafter"}
+
+    drafter: Any = None
+    resource_manager: Any = None
+
+    def _own_fields(self) -> dict[str, Any]:
+        return {"drafter": self.drafter}
+
+
+class AutoDecodingConfig(DecodingBaseConfig):
+    """N-gram speculation with K, n and max_concurrency chosen from the batch size."""
+
+    decoding_type: ClassVar[str] = "AUTO"
+    method: ClassVar[str] = "auto"
+
+
+class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
+    """Writes the target's hidden states to files, to train drafts on. Known, not built."""
+
+    decoding_type: ClassVar[str] = "SaveState"
+
+    output_directory: str
+    write_interval: int = Field(default=20, ge=1, description="requests per file")
+    file_prefix: str = "data"
+    eagle3_layers_to_capture: Layers | None = None
+
+
+class MedusaDecodingConfig(DecodingBaseConfig):
+    """Medusa heads with a static tree. Known, not built."""
+
+    decoding_type: ClassVar[str] = "Medusa"
+
+    medusa_choices: Choices | None = None
+    num_medusa_heads: int | None = Field(default=None, ge=1)
+
+
+class SADecodingConfig(DecodingBaseConfig):
+    """Suffix automaton. Known, not built."""
+
+    decoding_type: ClassVar[str] = "SA"
+
+    max_matching_ngram_size: int = Field(default=-1, ge=-1, description="-1: no limit")
+    enable_global_pool: bool = False
+    global_pool_size: int | None = Field(default=None, ge=1)
+
+
+class _ParallelDecodingConfig(DecodingBaseConfig):
+    mask_token_id: int | None = Field(default=None, ge=0)
+    target_layer_ids: Layers | None = None
+
+
+class PARDDecodingConfig(_ParallelDecodingConfig):
+    """PARD: all drafts in one forward over mask tokens. Known, not built."""
+
+    decoding_type: ClassVar[str] = "PARD"
+
+
+class DFlashDecodingConfig(_ParallelDecodingConfig):
+    """DFlash: parallel drafting over fused target hidden states. Known, not built."""
+
+    decoding_type: ClassVar[str] = "DFlash"
+
+
+class DSparkDecodingConfig(_ParallelDecodingConfig):
+    """DSpark. Known, not built."""
+
+    decoding_type: ClassVar[str] = "DSpark"
+
+
+DECODING_CONFIGS: tuple[type[DecodingBaseConfig], ...] = (
+    Eagle3DecodingConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    DraftTargetDecodingConfig,
+    UserProvidedDecodingConfig,
+    AutoDecodingConfig,
+    SaveHiddenStatesDecodingConfig,
+    MedusaDecodingConfig,
+    SADecodingConfig,
+    PARDDecodingConfig,
+    DFlashDecodingConfig,
+    DSparkDecodingConfig,
+)
+
+
+def decoding_config_from_dict(fields: Mapping[str, Any]) -> DecodingBaseConfig:
+    """{"decoding_type": "NGram", ...} -> NGramDecodingConfig(...), the type's name in any case. Raises ConfigError."""
+    kind = fields.get("decoding_type")
+    for cls in DECODING_CONFIGS:
+        if str(kind).lower() == cls.decoding_type.lower():
+            return cls(**{name: value for name, value in fields.items() if name != "decoding_type"})
+    known = ", ".join(cls.decoding_type for cls in DECODING_CONFIGS)
+    raise ConfigError(f"decoding_type={kind!r} is unknown; use one of {known}")

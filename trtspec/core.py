@@ -1,0 +1,249 @@
+"""One page of nouns: what flows through a step, and the two protocols that make it flow.
+
+Step values are frozen views of tensors. Shapes: B requests in the batch, C contexts first, then G generations;
+T packed rows; K draft tokens of the step (the longest proposal in it); R = C + G * (K + 1) logits rows, one per context
+request and K + 1 per generation request (a shorter proposal repeats its last row); M block-table columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trtspec.modes import SpeculativeDecodingMode
+from trtspec.sampling_params import ResolvedSampling
+
+KVLayer = tuple[Tensor, Tensor]
+"""(k_cache, v_cache) of one layer, each [num_blocks, block_size, Hkv, D]; block 0 is scratch."""
+
+
+def row_requests(cu_q_lens: Tensor, num_rows: int) -> Tensor:
+    """cu_q_lens [B+1] -> the request each packed row belongs to, [T] int64."""
+    rows = torch.arange(num_rows, device=cu_q_lens.device)
+    return torch.searchsorted(cu_q_lens[1:].contiguous(), rows, right=True)
+
+
+def row_positions(cu_q_lens: Tensor, kv_lens: Tensor, num_rows: int) -> Tensor:
+    """Place of each packed row in its own sequence, [T] int64: a request's rows are the last of its kv_lens tokens."""
+    request = row_requests(cu_q_lens, num_rows)
+    ends = cu_q_lens[1:].long()
+    return torch.arange(num_rows, device=cu_q_lens.device) - ends[request] + kv_lens.long()[request]
+
+
+@dataclass(frozen=True)
+class AttnMetadata:
+    """Which rows belong to whom and where their KV lives. Positions and slots follow from it, inside the graph."""
+
+    cu_q_lens: Tensor  # [B+1] int32, request b owns rows cu_q_lens[b] .. cu_q_lens[b+1]-1
+    kv_lens: Tensor  # [B] int32, tokens of the sequence once this step's rows are appended
+    block_tables: Tensor  # [B, M] int32, 0 = scratch
+    tree_mask: Tensor  # [T, W] int32 (see ops.spec_attention), zero-size = causal
+
+    @classmethod
+    def of(cls, q_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> AttnMetadata:
+        """From host lists, one entry per request; block tables are padded with scratch to the longest."""
+        width = max(len(table) for table in block_tables)
+        padded = [[*table, *[0] * (width - len(table))] for table in block_tables]
+        return cls(
+            cu_q_lens=torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+            block_tables=torch.tensor(padded, dtype=torch.int32),
+            tree_mask=torch.empty(0, dtype=torch.int32),
+        )
+
+    @property
+    def batch_size(self) -> int:
+        return self.kv_lens.shape[0]
+
+    def positions(self, num_rows: int) -> Tensor:
+        """Place of each of the T rows in its own sequence, [T] int64."""
+        return row_positions(self.cu_q_lens, self.kv_lens, num_rows)
+
+    def advance(self) -> AttnMetadata:
+        """The next autoregressive step: one row per request, one token further."""
+        return replace(
+            self,
+            cu_q_lens=torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.kv_lens.device),
+            kv_lens=self.kv_lens + 1,
+            tree_mask=self.tree_mask.new_empty(0),
+        )
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """Per logits row what its request asked for; zero-size = no row of the batch uses it (see ops.process_logits)."""
+
+    greedy: Tensor  # [R] bool
+    positions: Tensor  # [R] int64, absolute index of the token the row draws
+    seeds: Tensor  # [R] int64
+    temperatures: Tensor  # [R] fp32, 0 on greedy rows
+    top_ks: Tensor  # [R] int32
+    top_ps: Tensor  # [R] fp32
+    min_ps: Tensor  # [R] fp32
+    ban_ids: Tensor  # [R, n] int32, -1 padded
+    ban_until: Tensor  # [R, n] int64
+
+    @classmethod
+    def of(cls, rows: Sequence[ResolvedSampling], positions: Sequence[int]) -> SamplingTensors:
+        """One entry per logits row: how to draw, and the index of the token drawn."""
+        sampled = any(not row.greedy for row in rows)
+        width = max(len(row.ban_ids) for row in rows)
+        top_ks = [row.top_k for row in rows] if any(row.top_k for row in rows) else []
+        top_ps = [row.top_p for row in rows] if any(row.top_p < 1 for row in rows) else []
+        min_ps = [row.min_p for row in rows] if any(row.min_p for row in rows) else []
+        bans = [[*row.ban_ids, *[-1] * (width - len(row.ban_ids))] for row in rows]
+        return cls(
+            greedy=torch.tensor([row.greedy for row in rows]),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            seeds=torch.tensor([row.seed for row in rows] if sampled else [], dtype=torch.int64),
+            temperatures=torch.tensor([row.temperature for row in rows] if sampled else []),
+            top_ks=torch.tensor(top_ks, dtype=torch.int32),
+            top_ps=torch.tensor(top_ps),
+            min_ps=torch.tensor(min_ps),
+            ban_ids=torch.tensor(bans, dtype=torch.int32),
+            ban_until=torch.tensor([[row.ban_until] * width for row in rows], dtype=torch.int64),
+        )
+
+    def advance(self) -> SamplingTensors:
+        """The same rows, drawing the next token."""
+        return replace(self, positions=self.positions + 1)
+
+
+@dataclass(frozen=True)
+class SpecMetadata:
+    """What speculation needs to know of a batch. Field names follow TensorRT-LLM's SpecMetadata."""
+
+    spec_dec_mode: SpeculativeDecodingMode
+    max_draft_len: int
+    request_ids: tuple[int, ...]
+    num_generations: int  # G
+    seq_lens: Tensor  # [B] int32, rows of each request in this step
+    gather_ids: Tensor  # [R] int64, packed row behind each logits row
+    draft_tokens: Tensor  # [G, K] int64, junk past draft_lens
+    draft_lens: Tensor  # [B] int32, 0 for contexts
+    next_prompt_token: Tensor  # [B] int64, -1 where the request emits (final chunk or generation)
+    forced_accept: Tensor  # [B] int32, -1 = off
+    sampling: SamplingTensors
+    is_cuda_graph: bool = False
+    is_spec_dec_tree: bool = False
+    is_spec_dec_dynamic_tree: bool = False
+
+    @classmethod
+    def plain(cls, request_ids: Sequence[int], attn: AttnMetadata, sampling: SamplingTensors) -> SpecMetadata:
+        """A batch without drafts: every request draws one token, after its last row."""
+        B = attn.batch_size
+        return cls(
+            spec_dec_mode=SpeculativeDecodingMode.NONE,
+            max_draft_len=0,
+            request_ids=tuple(request_ids),
+            num_generations=0,
+            seq_lens=attn.cu_q_lens[1:] - attn.cu_q_lens[:-1],
+            gather_ids=attn.cu_q_lens[1:].long() - 1,
+            draft_tokens=torch.empty(0, 0, dtype=torch.int64),
+            draft_lens=torch.zeros(B, dtype=torch.int32),
+            next_prompt_token=torch.full((B,), -1),
+            forced_accept=torch.full((B,), -1, dtype=torch.int32),
+            sampling=sampling,
+        )
+
+    @property
+    def num_contexts(self) -> int:
+        return len(self.request_ids) - self.num_generations
+
+    @property
+    def runtime_draft_len(self) -> int:
+        """K of this step, 0..max_draft_len."""
+        return self.draft_tokens.shape[1]
+
+    @property
+    def max_total_draft_tokens(self) -> int:
+        """Draft tokens of one request, all branches: those of a chain."""
+        return self.max_draft_len
+
+    @property
+    def num_extra_kv_tokens(self) -> int:
+        """KV rows past the verified ones that drafting may write."""
+        return max(self.max_draft_len - 1, 0)
+
+    def per_request(self, rows: Tensor) -> Tensor:
+        """Logits rows [R] -> [B, K+1]; the one row of a context request is repeated."""
+        contexts = rows[: self.num_contexts, None].expand(self.num_contexts, self.runtime_draft_len + 1)
+        generations = rows[self.num_contexts :].view(self.num_generations, self.runtime_draft_len + 1)
+        return torch.cat((contexts, generations))
+
+    def drafts_per_request(self) -> Tensor:
+        """Draft tokens of every request, [B, K] int64; -1 for contexts."""
+        contexts = self.draft_tokens.new_full((self.num_contexts, self.runtime_draft_len), -1)
+        return torch.cat((contexts, self.draft_tokens))
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Everything one launch needs."""
+
+    input_ids: Tensor  # [T] int64
+    attn: AttnMetadata
+    spec: SpecMetadata
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Guesses for the next step, one row per request asked for."""
+
+    draft_tokens: Tensor  # [B, K] int64, target vocabulary
+    draft_lens: Tensor  # [B] int32, 0..K
+    draft_probs: Tensor | None = None  # [B, K, V] fp32
+    draft_kv_lens: Tensor | None = None  # [B] int32, rows of draft KV now valid if the drafts are; None = keeps none
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step adds to each sequence."""
+
+    tokens: Tensor  # [B, K+1] int64, -1 past num_tokens
+    num_tokens: Tensor  # [B] int64: 0 for a context chunk that is not the last, else 1..K+1
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What one launch gives back. A one-engine step fills verdict and proposal as well."""
+
+    tokens: Tensor  # [R] int64, the model's own draw at each logits row
+    verdict: Verdict | None = None
+    proposal: Proposal | None = None
+
+
+class Executable(Protocol):
+    """A model ready to run steps: eager torch, or a compiled graph."""
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """Append the rows' KV and draw. It changes nothing but the KV of the rows given, so it may be run again."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a drafter is told of one request that wants drafts."""
+
+    request_id: int
+    tokens: Sequence[int]  # prompt and output so far; do not change it
+    max_draft_len: int  # 1..K
+    sampling: ResolvedSampling
+    block_table: Sequence[int]  # covers len(tokens) + max_draft_len - 1 tokens
+    draft_kv_len: int  # leading tokens whose draft KV is valid, less than len(tokens)
+
+
+class Drafter(Protocol):
+    """Two-engine speculation: proposes from outside the target's graph."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        """One row per request, in order, with draft_lens[b] <= requests[b].max_draft_len."""
+        ...
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended: drop what is kept for it."""
+        ...

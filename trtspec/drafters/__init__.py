@@ -1,0 +1,1 @@
+"""Two-engine speculation: drafters propose from outside the target's graph."""

@@ -1,0 +1,228 @@
+"""The only place where a name becomes an object: mode -> drafter, backend -> executable, folder -> model."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from trtspec.backends.eager import EagerExecutable
+from trtspec.config.engine import EngineConfig
+from trtspec.config.model import ModelConfig
+from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.core import Drafter, Executable, StepInputs, StepOutputs
+from trtspec.drafters.base import BuildableDrafter
+from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.core import EngineCore
+from trtspec.engine.propose import Proposer
+from trtspec.engine.scheduler import Scheduler
+from trtspec.engine.step import StepLoop
+from trtspec.errors import CapacityError, ConfigError
+from trtspec.kv.blocks import BlockAllocator
+from trtspec.kv.pool import allocate_layers
+from trtspec.models.specs import decoder_spec
+from trtspec.models.weights import DTYPES, load_decoder
+from trtspec.modes import SpeculativeDecodingMode
+from trtspec.ops import load_plugins
+from trtspec.text import Tokenizer
+from trtspec.verify.strict import get_force_num_accepted_tokens
+from trtspec.workers.step import DecodeStep
+
+BACKENDS: dict[str, Callable[..., Executable]] = {"eager": EagerExecutable}
+Progress = Callable[[str], None]
+
+
+class TimedExecutable:
+    """An executable that adds up the seconds spent in it, so that host time per step is what is left."""
+
+    def __init__(self, inner: Executable) -> None:
+        self.inner = inner
+        self.seconds = 0.0
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """See core.Executable."""
+        start = time.perf_counter()
+        try:
+            return self.inner.run(inputs)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+@dataclass
+class Assembly:
+    """Everything about to become an engine; also what a drafter is built from (drafters.base.DraftResources)."""
+
+    config: EngineConfig
+    target: ModelConfig
+    draft: ModelConfig | None
+    resolved: ResolvedSpeculation | None
+    max_seq_len: int
+    num_blocks: int = 0
+    executables: list[TimedExecutable] = field(default_factory=list)
+
+    @property
+    def speculation(self) -> ResolvedSpeculation:
+        assert self.resolved is not None
+        return self.resolved
+
+    @property
+    def max_num_tokens(self) -> int:
+        return self.config.max_num_tokens
+
+    def dtype(self, model: ModelConfig) -> torch.dtype:
+        """What the model computes in."""
+        return DTYPES[model.dtype if self.config.dtype == "auto" else self.config.dtype]
+
+    def executable(self, model: ModelConfig, role: str) -> Executable:
+        """The checkpoint on the configured backend, with its own KV layers."""
+        decoder = load_decoder(model, self.dtype(model), role, self.max_seq_len)
+        kv = allocate_layers(decoder.spec, self.num_blocks, self.config.block_size, self.dtype(model))
+        self.executables.append(TimedExecutable(BACKENDS[self.config.backend](DecodeStep(decoder), kv)))
+        return self.executables[-1]
+
+    def draft_model(self) -> Executable:
+        """See drafters.base.DraftResources."""
+        assert self.draft is not None
+        return self.executable(self.draft, "draft")
+
+
+def assemble_engine(
+    model: str | Path,
+    speculative: SpeculativeConfig | None,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+    progress: Progress = lambda message: None,
+) -> EngineCore:
+    """Load, plan memory, wire up. `progress` hears what is being done."""
+    load_plugins()
+    target = ModelConfig.from_folder(model, "target")
+    max_seq_len = config.max_seq_len or target.max_seq_len
+    if max_seq_len > target.max_seq_len:
+        raise ConfigError(f"max_seq_len = {max_seq_len} exceeds the checkpoint's {target.max_seq_len}; lower it")
+    draft, resolved = resolve_speculation(speculative, target, max_seq_len, config)
+    K = resolved.num_speculative_tokens if resolved is not None else 0
+    if config.max_num_tokens < config.max_batch_size * (K + 1):
+        raise ConfigError(
+            f"max_num_tokens = {config.max_num_tokens} cannot hold {K + 1} rows for each of max_batch_size = "
+            f"{config.max_batch_size} requests; raise it to {config.max_batch_size * (K + 1)} or lower max_batch_size"
+        )
+    assembly = Assembly(config, target, draft, resolved, max_seq_len)
+    assembly.num_blocks = plan_kv_blocks(assembly)
+
+    progress(f"loading {target.path}")
+    executable = assembly.executable(target, "target")
+    if draft is not None:
+        progress(f"loading {draft.path}")
+    drafter = build_drafter(assembly)
+    scheduler = Scheduler(
+        BlockAllocator(assembly.num_blocks, config.block_size), config.max_batch_size, config.max_num_tokens, K
+    )
+    forced = config.force_num_accepted_tokens
+    if forced is None:
+        forced = get_force_num_accepted_tokens() or -1
+    mode = resolved.mode if resolved is not None else SpeculativeDecodingMode.NONE
+    loop = StepLoop(
+        scheduler,
+        BatchAssembler(mode, K, forced),
+        executable,
+        Proposer(drafter, resolved, target.vocab_size),
+        target.vocab_size,
+    )
+    return EngineCore(
+        loop,
+        target,
+        tokenizer,
+        max_seq_len,
+        config.seed,
+        use_generation_config=config.generation_config == "auto",
+        launch_clock=lambda: sum(timed.seconds for timed in assembly.executables),
+    )
+
+
+def resolve_speculation(
+    speculative: SpeculativeConfig | None, target: ModelConfig, max_seq_len: int, config: EngineConfig
+) -> tuple[ModelConfig | None, ResolvedSpeculation | None]:
+    """The draft checkpoint, if the method has one of its own, and speculation with every question answered."""
+    if speculative is None:
+        return None, None
+    draft = None
+    if speculative.model is not None and os.path.isdir(speculative.model):
+        draft = ModelConfig.from_folder(speculative.model, "draft")
+    resolved = speculative.resolve(
+        TargetInfo(
+            model=str(target.path),
+            model_type=target.model_type,
+            vocab_size=target.vocab_size,
+            max_model_len=max_seq_len,
+            num_hidden_layers=target.num_layers,
+            max_batch_size=config.max_batch_size,
+            max_num_tokens=config.max_num_tokens,
+        ),
+        None
+        if draft is None
+        else DraftInfo(model_type=draft.model_type, vocab_size=draft.vocab_size, max_model_len=draft.max_seq_len),
+    )
+    if not resolved.mode.has_draft_model():
+        draft = None
+    elif draft is None:
+        draft = ModelConfig.from_folder(speculative.model or "", "draft")  # says what is wrong with the folder
+    return draft, resolved
+
+
+def build_drafter(assembly: Assembly) -> Drafter | None:
+    """The drafter that the mode's row names, or the user's own."""
+    if assembly.resolved is None:
+        return None
+    mode = assembly.resolved.mode
+    if mode.is_user_provided():
+        own = assembly.resolved.drafter
+        return cast(Drafter, _load(own)() if isinstance(own, str) else own)
+    path = mode.traits.drafter
+    if path is None:
+        return None
+    return cast("type[BuildableDrafter]", _load(path)).from_resources(assembly)
+
+
+def plan_kv_blocks(assembly: Assembly) -> int:
+    """Blocks of the cache, scratch included."""
+    config = assembly.config
+    per_block = config.block_size * kv_bytes_per_token(assembly)
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if config.kv_cache_memory is not None:
+        blocks = config.kv_cache_memory // per_block
+        if blocks < 2:
+            raise CapacityError(
+                f"kv_cache_memory = {config.kv_cache_memory} bytes is less than two KV blocks of {per_block}; raise it"
+            )
+        return blocks
+    wanted = config.max_batch_size * -(-assembly.max_seq_len // config.block_size) + 1
+    affordable = free_memory() // 4 // per_block
+    return max(min(wanted, affordable), 2)
+
+
+def kv_bytes_per_token(assembly: Assembly) -> int:
+    """Bytes of K and V that one token takes in all layers of target and draft."""
+    models = [model for model in (assembly.target, assembly.draft) if model is not None]
+    return sum(decoder_spec(model).kv_elements_per_token * assembly.dtype(model).itemsize for model in models)
+
+
+def free_memory() -> int:
+    """Bytes the system could hand out now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _load(path: str) -> Any:
+    """ "package.module:Name" -> the object; ConfigError if there is none."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f'drafter {path!r} cannot be loaded ({error}); give "package.module:Class"') from error

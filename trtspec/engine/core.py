@@ -1,0 +1,167 @@
+"""The engine's life: requests in, steps, requests out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from trtspec.config.model import ModelConfig
+from trtspec.engine.request import Request
+from trtspec.engine.step import Emission, StepLoop
+from trtspec.errors import CapacityError, EngineError, RequestError
+from trtspec.outputs import SpeculationStats
+from trtspec.sampling_params import ResolvedSampling, SamplingParams, sample_seed
+from trtspec.text import TextStream, Tokenizer
+
+
+@dataclass
+class EngineStats:
+    """Totals since the engine started. Times in seconds."""
+
+    steps: int = 0
+    step_time: float = 0.0
+    launch_time: float = 0.0  # inside Executable.run of target and draft
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # finish reason -> samples
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+class EngineCore:
+    """Owns the loop. Not thread-safe: one caller adds requests and steps."""
+
+    def __init__(
+        self,
+        loop: StepLoop,
+        model: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_seq_len: int,
+        seed: int,
+        use_generation_config: bool,
+        launch_clock: Callable[[], float],
+    ) -> None:
+        self.loop = loop
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_seq_len = max_seq_len
+        self.seed = seed
+        self.defaults = dict(model.generation_defaults) if use_generation_config else {}
+        self.launch_clock = launch_clock  # seconds spent in Executable.run so far
+        self.stats = EngineStats()
+        tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
+        self.eos_ids = model.eos_token_ids | (frozenset() if tokenizer_eos is None else {tokenizer_eos})
+        self._next_id = 0
+        self._requests: dict[int, Request] = {}
+
+    def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
+        """Queue one prompt; returns its n samples. RequestError or CapacityError, nothing queued, if it cannot run."""
+        prompt = list(prompt_ids)
+        limit = self._length_limit(prompt, params)
+        stop_ids = frozenset(params.stop_token_ids)
+        for token in stop_ids:
+            if token >= self.model.vocab_size:
+                raise RequestError(f"stop_token_ids holds {token}; the vocabulary has {self.model.vocab_size} ids")
+        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
+        base_seed = sample_seed(self.seed, self._next_id + 1) if params.seed is None else params.seed
+        samples = []
+        for index in range(params.n):
+            sampling = ResolvedSampling.of(
+                params, sample_seed(base_seed, index), len(prompt), eos_ids | stop_ids, self.defaults
+            )
+            samples.append(
+                Request(
+                    request_id=self._next_id + index,
+                    tokens=list(prompt),
+                    prompt_len=len(prompt),
+                    sampling=sampling,
+                    length_limit=limit,
+                    min_tokens=params.min_tokens,
+                    eos_ids=eos_ids,
+                    stop_token_ids=stop_ids,
+                    include_stop=params.include_stop_str_in_output,
+                    text=self._text_stream(params),
+                )
+            )
+        self._next_id += params.n
+        self._requests.update((sample.request_id, sample) for sample in samples)
+        self.loop.scheduler.add(samples[0], samples[1:])
+        self.stats.prompt_tokens += len(prompt)
+        return samples
+
+    def step(self) -> list[Emission]:
+        """One round of the loop; which samples got which tokens. Finished samples are no longer the engine's."""
+        start = time.perf_counter()
+        emissions = self.loop.step()
+        self.stats.steps += 1
+        self.stats.step_time += time.perf_counter() - start
+        self.stats.launch_time = self.launch_clock()
+        self.stats.output_tokens += sum(len(emission.tokens) for emission in emissions)
+        for request in [request for request in self._requests.values() if request.finished]:
+            self._count(request)
+        if not self.has_work:
+            self.check()
+        return emissions
+
+    def abort(self, request_id: int) -> None:
+        """End one sample now; its blocks are free at once. Unknown or finished ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is None or request.finished:
+            return
+        request.abort()
+        if not self.loop.scheduler.drop_sibling(request):
+            self.loop.remove(request)
+        self._count(request)
+
+    @property
+    def has_work(self) -> bool:
+        return self.loop.scheduler.has_work
+
+    def check(self) -> None:
+        """Account for every KV block; EngineError if one leaked."""
+        try:
+            self.loop.scheduler.allocator.check(self.loop.scheduler.live())
+        except AssertionError as error:
+            raise EngineError(f"KV cache accounting failed: {error}; please report this") from error
+
+    def _count(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        reason = request.finish_reason or ""
+        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+        self.stats.speculation = SpeculationStats.total((self.stats.speculation, request.stats))
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None or not params.detokenize:
+            if params.stop:
+                raise RequestError("stop strings need a tokenizer, and this model folder has none; use stop_token_ids")
+            return None
+        return TextStream(
+            self.tokenizer,
+            params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def _length_limit(self, prompt: list[int], params: SamplingParams) -> int:
+        """Tokens of prompt and output together; raises if the prompt is unusable or could never fit."""
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.model.vocab_size:
+                raise RequestError(f"the prompt holds token id {token!r}; ids are 0..{self.model.vocab_size - 1}")
+        if len(prompt) >= self.max_seq_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, which leaves no room in max_seq_len = {self.max_seq_len}; "
+                "shorten it or raise max_seq_len"
+            )
+        limit = self.max_seq_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt) + params.max_tokens)
+        capacity = self.loop.scheduler.allocator.capacity
+        if limit > capacity:
+            raise CapacityError(
+                f"prompt and output need KV for {limit} tokens, the cache holds {capacity}; lower max_tokens "
+                "or raise kv_cache_memory / num_kv_blocks"
+            )
+        return limit

@@ -1,0 +1,106 @@
+"""Asking the drafter, on terms that keep the engine safe: how long, for whom, and what if it fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from trtspec.config.resolved import ResolvedSpeculation, draft_len_for_batch
+from trtspec.core import Drafter, DraftRequest, Proposal
+from trtspec.engine.request import Request
+from trtspec.engine.scheduler import Scheduler
+from trtspec.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+
+class Proposer:
+    """Hands out drafts for the next step. Without a drafter it does nothing: plain decoding."""
+
+    def __init__(self, drafter: Drafter | None, speculation: ResolvedSpeculation | None, vocab_size: int) -> None:
+        self.drafter = drafter
+        self.speculation = speculation
+        self.vocab_size = vocab_size
+        self.num_failures = 0
+
+    def propose(self, requests: Sequence[Request], scheduler: Scheduler) -> None:
+        """Fill `drafts` of the requests that may speculate in the next step."""
+        if self.drafter is None or self.speculation is None or not requests:
+            return
+        K = draft_len_for_batch(self.speculation, len(scheduler.running))
+        asked = [(request, self._draft_len(request, K, scheduler)) for request in requests]
+        self._ask([(request, length) for request, length in asked if length > 0])
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended."""
+        if self.drafter is not None:
+            try:
+                self.drafter.forget(request_id)
+            except Exception as error:
+                self._report(error)
+
+    def _draft_len(self, request: Request, K: int, scheduler: Scheduler) -> int:
+        """Drafts this request can use: within the draft's context, the request's own end, and its reserved blocks."""
+        assert self.speculation is not None
+        length = len(request.tokens)
+        if not request.speculates or length + K > self.speculation.max_model_len:
+            return 0
+        reserved = len(request.kv.blocks) * scheduler.allocator.block_size
+        return min(K, request.length_limit - length - 1, reserved - length + 1)
+
+    def _ask(self, asked: list[tuple[Request, int]]) -> None:
+        """One call for all; if it fails, one call each, and who fails again goes on without speculation."""
+        if not asked:
+            return
+        assert self.drafter is not None
+        questions = [_question(request, length) for request, length in asked]
+        try:
+            proposal = self.drafter.propose(questions)
+            answers = self._checked(proposal, questions)
+        except Exception as error:
+            self._report(error)
+            if len(asked) > 1:
+                for one in asked:
+                    self._ask([one])
+            else:
+                asked[0][0].speculates = False
+            return
+        kv_lens = None if proposal.draft_kv_lens is None else proposal.draft_kv_lens.tolist()
+        for b, (request, _) in enumerate(asked):
+            request.drafts = answers[b]
+            if kv_lens is not None:
+                request.kv.draft_len = kv_lens[b]
+
+    def _checked(self, proposal: Proposal, questions: Sequence[DraftRequest]) -> list[list[int]]:
+        """The proposal as lists, or EngineError saying what is wrong with it."""
+        tokens, lengths = proposal.draft_tokens.tolist(), proposal.draft_lens.tolist()
+        if len(tokens) != len(questions) or len(lengths) != len(questions):
+            raise EngineError(
+                f"the drafter answered {len(tokens)} rows, {len(lengths)} lengths to {len(questions)} requests"
+            )
+        answers = []
+        for row, length, question in zip(tokens, lengths, questions, strict=True):
+            if not 0 <= length <= min(question.max_draft_len, len(row)):
+                raise EngineError(f"the drafter gave draft_len {length}; allowed are 0..{question.max_draft_len}")
+            if any(not 0 <= token < self.vocab_size for token in row[:length]):
+                raise EngineError(f"the drafter proposed {row[:length]}; token ids are 0..{self.vocab_size - 1}")
+            answers.append(row[:length])
+        return answers
+
+    def _report(self, error: Exception) -> None:
+        self.num_failures += 1
+        if self.num_failures == 1:
+            logger.warning(
+                "the drafter failed (%s: %s); such requests go on without drafts", type(error).__name__, error
+            )
+
+
+def _question(request: Request, length: int) -> DraftRequest:
+    return DraftRequest(
+        request_id=request.request_id,
+        tokens=request.tokens,
+        max_draft_len=length,
+        sampling=request.sampling,
+        block_table=request.kv.blocks,
+        draft_kv_len=request.kv.draft_len,
+    )

@@ -1,0 +1,96 @@
+"""One sample of one request, from submission to its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trtspec.kv.blocks import SequenceKV
+from trtspec.outputs import SpeculationStats
+from trtspec.sampling_params import ResolvedSampling
+from trtspec.text import TextStream
+
+
+@dataclass(eq=False)
+class Request:
+    """`tokens` is prompt and output; the KV of all but the newest is, or will again be, in the cache."""
+
+    request_id: int
+    tokens: list[int]
+    prompt_len: int
+    sampling: ResolvedSampling
+    length_limit: int  # tokens in all, prompt included
+    min_tokens: int
+    eos_ids: frozenset[int]  # empty if ignored
+    stop_token_ids: frozenset[int]
+    include_stop: bool
+    text: TextStream | None  # None: no tokenizer, or the caller wants ids only
+    kv: SequenceKV = field(default_factory=SequenceKV)
+    drafts: list[int] = field(default_factory=list)  # proposal for the next step
+    speculates: bool = True  # False once its drafter failed it
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens without KV: 1 while generating, more while a prompt (or a preempted request) is read in."""
+        return len(self.tokens) - self.kv.committed
+
+    @property
+    def is_context(self) -> bool:
+        return self.num_output == 0 or self.num_uncomputed > 1
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, tokens: Sequence[int]) -> list[int]:
+        """Take the tokens of a verdict up to the one that ends the request; returns those taken."""
+        taken = []
+        for token in tokens:
+            self.tokens.append(token)
+            taken.append(token)
+            if self._ends_with(token):
+                break
+        return taken
+
+    def fail(self, error: Exception) -> None:
+        """End with an error; what was generated so far stays."""
+        self.error = error
+        self._finish("error")
+
+    def abort(self) -> None:
+        """End on the caller's wish."""
+        self._finish("abort")
+
+    def _ends_with(self, token: int) -> bool:
+        by_id = token in self.eos_ids or token in self.stop_token_ids
+        stopped = by_id and self.num_output > self.min_tokens
+        if self.text is not None and (not stopped or self.include_stop):
+            self.text.push((token,))
+        if stopped:
+            self.stop_reason = None if token in self.eos_ids else token
+            self._finish("stop")
+        elif self.text is not None and self.text.matched_stop is not None:
+            self.stop_reason = self.text.matched_stop
+            self._finish("stop")
+        elif len(self.tokens) >= self.length_limit:
+            self._finish("length")
+        return self.finished
+
+    def _finish(self, reason: str) -> None:
+        self.finish_reason = reason
+        if self.text is not None and reason != "error":
+            self.text.flush()
+            if self.text.matched_stop is not None and reason == "length":  # completed by what was held back
+                self.finish_reason, self.stop_reason = "stop", self.text.matched_stop

@@ -1,0 +1,152 @@
+"""Which requests run in the next step, with how many rows; KV is reserved before anything is launched."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trtspec.engine.request import Request
+from trtspec.kv.blocks import BlockAllocator, SequenceKV
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One request's part of a step: rows [kv.committed, kv.committed + num_rows), the last draft_len of them drafts."""
+
+    request: Request
+    num_rows: int
+    draft_len: int
+    is_context: bool
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence once the rows are appended."""
+        return self.request.kv.committed + self.num_rows
+
+    @property
+    def emits(self) -> bool:
+        """False for a context chunk that is not the last."""
+        return self.end >= len(self.request.tokens)
+
+
+Batch = tuple[Scheduled, ...]
+"""Contexts first, then generations."""
+
+
+class Scheduler:
+    """First come, first served. The oldest get blocks first; if blocks run short the newest wait, recomputed later.
+
+    `num_draft_tokens` is K: each request reserves room for the K tokens that drafting after the step may append.
+    """
+
+    def __init__(
+        self, allocator: BlockAllocator, max_batch_size: int, max_num_tokens: int, num_draft_tokens: int
+    ) -> None:
+        self.allocator = allocator
+        self.max_batch_size = max_batch_size
+        self.max_num_tokens = max_num_tokens
+        self.num_draft_tokens = num_draft_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+        self.siblings: dict[int, list[Request]] = {}  # leader's id -> samples that wait for its prefill
+        self.num_preemptions = 0
+
+    def add(self, request: Request, siblings: list[Request]) -> None:
+        """Queue a request; its siblings share its prompt's blocks once it has read the prompt in."""
+        self.waiting.append(request)
+        if siblings:
+            self.siblings[request.request_id] = siblings
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def live(self) -> Iterator[SequenceKV]:
+        """Every sequence that may hold blocks."""
+        return (request.kv for request in (*self.running, *self.waiting))
+
+    def schedule(self) -> Batch:
+        """Reserve and return the next step's batch; empty if there is nothing to do."""
+        contexts: list[Scheduled] = []
+        generations: list[Scheduled] = []
+        # Every running generation gets its rows; contexts share what is left of the step.
+        room = self.max_num_tokens - sum(1 + len(r.drafts) for r in self.running if not r.is_context)
+        num_preemptions = self.num_preemptions
+        for request in list(self.running):
+            if request not in self.running:
+                continue  # preempted for an older one, in this very loop
+            rows = min(request.num_uncomputed, room) if request.is_context else 1 + len(request.drafts)
+            if rows == 0 or not self._reserve_or_preempt(request, rows):
+                continue
+            if request.is_context:
+                contexts.append(Scheduled(request, rows, 0, True))
+                room -= rows
+            else:
+                generations.append(Scheduled(request, 1 + len(request.drafts), len(request.drafts), False))
+        while self.waiting and len(self.running) < self.max_batch_size and room > 0:
+            request = self.waiting[0]
+            rows = min(request.num_uncomputed, room)
+            if num_preemptions != self.num_preemptions or not self._reserve(request, rows):
+                break  # a request that was just preempted must not take the room it made
+            self.running.append(self.waiting.popleft())
+            contexts.append(Scheduled(request, rows, 0, True))
+            room -= rows
+        return (*contexts, *generations)
+
+    def release_siblings(self, leader: Request) -> None:
+        """The leader has read its prompt in (or has ended): its siblings share its full blocks and queue up."""
+        for sibling in reversed(self.siblings.pop(leader.request_id, [])):
+            sibling.kv = self.allocator.fork(leader.kv, leader.prompt_len - 1)  # one row is always computed
+            self.waiting.appendleft(sibling)
+
+    def remove(self, request: Request) -> None:
+        """The request has ended: its blocks are free."""
+        self.release_siblings(request)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self.allocator.release(request.kv)
+
+    def drop_sibling(self, request: Request) -> bool:
+        """Forget a sample that still waits for its leader's prefill; False if it is not one."""
+        for siblings in self.siblings.values():
+            if request in siblings:
+                siblings.remove(request)
+                return True
+        return False
+
+    def _reserve(self, request: Request, rows: int) -> bool:
+        most = request.length_limit  # nothing past it is ever written to a block
+        return self.allocator.reserve(request.kv, min(request.kv.committed + rows + self.num_draft_tokens, most))
+
+    def _reserve_or_preempt(self, request: Request, rows: int) -> bool:
+        """Room for the rows: without drafts if need be, then at the cost of newer requests. False: it was preempted."""
+        while not self._reserve(request, rows):
+            if self.allocator.reserve(request.kv, request.kv.committed + rows - len(request.drafts)):
+                request.drafts = []
+                return True
+            if self._drop_waiting_blocks():
+                continue
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is request:
+                return False
+        return True
+
+    def _drop_waiting_blocks(self) -> bool:
+        """Waiting samples may hold shared blocks of their prompt; under pressure they give them up."""
+        for request in reversed(self.waiting):
+            if request.kv.blocks:
+                self.allocator.release(request.kv)
+                return True
+        return False
+
+    def _preempt(self, request: Request) -> None:
+        """Free the request's blocks; its tokens stay, and their KV is computed again when it is its turn."""
+        self.allocator.release(request.kv)
+        request.drafts = []
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1

@@ -1,0 +1,87 @@
+"""The loop. Everything else serves these two functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtspec.core import Executable, Verdict
+from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.faults import launch_isolated
+from trtspec.engine.propose import Proposer
+from trtspec.engine.request import Request
+from trtspec.engine.scheduler import Batch, Scheduled, Scheduler
+from trtspec.errors import EngineError
+from trtspec.kv import rewind
+from trtspec.verify.strict import accept
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What one step gave one request. The first `num_drafts` of `tokens` were accepted drafts."""
+
+    request: Request
+    tokens: list[int]
+    num_drafts: int
+    draft_len: int
+
+
+@dataclass(frozen=True)
+class StepLoop:
+    """The parts of the loop; all state is in the scheduler, the requests and the cache."""
+
+    scheduler: Scheduler
+    assemble: BatchAssembler
+    target: Executable
+    proposer: Proposer
+    vocab_size: int
+
+    def step(self) -> list[Emission]:
+        """One round for every request that can run: verify and draw, commit, finish, draft."""
+        batch = self.scheduler.schedule()  # which requests, how many rows each; KV reserved
+        done, failed = launch_isolated(batch, self.launch) if batch else ([], [])
+        for request, error in failed:
+            request.fail(error)
+            self.remove(request)
+
+        emissions = []
+        for part, verdict in done:
+            tokens, counts = verdict.tokens.tolist(), verdict.num_tokens.tolist()
+            for row, drawn, count in zip(part, tokens, counts, strict=True):
+                emissions.append(self.update(row, drawn[:count]))
+
+        # drafts only for those still running
+        self.proposer.propose([e.request for e in emissions if e.tokens and not e.request.finished], self.scheduler)
+        return emissions
+
+    def launch(self, batch: Batch) -> Verdict:
+        """One launch of the target: K+1 rows per generating request verified at once. Commits nothing."""
+        inputs = self.assemble(batch)
+        outputs = self.target.run(inputs)
+        return outputs.verdict or accept(outputs, inputs.spec)
+
+    def update(self, row: Scheduled, tokens: list[int]) -> Emission:
+        """Commit one request's verdict: keep the accepted rows, rewind the rest, append the tokens."""
+        request = row.request
+        rewind.commit(request.kv, row.num_rows, len(tokens), row.draft_len)
+        request.drafts = []
+        taken: list[int] = []
+        try:
+            if any(token >= self.vocab_size for token in tokens):
+                raise EngineError(
+                    f"request {request.request_id}: the model produced NaN logits; check its weights and dtype"
+                )
+            taken = request.append(tokens)  # stop strings and detokenizer: host code that may raise
+        except Exception as error:
+            request.fail(error)
+        if tokens and not row.is_context:
+            request.stats.observe(len(tokens), row.draft_len)
+        if tokens and row.is_context:
+            self.scheduler.release_siblings(request)
+        if request.finished:
+            self.remove(request)
+        return Emission(request, taken, min(max(len(tokens) - 1, 0), len(taken)), row.draft_len)
+
+    def remove(self, request: Request) -> None:
+        """The request has ended: its blocks are free, its drafter forgets it."""
+        self.scheduler.remove(request)
+        self.proposer.forget(request.request_id)

@@ -1,0 +1,16 @@
+"""Keep the accepted rows, give back the rest. For a chain that is a truncation: later rows are simply overwritten."""
+
+from __future__ import annotations
+
+from trtspec.kv.blocks import SequenceKV
+
+
+def commit(kv: SequenceKV, num_rows: int, num_tokens: int, draft_len: int) -> None:
+    """After a step of `num_rows` rows, `draft_len` of them drafts, that emitted `num_tokens` tokens.
+
+    Kept are the rows that held known tokens and the accepted drafts, num_tokens - 1 of them (a chunk that emits nothing
+    has no drafts). Draft KV is valid only as far as the target's, plus nothing: it saw the same rejected tokens.
+    """
+    accepted = max(num_tokens - 1, 0)
+    kv.committed += num_rows - draft_len + accepted
+    kv.draft_len = min(kv.draft_len, kv.committed)

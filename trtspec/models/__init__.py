@@ -1,0 +1,1 @@
+"""Checkpoint folder in, torch module out."""

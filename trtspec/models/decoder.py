@@ -1,0 +1,58 @@
+"""The one decoder: every dense architecture is a `DecoderSpec` away from it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+from trtspec.models.attention import Attend, Attention
+from trtspec.models.layers import GatedMLP, Linear, RMSNorm, RotaryTable, _unloaded
+from trtspec.models.specs import DecoderSpec
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), on [T, H]."""
+
+    def __init__(self, spec: DecoderSpec, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.attention = Attention(spec, layer)
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = GatedMLP(spec)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, attend)
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Token ids to hidden states to logits. Every tensor of a step is an argument; nothing is kept between calls.
+
+    `spec.max_position_embeddings` sizes the rotary table unless `max_position` (tokens) is given.
+    """
+
+    def __init__(self, spec: DecoderSpec, max_position: int | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Embedding(
+            spec.vocab_size, spec.hidden_size, _weight=_unloaded(spec.vocab_size, spec.hidden_size)
+        )
+        self.rotary = RotaryTable(spec.rope, spec.head_dim, max_position or spec.max_position_embeddings)
+        self.layers = nn.ModuleList(DecoderLayer(spec, layer) for layer in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        if spec.tie_word_embeddings:
+            self.head.weight = cast(nn.Parameter, self.embedding.weight)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """input_ids [T], positions [T] int64 (place in the sequence) -> hidden states [T, H] after the last norm."""
+        x = self.embedding(input_ids)
+        cos, sin = self.rotary(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] -> logits [R, V] fp32."""
+        return self.head(hidden).float()  # type: ignore[no-any-return]

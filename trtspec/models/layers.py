@@ -1,0 +1,139 @@
+"""The small parts of a decoder: linear, norm, rotary positions, gated MLP."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trtspec.config.model import RopeConfig
+from trtspec.models.specs import DecoderSpec
+from trtspec.ops import packed_linear
+
+
+def _unloaded(*shape: int) -> nn.Parameter:
+    """Weights start as NaN, so that a missed load shows."""
+    return nn.Parameter(torch.full(shape, float("nan")))
+
+
+class Linear(nn.Module):
+    """x [T, K] -> [T, N]. In eval mode a row's bits do not depend on other rows; training wants autograd instead."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = _unloaded(out_features, in_features)
+        self.bias = _unloaded(out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear = F.linear if self.training else packed_linear
+        return linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in fp32, weighted in x's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = _unloaded(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x32.to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up as one matrix of 2*I rows."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, spec.mlp_bias)
+        self.down = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        # Spelt out: torch's silu rounds differently in vector bodies and tails, so a row's bits would depend on T.
+        gate32 = gate.float()
+        return self.down((gate32 / (1.0 + torch.exp(-gate32))).to(x.dtype) * up)  # type: ignore[no-any-return]
+
+
+class RotaryTable(nn.Module):
+    """cos and sin of every position, [max_position, D] fp32 each, looked up by position.
+
+    Frequencies are those of transformers' rope types. `dynamic` differs in one point: transformers stretches a whole
+    forward pass by its longest position, which would make a row depend on its neighbours; here a position p past the
+    original length is stretched as the last token of a sequence of p + 1, which is what token-by-token decoding gives.
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_position: int) -> None:
+        super().__init__()
+        positions = torch.arange(max_position, dtype=torch.float32)
+        if rope.rope_type == "dynamic":
+            angles = positions[:, None] * _dynamic_frequencies(rope, head_dim, positions)
+        else:
+            angles = positions[:, None] * _inverse_frequencies(rope, head_dim)
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", angles.cos() * rope.attention_factor, persistent=False)
+        self.register_buffer("sin", angles.sin() * rope.attention_factor, persistent=False)
+        self.cos: Tensor
+        self.sin: Tensor
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions [T] -> cos, sin [T, 1, D] in `dtype`; positions past the table read its last row (junk rows)."""
+        positions = positions.clamp(max=self.cos.shape[0] - 1)
+        return self.cos[positions].to(dtype)[:, None], self.sin[positions].to(dtype)[:, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D] rotated by cos, sin [T, 1, D], halves paired (x[i], x[i + D/2])."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _powers(theta: float, head_dim: int) -> Tensor:
+    return torch.pow(theta, torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+
+
+def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position, [D/2] fp32."""
+    plain = 1.0 / _powers(rope.theta, head_dim)
+    if rope.rope_type == "linear":
+        return plain / rope.factor
+    if rope.rope_type == "llama3":
+        wavelength = 2 * math.pi / plain
+        low = rope.original_max_position_embeddings / rope.low_freq_factor
+        high = rope.original_max_position_embeddings / rope.high_freq_factor
+        smooth = (rope.original_max_position_embeddings / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        blended = (1 - smooth) * plain / rope.factor + smooth * plain
+        return torch.where(wavelength > low, plain / rope.factor, torch.where(wavelength < high, plain, blended))
+    if rope.rope_type == "yarn":
+        return _yarn_frequencies(rope, head_dim, plain)
+    return plain
+
+
+def _yarn_frequencies(rope: RopeConfig, head_dim: int, plain: Tensor) -> Tensor:
+    def dimension(rotations: float) -> float:
+        length = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(length) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+    keep = 1 - ramp.clamp(0, 1)
+    return plain / rope.factor * (1 - keep) + plain * keep
+
+
+def _dynamic_frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
+    """[max_position, D/2]: NTK-aware base stretched by each position's own length."""
+    original = rope.original_max_position_embeddings
+    length = (positions + 1).clamp(min=original)
+    stretch = (rope.factor * length / original - (rope.factor - 1)) ** (head_dim / (head_dim - 2))
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    return 1.0 / (rope.theta * stretch)[:, None] ** exponents

@@ -1,0 +1,96 @@
+"""Which checkpoints we can run: one row per architecture, turning a `ModelConfig` into a `DecoderSpec`.
+
+Adding a dense decoder is adding a row here. What the rows do not say is the same for all of them: pre-norm residual
+blocks, RMSNorm, rotary positions, gated MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtspec.config.model import ModelConfig, RopeConfig
+from trtspec.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """Shapes and switches of one dense decoder. Sizes in elements; `windows[i]` in tokens, None = full attention."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    windows: tuple[int | None, ...]
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """K and V elements of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the decoder, the tied head counted once."""
+        h, d = self.hidden_size, self.head_dim
+        q, kv = self.num_heads * d, self.num_kv_heads * d
+        layer = h * (q + 2 * kv) + q * h + 3 * h * self.intermediate_size + 2 * h
+        layer += (q + 2 * kv) * self.qkv_bias + h * self.o_bias + 2 * d * self.qk_norm
+        layer += (2 * self.intermediate_size + h) * self.mlp_bias
+        heads = 1 if self.tie_word_embeddings else 2
+        return self.num_layers * layer + h + heads * self.vocab_size * h
+
+
+@dataclass(frozen=True)
+class ArchitectureRow:
+    """What an architecture fixes by name; None = read it from the checkpoint's own config."""
+
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    mlp_bias: bool | None = None
+    qk_norm: bool = False
+
+
+ARCHITECTURES: dict[str, ArchitectureRow] = {
+    "LlamaForCausalLM": ArchitectureRow(),
+    "MistralForCausalLM": ArchitectureRow(qkv_bias=False, o_bias=False, mlp_bias=False),
+    "Qwen2ForCausalLM": ArchitectureRow(qkv_bias=True, o_bias=False, mlp_bias=False),
+    "Qwen3ForCausalLM": ArchitectureRow(mlp_bias=False, qk_norm=True),
+}
+
+
+def decoder_spec(config: ModelConfig) -> DecoderSpec:
+    """The spec of a checkpoint. UnsupportedError names the architecture and the ones we have."""
+    row = ARCHITECTURES.get(config.architecture)
+    if row is None:
+        raise UnsupportedError(
+            f"architecture {config.architecture!r} in {config.path} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    return DecoderSpec(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=config.rms_norm_eps,
+        rope=config.rope,
+        max_position_embeddings=config.max_position_embeddings,
+        windows=config.windows,
+        tie_word_embeddings=config.tie_word_embeddings,
+        qkv_bias=config.attention_bias if row.qkv_bias is None else row.qkv_bias,
+        o_bias=config.attention_bias if row.o_bias is None else row.o_bias,
+        mlp_bias=config.mlp_bias if row.mlp_bias is None else row.mlp_bias,
+        qk_norm=row.qk_norm,
+    )

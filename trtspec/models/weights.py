@@ -1,0 +1,170 @@
+"""Strict loading: every tensor of the checkpoint lands in exactly one place, and every place is filled.
+
+Our decoder keeps q, k, v and gate, up as one matrix each; the table below says which rows of which parameter a
+checkpoint tensor is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trtspec.config.model import ModelConfig
+from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
+from trtspec.models.decoder import Decoder
+from trtspec.models.specs import DecoderSpec, decoder_spec
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a checkpoint tensor goes: rows [start, start + size) of the named parameter."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+
+def weight_slots(spec: DecoderSpec) -> dict[str, Slot]:
+    """Hugging Face tensor name -> slot, for every tensor that a checkpoint of this spec must hold."""
+    H, I, D = spec.hidden_size, spec.intermediate_size, spec.head_dim  # noqa: E741
+    q, kv = spec.num_heads * D, spec.num_kv_heads * D
+    slots = {
+        "model.embed_tokens.weight": Slot("embedding.weight", 0, (spec.vocab_size, H)),
+        "model.norm.weight": Slot("norm.weight", 0, (H,)),
+    }
+    if not spec.tie_word_embeddings:
+        slots["lm_head.weight"] = Slot("head.weight", 0, (spec.vocab_size, H))
+    # (checkpoint name, parameter, first row, rows, columns, has bias)
+    linears = (
+        ("self_attn.q_proj", "attention.qkv", 0, q, H, spec.qkv_bias),
+        ("self_attn.k_proj", "attention.qkv", q, kv, H, spec.qkv_bias),
+        ("self_attn.v_proj", "attention.qkv", q + kv, kv, H, spec.qkv_bias),
+        ("self_attn.o_proj", "attention.o", 0, H, q, spec.o_bias),
+        ("mlp.gate_proj", "mlp.gate_up", 0, I, H, spec.mlp_bias),
+        ("mlp.up_proj", "mlp.gate_up", I, I, H, spec.mlp_bias),
+        ("mlp.down_proj", "mlp.down", 0, H, I, spec.mlp_bias),
+    )
+    norms = [("input_layernorm", "attention_norm", H), ("post_attention_layernorm", "mlp_norm", H)]
+    if spec.qk_norm:
+        norms += [("self_attn.q_norm", "attention.q_norm", D), ("self_attn.k_norm", "attention.k_norm", D)]
+    for layer in range(spec.num_layers):
+        theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
+        for name, parameter, start, rows, columns, has_bias in linears:
+            slots[f"{theirs}{name}.weight"] = Slot(f"{ours}{parameter}.weight", start, (rows, columns))
+            if has_bias:
+                slots[f"{theirs}{name}.bias"] = Slot(f"{ours}{parameter}.bias", start, (rows,))
+        for name, parameter, size in norms:
+            slots[f"{theirs}{name}.weight"] = Slot(f"{ours}{parameter}.weight", 0, (size,))
+    return slots
+
+
+def load_decoder(
+    config: ModelConfig, dtype: torch.dtype, role: str = "target", max_position: int | None = None
+) -> Decoder:
+    """The checkpoint folder `config.path` as a Decoder in eval mode, weights cast to `dtype`.
+
+    `role` is what errors call this model; `max_position` (tokens) bounds the rotary table. Raises WeightsError,
+    CheckpointError or UnsupportedError.
+    """
+    decoder = Decoder(decoder_spec(config), max_position)
+    for parameter in decoder.parameters():  # not decoder.to(): the rotary table stays fp32
+        parameter.data = parameter.data.to(dtype)
+    load_weights(decoder, config.path, role)
+    return decoder.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def load_weights(decoder: Decoder, folder: str | Path, role: str = "target") -> None:
+    """Fill `decoder` from the folder's safetensors. WeightsError names tensors missing, unexpected or mis-shaped."""
+    slots = weight_slots(decoder.spec)
+    parameters = dict(decoder.named_parameters())
+    unseen, unexpected, misshaped = set(slots), [], []
+    for name, tensor in _tensors(Path(folder), role):
+        slot = slots.get(name)
+        if slot is None:
+            if not _ignorable(name, decoder.spec):
+                unexpected.append(name)
+        elif tuple(tensor.shape) != slot.shape:
+            misshaped.append(f"{name} is {tuple(tensor.shape)}, expected {slot.shape}")
+            unseen.discard(name)
+        else:
+            parameters[slot.parameter][slot.start : slot.start + slot.shape[0]].copy_(tensor)
+            unseen.discard(name)
+    problems = [
+        f"{kind}: {_few(names)}"
+        for kind, names in (("missing", sorted(unseen)), ("unexpected", unexpected), ("wrong shape", misshaped))
+        if names
+    ]
+    if problems:
+        raise WeightsError(
+            f"{role} weights in {folder} do not fit its config.json: {'; '.join(problems)}. "
+            "Check that the weight files and config.json belong together"
+        )
+
+
+@torch.no_grad()
+def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """The decoder's weights under their Hugging Face names, fused matrices taken apart (contiguous copies)."""
+    parameters = dict(decoder.named_parameters())
+    return {
+        name: parameters[slot.parameter][slot.start : slot.start + slot.shape[0]].detach().clone()
+        for name, slot in weight_slots(decoder.spec).items()
+    }
+
+
+def weight_files(folder: Path, role: str) -> list[Path]:
+    """The folder's safetensors files, shards in index order. Pickle files are refused: loading them runs their code."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{role} model: {index} is damaged ({error!r}); download it again") from error
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        if missing:
+            raise CheckpointError(f"{role} model: {folder} lacks the shards {_few(missing)} that its index names")
+        return [folder / shard for shard in shards]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
+    if pickles:
+        raise UnsupportedError(
+            f"{role} model: {folder} holds only pickle weights ({_few(pickles)}), which can run code when loaded; "
+            "convert them with transformers: model.save_pretrained(folder, safe_serialization=True)"
+        )
+    raise CheckpointError(f"{role} model: no model.safetensors (or model.safetensors.index.json) in {folder}")
+
+
+def weight_bytes(folder: Path, role: str) -> int:
+    """Bytes of all weight files on disk."""
+    return sum(file.stat().st_size for file in weight_files(folder, role))
+
+
+def _tensors(folder: Path, role: str) -> Iterator[tuple[str, Tensor]]:
+    for file in weight_files(folder, role):
+        try:
+            with safe_open(file, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118  (not a dict)
+                    yield name, shard.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{role} model: {file} is damaged or truncated ({error}); download or copy it again"
+            ) from error
+
+
+def _ignorable(name: str, spec: DecoderSpec) -> bool:
+    """Tensors that carry nothing: rotary buffers of old exports, and a copy of the embedding as a tied head."""
+    return name.endswith(".rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight")
+
+
+def _few(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

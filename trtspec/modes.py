@@ -1,0 +1,251 @@
+"""SpeculativeDecodingMode and the one table that says what each mode is.
+
+A mode is a row of `_TRAITS`; every predicate reads that row. Adding a mode is one member after AUTO (values never move:
+they are written into engine folders) and one row; adding a way to ask for it is one row of `MODE_OF`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from trtspec.errors import ConfigError, UnsupportedError
+
+# Attention backends with a multi-token-query kernel of their own. TensorRT-LLM users know it as "TRTLLM".
+NATIVE_ATTENTION = frozenset({"native", "trtllm"})
+# That kernel does not exist from this compute capability on (consumer Blackwell).
+_NO_NATIVE_FROM_SM = 120
+
+
+class DraftProgress(Protocol):
+    """What `attention_need_spec_dec_mode` asks of a resource manager."""
+
+    @property
+    def is_first_draft(self) -> bool: ...
+
+
+class SpeculativeDecodingMode(enum.IntEnum):
+    """Which speculation runs. The predicates have TensorRT-LLM's names and meanings."""
+
+    MTP = 1
+    MTP_EAGLE = 2
+    MTP_EAGLE_ONE_MODEL = 3
+    EAGLE3 = 4
+    EAGLE3_ONE_MODEL = 5
+    NGRAM = 6
+    DRAFT_TARGET = 7
+    USER_PROVIDED = 8
+    SAVE_HIDDEN_STATES = 9
+    NONE = 10
+    AUTO = 11
+
+    @staticmethod
+    def from_string(name: str | None) -> SpeculativeDecodingMode:
+        """The mode called `name`, in any case; None is NONE. Raises ConfigError for an unknown name."""
+        if name is None:
+            return SpeculativeDecodingMode.NONE
+        try:
+            return SpeculativeDecodingMode[name.upper()]
+        except KeyError:
+            known = ", ".join(mode.name for mode in SpeculativeDecodingMode)
+            raise ConfigError(f"mode={name!r} is not a speculative decoding mode; use one of {known}") from None
+
+    @property
+    def traits(self) -> ModeTraits:
+        return _TRAITS[self]
+
+    def require_built(self) -> None:
+        """Raise UnsupportedError if this mode is known but cannot run yet."""
+        if not self.traits.built:
+            ready = ", ".join(mode.name for mode in SpeculativeDecodingMode if mode.traits.built)
+            raise UnsupportedError(f"mode={self.name} is not built yet; use one of {ready}")
+
+    # -- which one ----------------------------------------------------------------------------------------------
+    def is_mtp_one_model(self) -> bool:
+        return self.traits.mtp and self.traits.one_engine
+
+    def is_mtp_vanilla(self) -> bool:
+        return self is SpeculativeDecodingMode.MTP
+
+    def is_mtp_eagle(self) -> bool:
+        return self is SpeculativeDecodingMode.MTP_EAGLE
+
+    def is_mtp_eagle_one_model(self) -> bool:
+        return self is SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
+
+    def is_eagle3(self) -> bool:
+        return self is SpeculativeDecodingMode.EAGLE3
+
+    def is_eagle3_one_model(self) -> bool:
+        return self is SpeculativeDecodingMode.EAGLE3_ONE_MODEL
+
+    def is_ngram(self) -> bool:
+        return self is SpeculativeDecodingMode.NGRAM
+
+    def is_draft_target(self) -> bool:
+        return self is SpeculativeDecodingMode.DRAFT_TARGET
+
+    def is_user_provided(self) -> bool:
+        return self is SpeculativeDecodingMode.USER_PROVIDED
+
+    def is_save_hidden_states(self) -> bool:
+        return self is SpeculativeDecodingMode.SAVE_HIDDEN_STATES
+
+    def is_none(self) -> bool:
+        return self is SpeculativeDecodingMode.NONE
+
+    def is_auto(self) -> bool:
+        return self is SpeculativeDecodingMode.AUTO
+
+    # -- what it needs and supports -----------------------------------------------------------------------------
+    def use_one_engine(self) -> bool:
+        """Drafts are made inside the target's graph."""
+        return self.traits.one_engine
+
+    def without_logits(self) -> bool:
+        """The graph hands out accepted tokens, not logits."""
+        return self.traits.one_engine
+
+    def support_capturable_guided_decoder(self) -> bool:
+        """Guided decoding runs inside the captured graph."""
+        return self.traits.one_engine
+
+    def has_draft_model(self) -> bool:
+        """A draft model of its own runs beside the target."""
+        return self.traits.draft_model
+
+    def needs_kv_cache_rewind(self) -> bool:
+        """The mode itself rewinds rejected KV (trtspec's commit does so in every mode)."""
+        return self.traits.kv_rewind
+
+    def needs_kv_cache_recompute(self) -> bool:
+        """The first draft forward recomputes the KV of the accepted tokens."""
+        return self.traits.kv_recompute
+
+    def support_overlap_scheduler(self) -> bool:
+        """Step n+1 may start before the host has read step n."""
+        return self.traits.one_engine or self.traits.draft_model
+
+    def support_guided_decoder(self) -> bool:
+        """Guided decoding runs on the host, between the target and the drafter."""
+        return self.is_none() or self.traits.spec_drafter
+
+    def need_load_draft_weights(self) -> bool:
+        """The target's graph loads a second checkpoint."""
+        return self.traits.load_draft_weights
+
+    def has_spec_decoder(self) -> bool:
+        return self.traits.spec_decoder
+
+    def has_spec_drafter(self) -> bool:
+        """Proposals come from outside the target's graph."""
+        return self.traits.spec_drafter
+
+    def extend_ctx(self, attention_backend: str, sm_version: int = 0) -> bool:
+        """Whether draft rows are presented to the attention kernel as chunked context.
+
+        `sm_version` is the compute capability as major*10 + minor; 0 for a CPU.
+        """
+        native = _is_native(attention_backend) and sm_version < _NO_NATIVE_FROM_SM
+        return not self.traits.one_engine and not native
+
+    def attention_need_spec_dec_mode(
+        self,
+        spec_resource_manager: DraftProgress | None,
+        is_draft_model: bool,
+        attention_backend: str,
+        use_chain_drafter: bool,
+        sm_version: int = 0,
+    ) -> bool:
+        """Whether the attention kernel runs in multi-token-query mode. As upstream, every mode that is not
+        one-engine counts as two-model here."""
+        if self.traits.one_engine:
+            return sm_version < _NO_NATIVE_FROM_SM
+        if not _is_native(attention_backend):
+            return False
+        first_draft = spec_resource_manager is not None and spec_resource_manager.is_first_draft
+        return not is_draft_model or (first_draft and use_chain_drafter)
+
+
+def _is_native(attention_backend: str) -> bool:
+    return attention_backend.lower() in NATIVE_ATTENTION
+
+
+@dataclass(frozen=True)
+class ModeTraits:
+    """One row: what a mode is. `worker` and `drafter` are "module:Class" paths, imported only by engine/assemble.py."""
+
+    built: bool = False  # can run today
+    mtp: bool = False  # the heads come with the target's checkpoint
+    one_engine: bool = False
+    draft_model: bool = False
+    kv_rewind: bool = False
+    kv_recompute: bool = False
+    load_draft_weights: bool = False
+    spec_decoder: bool = False
+    spec_drafter: bool = False
+    worker: str | None = None  # one-engine
+    drafter: str | None = None  # two-engine
+
+
+_M = SpeculativeDecodingMode
+
+_TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
+    _M.MTP: ModeTraits(mtp=True, one_engine=True, kv_rewind=True, spec_decoder=True),
+    _M.MTP_EAGLE: ModeTraits(mtp=True, draft_model=True, kv_recompute=True, spec_decoder=True, spec_drafter=True),
+    _M.MTP_EAGLE_ONE_MODEL: ModeTraits(mtp=True, one_engine=True, kv_rewind=True, spec_decoder=True),
+    _M.EAGLE3: ModeTraits(draft_model=True, kv_recompute=True, spec_decoder=True, spec_drafter=True),
+    _M.EAGLE3_ONE_MODEL: ModeTraits(one_engine=True, kv_rewind=True, load_draft_weights=True, spec_decoder=True),
+    _M.NGRAM: ModeTraits(built=True, kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.ngram:NGramDrafter"),
+    _M.DRAFT_TARGET: ModeTraits(
+        built=True, draft_model=True, spec_drafter=True, drafter="trtspec.drafters.chain:ChainDrafter"
+    ),
+    _M.USER_PROVIDED: ModeTraits(built=True, spec_drafter=True),  # the drafter comes with the config
+    _M.SAVE_HIDDEN_STATES: ModeTraits(spec_drafter=True),
+    _M.NONE: ModeTraits(built=True),
+    _M.AUTO: ModeTraits(built=True),  # becomes another mode when the config is resolved
+}
+
+# The user's words -> mode: (method, one_engine, vanilla, parallel). A row that is not here is refused.
+MODE_OF: dict[tuple[str, bool, bool, bool], SpeculativeDecodingMode] = {
+    ("draft_model", False, False, False): _M.DRAFT_TARGET,
+    ("eagle3", True, False, False): _M.EAGLE3_ONE_MODEL,
+    ("eagle3", False, False, False): _M.EAGLE3,
+    ("mtp", True, True, False): _M.MTP,
+    ("mtp", True, False, False): _M.MTP_EAGLE_ONE_MODEL,
+    ("mtp", False, False, False): _M.MTP_EAGLE,
+    ("ngram", False, False, False): _M.NGRAM,
+    ("extract_hidden_states", False, False, False): _M.SAVE_HIDDEN_STATES,
+    ("custom_class", False, False, False): _M.USER_PROVIDED,
+    ("auto", False, False, False): _M.AUTO,
+}
+
+# Methods that are known but have no mode yet; their members will come after AUTO.
+METHODS_WITHOUT_MODE = ("suffix", "medusa", "mlp_speculator", "eagle", "dflash", "dspark")
+METHODS: tuple[str, ...] = (*dict.fromkeys(key[0] for key in MODE_OF), *METHODS_WITHOUT_MODE)
+
+
+def resolve_mode(
+    method: str | None, one_engine: bool | None, vanilla: bool = False, parallel: bool = False
+) -> SpeculativeDecodingMode:
+    """The mode for the user's words. method None is NONE; one_engine None is one-engine where a worker exists.
+
+    Raises ConfigError for an unknown method or a combination that means nothing, UnsupportedError for a method that has
+    no mode yet.
+    """
+    if method is None:
+        return _M.NONE
+    if method not in METHODS:
+        raise ConfigError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
+    if method in METHODS_WITHOUT_MODE:
+        ready = ", ".join(key[0] for key, mode in MODE_OF.items() if mode.traits.built)
+        raise UnsupportedError(f"method={method!r} is not built yet; use one of {ready}")
+    if parallel:
+        raise UnsupportedError(f"parallel_drafting=True with method={method!r} is not built yet; leave it unset")
+    for engine in (True, False) if one_engine is None else (one_engine,):
+        mode = MODE_OF.get((method, engine, vanilla, parallel))
+        if mode is not None:
+            return mode
+    offers = " or ".join(f"one_engine={e}, vanilla={v}" for (m, e, v, _p) in MODE_OF if m == method)
+    raise ConfigError(f"one_engine={one_engine}, vanilla={vanilla} does not exist for method={method!r}; use {offers}")

@@ -1,0 +1,26 @@
+"""The whole kernel surface: a few ops, each with a contract, a fake for export and a pure-torch reference.
+
+Call them as `torch.ops.trtspec.<name>`; the functions exported here are those, typed. References are registered for
+every device under the lowest-priority key, so a plugin that registers the same op for CPU or CUDA simply wins.
+"""
+
+from trtspec.ops.accept import spec_accept
+from trtspec.ops.attention import spec_attention, spec_attention_
+from trtspec.ops.compact import kv_compact, kv_compact_
+from trtspec.ops.dispatch import load_plugins
+from trtspec.ops.linear import packed_linear
+from trtspec.ops.logits import process_logits
+from trtspec.ops.sample import gumbel_noise, spec_sample
+
+__all__ = [
+    "gumbel_noise",
+    "kv_compact",
+    "kv_compact_",
+    "load_plugins",
+    "packed_linear",
+    "process_logits",
+    "spec_accept",
+    "spec_attention",
+    "spec_attention_",
+    "spec_sample",
+]

@@ -1,0 +1,122 @@
+"""spec_sample: the drafter-invariant draw, arg-max of processed logits + counter-based Gumbel noise.
+
+The noise is a pure function G(seed, t, v) of the request's seed, the absolute index t of the token being drawn and its
+id v in the *target's* vocabulary. So what is drawn depends on prompt, seed and parameters alone, never on the batch, on
+K or on the mode; and a draft that draws with the same G agrees with the target as often as their distributions allow
+(Gumbel coupling; Daliri et al., "Coupling without communication and drafter-invariant speculative decoding").
+
+Layout, the same in every kernel:
+    Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3")
+    key     = (seed & 0xffffffff, seed >> 32)
+    counter = (v >> 2, t & 0xffffffff, t >> 32, 0); the fourth word tells uses apart (0 = this draw)
+    x       = word v & 3 of the output
+    u       = ((x >> 9) + 0.5) * 2^-23, exact in fp32, in (0, 1) exclusive
+    G       = -log(-log(u)) with the log below, built from single IEEE fp32 operations: the same bits everywhere
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from trtspec.ops.dispatch import define
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+# Minimax polynomial of log(1 + f) / f^3 on [sqrt(1/2) - 1, sqrt(2) - 1], highest power first (Cephes logf).
+_LOG = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """32 x 32 -> (high, low) 32 bits; the int64 product wraps, which leaves all 64 bits right."""
+    product = b * a
+    return (product >> 32) & _MASK, product & _MASK
+
+
+def philox(seeds: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, use: int = 0) -> Tensor:
+    """Philox4x32-10. seeds and counters int64 (any shapes that broadcast) -> [..., 4] int64 words in [0, 2^32)."""
+    k0, k1 = seeds & _MASK, (seeds >> 32) & _MASK
+    c3 = torch.full_like(c0, use)
+    for _ in range(10):
+        high0, low0 = _multiply(_M0, c0)
+        high1, low1 = _multiply(_M1, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+def _log(x: Tensor) -> Tensor:
+    """Natural log of positive normal fp32 numbers to about one ulp; every step is one correctly rounded operation."""
+    bits = x.view(torch.int32)
+    exponent = (bits >> 23) - 126
+    mantissa = ((bits & 0x007FFFFF) | 0x3F000000).view(torch.float32)  # [0.5, 1)
+    small = mantissa < 0.70710678
+    exponent = (exponent - small.to(torch.int32)).to(torch.float32)
+    f = torch.where(small, mantissa + mantissa, mantissa) - 1.0
+    square = f * f
+    poly = torch.full_like(f, _LOG[0])
+    for coefficient in _LOG[1:]:
+        poly = poly * f + coefficient
+    y = poly * f * square
+    y = y + exponent * -2.12194440e-4
+    y = y - square * 0.5
+    return (f + y) + exponent * 0.693359375
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_ids: Tensor) -> Tensor:
+    """G(seed, t, v): seeds [R] int64, positions t [R] int64, vocab_ids v [V] int64 -> [R, V] fp32, standard Gumbel."""
+    t = positions[:, None]
+    words = philox(seeds[:, None], (vocab_ids >> 2)[None, :], t & _MASK, (t >> 32) & _MASK)  # [R, V, 4]
+    lane = (vocab_ids & 3).expand(words.shape[0], -1)
+    x = words.gather(2, lane[..., None])[..., 0]
+    u = ((x >> 9).to(torch.float32) + 0.5) * 2.0**-23
+    return -_log(-_log(u))
+
+
+def _dense_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """`gumbel_noise` for ids 0..V-1, four ids a counter instead of one."""
+    quads = torch.arange(-(-vocab_size // 4), device=seeds.device)
+    t = positions[:, None]
+    words = philox(seeds[:, None], quads[None, :], t & _MASK, (t >> 32) & _MASK)
+    x = words.flatten(1)[:, :vocab_size]
+    u = ((x >> 9).to(torch.float32) + 0.5) * 2.0**-23
+    return -_log(-_log(u))
+
+
+def _reference(logits: Tensor, greedy: Tensor, seeds: Tensor, positions: Tensor, vocab_ids: Tensor) -> Tensor:
+    V = logits.shape[1]
+    if seeds.numel():
+        own = vocab_ids.numel() > 0
+        noise = gumbel_noise(seeds, positions, vocab_ids) if own else _dense_noise(seeds, positions, V)
+        logits = torch.where(greedy[:, None], logits, logits + noise)
+    ids = vocab_ids if vocab_ids.numel() else torch.arange(V, device=logits.device)
+    best = logits == logits.amax(1, keepdim=True)
+    # Ties go to the lowest target id. A row of NaNs has no best: it yields the out-of-range id that the host refuses.
+    return torch.where(best, ids, torch.iinfo(torch.int64).max).amin(1)
+
+
+def _fake(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+_op = define(
+    "spec_sample(Tensor logits, Tensor greedy, Tensor seeds, Tensor positions, Tensor vocab_ids) -> Tensor",
+    _reference,
+    _fake,
+)
+
+
+def spec_sample(logits: Tensor, greedy: Tensor, seeds: Tensor, positions: Tensor, vocab_ids: Tensor) -> Tensor:
+    """Draw one token a row: logits [R, V] fp32 (processed) -> [R] int64, ids in the target's vocabulary.
+
+    greedy [R] bool: rows without noise. seeds [R] int64, or zero-size when every row is greedy. positions [R] int64:
+    absolute index of the token being drawn. vocab_ids [V] int64: target id of each column (i + d2t[i] of a draft with
+    its own vocabulary), or zero-size when they are the same. A row with NaN logits returns 2^63 - 1.
+    """
+    return cast(Tensor, _op(logits, greedy, seeds, positions, vocab_ids))

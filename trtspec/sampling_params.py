@@ -1,0 +1,140 @@
+"""What a caller may ask of the sampler, and the same with every default filled in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trtspec.errors import RequestError
+
+NEVER = 2**62
+"""A token index no sequence reaches: `ban_until` of ids banned for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to draw one request's tokens. Raises RequestError naming the field, the value and the allowed range.
+
+    temperature, top_k, top_p, min_p: None = the checkpoint's generation_config.json, else 1.0 / off / off / off.
+    temperature 0 is greedy. top_k 0 or -1 = off. seed: None = drawn by the engine and returned with the output.
+    max_tokens: None = up to the engine's max_seq_len. min_tokens: end-of-sequence and stop token ids cannot be drawn
+    before that many output tokens. stop: strings that end the text (not part of it, unless include_stop_str_in_output).
+    n: samples per prompt; sample 0 uses the seed itself, sample i a hash of it.
+    """
+
+    n: int = 1
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _int("n", self.n, 1)
+        _real("temperature", self.temperature, lambda x: x >= 0, ">= 0 (0 = greedy)")
+        _real("top_p", self.top_p, lambda x: 0 < x <= 1, "in (0, 1] (1 = off)")
+        _real("min_p", self.min_p, lambda x: 0 <= x <= 1, "in [0, 1] (0 = off)")
+        if self.top_k is not None:
+            _int("top_k", self.top_k, -1)
+        if self.max_tokens is not None:
+            _int("max_tokens", self.max_tokens, 1)
+        _int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}; raise max_tokens or lower it"
+            )
+        if self.seed is not None:
+            _int("seed", self.seed, -(2**63))
+            if self.seed >= 2**64:
+                raise RequestError(f"seed = {self.seed} does not fit 64 bits; use a seed below 2**64")
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise RequestError(f"stop = {self.stop!r} must be non-empty strings")
+        for token in self.stop_token_ids:
+            _int("stop_token_ids", token, 0)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need text: leave detokenize on, or use stop_token_ids")
+
+    @classmethod
+    def tensorrt_llm(cls, **fields: Any) -> SamplingParams:
+        """TensorRT-LLM's defaults: greedy if temperature, top_k and top_p are all unset, else temperature 1.0."""
+        unset = all(fields.get(name) is None for name in ("temperature", "top_k", "top_p"))
+        if fields.get("temperature") is None:
+            fields["temperature"] = 0.0 if unset else 1.0
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class ResolvedSampling:
+    """One sample's draw with nothing left to look up. `ban_ids` cannot be drawn at token indices below `ban_until`."""
+
+    greedy: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    ban_ids: tuple[int, ...] = ()
+    ban_until: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        seed: int,
+        prompt_len: int,
+        stop_ids: Iterable[int],
+        defaults: Mapping[str, float | int],
+    ) -> ResolvedSampling:
+        """`defaults`: the checkpoint's generation_config; `stop_ids`: what min_tokens holds back."""
+
+        def value(name: str, otherwise: float) -> float:
+            own = getattr(params, name)
+            return float(defaults.get(name, otherwise) if own is None else own)
+
+        temperature = value("temperature", 1.0)
+        return cls(
+            greedy=temperature == 0,
+            temperature=temperature,
+            top_k=max(int(value("top_k", 0)), 0),
+            top_p=value("top_p", 1.0),
+            min_p=value("min_p", 0.0),
+            seed=seed,
+            ban_ids=tuple(sorted(stop_ids)) if params.min_tokens else (),
+            ban_until=prompt_len + params.min_tokens,
+        )
+
+
+def _int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise RequestError(f"{name} = {value!r} must be an integer >= {least}")
+
+
+def _real(name: str, value: float | None, allowed: Any, words: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not allowed(value):
+        raise RequestError(f"{name} = {value!r} must be {words}")
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Seed of sample `index` of a request, as a signed 64-bit number: the seed itself, or SplitMix64 of both."""
+    if index == 0:
+        mixed = seed % 2**64
+    else:
+        mixed = (seed + index * 0x9E3779B97F4A7C15) % 2**64
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+        mixed ^= mixed >> 31
+    return mixed - 2**64 if mixed >= 2**63 else mixed

@@ -1,0 +1,422 @@
+"""Text in, text out: tokenizer, chat template, incremental detokenizer, stop strings.
+
+All of it is per-request host code over token ids. A checkpoint without tokenizer.json has none of it and still works
+with token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+from trtspec.errors import CheckpointError, RequestError
+
+Message = Mapping[str, Any]
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# An unfinished UTF-8 character is at most 3 bytes, hence 3 tokens; UTF-8 is back in step 4 tokens after any cut.
+_MAX_PENDING = 8
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.json, with the special tokens and chat template beside it.
+
+    Token ids are ints in [0, vocab_size). Instances hold no request state and may be shared between threads.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        name: str = "tokenizer",
+    ) -> None:
+        """`special_tokens` maps names such as "eos_token" to their text; `chat_templates` name to Jinja source."""
+        # A tokenizer.json may carry the padding and truncation of its training run; here they would lose text
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._special_ids = frozenset(
+            token for token, added in backend.get_added_tokens_decoder().items() if added.special
+        )
+        self._has_byte_fallback = '"ByteFallback"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
+        self.name = name
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+
+    @classmethod
+    def from_folder(cls, path: str | os.PathLike[str]) -> Tokenizer | None:
+        """The tokenizer of a checkpoint folder, or None where there is no tokenizer.json (token ids only).
+
+        CheckpointError names the file that is damaged.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise CheckpointError(f"{file} is not a readable tokenizer ({error}); download the file again") from error
+        config = _read_object(folder / "tokenizer_config.json")
+        # Older folders keep the special tokens in a file of their own
+        named = {**_read_object(folder / "special_tokens_map.json"), **config}
+        special = {key: text for key, value in named.items() if key.endswith("_token") and (text := _token_text(value))}
+        return cls(backend, special, _chat_templates(folder, config), str(folder))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """End of sequence by tokenizer_config.json; a checkpoint's other files may name more."""
+        return self._special_id("eos_token")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. RequestError where it is not valid Unicode text."""
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(
+                f"prompt {text!r:.80} is not valid Unicode text ({error}); pass a str without lone surrogates"
+            ) from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids. Ids outside the vocabulary decode to nothing, incomplete UTF-8 to U+FFFD."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt text of a conversation, as transformers' apply_chat_template renders it.
+
+        `chat_template` is the name of one of the checkpoint's templates or Jinja source; `tools` are JSON schemas;
+        further keywords reach the template. RequestError for messages that are not plain JSON, for a conversation
+        that the template refuses, and where there is no template.
+        """
+        if not messages:
+            raise RequestError("the conversation is empty; pass at least one message, as {'role': ..., 'content': ...}")
+        source = self._template_source(chat_template, bool(tools))
+        # The template is somebody else's code: it sees plain JSON values, never our callers' objects. Keys that are
+        # None are dropped because templates would print them (transformers does the same).
+        chat = _plain("messages", list(messages))
+        if not all(isinstance(message, dict) for message in chat):
+            raise RequestError("messages must be objects, as {'role': ..., 'content': ...}")
+        values: dict[str, Any] = {**self.special_tokens, **template_kwargs}
+        values["messages"] = [{k: v for k, v in message.items() if v is not None} for message in chat]
+        values["tools"] = None if tools is None else _plain("tools", list(tools))
+        values.setdefault("documents", None)
+        values["add_generation_prompt"] = add_generation_prompt
+        try:
+            return _compile(source).render(values)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template of {self.name} is not valid Jinja (line {error.lineno}: {error}); "
+                "correct it or pass chat_template="
+            ) from error
+        except Exception as error:  # whatever a template does wrong concerns this request alone
+            raise RequestError(
+                f"the chat template of {self.name} refuses this conversation: {error}; change the messages or pass "
+                "chat_template="
+            ) from error
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of `render_chat(messages, **options)`. The template writes BOS itself, so none is added."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+    def is_visible(self, token: int, skip_special_tokens: bool) -> bool:
+        """Whether decode looks at this id at all: not when unknown to the tokenizer, nor when special and skipped."""
+        if skip_special_tokens and token in self._special_ids:
+            return False
+        return self._backend.id_to_token(token) is not None
+
+    def is_byte_token(self, token: int) -> bool:
+        """Whether this id is one raw byte of a run that the decoder can only judge as a whole (byte fallback)."""
+        return self._has_byte_fallback and _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token) or "") is not None
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _template_source(self, wanted: str | None, with_tools: bool) -> str:
+        if wanted is not None:
+            return self.chat_templates.get(wanted, wanted)
+        names = ("tool_use", "default") if with_tools else ("default",)
+        for name in names:
+            if name in self.chat_templates:
+                return self.chat_templates[name]
+        if self.chat_templates:
+            raise RequestError(
+                f"{self.name} has no default chat template; pass chat_template= one of {', '.join(self.chat_templates)}"
+            )
+        raise RequestError(
+            f"{self.name} has no chat template; pass chat_template= (Jinja source), or use generate() with a prompt"
+        )
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable JSON ({error}); download the file again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} holds a {type(data).__name__}, not an object; download the file again")
+    return data
+
+
+def _token_text(value: Any) -> str | None:
+    """Special tokens are written as text or as {"content": text, ...}."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Template files win over tokenizer_config.json, which holds one template or a list of named ones."""
+    files = {"default": folder / "chat_template.jinja"}
+    files.update({file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))})
+    templates = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    if templates:
+        return templates
+    value = config.get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: field 'chat_template' is neither a string nor a list of "
+            "{name, template}; correct it in the file"
+        ) from error
+
+
+def _plain(what: str, value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{what} must be plain JSON values (str, numbers, lists, objects): {error}") from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks assistant text for training; here its body is just printed."""
+
+    tags = {"generation"}  # noqa: RUF012  (the type its base class declares)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=64)
+def _compile(source: str) -> jinja2.Template:
+    """A chat template in the environment that transformers gives it."""
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return env.from_string(source)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own filter escapes HTML, which no model was trained on
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class IncrementalDetokenizer:
+    """Token ids in, text out as soon as it can no longer change.
+
+    Law: what push() and a final flush() return, joined, equals `tokenizer.decode(all ids, skip_special_tokens)`.
+    What may still change is held back: an unfinished UTF-8 character, and with byte-fallback tokenizers a whole run of
+    byte tokens, which decodes to characters or to U+FFFD depending on its last byte.
+
+    Decoding depends on the left neighbour (a leading space is dropped at the start of a text only), so new ids are
+    decoded behind those of the previous delta. The window holds a few ids, however long the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []  # ids of the previous delta, then the ids since
+        self._num_context = 0  # ids of the previous delta
+        self._num_sent = 0  # characters of decode(window) already returned
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Appends ids; returns the text that became certain, often ""."""
+        return "".join([self._push_one(token) for token in token_ids])
+
+    def flush(self) -> str:
+        """Ends the text: returns what was held back."""
+        text = self._decode_window()[self._num_sent :]
+        self._window, self._num_context, self._num_sent = [], 0, 0
+        return text
+
+    def _decode_window(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip_special_tokens)
+
+    def _push_one(self, token: int) -> str:
+        if not self._tokenizer.is_visible(token, self._skip_special_tokens):
+            return ""
+        self._window.append(token)
+        if self._tokenizer.is_byte_token(token):
+            return ""
+        text = self._decode_window()
+        # An unfinished character shows as one U+FFFD at the very end
+        num_settled = len(text) - text.endswith(_REPLACEMENT)
+        delta = text[self._num_sent : num_settled]
+        self._num_sent += len(delta)
+        if delta and num_settled == len(text):
+            self._window = self._window[self._num_context :]
+            self._num_context = len(self._window)
+            self._num_sent = len(self._decode_window())
+        elif len(self._window) - self._num_context > _MAX_PENDING:
+            # Endless invalid bytes: only the last U+FFFD is open, and few ids are enough to tell what becomes of it
+            num_open = len(text) - self._num_sent
+            self._window = self._window[-_MAX_PENDING // 2 :]
+            self._num_context = 0
+            self._num_sent = len(self._decode_window()) - num_open
+        return delta
+
+
+class StopMatcher:
+    """Cuts a stream of text at the first stop string; text that may begin one is held back.
+
+    The stop string that ends first wins; of those ending together, the longest. What was emitted therefore never
+    contains a stop string, nor the beginning of one that is completed later, however the text is divided.
+    """
+
+    def __init__(self, stop: Sequence[str] = (), include_stop_str_in_output: bool = False) -> None:
+        """RequestError for an empty stop string."""
+        self._stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(self._stops):
+            raise RequestError(f"stop = {list(self._stops)}: a stop string must not be empty; remove it")
+        self._include = include_stop_str_in_output
+        self._beginnings = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
+        self._max_held = max((len(s) - 1 for s in self._stops), default=0)
+        self._held = ""
+        self.matched: str | None = None  # the stop string found; nothing is emitted after it
+
+    def push(self, text: str, armed: bool = True) -> str:
+        """Appends text; returns what may be shown. Stop strings that end in this text count only when `armed`."""
+        if self.matched is not None or not text:
+            return ""
+        buffer, num_old = self._held + text, len(self._held)
+        if armed and (found := self._first_stop(buffer, num_old)) is not None:
+            start, end, self.matched = found
+            self._held = ""
+            return buffer[: end if self._include else start]
+        num_held = next(
+            (n for n in range(min(self._max_held, len(buffer)), 0, -1) if buffer[-n:] in self._beginnings), 0
+        )
+        cut = len(buffer) - num_held
+        self._held = buffer[cut:]
+        return buffer[:cut]
+
+    def flush(self) -> str:
+        """Ends the text: returns what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_stop(self, buffer: str, num_old: int) -> tuple[int, int, str] | None:
+        """(start, end, stop) of the first stop string ending after the `num_old` characters already looked at."""
+        found = []
+        for stop in self._stops:
+            start = buffer.find(stop, max(0, num_old - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        if not found:
+            return None
+        end, start, stop = min(found)
+        return start, end, stop
+
+
+class TextStream:
+    """One request's text: detokenizer, then stop strings.
+
+    `text` is all that push() and flush() returned so far. After a stop string, `matched_stop` names it and
+    `num_tokens` is the number of pushed ids up to and including the one that completed it: ids behind it in the same
+    step are to be cut. Token by token, so that the result does not depend on how many ids a step brought.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Stop strings completed within the first `min_tokens` ids do not count."""
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        self._matcher = StopMatcher(stop, include_stop_str_in_output)
+        self._min_tokens = min_tokens
+        self.num_tokens = 0
+        self.text = ""
+
+    @property
+    def matched_stop(self) -> str | None:
+        return self._matcher.matched
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Appends ids; returns the text that may be shown. Ids after a stop string are ignored and not counted."""
+        return self._emit(self._push(token_ids))
+
+    def flush(self) -> str:
+        """Ends the text (end of sequence, length, abort): returns what was held back. May still find a stop string
+        in an unfinished run of byte tokens."""
+        tail = self._matcher.push(self._detokenizer.flush(), self._armed)
+        return self._emit([tail, self._matcher.flush()])
+
+    @property
+    def _armed(self) -> bool:
+        return self.num_tokens > self._min_tokens
+
+    def _push(self, token_ids: Iterable[int]) -> Iterator[str]:
+        for token in token_ids:
+            if self.matched_stop is not None:
+                return
+            self.num_tokens += 1
+            yield self._matcher.push(self._detokenizer.push((token,)), self._armed)
+
+    def _emit(self, parts: Iterable[str]) -> str:
+        delta = "".join(parts)
+        self.text += delta
+        return delta
