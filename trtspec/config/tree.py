@@ -13,7 +13,7 @@ def chain(k: int) -> tuple[tuple[int, ...], ...]:
 
 
 def parse_tree(text: str) -> tuple[tuple[int, ...], ...]:
-    """ "[(0,), (0, 0)]" -> paths sorted by (length, path). Raises ConfigError unless it is a tree of distinct paths."""
+    """Paths, sorted by (length, path), of a text such as "[(0,), (0, 0)]". Raises ConfigError unless it is a tree."""
     remedy = "use a list of paths whose parents are listed too, such as '[(0,), (1,), (0, 0)]'"
     try:
         paths = [tuple(path) for path in ast.literal_eval(text)]
