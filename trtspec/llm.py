@@ -16,8 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import assemble_engine
-from trtspec.engine.core import EngineCore, EngineStats
+from trtspec.engine.core import EngineCore
 from trtspec.engine.request import Request
+from trtspec.engine.stats import EngineStats
 from trtspec.engine.step import Emission
 from trtspec.errors import ConfigError, EngineError, RequestError
 from trtspec.outputs import CompletionOutput, RequestOutput

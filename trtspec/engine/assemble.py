@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +16,13 @@ from trtspec.config.engine import EngineConfig
 from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.core import Drafter, Executable, StepInputs, StepOutputs
+from trtspec.core import Drafter, Executable
 from trtspec.drafters.base import BuildableDrafter
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.core import EngineCore
 from trtspec.engine.propose import Proposer
 from trtspec.engine.scheduler import Scheduler
+from trtspec.engine.stats import TimedExecutable
 from trtspec.engine.step import StepLoop
 from trtspec.errors import CapacityError, ConfigError
 from trtspec.kv.blocks import BlockAllocator
@@ -37,22 +37,6 @@ from trtspec.workers.step import DecodeStep
 
 BACKENDS: dict[str, Callable[..., Executable]] = {"eager": EagerExecutable}
 Progress = Callable[[str], None]
-
-
-class TimedExecutable:
-    """An executable that adds up the seconds spent in it, so that host time per step is what is left."""
-
-    def __init__(self, inner: Executable) -> None:
-        self.inner = inner
-        self.seconds = 0.0
-
-    def run(self, inputs: StepInputs) -> StepOutputs:
-        """See core.Executable."""
-        start = time.perf_counter()
-        try:
-            return self.inner.run(inputs)
-        finally:
-            self.seconds += time.perf_counter() - start
 
 
 @dataclass
@@ -84,7 +68,8 @@ class Assembly:
         """The checkpoint on the configured backend, with its own KV layers."""
         decoder = load_decoder(model, self.dtype(model), role, self.max_seq_len)
         kv = allocate_layers(decoder.spec, self.num_blocks, self.config.block_size, self.dtype(model))
-        self.executables.append(TimedExecutable(BACKENDS[self.config.backend](DecodeStep(decoder), kv)))
+        executable = BACKENDS[self.config.backend](DecodeStep(decoder), kv)
+        self.executables.append(TimedExecutable(executable, decoder.weight_bytes_per_step))
         return self.executables[-1]
 
     def draft_model(self) -> Executable:
@@ -142,7 +127,7 @@ def assemble_engine(
         max_seq_len,
         config.seed,
         use_generation_config=config.generation_config == "auto",
-        launch_clock=lambda: sum(timed.seconds for timed in assembly.executables),
+        executables=assembly.executables,
     )
 
 

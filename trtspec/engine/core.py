@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from trtspec.config.model import ModelConfig
 from trtspec.engine.request import Request
+from trtspec.engine.stats import EngineStats, TimedExecutable
 from trtspec.engine.step import Emission, StepLoop
 from trtspec.errors import CapacityError, EngineError, RequestError
 from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import ResolvedSampling, SamplingParams, sample_seed
 from trtspec.text import TextStream, Tokenizer
-
-
-@dataclass
-class EngineStats:
-    """Totals since the engine started. Times in seconds."""
-
-    steps: int = 0
-    step_time: float = 0.0
-    launch_time: float = 0.0  # inside Executable.run of target and draft
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    finished: dict[str, int] = field(default_factory=dict)  # finish reason -> samples
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
 
 class EngineCore:
@@ -39,7 +26,7 @@ class EngineCore:
         max_seq_len: int,
         seed: int,
         use_generation_config: bool,
-        launch_clock: Callable[[], float],
+        executables: Sequence[TimedExecutable],
     ) -> None:
         self.loop = loop
         self.model = model
@@ -47,7 +34,7 @@ class EngineCore:
         self.max_seq_len = max_seq_len
         self.seed = seed
         self.defaults = dict(model.generation_defaults) if use_generation_config else {}
-        self.launch_clock = launch_clock  # seconds spent in Executable.run so far
+        self.executables = executables  # target first, then the draft's
         self.stats = EngineStats()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         self.eos_ids = model.eos_token_ids | (frozenset() if tokenizer_eos is None else {tokenizer_eos})
@@ -95,7 +82,7 @@ class EngineCore:
         emissions = self.loop.step()
         self.stats.steps += 1
         self.stats.step_time += time.perf_counter() - start
-        self.stats.launch_time = self.launch_clock()
+        self.stats.launch_time = sum(executable.seconds for executable in self.executables)
         self.stats.output_tokens += sum(len(emission.tokens) for emission in emissions)
         for request in [request for request in self._requests.values() if request.finished]:
             self._count(request)

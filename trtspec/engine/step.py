@@ -23,6 +23,7 @@ class Emission:
     tokens: list[int]
     num_drafts: int
     draft_len: int
+    is_context: bool  # the first token(s) after reading in a prompt, or none yet
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class StepLoop:
             self.scheduler.release_siblings(request)
         if request.finished:
             self.remove(request)
-        return Emission(request, taken, min(max(len(tokens) - 1, 0), len(taken)), row.draft_len)
+        return Emission(request, taken, min(max(len(tokens) - 1, 0), len(taken)), row.draft_len, row.is_context)
 
     def remove(self, request: Request) -> None:
         """The request has ended: its blocks are free, its drafter forgets it."""

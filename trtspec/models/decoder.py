@@ -53,6 +53,13 @@ class Decoder(nn.Module):
             x = layer(x, cos, sin, attend)
         return self.norm(x)  # type: ignore[no-any-return]
 
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """Bytes of weights one step reads: all but the embedding rows it does not look up."""
+        untied = self.head.weight is not self.embedding.weight
+        skipped = self.embedding.weight.nbytes if untied else 0
+        return sum(parameter.nbytes for parameter in self.parameters()) - skipped
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> logits [R, V] fp32."""
         return self.head(hidden).float()  # type: ignore[no-any-return]

@@ -1,0 +1,148 @@
+"""Measuring decoding: tokens per second beside plain decoding and beside this machine's own limit."""
+
+from __future__ import annotations
+
+import math
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trtspec
+from trtspec.llm import LLM
+from trtspec.outputs import SpeculationStats
+from trtspec.sampling_params import SamplingParams
+
+
+def read_bandwidth(num_bytes: int = 2**28, repeats: int = 5) -> float:
+    """Bytes per second this machine reads from memory with torch's threads: median over sums of a large tensor."""
+    data = torch.ones(num_bytes // 4)
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - start)
+    return num_bytes / statistics.median(times[1:])
+
+
+@dataclass
+class DecodeRun:
+    """Steps of one repeat in which every request was generating. Times in seconds."""
+
+    tokens: int = 0
+    step_times: list[float] = field(default_factory=list)
+    host_times: list[float] = field(default_factory=list)  # step time outside Executable.run
+    bytes_read: int = 0  # weights, by all launches of those steps
+    outputs: list[list[int]] = field(default_factory=list)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / sum(self.step_times) if self.step_times else math.nan
+
+
+def decode_once(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> DecodeRun:
+    """Generate for all prompts as one batch and time the pure generation steps."""
+    engine, run = llm.engine, DecodeRun()
+    samples = [engine.add_request(prompt, params)[0] for prompt in prompts]
+    while engine.has_work:
+        before = sum(executable.seconds for executable in engine.executables)
+        read = sum(executable.launches * executable.weight_bytes for executable in engine.executables)
+        start = time.perf_counter()
+        emissions = engine.step()
+        elapsed = time.perf_counter() - start
+        if emissions and not any(emission.is_context for emission in emissions):
+            run.tokens += sum(len(emission.tokens) for emission in emissions)
+            run.step_times.append(elapsed)
+            run.host_times.append(elapsed - sum(executable.seconds for executable in engine.executables) + before)
+            run.bytes_read += sum(e.launches * e.weight_bytes for e in engine.executables) - read
+    run.outputs = [sample.output_ids for sample in samples]
+    run.speculation = SpeculationStats.total(sample.stats for sample in samples)
+    return run
+
+
+def bench_decode(
+    model: str | Path,
+    speculative_config: Any,
+    prompts: Sequence[Sequence[int]],
+    output_len: int,
+    repeats: int = 3,
+    progress: Callable[[str], None] = lambda message: None,
+    **engine_options: Any,
+) -> dict[str, Any]:
+    """Greedy decoding of the prompts (token ids), as one batch, plain and with speculation in turn.
+
+    Returns a JSON-ready dict: tok_s (tokens of pure generation steps per second, median of the repeats), the same for
+    plain decoding (`plain`) and their ratio `speedup` (median of the ratios repeat by repeat; both None without
+    speculation), `lossless` (outputs equal), acceptance_length, acceptance_per_position, weight_bytes_per_step,
+    read_gbs (10^9 bytes/s, probed between the repeats), roofline_ratio (time to read the weights / step time),
+    host_us_per_step (median of step wall time outside Executable.run), load_s, first_token_s (from the constructor),
+    peak_rss_bytes, versions.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    options = {"max_batch_size": max(len(prompts), 1), **engine_options}
+    progress("loading")
+    start = time.perf_counter()
+    llm = LLM(model, speculative_config, **options)
+    load_s = time.perf_counter() - start
+    next(iter(llm.stream(list(prompts[0]), params)))
+    first_token_s = time.perf_counter() - start
+    plain = LLM(model, **options) if speculative_config is not None else None
+
+    runs, plain_runs, bandwidths = [], [], []
+    for repeat in range(repeats + 1):  # the first warms up
+        progress(f"repeat {repeat} of {repeats}" if repeat else "warming up")
+        runs.append(decode_once(llm, prompts, params))
+        if plain is not None:
+            plain_runs.append(decode_once(plain, prompts, params))
+        bandwidths.append(read_bandwidth())
+    runs, plain_runs, bandwidths = runs[1:], plain_runs[1:], bandwidths[1:]
+
+    step_s = statistics.median(time for run in runs for time in run.step_times)
+    bytes_per_step = sum(run.bytes_read for run in runs) / sum(len(run.step_times) for run in runs)
+    bandwidth = statistics.median(bandwidths)
+    speculation = runs[0].speculation
+    result = {
+        "model": str(model),
+        "speculation": None if speculative_config is None else str(speculative_config),
+        "batch": len(prompts),
+        "input_len": [len(prompt) for prompt in prompts],
+        "output_len": output_len,
+        "tok_s": statistics.median(run.tokens_per_second for run in runs),
+        "plain_tok_s": None,
+        "speedup": None,
+        "lossless": None,
+        "acceptance_length": speculation.acceptance_length,
+        "acceptance_per_position": speculation.acceptance_per_position,
+        "weight_bytes_per_step": round(bytes_per_step),
+        "read_gbs": bandwidth / 1e9,
+        "roofline_ratio": bytes_per_step / bandwidth / step_s,
+        "host_us_per_step": 1e6 * statistics.median(time for run in runs for time in run.host_times),
+        "load_s": load_s,
+        "first_token_s": first_token_s,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "versions": versions(),
+    }
+    if plain is not None:
+        ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(runs, plain_runs, strict=True)]
+        result["plain_tok_s"] = statistics.median(run.tokens_per_second for run in plain_runs)
+        result["speedup"] = statistics.median(ratios)
+        result["lossless"] = all(a.outputs == b.outputs for a, b in zip(runs, plain_runs, strict=True))
+    return result
+
+
+def versions() -> dict[str, str | int]:
+    """What the figures depend on."""
+    return {
+        "trtspec": trtspec.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }

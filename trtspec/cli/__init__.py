@@ -1,0 +1,5 @@
+"""The `trtspec` command."""
+
+from trtspec.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,131 @@
+"""`trtspec generate`: prompts in, text out; one prompt streams."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from trtspec.errors import RequestError
+from trtspec.llm import LLM, Prompt
+from trtspec.outputs import RequestOutput
+from trtspec.sampling_params import SamplingParams
+from trtspec.text import IncrementalDetokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Prompts, sampling, output."""
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument("--prompt", action="append", default=[], help="text; may be given more than once")
+    prompts.add_argument("--prompt-file", help="a text file: the whole of it is one prompt")
+    prompts.add_argument("--prompt-ids", help="token ids, separated by commas")
+    prompts.add_argument("--chat", action="store_true", help="wrap each prompt in the checkpoint's chat template")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=128)
+    sampling.add_argument("--min-tokens", type=int, default=0)
+    sampling.add_argument("--temperature", type=float, help="0 = greedy")
+    sampling.add_argument("--top-k", type=int)
+    sampling.add_argument("--top-p", type=float)
+    sampling.add_argument("--min-p", type=float)
+    sampling.add_argument("--seed", type=int)
+    sampling.add_argument("--n", type=int, default=1, help="samples per prompt")
+    sampling.add_argument("--stop", action="append", default=[], help="stop string; may be given more than once")
+    sampling.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--show-drafts", action="store_true", help="colour accepted draft tokens (one prompt)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per sample")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Print what was generated; statistics go to stderr."""
+    from trtspec.cli.main import engine_options
+
+    prompts: list[Prompt] = list(namespace.prompt)
+    if namespace.prompt_file:
+        prompts.append(Path(namespace.prompt_file).read_text(encoding="utf-8"))
+    if namespace.prompt_ids:
+        prompts.append(_ids(namespace.prompt_ids))
+    if not prompts:
+        raise RequestError("no prompt; give --prompt, --prompt-file or --prompt-ids")
+    params = SamplingParams(
+        n=namespace.n,
+        temperature=namespace.temperature,
+        top_k=namespace.top_k,
+        top_p=namespace.top_p,
+        min_p=namespace.min_p,
+        seed=namespace.seed,
+        max_tokens=namespace.max_tokens,
+        min_tokens=namespace.min_tokens,
+        stop=namespace.stop,
+        ignore_eos=namespace.ignore_eos,
+    )
+    with LLM(
+        namespace.model,
+        namespace.speculative_config,
+        namespace.tokenizer,
+        progress=sys.stderr.isatty(),
+        **engine_options(namespace),
+    ) as llm:
+        if namespace.show_drafts and llm.tokenizer is not None and len(prompts) == 1 and namespace.n == 1:
+            stream_coloured(llm, prompts[0], params, Console())
+            return 0
+        if namespace.chat:
+            outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+        else:
+            outputs = llm.generate(prompts, params)
+    for output in outputs:
+        _print(output, namespace.json)
+    failed = [sample for output in outputs for sample in output.outputs if sample.finish_reason == "error"]
+    return 1 if failed else 0
+
+
+def stream_coloured(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console) -> list[int]:
+    """Print one prompt's text as it comes, accepted draft tokens in green; returns the token ids."""
+    assert llm.tokenizer is not None
+    detokenizer = IncrementalDetokenizer(llm.tokenizer, params.skip_special_tokens)
+    ids: list[int] = []
+    for emission in llm.stream(prompt, params):
+        line = Text()
+        for position, token in enumerate(emission.tokens):
+            line.append(detokenizer.push((token,)), "green" if position < emission.num_drafts else "")
+        console.print(line, end="", soft_wrap=True, highlight=False)
+        ids += emission.tokens
+    console.print(detokenizer.flush(), soft_wrap=True, highlight=False)
+    return ids
+
+
+def _print(output: RequestOutput, as_json: bool) -> None:
+    for sample in output.outputs:
+        if as_json:
+            record = {
+                "request_id": output.request_id,
+                "index": sample.index,
+                "text": sample.text,
+                "token_ids": list(sample.token_ids),
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
+                "seed": sample.seed,
+                "error": sample.error,
+                "acceptance_length": sample.speculation.acceptance_length if sample.speculation.steps else None,
+                "acceptance_per_position": sample.speculation.acceptance_per_position,
+                "steps": sample.speculation.steps,
+            }
+            print(json.dumps(record, ensure_ascii=False))
+            continue
+        print(sample.text or " ".join(map(str, sample.token_ids)))
+        if sample.error is not None:
+            print(f"trtspec: {sample.error}", file=sys.stderr)
+    if not as_json and output.speculation.num_draft_tokens:
+        shares = ", ".join(f"{share:.0%}" for share in output.acceptance_per_position)
+        note = f"acceptance length {output.acceptance_length:.2f}, per position {shares}, {output.steps} steps"
+        print(note, file=sys.stderr)
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise RequestError(f"--prompt-ids {text!r} are not integers separated by commas") from error

@@ -1,0 +1,78 @@
+"""`trtspec info MODEL`: what a checkpoint folder is, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from trtspec.config.model import ModelConfig
+from trtspec.errors import TrtSpecError
+from trtspec.models.specs import decoder_spec
+from trtspec.models.weights import DTYPES, weight_bytes
+from trtspec.modes import METHODS, resolve_mode
+from trtspec.text import Tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The folder, and the draft to check against it."""
+    parser.add_argument("model", help="checkpoint folder")
+    parser.add_argument("--max-seq-len", type=int, help="sequence length for the memory figures; default: the model's")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Print the table."""
+    model = ModelConfig.from_folder(namespace.model)
+    spec = decoder_spec(model)
+    tokenizer = Tokenizer.from_folder(namespace.model)
+    length = namespace.max_seq_len or model.max_seq_len
+    kv_bytes = spec.kv_elements_per_token * DTYPES[model.dtype].itemsize
+
+    table = Table(show_header=False, box=None)
+    table.add_row("architecture", f"{model.architecture} ({model.model_type})")
+    table.add_row("parameters", f"{spec.num_parameters / 1e6:.1f} M, {model.dtype}")
+    table.add_row("layers", f"{spec.num_layers} x hidden {spec.hidden_size}, intermediate {spec.intermediate_size}")
+    table.add_row("heads", f"{spec.num_heads} query, {spec.num_kv_heads} key/value, head size {spec.head_dim}")
+    table.add_row("context", f"{model.max_seq_len} tokens, rope {model.rope.rope_type}{_windows(spec.windows)}")
+    table.add_row("vocabulary", f"{model.vocab_size}, {'tied' if spec.tie_word_embeddings else 'separate'} head")
+    table.add_row("tokenizer", _tokenizer(tokenizer))
+    table.add_row("end of sequence", ", ".join(map(str, sorted(model.eos_token_ids))) or "none in config.json")
+    table.add_row("weights", f"{weight_bytes(model.path, 'target') / 1e6:.1f} MB on disk")
+    table.add_row("KV cache", f"{kv_bytes} bytes per token, {kv_bytes * length / 1e6:.1f} MB for {length} tokens")
+    needed = spec.num_parameters * DTYPES[model.dtype].itemsize + kv_bytes * length
+    table.add_row("memory, one sequence", f"{needed / 1e6:.1f} MB: weights and the KV of {length} tokens")
+    for method, words in speculation_support(model):
+        table.add_row(f"speculation: {method}", words)
+    Console().print(table)
+    return 0
+
+
+def speculation_support(model: ModelConfig) -> list[tuple[str, str]]:
+    """(method, what it needs or why it is not available) for every method there is."""
+    needs = {
+        "ngram": "yes, needs nothing",
+        "auto": "yes, n-gram lookup with lengths chosen by batch size",
+        "draft_model": f"yes, with a draft checkpoint of the same {model.vocab_size}-token vocabulary",
+        "custom_class": "yes, with your own drafter",
+    }
+    rows = []
+    for method in METHODS:
+        try:
+            mode = resolve_mode(method, None)
+            mode.require_built()
+            rows.append((method, needs.get(method, "yes")))
+        except TrtSpecError as error:
+            rows.append((method, f"no: {error}"))
+    return rows
+
+
+def _windows(windows: tuple[int | None, ...]) -> str:
+    sliding = [window for window in windows if window is not None]
+    return f", sliding window {sliding[0]} in {len(sliding)} of {len(windows)} layers" if sliding else ""
+
+
+def _tokenizer(tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "none: prompts are token ids"
+    return f"{tokenizer.vocab_size} tokens, {'with' if tokenizer.chat_templates else 'no'} chat template"

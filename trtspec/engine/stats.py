@@ -1,0 +1,44 @@
+"""What the engine counts and times."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from trtspec.core import Executable, StepInputs, StepOutputs
+from trtspec.outputs import SpeculationStats
+
+
+class TimedExecutable:
+    """An executable that adds up launches and the seconds spent in them; host time per step is what is left.
+
+    `weight_bytes`: weights that one launch reads.
+    """
+
+    def __init__(self, inner: Executable, weight_bytes: int) -> None:
+        self.inner = inner
+        self.weight_bytes = weight_bytes
+        self.launches = 0
+        self.seconds = 0.0
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """See core.Executable."""
+        start = time.perf_counter()
+        try:
+            return self.inner.run(inputs)
+        finally:
+            self.launches += 1
+            self.seconds += time.perf_counter() - start
+
+
+@dataclass
+class EngineStats:
+    """Totals since the engine started. Times in seconds."""
+
+    steps: int = 0
+    step_time: float = 0.0
+    launch_time: float = 0.0  # inside Executable.run of target and draft
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # finish reason -> samples
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
