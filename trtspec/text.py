@@ -180,12 +180,20 @@ class Tokenizer:
         )
 
 
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is not readable text ({error}); download the file again") from error
+
+
 def _read_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
+    text = _read_text(file)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        data = json.loads(text)
+    except ValueError as error:
         raise CheckpointError(f"{file} is not readable JSON ({error}); download the file again") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{file} holds a {type(data).__name__}, not an object; download the file again")
@@ -203,7 +211,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Template files win over tokenizer_config.json, which holds one template or a list of named ones."""
     files = {"default": folder / "chat_template.jinja"}
     files.update({file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))})
-    templates = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    templates = {name: _read_text(file) for name, file in files.items() if file.is_file()}
     if templates:
         return templates
     value = config.get("chat_template")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -95,12 +96,20 @@ class Case:
 
     decoder: Decoder
     oracle: Any
-    decode_only: bool  # transformers' dynamic rope depends on the pass; token by token is the meaning we keep
+    dynamic_rope: bool  # transformers stretches a whole pass by its length; token by token is the meaning we keep
     prompts: list[list[int]] = field(default_factory=list)
     expected: list[Tensor] = field(default_factory=list)
 
     def logits(self, tokens: list[int]) -> Tensor:
-        return oracle_decode(self.oracle, tokens) if self.decode_only else oracle_logits(self.oracle, tokens)
+        return oracle_decode(self.oracle, tokens) if self.dynamic_rope else oracle_logits(self.oracle, tokens)
+
+    def assert_close(self, ours: Tensor, theirs: Tensor) -> None:
+        assert ours.dtype == torch.float32
+        assert ours.shape == theirs.shape
+        # transformers computes a new base per length with scalar pow, we a table with vector pow: an ulp of frequency
+        # is 1e-5 rad at position 200
+        tolerance = 4 * TOLERANCE if self.dynamic_rope else TOLERANCE
+        assert (ours - theirs).abs().max().item() <= tolerance
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -116,38 +125,34 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return made
 
 
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    assert ours.dtype == torch.float32
-    assert ours.shape == theirs.shape
-    difference = (ours - theirs).abs().max().item()
-    assert difference <= TOLERANCE
-
-
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_logits(case: Case, data: st.DataObject) -> None:
-    chosen = data.draw(st.lists(st.integers(0, len(PROMPT_LENS) - 1), min_size=1, max_size=4), label="prompts")
-    paged = Paged(case.decoder, len(chosen), data.draw(st.sampled_from([1, 4, 16, 64]), label="block size"))
-    largest = data.draw(st.sampled_from([3, 40, 300]), label="largest chunk")
+@settings(max_examples=20, deadline=None)
+@given(
+    chosen=st.lists(st.integers(0, len(PROMPT_LENS) - 1), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 300) | st.integers(1, 8), min_size=1, max_size=7),
+    waits=st.lists(st.integers(0, 1), max_size=7),
+    block_size=st.sampled_from([1, 4, 16, 64]),
+)
+def test_logits(case: Case, chosen: list[int], sizes: list[int], waits: list[int], block_size: int) -> None:
+    """Several prompts packed, each read in chunks of the drawn sizes (in turn), some waiting while others go on."""
+    paged = Paged(case.decoder, len(chosen), block_size)
     got: list[list[Tensor]] = [[] for _ in chosen]
+    chunk_size, waiting = cycle([*sizes, 40]), cycle([*waits, 0])
     while unfinished := [b for b, i in enumerate(chosen) if paged.lens[b] < PROMPT_LENS[i]]:
         rows: dict[int, Sequence[int]] = {}
-        for b in data.draw(st.permutations(unfinished).map(lambda order: order[: 1 + len(order) // 2] or order)):
-            start = paged.lens[b]
-            size = data.draw(st.integers(1, min(largest, PROMPT_LENS[chosen[b]] - start)))
-            # a small largest chunk on a long prompt would mean hundreds of draws: read the rest in one
-            size = size if start < 20 * largest else PROMPT_LENS[chosen[b]] - start
-            rows[b] = case.prompts[chosen[b]][start : start + size]
-        for b, logits in paged.step(rows).items():
+        for b in unfinished:
+            if not next(waiting):
+                start = paged.lens[b]
+                rows[b] = case.prompts[chosen[b]][start : start + next(chunk_size)]
+        for b, logits in (paged.step(rows) if rows else {}).items():
             got[b].append(logits)
     for b, i in enumerate(chosen):
-        assert_close(torch.cat(got[b]), case.expected[i])
+        case.assert_close(torch.cat(got[b]), case.expected[i])
 
 
 def test_every_prompt_length_in_one_batch(case: Case) -> None:
     paged = Paged(case.decoder, len(PROMPT_LENS))
     for b, logits in paged.step(dict(enumerate(case.prompts))).items():
-        assert_close(logits, case.expected[b])
+        case.assert_close(logits, case.expected[b])
 
 
 def test_greedy_continuation(case: Case) -> None:
@@ -164,7 +169,7 @@ def test_greedy_continuation(case: Case) -> None:
         # One pass over prompt and our output predicts every token of it: equal to decoding step by step, and cheaper
         theirs = case.logits(case.prompts[i] + ours[b])[PROMPT_LENS[i] - 1 : -1]
         assert ours[b] == theirs.argmax(-1).tolist()
-        assert len(set(ours[b])) >= 10, "degenerate output proves little"
+    assert len({token for tokens in ours for token in tokens}) >= 25, "degenerate output proves little"
 
 
 def test_rows_are_bitwise_independent_of_chunks_and_neighbours(case: Case) -> None:

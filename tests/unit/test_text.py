@@ -430,10 +430,11 @@ def test_padding_and_truncation_of_training_are_off(tmp_path: Path) -> None:
         ("tokenizer_config.json", "[]"),
         ("tokenizer_config.json", "{"),
         ("tokenizer_config.json", '{"chat_template": [1]}'),
+        ("chat_template.jinja", "\udcff"),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, text: str) -> None:
     save_tokenizer(tmp_path)
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         Tokenizer.from_folder(tmp_path)
