@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.core import row_positions, row_requests
@@ -33,89 +34,120 @@ def row_slots(block_tables: Tensor, request: Tensor, positions: Tensor, block_si
     return torch.where(inside, block, 0) * block_size + positions % block_size
 
 
-def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    k_cache.view(-1, *k_cache.shape[2:])[slots] = k
-    v_cache.view(-1, *v_cache.shape[2:])[slots] = v
-
-
-def _tree_allows(tree_mask: Tensor, key_row: Tensor) -> Tensor:
-    """tree_mask [T, W] int32, key_row [T, S] (the key's index among its request's new rows) -> bit set, [T, S] bool."""
-    word = (key_row.clamp(min=0) // 32).clamp(max=tree_mask.shape[1] - 1)
-    bits = tree_mask.long().gather(1, word) >> (key_row.clamp(min=0) % 32)
-    return (key_row < 0) | ((bits & 1) == 1)
-
-
 def _reference_(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
     cu_q_lens: Tensor, kv_lens: Tensor, block_tables: Tensor, tree_mask: Tensor, sinks: Tensor,
     scale: float, window: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    T, Hq, D = q.shape
-    B, Hkv, block_size = kv_lens.shape[0], k_cache.shape[2], k_cache.shape[1]
-    G = Hq // Hkv
-    device = q.device
-
+    T = q.shape[0]
     request = row_requests(cu_q_lens, T)  # [T]
-    positions = row_positions(cu_q_lens, kv_lens, T)  # [T]
-    _append(k, v, k_cache, v_cache, row_slots(block_tables, request, positions, block_size))
+    position = row_positions(cu_q_lens, kv_lens, T)  # [T]
+    local = torch.arange(T, device=q.device) - cu_q_lens.long()[request]  # [T] row within its request
 
-    # Keys of each request, [B, S]: whole tiles, at least one; past a request's end they are masked.
-    num_tiles = max(1, -(-int(kv_lens.max()) // KV_TILE))
-    S = num_tiles * KV_TILE
-    key_positions = torch.arange(S, device=device)
-    slots = row_slots(block_tables, torch.arange(B, device=device)[:, None], key_positions[None, :], block_size)
-    beyond = key_positions[None, :] >= kv_lens[:, None]  # [B, S]
-    # 0 * NaN is NaN, so what lies past a request's end is cleared in V; scores there are replaced below.
-    keys = k_cache.view(-1, Hkv, D)[slots].float()
-    values = v_cache.view(-1, Hkv, D)[slots].float().masked_fill_(beyond[:, :, None, None], 0.0)
-    keys = keys.view(B, num_tiles, KV_TILE, Hkv, D).permute(0, 3, 1, 4, 2)  # [B, Hkv, tiles, D, tile]
-    values = values.view(B, num_tiles, KV_TILE, Hkv, D).permute(0, 3, 1, 2, 4)  # [B, Hkv, tiles, tile, D]
+    slots = row_slots(block_tables, request, position, k_cache.shape[1])
+    k_cache.view(-1, *k_cache.shape[2:])[slots] = k
+    v_cache.view(-1, *v_cache.shape[2:])[slots] = v
 
-    # Queries padded to [B, Q]: a multiple of ROW_MULTIPLE rows per request.
-    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    Q = -(-int(q_lens.max()) // ROW_MULTIPLE) * ROW_MULTIPLE
-    local = torch.arange(T, device=device) - cu_q_lens.long()[request]  # [T] row within its request
-    queries = q.new_zeros(B, Q, Hq, D, dtype=torch.float32)
-    queries[request, local] = q.float() * scale
-    queries = queries.view(B, Q, Hkv, G, D).permute(0, 2, 3, 1, 4).reshape(B, Hkv, 1, G * Q, D)
+    # Requests with about as many rows go together, so that a long prompt does not pad its generating neighbours.
+    widths = _row_widths(cu_q_lens)  # [B]
+    out = torch.empty_like(q)
+    for width in sorted(set(widths.tolist())):
+        members = (widths == width).nonzero()[:, 0]  # [b] requests
+        rows = (widths[request] == width).nonzero()[:, 0]  # [t] their rows
+        member = torch.searchsorted(members, request[rows])  # [t] index into members
+        padded = q.new_zeros(len(members), width, *q.shape[1:], dtype=torch.float32)
+        padded[member, local[rows]] = q[rows].float() * scale
+        visible = _visible(
+            kv_lens[members],
+            position[rows],
+            member,
+            local[rows],
+            width,
+            window,
+            tree_mask[rows] if tree_mask.numel() else None,
+        )
+        attended = _attend(padded, k_cache, v_cache, kv_lens[members], block_tables[members], visible, sinks, softcap)
+        out[rows] = attended[member, local[rows]].to(q.dtype)
+    return out
 
-    # Which keys a row sees, [B, Q, S]; padded query rows see position 0, so that nothing is NaN.
-    row_position = positions.new_zeros(B, Q)
-    row_position[request, local] = positions
-    visible = key_positions <= row_position[:, :, None]
+
+def _row_widths(cu_q_lens: Tensor) -> Tensor:
+    """Rows of each request rounded up to ROW_MULTIPLE * 2^n, [B] int64."""
+    fours = -(-(cu_q_lens[1:] - cu_q_lens[:-1]) // ROW_MULTIPLE)
+    return ROW_MULTIPLE * 2 ** torch.ceil(torch.log2(fours.double())).long()
+
+
+def _num_keys(kv_lens: Tensor) -> int:
+    """Keys of the longest request in whole tiles."""
+    return max(1, -(-int(kv_lens.max()) // KV_TILE)) * KV_TILE
+
+
+def _visible(
+    kv_lens: Tensor, position: Tensor, member: Tensor, local: Tensor, width: int, window: int, tree_mask: Tensor | None
+) -> Tensor:
+    """Which keys each padded row sees, [b, width, S] bool. Rows that are padding see key 0, so that nothing is NaN."""
+    b, S = kv_lens.shape[0], _num_keys(kv_lens)
+    keys = torch.arange(S, device=position.device)
+    seen = keys <= position[:, None]  # [t, S]
+    if tree_mask is not None:
+        # Bit j of a row's mask is the request's new row j; what is before those is committed and always seen.
+        index = keys - (position - local)[:, None]  # [t, S] new row of each key, negative if committed
+        word = (index.clamp(min=0) // 32).clamp(max=tree_mask.shape[1] - 1)
+        allowed = (tree_mask.long().gather(1, word) >> (index.clamp(min=0) % 32)) & 1 == 1
+        seen = (keys < kv_lens[member][:, None]) & ((index < 0) | allowed)
     if window > 0:
-        visible &= key_positions > row_position[:, :, None] - window
-    if tree_mask.numel():
-        committed = (kv_lens - q_lens).long()[request]
-        tree = _tree_allows(tree_mask, key_positions[None, :] - committed[:, None])  # [T, S]
-        inside = (key_positions[None, :] < kv_lens.long()[request][:, None]) & tree
-        if window > 0:
-            inside &= key_positions > positions[:, None] - window
-        visible[request, local] = inside
-    visible = visible.view(B, 1, 1, Q, num_tiles, KV_TILE).permute(0, 1, 4, 2, 3, 5)  # [B, 1, tiles, 1, Q, tile]
+        seen &= keys > position[:, None] - window
+    visible = (keys == 0).expand(b, width, S).clone()
+    visible[member, local] = seen
+    return visible
 
-    scores = torch.matmul(queries, keys)  # [B, Hkv, tiles, G*Q, tile]
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_lens: Tensor,
+    block_tables: Tensor,
+    visible: Tensor,
+    sinks: Tensor,
+    softcap: float,
+) -> Tensor:
+    """Scaled queries [b, Q, Hq, D] fp32 against their requests' cached keys: [b, Q, Hq, D] fp32."""
+    b, Q, Hq, D = q.shape
+    Hkv, S = k_cache.shape[2], visible.shape[2]
+    G, tiles = Hq // Hkv, S // KV_TILE
+    key = torch.arange(S, device=q.device)
+    slots = row_slots(block_tables, torch.arange(b, device=q.device)[:, None], key[None, :], k_cache.shape[1])
+    keys = k_cache.view(-1, Hkv, D)[slots].float()  # [b, S, Hkv, D]
+    values = v_cache.view(-1, Hkv, D)[slots].float()
+    # 0 * NaN is NaN, so what lies past a request's end is cleared in V; scores there are replaced below.
+    values.masked_fill_((key >= kv_lens[:, None])[:, :, None, None], 0.0)
+    keys = keys.view(b, tiles, KV_TILE, Hkv, D).permute(0, 3, 1, 4, 2)  # [b, Hkv, tiles, D, tile]
+    values = values.view(b, tiles, KV_TILE, Hkv, D).permute(0, 3, 1, 2, 4)  # [b, Hkv, tiles, tile, D]
+    queries = q.view(b, Q, Hkv, G, D).permute(0, 2, 3, 1, 4).reshape(b, Hkv, 1, G * Q, D)
+    visible = visible.view(b, 1, 1, Q, tiles, KV_TILE).permute(0, 1, 4, 2, 3, 5)  # [b, 1, tiles, 1, Q, tile]
+
+    scores = torch.matmul(queries, keys)  # [b, Hkv, tiles, G*Q, tile]
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.view(B, Hkv, num_tiles, G, Q, KV_TILE).masked_fill_(~visible, float("-inf"))
-    top = scores.amax(-1).clamp(min=-1e30)  # [B, Hkv, tiles, G, Q]; a tile nobody sees stays finite
+    scores = scores.view(b, Hkv, tiles, G, Q, KV_TILE).masked_fill_(~visible, float("-inf"))
+    top = scores.amax(-1).clamp(min=-1e30)  # [b, Hkv, tiles, G, Q]; a tile nobody sees stays finite
     weights = torch.exp(scores - top[..., None])
     total = weights.sum(-1)
-    partial = torch.matmul(weights.view(B, Hkv, num_tiles, G * Q, KV_TILE), values).view(B, Hkv, num_tiles, G, Q, D)
+    partial = torch.matmul(weights.view(b, Hkv, tiles, G * Q, KV_TILE), values).view(b, Hkv, tiles, G, Q, D)
 
-    highest = top.amax(2)  # [B, Hkv, G, Q]
-    if sinks.numel():
-        sink = sinks.float().view(1, Hkv, G, 1)
+    highest = top.amax(2)  # [b, Hkv, G, Q]
+    sink = sinks.float().view(1, Hkv, G, 1) if sinks.numel() else None
+    if sink is not None:
         highest = torch.maximum(highest, sink)
-    share = torch.exp(top - highest[:, :, None])  # [B, Hkv, tiles, G, Q]
+    share = torch.exp(top - highest[:, :, None])  # [b, Hkv, tiles, G, Q]
     numerator, denominator = partial[:, :, 0] * share[:, :, 0, ..., None], total[:, :, 0] * share[:, :, 0]
-    for tile in range(1, num_tiles):  # in order: additions must not depend on how many tiles follow
+    for tile in range(1, tiles):  # in order: additions must not depend on how many tiles follow
         numerator = numerator + partial[:, :, tile] * share[:, :, tile, ..., None]
         denominator = denominator + total[:, :, tile] * share[:, :, tile]
-    if sinks.numel():
+    if sink is not None:
         denominator = denominator + torch.exp(sink - highest)
-    out = (numerator / denominator[..., None]).permute(0, 3, 1, 2, 4).reshape(B, Q, Hq, D)
-    return out[request, local].to(q.dtype)
+    return (numerator / denominator[..., None]).permute(0, 3, 1, 2, 4).reshape(b, Q, Hq, D)
 
 
 def _fake_(q: Tensor, *_: object) -> Tensor:

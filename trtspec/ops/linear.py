@@ -12,12 +12,21 @@ from trtspec.ops.dispatch import define
 ROW_MULTIPLE = 4
 """Stock CPU GEMMs round 1-3 leftover rows differently; in whole fours a row's bits are its own."""
 
+DEPTH_MULTIPLE = 16
+"""fp32 GEMMs sum a row in an order that depends on its alignment; whole cache lines (of 4-byte numbers) align all."""
+
+_SMALL_GEMM = 16**3
+"""torch sends half-precision products to oneDNN only above this many multiplications (`use_mkldnn_matmul`)."""
+
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.shape[0]
-    padding = -rows % ROW_MULTIPLE
-    if padding:
-        return F.linear(F.pad(x, (0, 0, 0, padding)), weight, bias)[:rows]
+    if missing := -x.shape[1] % DEPTH_MULTIPLE:  # no common model is this narrow
+        x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
+    padded = max(rows, _SMALL_GEMM // weight.numel() + 1)
+    padded += -padded % ROW_MULTIPLE
+    if padded > rows:
+        return F.linear(F.pad(x, (0, 0, 0, padded - rows)), weight, bias)[:rows]
     return F.linear(x, weight, bias)
 
 
