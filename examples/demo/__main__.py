@@ -1,0 +1,98 @@
+"""The main job, on the shipped models: the same text, faster. Run as `make demo` or `python -m examples.demo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+
+from trtspec import LLM, SamplingParams, SpeculationStats
+from trtspec.cli.generate import stream_coloured
+
+HERE = Path(__file__).parent
+K = 3
+
+PROMPTS = (
+    'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n        self.items = []\n\n    def',
+    "import os\nimport sys\nimport unittest\n\n\nclass TestPath(unittest.TestCase):\n    def setUp(self):",
+    'def parse_args(argv):\n    """Parse the command line."""\n    parser = argparse.ArgumentParser(',
+    "def read_config(filename):\n    try:\n        with open(filename) as f:\n",
+)
+
+
+@dataclass
+class Mode:
+    """One way to decode, and what it did."""
+
+    name: str
+    speculative_config: dict[str, Any] | None
+    tokens: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--max-tokens", type=int, default=96, help="tokens generated per prompt")
+    args = parser.parse_args()
+    console = Console()
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
+    draft = {"method": "draft_model", "model": str(HERE / "draft"), "num_speculative_tokens": K}
+    ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    modes = [Mode("plain", None), Mode(f"n-gram, K={K}", ngram), Mode(f"draft model, K={K}", draft)]
+
+    engines = [LLM(HERE / "target", mode.speculative_config, max_batch_size=1) for mode in modes]
+    for llm in engines:  # the first run pays for threads and code paths
+        llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+
+    console.print(Rule("draft model: what it guessed and the target accepted is green"))
+    for prompt in PROMPTS:
+        console.print(prompt, style="dim", end="", highlight=False, markup=False)
+        stream_coloured(engines[-1], prompt, params, console)
+        console.print(Rule(style="dim"))
+
+    for prompt in PROMPTS:  # every mode in turn on each prompt, so that a slow moment of the machine hits all
+        for mode, llm in zip(modes, engines, strict=True):
+            start = time.perf_counter()
+            output = llm.generate(prompt, params, use_tqdm=False)[0]
+            mode.seconds += time.perf_counter() - start
+            mode.tokens.append(list(output.outputs[0].token_ids))
+            mode.stats = SpeculationStats.total((mode.stats, output.speculation))
+    console.print(table(modes))
+    lossless = all(mode.tokens == modes[0].tokens for mode in modes)
+    if not lossless:
+        console.print("the output of some mode differs from plain decoding: that is a bug", style="bold red")
+    return 0 if lossless else 1
+
+
+def table(modes: list[Mode]) -> Table:
+    """One row per mode; the speed-up is against the first."""
+    grid = Table(title=f"{len(PROMPTS)} prompts, one at a time, greedy")
+    for heading in ("mode", "tokens/s", "speed-up", "acceptance length", "accepted at 1..K", "equals plain"):
+        grid.add_column(heading, justify="left" if heading == "mode" else "right")
+    plain = modes[0]
+    for mode in modes:
+        grid.add_row(
+            mode.name,
+            f"{mode.tokens_per_second:.0f}",
+            f"{mode.tokens_per_second / plain.tokens_per_second:.2f}x",
+            f"{mode.stats.acceptance_length:.2f}",
+            " ".join(f"{share:.0%}" for share in mode.stats.acceptance_per_position) or "-",
+            "yes" if mode.tokens == plain.tokens else "NO",
+        )
+    return grid
+
+
+if __name__ == "__main__":
+    sys.exit(main())

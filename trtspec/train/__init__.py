@@ -1,0 +1,1 @@
+"""Training small checkpoints for speculative decoding: data, target, distilled draft, evaluation, export."""

@@ -1,0 +1,133 @@
+"""A decoder seen as a trainable language model over whole windows, and the two losses it is trained with."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trtspec.config.model import RopeConfig
+from trtspec.models.decoder import Decoder
+from trtspec.models.specs import DecoderSpec
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+"""(inputs [B, S], next tokens [B, S]) -> mean loss per token, a scalar in nats."""
+
+
+def llama_spec(
+    vocab_size: int,
+    num_layers: int,
+    hidden_size: int = 256,
+    intermediate_size: int = 768,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    max_positions: int = 2048,
+) -> DecoderSpec:
+    """A Llama-shaped decoder with tied embeddings; the defaults are the demo's."""
+    return DecoderSpec(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=10_000.0, original_max_position_embeddings=max_positions),
+        max_position_embeddings=max_positions,
+        windows=(None,) * num_layers,
+        tie_word_embeddings=True,
+    )
+
+
+class CausalAttend:
+    """Causal attention of `batch` windows of equal length, packed one after another into T = batch * seq rows."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def heads_first(x: Tensor) -> Tensor:  # [T, heads, D] -> [B, heads, S, D]
+            return x.view(self.batch, -1, x.shape[-2], x.shape[-1]).transpose(1, 2)
+
+        groups = q.shape[1] // k.shape[1]
+        # repeated by hand: with enable_gqa the CPU kernel has no fused backward
+        keys, values = (heads_first(x.repeat_interleave(groups, dim=1)) for x in (k, v))
+        out = F.scaled_dot_product_attention(heads_first(q), keys, values, is_causal=True)
+        return out.transpose(1, 2).reshape(q.shape)
+
+
+class LanguageModel(nn.Module):
+    """input ids [B, S] -> logits [B * S, V] fp32."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, ids: Tensor) -> Tensor:
+        batch, seq = ids.shape
+        positions = torch.arange(seq, device=ids.device).repeat(batch)
+        hidden = self.decoder(ids.reshape(-1), positions, CausalAttend(batch))
+        return self.decoder.logits(hidden)
+
+
+@torch.no_grad()
+def initialise(decoder: Decoder, seed: int) -> Decoder:
+    """Fresh weights: normal(0, 0.02), matrices that write to the residual stream smaller by sqrt(2 * layers)."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            writes = name.endswith(("attention.o.weight", "mlp.down.weight"))
+            std = 0.02 / math.sqrt(2 * decoder.spec.num_layers) if writes else 0.02
+            parameter.normal_(0.0, std, generator=generator)
+    return decoder
+
+
+def logits_in(model: LanguageModel, dtype: torch.dtype, ids: Tensor) -> Tensor:
+    """The model's logits computed with its weights cast to `dtype`; gradients reach the uncast (fp32) weights.
+
+    Why not autocast: with every weight and activation in bf16 training sees the arithmetic that inference will use, and
+    a CPU, which spends much of the time moving activations, moves half the bytes.
+    """
+    weights = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+    logits: Tensor = torch.func.functional_call(model, weights, (ids,))
+    return logits
+
+
+def next_token_loss(model: LanguageModel, dtype: torch.dtype) -> LossFn:
+    """Cross-entropy with the corpus."""
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits_in(model, dtype, inputs), targets.reshape(-1))
+
+    return loss
+
+
+def distillation_loss(student: LanguageModel, teacher: LanguageModel, dtype: torch.dtype, hard: float = 0.5) -> LossFn:
+    """Cross-entropy with the teacher: `hard` of it against its arg-max, the rest against its distribution.
+
+    The arg-max is what counts when a draft is checked greedily; the distribution teaches more per token.
+    """
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = logits_in(teacher, dtype, inputs)
+        log_probs = F.log_softmax(logits_in(student, dtype, inputs), dim=-1)
+        soft = -(F.softmax(wanted, dim=-1) * log_probs).sum(-1).mean()
+        return hard * F.nll_loss(log_probs, wanted.argmax(-1)) + (1.0 - hard) * soft
+
+    return loss
+
+
+def compiled(loss: LossFn) -> LossFn:
+    """`loss` through torch.compile where a C++ compiler is at hand, else as it is. The first call takes a minute."""
+    if not any(shutil.which(name) for name in ("g++", "clang++")):
+        return loss
+    return torch.compile(loss, dynamic=False)

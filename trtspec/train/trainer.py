@@ -1,0 +1,213 @@
+"""A small trainer that can be killed at any moment and started again with the same arguments."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+
+from trtspec.errors import ConfigError
+from trtspec.train.checkpoint import load_checkpoint, save_checkpoint, write_atomically
+from trtspec.train.data import Windows
+from trtspec.train.language_model import LossFn
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is fed until `until` (a fraction of the run): one batch of each of `sources` per step, in turn.
+
+    `micro_batches` batches make one optimizer step.
+    """
+
+    until: float
+    sources: tuple[Windows, ...]
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run. Exactly one of `steps` (optimizer steps) and `minutes` (time spent training) says how long it is.
+
+    Learning rates warm up over the first `warmup_steps`, stay, and fall linearly to a twentieth from `decay_from` (a
+    fraction of the run) on. Muon trains the matrices with `matrix_lr`, AdamW embeddings and norms with `other_lr`.
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+    matrix_lr: float = 4e-3
+    other_lr: float = 4e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 40  # not a fraction: the first step may take a minute to compile
+    decay_from: float = 0.5
+    clip_norm: float = 1.0
+    checkpoint_seconds: float = 60.0
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.minutes is None):
+            raise ConfigError(f"steps={self.steps}, minutes={self.minutes}: give exactly one of them")
+        length = self.steps if self.minutes is None else self.minutes
+        if length is not None and length <= 0:
+            raise ConfigError(f"steps={self.steps}, minutes={self.minutes}: the run's length must be positive")
+
+    def progress(self, step: int, seconds: float) -> float:
+        """How much of the run is over, 0 to 1, after `step` steps and `seconds` of training."""
+        done = step / self.steps if self.steps is not None else seconds / (60.0 * (self.minutes or 1.0))
+        return min(done, 1.0)
+
+    def lr_scale(self, step: int, progress: float) -> float:
+        """The learning rates' common factor for the step after `step` steps, (0, 1]."""
+        rise = (step + 1) / self.warmup_steps if step < self.warmup_steps else 1.0
+        fall = min(1.0, (1.0 - progress) / (1.0 - self.decay_from)) if self.decay_from < 1 else 1.0
+        return min(rise, max(fall, 0.05))
+
+
+class Trainer:
+    """Trains `model` on `loss_fn` over `stages`; everything it must remember lies in `folder`.
+
+    `after_step(step, loss)`, if given, is called after every optimizer step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        stages: Sequence[Stage],
+        config: TrainConfig,
+        folder: Path,
+        label: str = "training",
+        after_step: Callable[[int, float], None] | None = None,
+    ) -> None:
+        if not stages or stages[-1].until < 1.0:
+            raise ConfigError("the last stage must reach until=1.0, or the run's end has no data")
+        self.model, self.loss_fn, self.stages, self.config = model, loss_fn, tuple(stages), config
+        self.folder, self.label, self.after_step = folder, label, after_step
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            hidden = parameter.ndim == 2 and "embedding" not in name and "head" not in name
+            (matrices if hidden else others).append(parameter)
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(
+                matrices, lr=config.matrix_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=config.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        )
+        self.step, self.seconds, self.tokens = 0, 0.0, 0
+        self.batches_drawn = [0] * len(self.stages)
+        self.loss = float("nan")  # running mean over about 20 steps
+        self._restore()
+
+    @property
+    def progress(self) -> float:
+        return self.config.progress(self.step, self.seconds)
+
+    def run(self, pause_at: float = 1.0) -> None:
+        """Trains until `progress` reaches `pause_at`, then saves. Returns at once where it already has."""
+        if self.progress >= pause_at:
+            return
+        self.model.train()
+        saved = clock = time.monotonic()
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn()
+        with Progress(*columns) as bar:
+            task = bar.add_task(self.label, total=1.0, state="")
+            while self.progress < pause_at:
+                started, before = self.progress, self.tokens
+                loss = self._step(started)
+                now = time.monotonic()
+                self.seconds, elapsed, clock = self.seconds + now - clock, now - clock, now
+                self.loss = loss if self.step == 1 or self.loss != self.loss else 0.95 * self.loss + 0.05 * loss
+                speed = (self.tokens - before) / elapsed
+                self._log(loss, speed, started)
+                state = f"step {self.step} · loss {self.loss:.3f} · {speed:,.0f} tok/s"
+                bar.update(task, completed=self.progress, state=state)
+                if self.after_step is not None:
+                    self.after_step(self.step, loss)
+                if now - saved >= self.config.checkpoint_seconds:
+                    self.save()
+                    saved = now
+        self.save()
+
+    def save(self) -> None:
+        """Writes everything a restart needs."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "rng": torch.get_rng_state(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "batches_drawn": self.batches_drawn,
+            "loss": self.loss,
+        }
+        save_checkpoint(self.folder, self.step, state)
+
+    def _step(self, progress: float) -> float:
+        index = next(i for i, stage in enumerate(self.stages) if progress < stage.until)
+        stage = self.stages[index]
+        for optimizer, lr in zip(self.optimizers, (self.config.matrix_lr, self.config.other_lr), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * self.config.lr_scale(self.step, progress)
+            optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for _ in range(stage.micro_batches):
+            turn, source = divmod(self.batches_drawn[index], len(stage.sources))
+            inputs, targets = stage.sources[source].batch(turn)
+            loss = self.loss_fn(inputs, targets) / stage.micro_batches
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+            self.batches_drawn[index] += 1
+            self.tokens += inputs.numel()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.step += 1
+        return total
+
+    def _restore(self) -> None:
+        state: dict[str, Any] | None = load_checkpoint(self.folder)
+        if state is None:
+            return
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        torch.set_rng_state(state["rng"])
+        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
+        self.batches_drawn, self.loss = state["batches_drawn"], state["loss"]
+        if self._metrics.is_file():  # forget the steps after the checkpoint: they will be done, and logged, again
+            kept = [line for line in self._metrics.read_text().splitlines() if _step_of(line) <= self.step]
+            write_atomically(self._metrics, "".join(line + "\n" for line in kept).encode())
+
+    @property
+    def _metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def _log(self, loss: float, tokens_per_second: float, progress: float) -> None:
+        if self.step % self.config.log_every and self.step > 1:
+            return
+        line = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 1),
+            "loss": round(loss, 4),
+            "smooth": round(self.loss, 4),
+            "lr_scale": round(self.config.lr_scale(self.step - 1, progress), 4),
+            "tok_s": round(tokens_per_second),
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self._metrics, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 2**63  # a line torn by a kill goes
