@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 K = 3
 
 PROMPTS = (
-    'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n        self.items = []\n\n    def',
+    'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n        self.items = []\n\n    def',
     "import os\nimport sys\nimport unittest\n\n\nclass TestPath(unittest.TestCase):\n    def setUp(self):",
     'def parse_args(argv):\n    """Parse the command line."""\n    parser = argparse.ArgumentParser(',
     "def read_config(filename):\n    try:\n        with open(filename) as f:\n",

@@ -1,4 +1,4 @@
-"""Who may import whom (see README, "How it works"): every import inside trtspec goes from right to left of this line."""
+"""Who may import whom (see README, "How it works"): imports inside trtspec go from later layers to earlier ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import trtspec
 
 ROOT = Path(trtspec.__file__).parent
 
-# Groups in one string do not import each other. errors .. outputs come one by one, as core needs sampling_params.
+# Parts of one layer do not import each other.
 LAYERS = [
     {"errors"},
     {"modes", "sampling_params", "outputs"},
@@ -47,7 +47,10 @@ def imports() -> list[tuple[str, str, str]]:
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{relative}: relative import; write it in full"
-                names = [f"{node.module}.{alias.name}" if node.module == "trtspec" else str(node.module) for alias in node.names]
+                names = [
+                    f"{node.module}.{alias.name}" if node.module == "trtspec" else str(node.module)
+                    for alias in node.names
+                ]
             found += [(str(relative), own, name.split(".")[1]) for name in names if name.startswith("trtspec.")]
     return found
 

@@ -1,0 +1,120 @@
+"""The `trtspec` command, run as a person runs it, on the shipped demo models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trtspec import LLM, SamplingParams
+from trtspec.cli import main
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+TARGET, DRAFT = str(DEMO / "target"), str(DEMO / "draft")
+PROMPT = "import os\n\ndef main():\n"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of `trtspec ARGUMENTS`."""
+    status = main(arguments)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_installed_command_answers() -> None:
+    """The console script exists and imports in a process of its own."""
+    command = [str(Path(sys.executable).with_name("trtspec")), "info", TARGET]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "LlamaForCausalLM" in done.stdout
+
+
+def test_info_names_architecture_memory_and_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "info", TARGET)
+    assert status == 0
+    for words in ("LlamaForCausalLM", "4096 bytes per token", "speculation: ngram", "speculation: eagle3", "not built"):
+        assert words in out
+
+
+def test_generate_prints_the_same_text_with_and_without_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("generate", "--model", TARGET, "--prompt", PROMPT, "--max-tokens", "24", "--temperature", "0")
+    _, plain, _ = run(capsys, *base)
+    _, drafted, note = run(capsys, *base, "--spec-model", DRAFT, "--spec-method", "draft_model", "--spec-tokens", "3")
+    assert plain == drafted
+    assert plain.strip()
+    assert "acceptance length" in note
+
+
+def test_generate_json_equals_the_python_api(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--max-tokens", "12", "--temperature", "0.8", "--seed", "7", "--n", "2", "--json")
+    _, out, _ = run(capsys, "generate", "--model", TARGET, "--prompt", PROMPT, *options)
+    records = [json.loads(line) for line in out.splitlines()]
+    with LLM(TARGET) as llm:
+        output = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0.8, seed=7, n=2))[0]
+    assert [record["token_ids"] for record in records] == [list(sample.token_ids) for sample in output.outputs]
+    assert [record["text"] for record in records] == [sample.text for sample in output.outputs]
+    assert [record["index"] for record in records] == [0, 1]
+
+
+def test_spec_may_be_json_or_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    spec = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    base = ("generate", "--model", TARGET, "--prompt", PROMPT, "--max-tokens", "16", "--temperature", "0", "--json")
+    lines = [run(capsys, *base, "--spec", text)[1] for text in (json.dumps(spec), str(tmp_path / "spec.json"))]
+    assert lines[0] == lines[1]
+    assert len(json.loads(lines[0])["acceptance_per_position"]) == 2
+
+
+def test_bench_decode_writes_every_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    shape = ("--batch", "2", "--input-len", "16", "--output-len", "12", "--repeats", "1", "--random-prompts")
+    spec = ("--spec-method", "draft_model", "--spec-model", DRAFT, "--spec-tokens", "2")
+    status, out, _ = run(capsys, "bench", "decode", "--model", TARGET, *shape, *spec, "--json", str(file))
+    result = json.loads(file.read_text())
+    assert status == 0
+    assert "speed-up" in out
+    assert result["lossless"] is True
+    assert result["tok_s"] > 0
+    assert result["speedup"] == pytest.approx(result["tok_s"] / result["plain_tok_s"])  # one repeat: the same figures
+    assert 1 <= result["acceptance_length"] <= 3
+    assert len(result["acceptance_per_position"]) == 2
+    # One target launch and two draft launches (tied heads: all weights but nothing twice), less where K is cut short.
+    target, draft = ((DEMO / name / "model.safetensors").stat().st_size for name in ("target", "draft"))
+    assert 0.9 * target < result["weight_bytes_per_step"] < 1.1 * (target + 2 * draft)
+    for name in ("read_gbs", "roofline_ratio", "host_us_per_step", "load_s", "first_token_s", "peak_rss_bytes"):
+        assert result[name] > 0, name
+    assert result["versions"]["torch"]
+
+
+def test_code_prompts_come_from_a_given_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("def f(x):\n    return x + 1\n" * 40)
+    shape = ("--input-len", "32", "--output-len", "4", "--repeats", "1", "--prompts", str(tmp_path))
+    assert run(capsys, "bench", "decode", "--model", TARGET, *shape)[0] == 0
+    status, _, err = run(capsys, "bench", "decode", "--model", TARGET, *shape, "--batch", "2")
+    assert status == 1
+    assert "only 1 texts of 32 tokens for --batch 2" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("info", "no/such/folder"), "not a folder"),
+        (("generate", "--model", TARGET), "--prompt"),
+        (("generate", "--model", TARGET, "--prompt", "x", "--temperature", "-1"), "temperature"),
+        (("generate", "--model", TARGET, "--prompt-ids", "1,x"), "--prompt-ids"),
+        (("generate", "--model", TARGET, "--prompt", "x", "--spec", '{"metod": "ngram"}'), "metod"),
+        (("generate", "--model", TARGET, "--prompt", "x", "--spec", "[1]"), "No such file"),
+        (("generate", "--model", TARGET, "--prompt", "x", "--spec-method", "eagle3", "--spec-tokens", "1"), "model"),
+        (("bench", "decode", "--model", TARGET, "--batch", "0"), "--batch"),
+    ],
+)
+def test_errors_are_one_line_and_status_1(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    status, _, err = run(capsys, *arguments)
+    assert status == 1
+    assert words in err
+    assert err.startswith("trtspec: ")
+    assert len(err.strip().splitlines()) == 1
