@@ -106,7 +106,10 @@ class LLM:
         return self._run([{"prompt_token_ids": tokens} for tokens in ids], ids, params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Emission]:
-        """Generate for one prompt, yielding what each step emits. Leaving the loop early aborts the request."""
+        """Generate for one prompt, yielding what each step emits (token ids, text, how many were accepted drafts).
+
+        Leaving the loop early aborts the request. One call at a time: do not generate() while a stream is open.
+        """
         engine = self.engine
         samples = engine.add_request(self._token_ids(prompt), sampling_params or SamplingParams())
         try:
@@ -182,7 +185,7 @@ def request_output(prompt: Prompt, ids: list[int], samples: Sequence[Request]) -
         outputs=[
             CompletionOutput(
                 index=index,
-                text="" if sample.text is None else sample.text.text,
+                text=sample.shown_text,
                 token_ids=sample.output_ids,
                 finish_reason=sample.finish_reason,
                 stop_reason=sample.stop_reason,

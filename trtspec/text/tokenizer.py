@@ -1,15 +1,11 @@
-"""Text in, text out: tokenizer, chat template, incremental detokenizer, stop strings.
-
-All of it is per-request host code over token ids. A checkpoint without tokenizer.json has none of it and still works
-with token ids.
-"""
+"""A checkpoint's tokenizer and chat template."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -26,10 +22,7 @@ from trtspec.errors import CheckpointError, RequestError
 
 Message = Mapping[str, Any]
 
-_REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# An unfinished UTF-8 character is at most 3 bytes, hence 3 tokens; UTF-8 is back in step 4 tokens after any cut.
-_MAX_PENDING = 8
 
 
 class Tokenizer:
@@ -266,165 +259,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-class IncrementalDetokenizer:
-    """Token ids in, text out as soon as it can no longer change.
-
-    Law: what push() and a final flush() return, joined, equals `tokenizer.decode(all ids, skip_special_tokens)`.
-    What may still change is held back: an unfinished UTF-8 character, and with byte-fallback tokenizers a whole run of
-    byte tokens, which decodes to characters or to U+FFFD depending on its last byte.
-
-    Decoding depends on the left neighbour (a leading space is dropped at the start of a text only), so new ids are
-    decoded behind those of the previous delta. The window holds a few ids, however long the text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []  # ids of the previous delta, then the ids since
-        self._num_context = 0  # ids of the previous delta
-        self._num_sent = 0  # characters of decode(window) already returned
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Appends ids; returns the text that became certain, often ""."""
-        return "".join([self._push_one(token) for token in token_ids])
-
-    def flush(self) -> str:
-        """Ends the text: returns what was held back."""
-        text = self._decode_window()[self._num_sent :]
-        self._window, self._num_context, self._num_sent = [], 0, 0
-        return text
-
-    def _decode_window(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip_special_tokens)
-
-    def _push_one(self, token: int) -> str:
-        if not self._tokenizer.is_visible(token, self._skip_special_tokens):
-            return ""
-        self._window.append(token)
-        if self._tokenizer.is_byte_token(token):
-            return ""
-        text = self._decode_window()
-        # An unfinished character shows as one U+FFFD at the very end
-        num_settled = len(text) - text.endswith(_REPLACEMENT)
-        delta = text[self._num_sent : num_settled]
-        self._num_sent += len(delta)
-        if delta and num_settled == len(text):
-            self._window = self._window[self._num_context :]
-            self._num_context = len(self._window)
-            self._num_sent = len(self._decode_window())
-        elif len(self._window) - self._num_context > _MAX_PENDING:
-            # Endless invalid bytes: only the last U+FFFD is open, and few ids are enough to tell what becomes of it
-            num_open = len(text) - self._num_sent
-            self._window = self._window[-_MAX_PENDING // 2 :]
-            self._num_context = 0
-            self._num_sent = len(self._decode_window()) - num_open
-        return delta
-
-
-class StopMatcher:
-    """Cuts a stream of text at the first stop string; text that may begin one is held back.
-
-    The stop string that ends first wins; of those ending together, the longest. What was emitted therefore never
-    contains a stop string, nor the beginning of one that is completed later, however the text is divided.
-    """
-
-    def __init__(self, stop: Sequence[str] = (), include_stop_str_in_output: bool = False) -> None:
-        """RequestError for an empty stop string."""
-        self._stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(self._stops):
-            raise RequestError(f"stop = {list(self._stops)}: a stop string must not be empty; remove it")
-        self._include = include_stop_str_in_output
-        self._beginnings = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
-        self._max_held = max((len(s) - 1 for s in self._stops), default=0)
-        self._held = ""
-        self.matched: str | None = None  # the stop string found; nothing is emitted after it
-
-    def push(self, text: str, armed: bool = True) -> str:
-        """Appends text; returns what may be shown. Stop strings that end in this text count only when `armed`."""
-        if self.matched is not None or not text:
-            return ""
-        buffer, num_old = self._held + text, len(self._held)
-        if armed and (found := self._first_stop(buffer, num_old)) is not None:
-            start, end, self.matched = found
-            self._held = ""
-            return buffer[: end if self._include else start]
-        num_held = next(
-            (n for n in range(min(self._max_held, len(buffer)), 0, -1) if buffer[-n:] in self._beginnings), 0
-        )
-        cut = len(buffer) - num_held
-        self._held = buffer[cut:]
-        return buffer[:cut]
-
-    def flush(self) -> str:
-        """Ends the text: returns what was held back."""
-        held, self._held = self._held, ""
-        return held
-
-    def _first_stop(self, buffer: str, num_old: int) -> tuple[int, int, str] | None:
-        """(start, end, stop) of the first stop string ending after the `num_old` characters already looked at."""
-        found = []
-        for stop in self._stops:
-            start = buffer.find(stop, max(0, num_old - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start, stop))
-        if not found:
-            return None
-        end, start, stop = min(found)
-        return start, end, stop
-
-
-class TextStream:
-    """One request's text: detokenizer, then stop strings.
-
-    `text` is all that push() and flush() returned so far. After a stop string, `matched_stop` names it and
-    `num_tokens` is the number of pushed ids up to and including the one that completed it: ids behind it in the same
-    step are to be cut. Token by token, so that the result does not depend on how many ids a step brought.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        *,
-        skip_special_tokens: bool = True,
-        include_stop_str_in_output: bool = False,
-        min_tokens: int = 0,
-    ) -> None:
-        """Stop strings completed within the first `min_tokens` ids do not count."""
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
-        self._matcher = StopMatcher(stop, include_stop_str_in_output)
-        self._min_tokens = min_tokens
-        self.num_tokens = 0
-        self.text = ""
-
-    @property
-    def matched_stop(self) -> str | None:
-        return self._matcher.matched
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Appends ids; returns the text that may be shown. Ids after a stop string are ignored and not counted."""
-        return self._emit(self._push(token_ids))
-
-    def flush(self) -> str:
-        """Ends the text (end of sequence, length, abort): returns what was held back. May still find a stop string
-        in an unfinished run of byte tokens."""
-        tail = self._matcher.push(self._detokenizer.flush(), self._armed)
-        return self._emit([tail, self._matcher.flush()])
-
-    @property
-    def _armed(self) -> bool:
-        return self.num_tokens > self._min_tokens
-
-    def _push(self, token_ids: Iterable[int]) -> Iterator[str]:
-        for token in token_ids:
-            if self.matched_stop is not None:
-                return
-            self.num_tokens += 1
-            yield self._matcher.push(self._detokenizer.push((token,)), self._armed)
-
-    def _emit(self, parts: Iterable[str]) -> str:
-        delta = "".join(parts)
-        self.text += delta
-        return delta
