@@ -149,6 +149,8 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError("this model folder has no tokenizer.json; pass token ids, or tokenizer=FOLDER")
             return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"prompt {prompt!r:.80} is no prompt; use text, a list of token ids, or a dict of one")
         return list(cast("Sequence[int]", prompt))
 
     def _run(
@@ -200,7 +202,7 @@ def request_output(prompt: Prompt, ids: list[int], samples: Sequence[Request]) -
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
         return [prompts]
     many = list(prompts)
     if many and all(isinstance(item, int) for item in many):

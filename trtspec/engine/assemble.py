@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from trtspec.ops import load_plugins
 from trtspec.text import Tokenizer
 from trtspec.verify.strict import get_force_num_accepted_tokens
 from trtspec.workers.step import DecodeStep
+
+logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, Callable[..., Executable]] = {"eager": EagerExecutable}
 Progress = Callable[[str], None]
@@ -112,6 +115,8 @@ def assemble_engine(
     forced = config.force_num_accepted_tokens
     if forced is None:
         forced = get_force_num_accepted_tokens() or -1
+    if forced >= 0:
+        logger.warning("acceptance is forced to %d drafts a step: the output is NOT the model's (lossy)", forced)
     mode = resolved.mode if resolved is not None else SpeculativeDecodingMode.NONE
     loop = StepLoop(
         scheduler,
@@ -167,12 +172,22 @@ def build_drafter(assembly: Assembly) -> Drafter | None:
         return None
     mode = assembly.resolved.mode
     if mode.is_user_provided():
-        own = assembly.resolved.drafter
-        return cast(Drafter, _load(own)() if isinstance(own, str) else own)
+        return _own_drafter(assembly.resolved.drafter)
     path = mode.traits.drafter
     if path is None:
         return None
     return cast("type[BuildableDrafter]", _load(path)).from_resources(assembly)
+
+
+def _own_drafter(own: Any) -> Drafter:
+    """From "package.module:Class", a class, or an object; ConfigError if it is no drafter."""
+    if isinstance(own, str):
+        own = _load(own)
+    drafter = own() if isinstance(own, type) else own
+    missing = [name for name in ("propose", "forget") if not callable(getattr(drafter, name, None))]
+    if missing:
+        raise ConfigError(f"drafter={own!r} has no {' and no '.join(missing)}; give it the methods of core.Drafter")
+    return cast(Drafter, drafter)
 
 
 def plan_kv_blocks(assembly: Assembly) -> int:

@@ -82,6 +82,8 @@ class EngineCore:
         emissions = self.loop.step()
         self.stats.steps += 1
         self.stats.step_time += time.perf_counter() - start
+        self.stats.preemptions = self.loop.scheduler.num_preemptions
+        self.stats.drafter_failures = self.loop.proposer.num_failures
         self.stats.launch_time = sum(executable.seconds for executable in self.executables)
         self.stats.output_tokens += sum(len(emission.tokens) for emission in emissions)
         for request in [request for request in self._requests.values() if request.finished]:

@@ -65,26 +65,32 @@ class Proposer:
             else:
                 asked[0][0].speculates = False
             return
-        kv_lens = None if proposal.draft_kv_lens is None else proposal.draft_kv_lens.tolist()
-        for b, (request, _) in enumerate(asked):
-            request.drafts = answers[b]
-            if kv_lens is not None:
-                request.kv.draft_len = kv_lens[b]
+        for (request, _), (drafts, kv_len) in zip(asked, answers, strict=True):
+            request.drafts = drafts
+            request.kv.draft_len = kv_len
 
-    def _checked(self, proposal: Proposal, questions: Sequence[DraftRequest]) -> list[list[int]]:
-        """The proposal as lists, or EngineError saying what is wrong with it."""
+    def _checked(self, proposal: Proposal, questions: Sequence[DraftRequest]) -> list[tuple[list[int], int]]:
+        """Drafts and valid draft KV of each request, or EngineError saying what is wrong with the proposal."""
         tokens, lengths = proposal.draft_tokens.tolist(), proposal.draft_lens.tolist()
-        if len(tokens) != len(questions) or len(lengths) != len(questions):
+        kv_lens = [question.draft_kv_len for question in questions]
+        if proposal.draft_kv_lens is not None:
+            kv_lens = proposal.draft_kv_lens.tolist()
+        if not len(tokens) == len(lengths) == len(kv_lens) == len(questions):
             raise EngineError(
-                f"the drafter answered {len(tokens)} rows, {len(lengths)} lengths to {len(questions)} requests"
+                f"the drafter answered {len(tokens)} rows, {len(lengths)} lengths and {len(kv_lens)} KV lengths to "
+                f"{len(questions)} requests"
             )
         answers = []
-        for row, length, question in zip(tokens, lengths, questions, strict=True):
+        for row, length, kv_len, question in zip(tokens, lengths, kv_lens, questions, strict=True):
             if not 0 <= length <= min(question.max_draft_len, len(row)):
                 raise EngineError(f"the drafter gave draft_len {length}; allowed are 0..{question.max_draft_len}")
-            if any(not 0 <= token < self.vocab_size for token in row[:length]):
-                raise EngineError(f"the drafter proposed {row[:length]}; token ids are 0..{self.vocab_size - 1}")
-            answers.append(row[:length])
+            drafts = row[:length]
+            if any(not isinstance(token, int) or not 0 <= token < self.vocab_size for token in drafts):
+                raise EngineError(f"the drafter proposed {drafts}; token ids are integers 0..{self.vocab_size - 1}")
+            most = len(question.tokens) + length
+            if not isinstance(kv_len, int) or not 0 <= kv_len <= most:
+                raise EngineError(f"the drafter gave draft_kv_len {kv_len!r}; allowed are 0..{most}")
+            answers.append((drafts, kv_len))
         return answers
 
     def _report(self, error: Exception) -> None:

@@ -42,6 +42,11 @@ class Request:
         return self.tokens[self.prompt_len :]
 
     @property
+    def shown_text(self) -> str:
+        """The text so far, without what is held back."""
+        return "" if self.text is None else self.text.text
+
+    @property
     def num_uncomputed(self) -> int:
         """Known tokens without KV: 1 while generating, more while a prompt (or a preempted request) is read in."""
         return len(self.tokens) - self.kv.committed
@@ -54,15 +59,12 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def append(self, tokens: Sequence[int]) -> list[int]:
-        """Take the tokens of a verdict up to the one that ends the request; returns those taken."""
-        taken = []
+    def append(self, tokens: Sequence[int]) -> None:
+        """Take the tokens of a verdict up to the one that ends the request."""
         for token in tokens:
             self.tokens.append(token)
-            taken.append(token)
             if self._ends_with(token):
                 break
-        return taken
 
     def fail(self, error: Exception) -> None:
         """End with an error; what was generated so far stays."""
@@ -71,7 +73,10 @@ class Request:
 
     def abort(self) -> None:
         """End on the caller's wish."""
-        self._finish("abort")
+        try:
+            self._finish("abort")  # the detokenizer hands out what it held back: host code that may raise
+        except Exception as error:
+            self.fail(error)
 
     def _ends_with(self, token: int) -> bool:
         by_id = token in self.eos_ids or token in self.stop_token_ids

@@ -87,8 +87,13 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_batch_size and room > 0:
             request = self.waiting[0]
             rows = min(request.num_uncomputed, room)
-            if num_preemptions != self.num_preemptions or not self._reserve(request, rows):
+            if num_preemptions != self.num_preemptions:
                 break  # a request that was just preempted must not take the room it made
+            if not self._reserve(request, rows):
+                # It fits alone: if nobody runs, only blocks of waiting samples can be in its way.
+                if self.running or not self._drop_waiting_blocks():
+                    break
+                continue
             self.running.append(self.waiting.popleft())
             contexts.append(Scheduled(request, rows, 0, True))
             room -= rows

@@ -38,6 +38,8 @@ class EngineStats:
     steps: int = 0
     step_time: float = 0.0
     launch_time: float = 0.0  # inside Executable.run of target and draft
+    preemptions: int = 0
+    drafter_failures: int = 0  # calls that raised or answered nonsense
     prompt_tokens: int = 0
     output_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from trtspec.core import Executable, Verdict
@@ -21,6 +22,7 @@ class Emission:
 
     request: Request
     tokens: list[int]
+    text: str  # what may be shown now; text that might become a stop string or half a character is held back
     num_drafts: int
     draft_len: int
     is_context: bool  # the first token(s) after reading in a prompt, or none yet
@@ -65,22 +67,31 @@ class StepLoop:
         request = row.request
         rewind.commit(request.kv, row.num_rows, len(tokens), row.draft_len)
         request.drafts = []
-        taken: list[int] = []
+        known, shown = len(request.tokens), len(request.shown_text)
+        real = list(itertools.takewhile(lambda token: token < self.vocab_size, tokens))  # NaN draws an id past the end
         try:
-            if any(token >= self.vocab_size for token in tokens):
+            request.append(real)  # stop strings and detokenizer: host code that may raise
+            if len(real) < len(tokens) and not request.finished:
                 raise EngineError(
                     f"request {request.request_id}: the model produced NaN logits; check its weights and dtype"
                 )
-            taken = request.append(tokens)  # stop strings and detokenizer: host code that may raise
         except Exception as error:
             request.fail(error)
+        taken = request.tokens[known:]
         if tokens and not row.is_context:
             request.stats.observe(len(tokens), row.draft_len)
         if tokens and row.is_context:
             self.scheduler.release_siblings(request)
         if request.finished:
             self.remove(request)
-        return Emission(request, taken, min(max(len(tokens) - 1, 0), len(taken)), row.draft_len, row.is_context)
+        return Emission(
+            request,
+            taken,
+            request.shown_text[shown:],
+            min(max(len(tokens) - 1, 0), len(taken)),
+            row.draft_len,
+            row.is_context,
+        )
 
     def remove(self, request: Request) -> None:
         """The request has ended: its blocks are free, its drafter forgets it."""

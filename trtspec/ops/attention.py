@@ -7,6 +7,7 @@ are added up in order. A tile past a row's end adds an exact zero, so longer nei
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from trtspec.core import row_positions, row_requests
 from trtspec.ops.dispatch import define
-from trtspec.ops.linear import ROW_MULTIPLE
+from trtspec.ops.linear import DEPTH_MULTIPLE, ROW_MULTIPLE
 
 KV_TILE = 256
 """Tokens per KV tile of the reference; fixed, because the order of additions follows from it."""
@@ -34,41 +35,72 @@ def row_slots(block_tables: Tensor, request: Tensor, positions: Tensor, block_si
     return torch.where(inside, block, 0) * block_size + positions % block_size
 
 
-def _reference_(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
-    cu_q_lens: Tensor, kv_lens: Tensor, block_tables: Tensor, tree_mask: Tensor, sinks: Tensor,
-    scale: float, window: int, softcap: float,
-) -> Tensor:  # fmt: skip
-    T = q.shape[0]
-    request = row_requests(cu_q_lens, T)  # [T]
-    position = row_positions(cu_q_lens, kv_lens, T)  # [T]
-    local = torch.arange(T, device=q.device) - cu_q_lens.long()[request]  # [T] row within its request
+@dataclass(frozen=True)
+class _Group:
+    """b requests with about as many rows each, padded to one width Q; S keys, whole tiles."""
 
-    slots = row_slots(block_tables, request, position, k_cache.shape[1])
-    k_cache.view(-1, *k_cache.shape[2:])[slots] = k
-    v_cache.view(-1, *v_cache.shape[2:])[slots] = v
+    rows: Tensor  # [t] int64, their packed rows
+    member: Tensor  # [t] int64, index of the row's request in the group
+    local: Tensor  # [t] int64, index of the row within its request
+    width: int  # Q
+    slots: Tensor  # [b, S] int64, cache slot of each key
+    beyond: Tensor  # [b, S] bool, keys past their request's end
+    hidden: Tensor  # [b, Q, S] bool, keys a row does not see; padding rows see key 0, so that nothing is NaN
 
+
+@dataclass(frozen=True)
+class _Plan:
+    """What follows from a step's metadata alone, the same in every layer."""
+
+    slots: Tensor  # [T] int64, where the new rows go
+    groups: list[_Group]
+
+
+_Metadata = tuple[Tensor, Tensor, Tensor, Tensor]
+_recent: list[tuple[_Metadata, tuple[int, ...], _Plan]] = []
+
+
+def _plan(metadata: _Metadata, num_rows: int, block_size: int, window: int) -> _Plan:
+    """The plan of (cu_q_lens, kv_lens, block_tables, tree_mask). Layers ask one after the other with the same tensors,
+    so the last two plans are kept (two, as windows may alternate); they are held, so `is` cannot mistake them."""
+    fresh = not any(tensor.is_inference() for tensor in metadata)  # those have no version to tell a change by
+    key = (num_rows, block_size, window, *(tensor._version for tensor in metadata if fresh))
+    for known, known_key, plan in _recent:
+        if fresh and known_key == key and all(a is b for a, b in zip(known, metadata, strict=True)):
+            return plan
+    plan = _make_plan(*metadata, num_rows, block_size, window)
+    _recent[:] = [(metadata, key, plan), *_recent[:1]]
+    return plan
+
+
+def _make_plan(
+    cu_q_lens: Tensor,
+    kv_lens: Tensor,
+    block_tables: Tensor,
+    tree_mask: Tensor,
+    num_rows: int,
+    block_size: int,
+    window: int,
+) -> _Plan:
+    request = row_requests(cu_q_lens, num_rows)  # [T]
+    position = row_positions(cu_q_lens, kv_lens, num_rows)  # [T]
+    local = torch.arange(num_rows, device=cu_q_lens.device) - cu_q_lens.long()[request]  # [T]
     # Requests with about as many rows go together, so that a long prompt does not pad its generating neighbours.
     widths = _row_widths(cu_q_lens)  # [B]
-    out = torch.empty_like(q)
+    groups = []
     for width in sorted(set(widths.tolist())):
         members = (widths == width).nonzero()[:, 0]  # [b] requests
-        rows = (widths[request] == width).nonzero()[:, 0]  # [t] their rows
-        member = torch.searchsorted(members, request[rows])  # [t] index into members
-        padded = q.new_zeros(len(members), width, *q.shape[1:], dtype=torch.float32)
-        padded[member, local[rows]] = q[rows].float() * scale
-        visible = _visible(
-            kv_lens[members],
-            position[rows],
-            member,
-            local[rows],
-            width,
-            window,
-            tree_mask[rows] if tree_mask.numel() else None,
-        )
-        attended = _attend(padded, k_cache, v_cache, kv_lens[members], block_tables[members], visible, sinks, softcap)
-        out[rows] = attended[member, local[rows]].to(q.dtype)
-    return out
+        rows = (widths[request] == width).nonzero()[:, 0]  # [t]
+        member = torch.searchsorted(members, request[rows])  # [t]
+        ends = kv_lens[members]
+        keys = torch.arange(max(1, -(-int(ends.max()) // KV_TILE)) * KV_TILE, device=ends.device)  # [S]
+        tree = tree_mask[rows] if tree_mask.numel() else None
+        seen = _seen(keys, position[rows], local[rows], ends[member], window, tree)
+        hidden = (keys != 0).expand(len(members), width, len(keys)).clone()
+        hidden[member, local[rows]] = ~seen
+        slots = row_slots(block_tables, members[:, None], keys[None, :], block_size)
+        groups.append(_Group(rows, member, local[rows], width, slots, keys >= ends[:, None], hidden))
+    return _Plan(row_slots(block_tables, request, position, block_size), groups)
 
 
 def _row_widths(cu_q_lens: Tensor) -> Tensor:
@@ -77,64 +109,69 @@ def _row_widths(cu_q_lens: Tensor) -> Tensor:
     return ROW_MULTIPLE * 2 ** torch.ceil(torch.log2(fours.double())).long()
 
 
-def _num_keys(kv_lens: Tensor) -> int:
-    """Keys of the longest request in whole tiles."""
-    return max(1, -(-int(kv_lens.max()) // KV_TILE)) * KV_TILE
-
-
-def _visible(
-    kv_lens: Tensor, position: Tensor, member: Tensor, local: Tensor, width: int, window: int, tree_mask: Tensor | None
-) -> Tensor:
-    """Which keys each padded row sees, [b, width, S] bool. Rows that are padding see key 0, so that nothing is NaN."""
-    b, S = kv_lens.shape[0], _num_keys(kv_lens)
-    keys = torch.arange(S, device=position.device)
-    seen = keys <= position[:, None]  # [t, S]
+def _seen(keys: Tensor, position: Tensor, local: Tensor, ends: Tensor, window: int, tree_mask: Tensor | None) -> Tensor:
+    """Which of the keys [S] each row sees, [t, S] bool: position, local and ends (its request's kv_len) are [t]."""
+    seen = keys <= position[:, None]
     if tree_mask is not None:
         # Bit j of a row's mask is the request's new row j; what is before those is committed and always seen.
         index = keys - (position - local)[:, None]  # [t, S] new row of each key, negative if committed
         word = (index.clamp(min=0) // 32).clamp(max=tree_mask.shape[1] - 1)
         allowed = (tree_mask.long().gather(1, word) >> (index.clamp(min=0) % 32)) & 1 == 1
-        seen = (keys < kv_lens[member][:, None]) & ((index < 0) | allowed)
+        seen = (keys < ends[:, None]) & ((index < 0) | allowed)
     if window > 0:
         seen &= keys > position[:, None] - window
-    visible = (keys == 0).expand(b, width, S).clone()
-    visible[member, local] = seen
-    return visible
+    return seen
 
 
-def _attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_lens: Tensor,
-    block_tables: Tensor,
-    visible: Tensor,
-    sinks: Tensor,
-    softcap: float,
-) -> Tensor:
+def _reference_(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
+    cu_q_lens: Tensor, kv_lens: Tensor, block_tables: Tensor, tree_mask: Tensor, sinks: Tensor,
+    scale: float, window: int, softcap: float,
+) -> Tensor:  # fmt: skip
+    plan = _plan((cu_q_lens, kv_lens, block_tables, tree_mask), q.shape[0], k_cache.shape[1], window)
+    k_cache.view(-1, *k_cache.shape[2:])[plan.slots] = k
+    v_cache.view(-1, *v_cache.shape[2:])[plan.slots] = v
+    out = torch.empty_like(q)
+    for group in plan.groups:
+        padded = q.new_zeros(group.slots.shape[0], group.width, *q.shape[1:], dtype=torch.float32)
+        padded[group.member, group.local] = q[group.rows].float() * scale
+        attended = _attend(padded, k_cache, v_cache, group, sinks, softcap)
+        out[group.rows] = attended[group.member, group.local].to(q.dtype)
+    return out
+
+
+def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _Group, sinks: Tensor, softcap: float) -> Tensor:
     """Scaled queries [b, Q, Hq, D] fp32 against their requests' cached keys: [b, Q, Hq, D] fp32."""
     b, Q, Hq, D = q.shape
-    Hkv, S = k_cache.shape[2], visible.shape[2]
+    Hkv, S = k_cache.shape[2], group.slots.shape[1]
     G, tiles = Hq // Hkv, S // KV_TILE
-    key = torch.arange(S, device=q.device)
-    slots = row_slots(block_tables, torch.arange(b, device=q.device)[:, None], key[None, :], k_cache.shape[1])
-    keys = k_cache.view(-1, Hkv, D)[slots].float()  # [b, S, Hkv, D]
-    values = v_cache.view(-1, Hkv, D)[slots].float()
+    missing = -D % DEPTH_MULTIPLE  # of head elements; common models have none
+    keys = k_cache.view(-1, Hkv, D)[group.slots].float()  # [b, S, Hkv, D]
+    values = v_cache.view(-1, Hkv, D)[group.slots].float()
     # 0 * NaN is NaN, so what lies past a request's end is cleared in V; scores there are replaced below.
-    values.masked_fill_((key >= kv_lens[:, None])[:, :, None, None], 0.0)
+    values.masked_fill_(group.beyond[:, :, None, None], 0.0)
+    if missing:
+        q, keys, values = F.pad(q, (0, missing)), F.pad(keys, (0, missing)), F.pad(values, (0, missing))
+        D += missing
     keys = keys.view(b, tiles, KV_TILE, Hkv, D).permute(0, 3, 1, 4, 2)  # [b, Hkv, tiles, D, tile]
     values = values.view(b, tiles, KV_TILE, Hkv, D).permute(0, 3, 1, 2, 4)  # [b, Hkv, tiles, tile, D]
     queries = q.view(b, Q, Hkv, G, D).permute(0, 2, 3, 1, 4).reshape(b, Hkv, 1, G * Q, D)
-    visible = visible.view(b, 1, 1, Q, tiles, KV_TILE).permute(0, 1, 4, 2, 3, 5)  # [b, 1, tiles, 1, Q, tile]
+    hidden = group.hidden.view(b, 1, 1, Q, tiles, KV_TILE).permute(0, 1, 4, 2, 3, 5)  # [b, 1, tiles, 1, Q, tile]
 
     scores = torch.matmul(queries, keys)  # [b, Hkv, tiles, G*Q, tile]
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.view(b, Hkv, tiles, G, Q, KV_TILE).masked_fill_(~visible, float("-inf"))
+    scores = scores.view(b, Hkv, tiles, G, Q, KV_TILE).masked_fill_(hidden, float("-inf"))
     top = scores.amax(-1).clamp(min=-1e30)  # [b, Hkv, tiles, G, Q]; a tile nobody sees stays finite
     weights = torch.exp(scores - top[..., None])
     total = weights.sum(-1)
-    partial = torch.matmul(weights.view(b, Hkv, tiles, G * Q, KV_TILE), values).view(b, Hkv, tiles, G, Q, D)
+    weights = weights.view(b, Hkv, tiles, G * Q, KV_TILE)
+    partial = torch.matmul(weights, values).view(b, Hkv, tiles, G, Q, D)
+    if not partial.isfinite().all():  # what a later row, perhaps a rejected draft, holds must not reach this one
+        broken = ~values.isfinite().all(-1, keepdim=True)  # [b, Hkv, tiles, tile, 1]
+        partial = torch.matmul(weights, values.masked_fill(broken, 0.0)).view(b, Hkv, tiles, G, Q, D)
+        sees_broken = (~hidden & broken[:, :, :, None].mT).any(-1, keepdim=True)  # [b, Hkv, tiles, 1, Q, 1]
+        partial = partial.masked_fill(sees_broken, float("nan"))
 
     highest = top.amax(2)  # [b, Hkv, G, Q]
     sink = sinks.float().view(1, Hkv, G, 1) if sinks.numel() else None
@@ -147,7 +184,8 @@ def _attend(
         denominator = denominator + total[:, :, tile] * share[:, :, tile]
     if sink is not None:
         denominator = denominator + torch.exp(sink - highest)
-    return (numerator / denominator[..., None]).permute(0, 3, 1, 2, 4).reshape(b, Q, Hq, D)
+    out = numerator / denominator[..., None]  # [b, Hkv, G, Q, D]
+    return out.permute(0, 3, 1, 2, 4).reshape(b, Q, Hq, D)[..., : D - missing]
 
 
 def _fake_(q: Tensor, *_: object) -> Tensor:
