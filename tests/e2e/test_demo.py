@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,14 @@ def test_draft_agrees_with_target_on_held_out_files() -> None:
 
 def test_together_under_20_megabytes() -> None:
     assert sum(file.stat().st_size for name in ("target", "draft") for file in (DEMO / name).iterdir()) < 20e6
+
+
+def test_the_demo_runs_and_finds_every_mode_lossless() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.demo", "--max-tokens", "8"],
+        cwd=DEMO.parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("yes") == 3  # plain, n-gram and draft model equal plain

@@ -1,0 +1,23 @@
+"""The target and its draft, written once for all whole-engine tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.tiny import add_tokenizer, make_target, perturbed
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama-shaped, 16 ids, with a tokenizer."""
+    folder = make_target(tmp_path_factory.mktemp("e2e"))
+    add_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def draft(target: Path) -> Path:
+    """The target with noise: agrees often, not always."""
+    return perturbed(target, noise=0.15)

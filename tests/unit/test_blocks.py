@@ -1,0 +1,148 @@
+"""The block allocator against a model of it, and what a commit keeps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from trtspec.kv import rewind
+from trtspec.kv.blocks import BlockAllocator, SequenceKV
+
+NUM_BLOCKS = 12
+BLOCK_SIZE = 4
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Any order of reserve, commit, fork and release. The model: which blocks each live sequence holds."""
+
+    sequences = Bundle("sequences")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
+        self.live: list[SequenceKV] = []
+
+    def _held(self) -> set[int]:
+        return {block for kv in self.live for block in kv.blocks}
+
+    @rule(target=sequences)
+    def start(self) -> SequenceKV:
+        self.live.append(SequenceKV())
+        return self.live[-1]
+
+    @rule(kv=sequences, num_tokens=st.integers(0, NUM_BLOCKS * BLOCK_SIZE))
+    def reserve(self, kv: SequenceKV, num_tokens: int) -> None:
+        before, others = list(kv.blocks), self._held()
+        missing = max(-(-num_tokens // BLOCK_SIZE) - len(before), 0)
+        fits = missing <= self.allocator.num_free
+        assert self.allocator.reserve(kv, num_tokens) == fits
+        new = kv.blocks[len(before) :]
+        assert kv.blocks[: len(before)] == before
+        assert len(new) == (missing if fits else 0)
+        assert not others & set(new)
+
+    @rule(kv=sequences, share=st.floats(0, 1), draft_share=st.floats(0, 1))
+    def commit(self, kv: SequenceKV, share: float, draft_share: float) -> None:
+        kv.committed = max(kv.committed, int(share * len(kv.blocks) * BLOCK_SIZE))
+        kv.draft_len = int(draft_share * kv.committed)
+
+    @rule(target=sequences, parent=sequences, num_tokens=st.integers(0, NUM_BLOCKS * BLOCK_SIZE))
+    def fork(self, parent: SequenceKV, num_tokens: int) -> SequenceKV:
+        free = self.allocator.num_free
+        child = self.allocator.fork(parent, num_tokens)
+        full_blocks = min(num_tokens, parent.committed) // BLOCK_SIZE
+        assert child.blocks == parent.blocks[:full_blocks]
+        assert child.committed == full_blocks * BLOCK_SIZE
+        assert child.draft_len == min(child.committed, parent.draft_len)
+        assert self.allocator.num_free == free
+        self.live.append(child)
+        return child
+
+    @rule(kv=consumes(sequences))
+    def release(self, kv: SequenceKV) -> None:
+        self.live = [other for other in self.live if other is not kv]
+        own = set(kv.blocks) - self._held()
+        free = self.allocator.num_free
+        self.allocator.release(kv)
+        assert self.allocator.num_free == free + len(own)
+        assert kv == SequenceKV()
+
+    @invariant()
+    def every_block_is_accounted_for(self) -> None:
+        self.allocator.check(self.live)
+        assert self.allocator.num_free == NUM_BLOCKS - 1 - len(self._held())
+        assert 0 not in self._held()
+
+
+TestAllocator = AllocatorMachine.TestCase
+TestAllocator.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_capacity_leaves_out_the_scratch_block() -> None:
+    assert BlockAllocator(NUM_BLOCKS, BLOCK_SIZE).capacity == (NUM_BLOCKS - 1) * BLOCK_SIZE
+
+
+def test_a_forked_sequence_does_not_see_the_growth_of_its_parent() -> None:
+    allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
+    parent = SequenceKV()
+    allocator.reserve(parent, 8)
+    parent.committed = 8
+    child = allocator.fork(parent, 8)
+    allocator.reserve(parent, 16)
+    assert len(child.blocks) == 2
+
+
+def test_check_names_a_leaked_block() -> None:
+    allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
+    lost = SequenceKV()
+    allocator.reserve(lost, 1)
+    with pytest.raises(AssertionError, match=f"KV block {lost.blocks[0]}: 1 references, 0 owners"):
+        allocator.check([])
+
+
+def test_check_names_a_block_that_was_given_back_twice() -> None:
+    allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
+    kv = SequenceKV()
+    allocator.reserve(kv, 1)
+    twin = SequenceKV(blocks=list(kv.blocks))
+    allocator.release(kv)
+    with pytest.raises(AssertionError, match=f"KV block {twin.blocks[0]}: 0 references, 1 owners"):
+        allocator.check([twin])
+
+
+@st.composite
+def verdicts(draw: st.DrawFn) -> tuple[SequenceKV, int, int, int]:
+    """(cache, known rows of the step, drafts, tokens emitted): 0 tokens only for a chunk without drafts."""
+    committed = draw(st.integers(0, 100))
+    known = draw(st.integers(1, 30))
+    drafts = draw(st.integers(0, 8)) if known == 1 else 0
+    num_tokens = draw(st.integers(0 if known > 1 else 1, drafts + 1))
+    # A drafter has run ahead of the target by up to its own drafts; or it has not run at all.
+    draft_len = draw(st.integers(0, committed + known + max(drafts - 1, 0)))
+    return SequenceKV(committed=committed, draft_len=draft_len), known, drafts, num_tokens
+
+
+@given(verdicts())
+def test_commit_keeps_known_rows_and_accepted_drafts(verdict: tuple[SequenceKV, int, int, int]) -> None:
+    kv, known, drafts, num_tokens = verdict
+    before = kv.committed
+    rewind.commit(kv, known + drafts, num_tokens, drafts)
+    assert kv.committed == before + known + max(num_tokens - 1, 0)
+
+
+@given(verdicts())
+def test_commit_truncates_draft_kv_to_what_the_target_kept(verdict: tuple[SequenceKV, int, int, int]) -> None:
+    kv, known, drafts, num_tokens = verdict
+    before = kv.draft_len
+    rewind.commit(kv, known + drafts, num_tokens, drafts)
+    assert kv.draft_len == min(before, kv.committed)
+
+
+@given(verdicts())
+def test_commit_never_gives_blocks_back(verdict: tuple[SequenceKV, int, int, int]) -> None:
+    kv, known, drafts, num_tokens = verdict
+    kv.blocks = [3, 1, 2]
+    rewind.commit(kv, known + drafts, num_tokens, drafts)
+    assert kv.blocks == [3, 1, 2]
