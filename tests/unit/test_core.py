@@ -1,0 +1,214 @@
+"""The nouns of a step: packed rows, their positions, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, row_positions, row_requests
+from trtspec.modes import SpeculativeDecodingMode
+from trtspec.sampling_params import NEVER, ResolvedSampling
+
+GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
+SAMPLED = ResolvedSampling(greedy=False, temperature=0.5, top_k=0, top_p=1.0, min_p=0.0, seed=2)
+
+ragged = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100)), min_size=1, max_size=6)
+
+
+def of_requests(requests: list[tuple[int, int]]) -> AttnMetadata:
+    """Each given as (rows, tokens before them)."""
+    q_lens, kv_lens = [rows for rows, _ in requests], [rows + before for rows, before in requests]
+    return AttnMetadata.of(q_lens, kv_lens, [[1]] * len(requests))
+
+
+# --- AttnMetadata -----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(requests=ragged)
+def test_rows_belong_to_requests_in_order(requests: list[tuple[int, int]]) -> None:
+    """Requests without rows are skipped, wherever they stand."""
+    expected = [b for b, (rows, _) in enumerate(requests) for _ in range(rows)]
+    attn = of_requests(requests)
+    assert row_requests(attn.cu_q_lens, len(expected)).tolist() == expected
+
+
+@settings(deadline=None)
+@given(requests=ragged)
+def test_a_requests_rows_are_the_last_of_its_tokens(requests: list[tuple[int, int]]) -> None:
+    expected = [old + i for rows, old in requests for i in range(rows)]
+    attn = of_requests(requests)
+    assert attn.positions(len(expected)).tolist() == expected
+    assert row_positions(attn.cu_q_lens, attn.kv_lens, len(expected)).tolist() == expected
+
+
+def test_from_host_lists() -> None:
+    attn = AttnMetadata.of([3, 1], [3, 20], [[4], [2, 9]])
+    assert attn.cu_q_lens.tolist() == [0, 3, 4]
+    assert attn.kv_lens.tolist() == [3, 20]
+    assert attn.block_tables.tolist() == [[4, 0], [2, 9]]  # padded with scratch
+    assert attn.tree_mask.numel() == 0
+    assert {t.dtype for t in (attn.cu_q_lens, attn.kv_lens, attn.block_tables, attn.tree_mask)} == {torch.int32}
+    assert attn.batch_size == 2
+
+
+def test_advance_is_one_row_per_request_one_token_further() -> None:
+    attn = AttnMetadata.of([3, 1], [3, 20], [[4], [2, 9]])
+    tree = dataclasses.replace(attn, tree_mask=torch.ones(4, 1, dtype=torch.int32))
+    further = tree.advance()
+    assert further.cu_q_lens.tolist() == [0, 1, 2]
+    assert further.kv_lens.tolist() == [4, 21]
+    assert further.positions(2).tolist() == [3, 20]
+    assert further.tree_mask.numel() == 0
+    assert further.block_tables is attn.block_tables
+    assert {t.dtype for t in (further.cu_q_lens, further.kv_lens, further.tree_mask)} == {torch.int32}
+
+
+def test_advance_changes_nothing_in_place() -> None:
+    attn = AttnMetadata.of([3, 1], [3, 20], [[4], [2, 9]])
+    attn.advance().advance()
+    assert attn.cu_q_lens.tolist() == [0, 3, 4]
+    assert attn.kv_lens.tolist() == [3, 20]
+
+
+def test_step_values_are_frozen() -> None:
+    attn = AttnMetadata.of([1], [1], [[1]])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        attn.kv_lens = attn.kv_lens + 1  # type: ignore[misc]
+
+
+# --- SamplingTensors --------------------------------------------------------------------------------------------------
+
+OPTIONAL = ("seeds", "temperatures", "top_ks", "top_ps", "min_ps")
+
+
+def test_greedy_rows_need_none_of_the_optional_tensors() -> None:
+    tensors = SamplingTensors.of([GREEDY, GREEDY], [5, 6])
+    assert tensors.greedy.tolist() == [True, True]
+    assert tensors.positions.tolist() == [5, 6]
+    assert [getattr(tensors, name).numel() for name in OPTIONAL] == [0] * 5
+    assert tensors.ban_ids.numel() == 0
+
+
+def test_one_sampled_row_brings_seeds_and_temperatures_for_all() -> None:
+    tensors = SamplingTensors.of([GREEDY, SAMPLED], [5, 6])
+    assert tensors.greedy.tolist() == [True, False]
+    assert tensors.seeds.tolist() == [1, 2]
+    assert tensors.temperatures.tolist() == [0.0, 0.5]
+    assert [getattr(tensors, name).numel() for name in ("top_ks", "top_ps", "min_ps")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("field", "tensor", "value", "off"),
+    [("top_k", "top_ks", 3, 0), ("top_p", "top_ps", 0.5, 1.0), ("min_p", "min_ps", 0.25, 0.0)],
+)
+def test_a_filter_that_one_row_uses_is_off_for_the_others(field: str, tensor: str, value: Any, off: Any) -> None:
+    tensors = SamplingTensors.of([SAMPLED, dataclasses.replace(SAMPLED, **{field: value})], [5, 6])
+    assert getattr(tensors, tensor).tolist() == [off, value]
+    others = {"top_ks", "top_ps", "min_ps"} - {tensor}
+    assert all(getattr(tensors, other).numel() == 0 for other in others)
+
+
+def test_bans_are_padded_to_the_longest() -> None:
+    banned = dataclasses.replace(GREEDY, ban_ids=(3, 8), ban_until=12)
+    for_ever = dataclasses.replace(GREEDY, ban_ids=(4,), ban_until=NEVER)
+    tensors = SamplingTensors.of([GREEDY, banned, for_ever], [5, 6, 7])
+    assert tensors.ban_ids.tolist() == [[-1, -1], [3, 8], [4, -1]]
+    assert tensors.ban_until[1:].tolist() == [[12, 12], [NEVER, NEVER]]
+
+
+def test_every_tensor_has_the_type_that_the_ops_ask_for() -> None:
+    """In use and unused alike: an empty list alone would make floats of ids."""
+    full = ResolvedSampling(
+        greedy=False, temperature=1.0, top_k=1, top_p=0.5, min_p=0.1, seed=-(2**63), ban_ids=(1,), ban_until=3
+    )
+    kinds = {
+        "greedy": torch.bool,
+        "positions": torch.int64,
+        "seeds": torch.int64,
+        "temperatures": torch.float32,
+        "top_ks": torch.int32,
+        "top_ps": torch.float32,
+        "min_ps": torch.float32,
+        "ban_ids": torch.int32,
+        "ban_until": torch.int64,
+    }
+    for rows in ([GREEDY], [full]):
+        tensors = SamplingTensors.of(rows, [0])
+        assert {name: getattr(tensors, name).dtype for name in kinds} == kinds
+
+
+def test_advancing_the_draw_moves_only_the_positions() -> None:
+    tensors = SamplingTensors.of([SAMPLED], [5])
+    further = tensors.advance()
+    assert further.positions.tolist() == [6]
+    assert tensors.positions.tolist() == [5]
+    assert further.seeds is tensors.seeds
+
+
+# --- SpecMetadata -----------------------------------------------------------------------------------------------------
+
+
+def metadata(num_contexts: int, drafts: list[list[int]], max_draft_len: int = 4) -> SpecMetadata:
+    """Contexts of two rows each, then one generation per list of drafts (all of one length)."""
+    K, B = (len(drafts[0]) if drafts else 0), num_contexts + len(drafts)
+    q_lens = [2] * num_contexts + [K + 1] * len(drafts)
+    attn = AttnMetadata.of(q_lens, [n + 5 for n in q_lens], [[1]] * B)
+    rows = num_contexts + len(drafts) * (K + 1)
+    return dataclasses.replace(
+        SpecMetadata.plain(range(B), attn, SamplingTensors.of([GREEDY] * rows, [0] * rows)),
+        spec_dec_mode=SpeculativeDecodingMode.NGRAM,
+        max_draft_len=max_draft_len,
+        num_generations=len(drafts),
+        draft_tokens=torch.tensor(drafts, dtype=torch.int64).view(len(drafts), K),
+        draft_lens=torch.tensor([0] * num_contexts + [K] * len(drafts), dtype=torch.int32),
+    )
+
+
+def test_logits_rows_per_request() -> None:
+    """R = C + G (K + 1) rows become [B, K+1]; the one row of a context is repeated."""
+    spec = metadata(2, [[7, 8], [9, 6]])
+    rows = torch.arange(2 + 2 * 3)
+    assert spec.per_request(rows).tolist() == [[0, 0, 0], [1, 1, 1], [2, 3, 4], [5, 6, 7]]
+
+
+def test_logits_rows_of_contexts_alone() -> None:
+    assert metadata(3, []).per_request(torch.arange(3)).tolist() == [[0], [1], [2]]
+
+
+def test_logits_rows_of_generations_alone() -> None:
+    assert metadata(0, [[1], [2]]).per_request(torch.arange(4)).tolist() == [[0, 1], [2, 3]]
+
+
+def test_drafts_per_request_are_none_for_contexts() -> None:
+    assert metadata(1, [[7, 8], [9, 6]]).drafts_per_request().tolist() == [[-1, -1], [7, 8], [9, 6]]
+
+
+def test_numbers_of_a_batch() -> None:
+    spec = metadata(2, [[7, 8]], max_draft_len=4)
+    assert spec.num_contexts == 2
+    assert spec.runtime_draft_len == 2
+    assert spec.max_total_draft_tokens == 4
+
+
+@pytest.mark.parametrize(("max_draft_len", "extra"), [(0, 0), (1, 0), (2, 1), (5, 4)])
+def test_drafting_may_write_k_minus_one_further_rows(max_draft_len: int, extra: int) -> None:
+    assert metadata(1, [], max_draft_len).num_extra_kv_tokens == extra
+
+
+def test_a_plain_batch_draws_one_token_after_each_last_row() -> None:
+    attn = AttnMetadata.of([3, 1, 2], [3, 20, 9], [[1]] * 3)
+    spec = SpecMetadata.plain([4, 5, 6], attn, SamplingTensors.of([GREEDY] * 3, [3, 20, 9]))
+    assert spec.spec_dec_mode is SpeculativeDecodingMode.NONE
+    assert spec.request_ids == (4, 5, 6)
+    assert spec.seq_lens.tolist() == [3, 1, 2]
+    assert spec.gather_ids.tolist() == [2, 3, 5]
+    assert (spec.num_contexts, spec.num_generations, spec.runtime_draft_len) == (3, 0, 0)
+    assert spec.next_prompt_token.tolist() == [-1, -1, -1]  # all of them emit
+    assert spec.forced_accept.tolist() == [-1, -1, -1]
+    assert spec.draft_lens.tolist() == [0, 0, 0]

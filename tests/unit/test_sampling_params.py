@@ -1,0 +1,227 @@
+"""What a caller may ask of the sampler: every refusal, every default, and where each default comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trtspec.errors import RequestError
+from trtspec.sampling_params import NEVER, ResolvedSampling, SamplingParams, sample_seed
+
+
+def resolve(
+    params: SamplingParams,
+    defaults: dict[str, float | int] | None = None,
+    *,
+    seed: int = 7,
+    prompt_len: int = 10,
+    stop_ids: tuple[int, ...] = (),
+) -> ResolvedSampling:
+    return ResolvedSampling.of(params, seed, prompt_len, stop_ids, defaults or {})
+
+
+# --- validation -------------------------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+REFUSED: dict[str, list[Any]] = {
+    "n": [0, -1, 1.0, "2", True, None],
+    "temperature": [-0.1, -1, NAN, INF, -INF, "1", True, [1.0]],
+    "top_k": [-2, 1.5, "3", True],
+    "top_p": [0, 0.0, -0.5, 1.0001, 2, NAN, INF, "0.9", True],
+    "min_p": [-0.1, 1.1, NAN, "0", False],
+    "seed": [2**64, -(2**63) - 1, 1.0, "1", True],
+    "max_tokens": [0, -5, 1.5, "16", True],
+    "min_tokens": [-1, 0.0, None, False],
+    "stop": ["", [""], ["ok", ""], [b"x"], [1]],
+    "stop_token_ids": [[-1], [1.0], ["1"], [True], [None]],
+}
+ALLOWED: dict[str, list[Any]] = {
+    "n": [1, 64],
+    "temperature": [None, 0, 0.0, 1e-8, 1, 2.5],
+    "top_k": [None, -1, 0, 1, 10**6],
+    "top_p": [None, 1e-9, 0.5, 1, 1.0],
+    "min_p": [None, 0, 0.0, 0.05, 1],
+    "seed": [None, 0, -1, 2**63, 2**64 - 1, -(2**63)],
+    "max_tokens": [None, 1, 10**6],
+    "min_tokens": [0, 1, 16],
+    "stop": [(), "end", ["a", "b"], ("a",)],
+    "stop_token_ids": [(), [0], (5, 6)],
+}
+
+
+def cases(table: dict[str, list[Any]]) -> list[Any]:
+    return [pytest.param(name, value, id=f"{name}={value!r}") for name, values in table.items() for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), cases(REFUSED))
+def test_refused(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), cases(ALLOWED))
+def test_allowed(name: str, value: Any) -> None:
+    SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("temperature", -0.5, "temperature = -0.5 must be >= 0 (0 = greedy)"),
+    ("top_p", 1.5, "top_p = 1.5 must be in (0, 1] (1 = off)"),
+    ("min_p", 2, "min_p = 2 must be in [0, 1] (0 = off)"),
+    ("n", 0, "n = 0 must be an integer >= 1"),
+])  # fmt: skip
+def test_an_error_names_field_value_and_range(name: str, value: Any, words: str) -> None:
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**{name: value})
+    assert str(error.value) == words
+
+
+def test_min_tokens_beyond_max_tokens() -> None:
+    with pytest.raises(RequestError, match="min_tokens = 17 exceeds max_tokens = 16"):
+        SamplingParams(min_tokens=17)
+    assert SamplingParams(min_tokens=17, max_tokens=None).min_tokens == 17
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(RequestError, match="detokenize"):
+        SamplingParams(stop="end", detokenize=False)
+    assert not SamplingParams(stop_token_ids=[1], detokenize=False).detokenize
+
+
+def test_unknown_and_positional_arguments_are_errors() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        SamplingParams(1)  # type: ignore[misc]
+
+
+def test_values_are_frozen_and_sequences_copied() -> None:
+    stops, ids = ["a"], [1]
+    params = SamplingParams(stop=stops, stop_token_ids=ids)
+    stops.append("b")
+    ids.append(2)
+    assert params.stop == ("a",)
+    assert params.stop_token_ids == (1,)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 2  # type: ignore[misc]
+
+
+def test_one_stop_string_may_stand_alone() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+
+
+# --- where defaults come from -----------------------------------------------------------------------------------------
+
+
+def test_nothing_said_anywhere() -> None:
+    resolved = resolve(SamplingParams())
+    assert resolved == ResolvedSampling(
+        greedy=False, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7, ban_ids=(), ban_until=10
+    )
+
+
+CHECKPOINT = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
+
+
+def test_the_checkpoint_fills_in_what_is_unset() -> None:
+    resolved = resolve(SamplingParams(), CHECKPOINT)
+    assert (resolved.temperature, resolved.top_k, resolved.top_p, resolved.min_p) == (0.6, 20, 0.95, 0.01)
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 1.3), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.2)])
+def test_the_caller_wins_over_the_checkpoint_field_by_field(name: str, value: float) -> None:
+    resolved = resolve(SamplingParams(**{name: value}), CHECKPOINT)
+    assert {field: getattr(resolved, field) for field in CHECKPOINT} == {**CHECKPOINT, name: value}
+
+
+@pytest.mark.parametrize(("name", "off"), [("top_k", 0), ("top_k", -1), ("top_p", 1.0), ("min_p", 0.0)])
+def test_off_is_not_unset(name: str, off: float) -> None:
+    resolved = resolve(SamplingParams(**{name: off}), CHECKPOINT)
+    assert getattr(resolved, name) == max(off, 0)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0])
+def test_temperature_zero_is_greedy(temperature: float) -> None:
+    assert resolve(SamplingParams(temperature=temperature), CHECKPOINT).greedy
+
+
+def test_a_tiny_temperature_is_not_greedy() -> None:
+    assert not resolve(SamplingParams(temperature=1e-6)).greedy
+
+
+def test_a_checkpoint_may_make_unset_greedy() -> None:
+    assert resolve(SamplingParams(), {"temperature": 0}).greedy
+    assert not resolve(SamplingParams(temperature=1.0), {"temperature": 0}).greedy
+
+
+def test_min_tokens_bans_the_stop_ids_until_the_index_of_the_first_free_token() -> None:
+    resolved = resolve(SamplingParams(min_tokens=3), prompt_len=10, stop_ids=(9, 2))
+    assert resolved.ban_ids == (2, 9)
+    assert resolved.ban_until == 13  # indices 10, 11 and 12 are the first three tokens
+
+
+def test_without_min_tokens_nothing_is_banned() -> None:
+    assert resolve(SamplingParams(), stop_ids=(9, 2)).ban_ids == ()
+
+
+def test_never_is_beyond_every_token_index() -> None:
+    assert 2**40 < NEVER < 2**63
+
+
+# --- TensorRT-LLM's defaults ------------------------------------------------------------------------------------------
+
+
+def test_tensorrt_llm_is_greedy_when_nothing_is_set() -> None:
+    assert SamplingParams.tensorrt_llm(max_tokens=5, seed=3) == SamplingParams(max_tokens=5, seed=3, temperature=0.0)
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 40}, {"top_p": 0.9}, {"top_k": 0}, {"top_p": 1.0, "temperature": None}])
+def test_tensorrt_llm_samples_at_one_when_a_filter_is_set(fields: dict[str, Any]) -> None:
+    assert SamplingParams.tensorrt_llm(**fields) == SamplingParams(**{**fields, "temperature": 1.0})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_tensorrt_llm_keeps_a_temperature(temperature: float) -> None:
+    params = SamplingParams.tensorrt_llm(temperature=temperature, top_k=3)
+    assert params == SamplingParams(temperature=temperature, top_k=3)
+
+
+def test_tensorrt_llm_does_not_ask_the_checkpoint_for_a_temperature() -> None:
+    assert resolve(SamplingParams.tensorrt_llm(), CHECKPOINT).greedy
+    assert resolve(SamplingParams.tensorrt_llm(top_p=0.9), CHECKPOINT).temperature == 1.0
+
+
+# --- seeds ------------------------------------------------------------------------------------------------------------
+
+any_seed = st.integers(-(2**63), 2**64 - 1)
+
+
+@given(seed=any_seed)
+def test_sample_zero_uses_the_seed_itself(seed: int) -> None:
+    assert (sample_seed(seed, 0) - seed) % 2**64 == 0
+
+
+@given(seed=any_seed, index=st.integers(0, 10**6))
+def test_seeds_fit_a_signed_64_bit_tensor(seed: int, index: int) -> None:
+    assert -(2**63) <= sample_seed(seed, index) < 2**63
+
+
+@given(seed=st.integers(0, 2**64 - 1), index=st.integers(0, 100))
+def test_signed_and_unsigned_spellings_are_the_same_seed(seed: int, index: int) -> None:
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    assert sample_seed(seed, index) == sample_seed(signed, index)
+
+
+def test_other_samples_use_splitmix64() -> None:
+    """The first three outputs of the reference implementation (Vigna) for state 1234567."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [sample_seed(1234567, i) % 2**64 for i in (1, 2, 3)] == expected
+
+
+def test_seeds_of_neighbouring_requests_and_samples_differ() -> None:
+    drawn = {sample_seed(seed, index) for seed in range(100) for index in range(100)}
+    assert len(drawn) == 100 * 100
