@@ -162,12 +162,14 @@ class LLM:
             for tokens, one in zip(ids, params, strict=True):
                 groups.append(engine.add_request(tokens, one))
             with _batch_bar(len(ids), show_progress) as advance:
-                done = 0
+                unfinished = [len(group) for group in groups]
+                group_of = {sample.request_id: g for g, group in enumerate(groups) for sample in group}
                 while engine.has_work:
-                    engine.step()
-                    finished = sum(all(sample.finished for sample in group) for group in groups)
-                    advance(finished - done, engine.stats)
-                    done = finished
+                    ended = [emission.request.request_id for emission in engine.step() if emission.request.finished]
+                    mine = [group_of[request_id] for request_id in ended if request_id in group_of]
+                    for g in mine:
+                        unfinished[g] -= 1
+                    advance(sum(unfinished[g] == 0 for g in set(mine)), engine.stats)
         except BaseException:  # a bad prompt or Ctrl-C: nothing of this call stays behind
             for sample in (sample for group in groups for sample in group):
                 engine.abort(sample.request_id)

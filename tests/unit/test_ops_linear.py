@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -92,6 +92,7 @@ def test_a_row_has_the_same_bits_in_every_place(dtype: torch.dtype, depth: int, 
 
 
 @settings(max_examples=30, deadline=None)
+@example(dtype=torch.float32, depth=256, width=1, rows=24)
 @given(dtype=dtypes, depth=depths, width=widths, rows=st.integers(2, 40))
 def test_a_row_has_the_same_bits_in_every_memory_layout(dtype: torch.dtype, depth: int, width: int, rows: int) -> None:
     """Rows that are a view: every other row, columns of a wider matrix, not aligned."""

@@ -297,3 +297,12 @@ def test_opcheck(own_ids: bool) -> None:
         torch.arange(10) if own_ids else NO_IDS,
     )
     torch.library.opcheck(torch.ops.trtspec.spec_sample.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_row_with_every_token_removed_draws_the_refused_id(greedy: bool) -> None:
+    """Not the lowest id: that token was banned, too."""
+    logits = random_logits(1, 50).fill_(float("-inf"))
+    none = torch.empty(0, dtype=torch.int64)
+    tokens = spec_sample(logits, torch.tensor([greedy]), torch.tensor([1]), torch.tensor([3]), none)
+    assert tokens.item() == NAN_TOKEN

@@ -86,8 +86,9 @@ class EngineCore:
         self.stats.drafter_failures = self.loop.proposer.num_failures
         self.stats.launch_time = sum(executable.seconds for executable in self.executables)
         self.stats.output_tokens += sum(len(emission.tokens) for emission in emissions)
-        for request in [request for request in self._requests.values() if request.finished]:
-            self._count(request)
+        for emission in emissions:
+            if emission.request.finished:
+                self._count(emission.request)
         if not self.has_work:
             self.check()
         return emissions

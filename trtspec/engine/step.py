@@ -42,11 +42,7 @@ class StepLoop:
         """One round for every request that can run: verify and draw, commit, finish, draft."""
         batch = self.scheduler.schedule()  # which requests, how many rows each; KV reserved
         done, failed = launch_isolated(batch, self.launch) if batch else ([], [])
-        for request, error in failed:
-            request.fail(error)
-            self.remove(request)
-
-        emissions = []
+        emissions = [self.fail(request, error) for request, error in failed]
         for part, verdict in done:
             tokens, counts = verdict.tokens.tolist(), verdict.num_tokens.tolist()
             for row, drawn, count in zip(part, tokens, counts, strict=True):
@@ -68,12 +64,14 @@ class StepLoop:
         rewind.commit(request.kv, row.num_rows, len(tokens), row.draft_len)
         request.drafts = []
         known, shown = len(request.tokens), len(request.shown_text)
-        real = list(itertools.takewhile(lambda token: token < self.vocab_size, tokens))  # NaN draws an id past the end
+        # where there was nothing to draw from, the id is past the vocabulary's end
+        real = list(itertools.takewhile(lambda token: token < self.vocab_size, tokens))
         try:
             request.append(real)  # stop strings and detokenizer: host code that may raise
             if len(real) < len(tokens) and not request.finished:
                 raise EngineError(
-                    f"request {request.request_id}: the model produced NaN logits; check its weights and dtype"
+                    f"request {request.request_id}: no token can be drawn: NaN logits (check the model's "
+                    "weights and dtype), or every token is banned"
                 )
         except Exception as error:
             request.fail(error)
@@ -92,6 +90,13 @@ class StepLoop:
             row.draft_len,
             row.is_context,
         )
+
+    def fail(self, request: Request, error: Exception) -> Emission:
+        """End a request that cannot be launched."""
+        context = request.is_context
+        request.fail(error)
+        self.remove(request)
+        return Emission(request, [], "", 0, 0, context)
 
     def remove(self, request: Request) -> None:
         """The request has ended: its blocks are free, its drafter forgets it."""

@@ -62,7 +62,8 @@ _recent: list[tuple[_Metadata, tuple[int, ...], _Plan]] = []
 
 def _plan(metadata: _Metadata, num_rows: int, block_size: int, window: int) -> _Plan:
     """The plan of (cu_q_lens, kv_lens, block_tables, tree_mask). Layers ask one after the other with the same tensors,
-    so the last two plans are kept (two, as windows may alternate); they are held, so `is` cannot mistake them."""
+    so the last two plans are kept (two, as windows may alternate); they are held, so `is` cannot mistake them. In-place
+    changes are noticed by torch's version counter; writes behind its back (through numpy, say) are not."""
     fresh = not any(tensor.is_inference() for tensor in metadata)  # those have no version to tell a change by
     key = (num_rows, block_size, window, *(tensor._version for tensor in metadata if fresh))
     for known, known_key, plan in _recent:

@@ -27,7 +27,7 @@ def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     padded += -padded % ROW_MULTIPLE
     if padded > rows:
         return F.linear(F.pad(x, (0, 0, 0, padded - rows)), weight, bias)[:rows]
-    return F.linear(x, weight, bias)
+    return F.linear(x.contiguous(), weight, bias)  # a view's rows may be unaligned, too
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -96,8 +96,10 @@ def _reference(logits: Tensor, greedy: Tensor, seeds: Tensor, positions: Tensor,
         noise = gumbel_noise(seeds, positions, vocab_ids) if own else _dense_noise(seeds, positions, V)
         logits = torch.where(greedy[:, None], logits, logits + noise)
     ids = vocab_ids if vocab_ids.numel() else torch.arange(V, device=logits.device)
-    best = logits == logits.amax(1, keepdim=True)
-    # Ties go to the lowest target id. A row of NaNs has no best: it yields the out-of-range id that the host refuses.
+    top = logits.amax(1, keepdim=True)
+    best = (logits == top) & (top > float("-inf"))
+    # Ties go to the lowest target id. A row of NaNs, or with every token removed, has no best: it yields the
+    # out-of-range id that the host refuses.
     return torch.where(best, ids, torch.iinfo(torch.int64).max).amin(1)
 
 
@@ -117,6 +119,7 @@ def spec_sample(logits: Tensor, greedy: Tensor, seeds: Tensor, positions: Tensor
 
     greedy [R] bool: rows without noise. seeds [R] int64, or zero-size when every row is greedy. positions [R] int64:
     absolute index of the token being drawn. vocab_ids [V] int64: target id of each column (i + d2t[i] of a draft with
-    its own vocabulary), or zero-size when they are the same. A row with NaN logits returns 2^63 - 1.
+    its own vocabulary), or zero-size when they are the same. A row with NaN logits, or nothing but -inf,
+    returns 2^63 - 1.
     """
     return cast(Tensor, _op(logits, greedy, seeds, positions, vocab_ids))
