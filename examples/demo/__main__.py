@@ -79,8 +79,8 @@ def main() -> int:
 def table(modes: list[Mode]) -> Table:
     """One row per mode; the speed-up is against the first."""
     grid = Table(title=f"{len(PROMPTS)} prompts, one at a time, greedy")
-    for heading in ("mode", "tokens/s", "speed-up", "acceptance length", "accepted at 1..K", "equals plain"):
-        grid.add_column(heading, justify="left" if heading == "mode" else "right")
+    for heading in ("mode", "tok/s", "speed-up", "acceptance length", "accepted at 1..K", "equals plain"):
+        grid.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=heading == "mode")
     plain = modes[0]
     for mode in modes:
         grid.add_row(
@@ -88,10 +88,15 @@ def table(modes: list[Mode]) -> Table:
             f"{mode.tokens_per_second:.0f}",
             f"{mode.tokens_per_second / plain.tokens_per_second:.2f}x",
             f"{mode.stats.acceptance_length:.2f}",
-            " ".join(f"{share:.0%}" for share in mode.stats.acceptance_per_position) or "-",
+            percentages(mode.stats.acceptance_per_position),
             "yes" if mode.tokens == plain.tokens else "NO",
         )
     return grid
+
+
+def percentages(shares: list[float]) -> str:
+    """Fractions as "92 91 91 %"."""
+    return " ".join(f"{100 * share:.0f}" for share in shares) + " %" if shares else "-"
 
 
 if __name__ == "__main__":
