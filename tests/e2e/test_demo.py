@@ -45,8 +45,7 @@ def test_transformers_loads_it_and_continues_alike(name: str) -> None:
 
 
 def test_draft_agrees_with_target_on_held_out_files() -> None:
-    """Greedy, K = 3, and exactly plain decoding's tokens. MODEL_CARD.md has the figure of many prompts, 2.3; a dozen
-    from whichever library this Python brings scatter around it."""
+    """Greedy, K = 3: at least 2.3 tokens a step, and exactly plain decoding's tokens."""
     prompts = held_out_prompts(12, 300)
     draft = {"method": "draft_model", "model": str(DEMO / "draft"), "num_speculative_tokens": 3}
     with LLM(DEMO / "target", max_batch_size=12) as plain, LLM(DEMO / "target", draft, max_batch_size=12) as drafted:
@@ -54,7 +53,7 @@ def test_draft_agrees_with_target_on_held_out_files() -> None:
         outputs = drafted.generate(prompts, GREEDY)
         acceptance_length = drafted.get_metrics().speculation.acceptance_length
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
-    assert acceptance_length >= 2.1
+    assert acceptance_length >= 2.3
 
 
 def test_together_under_20_megabytes() -> None:
