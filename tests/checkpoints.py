@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 _LLAMA_ROPE: dict[str, dict[str, Any]] = {
     # Original lengths small enough that scaling matters within 300 tokens; 16-wide heads have 8 wavelengths from 6 to
@@ -87,6 +90,92 @@ def make_checkpoint(
     sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     model.to(getattr(torch, dtype)).save_pretrained(folder, **sharding)
     return folder
+
+
+def make_eagle3(
+    tmp_path: Path,
+    target: Path,
+    capture: Sequence[int] | None = None,
+    target_ids: Sequence[int] | None = None,
+    *,
+    name: str = "eagle3",
+    seed: int = 0,
+    num_captured: int = 3,
+    own_embedding: bool = False,
+    own_head: bool = True,
+    qk_norm: bool = False,
+    **fields: Any,
+) -> Path:
+    """Writes a random EAGLE3 head for the checkpoint `target` in the public layout, and returns its folder.
+
+    capture: layers "after layer i", written as vLLM's ids, one higher; None = the config says nothing. target_ids: the
+    target's id of each draft id, None = all, and then neither d2t nor t2d is written. `fields` are of config.json.
+    """
+    theirs = json.loads((target / "config.json").read_text())
+    config = {
+        **{key: value for key, value in theirs.items() if key != "layer_types"},
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "target_hidden_size": theirs["hidden_size"],
+        "tie_word_embeddings": False,
+        **({} if target_ids is None else {"draft_vocab_size": len(target_ids)}),
+        **({} if capture is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in capture]}}),
+        **fields,
+    }
+    vocab, hidden, inner, width = (
+        config[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+    )
+    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    fused = config["target_hidden_size"] * (num_captured if capture is None else len(capture))
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc": (hidden, fused),
+        "midlayer.input_layernorm": (hidden,),
+        "midlayer.hidden_norm": (hidden,),
+        "midlayer.post_attention_layernorm": (hidden,),
+        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, queries),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+        "norm": (hidden,),
+    }
+    if qk_norm:
+        shapes |= {"midlayer.self_attn.q_norm": (width,), "midlayer.self_attn.k_norm": (width,)}
+    if own_embedding:
+        shapes["embed_tokens"] = (vocab, hidden)
+    if own_head:
+        shapes["lm_head"] = (vocab if target_ids is None else len(target_ids), hidden)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for key, shape in shapes.items():
+        random = torch.randn(shape, generator=generator)
+        tensors[f"{key}.weight"] = 1 + random / 4 if len(shape) == 1 else random * (2 * shape[1]) ** -0.5
+        if (config.get("attention_bias") and ".self_attn." in key) or (config.get("mlp_bias") and ".mlp." in key):
+            tensors[f"{key}.bias"] = torch.randn(shape[:1], generator=generator) / 2
+    if target_ids is not None:
+        tensors["d2t"] = torch.tensor(target_ids) - torch.arange(len(target_ids))
+        tensors["t2d"] = torch.isin(torch.arange(vocab), torch.tensor(target_ids))
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Changes a checkpoint's tensors in place."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    """Changes fields of a checkpoint's config.json in place."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
 
 
 def oracle(folder: Path) -> transformers.PreTrainedModel:

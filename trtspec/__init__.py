@@ -1,14 +1,17 @@
 """Speculative decoding for large language models: one loop, many ways to draft. See README.md."""
 
 from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.background import Generation
 from trtspec.llm import LLM
 from trtspec.modes import SpeculativeDecodingMode
-from trtspec.outputs import CompletionOutput, RequestOutput, SpeculationStats
+from trtspec.outputs import CompletionOutput, OutputDelta, RequestOutput, SpeculationStats
 from trtspec.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Generation",
+    "OutputDelta",
     "RequestOutput",
     "SamplingParams",
     "SpeculationStats",

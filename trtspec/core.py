@@ -8,7 +8,7 @@ request and K + 1 per generation request (a shorter proposal repeats its last ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -24,7 +24,7 @@ KVLayer = tuple[Tensor, Tensor]
 def row_requests(cu_q_lens: Tensor, num_rows: int) -> Tensor:
     """cu_q_lens [B+1] -> the request each packed row belongs to, [T] int64."""
     rows = torch.arange(num_rows, device=cu_q_lens.device)
-    return torch.searchsorted(cu_q_lens[1:].contiguous(), rows, right=True)
+    return torch.searchsorted(cu_q_lens, rows, right=True) - 1
 
 
 def row_positions(cu_q_lens: Tensor, kv_lens: Tensor, num_rows: int) -> Tensor:
@@ -112,6 +112,11 @@ class SamplingTensors:
         """The same rows, drawing the next token."""
         return replace(self, positions=self.positions + 1)
 
+    def select(self, rows: Tensor) -> SamplingTensors:
+        """Only `rows` [B] int64 of the R rows, in that order."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return SamplingTensors(**{name: t[rows] if t.shape[0] else t for name, t in tensors.items()})
+
 
 @dataclass(frozen=True)
 class SpecMetadata:
@@ -120,7 +125,6 @@ class SpecMetadata:
     spec_dec_mode: SpeculativeDecodingMode
     max_draft_len: int
     request_ids: tuple[int, ...]
-    num_generations: int  # G
     seq_lens: Tensor  # [B] int32, rows of each request in this step
     gather_ids: Tensor  # [R] int64, packed row behind each logits row
     draft_tokens: Tensor  # [G, K] int64, junk past draft_lens
@@ -128,6 +132,7 @@ class SpecMetadata:
     next_prompt_token: Tensor  # [B] int64, -1 where the request emits (final chunk or generation)
     forced_accept: Tensor  # [B] int32, -1 = off
     sampling: SamplingTensors
+    next_draft_len: int = 0  # drafts that a one-engine step makes for the next one, 0..max_draft_len
     is_cuda_graph: bool = False
     is_spec_dec_tree: bool = False
     is_spec_dec_dynamic_tree: bool = False
@@ -140,7 +145,6 @@ class SpecMetadata:
             spec_dec_mode=SpeculativeDecodingMode.NONE,
             max_draft_len=0,
             request_ids=tuple(request_ids),
-            num_generations=0,
             seq_lens=attn.cu_q_lens[1:] - attn.cu_q_lens[:-1],
             gather_ids=attn.cu_q_lens[1:].long() - 1,
             draft_tokens=torch.empty(0, 0, dtype=torch.int64),
@@ -151,8 +155,18 @@ class SpecMetadata:
         )
 
     @property
+    def batch_size(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_generations(self) -> int:
+        """G"""
+        return self.draft_tokens.shape[0]
+
+    @property
     def num_contexts(self) -> int:
-        return len(self.request_ids) - self.num_generations
+        """C"""
+        return self.batch_size - self.num_generations
 
     @property
     def runtime_draft_len(self) -> int:
@@ -169,16 +183,24 @@ class SpecMetadata:
         """KV rows past the verified ones that drafting may write."""
         return max(self.max_draft_len - 1, 0)
 
+    def logits_rows(self) -> Tensor:
+        """Which logits rows are each request's, [B, K+1] int64; the one row of a context request is repeated."""
+        width, C = self.runtime_draft_len + 1, self.num_contexts
+        request = torch.arange(self.batch_size, device=self.seq_lens.device)[:, None]
+        offsets = torch.arange(width, device=self.seq_lens.device)
+        return torch.where(request < C, request, C + (request - C) * width + offsets)
+
     def per_request(self, rows: Tensor) -> Tensor:
-        """Logits rows [R] -> [B, K+1]; the one row of a context request is repeated."""
-        contexts = rows[: self.num_contexts, None].expand(self.num_contexts, self.runtime_draft_len + 1)
-        generations = rows[self.num_contexts :].view(self.num_generations, self.runtime_draft_len + 1)
-        return torch.cat((contexts, generations))
+        """Logits rows [R] -> [B, K+1]."""
+        return rows[self.logits_rows()]
 
     def drafts_per_request(self) -> Tensor:
         """Draft tokens of every request, [B, K] int64; -1 for contexts."""
-        contexts = self.draft_tokens.new_full((self.num_contexts, self.runtime_draft_len), -1)
-        return torch.cat((contexts, self.draft_tokens))
+        if self.runtime_draft_len == 0:
+            return self.draft_tokens.new_empty(self.batch_size, 0)
+        # no tensor of C rows is built, so that a graph holds for every number of contexts
+        generation = torch.arange(self.batch_size, device=self.seq_lens.device)[:, None] - self.num_contexts
+        return torch.where(generation >= 0, self.draft_tokens[generation[:, 0].clamp(min=0)], -1)
 
 
 @dataclass(frozen=True)
@@ -210,11 +232,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What one launch gives back. A one-engine step fills verdict and proposal as well."""
+    """What one launch gives back. A one-engine step fills the rest as well."""
 
     tokens: Tensor  # [R] int64, the model's own draw at each logits row
     verdict: Verdict | None = None
-    proposal: Proposal | None = None
+    proposal: Proposal | None = None  # one row per request; junk where the verdict has no tokens
+    next_new_tokens: Tensor | None = None  # [B, K'+1] int64, last token and drafts: what the next step reads in
+    next_kv_lens: Tensor | None = None  # [B] int32, tokens whose KV is kept
+    hidden_states: Tensor | None = None  # [T, n * H + H], n captured streams and the last states (SAVE_HIDDEN_STATES)
 
 
 class Executable(Protocol):

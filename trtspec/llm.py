@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import assemble_engine
+from trtspec.engine.background import EngineThread, Generation
 from trtspec.engine.core import EngineCore
-from trtspec.engine.request import Request
 from trtspec.engine.stats import EngineStats
-from trtspec.engine.step import Emission
 from trtspec.errors import ConfigError, EngineError, RequestError
-from trtspec.outputs import CompletionOutput, RequestOutput
+from trtspec.outputs import OutputDelta, RequestOutput
 from trtspec.sampling_params import SamplingParams
 from trtspec.text import Tokenizer
 
@@ -38,6 +39,8 @@ class LLM:
     TensorRT-LLM-style config. tokenizer: a folder to take it from, or a Tokenizer; None = the model's own, and without
     one prompts are token ids and outputs have no text. All other arguments are the fields of EngineConfig (dtype,
     device, max_batch_size, max_num_tokens, max_seq_len, kv_cache_memory, num_kv_blocks, seed, ...).
+
+    All methods may be called from any thread, also while others run: the requests of all share the steps.
 
     Raises ConfigError, CheckpointError, WeightsError, UnsupportedError or CapacityError.
     """
@@ -61,14 +64,21 @@ class LLM:
             tokenizer = Tokenizer.from_folder(model if tokenizer is None else tokenizer)
         self.tokenizer = tokenizer
         with _spinner(progress) as report:
-            self._engine: EngineCore | None = assemble_engine(Path(model), speculative, config, tokenizer, report)
+            # In a thread that ends: the worker threads torch gets there must not stay beside those of the engine's.
+            loader = ThreadPoolExecutor(1)
+            try:
+                engine = loader.submit(assemble_engine, Path(model), speculative, config, tokenizer, report).result()
+            finally:
+                loader.shutdown(wait=False)  # Ctrl-C does not wait for it
+        self._thread: EngineThread | None = EngineThread(engine)
 
     @property
     def engine(self) -> EngineCore:
-        """The running engine. EngineError after shutdown()."""
-        if self._engine is None:
-            raise EngineError("this LLM was shut down; make a new one")
-        return self._engine
+        """The engine, to be used directly: waits until all requests in flight have ended. EngineError after
+        shutdown()."""
+        thread = self._engine_thread
+        thread.join()
+        return thread.engine
 
     def generate(
         self,
@@ -105,27 +115,42 @@ class LLM:
         ids = [self.tokenizer.encode_chat(conversation, **template_options) for conversation in conversations]
         return self._run([{"prompt_token_ids": tokens} for tokens in ids], ids, params, use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Emission]:
-        """Generate for one prompt, yielding what each step emits (token ids, text, how many were accepted drafts).
+    def generate_async(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generation:
+        """Start to generate for one prompt and return at once.
 
-        Leaving the loop early aborts the request. One call at a time: do not generate() while a stream is open.
+        `async for delta in ...` and `for delta in ...` yield an OutputDelta per step and sample; `await ...`,
+        `.aresult()` and `.result(timeout)` give the whole RequestOutput. It runs whether or not it is read. Leaving
+        an iteration early, cancelling its task, or `.abort()` ends it. RequestError or CapacityError, at once, if it
+        cannot run.
         """
-        engine = self.engine
-        samples = engine.add_request(self._token_ids(prompt), sampling_params or SamplingParams())
-        try:
-            while any(not sample.finished for sample in samples):
-                yield from (emission for emission in engine.step() if emission.request in samples and emission.tokens)
-        finally:
-            for sample in samples:
-                engine.abort(sample.request_id)
+        job = (_text(prompt), self._token_ids(prompt), sampling_params or SamplingParams())
+        (generation,) = self._engine_thread.submit([job])
+        return generation
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+        """Generate for one prompt, yielding what each step gives (text, token ids, how many were accepted drafts).
+
+        Leaving the loop early aborts the request.
+        """
+        yield from self.generate_async(prompt, sampling_params)
+
+    def abort(self, request_id: int) -> None:
+        """End a request before the next step: its finish_reason is "abort". Unknown and finished ids are ignored."""
+        self._engine_thread.abort(request_id)
 
     def get_metrics(self) -> EngineStats:
         """Totals since the start: steps, times, tokens, finish reasons, speculation."""
-        return self.engine.stats
+        return self._engine_thread.engine.stats
 
     def shutdown(self) -> None:
-        """Free the model and the cache. Further calls raise EngineError."""
-        self._engine = None
+        """Free the model and the cache. What is running ends with EngineError, and so do further calls.
+
+        Raises EngineError where something that was to be written (hidden states) could not be.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
+            thread.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -153,54 +178,32 @@ class LLM:
             raise RequestError(f"prompt {prompt!r:.80} is no prompt; use text, a list of token ids, or a dict of one")
         return list(cast("Sequence[int]", prompt))
 
+    @property
+    def _engine_thread(self) -> EngineThread:
+        if self._thread is None:
+            raise EngineError("this LLM was shut down; make a new one")
+        return self._thread
+
     def _run(
         self, prompts: Sequence[Prompt], ids: list[list[int]], params: list[SamplingParams], show_progress: bool
     ) -> list[RequestOutput]:
-        engine = self.engine
-        groups: list[list[Request]] = []
+        thread = self._engine_thread
+        jobs = zip(map(_text, prompts), ids, params, strict=True)
+        generations = thread.submit(jobs, keep_deltas=False)
         try:
-            for tokens, one in zip(ids, params, strict=True):
-                groups.append(engine.add_request(tokens, one))
-            with _batch_bar(len(ids), show_progress) as advance:
-                unfinished = [len(group) for group in groups]
-                group_of = {sample.request_id: g for g, group in enumerate(groups) for sample in group}
-                while engine.has_work:
-                    ended = [emission.request.request_id for emission in engine.step() if emission.request.finished]
-                    mine = [group_of[request_id] for request_id in ended if request_id in group_of]
-                    for g in mine:
-                        unfinished[g] -= 1
-                    advance(sum(unfinished[g] == 0 for g in set(mine)), engine.stats)
-        except BaseException:  # a bad prompt or Ctrl-C: nothing of this call stays behind
-            for sample in (sample for group in groups for sample in group):
-                engine.abort(sample.request_id)
+            with _batch_bar(len(ids), show_progress, thread.engine.stats) as advance:
+                for _ in as_completed([generation.done for generation in generations]):
+                    advance()
+        except BaseException:  # Ctrl-C: nothing of this call stays behind
+            for generation in generations:
+                generation.abort()
             raise
-        return [
-            request_output(prompt, tokens, group) for prompt, tokens, group in zip(prompts, ids, groups, strict=True)
-        ]
+        return [generation.result() for generation in generations]
 
 
-def request_output(prompt: Prompt, ids: list[int], samples: Sequence[Request]) -> RequestOutput:
-    """The public view of one prompt's samples."""
+def _text(prompt: Prompt) -> str | None:
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return RequestOutput(
-        request_id=samples[0].request_id,
-        prompt=text if isinstance(text, str) else None,
-        prompt_token_ids=ids,
-        outputs=[
-            CompletionOutput(
-                index=index,
-                text=sample.shown_text,
-                token_ids=sample.output_ids,
-                finish_reason=sample.finish_reason,
-                stop_reason=sample.stop_reason,
-                seed=None if sample.sampling.greedy else sample.sampling.seed,
-                speculation=sample.stats,
-                error=None if sample.error is None else f"{type(sample.error).__name__}: {sample.error}",
-            )
-            for index, sample in enumerate(samples)
-        ],
-        finished=all(sample.finished for sample in samples),
-    )
+    return text if isinstance(text, str) else None
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -229,24 +232,25 @@ def _spinner(show: bool) -> Iterator[Any]:
         yield status.update
 
 
+class _Speed(ProgressColumn):
+    """Drawn anew whenever the bar is."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        super().__init__()
+        self._stats = stats
+
+    def render(self, task: Task) -> Text:
+        speed = self._stats.output_tokens / self._stats.step_time if self._stats.step_time else 0.0
+        return Text(f"{speed:.0f} tok/s, {self._stats.steps} steps")
+
+
 @contextmanager
-def _batch_bar(total: int, show: bool) -> Iterator[Any]:
+def _batch_bar(total: int, show: bool, stats: EngineStats) -> Iterator[Callable[[], None]]:
     console = Console(stderr=True)
     if not show or not console.is_terminal:
-        yield lambda finished, stats: None
+        yield lambda: None
         return
-    columns = (
-        TextColumn("requests"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), _Speed(stats))
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total, note="")
-
-        def advance(finished: int, stats: EngineStats) -> None:
-            speed = stats.output_tokens / stats.step_time if stats.step_time else 0.0
-            bar.update(task, advance=finished, note=f"{speed:.0f} tok/s, {stats.steps} steps")
-
-        yield advance
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

@@ -196,13 +196,20 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     _M.MTP_EAGLE: ModeTraits(mtp=True, draft_model=True, kv_recompute=True, spec_decoder=True, spec_drafter=True),
     _M.MTP_EAGLE_ONE_MODEL: ModeTraits(mtp=True, one_engine=True, kv_rewind=True, spec_decoder=True),
     _M.EAGLE3: ModeTraits(draft_model=True, kv_recompute=True, spec_decoder=True, spec_drafter=True),
-    _M.EAGLE3_ONE_MODEL: ModeTraits(one_engine=True, kv_rewind=True, load_draft_weights=True, spec_decoder=True),
+    _M.EAGLE3_ONE_MODEL: ModeTraits(
+        built=True,
+        one_engine=True,
+        kv_rewind=True,
+        load_draft_weights=True,
+        spec_decoder=True,
+        worker="trtspec.workers.eagle:Eagle3OneModelWorker",
+    ),
     _M.NGRAM: ModeTraits(built=True, kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.ngram:NGramDrafter"),
     _M.DRAFT_TARGET: ModeTraits(
         built=True, draft_model=True, spec_drafter=True, drafter="trtspec.drafters.chain:ChainDrafter"
     ),
     _M.USER_PROVIDED: ModeTraits(built=True, spec_drafter=True),  # the drafter comes with the config
-    _M.SAVE_HIDDEN_STATES: ModeTraits(spec_drafter=True),
+    _M.SAVE_HIDDEN_STATES: ModeTraits(built=True, spec_drafter=True),  # drafts nothing; see workers/capture.py
     _M.NONE: ModeTraits(built=True),
     _M.AUTO: ModeTraits(built=True),  # becomes another mode when the config is resolved
 }

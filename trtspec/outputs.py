@@ -60,6 +60,27 @@ class SpeculationStats:
         return total
 
 
+@dataclass(frozen=True)
+class OutputDelta:
+    """What one step gave one sample of a prompt. A sample's deltas in a row are its CompletionOutput, text and ids.
+
+    The last one of a sample has a finish_reason, and may bring nothing else.
+    """
+
+    request_id: int
+    index: int  # of the sample
+    text: str  # new text; what may become a stop string, or is half a character, is held back
+    token_ids: tuple[int, ...]  # new ids
+    num_accepted_drafts: int  # so many of them, the first ones, were guessed
+    finish_reason: str | None
+    stop_reason: int | str | None
+    error: str | None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
 @dataclass
 class CompletionOutput:
     """One sample. finish_reason: "stop" (end of sequence, stop token or stop string), "length", "abort" or "error"."""

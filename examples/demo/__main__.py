@@ -45,18 +45,25 @@ class Mode:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens generated per prompt")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 = greedy (default 0.8)")
     args = parser.parse_args()
     console = Console()
-    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.max_tokens, ignore_eos=True)
     draft = {"method": "draft_model", "model": str(HERE / "draft"), "num_speculative_tokens": K}
     ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    modes = [Mode("plain", None), Mode(f"n-gram, K={K}", ngram), Mode(f"draft model, K={K}", draft)]
+    eagle3 = {"method": "eagle3", "model": str(HERE / "eagle3"), "num_speculative_tokens": K}
+    modes = [
+        Mode("plain", None),
+        Mode(f"n-gram, K={K}", ngram),
+        Mode(f"draft model, K={K}", draft),
+        Mode(f"EAGLE3 in the target's graph, K={K}", eagle3),
+    ]
 
     engines = [LLM(HERE / "target", mode.speculative_config, max_batch_size=1) for mode in modes]
     for llm in engines:  # the first run pays for threads and code paths
         llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
 
-    console.print(Rule("draft model: what it guessed and the target accepted is green"))
+    console.print(Rule("EAGLE3: what it guessed and the target accepted is green"))
     for prompt in PROMPTS:
         console.print(prompt, style="dim", end="", highlight=False, markup=False)
         stream_coloured(engines[-1], prompt, params, console)
@@ -69,16 +76,16 @@ def main() -> int:
             mode.seconds += time.perf_counter() - start
             mode.tokens.append(list(output.outputs[0].token_ids))
             mode.stats = SpeculationStats.total((mode.stats, output.speculation))
-    console.print(table(modes))
+    console.print(table(modes, "greedy" if args.temperature == 0 else f"temperature {args.temperature:g}, seeded"))
     lossless = all(mode.tokens == modes[0].tokens for mode in modes)
     if not lossless:
         console.print("the output of some mode differs from plain decoding: that is a bug", style="bold red")
     return 0 if lossless else 1
 
 
-def table(modes: list[Mode]) -> Table:
+def table(modes: list[Mode], sampling: str) -> Table:
     """One row per mode; the speed-up is against the first."""
-    grid = Table(title=f"{len(PROMPTS)} prompts, one at a time, greedy")
+    grid = Table(title=f"{len(PROMPTS)} prompts, one at a time, {sampling}")
     for heading in ("mode", "tok/s", "speed-up", "acceptance length", "accepted at 1..K", "equals plain"):
         grid.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=heading == "mode")
     plain = modes[0]

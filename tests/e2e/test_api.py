@@ -202,7 +202,7 @@ def test_a_greedy_sample_has_no_seed(llm: LLM) -> None:
 
 
 def test_a_stream_brings_the_ids_of_generate(llm: LLM) -> None:
-    streamed = [token for emission in llm.stream("abc", SAMPLED) for token in emission.tokens]
+    streamed = [token for delta in llm.stream("abc", SAMPLED) for token in delta.token_ids]
     assert streamed == one(llm, "abc", SAMPLED).token_ids
 
 
@@ -210,14 +210,14 @@ def test_a_stream_brings_the_ids_of_generate(llm: LLM) -> None:
 def test_streamed_text_in_a_row_is_the_text_of_generate(llm: LLM, stop: tuple[str, ...]) -> None:
     for seed in range(5):
         params = SamplingParams(temperature=1.0, seed=seed, max_tokens=30, stop=stop, ignore_eos=True)
-        assert "".join(emission.text for emission in llm.stream("abc", params)) == one(llm, "abc", params).text
+        assert "".join(delta.text for delta in llm.stream("abc", params)) == one(llm, "abc", params).text
 
 
 def test_a_stream_tells_samples_apart(llm: LLM) -> None:
     params = SamplingParams(n=2, temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
     streamed: dict[int, list[int]] = {}
-    for emission in llm.stream("abc", params):
-        streamed.setdefault(emission.request.request_id, []).extend(emission.tokens)
+    for delta in llm.stream("abc", params):
+        streamed.setdefault(delta.index, []).extend(delta.token_ids)
     assert list(streamed.values()) == samples(llm, 2)
 
 
@@ -522,7 +522,7 @@ BAD_SPECULATION: dict[str, tuple[dict[str, Any], type[TrtSpecError], tuple[str, 
     "good": (
         {"method": "eagle3", "num_speculative_tokens": 3, "capture_layers": (0, 1)},
         UnsupportedError,
-        ("mode=EAGLE3_ONE_MODEL", "not built", "use one of", "DRAFT_TARGET"),
+        ("draft model", "'LlamaForCausalLM' is no EAGLE3 head", "LlamaForCausalLMEagle3"),
     ),
 }
 
@@ -553,6 +553,11 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[TrtSpecError], tuple[str, ...]
         ("num_speculative_tokens=-1",),
     ),
     "unknown method": ({"speculative_config": {"method": "magic"}}, ConfigError, ("method='magic'", "use one of")),
+    "a mode that is not built": (
+        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+        UnsupportedError,
+        ("mode=MTP_EAGLE_ONE_MODEL", "not built", "use one of", "DRAFT_TARGET"),
+    ),
     "speculation of the wrong type": (
         {"speculative_config": 3},
         ConfigError,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -179,7 +179,12 @@ def run_alone(engine: EngineCore, cases: Sequence[Case]) -> list[Outcome]:
     return outcomes
 
 
-def run_together(engine: EngineCore, cases: Sequence[Case], seed: int = 0) -> Run:
+def run_together(
+    engine: EngineCore,
+    cases: Sequence[Case],
+    seed: int = 0,
+    after_step: Callable[[list[Emission]], None] = lambda emissions: None,
+) -> Run:
     """All cases, arriving a few at a time between steps, so that prompts are read in while others generate."""
     rng = random.Random(seed)
     pending = list(cases)
@@ -190,6 +195,7 @@ def run_together(engine: EngineCore, cases: Sequence[Case], seed: int = 0) -> Ru
             run.requests += engine.add_request(case.prompt, case.params)
         if engine.has_work:
             run.steps.append(engine.step())
+            after_step(run.steps[-1])
     run.outcomes = [Outcome.of(request) for request in run.requests]
     return run
 

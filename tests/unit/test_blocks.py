@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +18,8 @@ BLOCK_SIZE = 4
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Any order of reserve, commit, fork and release. The model: which blocks each live sequence holds."""
+    """Any order of reserve, commit, fork, publish, take and release. The model: which blocks each live sequence holds,
+    and which block was published under which key."""
 
     sequences = Bundle("sequences")
 
@@ -23,6 +27,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         super().__init__()
         self.allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
         self.live: list[SequenceKV] = []
+        self.published: dict[bytes, int] = {}
 
     def _held(self) -> set[int]:
         return {block for kv in self.live for block in kv.blocks}
@@ -42,11 +47,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert kv.blocks[: len(before)] == before
         assert len(new) == (missing if fits else 0)
         assert not others & set(new)
+        self.published = {key: block for key, block in self.published.items() if block not in new}
 
     @rule(kv=sequences, share=st.floats(0, 1), draft_share=st.floats(0, 1))
     def commit(self, kv: SequenceKV, share: float, draft_share: float) -> None:
         kv.committed = max(kv.committed, int(share * len(kv.blocks) * BLOCK_SIZE))
         kv.draft_len = int(draft_share * kv.committed)
+        kv.published = kv.committed // BLOCK_SIZE
 
     @rule(target=sequences, parent=sequences, num_tokens=st.integers(0, NUM_BLOCKS * BLOCK_SIZE))
     def fork(self, parent: SequenceKV, num_tokens: int) -> SequenceKV:
@@ -56,9 +63,25 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert child.blocks == parent.blocks[:full_blocks]
         assert child.committed == full_blocks * BLOCK_SIZE
         assert child.draft_len == min(child.committed, parent.draft_len)
+        assert child.published == min(full_blocks, parent.published)
         assert self.allocator.num_free == free
         self.live.append(child)
         return child
+
+    @rule(kv=sequences, index=st.integers(0, NUM_BLOCKS), key=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def publish(self, kv: SequenceKV, index: int, key: bytes) -> None:
+        for block in kv.blocks[index : index + 1]:
+            self.allocator.publish(block, key)
+            if key not in self.published and block not in self.published.values():
+                self.published[key] = block
+
+    @rule(target=sequences, keys=st.permutations([b"a", b"b", b"c", b"d", b"never"]))
+    def take_published(self, keys: list[bytes]) -> SequenceKV:
+        found = [self.published[key] for key in itertools.takewhile(self.published.__contains__, keys)]
+        kv = SequenceKV(self.allocator.take_published(keys))
+        assert kv.blocks == found
+        self.live.append(kv)
+        return kv
 
     @rule(kv=consumes(sequences))
     def release(self, kv: SequenceKV) -> None:
@@ -94,11 +117,104 @@ def test_a_forked_sequence_does_not_see_the_growth_of_its_parent() -> None:
     assert len(child.blocks) == 2
 
 
+def published(allocator: BlockAllocator, keys: Sequence[bytes]) -> SequenceKV:
+    """A sequence with one new block per key."""
+    kv = SequenceKV()
+    assert allocator.reserve(kv, len(keys) * BLOCK_SIZE)
+    for block, key in zip(kv.blocks, keys, strict=True):
+        allocator.publish(block, key)
+    return kv
+
+
+def findable(allocator: BlockAllocator, keys: Sequence[bytes]) -> list[bytes]:
+    """Those of the keys that are found now; nothing changes but the order of eviction."""
+    found = []
+    for key in keys:
+        kv = SequenceKV(allocator.take_published([key]))
+        found += [key] * len(kv.blocks)
+        allocator.release(kv)
+    return found
+
+
+def test_free_blocks_are_taken_before_published_ones() -> None:
+    allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
+    allocator.release(published(allocator, [b"a", b"b"]))
+    allocator.reserve(SequenceKV(), (NUM_BLOCKS - 3) * BLOCK_SIZE)
+    assert findable(allocator, [b"a", b"b"]) == [b"a", b"b"]
+
+
+def test_the_tail_of_a_sequence_is_evicted_before_its_head() -> None:
+    allocator = BlockAllocator(4, BLOCK_SIZE)
+    allocator.release(published(allocator, [b"a", b"b", b"c"]))
+    allocator.reserve(SequenceKV(), BLOCK_SIZE)
+    assert findable(allocator, [b"a", b"b", b"c"]) == [b"a", b"b"]
+
+
+def test_the_least_recently_used_block_is_evicted() -> None:
+    """Use is holding: "a" was published first, but held last."""
+    allocator = BlockAllocator(4, BLOCK_SIZE)
+    for key in (b"a", b"b", b"c"):
+        allocator.release(published(allocator, [key]))
+    allocator.release(SequenceKV(allocator.take_published([b"a"])))
+    allocator.reserve(SequenceKV(), 2 * BLOCK_SIZE)
+    assert findable(allocator, [b"a", b"b", b"c"]) == [b"a"]
+
+
+def test_a_published_block_that_is_held_is_not_evicted() -> None:
+    allocator = BlockAllocator(4, BLOCK_SIZE)
+    allocator.release(published(allocator, [b"a", b"b"]))
+    holder = SequenceKV(allocator.take_published([b"a"]))
+    assert not allocator.reserve(SequenceKV(), 3 * BLOCK_SIZE)
+    assert allocator.reserve(SequenceKV(), 2 * BLOCK_SIZE)
+    assert findable(allocator, [b"a", b"b"]) == [b"a"]
+    assert len(holder.blocks) == 1
+
+
+def test_a_second_block_of_the_same_key_is_free_when_it_is_released() -> None:
+    allocator = BlockAllocator(3, BLOCK_SIZE)
+    first, second = published(allocator, [b"a"]), published(allocator, [b"a"])
+    (block,) = first.blocks
+    allocator.release(first)
+    allocator.release(second)
+    allocator.reserve(SequenceKV(), BLOCK_SIZE)
+    assert allocator.take_published([b"a"]) == [block]
+
+
+def test_a_fork_keeps_a_published_block_from_eviction() -> None:
+    allocator = BlockAllocator(3, BLOCK_SIZE)
+    parent = published(allocator, [b"a"])
+    parent.committed = BLOCK_SIZE
+    child = allocator.fork(parent, BLOCK_SIZE)
+    allocator.release(parent)
+    assert allocator.num_free == 1
+    allocator.release(child)
+    assert allocator.num_free == 2
+    assert findable(allocator, [b"a"]) == [b"a"]
+
+
 def test_check_names_a_leaked_block() -> None:
     allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
     lost = SequenceKV()
     allocator.reserve(lost, 1)
     with pytest.raises(AssertionError, match=f"KV block {lost.blocks[0]}: 1 references, 0 owners"):
+        allocator.check([])
+
+
+def test_check_names_a_leaked_published_block() -> None:
+    allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
+    (block,) = published(allocator, [b"a"]).blocks
+    with pytest.raises(AssertionError, match=f"KV block {block}: 1 references, 0 owners"):
+        allocator.check([])
+
+
+def test_check_names_a_free_block_that_is_still_published() -> None:
+    allocator = BlockAllocator(NUM_BLOCKS, BLOCK_SIZE)
+    kv = SequenceKV()
+    allocator.reserve(kv, 1)
+    (block,) = kv.blocks
+    allocator.release(kv)
+    allocator.publish(block, b"a")  # only owned blocks may be
+    with pytest.raises(AssertionError, match=f"KV block {block} is free but published"):
         allocator.check([])
 
 

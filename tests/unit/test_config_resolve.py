@@ -232,10 +232,11 @@ def test_refused_against_target_or_draft(
             {"speculative_token_tree": "[(0,),(1,),(0,0),(0,0,0)]"},
             r"speculative_token_tree='\[\(0,\),.* branches, which is not built yet; leave it unset",
         ),
-        ({"method": "eagle3"}, r"mode=EAGLE3_ONE_MODEL is not built yet; use one of NGRAM"),
-        ({"method": "eagle3", "one_engine": False}, r"mode=EAGLE3 is not built yet"),
+        (
+            {"method": "eagle3", "one_engine": False},
+            r"mode=EAGLE3 is not built yet; use one of EAGLE3_ONE_MODEL, .*NGRAM",
+        ),
         ({"method": "mtp", "num_speculative_tokens": 1}, r"mode=MTP_EAGLE_ONE_MODEL is not built yet"),
-        ({"method": "extract_hidden_states", "model": None}, r"mode=SAVE_HIDDEN_STATES is not built yet"),
         ({"method": "medusa"}, r"method='medusa' is not built yet; use one of draft_model"),
         ({"method": "suffix", "model": None}, r"method='suffix' is not built yet"),
     ],
@@ -378,6 +379,19 @@ def test_capture_layers_edges() -> None:
     assert default_capture_layers(1) == (0,)
     with pytest.raises(ConfigError, match=r"ids \(0, 3\): 0 is the embedding.*; use ids >= 1"):
         capture_layers_from_vllm((0, 3))
+
+
+def test_hidden_states_need_a_folder_and_nothing_else() -> None:
+    with pytest.raises(ConfigError, match="output_directory=None with method='extract_hidden_states'; set it"):
+        SpeculativeConfig(method="extract_hidden_states")
+    resolved = SpeculativeConfig(method="extract_hidden_states", output_directory="/o").resolve(TARGET)
+    assert resolved.mode.is_save_hidden_states()
+    assert (resolved.output_directory, resolved.write_interval, resolved.file_prefix) == ("/o", 20, "data")
+    assert resolved.capture_layers == (1, 3, 4)
+    with pytest.raises(ConfigError, match="output_directory='/o' means nothing to method='ngram'; remove it"):
+        SpeculativeConfig(**NGRAM, output_directory="/o").resolve(TARGET)
+    with pytest.raises(ConfigError, match=r"file_prefix='a/b': use letters"):
+        SpeculativeConfig(method="extract_hidden_states", output_directory="/o", file_prefix="a/b")
 
 
 def test_capture_layers_resolve() -> None:

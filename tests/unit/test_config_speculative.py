@@ -42,7 +42,7 @@ def test_defaults() -> None:
                 "num_speculative_tokens_per_batch_size max_concurrency acceptance_window "
                 "acceptance_length_threshold prompt_lookup_min prompt_lookup_max rejection_sample_method "
                 "synthetic_acceptance_rates synthetic_acceptance_length draft_sample_method "
-                "speculative_token_tree capture_layers drafter"
+                "speculative_token_tree capture_layers output_directory drafter"
             )
         ),
         **dict.fromkeys(
@@ -53,6 +53,8 @@ def test_defaults() -> None:
             False,
         ),
         "disable_logprobs": True,
+        "write_interval": 20,
+        "file_prefix": "data",
         "suffix_decoding_max_tree_depth": 24,
         "suffix_decoding_max_cached_requests": 10000,
         "suffix_decoding_max_spec_factor": 1.0,

@@ -165,6 +165,18 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
             Eagle3DecodingConfig(max_draft_len=3, speculative_model="/e", eagle3_one_model=False),
             {"method": "eagle3", "num_speculative_tokens": 3, "model": "/e", "one_engine": False},
         ),
+        (
+            SaveHiddenStatesDecodingConfig(
+                output_directory="/o", write_interval=3, file_prefix="x", eagle3_layers_to_capture=[0, -1]
+            ),
+            {
+                "method": "extract_hidden_states",
+                "output_directory": "/o",
+                "write_interval": 3,
+                "file_prefix": "x",
+                "capture_layers": (0, -1),
+            },
+        ),
         (MTPDecodingConfig(), {"method": "mtp", "one_engine": True}),
         (MTPDecodingConfig(mtp_eagle_one_model=False), {"method": "mtp", "one_engine": False}),
         (
@@ -223,10 +235,6 @@ def test_converts(config: DecodingBaseConfig, expected: dict[str, Any]) -> None:
         (MTPDecodingConfig(relaxed_delta=0.5), r"relaxed_delta=0.5 is not built yet"),
         (MTPDecodingConfig(begin_thinking_phase_token=1), r"begin_thinking_phase_token=1 is not built yet"),
         (MTPDecodingConfig(end_thinking_phase_token=1), r"end_thinking_phase_token=1 is not built yet"),
-        (
-            SaveHiddenStatesDecodingConfig(output_directory="/o"),
-            r"decoding_type='SaveState' is not built yet; use NGram",
-        ),
         (MedusaDecodingConfig(), r"decoding_type='Medusa' is not built yet"),
         (SADecodingConfig(), r"decoding_type='SA' is not built yet"),
         (PARDDecodingConfig(), r"decoding_type='PARD' is not built yet"),

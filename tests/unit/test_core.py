@@ -164,7 +164,6 @@ def metadata(num_contexts: int, drafts: list[list[int]], max_draft_len: int = 4)
         SpecMetadata.plain(range(B), attn, SamplingTensors.of([GREEDY] * rows, [0] * rows)),
         spec_dec_mode=SpeculativeDecodingMode.NGRAM,
         max_draft_len=max_draft_len,
-        num_generations=len(drafts),
         draft_tokens=torch.tensor(drafts, dtype=torch.int64).view(len(drafts), K),
         draft_lens=torch.tensor([0] * num_contexts + [K] * len(drafts), dtype=torch.int32),
     )
@@ -191,7 +190,7 @@ def test_drafts_per_request_are_none_for_contexts() -> None:
 
 def test_numbers_of_a_batch() -> None:
     spec = metadata(2, [[7, 8]], max_draft_len=4)
-    assert spec.num_contexts == 2
+    assert (spec.batch_size, spec.num_contexts, spec.num_generations) == (3, 2, 1)
     assert spec.runtime_draft_len == 2
     assert spec.max_total_draft_tokens == 4
 
@@ -212,3 +211,16 @@ def test_a_plain_batch_draws_one_token_after_each_last_row() -> None:
     assert spec.next_prompt_token.tolist() == [-1, -1, -1]  # all of them emit
     assert spec.forced_accept.tolist() == [-1, -1, -1]
     assert spec.draft_lens.tolist() == [0, 0, 0]
+    assert spec.next_draft_len == 0
+
+
+def test_sampling_of_one_row_per_request() -> None:
+    """In the order asked for; what no row uses stays zero-size."""
+    banned = dataclasses.replace(SAMPLED, ban_ids=(3,), ban_until=12, top_k=4)
+    chosen = SamplingTensors.of([GREEDY, SAMPLED, banned], [5, 6, 7]).select(torch.tensor([2, 0]))
+    assert chosen.positions.tolist() == [7, 5]
+    assert chosen.greedy.tolist() == [False, True]
+    assert chosen.seeds.tolist() == [2, 1]
+    assert chosen.top_ks.tolist() == [4, 0]
+    assert chosen.ban_ids.tolist() == [[3], [-1]]
+    assert chosen.top_ps.numel() == 0

@@ -12,7 +12,7 @@ ROOT = Path(trtspec.__file__).parent
 # Parts of one layer do not import each other.
 LAYERS = [
     {"errors"},
-    {"modes", "sampling_params", "outputs"},
+    {"modes", "sampling_params", "outputs", "plotting"},
     {"core"},
     {"config", "text"},
     {"ops"},
@@ -30,7 +30,7 @@ LAYERS = [
     {"cli"},
 ]
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
-TRAIN_MAY_IMPORT = {"errors", "modes", "sampling_params", "outputs", "config", "text", "ops", "models", "llm", "train"}
+TRAIN_MAY_IMPORT = {*LAYERS[0], *LAYERS[1], "config", "text", "ops", "models", "llm"}
 
 
 def imports() -> list[tuple[str, str, str]]:

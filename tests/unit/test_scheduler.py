@@ -14,6 +14,7 @@ from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch, Scheduler
 from trtspec.kv import rewind
 from trtspec.kv.blocks import BlockAllocator
+from trtspec.kv.reuse import PrefixReuse
 from trtspec.sampling_params import ResolvedSampling
 
 GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -180,3 +181,134 @@ def test_nobody_waits_for_the_blocks_of_samples_that_wait_behind() -> None:
     behind.kv.committed = 12
     scheduler.waiting.rotate(1)
     assert [row.request for row in scheduler.schedule()] == [ahead]
+
+
+# -- prefix reuse --------------------------------------------------------------------------------------------------
+
+
+def reusing(num_blocks: int, max_num_tokens: int = 64) -> Scheduler:
+    """Blocks of 4 tokens, no drafts."""
+    allocator = BlockAllocator(num_blocks, 4)
+    return Scheduler(allocator, 4, max_num_tokens, num_draft_tokens=0, reuse=PrefixReuse(allocator))
+
+
+def run_step(scheduler: Scheduler) -> Batch:
+    """Everybody scheduled emits a 1."""
+    batch = scheduler.schedule()
+    for row in batch:
+        emits = row.emits
+        rewind.commit(row.request.kv, row.num_rows, emits, 0)
+        row.request.append([1] * emits)
+        if emits:
+            scheduler.release_siblings(row.request)
+        if row.request.finished:
+            scheduler.remove(row.request)
+    scheduler.publish()
+    scheduler.allocator.check(scheduler.live())
+    return batch
+
+
+def run_alone(scheduler: Scheduler, request: Request) -> int:
+    """To its end; how many rows were computed."""
+    scheduler.add(request, [])
+    rows = 0
+    while not request.finished:
+        rows += sum(row.num_rows for row in run_step(scheduler))
+    return rows
+
+
+def counted(scheduler: Scheduler) -> tuple[int, int]:
+    return scheduler.prefix_query_tokens, scheduler.prefix_hit_tokens
+
+
+def test_rows_of_an_earlier_request_are_not_computed_again() -> None:
+    scheduler = reusing(20)
+    assert run_alone(scheduler, make_request(0, 10, 3)) == 12  # nobody needs the KV of the last token
+    assert run_alone(scheduler, make_request(1, 10, 3)) == 4
+    assert counted(scheduler) == (20, 8)
+
+
+def test_rows_of_the_step_in_which_a_request_ends_are_found() -> None:
+    scheduler = reusing(20)
+    assert run_alone(scheduler, make_request(0, 9, 1)) == 9
+    assert run_alone(scheduler, make_request(1, 9, 1)) == 1
+
+
+def test_output_is_found_as_well_as_the_prompt() -> None:
+    scheduler = reusing(20)
+    run_alone(scheduler, make_request(0, 10, 8))  # 17 rows
+    assert run_alone(scheduler, make_request(1, 20, 1)) == 4
+
+
+def test_rows_are_found_while_their_request_still_runs() -> None:
+    scheduler = reusing(20)
+    scheduler.add(make_request(0, 10, 9), [])
+    run_step(scheduler)
+    scheduler.add(make_request(1, 10, 9), [])
+    assert [row.num_rows for row in run_step(scheduler)] == [2, 1]
+
+
+def test_a_request_may_have_all_its_rows_computed() -> None:
+    scheduler = reusing(20)
+    run_alone(scheduler, make_request(0, 10, 3))
+    request = make_request(1, 10, 3)
+    request.reuses_prefix = False
+    assert run_alone(scheduler, request) == 12
+    assert counted(scheduler) == (10, 0)
+
+
+def test_a_request_finds_its_own_rows_after_a_preemption() -> None:
+    scheduler = reusing(8)  # 28 tokens
+    old, new = make_request(0, 8, 8), make_request(1, 8, 8)
+    new.tokens[:] = [3] * 8
+    for request in (old, new):
+        scheduler.add(request, [])
+    while not scheduler.num_preemptions:
+        run_step(scheduler)
+    while not old.finished:
+        run_step(scheduler)
+    before = len(new.tokens)
+    (row,) = run_step(scheduler)
+    assert (row.request, row.is_context) == (new, True)
+    assert row.num_rows < before
+    assert counted(scheduler)[1] > 0
+
+
+def test_a_preempted_request_publishes_what_it_gives_up() -> None:
+    """One row is all it needs then, and it runs as a context: its drafts were dropped with its blocks."""
+    scheduler = reusing(20)
+    request = make_request(0, 8, 8)
+    scheduler.add(request, [])
+    (row,) = scheduler.schedule()
+    rewind.commit(request.kv, row.num_rows, 1, 0)
+    request.append([1])
+    scheduler._preempt(request)
+    (row,) = run_step(scheduler)
+    assert (row.num_rows, row.is_context, row.emits) == (1, True, True)
+
+
+def test_blocks_that_were_found_are_given_back_if_the_rest_does_not_fit() -> None:
+    scheduler = reusing(8)
+    run_alone(scheduler, make_request(0, 9, 1))  # two blocks that can be found
+    running = make_request(1, 13, 7)
+    running.tokens[:] = [3] * 13
+    scheduler.add(running, [])
+    run_step(scheduler)
+    late = make_request(2, 17, 3)
+    scheduler.add(late, [])
+    run_step(scheduler)
+    assert (late.kv.blocks, late.kv.committed, counted(scheduler)) == ([], 0, (22, 0))
+    while not running.finished:
+        run_step(scheduler)
+    (row,) = run_step(scheduler)
+    assert row.request is late
+
+
+def test_siblings_that_lost_their_blocks_find_them_again() -> None:
+    scheduler = reusing(20)
+    leader, *siblings = (make_request(i, 10, 3) for i in range(3))
+    scheduler.add(leader, siblings)
+    run_step(scheduler)
+    while scheduler._drop_waiting_blocks():
+        pass
+    assert [row.num_rows for row in run_step(scheduler)] == [2, 2, 1]

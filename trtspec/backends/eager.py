@@ -7,18 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from trtspec.core import KVLayer, StepInputs, StepOutputs
-from trtspec.workers.step import DecodeStep
+from trtspec.workers.step import DecodeStep, OneEngineStep
 
 
 class EagerExecutable:
-    """A `DecodeStep` and its KV layers."""
+    """A step module and its KV layers."""
 
-    def __init__(self, step: DecodeStep, kv: Sequence[KVLayer]) -> None:
+    def __init__(self, step: DecodeStep | OneEngineStep, kv: Sequence[KVLayer]) -> None:
         self.step = step
         self.kv = kv
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One launch; see core.Executable."""
-        spec = inputs.spec
-        return StepOutputs(self.step(inputs.input_ids, inputs.attn, spec.gather_ids, spec.sampling, self.kv))
+        return self.step(inputs, self.kv)  # type: ignore[no-any-return]

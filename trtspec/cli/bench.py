@@ -1,4 +1,4 @@
-"""`trtspec bench decode`: the measurement of trtspec.bench, on code prompts or random ones, as a table and JSON."""
+"""`trtspec bench decode | acceptance`: the measurements of trtspec.bench as tables, JSON and PNG."""
 
 from __future__ import annotations
 
@@ -12,34 +12,130 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trtspec.bench import bench_decode
+from trtspec.bench import bench_acceptance, bench_decode, profile_decode
+from trtspec.bench.plot import plot_acceptance, plot_profile
+from trtspec.bench.profile import PHASES
 from trtspec.config.model import ModelConfig
-from trtspec.errors import RequestError
+from trtspec.errors import ConfigError, RequestError
+from trtspec.sampling_params import SamplingParams
 from trtspec.text import Tokenizer
 from trtspec.train.data import standard_library
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Batch shape, prompts, output."""
+    """Of `bench decode`: batch shape, prompts, output."""
     parser.add_argument("--batch", type=int, default=1, help="requests decoded together")
     parser.add_argument("--input-len", type=int, default=128, help="tokens per prompt")
     parser.add_argument("--output-len", type=int, default=128, help="tokens generated per prompt")
     parser.add_argument("--repeats", type=int, default=3, help="measured repeats, after one that warms up")
-    parser.add_argument("--prompts", help="a text file or folder of .py files to cut prompts from")
+    parser.add_argument("--profile", action="store_true", help="where a step's time goes, instead of tokens per second")
+    _add_prompts_and_outputs(parser)
+
+
+def add_acceptance_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `bench acceptance`."""
+    parser.add_argument("--num-prompts", type=int, default=40, dest="batch", help="prompts to generate for")
+    parser.add_argument("--input-len", type=int, default=64, help="tokens per prompt")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens generated per prompt")
+    parser.add_argument("--max-k", type=int, default=8, help="K = 1 up to this")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
+    parser.add_argument("--seed", type=int, default=0, help="of sampled requests")
+    _add_prompts_and_outputs(parser)
+
+
+def _add_prompts_and_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompts", help='a .jsonl file of {"prompt": ...} or a text file or folder of .py files to cut prompts from'
+    )
     parser.add_argument("--random-prompts", action="store_true", help="random token ids instead of text")
     parser.add_argument("--json", help="write the result to this file")
+    parser.add_argument("--png", help="draw the result to this file")
+
+
+def run_acceptance(namespace: argparse.Namespace) -> int:
+    """Acceptance by K: table, JSON, PNG."""
+    from trtspec.cli.main import engine_options
+
+    _check_positive(namespace, "batch", "input_len", "output_len", "max_k")
+    if namespace.speculative_config is None:
+        raise ConfigError("bench acceptance measures speculation; give --spec-method, --spec-model or --spec")
+    prompts = make_prompts(namespace)
+    params = SamplingParams(
+        temperature=namespace.temperature,
+        seed=None if namespace.temperature == 0 else namespace.seed,
+        max_tokens=namespace.output_len,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    with Console(stderr=True).status("") as status:
+        result = bench_acceptance(
+            namespace.model,
+            namespace.speculative_config,
+            prompts,
+            params,
+            range(1, namespace.max_k + 1),
+            progress=status.update,
+            **engine_options(namespace),
+        )
+    table = Table(title=f"{len(prompts)} prompts, output equals plain: {'yes' if result['lossless'] else 'NO'}")
+    for heading in ("K", "acceptance length", "kept at position 1..K"):
+        table.add_column(heading, justify="right" if heading != "kept at position 1..K" else "left")
+    for row in result["by_k"]:
+        kept = shares(row["acceptance_per_position"])
+        table.add_row(str(row["k"]), f"{row['acceptance_length']:.3f}", kept)
+    Console().print(table)
+    if namespace.png:
+        plot_acceptance(result, namespace.png)
+    _write_json(namespace, result)
+    return 0
+
+
+def run_profile(namespace: argparse.Namespace, prompts: list[list[int]], options: dict[str, Any]) -> int:
+    """Time per phase of a step, with speculation and without."""
+    modes = {"plain": None}
+    if namespace.speculative_config is not None:
+        modes["speculative"] = namespace.speculative_config
+    results = {
+        name: profile_decode(namespace.model, config, prompts, namespace.output_len, **options)
+        for name, config in modes.items()
+    }
+    table = Table(title="µs per step, medians")
+    for heading in ("", *PHASES, "total", "tokens per step"):
+        table.add_column(heading, justify="right")
+    for name, result in results.items():
+        figures = [f"{result['us_per_step'][phase]:.0f}" for phase in (*PHASES, "total")]
+        table.add_row(name, *figures, f"{result['acceptance_length']:.2f}")
+    Console().print(table)
+    if namespace.png:
+        plot_profile(results, namespace.png)
+    _write_json(namespace, results)
+    return 0
+
+
+def _check_positive(namespace: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(namespace, name) < 1:
+            shown = "num-prompts" if name == "batch" and "max_k" in namespace else name.replace("_", "-")
+            raise RequestError(f"--{shown} = {getattr(namespace, name)} must be at least 1")
+
+
+def _write_json(namespace: argparse.Namespace, result: dict[str, Any]) -> None:
+    if namespace.json:
+        Path(namespace.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Measure, print a table, write the JSON file."""
     from trtspec.cli.main import engine_options
 
-    for name in ("batch", "input_len", "output_len", "repeats"):
-        if getattr(namespace, name) < 1:
-            raise RequestError(f"--{name.replace('_', '-')} = {getattr(namespace, name)} must be at least 1")
+    _check_positive(namespace, "batch", "input_len", "output_len", "repeats")
     prompts = make_prompts(namespace)
     console = Console(stderr=True)
     options = {"max_batch_size": namespace.batch, **engine_options(namespace)}
+    if namespace.profile:
+        return run_profile(namespace, prompts, options)
+    if namespace.png:
+        raise RequestError("--png draws --profile; give both, or neither")
     with console.status("") as status:
         result = bench_decode(
             namespace.model,
@@ -51,8 +147,7 @@ def run(namespace: argparse.Namespace) -> int:
             **options,
         )
     print_table(result, Console())
-    if namespace.json:
-        Path(namespace.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    _write_json(namespace, result)
     return 0
 
 
@@ -64,6 +159,8 @@ def make_prompts(namespace: argparse.Namespace) -> list[list[int]]:
     tokenizer = Tokenizer.from_folder(namespace.tokenizer or namespace.model)
     if tokenizer is None:
         raise RequestError("this model folder has no tokenizer.json; use --random-prompts or --tokenizer FOLDER")
+    if namespace.prompts and namespace.prompts.endswith(".jsonl"):
+        return [tokenizer.encode(text) for text in read_jsonl(Path(namespace.prompts))][: namespace.batch]
     texts = read_texts(namespace.prompts)
     random.Random(0).shuffle(texts)
     prompts: list[list[int]] = []
@@ -77,6 +174,17 @@ def make_prompts(namespace: argparse.Namespace) -> list[list[int]]:
         f"only {len(prompts)} texts of {namespace.input_len} tokens for --batch {namespace.batch}; "
         "lower --input-len or --batch, or give --prompts"
     )
+
+
+def read_jsonl(path: Path) -> list[str]:
+    """The "prompt" of every line, whole: --input-len does not cut it."""
+    try:
+        prompts = [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RequestError(f'{path}: every line must be a JSON object with a "prompt" ({error!r})') from error
+    if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        raise RequestError(f"{path}: every prompt must be a text, and there must be one")
+    return prompts
 
 
 def read_texts(source: str | None) -> list[str]:

@@ -87,12 +87,12 @@ def stream_coloured(llm: LLM, prompt: Prompt, params: SamplingParams, console: C
     assert llm.tokenizer is not None
     detokenizer = IncrementalDetokenizer(llm.tokenizer, params.skip_special_tokens)
     ids: list[int] = []
-    for emission in llm.stream(prompt, params):
+    for delta in llm.stream(prompt, params):
         line = Text()
-        for position, token in enumerate(emission.tokens):
-            line.append(detokenizer.push((token,)), "green" if position < emission.num_drafts else "")
+        for position, token in enumerate(delta.token_ids):
+            line.append(detokenizer.push((token,)), "green" if position < delta.num_accepted_drafts else "")
         console.print(line, end="", soft_wrap=True, highlight=False)
-        ids += emission.tokens
+        ids += delta.token_ids
     console.print(detokenizer.flush(), soft_wrap=True, highlight=False)
     return ids
 

@@ -1,4 +1,4 @@
-"""`trtspec generate | bench decode | info`: arguments in, exit status out."""
+"""`trtspec generate | bench decode | info | train eagle3`: arguments in, exit status out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trtspec.cli import bench, generate, info
+from trtspec.cli import bench, generate, info, train
 from trtspec.errors import ConfigError, TrtSpecError
 
 
@@ -28,10 +28,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_engine_options(command)
     bench.add_arguments(command)
     command.set_defaults(run=bench.run)
+    command = group.add_parser("acceptance", help="acceptance length and acceptance per position for K = 1, 2, ...")
+    add_engine_options(command)
+    bench.add_acceptance_arguments(command)
+    command.set_defaults(run=bench.run_acceptance)
 
     command = commands.add_parser("info", help="what a model folder is, which speculation it supports, memory it needs")
     info.add_arguments(command)
     command.set_defaults(run=info.run)
+
+    group = commands.add_parser("train", help="make drafts").add_subparsers(dest="what", required=True, metavar="WHAT")
+    command = group.add_parser("eagle3", help="an EAGLE3 head for a target; a run that was stopped goes on")
+    train.add_arguments(command)
+    command.set_defaults(run=train.run)
 
     namespace = parser.parse_args(arguments)
     try:

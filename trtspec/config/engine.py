@@ -17,10 +17,11 @@ class EngineConfig:
     dtype: "auto" = the checkpoint's. max_batch_size: requests in one step. max_num_tokens: rows of one step of the
     target. max_seq_len: tokens of a sequence, None = the checkpoint's. kv_cache_memory: bytes for all KV layers, target
     and draft; num_kv_blocks: the same in blocks; both None = enough for max_batch_size full sequences, at most a
-    quarter of the free memory. block_size: tokens per KV block. seed: of requests that bring none. generation_config:
-    "auto" = unset sampling fields come from the checkpoint's generation_config.json, "off" = they do not.
-    force_num_accepted_tokens: drafts counted as accepted per step whatever they are (lossy, for benchmarks); None = the
-    environment's TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, where 0 means off.
+    quarter of the free memory. block_size: tokens per KV block. enable_prefix_caching: a prompt that begins like an
+    earlier request takes over its KV blocks, as far as they are still there. seed: of requests that bring none.
+    generation_config: "auto" = unset sampling fields come from the checkpoint's generation_config.json, "off" = they do
+    not. force_num_accepted_tokens: drafts counted as accepted per step whatever they are (lossy, for benchmarks; no
+    prefix caching then); None = the environment's TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, where 0 means off.
     """
 
     dtype: str = "auto"
@@ -32,6 +33,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     num_kv_blocks: int | None = None
     block_size: int = 16
+    enable_prefix_caching: bool = True
     seed: int = 0
     generation_config: str = "auto"
     force_num_accepted_tokens: int | None = None

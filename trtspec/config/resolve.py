@@ -39,6 +39,9 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
     "capture_layers": ("eagle3", "extract_hidden_states"),
+    "output_directory": ("extract_hidden_states",),
+    "write_interval": ("extract_hidden_states",),
+    "file_prefix": ("extract_hidden_states",),
     "drafter": ("custom_class",),
     "vanilla": ("mtp",),
 }
@@ -116,8 +119,11 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
         prompt_lookup_latest=config.prompt_lookup_latest,
         speculative_token_tree=_tree(config, k),
         draft_sample_method=config.draft_sample_method,
-        capture_layers=_capture_layers(config, method, target),
+        capture_layers=_capture_layers(config, method, target, draft),
         drafter=config.drafter,
+        output_directory=config.output_directory,
+        write_interval=config.write_interval,
+        file_prefix=config.file_prefix,
         disable_by_batch_size=config.disable_by_batch_size,
         draft_len_schedule=None if config.draft_len_schedule is None else tuple(config.draft_len_schedule.items()),
         num_speculative_tokens_per_batch_size=config.num_speculative_tokens_per_batch_size,
@@ -291,15 +297,22 @@ def _tree(config: SpeculativeConfig, k: int) -> tuple[tuple[int, ...], ...]:
     return tree
 
 
-def _capture_layers(config: SpeculativeConfig, method: str, target: TargetInfo) -> tuple[int, ...]:
+def _capture_layers(
+    config: SpeculativeConfig, method: str, target: TargetInfo, draft: DraftInfo | None
+) -> tuple[int, ...]:
+    """The user's, else the draft checkpoint's, else EAGLE3's default."""
     if method not in _ONLY_FOR["capture_layers"]:
         return ()
     layers = config.capture_layers
+    if layers is None and draft is not None:
+        layers = draft.capture_layers
     if layers is None:
         return default_capture_layers(target.num_hidden_layers)
     if any(i >= target.num_hidden_layers for i in layers):
+        whose = "" if config.capture_layers is not None else f" of the draft model={config.model!r}"
         raise ConfigError(
-            f"capture_layers={layers} reaches past the target's {target.num_hidden_layers} layers; use ids in "
+            f"capture_layers={layers}{whose} reaches past the target's {target.num_hidden_layers} layers; use "
+            f"{'ids in' if not whose else 'the head trained for this target, or set capture_layers to ids in'} "
             f"[-1, {target.num_hidden_layers - 1}]"
         )
     return layers

@@ -35,6 +35,7 @@ class DraftInfo:
     vocab_size: int
     max_model_len: int
     n_predict: int | None = None
+    capture_layers: tuple[int, ...] | None = None  # "after layer i", where the checkpoint says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,10 @@ class ResolvedSpeculation:
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
     capture_layers: tuple[int, ...]  # "after layer i"; empty where nothing is captured
     drafter: Any
+    # SAVE_HIDDEN_STATES: folder, finished requests per file, how file names begin
+    output_directory: str | None
+    write_interval: int
+    file_prefix: str
     # inputs of draft_len_for_batch
     disable_by_batch_size: int | None
     draft_len_schedule: tuple[tuple[int, int], ...] | None

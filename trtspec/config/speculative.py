@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -49,6 +50,12 @@ def _method(name: str) -> str:
 def _tree(text: str) -> str:
     parse_tree(text)
     return text
+
+
+def _file_prefix(prefix: str) -> str:
+    if not re.fullmatch(r"[\w.+-]+", prefix):
+        raise ConfigError(f"file_prefix={prefix!r}: use letters, digits, and any of ._+-")
+    return prefix
 
 
 def _schedule(schedule: dict[int, int]) -> dict[int, int]:
@@ -138,6 +145,10 @@ class SpeculativeConfig(StrictConfig):
 
     # EAGLE3 and hidden-state capture: "after layer i", -1 after the final norm (TensorRT-LLM's ids; vLLM's: one higher)
     capture_layers: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], BeforeValidator(list_to_tuple)] | None = None
+    # extract_hidden_states: where the target's hidden states of finished requests go (engine/hidden_states.py)
+    output_directory: str | None = Field(default=None, description="folder of the shards; may hold earlier ones")
+    write_interval: Count = Field(default=20, description="finished requests per file")
+    file_prefix: Annotated[str, AfterValidator(_file_prefix)] = Field(default="data", description="of file names")
     # custom_class: "module:Class", a class, or an instance
     drafter: Any = None
 
@@ -168,6 +179,8 @@ class SpeculativeConfig(StrictConfig):
             raise ConfigError(f"synthetic_acceptance_rates={rates} increase; each must be at most the one before")
         if self.method == "custom_class" and self.drafter is None:
             raise ConfigError("drafter=None with method='custom_class'; set drafter='module:Class' or an object")
+        if self.method == "extract_hidden_states" and self.output_directory is None:
+            raise ConfigError("output_directory=None with method='extract_hidden_states'; set it to a folder")
         if self.num_speculative_tokens is not None:
             check_against_k(self, self.num_speculative_tokens)
         return self

@@ -225,14 +225,26 @@ class AutoDecodingConfig(DecodingBaseConfig):
 
 
 class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
-    """Writes the target's hidden states to files, to train drafts on. Known, not built."""
+    """Writes the target's hidden states to files, to train drafts on; drafts nothing, whatever max_draft_len says.
+
+    Layer ids mean "after layer i", -1 after the last norm, as everywhere in trtspec. Unset: EAGLE3's three.
+    """
 
     decoding_type: ClassVar[str] = "SaveState"
+    method: ClassVar[str] = "extract_hidden_states"
 
     output_directory: str
     write_interval: int = Field(default=20, ge=1, description="requests per file")
     file_prefix: str = "data"
     eagle3_layers_to_capture: Layers | None = None
+
+    def _own_fields(self) -> dict[str, Any]:
+        return {
+            "output_directory": self.output_directory,
+            "write_interval": self.write_interval,
+            "file_prefix": self.file_prefix,
+            "capture_layers": self.eagle3_layers_to_capture,
+        }
 
 
 class MedusaDecodingConfig(DecodingBaseConfig):

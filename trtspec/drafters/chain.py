@@ -1,15 +1,39 @@
-"""THE autoregressive draft loop: a draft model guesses K tokens, one forward pass each, for all requests at once."""
+"""THE autoregressive draft loop, and the drafter that runs a smaller model through it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from trtspec.core import AttnMetadata, DraftRequest, Executable, Proposal, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.drafters.base import DraftResources
+
+
+@dataclass(frozen=True)
+class ChainState:
+    """Between two passes of a chain: the drafts just made, and where their own pass would run."""
+
+    tokens: Tensor  # [B] int64
+    attn: AttnMetadata  # one row per request: that of `tokens`
+    sampling: SamplingTensors  # of B rows: how the token after `tokens` is drawn
+    hidden: Tensor | None = None  # [B, H], what a head reads beside them
+
+
+Forward = Callable[[int, ChainState], tuple[Tensor, Tensor | None]]
+"""Pass number (1..K-1) and the state it starts from -> the next drafts [B] and their hidden states."""
+
+
+def draft_chain(state: ChainState, num_tokens: int, forward: Forward) -> Tensor:
+    """K drafts per request, [B, K] int64: state.tokens, then one pass of one row per request for each further one."""
+    drafts = [state.tokens]
+    for step in range(1, num_tokens):
+        tokens, hidden = forward(step, state)
+        state = ChainState(tokens, state.attn.advance(), state.sampling.advance(), hidden)
+        drafts.append(tokens)
+    return torch.stack(drafts, dim=1)
 
 
 class ChainDrafter:
@@ -37,19 +61,16 @@ class ChainDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """See core.Drafter."""
-        K = max(request.max_draft_len for request in requests)
-        drafts = torch.empty(len(requests), K, dtype=torch.int64)
-        drafts[:, 0] = self._first_drafts(requests)
-        if K > 1:
-            # A request that wants fewer than K runs along: what it writes past its blocks lands in scratch.
-            inputs = self._next_token_inputs(requests)
-            for step in range(1, K):
-                drafts[:, step] = self.model.run(replace(inputs, input_ids=drafts[:, step - 1])).tokens
-                inputs = replace(
-                    inputs,
-                    attn=inputs.attn.advance(),
-                    spec=replace(inputs.spec, sampling=inputs.spec.sampling.advance()),
-                )
+        # One row per request, one position past its known tokens. A request that wants fewer than K runs along: what
+        # it writes past its blocks lands in scratch.
+        inputs = self._inputs(requests, [1] * len(requests), [len(request.tokens) + 1 for request in requests])
+        start = ChainState(self._first_drafts(requests), inputs.attn, inputs.spec.sampling)
+
+        def forward(step: int, state: ChainState) -> tuple[Tensor, None]:
+            spec = replace(inputs.spec, sampling=state.sampling)
+            return self.model.run(StepInputs(state.tokens, state.attn, spec)).tokens, None
+
+        drafts = draft_chain(start, max(request.max_draft_len for request in requests), forward)
         draft_lens = torch.tensor([request.max_draft_len for request in requests], dtype=torch.int32)
         known = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int32)
         return Proposal(drafts, draft_lens, draft_kv_lens=known + draft_lens - 1)  # the last draft was never fed back
@@ -70,10 +91,6 @@ class ChainDrafter:
             # A piece that ends before its request does draws too, and is overwritten by the request's last piece.
             first[[b for b, _, _ in pieces]] = self.model.run(replace(inputs, input_ids=torch.tensor(ids))).tokens
         return first
-
-    def _next_token_inputs(self, requests: Sequence[DraftRequest]) -> StepInputs:
-        """One row per request, one position past its known tokens."""
-        return self._inputs(requests, [1] * len(requests), [len(request.tokens) + 1 for request in requests])
 
     def _inputs(self, requests: Sequence[DraftRequest], q_lens: list[int], kv_lens: list[int]) -> StepInputs:
         """Rows up to kv_lens[b], drawing token kv_lens[b] of each request; input ids are left to the caller."""

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from trtspec.backends.eager import EagerExecutable
+from trtspec.config.eagle import EAGLE3_ARCHITECTURES, Eagle3Facts
 from trtspec.config.engine import EngineConfig
 from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
@@ -21,6 +22,7 @@ from trtspec.core import Drafter, Executable
 from trtspec.drafters.base import BuildableDrafter
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.core import EngineCore
+from trtspec.engine.hidden_states import HiddenStateCollector, ShardWriter
 from trtspec.engine.propose import Proposer
 from trtspec.engine.scheduler import Scheduler
 from trtspec.engine.stats import TimedExecutable
@@ -28,13 +30,17 @@ from trtspec.engine.step import StepLoop
 from trtspec.errors import CapacityError, ConfigError
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.pool import allocate_layers
-from trtspec.models.specs import decoder_spec
+from trtspec.kv.reuse import PrefixReuse
+from trtspec.models.hidden_shards import ShardFacts
+from trtspec.models.specs import DecoderSpec, dense_spec
 from trtspec.models.weights import DTYPES, load_decoder
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.ops import load_plugins
 from trtspec.text import Tokenizer
 from trtspec.verify.strict import get_force_num_accepted_tokens
-from trtspec.workers.step import DecodeStep
+from trtspec.workers.base import BuildableWorker
+from trtspec.workers.capture import CaptureStep
+from trtspec.workers.step import DecodeStep, OneEngineStep
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +50,8 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Assembly:
-    """Everything about to become an engine; also what a drafter is built from (drafters.base.DraftResources)."""
+    """Everything about to become an engine; also what a drafter (drafters.base.DraftResources) or a worker
+    (workers.base.WorkerResources) is built from."""
 
     config: EngineConfig
     target: ModelConfig
@@ -60,6 +67,10 @@ class Assembly:
         return self.resolved
 
     @property
+    def mode(self) -> SpeculativeDecodingMode:
+        return SpeculativeDecodingMode.NONE if self.resolved is None else self.resolved.mode
+
+    @property
     def max_num_tokens(self) -> int:
         return self.config.max_num_tokens
 
@@ -67,18 +78,30 @@ class Assembly:
         """What the model computes in."""
         return DTYPES[model.dtype if self.config.dtype == "auto" else self.config.dtype]
 
-    def executable(self, model: ModelConfig, role: str) -> Executable:
-        """The checkpoint on the configured backend, with its own KV layers."""
-        decoder = load_decoder(model, self.dtype(model), role, self.max_seq_len)
-        kv = allocate_layers(decoder.spec, self.num_blocks, self.config.block_size, self.dtype(model))
-        executable = BACKENDS[self.config.backend](DecodeStep(decoder), kv)
-        self.executables.append(TimedExecutable(executable, decoder.weight_bytes_per_step))
-        return self.executables[-1]
+    def target_model(self) -> Executable:
+        """The target, with the mode's worker in its graph if it has one; its KV layers, then the worker's."""
+        decoder = load_decoder(self.target, self.dtype(self.target), "target", self.max_seq_len)
+        path = None if self.resolved is None else self.resolved.mode.traits.worker
+        if self.mode.is_save_hidden_states():
+            return self._executable(CaptureStep(decoder, self.speculation.capture_layers), decoder.spec)
+        if path is None:
+            return self._executable(DecodeStep(decoder), decoder.spec)
+        worker = cast("type[BuildableWorker]", _load(path)).from_resources(self, decoder)
+        return self._executable(OneEngineStep(decoder, worker), decoder.spec, worker.draft_layers)
 
     def draft_model(self) -> Executable:
         """See drafters.base.DraftResources."""
         assert self.draft is not None
-        return self.executable(self.draft, "draft")
+        decoder = load_decoder(self.draft, self.dtype(self.draft), "draft", self.max_seq_len)
+        return self._executable(DecodeStep(decoder), decoder.spec)
+
+    def _executable(self, step: DecodeStep | OneEngineStep, *layers: DecoderSpec) -> Executable:
+        """The step on the configured backend, with KV for `layers`."""
+        dtype = step.decoder.embedding.weight.dtype
+        kv = [pair for spec in layers for pair in allocate_layers(spec, self.num_blocks, self.config.block_size, dtype)]
+        executable = BACKENDS[self.config.backend](step, kv)
+        self.executables.append(TimedExecutable(executable, step.weight_bytes_per_step))
+        return self.executables[-1]
 
 
 def assemble_engine(
@@ -95,35 +118,38 @@ def assemble_engine(
     if max_seq_len > target.max_seq_len:
         raise ConfigError(f"max_seq_len = {max_seq_len} exceeds the checkpoint's {target.max_seq_len}; lower it")
     draft, resolved = resolve_speculation(speculative, target, max_seq_len, config)
-    K = resolved.num_speculative_tokens if resolved is not None else 0
+    assembly = Assembly(config, target, draft, resolved, max_seq_len)
+    mode = assembly.mode
+    drafting = None if mode.is_save_hidden_states() else resolved
+    K = drafting.num_speculative_tokens if drafting is not None else 0
     if config.max_num_tokens < config.max_batch_size * (K + 1):
         raise ConfigError(
             f"max_num_tokens = {config.max_num_tokens} cannot hold {K + 1} rows for each of max_batch_size = "
             f"{config.max_batch_size} requests; raise it to {config.max_batch_size * (K + 1)} or lower max_batch_size"
         )
-    assembly = Assembly(config, target, draft, resolved, max_seq_len)
     assembly.num_blocks = plan_kv_blocks(assembly)
+    collector = hidden_state_collector(assembly)  # complains before anything is loaded
 
     progress(f"loading {target.path}")
-    executable = assembly.executable(target, "target")
+    executable = assembly.target_model()
     if draft is not None:
         progress(f"loading {draft.path}")
     drafter = build_drafter(assembly)
-    scheduler = Scheduler(
-        BlockAllocator(assembly.num_blocks, config.block_size), config.max_batch_size, config.max_num_tokens, K
-    )
     forced = config.force_num_accepted_tokens
     if forced is None:
         forced = get_force_num_accepted_tokens() or -1
     if forced >= 0:
         logger.warning("acceptance is forced to %d drafts a step: the output is NOT the model's (lossy)", forced)
-    mode = resolved.mode if resolved is not None else SpeculativeDecodingMode.NONE
+    allocator = BlockAllocator(assembly.num_blocks, config.block_size)
+    reuse = prefix_reuse(allocator, mode) if config.enable_prefix_caching and forced < 0 else None
+    scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, K, reuse)
     loop = StepLoop(
         scheduler,
         BatchAssembler(mode, K, forced),
         executable,
-        Proposer(drafter, resolved, target.vocab_size),
+        Proposer(drafter, drafting, target.vocab_size),
         target.vocab_size,
+        collector,
     )
     return EngineCore(
         loop,
@@ -133,6 +159,27 @@ def assemble_engine(
         config.seed,
         use_generation_config=config.generation_config == "auto",
         executables=assembly.executables,
+    )
+
+
+def hidden_state_collector(assembly: Assembly) -> HiddenStateCollector | None:
+    """For SAVE_HIDDEN_STATES; its folder is claimed here. ConfigError where it cannot be used."""
+    if not assembly.mode.is_save_hidden_states():
+        return None
+    speculation, target = assembly.speculation, assembly.target
+    assert speculation.output_directory is not None
+    dtype = str(assembly.dtype(target)).removeprefix("torch.")
+    facts = ShardFacts(speculation.capture_layers, target.hidden_size, dtype)
+    folder = Path(speculation.output_directory)
+    return HiddenStateCollector(ShardWriter(folder, speculation.file_prefix, speculation.write_interval, facts))
+
+
+def prefix_reuse(allocator: BlockAllocator, mode: SpeculativeDecodingMode) -> PrefixReuse:
+    """Draft layers fused into the target's graph, and EAGLE-like drafts beside it, read the token after their own."""
+    return PrefixReuse(
+        allocator,
+        keeps_draft_kv=mode.use_one_engine() or mode.has_draft_model(),
+        shifted=mode.use_one_engine() or mode.needs_kv_cache_recompute(),
     )
 
 
@@ -157,13 +204,23 @@ def resolve_speculation(
         ),
         None
         if draft is None
-        else DraftInfo(model_type=draft.model_type, vocab_size=draft.vocab_size, max_model_len=draft.max_seq_len),
+        else DraftInfo(
+            model_type=draft.model_type,
+            vocab_size=draft.vocab_size,
+            max_model_len=draft.max_seq_len,
+            capture_layers=Eagle3Facts.of(draft).capture_layers if _is_eagle3(speculative, draft) else None,
+        ),
     )
-    if not resolved.mode.has_draft_model():
+    if not (resolved.mode.has_draft_model() or resolved.mode.need_load_draft_weights()):
         draft = None
     elif draft is None:
         draft = ModelConfig.from_folder(speculative.model or "", "draft")  # says what is wrong with the folder
     return draft, resolved
+
+
+def _is_eagle3(speculative: SpeculativeConfig, draft: ModelConfig) -> bool:
+    """Also where the method is left to be guessed from the folder's name."""
+    return speculative.method == "eagle3" or draft.architecture in EAGLE3_ARCHITECTURES
 
 
 def build_drafter(assembly: Assembly) -> Drafter | None:
@@ -210,8 +267,12 @@ def plan_kv_blocks(assembly: Assembly) -> int:
 
 def kv_bytes_per_token(assembly: Assembly) -> int:
     """Bytes of K and V that one token takes in all layers of target and draft."""
-    models = [model for model in (assembly.target, assembly.draft) if model is not None]
-    return sum(decoder_spec(model).kv_elements_per_token * assembly.dtype(model).itemsize for model in models)
+    dtype, draft = assembly.dtype(assembly.target), assembly.draft
+    size = dense_spec(assembly.target).kv_elements_per_token * dtype.itemsize
+    if draft is None:
+        return size
+    fused = assembly.speculation.mode.use_one_engine()  # draft layers compute in the target's dtype
+    return size + dense_spec(draft).kv_elements_per_token * (dtype if fused else assembly.dtype(draft)).itemsize
 
 
 def free_memory() -> int:
@@ -225,4 +286,4 @@ def _load(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f'drafter {path!r} cannot be loaded ({error}); give "package.module:Class"') from error
+        raise ConfigError(f'{path!r} cannot be loaded ({error}); give "package.module:Class"') from error

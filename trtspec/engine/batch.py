@@ -19,8 +19,8 @@ class BatchAssembler:
     max_draft_len: int
     forced_accept: int
 
-    def __call__(self, batch: Batch) -> StepInputs:
-        """Pack the rows. T rows in request order; see core.SpecMetadata for the logits rows."""
+    def __call__(self, batch: Batch, next_draft_len: int = 0) -> StepInputs:
+        """Pack the rows. T rows in request order; see core.SpecMetadata for the logits rows and next_draft_len."""
         generations = [row for row in batch if not row.is_context]
         K = max((row.draft_len for row in batch), default=0)
 
@@ -45,7 +45,6 @@ class BatchAssembler:
             spec_dec_mode=self.mode,
             max_draft_len=self.max_draft_len,
             request_ids=tuple(row.request.request_id for row in batch),
-            num_generations=len(generations),
             seq_lens=attn.cu_q_lens[1:] - attn.cu_q_lens[:-1],
             gather_ids=torch.tensor(gather_ids),
             draft_tokens=torch.tensor(drafts, dtype=torch.int64).view(len(generations), K),
@@ -55,6 +54,7 @@ class BatchAssembler:
                 [-1 if row.is_context else self.forced_accept for row in batch], dtype=torch.int32
             ),
             sampling=SamplingTensors.of(owners, draws),
+            next_draft_len=next_draft_len,
         )
         return StepInputs(torch.tensor(input_ids), attn, spec)
 

@@ -16,7 +16,7 @@ from trtspec.text import TextStream, Tokenizer
 
 
 class EngineCore:
-    """Owns the loop. Not thread-safe: one caller adds requests and steps."""
+    """Owns the loop. Not thread-safe: one caller adds requests and steps (see EngineThread)."""
 
     def __init__(
         self,
@@ -43,6 +43,13 @@ class EngineCore:
 
     def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
         """Queue one prompt; returns its n samples. RequestError or CapacityError, nothing queued, if it cannot run."""
+        samples = self.make_request(prompt_ids, params)
+        self.queue(samples)
+        return samples
+
+    def make_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
+        """Check one prompt and number its n samples; errors as add_request. May run beside a step, as all it changes
+        is the next id."""
         prompt = list(prompt_ids)
         limit = self._length_limit(prompt, params)
         stop_ids = frozenset(params.stop_token_ids)
@@ -68,13 +75,17 @@ class EngineCore:
                     stop_token_ids=stop_ids,
                     include_stop=params.include_stop_str_in_output,
                     text=self._text_stream(params),
+                    reuses_prefix=self.loop.collector is None,
                 )
             )
         self._next_id += params.n
+        return samples
+
+    def queue(self, samples: list[Request]) -> None:
+        """The samples of one prompt, as made by make_request, run from the next step on."""
         self._requests.update((sample.request_id, sample) for sample in samples)
         self.loop.scheduler.add(samples[0], samples[1:])
-        self.stats.prompt_tokens += len(prompt)
-        return samples
+        self.stats.prompt_tokens += samples[0].prompt_len
 
     def step(self) -> list[Emission]:
         """One round of the loop; which samples got which tokens. Finished samples are no longer the engine's."""
@@ -83,25 +94,50 @@ class EngineCore:
         self.stats.steps += 1
         self.stats.step_time += time.perf_counter() - start
         self.stats.preemptions = self.loop.scheduler.num_preemptions
+        self.stats.prefix_query_tokens = self.loop.scheduler.prefix_query_tokens
+        self.stats.prefix_hit_tokens = self.loop.scheduler.prefix_hit_tokens
         self.stats.drafter_failures = self.loop.proposer.num_failures
+        self.stats.stale_drafts = self.loop.proposer.num_stale
         self.stats.launch_time = sum(executable.seconds for executable in self.executables)
         self.stats.output_tokens += sum(len(emission.tokens) for emission in emissions)
         for emission in emissions:
             if emission.request.finished:
                 self._count(emission.request)
+        self._count_saved()
         if not self.has_work:
             self.check()
         return emissions
 
-    def abort(self, request_id: int) -> None:
-        """End one sample now; its blocks are free at once. Unknown or finished ids are ignored."""
+    def flush(self) -> None:
+        """Write what waits to be written (hidden states). EngineError where that cannot be done."""
+        if self.loop.collector is not None:
+            try:
+                self.loop.collector.flush()
+            finally:
+                self._count_saved()
+
+    def close(self) -> None:
+        """The engine's end: as flush, and no more afterwards."""
+        if self.loop.collector is not None:
+            self.loop.collector.close()
+
+    def abort(self, request_id: int, error: Exception | None = None) -> Emission | None:
+        """End one sample now, on its caller's wish or with an error; its blocks are free at once.
+
+        Returns what it still had to show. Unknown or finished ids are ignored (None).
+        """
         request = self._requests.get(request_id)
         if request is None or request.finished:
-            return
-        request.abort()
+            return None
+        shown, context = len(request.shown_text), request.is_context
+        if error is None:
+            request.abort()
+        else:
+            request.fail(error)
         if not self.loop.scheduler.drop_sibling(request):
             self.loop.remove(request)
         self._count(request)
+        return Emission(request, [], request.shown_text[shown:], 0, 0, context)
 
     @property
     def has_work(self) -> bool:
@@ -113,6 +149,12 @@ class EngineCore:
             self.loop.scheduler.allocator.check(self.loop.scheduler.live())
         except AssertionError as error:
             raise EngineError(f"KV cache accounting failed: {error}; please report this") from error
+
+    def _count_saved(self) -> None:
+        if self.loop.collector is not None:
+            writer = self.loop.collector.writer
+            self.stats.saved_requests, self.stats.unsaved_requests = writer.num_saved, writer.num_lost
+            self.stats.save_error = writer.error
 
     def _count(self, request: Request) -> None:
         del self._requests[request.request_id]

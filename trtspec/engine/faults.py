@@ -6,16 +6,18 @@ That is sound because a launch commits nothing: it only writes KV rows past what
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
-from trtspec.core import Verdict
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch
 
+Outputs = TypeVar("Outputs")
+
 
 def launch_isolated(
-    batch: Batch, launch: Callable[[Batch], Verdict]
-) -> tuple[list[tuple[Batch, Verdict]], list[tuple[Request, Exception]]]:
-    """Verdicts of the (part) batches that ran, and the requests that cannot run, each with its exception."""
+    batch: Batch, launch: Callable[[Batch], Outputs]
+) -> tuple[list[tuple[Batch, Outputs]], list[tuple[Request, Exception]]]:
+    """Outputs of the (part) batches that ran, and the requests that cannot run, each with its exception."""
     try:
         return [(batch, launch(batch))], []
     except Exception as error:

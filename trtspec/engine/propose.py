@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trtspec.config.resolved import ResolvedSpeculation, draft_len_for_batch
 from trtspec.core import Drafter, DraftRequest, Proposal
@@ -15,21 +15,34 @@ logger = logging.getLogger(__name__)
 
 
 class Proposer:
-    """Hands out drafts for the next step. Without a drafter it does nothing: plain decoding."""
+    """Hands out drafts for the next step: those the launch made, or the drafter's. Without either: plain decoding."""
 
     def __init__(self, drafter: Drafter | None, speculation: ResolvedSpeculation | None, vocab_size: int) -> None:
         self.drafter = drafter
         self.speculation = speculation
         self.vocab_size = vocab_size
         self.num_failures = 0
+        self.num_stale = 0  # drafts dropped because draft KV has a gap: the hidden states for it are gone
 
-    def propose(self, requests: Sequence[Request], scheduler: Scheduler) -> None:
-        """Fill `drafts` of the requests that may speculate in the next step."""
-        if self.drafter is None or self.speculation is None or not requests:
+    def draft_len(self, scheduler: Scheduler) -> int:
+        """K of the next step, as the number of running requests has it."""
+        return 0 if self.speculation is None else draft_len_for_batch(self.speculation, len(scheduler.running))
+
+    def propose(self, requests: Sequence[Request], scheduler: Scheduler, made: Mapping[int, list[int]]) -> None:
+        """Fill `drafts` of the requests that may speculate in the next step. `made`: the launch's, by request id."""
+        if self.speculation is None or not requests:
             return
-        K = draft_len_for_batch(self.speculation, len(scheduler.running))
-        asked = [(request, self._draft_len(request, K, scheduler)) for request in requests]
-        self._ask([(request, length) for request, length in asked if length > 0])
+        K = self.draft_len(scheduler)
+        wanted = [(request, self._draft_len(request, K, scheduler)) for request in requests]
+        wanted = [(request, length) for request, length in wanted if length > 0]
+        if self.drafter is not None:
+            self._ask(wanted)
+            return
+        for request, length in wanted:
+            if request.kv.draft_len < request.kv.committed:
+                self.num_stale += 1
+            else:
+                request.drafts = made[request.request_id][:length]
 
     def forget(self, request_id: int) -> None:
         """The request has ended."""

@@ -28,6 +28,7 @@ class Request:
     kv: SequenceKV = field(default_factory=SequenceKV)
     drafts: list[int] = field(default_factory=list)  # proposal for the next step
     speculates: bool = True  # False once its drafter failed it
+    reuses_prefix: bool = True  # False: every row is computed, because the caller wants what only computing gives
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: str | None = None
     stop_reason: int | str | None = None

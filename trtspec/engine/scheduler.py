@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from trtspec.engine.request import Request
 from trtspec.kv.blocks import BlockAllocator, SequenceKV
+from trtspec.kv.reuse import PrefixReuse
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,28 @@ class Scheduler:
     """First come, first served. The oldest get blocks first; if blocks run short the newest wait, recomputed later.
 
     `num_draft_tokens` is K: each request reserves room for the K tokens that drafting after the step may append.
+    `reuse`: how blocks are shared between requests, None = not at all.
     """
 
     def __init__(
-        self, allocator: BlockAllocator, max_batch_size: int, max_num_tokens: int, num_draft_tokens: int
+        self,
+        allocator: BlockAllocator,
+        max_batch_size: int,
+        max_num_tokens: int,
+        num_draft_tokens: int,
+        reuse: PrefixReuse | None = None,
     ) -> None:
         self.allocator = allocator
         self.max_batch_size = max_batch_size
         self.max_num_tokens = max_num_tokens
         self.num_draft_tokens = num_draft_tokens
+        self.reuse = reuse
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.siblings: dict[int, list[Request]] = {}  # leader's id -> samples that wait for its prefill
         self.num_preemptions = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
 
     def add(self, request: Request, siblings: list[Request]) -> None:
         """Queue a request; its siblings share its prompt's blocks once it has read the prompt in."""
@@ -85,11 +95,11 @@ class Scheduler:
             else:
                 generations.append(Scheduled(request, 1 + len(request.drafts), len(request.drafts), False))
         while self.waiting and len(self.running) < self.max_batch_size and room > 0:
-            request = self.waiting[0]
-            rows = min(request.num_uncomputed, room)
             if num_preemptions != self.num_preemptions:
                 break  # a request that was just preempted must not take the room it made
-            if not self._reserve(request, rows):
+            request = self.waiting[0]
+            rows = self._admit(request, room)
+            if rows == 0:
                 # It fits alone: if nobody runs, only blocks of waiting samples can be in its way.
                 if self.running or not self._drop_waiting_blocks():
                     break
@@ -100,18 +110,26 @@ class Scheduler:
         return (*contexts, *generations)
 
     def release_siblings(self, leader: Request) -> None:
-        """The leader has read its prompt in (or has ended): its siblings share its full blocks and queue up."""
+        """The leader has read its prompt in (or has ended): its siblings share its full blocks (unless they are to
+        compute every row) and queue up."""
         for sibling in reversed(self.siblings.pop(leader.request_id, [])):
-            sibling.kv = self.allocator.fork(leader.kv, leader.prompt_len - 1)  # one row is always computed
+            if sibling.reuses_prefix:
+                sibling.kv = self.allocator.fork(leader.kv, leader.prompt_len - 1)  # one row is always computed
             self.waiting.appendleft(sibling)
 
+    def publish(self) -> None:
+        """The step is over, draft KV is up to date: others may find what the running requests have computed."""
+        for request in self.running:
+            self._publish(request)
+
     def remove(self, request: Request) -> None:
-        """The request has ended: its blocks are free."""
+        """The request has ended: its blocks are free, or can be found and evicted."""
         self.release_siblings(request)
         if request in self.running:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+        self._publish(request)
         self.allocator.release(request.kv)
 
     def drop_sibling(self, request: Request) -> bool:
@@ -121,6 +139,28 @@ class Scheduler:
                 siblings.remove(request)
                 return True
         return False
+
+    def _publish(self, request: Request) -> None:
+        if self.reuse is not None:
+            self.reuse.publish(request.kv, request.tokens)
+
+    def _admit(self, request: Request, room: int) -> int:
+        """Take the published blocks a waiting request begins with, reserve the rest, return how many rows it runs now.
+
+        0, and nothing taken, if there are not enough blocks.
+        """
+        reuse = self.reuse if request.reuses_prefix and not request.kv.blocks else None
+        if reuse is not None:
+            reuse.find(request.kv, request.tokens)
+        rows = min(request.num_uncomputed, room)
+        if not self._reserve(request, rows):
+            if reuse is not None:
+                self.allocator.release(request.kv)
+            return 0
+        if reuse is not None:
+            self.prefix_query_tokens += len(request.tokens)
+            self.prefix_hit_tokens += request.kv.committed
+        return rows
 
     def _reserve(self, request: Request, rows: int) -> bool:
         most = request.length_limit  # nothing past it is ever written to a block
@@ -149,7 +189,8 @@ class Scheduler:
         return False
 
     def _preempt(self, request: Request) -> None:
-        """Free the request's blocks; its tokens stay, and their KV is computed again when it is its turn."""
+        """Free the request's blocks; its tokens stay, and what is evicted meanwhile is computed again at its turn."""
+        self._publish(request)
         self.allocator.release(request.kv)
         request.drafts = []
         self.running.remove(request)

@@ -40,7 +40,13 @@ class EngineStats:
     launch_time: float = 0.0  # inside Executable.run of target and draft
     preemptions: int = 0
     drafter_failures: int = 0  # calls that raised or answered nonsense
+    stale_drafts: int = 0  # proposals dropped because the draft layers had missed rows before them
     prompt_tokens: int = 0
+    prefix_query_tokens: int = 0  # looked up in the cache: prompts, and what a preempted request must read in again
+    prefix_hit_tokens: int = 0  # of those, found, so not computed
     output_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> samples
+    saved_requests: int = 0  # whose hidden states are in finished files (SAVE_HIDDEN_STATES)
+    unsaved_requests: int = 0  # whose hidden states are lost, because of save_error
+    save_error: str | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trtspec.core import Executable, Verdict
+from trtspec.core import Executable, StepOutputs
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.faults import launch_isolated
+from trtspec.engine.hidden_states import HiddenStateCollector
 from trtspec.engine.propose import Proposer
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch, Scheduled, Scheduler
@@ -37,31 +38,43 @@ class StepLoop:
     target: Executable
     proposer: Proposer
     vocab_size: int
+    collector: HiddenStateCollector | None = None  # wants the hidden states that the launch hands out
 
     def step(self) -> list[Emission]:
         """One round for every request that can run: verify and draw, commit, finish, draft."""
         batch = self.scheduler.schedule()  # which requests, how many rows each; KV reserved
         done, failed = launch_isolated(batch, self.launch) if batch else ([], [])
         emissions = [self.fail(request, error) for request, error in failed]
-        for part, verdict in done:
-            tokens, counts = verdict.tokens.tolist(), verdict.num_tokens.tolist()
+        made: dict[int, list[int]] = {}  # request id -> drafts, where the launch itself drafts
+        for part, outputs in done:
+            assert outputs.verdict is not None
+            if self.collector is not None:
+                assert outputs.hidden_states is not None
+                self.collector.collect(part, outputs.hidden_states)
+            tokens, counts = outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist()
             for row, drawn, count in zip(part, tokens, counts, strict=True):
-                emissions.append(self.update(row, drawn[:count]))
+                emissions.append(self.update(row, drawn[:count], outputs.proposal is not None))
+            if outputs.proposal is not None:
+                drafts = outputs.proposal.draft_tokens.tolist()
+                made.update(zip((row.request.request_id for row in part), drafts, strict=True))
 
         # drafts only for those still running
-        self.proposer.propose([e.request for e in emissions if e.tokens and not e.request.finished], self.scheduler)
+        running = [e.request for e in emissions if e.tokens and not e.request.finished]
+        self.proposer.propose(running, self.scheduler, made)
+        self.scheduler.publish()  # not earlier: drafting has just brought draft KV up to date
         return emissions
 
-    def launch(self, batch: Batch) -> Verdict:
+    def launch(self, batch: Batch) -> StepOutputs:
         """One launch of the target: K+1 rows per generating request verified at once. Commits nothing."""
-        inputs = self.assemble(batch)
+        wanted = self.proposer.draft_len(self.scheduler) if any(row.emits for row in batch) else 0
+        inputs = self.assemble(batch, wanted)
         outputs = self.target.run(inputs)
-        return outputs.verdict or accept(outputs, inputs.spec)
+        return outputs if outputs.verdict is not None else replace(outputs, verdict=accept(outputs, inputs.spec))
 
-    def update(self, row: Scheduled, tokens: list[int]) -> Emission:
+    def update(self, row: Scheduled, tokens: list[int], draft_layers: bool) -> Emission:
         """Commit one request's verdict: keep the accepted rows, rewind the rest, append the tokens."""
         request = row.request
-        rewind.commit(request.kv, row.num_rows, len(tokens), row.draft_len)
+        rewind.commit(request.kv, row.num_rows, len(tokens), row.draft_len, draft_layers)
         request.drafts = []
         known, shown = len(request.tokens), len(request.shown_text)
         # where there was nothing to draw from, the id is past the vocabulary's end
@@ -100,5 +113,7 @@ class StepLoop:
 
     def remove(self, request: Request) -> None:
         """The request has ended: its blocks are free, its drafter forgets it."""
+        if self.collector is not None:
+            self.collector.ended(request)
         self.scheduler.remove(request)
         self.proposer.forget(request.request_id)

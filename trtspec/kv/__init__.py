@@ -1,1 +1,1 @@
-"""The KV cache: tensors (pool), who owns which block (blocks), keeping and giving back rows (rewind)."""
+"""The KV cache: tensors (pool), who owns which block (blocks), keeping rows (rewind), finding them again (reuse)."""

@@ -14,20 +14,29 @@ class SequenceKV:
     blocks: list[int] = field(default_factory=list)
     committed: int = 0  # leading tokens whose target KV is valid
     draft_len: int = 0  # leading tokens whose draft KV is valid
+    published: int = 0  # leading blocks that were offered for reuse, or taken from there
+    keys: list[bytes] = field(default_factory=list, compare=False, repr=False)  # of its tokens, see kv.reuse
 
 
 class BlockAllocator:
-    """Blocks 1..num_blocks-1, shared by reference count; block 0 is scratch and belongs to nobody."""
+    """Blocks 1..num_blocks-1, shared by reference count; block 0 is scratch and belongs to nobody.
+
+    A published block is found by its key, also after its last owner has left, until somebody needs the room.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, 0, -1))
         self._references = [0] * num_blocks
+        self._published: dict[bytes, int] = {}  # key -> block
+        self._keys: dict[int, bytes] = {}  # block -> key, the same pairs
+        self._evictable: dict[int, None] = {}  # published blocks without an owner, least recently used first
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that can be reserved: free ones and evictable ones."""
+        return len(self._free) + len(self._evictable)
 
     @property
     def capacity(self) -> int:
@@ -41,10 +50,10 @@ class BlockAllocator:
     def reserve(self, kv: SequenceKV, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens in all. False, and nothing changed, if there are not enough free blocks."""
         missing = self.blocks_for(num_tokens) - len(kv.blocks)
-        if missing > len(self._free):
+        if missing > self.num_free:
             return False
         for _ in range(missing):
-            block = self._free.pop()
+            block = self._free.pop() if self._free else self._evict()
             self._references[block] = 1
             kv.blocks.append(block)
         return True
@@ -56,29 +65,66 @@ class BlockAllocator:
         for block in blocks:
             self._references[block] += 1
         rows = shared * self.block_size
-        return SequenceKV(blocks=list(blocks), committed=rows, draft_len=min(rows, parent.draft_len))
+        return SequenceKV(
+            blocks=list(blocks),
+            committed=rows,
+            draft_len=min(rows, parent.draft_len),
+            published=min(shared, parent.published),
+            keys=parent.keys[:shared],
+        )
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Let an owned block be found. The first comer stays: another block with this key remains private."""
+        if key not in self._published and block not in self._keys:
+            self._published[key] = block
+            self._keys[block] = key
+
+    def take_published(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of the leading keys that are published, each with one more reference."""
+        blocks = []
+        for key in keys:
+            block = self._published.get(key)
+            if block is None:
+                break
+            self._evictable.pop(block, None)
+            self._references[block] += 1
+            blocks.append(block)
+        return blocks
 
     def release(self, kv: SequenceKV) -> None:
-        """Give every block back and forget the contents."""
-        for block in reversed(kv.blocks):
+        """Give every block back and forget the contents; keys stay, they are of the tokens."""
+        for block in reversed(kv.blocks):  # tail first: without its head a tail is never found, so it goes earlier
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._free.append(block)
+                if block in self._keys:
+                    self._evictable[block] = None
+                else:
+                    self._free.append(block)
         kv.blocks.clear()
-        kv.committed = kv.draft_len = 0
+        kv.committed = kv.draft_len = kv.published = 0
 
     def check(self, live: Iterable[SequenceKV]) -> None:
-        """Account for every block: each is free or held by exactly as many live sequences as it has references.
+        """Account for every block: free, evictable, or held by exactly as many live sequences as it has references.
 
         Raises AssertionError that says which block is wrong. Cheap enough to run whenever the engine is idle.
         """
         held = Counter(block for kv in live for block in kv.blocks)
-        free = Counter(self._free)
+        free = Counter((*self._free, *self._evictable))
         for block in range(1, self.num_blocks):
             references, owners, listed = self._references[block], held[block], free[block]
             if references != owners or listed != (references == 0):
                 raise AssertionError(
-                    f"KV block {block}: {references} references, {owners} owners, {listed} times in the free list"
+                    f"KV block {block}: {references} references, {owners} owners, {listed} times free or evictable"
                 )
+            if references == 0 and (block in self._keys) != (block in self._evictable):
+                raise AssertionError(f"KV block {block} is free but published, or evictable but not published")
         if held[0] or free[0]:
             raise AssertionError("KV block 0 is scratch, yet it is owned or free")
+        if self._keys != {block: key for key, block in self._published.items()}:
+            raise AssertionError("published KV blocks and their keys do not agree")
+
+    def _evict(self) -> int:
+        """Stop publishing the least recently used block that nobody holds, and return it."""
+        block = next(iter(self._evictable))
+        del self._evictable[block], self._published[self._keys.pop(block)]
+        return block

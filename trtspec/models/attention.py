@@ -7,15 +7,17 @@ paged cache; it is built inside the step's graph from the tensors that are the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from trtspec.core import AttnMetadata, KVLayer
 from trtspec.models.layers import Linear, RMSNorm, rotate
 from trtspec.models.specs import DecoderSpec
-from trtspec.ops import spec_attention_
+from trtspec.ops import spec_attention, spec_attention_
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]."""
@@ -30,24 +32,47 @@ class PagedAttend:
     windows: Sequence[int | None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k_cache, v_cache = self.kv[layer]
+        return spec_attention_(q, k, v, *self.kv[layer], **self._rest(layer, q))
+
+    def at(self, attn: AttnMetadata) -> Self:
+        """The same cache for other rows."""
+        return replace(self, attn=attn)
+
+    def _rest(self, layer: int, q: Tensor) -> dict[str, Any]:
         attn = self.attn
-        return spec_attention_(
-            q, k, v, k_cache, v_cache,
-            attn.cu_q_lens, attn.kv_lens, attn.block_tables, attn.tree_mask, attn.tree_mask.new_empty(0),
-            scale=q.shape[-1] ** -0.5, window=self.windows[layer] or 0,
-        )  # fmt: skip
+        return {
+            "cu_q_lens": attn.cu_q_lens,
+            "kv_lens": attn.kv_lens,
+            "block_tables": attn.block_tables,
+            "tree_mask": attn.tree_mask,
+            "sinks": q.new_empty(0),
+            "scale": q.shape[-1] ** -0.5,
+            "window": self.windows[layer] or 0,
+        }
+
+
+class FunctionalAttend(PagedAttend):
+    """The same without changing a tensor: `kv`, a list, gets the new caches in place of the old."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert isinstance(self.kv, list)
+        out, k_cache, v_cache = spec_attention(q, k, v, *self.kv[layer], **self._rest(layer, q))
+        self.kv[layer] = (k_cache, v_cache)
+        return out
 
 
 class Attention(nn.Module):
-    """q, k, v of x [T, H] from one fused matrix, optional q/k norms per head, rotary positions, attend, output."""
+    """q, k, v of x [T, H] from one fused matrix, optional q/k norms per head, rotary positions, attend, output.
 
-    def __init__(self, spec: DecoderSpec, layer: int) -> None:
+    `in_features`: width of x where it is not H (an EAGLE3 layer reads two vectors side by side).
+    """
+
+    def __init__(self, spec: DecoderSpec, layer: int, in_features: int | None = None) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = spec.head_dim
         self.sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        self.qkv = Linear(spec.hidden_size, sum(self.sizes) * spec.head_dim, spec.qkv_bias)
+        self.qkv = Linear(in_features or spec.hidden_size, sum(self.sizes) * spec.head_dim, spec.qkv_bias)
         self.o = Linear(spec.num_heads * spec.head_dim, spec.hidden_size, spec.o_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()

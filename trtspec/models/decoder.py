@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from trtspec.models.attention import Attend, Attention
@@ -47,11 +49,24 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """input_ids [T], positions [T] int64 (place in the sequence) -> hidden states [T, H] after the last norm."""
+        return self.capture(input_ids, positions, attend, ())[0]
+
+    def capture(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """As forward, and the residual stream after each of `layers` side by side, [T, len(layers) * H].
+
+        Layer -1 stands for the hidden states after the last norm.
+        """
         x = self.embedding(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
+        streams = []
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
-        return self.norm(x)  # type: ignore[no-any-return]
+            streams.append(x)
+        x = self.norm(x)
+        streams.append(x)
+        return x, torch.cat([streams[i] for i in layers], dim=-1) if layers else x[:, :0]
 
     @property
     def weight_bytes_per_step(self) -> int:

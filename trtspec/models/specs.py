@@ -76,6 +76,12 @@ def decoder_spec(config: ModelConfig) -> DecoderSpec:
             f"architecture {config.architecture!r} in {config.path} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
+    return dense_spec(config, row)
+
+
+def dense_spec(config: ModelConfig, row: ArchitectureRow | None = None) -> DecoderSpec:
+    """The config's shapes, with what the row fixes by name."""
+    row = row or ArchitectureRow()
     return DecoderSpec(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

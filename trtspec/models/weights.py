@@ -7,13 +7,13 @@ checkpoint tensor is.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from trtspec.config.model import ModelConfig
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
@@ -34,19 +34,27 @@ class Slot:
 
 def weight_slots(spec: DecoderSpec) -> dict[str, Slot]:
     """Hugging Face tensor name -> slot, for every tensor that a checkpoint of this spec must hold."""
-    H, I, D = spec.hidden_size, spec.intermediate_size, spec.head_dim  # noqa: E741
-    q, kv = spec.num_heads * D, spec.num_kv_heads * D
+    H = spec.hidden_size
     slots = {
         "model.embed_tokens.weight": Slot("embedding.weight", 0, (spec.vocab_size, H)),
         "model.norm.weight": Slot("norm.weight", 0, (H,)),
     }
     if not spec.tie_word_embeddings:
         slots["lm_head.weight"] = Slot("head.weight", 0, (spec.vocab_size, H))
+    for layer in range(spec.num_layers):
+        slots |= layer_slots(spec, f"model.layers.{layer}.", f"layers.{layer}.", H)
+    return slots
+
+
+def layer_slots(spec: DecoderSpec, theirs: str, ours: str, in_features: int) -> dict[str, Slot]:
+    """The slots of one decoder layer; `theirs` and `ours` are its prefixes, `in_features` the width q, k, v read."""
+    H, I, D = spec.hidden_size, spec.intermediate_size, spec.head_dim  # noqa: E741
+    q, kv = spec.num_heads * D, spec.num_kv_heads * D
     # (checkpoint name, parameter, first row, rows, columns, has bias)
     linears = (
-        ("self_attn.q_proj", "attention.qkv", 0, q, H, spec.qkv_bias),
-        ("self_attn.k_proj", "attention.qkv", q, kv, H, spec.qkv_bias),
-        ("self_attn.v_proj", "attention.qkv", q + kv, kv, H, spec.qkv_bias),
+        ("self_attn.q_proj", "attention.qkv", 0, q, in_features, spec.qkv_bias),
+        ("self_attn.k_proj", "attention.qkv", q, kv, in_features, spec.qkv_bias),
+        ("self_attn.v_proj", "attention.qkv", q + kv, kv, in_features, spec.qkv_bias),
         ("self_attn.o_proj", "attention.o", 0, H, q, spec.o_bias),
         ("mlp.gate_proj", "mlp.gate_up", 0, I, H, spec.mlp_bias),
         ("mlp.up_proj", "mlp.gate_up", I, I, H, spec.mlp_bias),
@@ -55,14 +63,13 @@ def weight_slots(spec: DecoderSpec) -> dict[str, Slot]:
     norms = [("input_layernorm", "attention_norm", H), ("post_attention_layernorm", "mlp_norm", H)]
     if spec.qk_norm:
         norms += [("self_attn.q_norm", "attention.q_norm", D), ("self_attn.k_norm", "attention.k_norm", D)]
-    for layer in range(spec.num_layers):
-        theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
-        for name, parameter, start, rows, columns, has_bias in linears:
-            slots[f"{theirs}{name}.weight"] = Slot(f"{ours}{parameter}.weight", start, (rows, columns))
-            if has_bias:
-                slots[f"{theirs}{name}.bias"] = Slot(f"{ours}{parameter}.bias", start, (rows,))
-        for name, parameter, size in norms:
-            slots[f"{theirs}{name}.weight"] = Slot(f"{ours}{parameter}.weight", 0, (size,))
+    slots = {}
+    for name, parameter, start, rows, columns, has_bias in linears:
+        slots[f"{theirs}{name}.weight"] = Slot(f"{ours}{parameter}.weight", start, (rows, columns))
+        if has_bias:
+            slots[f"{theirs}{name}.bias"] = Slot(f"{ours}{parameter}.bias", start, (rows,))
+    for name, parameter, size in norms:
+        slots[f"{theirs}{name}.weight"] = Slot(f"{ours}{parameter}.weight", 0, (size,))
     return slots
 
 
@@ -77,20 +84,21 @@ def load_decoder(
     decoder = Decoder(decoder_spec(config), max_position)
     for parameter in decoder.parameters():  # not decoder.to(): the rotary table stays fp32
         parameter.data = parameter.data.to(dtype)
-    load_weights(decoder, config.path, role)
+    load_weights(decoder, weight_slots(decoder.spec), checkpoint_tensors(config.path, role), config.path, role)
     return decoder.eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def load_weights(decoder: Decoder, folder: str | Path, role: str = "target") -> None:
-    """Fill `decoder` from the folder's safetensors. WeightsError names tensors missing, unexpected or mis-shaped."""
-    slots = weight_slots(decoder.spec)
-    parameters = dict(decoder.named_parameters())
+def load_weights(
+    module: nn.Module, slots: Mapping[str, Slot], tensors: Iterable[tuple[str, Tensor]], folder: Path, role: str
+) -> None:
+    """Fill `module` from the tensors. WeightsError names those missing, unexpected or mis-shaped."""
+    parameters = dict(module.named_parameters())
     unseen, unexpected, misshaped = set(slots), [], []
-    for name, tensor in _tensors(Path(folder), role):
+    for name, tensor in tensors:
         slot = slots.get(name)
         if slot is None:
-            if not _ignorable(name, decoder.spec):
+            if not _ignorable(name, slots):
                 unexpected.append(name)
         elif tuple(tensor.shape) != slot.shape:
             misshaped.append(f"{name} is {tuple(tensor.shape)}, expected {slot.shape}")
@@ -98,9 +106,10 @@ def load_weights(decoder: Decoder, folder: str | Path, role: str = "target") -> 
         else:
             parameters[slot.parameter][slot.start : slot.start + slot.shape[0]].copy_(tensor)
             unseen.discard(name)
+    missing = [f"{name} {slots[name].shape}" for name in sorted(unseen)]
     problems = [
         f"{kind}: {_few(names)}"
-        for kind, names in (("missing", sorted(unseen)), ("unexpected", unexpected), ("wrong shape", misshaped))
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", misshaped))
         if names
     ]
     if problems:
@@ -110,13 +119,18 @@ def load_weights(decoder: Decoder, folder: str | Path, role: str = "target") -> 
         )
 
 
-@torch.no_grad()
 def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
     """The decoder's weights under their Hugging Face names, fused matrices taken apart (contiguous copies)."""
-    parameters = dict(decoder.named_parameters())
+    return tensors_of(decoder, weight_slots(decoder.spec))
+
+
+@torch.no_grad()
+def tensors_of(module: nn.Module, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
+    """The module's weights by slot name, contiguous copies."""
+    parameters = dict(module.named_parameters())
     return {
         name: parameters[slot.parameter][slot.start : slot.start + slot.shape[0]].detach().clone()
-        for name, slot in weight_slots(decoder.spec).items()
+        for name, slot in slots.items()
     }
 
 
@@ -138,7 +152,8 @@ def weight_files(folder: Path, role: str) -> list[Path]:
     if pickles:
         raise UnsupportedError(
             f"{role} model: {folder} holds only pickle weights ({_few(pickles)}), which can run code when loaded; "
-            "convert them with transformers: model.save_pretrained(folder, safe_serialization=True)"
+            "convert them with transformers: model.save_pretrained(folder, safe_serialization=True); a draft head that "
+            "it does not know: safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
         )
     raise CheckpointError(f"{role} model: no model.safetensors (or model.safetensors.index.json) in {folder}")
 
@@ -148,7 +163,8 @@ def weight_bytes(folder: Path, role: str) -> int:
     return sum(file.stat().st_size for file in weight_files(folder, role))
 
 
-def _tensors(folder: Path, role: str) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(folder: Path, role: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder's safetensors files, in their order, read one at a time."""
     for file in weight_files(folder, role):
         try:
             with safe_open(file, framework="pt") as shard:
@@ -160,9 +176,9 @@ def _tensors(folder: Path, role: str) -> Iterator[tuple[str, Tensor]]:
             ) from error
 
 
-def _ignorable(name: str, spec: DecoderSpec) -> bool:
+def _ignorable(name: str, slots: Mapping[str, Slot]) -> bool:
     """Tensors that carry nothing: rotary buffers of old exports, and a copy of the embedding as a tied head."""
-    return name.endswith(".rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight")
+    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in slots)
 
 
 def _few(names: list[str], most: int = 8) -> str:

@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +107,7 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
     return end
 
 
-Tokens = npt.NDArray[np.uint16]
+Tokens = npt.NDArray[Any]
 
 
 def encode(tokenizer: Tokenizer, files: Sequence[SourceFile]) -> Tokens:

@@ -57,10 +57,10 @@ def greedy(decoder: Decoder, prompts: Tensor, new_tokens: int) -> Tensor:
 
 
 def continue_windows(decoder: Decoder, prompts: Tensor, new_tokens: int, batch: int = 128) -> Tokens:
-    """Greedy continuations of all `prompts` [N, P], one after another: [N * (P + new_tokens)] uint16."""
+    """Greedy continuations of all `prompts` [N, P], one after another: [N * (P + new_tokens)], the smallest uint."""
     starts = range(0, len(prompts), batch)
     rows = [
         greedy(decoder, prompts[start : start + batch], new_tokens)
         for start in track(starts, description="target's own words")
     ]
-    return torch.cat(rows).reshape(-1).numpy().astype(np.uint16)
+    return torch.cat(rows).reshape(-1).numpy().astype(np.uint16 if decoder.spec.vocab_size <= 2**16 else np.uint32)

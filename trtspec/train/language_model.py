@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,8 @@ from trtspec.config.model import RopeConfig
 from trtspec.models.decoder import Decoder
 from trtspec.models.specs import DecoderSpec
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
-"""(inputs [B, S], next tokens [B, S]) -> mean loss per token, a scalar in nats."""
+LossFn = Callable[..., Tensor]
+"""What a source's batch holds, first of all inputs [B, S] and next tokens [B, S] -> mean loss per token in nats."""
 
 
 def llama_spec(
@@ -126,8 +127,11 @@ def distillation_loss(student: LanguageModel, teacher: LanguageModel, dtype: tor
     return loss
 
 
-def compiled(loss: LossFn) -> LossFn:
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(loss: Function) -> Function:
     """`loss` through torch.compile where a C++ compiler is at hand, else as it is. The first call takes a minute."""
     if not any(shutil.which(name) for name in ("g++", "clang++")):
         return loss
-    return torch.compile(loss, dynamic=False)
+    return cast(Function, torch.compile(loss, dynamic=False))

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import nn
+from torch import Tensor, nn
 
 from trtspec.errors import ConfigError
 from trtspec.train.checkpoint import load_checkpoint, save_checkpoint, write_atomically
-from trtspec.train.data import Windows
 from trtspec.train.language_model import LossFn
+
+
+class Source(Protocol):
+    """Where batches come from; a batch depends on its index alone, so that a run can be resumed."""
+
+    def batch(self, index: int) -> tuple[Tensor, ...]:
+        """The loss function's arguments, inputs [B, S] first."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,7 @@ class Stage:
     """
 
     until: float
-    sources: tuple[Windows, ...]
+    sources: tuple[Source, ...]
     micro_batches: int = 1
 
 
@@ -72,7 +83,8 @@ class TrainConfig:
 class Trainer:
     """Trains `model` on `loss_fn` over `stages`; everything it must remember lies in `folder`.
 
-    `after_step(step, loss)`, if given, is called after every optimizer step.
+    `after_step(step, loss)`, if given, is called after every optimizer step; `metrics()` adds fields to the log's lines
+    and to the bar.
     """
 
     def __init__(
@@ -84,14 +96,17 @@ class Trainer:
         folder: Path,
         label: str = "training",
         after_step: Callable[[int, float], None] | None = None,
+        metrics: Callable[[], dict[str, float]] = dict,
     ) -> None:
         if not stages or stages[-1].until < 1.0:
             raise ConfigError("the last stage must reach until=1.0, or the run's end has no data")
         self.model, self.loss_fn, self.stages, self.config = model, loss_fn, tuple(stages), config
-        self.folder, self.label, self.after_step = folder, label, after_step
+        self.folder, self.label, self.after_step, self.metrics = folder, label, after_step, metrics
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             hidden = parameter.ndim == 2 and "embedding" not in name and "head" not in name
             (matrices if hidden else others).append(parameter)
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (
@@ -110,15 +125,18 @@ class Trainer:
         return self.config.progress(self.step, self.seconds)
 
     def run(self, pause_at: float = 1.0) -> None:
-        """Trains until `progress` reaches `pause_at`, then saves. Returns at once where it already has."""
+        """Trains until `progress` reaches `pause_at`, then saves. Returns at once where it already has.
+
+        Ctrl-C ends the step in progress, saves, and only then raises KeyboardInterrupt.
+        """
         if self.progress >= pause_at:
             return
         self.model.train()
         saved = clock = time.monotonic()
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn()
-        with Progress(*columns) as bar:
+        with _interrupts() as interrupted, Progress(*columns) as bar:
             task = bar.add_task(self.label, total=1.0, state="")
-            while self.progress < pause_at:
+            while self.progress < pause_at and not interrupted.is_set():
                 started, before = self.progress, self.tokens
                 loss = self._step(started)
                 now = time.monotonic()
@@ -126,14 +144,17 @@ class Trainer:
                 self.loss = loss if self.step == 1 or self.loss != self.loss else 0.95 * self.loss + 0.05 * loss
                 speed = (self.tokens - before) / elapsed
                 self._log(loss, speed, started)
-                state = f"step {self.step} · loss {self.loss:.3f} · {speed:,.0f} tok/s"
+                extra = "".join(f" · {name.replace('_', ' ')} {value:.2f}" for name, value in self.metrics().items())
+                state = f"step {self.step} · loss {self.loss:.3f}{extra} · {speed:,.0f} tok/s"
                 bar.update(task, completed=self.progress, state=state)
                 if self.after_step is not None:
                     self.after_step(self.step, loss)
                 if now - saved >= self.config.checkpoint_seconds:
                     self.save()
                     saved = now
-        self.save()
+            self.save()
+        if self.progress < pause_at:
+            raise KeyboardInterrupt
 
     def save(self) -> None:
         """Writes everything a restart needs."""
@@ -159,12 +180,12 @@ class Trainer:
         total = 0.0
         for _ in range(stage.micro_batches):
             turn, source = divmod(self.batches_drawn[index], len(stage.sources))
-            inputs, targets = stage.sources[source].batch(turn)
-            loss = self.loss_fn(inputs, targets) / stage.micro_batches
+            batch = stage.sources[source].batch(turn)
+            loss = self.loss_fn(*batch) / stage.micro_batches
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
             self.batches_drawn[index] += 1
-            self.tokens += inputs.numel()
+            self.tokens += batch[0].numel()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -173,20 +194,19 @@ class Trainer:
 
     def _restore(self) -> None:
         state: dict[str, Any] | None = load_checkpoint(self.folder)
-        if state is None:
-            return
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        torch.set_rng_state(state["rng"])
-        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
-        self.batches_drawn, self.loss = state["batches_drawn"], state["loss"]
-        if self._metrics.is_file():  # forget the steps after the checkpoint: they will be done, and logged, again
-            kept = [line for line in self._metrics.read_text().splitlines() if _step_of(line) <= self.step]
-            write_atomically(self._metrics, "".join(line + "\n" for line in kept).encode())
+        if state is not None:
+            self.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            torch.set_rng_state(state["rng"])
+            self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
+            self.batches_drawn, self.loss = state["batches_drawn"], state["loss"]
+        if self.metrics_file.is_file():  # forget the steps after the checkpoint: they will be done, and logged, again
+            kept = [line for line in self.metrics_file.read_text().splitlines() if _step_of(line) <= self.step]
+            write_atomically(self.metrics_file, "".join(line + "\n" for line in kept).encode())
 
     @property
-    def _metrics(self) -> Path:
+    def metrics_file(self) -> Path:
         return self.folder / "metrics.jsonl"
 
     def _log(self, loss: float, tokens_per_second: float, progress: float) -> None:
@@ -200,9 +220,10 @@ class Trainer:
             "smooth": round(self.loss, 4),
             "lr_scale": round(self.config.lr_scale(self.step - 1, progress), 4),
             "tok_s": round(tokens_per_second),
+            **{name: round(value, 4) for name, value in self.metrics().items()},
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self._metrics, "a") as file:
+        with open(self.metrics_file, "a") as file:
             file.write(json.dumps(line) + "\n")
 
 
@@ -211,3 +232,27 @@ def _step_of(line: str) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return 2**63  # a line torn by a kill goes
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second raises KeyboardInterrupt as usual.
+
+    An interrupt in the middle of an optimizer step would leave half of the weights updated, which must not be saved.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield asked
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(number: int, frame: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, before)
+        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once and loses what came after the last save\n")
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""What one launch of a model computes: append KV, attend, draw."""
+"""What one launch computes: the target's forward pass and draw; with a worker also acceptance and the next drafts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from trtspec.core import AttnMetadata, KVLayer, SamplingTensors
-from trtspec.models.attention import PagedAttend
+from trtspec.core import KVLayer, StepInputs, StepOutputs
+from trtspec.models.attention import FunctionalAttend, PagedAttend
 from trtspec.models.decoder import Decoder
-from trtspec.ops import process_logits, spec_sample
+from trtspec.workers.base import SpecWorkerBase, draw
 
 
 class DecodeStep(nn.Module):
@@ -22,29 +22,41 @@ class DecodeStep(nn.Module):
         super().__init__()
         self.decoder = decoder
 
-    def forward(
-        self,
-        input_ids: Tensor,  # [T] int64
-        attn: AttnMetadata,
-        gather_ids: Tensor,  # [R] int64, rows that draw
-        sampling: SamplingTensors,  # of those R rows
-        kv: Sequence[KVLayer],
-    ) -> Tensor:
-        """Tokens drawn, [R] int64; K and V of all T rows are in `kv` afterwards."""
-        positions = attn.positions(input_ids.shape[0])
-        attend = PagedAttend(attn, kv, self.decoder.spec.windows)
-        hidden = self.decoder(input_ids, positions, attend)  # [T, H]
-        logits = self.decoder.logits(hidden[gather_ids])  # [R, V] fp32
-        return draw(logits, sampling)
+    def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
+        """Draws at the R rows inputs.spec.gather_ids; K and V of all T rows are in `kv` afterwards."""
+        attend = PagedAttend(inputs.attn, kv, self.decoder.spec.windows)
+        hidden = self.decoder(inputs.input_ids, inputs.attn.positions(inputs.input_ids.shape[0]), attend)  # [T, H]
+        logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
+        return StepOutputs(draw(logits, inputs.spec.sampling))
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """Bytes of weights one launch reads."""
+        return self.decoder.weight_bytes_per_step
 
 
-def draw(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Process logits [R, V] fp32 as each row asks, then draw: [R] int64."""
-    none, none_f = sampling.top_ks.new_empty(0), sampling.temperatures.new_empty(0)
-    logits = process_logits(
-        logits, sampling.positions,
-        history=none, prompt_lens=none, penalties=none_f, bias_ids=none, bias_values=none_f,
-        ban_ids=sampling.ban_ids, ban_until=sampling.ban_until, allow_mask=none,
-        temperatures=sampling.temperatures, top_ks=sampling.top_ks, top_ps=sampling.top_ps, min_ps=sampling.min_ps,
-    )  # fmt: skip
-    return spec_sample(logits, sampling.greedy, sampling.seeds, sampling.positions, none.long())
+class OneEngineStep(nn.Module):
+    """The whole step in one graph: target, lm_head, draw, accept, rewind, draft layers. KV: the target's layers, then
+    the worker's. Contexts, chunks of them and generations may mix.
+
+    `functional`: no KV tensor is changed in place; `kv` must be a list, whose entries are replaced by the new ones.
+    """
+
+    def __init__(self, decoder: Decoder, worker: SpecWorkerBase, functional: bool = False) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.worker = worker
+        self.attend = FunctionalAttend if functional else PagedAttend
+
+    def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
+        """Verifies the drafts in `inputs` and makes inputs.spec.next_draft_len new ones for every request."""
+        attend = self.attend(inputs.attn, kv, (*self.decoder.spec.windows, *self.worker.draft_layers.windows))
+        positions = inputs.attn.positions(inputs.input_ids.shape[0])
+        hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.worker.capture_layers)
+        logits: Tensor = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
+        return self.worker(inputs, captured, logits, attend)  # type: ignore[no-any-return]
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """Bytes of weights one launch with the longest drafts reads."""
+        return self.decoder.weight_bytes_per_step + self.worker.weight_bytes_per_step

@@ -1,0 +1,154 @@
+"""EAGLE3 heads for whole-engine tests: watched from inside, and made to guess right as often as a test wants.
+
+A random head is almost always wrong, which tests nothing of acceptance; and a guess that is made from wrong draft KV is
+still a guess, so outputs say nothing of draft KV. Hence two things: drafts told from the known right continuation, with
+lies, and a log of every hidden state that drafts were made from, to be compared bit for bit with those of an engine
+that did nothing clever.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.e2e.tiny import VOCAB, Case, Run, run_together
+from trtspec import LLM
+from trtspec.backends.eager import EagerExecutable
+from trtspec.core import SamplingTensors, StepInputs, StepOutputs
+from trtspec.engine.stats import TimedExecutable
+from trtspec.engine.step import Emission
+from trtspec.models.attention import PagedAttend
+from trtspec.workers.eagle import Eagle3OneModelWorker
+from trtspec.workers.step import OneEngineStep
+
+Place = tuple[int, int, int]
+"""Request id, index of the first token its chain guesses, index of the token guessed."""
+Made = tuple[bytes, int]
+"""The hidden state behind a draft, and the draft."""
+
+
+class WatchedHead(Eagle3OneModelWorker):
+    """A worker that logs what it drafts, and from what. With `answers` (prompt and output of each request) it says the
+    right token, or, with probability `lie`, another: whether it lies depends on request and place alone. Its layers run
+    and write KV either way, and read what was said."""
+
+    def __init__(
+        self, inner: Eagle3OneModelWorker, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3
+    ) -> None:
+        super().__init__(inner.head, inner.max_draft_len, inner.capture_layers, inner.greedy)
+        self.answers = answers
+        self.lie = lie
+        self.made: dict[Place, set[Made]] = {}
+        self._ids: tuple[int, ...] = ()
+        self._starts: list[int] | None = None
+
+    def forward(self, inputs: StepInputs, captured: Tensor, logits: Tensor, attend: PagedAttend) -> StepOutputs:
+        self._ids, self._starts = inputs.spec.request_ids, None
+        return super().forward(inputs, captured, logits, attend)
+
+    def sample_drafts(self, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
+        drafts, places = super().sample_drafts(hidden, sampling), sampling.positions.tolist()
+        if self._starts is None:
+            self._starts = places
+        keys = list(zip(self._ids, self._starts, places, strict=True))
+        if self.answers is not None:
+            drafts = torch.tensor([self._told(request, place) for request, _, place in keys])
+        for key, row, draft in zip(keys, hidden, drafts.tolist(), strict=True):
+            self.made.setdefault(key, set()).add((row.float().numpy().tobytes(), draft))
+        return drafts
+
+    def _told(self, request: int, place: int) -> int:
+        assert self.answers is not None
+        rng, answer = random.Random(f"{request} {place}"), self.answers[request]
+        right = answer[place] if place < len(answer) else rng.randrange(VOCAB)
+        return (right + rng.randrange(1, VOCAB)) % VOCAB if rng.random() < self.lie else right
+
+
+def step_of(llm: LLM) -> OneEngineStep:
+    """The step that the engine launches."""
+    timed = llm.engine.loop.target
+    assert isinstance(timed, TimedExecutable)
+    assert isinstance(timed.inner, EagerExecutable)
+    assert isinstance(timed.inner.step, OneEngineStep)
+    return timed.inner.step
+
+
+def watch(llm: LLM, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3) -> WatchedHead:
+    """Puts a watched head in the place of the engine's worker."""
+    step = step_of(llm)
+    assert isinstance(step.worker, Eagle3OneModelWorker)
+    step.worker = head = WatchedHead(step.worker, answers, lie)
+    return head
+
+
+@dataclass
+class Watch:
+    """What an engine's requests were given to verify, and, after each step, whether their draft KV was complete."""
+
+    llm: LLM
+    given: dict[Place, int] = field(default_factory=dict)
+    incomplete: list[tuple[int, int, int]] = field(default_factory=list)  # request, its draft_len, committed
+
+    def __call__(self, emissions: list[Emission]) -> None:
+        for request in self.llm.engine.loop.scheduler.running:
+            if request.kv.draft_len != request.kv.committed:
+                self.incomplete.append((request.request_id, request.kv.draft_len, request.kv.committed))
+            known = len(request.tokens)
+            for j, draft in enumerate(request.drafts):
+                self.given[request.request_id, known, known + j] = draft
+
+
+def run_watched(llm: LLM, cases: Sequence[Case], seed: int = 0) -> tuple[Run, Watch]:
+    """run_together, and what Watch saw."""
+    seen = Watch(llm)
+    return run_together(llm.engine, cases, seed, seen), seen
+
+
+def log_plainly(llm: LLM, head: WatchedHead, cases: Sequence[Case]) -> dict[Place, Made]:
+    """What the head drafts after every token of every case, when each prompt is read at once and no draft is ever used:
+    each row of draft KV is computed once, from tokens that were known. For an engine that has room for all cases."""
+    requests = [request for case in cases for request in llm.engine.add_request(case.prompt, case.params)]
+    for request in requests:
+        request.speculates = False
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert llm.engine.stats.preemptions == 0
+    return {place: one for place, made in head.made.items() for one in made}
+
+
+def first_wrong_draft(head: WatchedHead, seen: Watch, expected: dict[Place, Made]) -> str | None:
+    """The first draft given to a request that was not made of the very bits it should be made of; None if there is no
+    such draft."""
+    assert seen.given
+    for place, draft in seen.given.items():
+        if head.made[place] != {expected[place]}:
+            return f"{place}: {len(head.made[place])} different hidden states, {draft} for {expected[place][1]}"
+        if draft != expected[place][1]:
+            return f"{place}: {draft} handed on for {expected[place][1]}"
+    return None
+
+
+def chunks_of(llm: LLM, rows: int) -> Callable[[], int]:
+    """From now on each step reads exactly `rows` rows of prompts if that many wait, beside all generations' rows.
+
+    Returns what tells the most rows that one request read in one step.
+    """
+    scheduler: Any = llm.engine.loop.scheduler
+    schedule = scheduler.schedule
+    most = 0
+
+    def chunked() -> Any:
+        nonlocal most
+        generating = sum(1 + len(r.drafts) for r in scheduler.running if not r.is_context)
+        scheduler.max_num_tokens = rows + generating
+        batch = schedule()
+        most = max([most, *(row.num_rows for row in batch if row.is_context)])
+        return batch
+
+    scheduler.schedule = chunked
+    return lambda: most

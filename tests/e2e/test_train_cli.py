@@ -1,0 +1,240 @@
+"""`trtspec train eagle3`, run as a person runs it: it learns, it survives being killed, it says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.tiny import VOCAB, add_tokenizer, make_target
+from trtspec import LLM, SamplingParams
+from trtspec.cli import main
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """target/ of two layers and text.npy, random ids: what the target says to them is learnt, not the data."""
+    folder = tmp_path_factory.mktemp("train")
+    add_tokenizer(make_target(folder, max_position_embeddings=512))
+    np.save(folder / "text.npy", random_ids(40_000, seed=0))
+    np.save(folder / "held_out.npy", random_ids(4_000, seed=1))
+    return folder
+
+
+def random_ids(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, VOCAB, count).astype(np.uint16)
+
+
+def arguments(folder: Path, out: Path, *more: str) -> list[str]:
+    """A small run in fp32; `more` overrides."""
+    return ["train", "eagle3", "--out", str(out),
+            "--target", str(folder / "target"), "--data", str(folder / "text.npy"),
+            "--no-compile", "--dtype", "float32", "--capture-layers=0,1", "--unroll", str(K), "--seq-len", "64",
+            "--own-words", "384", "--own-words-len", "64", *more]  # fmt: skip
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# -- it learns --------------------------------------------------------------------------------------------------------
+
+
+def acceptance(folder: Path, spec: dict[str, Any]) -> tuple[float, list[Sequence[int]]]:
+    """Of greedy continuations of 24 prompts that no training has seen; and these continuations."""
+    prompts = random_ids(24 * 64, seed=1).reshape(24, 64).tolist()
+    with LLM(folder / "target", {"num_speculative_tokens": K, **spec}, dtype="float32") as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
+        found = llm.get_metrics().speculation.acceptance_length
+    return found, [output.outputs[0].token_ids for output in outputs]
+
+
+def test_a_trained_head_beats_an_untrained_one_and_ngram(folder: Path, tmp_path: Path) -> None:
+    trained, fresh = tmp_path / "trained", tmp_path / "fresh"
+    assert main(arguments(folder, trained, "--steps", "220", "--held-out", str(folder / "held_out.npy"))) == 0
+    assert main(arguments(folder, fresh, "--steps", "1", "--own-words", "0")) == 0
+    length, text = acceptance(folder, {"method": "eagle3", "model": str(trained)})
+    without, same = acceptance(folder, {"method": "eagle3", "model": str(fresh)})
+    ngram, plain = acceptance(folder, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3})
+    print(f"acceptance length: trained {length:.2f}, untrained {without:.2f}, n-gram {ngram:.2f}")
+    assert text == same == plain
+    assert length > without + 1.0
+    assert length > ngram + 0.25
+    simulated = json.loads((tmp_path / "trained.run" / "evaluation.json").read_text())
+    assert simulated["acceptance_length"] == pytest.approx(length, abs=0.25)  # other prompts
+    assert len(simulated["acceptance_per_position"]) == simulated["num_draft_tokens"] == K
+    assert (tmp_path / "trained.run" / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    curve = metrics(tmp_path / "trained.run")
+    assert curve[-1]["smooth"] < curve[0]["loss"] - 0.8
+    assert curve[-1]["acceptance_length"] > curve[0]["acceptance_length"] + 0.5
+
+
+# -- it survives ------------------------------------------------------------------------------------------------------
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "trtspec", *command], env=environment, stderr=subprocess.PIPE,
+                            stdout=subprocess.DEVNULL, text=True)  # fmt: skip
+
+
+def wait_for(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    """Until the checkpoint of a step at least `step` is there."""
+    deadline = time.monotonic() + 120
+    while not any(int(path.stem.split("-")[1]) >= step for path in run.glob("step-*.pt")):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_stopped_and_killed_it_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
+    small = ("--steps", "40", "--batch-size", "4", "--own-words", "16", "--checkpoint-seconds", "0")
+    command = arguments(folder, tmp_path / "head", *small)
+    run = tmp_path / "head.run"
+    process = start(command)
+    wait_for(process, run, 5)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert f"kept in {run}, the same command goes on from there" in stderr
+    assert (run / "metrics.png").is_file()
+    stopped = max(run.glob("step-*.pt"))
+    assert not (tmp_path / "head").joinpath("model.safetensors").exists()
+
+    process = start(command)
+    wait_for(process, run, int(stopped.stem.split("-")[1]) + 3)
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    killed = max(run.glob("step-*.pt"))
+    assert stopped < killed < run / "step-00000040.pt"
+
+    assert main(command) == 0
+    assert sorted(path.name for path in (tmp_path / "head").iterdir()) == ["config.json", "model.safetensors"]
+    assert main(arguments(folder, tmp_path / "whole", *small)) == 0
+    parts, whole = metrics(run), metrics(tmp_path / "whole.run")
+    assert [line["step"] for line in parts] == [line["step"] for line in whole] == [1, 10, 20, 30, 40]
+    assert [line["loss"] for line in parts] == pytest.approx([line["loss"] for line in whole], abs=2e-3)
+    heads = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("head", "whole")]
+    assert heads[0] == heads[1]
+    assert main(command) == 0  # finished: exports again
+
+
+def test_another_run_in_the_same_folder_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--steps", "1", "--own-words", "0")
+    assert main(arguments(folder, tmp_path / "head", *small, "--run", str(tmp_path / "run"))) == 0
+    capsys.readouterr()
+    assert main(arguments(folder, tmp_path / "head", *small, "--run", str(tmp_path / "run"), "--seed", "3")) == 1
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'run'} holds a run with another seed (seed=0)" in error
+    assert error.count("\n") == 1
+
+
+def test_without_matplotlib_it_trains_and_names_the_package(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(arguments(folder, tmp_path / "head", "--steps", "1", "--own-words", "0")) == 0
+    assert 'no metrics.png: matplotlib is not installed; run: pip install "trtspec[bench]"' in capsys.readouterr().err
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
+# -- what is wrong is said in one line, and nothing is trained ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--target", "nowhere"), "'nowhere' is not a folder"),
+        (("--data", "nowhere"), "nowhere cannot be read"),
+        (("--data", "{}/other_vocabulary.npy"), "holds the ids 0..16; the target's are 0..15"),
+        (("--data", "{}/negative.npy"), "holds the ids -1..3"),
+        (("--data", "{}/matrix.npy"), "token ids are one row of integers"),
+        (("--data", "{}/floats.npy"), "token ids are one row of integers"),
+        (("--data", "{}/empty.npy"), "token ids are one row of integers"),
+        (("--data", "{}/damaged.npy"), "is no readable .npy file"),
+        (("--data", "{}/bytes.bin"), "no UTF-8 text"),
+        (("--data", "{}/nothing"), "no UTF-8 text"),
+        (("--data", "{}/some.npy"), "make 7 prompts of 64 for own_words, less than batch_size + 2 = 10"),
+        (("--data", "{}/few.npy", "--own-words", "0"), "make no batch of 8 x 64"),
+        (("--target", "{}/no_tokenizer", "--data", "{}/text.txt"), "has no tokenizer.json"),
+        (("--capture-layers", "0,2"), "capture_layers=(0, 2): the target has 2 layers; use ids in [0, 1]"),
+        (("--capture-layers=-1,0",), "use ids in [0, 1]"),
+        (("--capture-layers", "0;1"), "use layer numbers separated by commas"),
+        (("--draft-vocab-size", "17"), "draft_vocab_size=17: the target's vocabulary has 16 ids"),
+        (("--seq-len", "600"), "the target has 512 positions"),
+        (("--own-words-len", "500"), "the target has 512 positions"),
+        (("--held-out", "{}/few.npy"), "less than one prompt of 64"),
+        (("--held-out", "{}/bytes.bin"), "no UTF-8 text"),
+        (("--out", "{}/few.npy"), "File exists"),
+        (("--steps", "0"), "must be positive"),
+        (("--learning-rate", "0"), "learning_rate=0.0 must be positive"),
+        (("--dtype", "int4"), "dtype='int4'"),
+    ],
+)
+def test_bad_input(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], message: str
+) -> None:
+    make_bad_files(folder, tmp_path)
+    more = tuple(word.replace("{}", str(tmp_path)) for word in more)
+    assert main(arguments(folder, tmp_path / "head", "--steps", "1", *more)) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("trtspec: ")
+    assert error.count("\n") == 1
+    assert not list(tmp_path.rglob("step-*.pt"))
+
+
+def make_bad_files(folder: Path, to: Path) -> None:
+    for name, ids in {
+        "other_vocabulary": np.arange(17),
+        "negative": np.arange(-1, 4),
+        "matrix": np.ones((2, 2), np.int64),
+        "floats": np.ones(9),
+        "empty": np.empty(0, np.int64),
+        "few": np.ones(63, np.int64),
+        "some": np.ones(600, np.int64),
+    }.items():
+        np.save(to / f"{name}.npy", ids)
+    (to / "damaged.npy").write_bytes(b"\x93NUMPY\x01")
+    (to / "bytes.bin").write_bytes(b"\xff\xfe\xfd")
+    (to / "nothing").mkdir()
+    (to / "text.txt").write_text("abc")
+    (to / "no_tokenizer").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        os.link(folder / "target" / name, to / "no_tokenizer" / name)
+
+
+@pytest.mark.parametrize("more", [(), ("--steps", "1", "--minutes", "1")])
+def test_a_run_has_one_length(folder: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(arguments(folder, tmp_path / "head", *more))
+    assert exit.value.code == 2
+
+
+def test_text_files_and_folders_of_them_are_data(folder: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("abcdefg" * 40)
+    (texts / "picture.png").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "b.txt").write_text("gfedcba" * 80)
+    small = ("--steps", "2", "--own-words", "4", "--batch-size", "2")
+    data = ("--data", str(texts), str(tmp_path / "b.txt"), str(folder / "held_out.npy"))
+    assert main(arguments(folder, tmp_path / "head", *small, *data, "--draft-vocab-size", "5")) == 0
+    tokens = np.load(tmp_path / "head.run" / "tokens.npy")
+    assert len(tokens) == 7 * 120 + 4_000
+    assert tokens[:8].tolist() == [1, 2, 3, 4, 5, 6, 7, 1]
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["draft_vocab_size"] == 5

@@ -1,0 +1,707 @@
+"""EAGLE3 heads: the arithmetic of the paper, where the hidden states come from, and which checkpoints are refused.
+
+The oracle is written here from the paper's equations (Li et al., arXiv 2503.01840) with plain torch operations, without
+a cache: it computes every pass over the whole text. The target's hidden states are those of transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_eagle3, oracle
+from trtspec import LLM
+from trtspec.backends.eager import EagerExecutable
+from trtspec.config.model import ModelConfig
+from trtspec.config.trtllm import Eagle3DecodingConfig
+from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.engine.stats import TimedExecutable
+from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
+from trtspec.kv.pool import allocate_layers
+from trtspec.models.attention import PagedAttend
+from trtspec.models.head_weights import eagle3_tensors, load_eagle3
+from trtspec.models.weights import load_decoder
+from trtspec.modes import SpeculativeDecodingMode
+from trtspec.sampling_params import ResolvedSampling
+from trtspec.workers.eagle import Eagle3OneModelWorker
+from trtspec.workers.step import OneEngineStep
+
+Tensors = dict[str, Tensor]
+K = 4
+VOCAB = 199
+SOME_IDS = [int(i) for i in torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:83]]
+"""83 of the target's 199 ids, in no order: d2t has gaps, goes up and down."""
+GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+EAGLE3 = {"method": "eagle3", "num_speculative_tokens": K}
+
+
+# -- the paper -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass of the head gives at its last row, and the draft taken there."""
+
+    y: Tensor  # [H]
+    logits: Tensor  # [Vd]
+    draft: int
+
+
+class PaperHead:
+    """EAGLE-3 as published; a checkpoint's tensors under their public names, fp32."""
+
+    def __init__(self, folder: Path, target: transformers.PreTrainedModel) -> None:
+        self.w = load_file(folder / "model.safetensors")
+        self.config = json.loads((folder / "config.json").read_text())
+        self.embedding = self.w.get("embed_tokens.weight", target.get_input_embeddings().weight)
+        self.lm_head = self.w.get("lm_head.weight", target.get_output_embeddings().weight)
+        rope = {key: self.config[key] for key in ("rope_parameters", "max_position_embeddings", "head_dim")}
+        self.rotary = LlamaRotaryEmbedding(
+            transformers.LlamaConfig(
+                hidden_size=self.config["hidden_size"], num_attention_heads=self.config["num_attention_heads"], **rope
+            )
+        )
+
+    def drafts(self, captured: Tensor, following: list[int]) -> tuple[Tensor, list[Pass]]:
+        """g [n, 3 Ht] and the token after each position -> y of the first pass [n, H], and K passes.
+
+        Pass 0 reads the tokens 1..n at the positions 0..n-1; each further pass adds one row: the token just drafted,
+        at the next position, with the last row's output in place of a fused hidden state.
+        """
+        tokens, h = list(following), captured @ self.w["fc.weight"].T
+        first, passes = None, []
+        for _ in range(K):
+            y = self.layer(self.embedding[tokens], h)
+            first = y if first is None else first
+            logits = self.norm(y[-1], "norm") @ self.lm_head.T
+            best = int(logits.argmax())
+            draft = best + int(self.w["d2t"][best]) if "d2t" in self.w else best
+            passes.append(Pass(y[-1], logits, draft))
+            tokens, h = [*tokens, draft], torch.cat((h, y[-1:]))
+        assert first is not None
+        return first, passes
+
+    def layer(self, e: Tensor, h: Tensor) -> Tensor:
+        normed = self.norm(h, "midlayer.hidden_norm")
+        x = normed if self.config.get("norm_before_residual") else h
+        x = x + self.attention(torch.cat((self.norm(e, "midlayer.input_layernorm"), normed), dim=-1))
+        z = self.norm(x, "midlayer.post_attention_layernorm")
+        gated = F.silu(self.linear(z, "mlp.gate_proj")) * self.linear(z, "mlp.up_proj")
+        return x + self.linear(gated, "mlp.down_proj")
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, self.config["head_dim"])) for name in "qkv"
+        )
+        if "midlayer.self_attn.q_norm.weight" in self.w:
+            q, k = self.norm(q, "midlayer.self_attn.q_norm"), self.norm(k, "midlayer.self_attn.k_norm")
+        cos, sin = (table[0][:, None] for table in self.rotary(x, torch.arange(len(x))[None]))
+        q, k = (a * cos + turned(a) * sin for a in (q, k))
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        return self.linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), "self_attn.o_proj")
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.w[f"midlayer.{name}.weight"], self.w.get(f"midlayer.{name}.bias"))
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt() * self.w[f"{name}.weight"]
+
+
+def turned(x: Tensor) -> Tensor:
+    """(x1, x2) -> (-x2, x1), halves of the last dimension."""
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def states(target: transformers.PreTrainedModel, tokens: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """transformers' residual streams after each of `layers` side by side [n, len * Ht], and its logits [n, V].
+
+    -1 is the stream after the last norm, which transformers gives as the last of `hidden_states`; the one before that
+    norm it does not give, so it is caught where it enters the norm.
+    """
+    caught: list[Tensor] = []
+    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
+    with torch.no_grad():
+        out = target(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True)
+    hook.remove()
+    after = [*out.hidden_states[1:-1], caught[0], out.hidden_states[-1]]
+    return torch.cat([after[i][0] for i in layers], dim=-1), out.logits[0]
+
+
+# -- ours ----------------------------------------------------------------------------------------------------------
+
+
+class Watched(Eagle3OneModelWorker):
+    """Keeps what every pass gave."""
+
+    def reset(self) -> None:
+        self.first: Tensor = torch.empty(0)
+        self.rows: list[Tensor] = []  # y [B, H] of each pass
+        self.scores: list[Tensor] = []  # logits [B, Vd] of each pass
+
+    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
+        self.first = super().first_pass(next_ids, captured, positions, attend)
+        return self.first
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        self.rows.append(hidden)
+        self.scores.append(super().draft_logits(hidden))
+        return self.scores[-1]
+
+
+@dataclass
+class Session:
+    """A one-engine step and a paged cache of small, scattered blocks, one table per request."""
+
+    step: OneEngineStep
+    kv: list[KVLayer]
+    tables: list[list[int]]
+    known: list[list[int]]  # tokens of each request
+    committed: list[int] = field(default_factory=list)
+
+    @property
+    def worker(self) -> Watched:
+        assert isinstance(self.step.worker, Watched)
+        return self.step.worker
+
+    @torch.no_grad()
+    def launch(self, drafts: list[list[int]]) -> StepOutputs:
+        """All requests at once: contexts at first, then one known token and these drafts. Commits what is accepted."""
+        B, contexts = len(self.known), not self.committed
+        starts = self.committed or [0] * B
+        rows = [[*known[start:], *own] for known, start, own in zip(self.known, starts, drafts, strict=True)]
+        attn = AttnMetadata.of(
+            [len(r) for r in rows], [s + len(r) for s, r in zip(starts, rows, strict=True)], self.tables
+        )
+        width = 1 if contexts else len(drafts[0]) + 1
+        ends = attn.cu_q_lens[1:].tolist()
+        draws = [len(known) + j for known in self.known for j in range(width)]
+        spec = dataclasses.replace(
+            SpecMetadata.plain(range(B), attn, SamplingTensors.of([GREEDY] * len(draws), draws)),
+            spec_dec_mode=SpeculativeDecodingMode.EAGLE3_ONE_MODEL,
+            max_draft_len=K,
+            next_draft_len=K,
+            gather_ids=torch.tensor([end - width + j for end in ends for j in range(width)]),
+            draft_tokens=torch.tensor([] if contexts else drafts, dtype=torch.int64).view(
+                0 if contexts else B, width - 1
+            ),
+            draft_lens=torch.full((B,), width - 1, dtype=torch.int32),
+        )
+        self.worker.reset()
+        outputs = self.step(StepInputs(torch.tensor([t for r in rows for t in r]), attn, spec), self.kv)
+        assert outputs.verdict is not None
+        assert outputs.next_kv_lens is not None
+        for known, new, count in zip(
+            self.known, outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist(), strict=True
+        ):
+            known += new[:count]
+        self.committed = outputs.next_kv_lens.tolist()
+        return outputs
+
+
+def open_session(target: Path, head: Path, capture: Sequence[int], prompts: list[list[int]]) -> Session:
+    decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
+    worker = Watched(load_eagle3(ModelConfig.from_folder(head, "draft"), decoder, len(capture)), K, capture)
+    blocks = 1 + sum(-(-(len(p) + 40) // 4) for p in prompts)
+    kv = [
+        pair for spec in (decoder.spec, worker.draft_layers) for pair in allocate_layers(spec, blocks, 4, torch.float32)
+    ]
+    free = iter((torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist())
+    tables = [[next(free) for _ in range(-(-(len(p) + 40) // 4))] for p in prompts]
+    return Session(OneEngineStep(decoder, worker), kv, tables, [list(p) for p in prompts])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A target, its head, and which hidden states the head reads."""
+
+    arch: str = "llama"
+    capture: tuple[int, ...] = (0, 1, 3)
+    target_ids: list[int] | None = None
+    target: dict[str, Any] = field(default_factory=dict)
+    head: dict[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = {
+    "reduced vocabulary": Variant(target_ids=SOME_IDS),
+    "ascending draft ids": Variant(target_ids=sorted(SOME_IDS), head={"norm_before_residual": False}),
+    "norm before residual": Variant(target_ids=SOME_IDS, head={"norm_before_residual": True}),
+    "identity vocabulary": Variant(),
+    "shared lm_head": Variant(head={"own_head": False}),
+    "shared lm_head, tied target": Variant(head={"own_head": False}, target={"tie_word_embeddings": True}),
+    "own embedding": Variant(target_ids=SOME_IDS, head={"own_embedding": True}),
+    "own width": Variant(
+        target_ids=SOME_IDS,
+        head={"own_embedding": True, "hidden_size": 48, "num_attention_heads": 6, "head_dim": 8},
+    ),
+    "q and k norms": Variant("qwen3", head={"qk_norm": True, "architectures": ["Qwen3ForCausalLMEagle3"]}),
+    "biases": Variant(head={"attention_bias": True, "mlp_bias": True}),
+    "one KV head": Variant(target_ids=SOME_IDS, head={"num_key_value_heads": 1}),
+    "as many KV heads": Variant(head={"num_key_value_heads": 4}),
+    "llama3 rope": Variant("llama31", target_ids=SOME_IDS),
+    "one hidden state": Variant(capture=(2,)),
+    "hidden states in another order": Variant(capture=(3, 0)),
+    "last hidden state after the norm": Variant(capture=(0, -1)),
+    "qwen2 target": Variant("qwen2", target_ids=SOME_IDS),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_pass_is_that_of_the_paper(tmp_path: Path, name: str) -> None:
+    """Prompts, then drafts of which none, some and all are accepted: the rejected must leave no trace."""
+    variant = VARIANTS[name]
+    target = make_checkpoint(
+        tmp_path, variant.arch, num_hidden_layers=4, initializer_range=0.06, name="target", **variant.target
+    )
+    head = make_eagle3(tmp_path, target, None, variant.target_ids, num_captured=len(variant.capture), **variant.head)
+    theirs, generator = oracle(target), torch.Generator().manual_seed(1)
+    paper = PaperHead(head, theirs)
+    # past llama3's original length of 64, and ending anywhere in a block
+    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (90, 7)]
+    session = open_session(target, head, variant.capture, prompts)
+    for accepted in (None, 2, 0, 4, 1):  # None: the prompts
+        before = [len(known) - 1 for known in session.known]
+        drafts = [[] if accepted is None else told(theirs, known, accepted) for known in session.known]
+        outputs = session.launch(drafts)
+        assert outputs.verdict is not None
+        assert outputs.proposal is not None
+        assert outputs.verdict.num_tokens.tolist() == [1 if accepted is None else accepted + 1] * 2
+        row = 0
+        for b, known in enumerate(session.known):
+            captured, logits = states(theirs, known[:-1], variant.capture)
+            assert known[before[b] + 1 :] == logits[before[b] :].argmax(-1).tolist()
+            first, passes = paper.drafts(captured, known[1:])
+            start = 0 if accepted is None else before[b]
+            kept = len(known) - 1 - start
+            assert_close(session.worker.first[row : row + kept], first[start:])
+            row += kept if accepted is None else K + 1
+            for j, each in enumerate(passes):
+                assert_close(session.worker.rows[j][b], each.y)
+                assert_close(session.worker.scores[j][b], each.logits)
+            assert outputs.proposal.draft_tokens[b].tolist() == [each.draft for each in passes]
+
+
+def told(target: transformers.PreTrainedModel, known: list[int], right: int) -> list[int]:
+    """K drafts of which exactly the first `right` are what the target will say."""
+    tokens = list(known)
+    for _ in range(right + 1):
+        with torch.no_grad():
+            tokens.append(int(target(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return [*tokens[len(known) : -1], (tokens[-1] + 1) % VOCAB, 5, 6, 7][:K]
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=0.0, atol=1e-5)
+
+
+# -- which hidden states -------------------------------------------------------------------------------------------
+
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of 8 layers."""
+    return make_checkpoint(tmp_path_factory.mktemp("deep"), "llama", num_hidden_layers=LAYERS, initializer_range=0.06)
+
+
+def eagle_step(llm: LLM) -> OneEngineStep:
+    timed = llm.engine.loop.target
+    assert isinstance(timed, TimedExecutable)
+    assert isinstance(timed.inner, EagerExecutable)
+    assert isinstance(timed.inner.step, OneEngineStep)
+    return timed.inner.step
+
+
+def test_captured_are_the_residual_streams_after_the_layers_named(deep: Path) -> None:
+    """Each of the 8, and -1, the one after the last norm: transformers is the oracle."""
+    layers = (*range(LAYERS), -1)
+    tokens = list(range(3, 40))
+    decoder = load_decoder(ModelConfig.from_folder(deep), torch.float32)
+    attn = AttnMetadata.of([len(tokens)], [len(tokens)], [[1, 2, 3]])
+    attend = PagedAttend(attn, allocate_layers(decoder.spec, 4, 16, torch.float32), decoder.spec.windows)
+    positions = attn.positions(len(tokens))
+    last, captured = decoder.capture(torch.tensor(tokens), positions, attend, layers)
+    expected, _ = states(oracle(deep), tokens, layers)
+    assert_close(captured, expected)
+    assert torch.equal(last, captured[:, -decoder.spec.hidden_size :])
+    assert torch.equal(last, decoder(torch.tensor(tokens), positions, attend))
+
+
+CHECKPOINT_SAYS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "nested": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}},
+    "top level": {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]},
+}
+CAPTURES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
+    ("nothing", {}, (1, 3, 4)),  # EAGLE3's own choice
+    ("nested", {}, (0, 3, 7)),  # vLLM's ids: the layer entered
+    ("top level", {}, (0, 3, 7)),
+    ("nothing", {"capture_layers": (0, 6, -1)}, (0, 6, -1)),
+    ("nested", {"capture_layers": (5, 6, 7)}, (5, 6, 7)),  # the user wins
+]
+
+
+@pytest.mark.parametrize(("says", "wishes", "expected"), CAPTURES)
+def test_who_chooses_the_layers(
+    tmp_path: Path, deep: Path, says: str, wishes: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    head = make_eagle3(tmp_path, deep, **CHECKPOINT_SAYS[says])
+    with LLM(deep, {**EAGLE3, "model": str(head), **wishes}) as llm:
+        assert eagle_step(llm).worker.capture_layers == expected
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(None, (0, 3, 7)), ([2, 5, -1], (2, 5, -1))])
+def test_layers_as_tensorrt_llm_says_them(
+    tmp_path: Path, deep: Path, layers: list[int] | None, expected: tuple[int, ...]
+) -> None:
+    """eagle3_layers_to_capture: the stream after the layer."""
+    head = make_eagle3(tmp_path, deep, **CHECKPOINT_SAYS["nested"])
+    config = Eagle3DecodingConfig(max_draft_len=K, speculative_model=str(head), eagle3_layers_to_capture=layers)
+    with LLM(deep, config) as llm:
+        assert eagle_step(llm).worker.capture_layers == expected
+
+
+def test_a_head_found_by_its_folders_name_keeps_its_layers(tmp_path: Path, deep: Path) -> None:
+    """No method given: the name says eagle3, and config.json still says which layers."""
+    head = make_eagle3(tmp_path, deep, name="my-EAGLE3-head", **CHECKPOINT_SAYS["nested"])
+    with LLM(deep, {"model": str(head), "num_speculative_tokens": K}) as llm:
+        assert eagle_step(llm).worker.capture_layers == (0, 3, 7)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def head(tmp_path: Path, deep: Path) -> Path:
+    return make_eagle3(tmp_path, deep, (0, 3, 7), SOME_IDS)
+
+
+def assemble(deep: Path, head: Path, **wishes: Any) -> OneEngineStep:
+    with LLM(deep, {**EAGLE3, "model": str(head), **wishes}) as llm:
+        return eagle_step(llm)
+
+
+def renamed(change: Callable[[str], str]) -> Callable[[Tensors], None]:
+    def apply(tensors: Tensors) -> None:
+        old = dict(tensors)
+        tensors.clear()
+        tensors.update((change(name), tensor) for name, tensor in old.items())
+
+    return apply
+
+
+ALIASES: dict[str, Callable[[str], str]] = {
+    "public": lambda name: name,
+    "layers.0": lambda name: name.replace("midlayer.", "layers.0."),
+    "model. prefix": lambda name: name if name in ("d2t", "t2d", "lm_head.weight") else f"model.{name}",
+    "both": lambda name: "model." + name.replace("midlayer.", "layers.0."),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+@pytest.mark.parametrize("own_embedding", [False, True])
+def test_every_tensor_lands_where_it_belongs(tmp_path: Path, deep: Path, alias: str, own_embedding: bool) -> None:
+    """What was loaded, written in the public layout again, is what was in the file."""
+    folder = make_eagle3(tmp_path, deep, (0, 3, 7), SOME_IDS, own_embedding=own_embedding)
+    saved = load_file(folder / "model.safetensors")
+    edit_tensors(folder, renamed(ALIASES[alias]))
+    worker = assemble(deep, folder).worker
+    assert isinstance(worker, Eagle3OneModelWorker)
+    ours = eagle3_tensors(worker.head)
+    assert ours.keys() == saved.keys()
+    assert all(torch.equal(ours[name], saved[name]) for name in saved)
+    assert not any(parameter.isnan().any() for parameter in worker.parameters())
+    assert not worker.head.training
+    assert worker.d2t.tolist() == saved["d2t"].tolist()
+    back = worker.draft_ids.tolist()
+    assert [back[token] for token in SOME_IDS] == list(range(len(SOME_IDS)))
+    assert back.count(-1) == VOCAB - len(SOME_IDS)
+
+
+def test_what_a_head_leaves_out_is_the_targets(tmp_path: Path, deep: Path) -> None:
+    """The very same tensors, not copies: they cost no memory."""
+    step = assemble(deep, make_eagle3(tmp_path, deep, (0, 3, 7), own_head=False))
+    worker = step.worker
+    assert isinstance(worker, Eagle3OneModelWorker)
+    assert worker.head.embedding is step.decoder.embedding
+    assert worker.head.head is step.decoder.head
+    assert worker.d2t.tolist() == [0] * VOCAB
+
+
+def test_a_head_computes_in_the_targets_dtype(deep: Path, head: Path) -> None:
+    with LLM(deep, {**EAGLE3, "model": str(head)}, dtype="bfloat16") as llm:
+        worker = eagle_step(llm).worker
+        timed = llm.engine.loop.target
+        assert isinstance(timed, TimedExecutable)
+        assert isinstance(timed.inner, EagerExecutable)
+        assert {parameter.dtype for parameter in worker.parameters()} == {torch.bfloat16}
+        assert len(timed.inner.kv) == LAYERS + 1
+        assert {tensor.dtype for pair in timed.inner.kv for tensor in pair} == {torch.bfloat16}
+
+
+def test_weight_bytes_count_each_pass(tmp_path: Path, deep: Path, head: Path) -> None:
+    """fc once; the layer, norm and lm_head in each of the K passes; the embedding never."""
+    tensors = load_file(head / "model.safetensors")
+    per_pass = sum(tensor.nbytes for name, tensor in tensors.items() if name not in ("fc.weight", "d2t", "t2d"))
+    worker = assemble(deep, head).worker
+    assert worker.weight_bytes_per_step == tensors["fc.weight"].nbytes + K * per_pass
+    own = make_eagle3(tmp_path, deep, (0, 3, 7), SOME_IDS, own_embedding=True, name="own")
+    assert assemble(deep, own).worker.weight_bytes_per_step == worker.weight_bytes_per_step
+
+
+def change_tensors(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, change)
+
+
+def change_config(**fields: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, **fields)
+
+
+def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        for change in changes:
+            change(folder)
+
+    return apply
+
+
+def d2t(change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    return change_tensors(lambda tensors: tensors.update(d2t=change(tensors["d2t"])))
+
+
+def with_first(value: int) -> Callable[[Tensor], Tensor]:
+    return lambda offsets: torch.cat((torch.tensor([value]), offsets[1:]))
+
+
+Bad = tuple[Callable[[Path], None], type[TrtSpecError], tuple[str, ...]]
+
+BAD_HEADS: dict[str, Bad] = {
+    "for another hidden size": (
+        change_config(target_hidden_size=128),
+        WeightsError,
+        ("target_hidden_size", "128", "target's is 64", "head trained for this target"),
+    ),
+    "for another hidden size, not said": (
+        change_config(target_hidden_size=None, hidden_size=128),
+        WeightsError,
+        ("hidden_size", "128", "target's is 64"),
+    ),
+    "for another vocabulary": (
+        change_config(vocab_size=300),
+        WeightsError,
+        ("vocab_size", "300", "target's is 199", "head trained for this target"),
+    ),
+    "two layers": (change_config(num_hidden_layers=2), UnsupportedError, ("num_hidden_layers = 2", "one layer")),
+    "a layer past the target's end": (
+        change_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 5, 9]}),
+        ConfigError,
+        ("capture_layers=(1, 4, 8)", "8 layers", "head trained for this target", "[-1, 7]"),
+    ),
+    "the embedding as a layer": (
+        change_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 5, 8]}),
+        CheckpointError,
+        ("eagle_aux_hidden_state_layer_ids", "[0, 5, 8]", "embedding", ">= 1"),
+    ),
+    "layers of the wrong type": (
+        change_config(eagle_config={"eagle_aux_hidden_state_layer_ids": "2,5"}),
+        CheckpointError,
+        ("eagle_aux_hidden_state_layer_ids = '2,5'", "list of layer numbers"),
+    ),
+    "no layers": (
+        change_config(eagle_config={"eagle_aux_hidden_state_layer_ids": []}),
+        CheckpointError,
+        ("eagle_aux_hidden_state_layer_ids = []", "list of layer numbers"),
+    ),
+    "eagle_config of the wrong type": (
+        change_config(eagle_config=[1]),
+        CheckpointError,
+        ("eagle_config", "not an object"),
+    ),
+    "fewer layers than fc fuses": (
+        change_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 5]}),
+        WeightsError,
+        ("fc.weight is (64, 192)", "expected (64, 128)", "fuses 3", "2 hidden states are captured", "capture_layers"),
+    ),
+    "fc that fuses more": (
+        change_tensors(lambda t: t.update({"fc.weight": torch.zeros(64, 256)})),
+        WeightsError,
+        ("fc.weight is (64, 256)", "expected (64, 192)", "fuses 4", "3 hidden states are captured", "capture_layers"),
+    ),
+    "fc of no multiple": (
+        change_tensors(lambda t: t.update({"fc.weight": torch.zeros(64, 100)})),
+        WeightsError,
+        ("fc.weight is (64, 100)", "expected (64, 192)"),
+    ),
+    "no fc": (
+        change_tensors(lambda t: t.pop("fc.weight")),
+        WeightsError,
+        ("missing: fc.weight (64, 192)",),
+    ),
+    "no hidden_norm, an extra bias, a short norm": (
+        change_tensors(
+            lambda t: (
+                t.pop("midlayer.hidden_norm.weight"),
+                t.update({"midlayer.mlp.up_proj.bias": torch.zeros(128), "norm.weight": torch.zeros(32)}),
+            )
+        ),
+        WeightsError,
+        (
+            "missing: midlayer.hidden_norm.weight (64,)",
+            "unexpected: midlayer.mlp.up_proj.bias",
+            "norm.weight is (32,), expected (64,)",
+        ),
+    ),
+    "q, k, v as wide as the hidden states": (
+        change_tensors(lambda t: t.update({"midlayer.self_attn.q_proj.weight": torch.zeros(64, 64)})),
+        WeightsError,
+        ("midlayer.self_attn.q_proj.weight is (64, 64), expected (64, 128)",),
+    ),
+    "a second layer": (
+        change_tensors(lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.zeros(128, 64)})),
+        WeightsError,
+        ("unexpected: layers.1.mlp.up_proj.weight",),
+    ),
+    "a tensor under two names": (
+        change_tensors(lambda t: t.update({"layers.0.hidden_norm.weight": torch.zeros(64)})),
+        WeightsError,
+        ("midlayer.hidden_norm.weight", "twice"),
+    ),
+    "another lm_head than it says": (
+        change_config(draft_vocab_size=90),
+        WeightsError,
+        ("lm_head.weight is (83, 64), expected (90, 64)",),
+    ),
+    "no lm_head for a vocabulary of its own": (
+        change_tensors(lambda t: t.pop("lm_head.weight")),
+        WeightsError,
+        ("missing: lm_head.weight (83, 64)",),
+    ),
+    "a draft vocabulary larger than the target's": (
+        change_config(draft_vocab_size=200),
+        CheckpointError,
+        ("draft_vocab_size = 200", "vocab_size = 199"),
+    ),
+    "a draft vocabulary of no size": (
+        change_config(draft_vocab_size="83"),
+        CheckpointError,
+        ("draft_vocab_size = '83'", "no size"),
+    ),
+    "norm_before_residual of the wrong type": (
+        change_config(norm_before_residual="yes"),
+        CheckpointError,
+        ("norm_before_residual = 'yes'", "true or false"),
+    ),
+    "no d2t": (
+        change_tensors(lambda t: t.pop("d2t")),
+        WeightsError,
+        ("d2t (83,) is missing", "83", "199"),
+    ),
+    "d2t past the end": (
+        d2t(with_first(199)),
+        WeightsError,
+        ("d2t[0] = 199", "199", "0..198", "offsets"),
+    ),
+    "d2t below 0": (d2t(with_first(-1)), WeightsError, ("d2t[0] = -1", "0..198")),
+    "d2t that holds ids": (
+        d2t(lambda offsets: offsets + torch.arange(len(offsets))),
+        WeightsError,
+        ("d2t", "offsets (target id - draft id)"),
+    ),
+    "d2t not one to one": (
+        both(d2t(lambda offsets: torch.zeros_like(offsets)), d2t(with_first(1))),
+        WeightsError,
+        ("d2t", "draft ids 0 and 1", "same target id 1", "one to one"),
+    ),
+    "d2t of another length": (d2t(lambda offsets: offsets[:-1]), WeightsError, ("d2t is (82,)", "expected (83,)")),
+    "d2t of two dimensions": (
+        d2t(lambda offsets: offsets[:, None]),
+        WeightsError,
+        ("d2t is (83, 1)", "expected (83,)"),
+    ),
+    "d2t of floats": (d2t(lambda offsets: offsets.float()), WeightsError, ("d2t is (83,) torch.float32", "integers")),
+    "t2d that disagrees": (
+        change_tensors(lambda t: t.update(t2d=~t["t2d"])),
+        WeightsError,
+        ("t2d and d2t", "different tokens"),
+    ),
+    "t2d of another length": (
+        change_tensors(lambda t: t.update(t2d=t["t2d"][:-1])),
+        WeightsError,
+        ("t2d is (198,)", "expected (199,)"),
+    ),
+    "no EAGLE3 head": (
+        change_config(architectures=["LlamaForCausalLM"]),
+        UnsupportedError,
+        ("'LlamaForCausalLM' is no EAGLE3 head", "LlamaForCausalLMEagle3"),
+    ),
+    "a switch that is not built": (
+        change_config(eagle_config={"use_last_layernorm": False}),
+        UnsupportedError,
+        ("eagle_config.use_last_layernorm = False", "not built", "True"),
+    ),
+    "no config": (
+        lambda folder: (folder / "config.json").write_text("{}"),
+        CheckpointError,
+        ("config.json", "is missing"),
+    ),
+    "damaged weights": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100),
+        CheckpointError,
+        ("model.safetensors is damaged", "again"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_HEADS)
+def test_a_bad_head_is_an_error_that_helps(deep: Path, head: Path, what: str) -> None:
+    """Typed, naming the model, the field or tensor, and what was expected."""
+    change, error, words = BAD_HEADS[what]
+    change(head)
+    with pytest.raises(error) as caught:
+        assemble(deep, head)
+    message = str(caught.value)
+    missing = [word for word in (*words, "draft", str(head)) if word not in message]
+    assert not missing, message
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"capture_layers": (1, 3, 8)}, ("capture_layers=(1, 3, 8)", "8 layers", "[-1, 7]")),
+        ({"capture_layers": (1, 3)}, ("fc.weight is (64, 192)", "expected (64, 128)", "2 hidden states")),
+        ({"capture_layers": ()}, ("fc.weight is (64, 192)", "0 hidden states are captured", "set capture_layers")),
+        ({"capture_layers": (-2, 1, 3)}, ("capture_layers",)),
+    ],
+)
+def test_layers_that_the_user_cannot_mean(
+    deep: Path, head: Path, wishes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises((ConfigError, WeightsError)) as caught:
+        assemble(deep, head, **wishes)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_shallow_target_needs_layers_to_be_named(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path, "llama", name="target", num_hidden_layers=3)
+    head = make_eagle3(tmp_path, target)
+    with pytest.raises(ConfigError, match=r"num_hidden_layers=3 is too few .*; set capture_layers"):
+        assemble(target, head)
+    assert assemble(target, head, capture_layers=(0, 1, 2)).worker.capture_layers == (0, 1, 2)

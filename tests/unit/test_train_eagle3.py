@@ -1,0 +1,342 @@
+"""Training an EAGLE3 head: the unrolled passes are inference, the loss is what it says, a bad run is refused early."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trtspec.core import AttnMetadata
+from trtspec.errors import CheckpointError, ConfigError, DependencyError
+from trtspec.kv.pool import allocate_layers
+from trtspec.models.attention import PagedAttend
+from trtspec.models.decoder import Decoder
+from trtspec.models.heads import Eagle3Head
+from trtspec.train.eagle3 import STEP_WEIGHT, Eagle3Loss, Lessons, frequent_tokens, new_head, observe
+from trtspec.train.eagle3_evaluate import chain_acceptance
+from trtspec.train.eagle3_run import Eagle3Options, _remember
+from trtspec.train.generate import continue_windows
+from trtspec.train.language_model import initialise, llama_spec
+from trtspec.train.plot import plot_metrics
+from trtspec.train.trainer import Stage, TrainConfig, Trainer
+
+VOCAB, LAYERS, K, SEQ = 40, (0, 1), 4, 20
+SOME_IDS = torch.arange(0, VOCAB, 2)
+
+
+@pytest.fixture(scope="module")
+def target() -> Decoder:
+    """Random weights, several times the usual size so that arg-maxes differ clearly; as training has it."""
+    spec = llama_spec(VOCAB, 3, hidden_size=64, intermediate_size=96, head_dim=16, num_heads=4, num_kv_heads=2)
+    decoder = initialise(Decoder(spec), seed=0)
+    for parameter in decoder.parameters():
+        parameter.data.mul_(8.0 if parameter.ndim == 2 else 1.0)
+    return decoder.requires_grad_(False)
+
+
+def make_head(target: Decoder, ids: Tensor = SOME_IDS, seed: int = 1) -> Eagle3Head:
+    torch.manual_seed(seed)
+    return new_head(target, LAYERS, ids).train()
+
+
+def lesson(target: Decoder, batch: int = 3, seed: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids = torch.randint(VOCAB, (batch, SEQ + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:], *observe(target.train(), LAYERS, ids[:, :-1])
+
+
+@torch.no_grad()
+def chain(head: Eagle3Head, captured: Tensor, tokens: Tensor, passes: int) -> list[Tensor]:
+    """As inference has it: one pass over rows 0..p of the target's states, captured [p + 1, n * H], into a paged cache,
+    then one row at a time. tokens [>= p + passes]: the token after each row, then after each row of the chain. Returns
+    the last row of each pass, [H]."""
+    rows = len(captured)
+    kv = allocate_layers(head.spec.layer, num_blocks=4, block_size=16, dtype=torch.float32)
+    attend = PagedAttend(AttnMetadata.of([rows], [rows], [[1, 2, 3]]), kv, head.spec.layer.windows)
+    positions = attend.attn.positions(rows)
+    h = head(tokens[:rows], head.fuse(captured), positions, attend)[-1:]
+    outputs = [h[0]]
+    for j in range(1, passes):
+        attend = attend.at(attend.attn.advance())
+        h = head(tokens[rows - 1 + j][None], h, attend.attn.positions(1), attend)
+        outputs.append(h[0])
+    return outputs
+
+
+# -- the unrolled passes ----------------------------------------------------------------------------------------------
+
+
+def test_unrolled_training_is_inference_with_a_cache(target: Decoder) -> None:
+    head = make_head(target)
+    inputs, following, captured, last = lesson(target)
+    passes: list[Tensor] = []
+    hook = head.register_forward_hook(lambda module, arguments, output: passes.append(output.detach()))
+    Eagle3Loss(head, target, K, torch.float32, compile=False)(inputs, following, captured, last)
+    hook.remove()
+    assert len(passes) == K
+    moved = 0.0
+    for b in range(len(inputs)):
+        for p in range(SEQ - K):
+            expected = chain(head.eval(), captured[b, : p + 1], following[b], K)
+            for j in range(K):
+                ours = passes[j].view(*inputs.shape, -1)[b, p]
+                torch.testing.assert_close(ours, expected[j], atol=1e-5, rtol=0, msg=f"row {p}, pass {j}")
+            moved = max(moved, float((expected[1] - expected[0]).abs().max()))
+    assert moved > 0.1
+
+
+def test_loss_and_agreement_are_those_of_the_definition(target: Decoder) -> None:
+    """Pass j at row p should say what the target says after p + 1 + j, where the draft vocabulary has it."""
+    head, hard = make_head(target), 0.3
+    inputs, following, captured, last = lesson(target)
+    loss = Eagle3Loss(head, target, K, torch.float32, hard=hard, compile=False)
+    found = loss(inputs, following, captured, last)
+
+    wanted = target.logits(last.flatten(0, 1)).view(*inputs.shape, -1)
+    rows = range(SEQ - K)
+    total, hits = 0.0, [[True] * len(inputs) * len(rows) for _ in range(K)]
+    for j in range(K):
+        terms = []
+        for i, (b, p) in enumerate((b, p) for b in range(len(inputs)) for p in rows):
+            y = chain(head.eval(), captured[b, : p + 1], following[b], j + 1)[j]
+            log_probs = head.logits(y[None])[0].log_softmax(-1)
+            best = int(wanted[b, p + 1 + j].argmax())
+            said = int(head.target_ids[log_probs.argmax()])
+            hits[j][i] = said == best and (j == 0 or hits[j - 1][i])
+            if best not in SOME_IDS.tolist():
+                continue
+            soft = wanted[b, p + 1 + j][SOME_IDS].softmax(-1)
+            terms.append(hard * log_probs[SOME_IDS.tolist().index(best)] + (1 - hard) * (soft * log_probs).sum())
+        assert 0 < len(terms) < len(inputs) * len(rows)
+        total -= STEP_WEIGHT**j * float(torch.stack(terms).detach().mean())
+    assert float(found.detach()) == pytest.approx(total / sum(STEP_WEIGHT**j for j in range(K)), abs=1e-4)
+    assert loss.agreement.tolist() == pytest.approx([float(np.mean(row)) for row in hits])
+    assert loss.metrics()["acceptance_length"] == pytest.approx(1 + float(loss.agreement.sum()))
+
+
+def test_what_follows_a_window_is_not_taught(target: Decoder) -> None:
+    """So a window may end where a request ends."""
+    head = make_head(target)
+    inputs, following, captured, last = lesson(target)
+    loss = Eagle3Loss(head, target, K, torch.float32, compile=False)
+    changed = following.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % VOCAB
+    assert torch.equal(loss(inputs, following, captured, last), loss(inputs, changed, captured, last))
+
+
+def test_gradients_reach_the_head_alone(target: Decoder) -> None:
+    head = make_head(target)
+    Eagle3Loss(head, target, K, torch.float32, compile=False)(*lesson(target)).backward()
+    trained = {name for name, parameter in head.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, _ in head.named_parameters() if not name.startswith("embedding")}
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def test_a_batch_of_lessons_is_what_the_target_makes_of_its_windows(target: Decoder) -> None:
+    ids = torch.randint(VOCAB, (2, SEQ + 1))
+
+    class Fixed:
+        def batch(self, index: int) -> tuple[Tensor, Tensor]:
+            return ids[:, :-1], ids[:, 1:]
+
+    inputs, following, captured, last = Lessons(Fixed(), target.train(), LAYERS).batch(0)  # type: ignore[arg-type]
+    assert torch.equal(inputs, ids[:, :-1])
+    assert torch.equal(following, ids[:, 1:])
+    for b in range(2):  # each window by itself
+        alone = observe(target, LAYERS, ids[b : b + 1, :-1])
+        torch.testing.assert_close(captured[b], alone[0][0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(last[b], alone[1][0], atol=1e-5, rtol=0)
+
+
+def test_a_few_steps_learn(target: Decoder, tmp_path: Path) -> None:
+    head, source = make_head(target), lesson(target)
+
+    class Fixed:
+        def batch(self, index: int) -> tuple[Tensor, ...]:
+            return source
+
+    loss = Eagle3Loss(head, target, K, torch.float32, compile=False)
+    before = float(loss(*source))
+    Trainer(head, loss, [Stage(1.0, (Fixed(),))], TrainConfig(steps=30, warmup_steps=5), tmp_path).run()
+    assert float(loss(*source)) < before - 1.0
+
+
+def test_frequent_tokens_come_in_order_and_ties_go_to_the_lower_id() -> None:
+    tokens = np.array([5, 5, 5, 1, 1, 7, 2], dtype=np.uint16)
+    assert frequent_tokens(tokens, 10, 3).tolist() == [1, 2, 5]
+    assert frequent_tokens(tokens, 10, 10).tolist() == list(range(10))
+    for count in (0, 11):
+        with pytest.raises(ConfigError, match="use 1 to that many"):
+            frequent_tokens(tokens, 10, count)
+
+
+# -- simulated acceptance ---------------------------------------------------------------------------------------------
+
+
+def test_simulated_acceptance_is_that_of_chains_run_one_by_one(target: Decoder) -> None:
+    """A head that was trained a little, so that chains break at every place."""
+    head = make_head(target, torch.arange(VOCAB))
+    prompts = torch.randint(VOCAB, (6, 8), generator=torch.Generator().manual_seed(4))
+    text = continue_windows(target.eval(), prompts, 24).reshape(6, -1)
+    ids = torch.from_numpy(text.astype(np.int64))
+    teach = (ids[:, :-1], ids[:, 1:], *observe(target.train(), LAYERS, ids[:, :-1]))
+    loss = Eagle3Loss(head, target, 3, torch.float32, compile=False)
+    optimizer = torch.optim.Adam([p for n, p in head.named_parameters() if not n.startswith("embedding")], 2e-3)
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss(*teach).backward()
+        optimizer.step()
+
+    counts = []
+    for b in range(6):
+        p = prompts.shape[1] - 1
+        while p + 3 + 1 < ids.shape[1] - 1:
+            drafts: list[int] = []
+            tokens = ids[b, 1 : p + 2]
+            for _ in range(3):
+                known = torch.cat((tokens, torch.tensor(drafts).long()))
+                y = chain(head.eval(), teach[2][b, : p + 1], known, len(drafts) + 1)
+                drafts.append(int(head.target_ids[head.logits(y[-1][None])[0].argmax()]))
+            kept = 0
+            while kept < 3 and drafts[kept] == ids[b, p + 2 + kept]:
+                kept += 1
+            counts.append(kept)
+            p += kept + 1
+    found = chain_acceptance(head, target, LAYERS, text, prompts.shape[1], 3, batch_size=4)
+    assert found.steps == len(counts)
+    assert found.length == pytest.approx(1 + np.mean(counts))
+    assert found.per_position == pytest.approx([np.mean([kept > j for kept in counts]) for j in range(3)])
+    assert 0 < found.per_position[2] < found.per_position[0] < 1
+    with pytest.raises(ConfigError, match="too short to check 3 drafts"):
+        chain_acceptance(head, target, LAYERS, text[:, :12], prompts.shape[1], 3)
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def options(tmp_path: Path, **changes: Any) -> Eagle3Options:
+    fields = {
+        "target": tmp_path / "t", "data": (tmp_path / "d",), "out": tmp_path / "o", "run": tmp_path / "r", "steps": 2
+    }  # fmt: skip
+    return Eagle3Options(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": ()}, r"data=\(\) is empty"),
+        ({"unroll": 0}, "unroll=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"own_words_len": 0}, "own_words_len=0 must be at least 1"),
+        ({"own_words": -1}, "own_words=-1 make no batch_size=8; use at least 10"),
+        ({"own_words": 9}, "own_words=9 make no batch_size=8; use at least 10, or 0"),
+        ({"seq_len": 5}, "seq_len=5 must exceed unroll"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size=0 must be at least 1"),
+        ({"intermediate_size": -1}, "intermediate_size=-1 must be at least 1"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
+        ({"checkpoint_seconds": -1}, "checkpoint_seconds=-1 must not be negative"),
+        ({"dtype": "int8"}, "dtype='int8'; use one of"),
+        ({"steps": None}, "give exactly one of them"),
+        ({"steps": 0}, "must be positive"),
+        ({"minutes": 1.0}, "give exactly one of them"),
+        ({"held_out": Path("x"), "own_words_len": 5}, "own_words_len=5 is too short to measure unroll=4"),
+    ],
+)
+def test_options_are_checked(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options(tmp_path, **changes)
+
+
+def test_a_run_folder_belongs_to_its_options_once_something_is_trained(tmp_path: Path) -> None:
+    first = options(tmp_path)
+    _remember(first)
+    run = first.run
+    for name in ("tokens.npy", "own_words.npy"):
+        (run / name).write_bytes(b"made from the data")
+    _remember(replace(first, compile=False, checkpoint_seconds=1.0, out=tmp_path / "x", held_out=tmp_path / "h"))
+    assert (run / "tokens.npy").is_file()
+    _remember(replace(first, seed=1))  # nothing was trained: what was made of the data is made anew
+    assert not (run / "tokens.npy").exists()
+    assert not (run / "own_words.npy").exists()
+    (run / "step-00000001.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"holds a run with another seed \(seed=1\)"):
+        _remember(first)
+    old = json.loads((run / "options.json").read_text())
+    for name in ("held_out", "checkpoint_seconds", "compile"):
+        del old[name]
+    (run / "options.json").write_text(json.dumps(old))
+    _remember(replace(first, seed=1))  # a run of an earlier version goes on
+    (run / "options.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        _remember(first)
+
+
+def test_an_interrupt_ends_the_step_saves_and_resumes(target: Decoder, tmp_path: Path) -> None:
+    def make(folder: Path, at: int = 0) -> Trainer:
+        def after_step(step: int, loss: float) -> None:
+            if step == at:
+                signal.raise_signal(signal.SIGINT)
+                assert trainer.step == at  # not yet
+
+        head = make_head(target)
+        loss = Eagle3Loss(head, target, K, torch.float32, compile=False)
+        source = Lessons(Random(), target, LAYERS)  # type: ignore[arg-type]
+        config = TrainConfig(steps=8, log_every=1)
+        trainer = Trainer(head, loss, [Stage(1.0, (source,))], config, folder, after_step=after_step)
+        return trainer
+
+    class Random:
+        def batch(self, index: int) -> tuple[Tensor, Tensor]:
+            ids = torch.randint(VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(index))
+            return ids[:, :-1], ids[:, 1:]
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "parts", at=5).run()
+    assert signal.getsignal(signal.SIGINT) is handler
+    resumed = make(tmp_path / "parts")
+    assert resumed.step == 5
+    resumed.run()
+    make(tmp_path / "whole").run()
+    parts, whole = (tmp_path / name / "metrics.jsonl" for name in ("parts", "whole"))
+    for ours, theirs in zip(read(parts), read(whole), strict=True):
+        assert (ours["step"], ours["loss"]) == (theirs["step"], theirs["loss"])
+
+
+def test_a_run_killed_before_its_first_checkpoint_logs_every_step_once(target: Decoder, tmp_path: Path) -> None:
+    tmp_path.joinpath("metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "los')
+    head = make_head(target)
+    loss = Eagle3Loss(head, target, K, torch.float32, compile=False)
+
+    class Fixed:
+        def batch(self, index: int) -> tuple[Tensor, ...]:
+            return lesson(target)
+
+    Trainer(head, loss, [Stage(1.0, (Fixed(),))], TrainConfig(steps=2, log_every=1), tmp_path).run()
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def read(metrics: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def test_a_curve_is_drawn_or_the_missing_package_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    metrics, png = tmp_path / "metrics.jsonl", tmp_path / "metrics.png"
+    line = '{"step": %d, "loss": 2.0, "smooth": 2.1, "acceptance_length": 1.5}\n'
+    metrics.write_text("".join(line % step for step in (1, 10)))
+    plot_metrics(metrics, png)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.png"]
+    metrics.write_text("")
+    plot_metrics(metrics, png)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(DependencyError, match=r'pip install "trtspec\[bench\]"'):
+        plot_metrics(metrics, png)

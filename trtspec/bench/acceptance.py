@@ -1,0 +1,69 @@
+"""Acceptance length by K: how many tokens a step gives, and how often the draft at each position is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trtspec.bench.decode import versions
+from trtspec.llm import LLM
+from trtspec.outputs import SpeculationStats
+from trtspec.sampling_params import SamplingParams
+
+
+def bench_acceptance(
+    model: str | Path,
+    speculative_config: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    ks: Iterable[int] = range(1, 9),
+    progress: Callable[[str], None] = lambda message: None,
+    **engine_options: Any,
+) -> dict[str, Any]:
+    """Generate for all prompts (token ids) with each K in turn, and once without speculation.
+
+    Returns a JSON-ready dict: `by_k`, for each K: acceptance_length (mean tokens per generation step, bonus included),
+    acceptance_per_position [K] (share of steps that kept the draft there), steps, tokens; `lossless`: every K gave the
+    tokens of plain decoding; and what was measured. The speculative_config's own K is left out of account.
+    """
+    progress("plain decoding")
+    plain, _ = _generate(model, None, prompts, params, engine_options)
+    rows, lossless = [], True
+    for k in ks:
+        progress(f"K = {k}")
+        config = {**speculative_config, "num_speculative_tokens": k}
+        outputs, stats = _generate(model, config, prompts, params, engine_options)
+        lossless = lossless and outputs == plain
+        rows.append(
+            {
+                "k": k,
+                "acceptance_length": stats.acceptance_length,
+                "acceptance_per_position": stats.acceptance_per_position,
+                "steps": stats.steps,
+                "tokens": sum(map(len, outputs)),
+            }
+        )
+    return {
+        "model": str(model),
+        "speculation": dict(speculative_config),
+        "prompts": len(prompts),
+        "input_len": [len(prompt) for prompt in prompts],
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "by_k": rows,
+        "lossless": lossless,
+        "versions": versions(),
+    }
+
+
+def _generate(
+    model: str | Path,
+    speculative_config: Mapping[str, Any] | None,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    engine_options: Mapping[str, Any],
+) -> tuple[list[list[int]], SpeculationStats]:
+    with LLM(model, speculative_config, **engine_options) as llm:
+        outputs = llm.generate(list(prompts), params, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs], SpeculationStats.total(o.speculation for o in outputs)

@@ -1,0 +1,47 @@
+"""What the benchmarks found, as pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trtspec.bench.profile import PHASES
+from trtspec.plotting import new_figure, save_png
+
+
+def plot_acceptance(result: dict[str, Any], png: str | Path) -> None:
+    """bench_acceptance's result: acceptance length over K, and the share of steps that keep each position."""
+    figure = new_figure(9, 4)
+    left, right = figure.subplots(1, 2)
+    rows = result["by_k"]
+    ks = [row["k"] for row in rows]
+    left.plot(ks, [row["acceptance_length"] for row in rows], marker="o")
+    left.set_xlabel("K, draft tokens per step")
+    left.set_ylabel("acceptance length (tokens per step)")
+    left.set_ylim(bottom=1.0)
+    for row in rows:
+        shares = row["acceptance_per_position"]
+        right.plot(range(1, len(shares) + 1), [100 * share for share in shares], marker=".", label=f"K = {row['k']}")
+    right.set_xlabel("draft position")
+    right.set_ylabel("steps that keep it (%)")
+    right.set_ylim(0, 100)
+    right.legend(fontsize="small")
+    for axes in (left, right):
+        axes.set_xticks(ks)
+        axes.grid(alpha=0.3)
+    save_png(figure, png)
+
+
+def plot_profile(results: dict[str, dict[str, Any]], png: str | Path) -> None:
+    """profile_decode's results by name, one bar each: microseconds per step by phase."""
+    figure = new_figure(8, 1.2 + 0.6 * len(results))
+    axes = figure.subplots()
+    start = [0.0] * len(results)
+    for phase in PHASES:
+        widths = [result["us_per_step"][phase] for result in results.values()]
+        axes.barh(list(results), widths, left=start, label=phase)
+        start = [a + b for a, b in zip(start, widths, strict=True)]
+    axes.set_xlabel("µs per step (medians)")
+    axes.invert_yaxis()
+    axes.legend(ncols=len(PHASES), fontsize="small")
+    save_png(figure, png)

@@ -1,0 +1,132 @@
+"""Where a step's time goes: verifying, accepting, drafting, and the host between them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import trtspec.engine.step as loop_module
+from trtspec.bench.decode import versions
+from trtspec.engine.core import EngineCore
+from trtspec.llm import LLM
+from trtspec.sampling_params import SamplingParams
+
+PHASES = ("verify", "accept", "draft", "host")
+"""The target's forward pass and lm_head; drawing and comparing; draft passes, their draws included; everything else."""
+
+
+class Clock:
+    """Adds up the seconds spent in each phase. A phase entered inside another is not counted in the outer one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inside: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time from here on belongs to `name`."""
+        self._turn(name)
+        try:
+            yield
+        finally:
+            self._turn(None)
+
+    def _turn(self, name: str | None) -> None:
+        now = time.perf_counter()
+        if self._inside:
+            self.seconds[self._inside[-1]] += now - self._since
+        if name is None:
+            self._inside.pop()
+        else:
+            self._inside.append(name)
+        self._since = now
+
+
+@contextmanager
+def measured(engine: EngineCore, clock: Clock) -> Iterator[None]:
+    """Inside, `clock` knows the phases of the engine's steps: the methods that make them up are wrapped."""
+    target, drafter = engine.loop.target, engine.loop.proposer.drafter
+    step = getattr(getattr(target, "inner", target), "step", None)
+    worker = getattr(step, "worker", None)
+    places: list[tuple[Any, str, str]] = [(target, "run", "verify"), (loop_module, "accept", "accept")]
+    if drafter is not None:
+        places.append((drafter, "propose", "draft"))
+    if worker is not None:
+        places += [
+            (worker, "sample_tokens_for_batch", "accept"),
+            (worker, "sample_and_accept_draft_tokens", "accept"),
+            (worker, "first_pass", "draft"),
+            (worker, "draft", "draft"),
+        ]
+    undo: list[Callable[[], None]] = []
+    try:
+        for owner, name, phase in places:
+            undo.append(_wrap(owner, name, phase, clock))
+        yield
+    finally:
+        for restore in reversed(undo):
+            restore()
+
+
+def _wrap(owner: Any, name: str, phase: str, clock: Clock) -> Callable[[], None]:
+    """Time `owner.name` as `phase`; returns what takes the wrapper off again."""
+    inner, own = getattr(owner, name), name in vars(owner)
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        with clock.phase(phase):
+            return inner(*arguments, **options)
+
+    setattr(owner, name, timed)
+    return (lambda: setattr(owner, name, inner)) if own else (lambda: delattr(owner, name))
+
+
+def profile_decode(
+    model: str | Path,
+    speculative_config: Any,
+    prompts: Sequence[Sequence[int]],
+    output_len: int,
+    **engine_options: Any,
+) -> dict[str, Any]:
+    """Greedy decoding of the prompts (token ids) as one batch, after a run that warms up, timed phase by phase.
+
+    Returns a JSON-ready dict: `us_per_step` (median over the steps in which all requests generate, for each of PHASES
+    and in `total`), steps, acceptance_length, batch, versions. The wrappers themselves cost a few microseconds.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    llm = LLM(model, speculative_config, **{"max_batch_size": max(len(prompts), 1), **engine_options})
+    _steps(llm.engine, prompts, params)
+    steps = _steps(llm.engine, prompts, params)
+    phases = {name: 1e6 * statistics.median(step[name] for step in steps) for name in (*PHASES, "total")}
+    return {
+        "model": str(model),
+        "speculation": None if speculative_config is None else str(speculative_config),
+        "batch": len(prompts),
+        "output_len": output_len,
+        "steps": len(steps),
+        "us_per_step": phases,
+        "acceptance_length": llm.engine.stats.speculation.acceptance_length,
+        "versions": versions(),
+    }
+
+
+def _steps(engine: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Mapping[str, float]]:
+    """Seconds by phase of each step without context rows."""
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    steps: list[Mapping[str, float]] = []
+    while engine.has_work:
+        clock = Clock()
+        with measured(engine, clock):
+            start = time.perf_counter()
+            emissions = engine.step()
+            total = time.perf_counter() - start
+        if emissions and not any(emission.is_context for emission in emissions):
+            inside = {name: clock.seconds[name] for name in PHASES}
+            steps.append({**inside, "host": total - sum(inside.values()), "total": total})
+    return steps

@@ -1,0 +1,98 @@
+"""What an EAGLE3 checkpoint's config.json says beyond a decoder's: the public layout, in its several spellings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trtspec.config.capture import capture_layers_from_vllm
+from trtspec.config.model import ModelConfig
+from trtspec.errors import CheckpointError, UnsupportedError
+
+EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3ForCausalLMEagle3")
+
+# eagle_config switches whose other value is a head we do not run
+_FIXED = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
+
+
+@dataclass(frozen=True)
+class Eagle3Facts:
+    """`capture_layers` are ids "after layer i", None where the checkpoint leaves the choice to the default."""
+
+    target_hidden_size: int
+    draft_vocab_size: int
+    norm_before_residual: bool
+    capture_layers: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Eagle3Facts:
+        """Raises UnsupportedError for heads of another kind, CheckpointError for fields that make no sense."""
+        if config.architecture not in EAGLE3_ARCHITECTURES:
+            raise UnsupportedError(
+                f"draft model {config.path}: architecture {config.architecture!r} is no EAGLE3 head we run; supported: "
+                f"{', '.join(EAGLE3_ARCHITECTURES)}"
+            )
+        raw, nested = config.raw, _nested(config)
+        if config.num_layers != 1:
+            raise UnsupportedError(
+                f"draft model {config.path}: num_hidden_layers = {config.num_layers}; EAGLE3 heads of one layer run"
+            )
+        for name, value in _FIXED.items():
+            if nested.get(name, value) != value:
+                raise UnsupportedError(
+                    f"draft model {config.path}: eagle_config.{name} = {nested[name]!r} is not built; only {value!r} is"
+                )
+        size = _positive(config, raw, "draft_vocab_size", config.vocab_size)
+        if size > config.vocab_size:
+            raise CheckpointError(
+                f"draft model {config.path}: draft_vocab_size = {size} exceeds vocab_size = {config.vocab_size}; "
+                "correct config.json"
+            )
+        return cls(
+            target_hidden_size=_positive(config, raw, "target_hidden_size", config.hidden_size),
+            draft_vocab_size=size,
+            norm_before_residual=_switch(config, raw, "norm_before_residual"),
+            capture_layers=_capture_layers(config, nested),
+        )
+
+
+def _nested(config: ModelConfig) -> Mapping[str, Any]:
+    nested = config.raw.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise CheckpointError(f"draft model {config.path}: field 'eagle_config' is not an object; correct config.json")
+    return nested
+
+
+def _capture_layers(config: ModelConfig, nested: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """From vLLM's ids, which every public checkpoint that says anything uses."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    ids = nested.get(name, config.raw.get(name))
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 1 for i in ids):
+        raise CheckpointError(
+            f"draft model {config.path}: {name} = {ids!r} is not a list of layer numbers >= 1 (an id is the layer "
+            "entered; 0, the embedding, is not captured); correct config.json"
+        )
+    return capture_layers_from_vllm(tuple(ids))
+
+
+def _positive(config: ModelConfig, raw: Mapping[str, Any], name: str, default: int) -> int:
+    value = default if raw.get(name) is None else raw[name]
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"draft model {config.path}: {name} = {value!r} is no size; correct config.json")
+    return value
+
+
+def _switch(config: ModelConfig, raw: Mapping[str, Any], name: str) -> bool:
+    value = raw.get(name, False)
+    if type(value) is not bool:
+        raise CheckpointError(f"draft model {config.path}: {name} = {value!r} is not true or false; correct it")
+    return value

@@ -1,0 +1,62 @@
+"""Prefix reuse: a request takes over the blocks of an earlier one as far as their tokens are the same.
+
+A full block is known by its key, a digest of all tokens up to the block's end: blocks with equal keys hold equal KV. A
+digest and not a hash, so that no collision can put another text's KV in their place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trtspec.kv.blocks import BlockAllocator, SequenceKV
+
+
+def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int) -> None:
+    """Append the keys of the full blocks of `tokens` that have none yet: sha256(previous key + ids as int64)."""
+    for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = keys[-1] if keys else b""
+        keys.append(hashlib.sha256(parent + array("q", tokens[start : start + block_size]).tobytes()).digest())
+
+
+@dataclass(frozen=True)
+class PrefixReuse:
+    """What of a sequence may be published, and how much of another it may take.
+
+    keeps_draft_kv: the mode has draft KV under the same block ids. shifted: that draft KV depends on tokens further on
+    (at position p on token p+1). Then a block is published under the key of the block *after* it, and so is found only
+    by who shares that one too; a rule of one block fewer on the finder's side alone would be wrong, since the blocks
+    found may come from several sequences that went on differently.
+    """
+
+    allocator: BlockAllocator
+    keeps_draft_kv: bool = False
+    shifted: bool = False
+
+    def publish(self, kv: SequenceKV, tokens: Sequence[int]) -> None:
+        """Publish the blocks that were filled since the last call: rows committed, and valid in draft KV if it is kept.
+
+        Tokens may be fewer than committed rows: those behind a stop were computed, yet never became the request's.
+        """
+        block_size = self.allocator.block_size
+        extend_keys(kv.keys, tokens, block_size)
+        valid = min(kv.committed, kv.draft_len) if self.keeps_draft_kv else kv.committed
+        end = min(valid // block_size, len(kv.keys) - self.shifted)
+        for i in range(kv.published, end):
+            self.allocator.publish(kv.blocks[i], kv.keys[i + self.shifted])
+        kv.published = max(kv.published, end)
+
+    def find(self, kv: SequenceKV, tokens: Sequence[int]) -> None:
+        """Give a sequence without blocks the published ones that its tokens begin with.
+
+        At most (len(tokens) - 1) // block_size, and one fewer if shifted, so that one row is always computed: the next
+        token is drawn from it.
+        """
+        block_size = self.allocator.block_size
+        extend_keys(kv.keys, tokens, block_size)
+        kv.blocks = self.allocator.take_published(kv.keys[self.shifted : (len(tokens) - 1) // block_size])
+        kv.published = len(kv.blocks)
+        kv.committed = kv.published * block_size
+        kv.draft_len = kv.committed if self.keeps_draft_kv else 0

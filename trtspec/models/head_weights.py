@@ -1,0 +1,150 @@
+"""EAGLE3 checkpoints: strict loading of the public layout, and back into it.
+
+The layout: `midlayer.*` (some exporters write `layers.0.*`, some put `model.` before everything), `fc.weight`
+[H, n * Ht], `norm.weight`, `lm_head.weight` [Vd, H], `d2t` [Vd] (target id = draft id + d2t), `t2d` [V] bool, and an
+`embed_tokens.weight` only where it differs from the target's. What a checkpoint leaves out, the target provides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from trtspec.config.eagle import Eagle3Facts
+from trtspec.config.model import ModelConfig
+from trtspec.errors import WeightsError
+from trtspec.models.decoder import Decoder
+from trtspec.models.heads import Eagle3Head, Eagle3Spec
+from trtspec.models.specs import dense_spec
+from trtspec.models.weights import Slot, checkpoint_tensors, layer_slots, load_weights, tensors_of
+
+
+def head_slots(spec: Eagle3Spec) -> dict[str, Slot]:
+    """Tensor name in the public layout -> slot; d2t and t2d, which are no weights, apart."""
+    layer, H = spec.layer, spec.layer.hidden_size
+    slots = layer_slots(layer, "midlayer.", "midlayer.", 2 * H)
+    slots["midlayer.hidden_norm.weight"] = Slot("midlayer.hidden_norm.weight", 0, (H,))
+    slots["fc.weight"] = Slot("fc.weight", 0, (H, spec.num_captured * spec.target_hidden_size))
+    slots["norm.weight"] = Slot("norm.weight", 0, (H,))
+    if spec.own_embedding:
+        slots["embed_tokens.weight"] = Slot("embedding.weight", 0, (layer.vocab_size, H))
+    if spec.own_head:
+        slots["lm_head.weight"] = Slot("head.weight", 0, (spec.draft_vocab_size, H))
+    return slots
+
+
+def load_eagle3(
+    config: ModelConfig, target: Decoder, num_captured: int, max_position: int | None = None, role: str = "draft"
+) -> Eagle3Head:
+    """The folder `config.path` as the head of `target`, in its dtype and eval mode, its KV layers after the target's.
+
+    Raises WeightsError naming each tensor that is missing, unexpected, of another shape than the target calls for, or
+    (d2t, t2d) of impossible values.
+    """
+    facts = Eagle3Facts.of(config)
+    _fits(config, facts, target)
+    tensors = _public_tensors(config, role)
+    _check_fused(config, tensors.get("fc.weight"), facts.target_hidden_size, num_captured)
+    offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    spec = Eagle3Spec(
+        layer=dataclasses.replace(
+            dense_spec(config), qk_norm=any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in tensors)
+        ),
+        target_hidden_size=facts.target_hidden_size,
+        num_captured=num_captured,
+        draft_vocab_size=facts.draft_vocab_size,
+        norm_before_residual=facts.norm_before_residual,
+        own_embedding="embed_tokens.weight" in tensors or config.hidden_size != target.spec.hidden_size,
+        own_head="lm_head.weight" in tensors
+        or config.hidden_size != target.spec.hidden_size
+        or facts.draft_vocab_size != config.vocab_size,
+    )
+    head = Eagle3Head(spec, target.spec.num_layers, max_position)
+    for parameter in head.parameters():
+        parameter.data = parameter.data.to(target.embedding.weight.dtype)
+    load_weights(head, head_slots(spec), tensors.items(), config.path, role)
+    head.set_vocabulary(_target_ids(config, facts, offsets, used))
+    head.share(target.embedding, target.head)
+    return head.eval().requires_grad_(False)
+
+
+def eagle3_tensors(head: Eagle3Head) -> dict[str, Tensor]:
+    """The head in the public layout, contiguous copies."""
+    tensors = tensors_of(head, head_slots(head.spec))
+    tensors["d2t"] = head.target_ids - torch.arange(len(head.target_ids))
+    tensors["t2d"] = head.draft_ids >= 0
+    return tensors
+
+
+def _public_tensors(config: ModelConfig, role: str) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in checkpoint_tensors(config.path, role):
+        public = name.removeprefix("model.")
+        if public.startswith("layers.0."):
+            public = "midlayer." + public.removeprefix("layers.0.")
+        if public in tensors:
+            raise WeightsError(
+                f"draft weights in {config.path}: {public} is there twice, once as {name}; keep the one that is right"
+            )
+        tensors[public] = tensor
+    return tensors
+
+
+def _check_fused(config: ModelConfig, fc: Tensor | None, size: int, num_captured: int) -> None:
+    """Apart from other shapes, as the remedy is another: it is the number of captured layers that is wrong."""
+    if fc is None or fc.ndim != 2 or fc.shape[1] % size or fc.shape[1] == num_captured * size:
+        return
+    wanted = fc.shape[1] // size
+    raise WeightsError(
+        f"draft weights in {config.path}: fc.weight is {tuple(fc.shape)}, expected "
+        f"({config.hidden_size}, {num_captured * size}): it fuses {wanted} hidden states of {size}, but "
+        f"{num_captured} hidden states are captured; set capture_layers to the {wanted} layers it was trained on"
+    )
+
+
+def _fits(config: ModelConfig, facts: Eagle3Facts, target: Decoder) -> None:
+    for name, ours, theirs in (
+        ("target_hidden_size (or hidden_size)", facts.target_hidden_size, target.spec.hidden_size),
+        ("vocab_size", config.vocab_size, target.spec.vocab_size),
+    ):
+        if ours != theirs:
+            raise WeightsError(
+                f"draft model {config.path} was made for another target: its {name} is {ours}, the target's is "
+                f"{theirs}; use the head trained for this target"
+            )
+
+
+def _target_ids(config: ModelConfig, facts: Eagle3Facts, offsets: Tensor | None, used: Tensor | None) -> Tensor:
+    """[Vd] int64, checked."""
+    where, size, vocab = f"draft weights in {config.path}: ", facts.draft_vocab_size, config.vocab_size
+    if offsets is None:
+        if size != vocab:
+            raise WeightsError(
+                f"{where}d2t ({size},) is missing; a draft vocabulary of {size} ids for a target's {vocab} needs it"
+            )
+        offsets = torch.zeros(size, dtype=torch.int64)
+    if offsets.shape != (size,) or offsets.is_floating_point():
+        raise WeightsError(f"{where}d2t is {tuple(offsets.shape)} {offsets.dtype}, expected ({size},) of integers")
+    ids = torch.arange(size) + offsets.long()
+    bad = ((ids < 0) | (ids >= vocab)).nonzero()
+    if len(bad):
+        i = int(bad[0])
+        raise WeightsError(
+            f"{where}d2t[{i}] = {int(offsets[i])} makes draft id {i} the target's {int(ids[i])}; ids are "
+            f"0..{vocab - 1}. Check that d2t holds offsets (target id - draft id) for this target"
+        )
+    firsts: dict[int, int] = {}
+    for i, token in enumerate(ids.tolist()):
+        if firsts.setdefault(token, i) != i:
+            raise WeightsError(
+                f"{where}d2t gives the draft ids {firsts[token]} and {i} the same target id {token}; it must be one to "
+                "one. Check that d2t holds offsets (target id - draft id), not ids"
+            )
+    if used is not None:
+        if used.shape != (vocab,):
+            raise WeightsError(f"{where}t2d is {tuple(used.shape)}, expected ({vocab},)")
+        if not torch.equal(used.bool().nonzero()[:, 0], ids.sort().values):
+            raise WeightsError(f"{where}t2d and d2t name different tokens; they must come from the same training run")
+    return ids

@@ -1,0 +1,144 @@
+"""Files of hidden states: what the target computed for whole requests, to train draft heads on.
+
+A shard is one safetensors file `{prefix}-{index:05d}.safetensors` of some requests, numbered i from 0. For each, over
+its L rows: `{i}.input_ids` [L] int64, `{i}.hidden_states` [L, n * H], the residual streams after the captured layers
+side by side, and `{i}.last_hidden_state` [L, H], after the last norm; both in the target's dtype. The metadata
+(strings, as safetensors has them) is ShardFacts, the number of requests, and the format with its version.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trtspec.errors import CheckpointError
+
+FORMAT = "trtspec.hidden_states"
+VERSION = "1"
+SUFFIX = ".safetensors"
+TEMPORARY = ".tmp"
+
+
+class States(NamedTuple):
+    """One request: see the module."""
+
+    input_ids: Tensor
+    hidden_states: Tensor
+    last_hidden_state: Tensor
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """What all shards of a folder share. capture_layers: "after layer i", -1 = after the last norm; hidden_size: H."""
+
+    capture_layers: tuple[int, ...]
+    hidden_size: int
+    dtype: str
+
+    @classmethod
+    def of(cls, shard: Path) -> tuple[ShardFacts, int]:
+        """The facts of a shard and its number of requests. Raises CheckpointError where it is none or is damaged."""
+        try:
+            with safe_open(shard, framework="pt") as file:
+                found = file.metadata() or {}
+                tensors = set(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{shard} cannot be read ({error}); delete it, or give another folder") from error
+        if found.get("format") != FORMAT:
+            raise CheckpointError(f"{shard} holds no hidden states of {FORMAT}; give a folder of such shards")
+        if found.get("version") != VERSION:
+            raise CheckpointError(f"{shard} has version {found.get('version')} of its format; this is {VERSION}")
+        try:
+            layers = tuple(int(part) for part in found["capture_layers"].split(",") if part)
+            facts, count = cls(layers, int(found["hidden_size"]), found["dtype"]), int(found["requests"])
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"{shard} has unusable metadata {found}; delete it") from error
+        if tensors != {f"{i}.{name}" for i in range(count) for name in States._fields}:
+            raise CheckpointError(f"{shard} does not hold the tensors of {count} requests; delete it")
+        return facts, count
+
+    def as_metadata(self, requests: int) -> dict[str, str]:
+        """What `of` reads."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "capture_layers": ",".join(map(str, self.capture_layers)),
+            "hidden_size": str(self.hidden_size),
+            "dtype": self.dtype,
+            "requests": str(requests),
+        }
+
+
+def write_shard(path: Path, facts: ShardFacts, requests: Sequence[States]) -> None:
+    """Whole or not at all: written beside `path`, flushed to disk, renamed. Raises OSError; then nothing is left."""
+    tensors = {
+        f"{i}.{name}": tensor.contiguous()
+        for i, states in enumerate(requests)
+        for name, tensor in states._asdict().items()
+    }
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        try:
+            save_file(tensors, temporary, facts.as_metadata(len(requests)))
+        except SafetensorError as error:  # what it makes of a full disk
+            raise OSError(str(error)) from error
+        temporary.chmod(0o644)  # save_file makes its file private
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """The finished shards of a folder, by name."""
+    return sorted(folder.glob("*" + SUFFIX))
+
+
+def shard_path(folder: Path, prefix: str, index: int) -> Path:
+    """Where shard `index` belongs."""
+    return folder / f"{prefix}-{index:05d}{SUFFIX}"
+
+
+def next_index(folder: Path, prefix: str) -> int:
+    """One more than the highest index of a finished shard of this prefix."""
+    pattern = re.compile(re.escape(prefix) + r"-(\d{5,})" + re.escape(SUFFIX))
+    matches = (pattern.fullmatch(path.name) for path in shards_of(folder))
+    return max((int(match[1]) + 1 for match in matches if match), default=0)
+
+
+def leftovers(folder: Path, prefix: str) -> Iterable[Path]:
+    """Temporaries of writers that were killed."""
+    return folder.glob(f"{prefix}-*{SUFFIX}{TEMPORARY}")
+
+
+class ShardReader:
+    """One finished shard, read as asked: rows of a request come from disk, the rest stays there."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError; see ShardFacts.of."""
+        self.facts, count = ShardFacts.of(path)
+        self._file = safe_open(path, framework="pt")
+        self.lengths = [int(self._slice(i, "input_ids").get_shape()[0]) for i in range(count)]
+
+    def rows(self, request: int, start: int, end: int) -> States:
+        """Rows [start, end) of a request."""
+        return States(*(self._slice(request, name)[start:end] for name in States._fields))
+
+    def ids(self) -> Tensor:
+        """The tokens of all its requests, one after another, [sum of lengths] int64."""
+        ids = [self._slice(i, "input_ids")[:] for i in range(len(self.lengths))]
+        return torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+
+    def _slice(self, request: int, name: str) -> Any:
+        return self._file.get_slice(f"{request}.{name}")  # type: ignore[no-untyped-call]
