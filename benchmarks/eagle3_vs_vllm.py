@@ -37,7 +37,8 @@ def main() -> int:
     parser.add_argument("--task", help=argparse.SUPPRESS)  # a file with the work, when run by vLLM's python
     args = parser.parse_args()
     if args.task:
-        print(json.dumps(in_vllm(json.loads(Path(args.task).read_text()))))
+        file = Path(args.task)
+        file.with_name("result.json").write_text(json.dumps(in_vllm(json.loads(file.read_text()))))
         return 0
     if not args.vllm_python:
         parser.error("--vllm-python is missing; see above for how to make that environment")
@@ -55,10 +56,10 @@ def main() -> int:
         environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
         command = [args.vllm_python, __file__, "--task", str(file)]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
-    if run.returncode:
-        print(run.stderr[-3000:], file=sys.stderr)
-        return 1
-    theirs = json.loads(run.stdout.splitlines()[-1])
+        if run.returncode:
+            print(run.stderr[-3000:], file=sys.stderr)
+            return 1
+        theirs = json.loads(file.with_name("result.json").read_text())
     same = sum(a == b for a, b in zip(ours["outputs"], theirs["outputs"], strict=True))
     for name, result in (("trtspec", ours), ("vLLM " + theirs["version"], theirs)):
         print(f"{name:16} acceptance length {result['acceptance_length']:.3f} ({result['steps']} steps)")

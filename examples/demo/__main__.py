@@ -56,7 +56,7 @@ def main() -> int:
         Mode("plain", None),
         Mode(f"n-gram, K={K}", ngram),
         Mode(f"draft model, K={K}", draft),
-        Mode(f"EAGLE3 in the target's graph, K={K}", eagle3),
+        Mode(f"EAGLE3, K={K}", eagle3),
     ]
 
     engines = [LLM(HERE / "target", mode.speculative_config, max_batch_size=1) for mode in modes]

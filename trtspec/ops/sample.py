@@ -33,22 +33,26 @@ _LOG = (
 )  # fmt: skip
 
 
-def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """32 x 32 -> (high, low) 32 bits; the int64 product wraps, which leaves all 64 bits right."""
-    product = b * a
-    return (product >> 32) & _MASK, product & _MASK
-
-
 def philox(seeds: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, use: int = 0) -> Tensor:
-    """Philox4x32-10. seeds and counters int64 (any shapes that broadcast) -> [..., 4] int64 words in [0, 2^32)."""
-    k0, k1 = seeds & _MASK, (seeds >> 32) & _MASK
-    c3 = torch.full_like(c0, use)
-    for _ in range(10):
-        high0, low0 = _multiply(_M0, c0)
-        high1, low1 = _multiply(_M1, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
-    return torch.stack((c0, c1, c2, c3), dim=-1)
+    """Philox4x32-10. seeds and counters int64 (any shapes that broadcast) -> [..., 4] int64 words in [0, 2^32).
+
+    A round multiplies words 0 and 2, keeps the low halves as words 3 and 1, and mixes the high halves with the old
+    words 3 and 1 into words 2 and 0. Both at once: `even` is words (0, 2) before even rounds, (2, 0) before odd ones.
+    """
+    shape = (seeds + c0 + c1 + c2).shape
+    even = torch.stack((c0.expand(shape), c2.expand(shape)))
+    odd = torch.stack((torch.full_like(c0, use).expand(shape), c1.expand(shape)))  # what each row is mixed with
+    rounds = torch.arange(10, device=seeds.device)
+    key0 = ((seeds & _MASK)[..., None] + rounds * _W0) & _MASK
+    key1 = (((seeds >> 32) & _MASK)[..., None] + rounds * _W1) & _MASK
+    keys = torch.stack((key1, key0)).unbind(-1), torch.stack((key0, key1)).unbind(-1)
+    factor = torch.tensor((_M0, _M1), device=seeds.device).view(2, *[1] * len(shape))
+    factors = factor, factor.flip(0)
+    for r in range(10):
+        product = even * factors[r % 2]  # int64 wraps, which leaves all 64 bits right
+        even = (product >> 32).bitwise_and_(_MASK).bitwise_xor_(odd).bitwise_xor_(keys[r % 2][r])
+        odd = product.bitwise_and_(_MASK).flip(0)
+    return torch.stack((even[0], odd[1], even[1], odd[0]), dim=-1)
 
 
 def _log(x: Tensor) -> Tensor:
@@ -62,10 +66,10 @@ def _log(x: Tensor) -> Tensor:
     square = f * f
     poly = torch.full_like(f, _LOG[0])
     for coefficient in _LOG[1:]:
-        poly = poly * f + coefficient
-    y = poly * f * square
-    y = y + exponent * -2.12194440e-4
-    y = y - square * 0.5
+        poly = poly.mul_(f).add_(coefficient)
+    y = poly.mul_(f).mul_(square)
+    y = y.add_(exponent * -2.12194440e-4)
+    y = y.sub_(square.mul_(0.5))
     return (f + y) + exponent * 0.693359375
 
 
