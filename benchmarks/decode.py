@@ -17,6 +17,7 @@ DEMO = Path(__file__).parents[1] / "examples" / "demo"
 MODES = {
     "n-gram, K=3": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "draft model, K=3": {"method": "draft_model", "model": str(DEMO / "draft"), "num_speculative_tokens": 3},
+    "EAGLE3, K=3": {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 3},
 }
 
 

@@ -99,6 +99,7 @@ class Watch:
             if request.kv.draft_len != request.kv.committed:
                 self.incomplete.append((request.request_id, request.kv.draft_len, request.kv.committed))
             known = len(request.tokens)
+            assert not request.drafts or known + len(request.drafts) < request.length_limit  # none is of no use
             for j, draft in enumerate(request.drafts):
                 self.given[request.request_id, known, known + j] = draft
 

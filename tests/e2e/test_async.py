@@ -398,6 +398,15 @@ def test_abort_of_an_unknown_or_finished_request_is_ignored(llm: LLM) -> None:
     assert_all_over(llm, length=1)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where the tests were started with SIGINT ignored (in the background)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_generate_aborts_its_requests_and_no_others(llm: LLM) -> None:
     main = threading.main_thread().ident
     assert main is not None

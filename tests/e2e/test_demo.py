@@ -23,6 +23,12 @@ def held_out_prompts(count: int, characters: int) -> list[str]:
     return [text[:characters] for text in texts[:: len(texts) // count][:count]]
 
 
+MIXED = [
+    (prompt, GREEDY if i % 2 else SamplingParams(temperature=0.7, top_p=0.95, seed=i, max_tokens=48, ignore_eos=True))
+    for i, prompt in enumerate(held_out_prompts(8, 300))
+]
+
+
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_transformers_loads_it_and_continues_alike(name: str) -> None:
     """fp32, so that the comparison is of the models and not of two bf16 roundings."""
@@ -55,6 +61,31 @@ def test_drafts_agree_with_the_target_on_held_out_files(method: str, folder: str
         acceptance_length = drafted.get_metrics().speculation.acceptance_length
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
     assert acceptance_length >= least
+
+
+@pytest.fixture(scope="module")
+def plain_outputs() -> dict[str, list[tuple[int, ...]]]:
+    """dtype -> what plain decoding makes of each of MIXED, all alone."""
+    outputs = {}
+    for dtype in ("float32", "bfloat16"):
+        with LLM(DEMO / "target", dtype=dtype, max_batch_size=1) as llm:
+            results = [llm.generate(prompt, params)[0] for prompt, params in MIXED]
+        outputs[dtype] = [tuple(result.outputs[0].token_ids) for result in results]
+    return outputs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
+def test_the_trained_head_loses_nothing(plain_outputs: dict[str, list[tuple[int, ...]]], k: int, dtype: str) -> None:
+    """Greedy and seeded requests together, prompts in chunks, too few blocks for all; some drafts kept everywhere."""
+    config = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": k}
+    options = {"dtype": dtype, "max_batch_size": 6, "max_num_tokens": 6 * (k + 1), "num_kv_blocks": 24}
+    with LLM(DEMO / "target", config, **options) as llm:
+        results = llm.generate([prompt for prompt, _ in MIXED], [params for _, params in MIXED])
+        stats = llm.get_metrics()
+    assert [tuple(result.outputs[0].token_ids) for result in results] == plain_outputs[dtype]
+    assert all(0 < share < 1 for share in stats.speculation.acceptance_per_position)
+    assert stats.preemptions > 0
 
 
 @pytest.mark.parametrize(("folders", "megabytes"), [(("target", "draft"), 20), (("eagle3",), 10)])

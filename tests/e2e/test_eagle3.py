@@ -243,6 +243,7 @@ def test_samples_of_one_prompt(target: Path, make: Make) -> None:
         run, seen = run_watched(llm, [Case(c.prompt, dataclasses.replace(c.params, n=3)) for c in cases])
         assert first_difference(run.outcomes, outcomes) is None
         assert first_wrong_draft(head, seen, expected) is None
+        assert not seen.incomplete
         assert_all_blocks_free(llm)
 
 

@@ -457,6 +457,20 @@ def test_a_head_computes_in_the_targets_dtype(deep: Path, head: Path) -> None:
         assert {tensor.dtype for pair in timed.inner.kv for tensor in pair} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_for_kv_counts_the_heads_layer(tmp_path: Path, deep: Path, dtype: str) -> None:
+    """In the target's dtype, whatever the head's file is in; 16 tokens a block, K and V, 16 elements a head."""
+    folder = make_eagle3(tmp_path, deep, (0, 3, 7), num_key_value_heads=4, dtype="bfloat16")
+    block = 16 * 2 * (LAYERS * 2 + 4) * 16 * {"float32": 4, "bfloat16": 2}[dtype]
+    with LLM(deep, {**EAGLE3, "model": str(folder)}, dtype=dtype, kv_cache_memory=9 * block + 1) as llm:
+        assert llm.engine.loop.scheduler.allocator.num_blocks == 9
+
+
+def test_drafts_may_be_asked_to_be_greedy(deep: Path, head: Path) -> None:
+    assert not assemble(deep, head).worker.greedy
+    assert assemble(deep, head, draft_sample_method="greedy").worker.greedy
+
+
 def test_weight_bytes_count_each_pass(tmp_path: Path, deep: Path, head: Path) -> None:
     """fc once; the layer, norm and lm_head in each of the K passes; the embedding never."""
     tensors = load_file(head / "model.safetensors")
