@@ -457,11 +457,11 @@ def test_a_head_computes_in_the_targets_dtype(deep: Path, head: Path) -> None:
         assert {tensor.dtype for pair in timed.inner.kv for tensor in pair} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_memory_for_kv_counts_the_heads_layer(tmp_path: Path, deep: Path, dtype: str) -> None:
     """In the target's dtype, whatever the head's file is in; 16 tokens a block, K and V, 16 elements a head."""
     folder = make_eagle3(tmp_path, deep, (0, 3, 7), num_key_value_heads=4, dtype="bfloat16")
-    block = 16 * 2 * (LAYERS * 2 + 4) * 16 * {"float32": 4, "bfloat16": 2}[dtype]
+    block = 16 * 2 * (LAYERS * 2 + 4) * 16 * (2 if dtype == "bfloat16" else 4)
     with LLM(deep, {**EAGLE3, "model": str(folder)}, dtype=dtype, kv_cache_memory=9 * block + 1) as llm:
         assert llm.engine.loop.scheduler.allocator.num_blocks == 9
 

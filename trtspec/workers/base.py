@@ -192,9 +192,11 @@ class SpecWorkerBase(nn.Module, ABC):
         if self.greedy:
             return self.draft_sampler_greedy(logits, self.d2t)
         ids = torch.arange(logits.shape[1], device=logits.device) + self.d2t
-        banned = sampling.ban_ids.long()
-        here = torch.where(banned >= 0, self.draft_ids[banned.clamp(min=0)], -1).int()
-        tokens = draw(logits, replace(sampling, ban_ids=here), ids)
+        if sampling.ban_ids.shape[1]:
+            banned = sampling.ban_ids.long()
+            here = torch.where(banned >= 0, self.draft_ids[banned.clamp(min=0)], -1).int()
+            sampling = replace(sampling, ban_ids=here)
+        tokens = draw(logits, sampling, ids)
         return tokens.clamp(max=self.draft_ids.shape[0] - 1)  # if all it can say is banned, any guess will do
 
     def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor) -> Tensor:
