@@ -172,6 +172,23 @@ def test_a_delta_between_looking_and_waiting_is_not_missed(
     assert generation._news(0) is None
 
 
+def test_the_collector_may_close_a_forgotten_loop_in_any_line(thread: EngineThread) -> None:
+    """Also in one that holds the lock."""
+
+    def collect() -> None:
+        with thread._lock:
+            gc.collect()
+
+    generation = submit(thread, 10**9)
+    cycle: list[object] = [iter(generation)]
+    next(cast(Iterator[OutputDelta], cycle[0]))
+    cycle.append(cycle)
+    del cycle
+    collector = threading.Thread(target=collect, daemon=True)
+    collector.start()
+    assert generation.result(timeout=30).outputs[0].finish_reason == "abort"
+
+
 def test_requests_are_queued_in_the_order_of_their_ids(thread: EngineThread, core: CountingCore) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: submit(thread, 3).result(), range(200)))
