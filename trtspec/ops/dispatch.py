@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,19 +27,19 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any])
     return getattr(torch.ops.trtspec, name).default
 
 
-def load_plugins() -> list[str]:
-    """Import every installed kernel package (entry-point group `trtspec.plugins`); returns the names that loaded.
+@functools.cache
+def load_plugins() -> dict[str, str]:
+    """Load every installed kernel package (entry points of group `trtspec.plugins`): name -> what it says of itself.
 
-    A plugin's module registers its kernels for its dispatch key when imported. One that fails to load is reported
-    and skipped: the references serve.
+    An entry point names a function that registers kernels for a dispatch key. One that fails is reported, in one line,
+    and skipped: the references serve. TRTSPEC_PLUGINS=0 in the environment skips all of them.
     """
-    loaded = []
+    loaded: dict[str, str] = {}
+    if os.environ.get("TRTSPEC_PLUGINS") == "0":
+        return loaded
     for entry_point in importlib.metadata.entry_points(group=PLUGIN_GROUP):
         try:
-            entry_point.load()
-            loaded.append(entry_point.name)
+            loaded[entry_point.name] = str(entry_point.load()())
         except Exception as error:
-            logger.warning(
-                "kernel plugin %s did not load (%s); reference kernels serve instead", entry_point.name, error
-            )
+            logger.warning("%s kernels do not serve, the reference kernels do: %s", entry_point.name, error)
     return loaded

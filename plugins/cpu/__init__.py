@@ -1,0 +1,26 @@
+"""C++ kernels for the CPU, built by build_scripts/build_plugins.py."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from trtspec_plugins.cpu.build import library
+
+
+def load() -> str:
+    """Register the kernels with torch; returns the instruction set they use: avx512_bf16, avx512, avx2 or portable.
+
+    $TRTSPEC_CPU_ISA asks for one of those. ImportError where the kernels are not built or cannot run.
+    """
+    path = library()
+    if not path.is_file():
+        raise ImportError("not built for this version; run build_scripts/build_plugins.py")
+    shared = ctypes.CDLL(str(path))
+    shared.trtspec_cpu_isa.restype = ctypes.c_char_p
+    name: str = shared.trtspec_cpu_isa().decode()
+    if name.startswith("!"):
+        raise ImportError(name[1:])
+    torch.ops.load_library(path)
+    return name

@@ -1,0 +1,119 @@
+"""Compile the C++ kernels: kernels.cpp once per instruction set, the bindings against torch, one shared library.
+
+The library is kept under a name that holds the digest of everything it was made of, so building again is a no-op until
+a source, the compiler, the flags or torch changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent / "src"
+
+_V4 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {"portable": ()}
+if platform.machine() in ("x86_64", "AMD64"):
+    INSTRUCTION_SETS |= {
+        "avx2": ("-march=x86-64-v3",),
+        "avx512": _V4,
+        "avx512_bf16": (*_V4, "-mavx512bf16", "-mavx512vnni"),
+    }
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-psabi")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
+
+
+class BuildError(Exception):
+    """The kernels could not be compiled. The message ends with what to do."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, g++ or clang++."""
+    return next(
+        (path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), None
+    )
+
+
+def folder() -> Path:
+    """Where libraries are kept: $TRTSPEC_PLUGIN_DIR, or beside the sources."""
+    return Path(os.environ.get("TRTSPEC_PLUGIN_DIR") or Path(__file__).parent / "_build")
+
+
+def library(sanitize: bool = False) -> Path:
+    """The library that belongs to the present sources, flags and torch; it may not be built yet."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    flags = (FLAGS, sorted(INSTRUCTION_SETS.items()), SANITIZERS if sanitize else ())
+    digest.update(repr((flags, torch.__version__, platform.machine())).encode())
+    return folder() / f"libtrtspec_cpu-{digest.hexdigest()[:16]}{'-sanitized' if sanitize else ''}.so"
+
+
+def build(sanitize: bool = False, report: Callable[[str], None] = lambda line: None) -> Path:
+    """Compile unless it is done already; returns the library. Raises BuildError."""
+    target = library(sanitize)
+    if target.is_file():
+        report(f"{target.name} is up to date")
+        return target
+    cxx = compiler()
+    if cxx is None:
+        raise BuildError("there is no C++ compiler; install g++ (apt install g++) or set CXX")
+    torch_folder = Path(torch.__file__).parent
+    include = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+    flags = [
+        *FLAGS,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(SANITIZERS if sanitize else ()),
+    ]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        jobs: list[tuple[str, list[str]]] = []
+        for name, isa_flags in INSTRUCTION_SETS.items():
+            jobs.append((f"kernels for {name}", ["kernels.cpp", f"-DTRTSPEC_ISA={name}", *isa_flags]))
+        for source in sorted(SOURCES.glob("*.cpp")):
+            if source.name != "kernels.cpp":
+                jobs.append((source.name, [source.name, *include]))
+
+        def compile_one(job: tuple[int, tuple[str, list[str]]]) -> str:
+            index, (what, arguments) = job
+            object_file = f"{scratch}/{index}.o"
+            _run([cxx, *flags, "-c", "-o", object_file, *arguments], SOURCES)
+            report(f"compiled {what}")
+            return object_file
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, enumerate(jobs)))
+        linked = f"{scratch}/linked.so"
+        libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+        _run([cxx, *flags, "-shared", "-o", linked, *objects, *libraries], SOURCES)
+        os.replace(linked, target)  # at once, so that nobody loads half a library
+    report(f"built {target}")
+    return target
+
+
+def _run(command: Iterable[str], where: Path) -> None:
+    done = subprocess.run(list(command), cwd=where, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(
+            f"{' '.join(done.args)} failed:\n{done.stderr.strip()[-4000:]}\nif the compiler is older than g++ 11 or clang++ 14, install a newer one or set CXX"
+        )
+
+
+def main() -> int:
+    """`build_scripts/build_plugins.py`."""
+    try:
+        build(sanitize="--sanitize" in sys.argv[1:], report=print)
+    except BuildError as error:
+        print(f"the C++ kernels were not built, reference kernels serve instead: {error}", file=sys.stderr)
+        return 1
+    return 0

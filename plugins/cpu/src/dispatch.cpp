@@ -1,0 +1,64 @@
+// Picks the instruction set, once.
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace trtspec {
+
+namespace portable { extern const Kernels table; }
+#if defined(__x86_64__)
+namespace avx2 { extern const Kernels table; }
+namespace avx512 { extern const Kernels table; }
+namespace avx512_bf16 { extern const Kernels table; }
+#endif
+
+// Best first.
+static std::vector<const Kernels*> supported() {
+  std::vector<const Kernels*> tables;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512cd");
+  if (has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+    tables.push_back(&avx512_bf16::table);
+  if (has_avx512) tables.push_back(&avx512::table);
+  if (has_avx2) tables.push_back(&avx2::table);
+#endif
+  tables.push_back(&portable::table);
+  return tables;
+}
+
+static const Kernels& pick() {
+  const auto tables = supported();
+  const char* wanted = std::getenv("TRTSPEC_CPU_ISA");
+  if (wanted == nullptr || *wanted == '\0') return *tables.front();
+  std::string names;
+  for (const Kernels* table : tables) {
+    if (table->name == std::string(wanted)) return *table;
+    names += (names.empty() ? "" : ", ") + std::string(table->name);
+  }
+  throw std::runtime_error("TRTSPEC_CPU_ISA=" + std::string(wanted) + " is not among what this machine runs: " + names);
+}
+
+const Kernels& kernels() {
+  static const Kernels& table = pick();
+  return table;
+}
+
+}  // namespace trtspec
+
+// For Python: which instruction set serves. NULL and a message on stderr-free terms: see __init__.py.
+extern "C" const char* trtspec_cpu_isa() {
+  try {
+    return trtspec::kernels().name;
+  } catch (const std::exception& error) {
+    static std::string message;
+    message = std::string("!") + error.what();
+    return message.c_str();
+  }
+}

@@ -1,0 +1,15 @@
+// Compiled once per instruction set (see build.py): everything that wants vector instructions.
+#include "kernels.h"
+#include "vec.h"
+
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+
+namespace trtspec::TRTSPEC_ISA {
+
+extern const Kernels table;
+const Kernels table = {
+    .name = STRING(TRTSPEC_ISA),
+};
+
+}  // namespace trtspec::TRTSPEC_ISA

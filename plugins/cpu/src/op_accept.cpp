@@ -1,0 +1,33 @@
+// spec_accept: see trtspec/ops/accept.py.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+using at::Tensor;
+
+static std::tuple<Tensor, Tensor> spec_accept(const Tensor& sampled_, const Tensor& drafts_, const Tensor& draft_lens_,
+                                              const Tensor& forced_, const Tensor& emits_) {
+  const auto sampled = sampled_.contiguous(), drafts = drafts_.contiguous(), draft_lens = draft_lens_.contiguous(),
+             forced = forced_.contiguous(), emits = emits_.contiguous();
+  const int64_t B = sampled.size(0), K = drafts.size(1);
+  TORCH_CHECK(sampled.size(1) == K + 1 && drafts.size(0) == B, "spec_accept: sampled is ", sampled.sizes(),
+              ", draft_tokens ", drafts.sizes(), "; want [B, K+1] and [B, K]");
+  Tensor tokens = at::empty({B, K + 1}, sampled.options()), counts = at::empty({B}, sampled.options());
+  const int64_t *own = sampled.const_data_ptr<int64_t>(), *guess = drafts.const_data_ptr<int64_t>();
+  const int32_t *lens = draft_lens.const_data_ptr<int32_t>(), *force = forced.const_data_ptr<int32_t>();
+  const bool* emit = emits.const_data_ptr<bool>();
+  int64_t *out = tokens.mutable_data_ptr<int64_t>(), *count = counts.mutable_data_ptr<int64_t>();
+  for (int64_t b = 0; b < B; ++b, own += K + 1, guess += K, out += K + 1) {
+    const int64_t offered = std::clamp<int64_t>(lens[b], 0, K);
+    int64_t agreed = 0;
+    while (agreed < offered && guess[agreed] == own[agreed]) ++agreed;
+    if (force[b] >= 0) agreed = std::min<int64_t>(force[b], offered);
+    count[b] = emit[b] ? agreed + 1 : 0;
+    for (int64_t i = 0; i <= K; ++i) out[i] = i < count[b] ? own[i] : -1;
+  }
+  return {tokens, counts};
+}
+
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("spec_accept", spec_accept); }

@@ -1,0 +1,165 @@
+// A vector of fp32 lanes and the few things kernels do with it, for whatever instruction set this file is compiled for.
+//
+// Every operation is one IEEE operation (the compiler may not contract a*b+c by itself: -ffp-contract=off), so what a
+// kernel computes for a row is the same wherever the row lies. Different instruction sets may give different bits.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#ifndef TRTSPEC_ISA
+#error "compile with -DTRTSPEC_ISA=<namespace of this instruction set>"
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace trtspec::TRTSPEC_ISA {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t IVec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t UVec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t HVec __attribute__((vector_size(2 * LANES)));
+
+// Element types as they lie in memory. Half-precision numbers are their bits.
+struct BFloat16 { uint16_t bits; };
+struct Half { uint16_t bits; };
+
+template <class T> INLINE T load_as(const void* from) {
+  T value;
+  std::memcpy(&value, from, sizeof(T));
+  return value;
+}
+
+INLINE Vec splat(float x) { return Vec{} + x; }
+
+// a * b + c, rounded once where the hardware can.
+INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+
+// Lanes added up in a fixed tree.
+INLINE float sum(Vec v) {
+  float lanes[LANES];
+  std::memcpy(lanes, &v, sizeof v);
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+INLINE float highest(Vec v) {
+  float lanes[LANES];
+  std::memcpy(lanes, &v, sizeof v);
+  float top = lanes[0];
+  for (int i = 1; i < LANES; ++i) top = lanes[i] > top ? lanes[i] : top;
+  return top;
+}
+
+// -- loads and stores of LANES elements, to and from fp32 ------------------------------------------------------------
+
+INLINE Vec load(const float* from) { return load_as<Vec>(from); }
+
+INLINE Vec load(const BFloat16* from) {
+  UVec wide = __builtin_convertvector(load_as<HVec>(from), UVec) << 16;
+  return (Vec)wide;
+}
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(BFloat16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  return load_as<float>(&bits);
+}
+
+INLINE float to_float(Half x) {
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
+  uint32_t bits = (magnitude << 13) + 0x38000000;                            // rebias the exponent by 112
+  if (magnitude >= 0x7c00) bits += 0x38000000;                               // inf and NaN
+  if (magnitude < 0x0400) {                                                  // zero and subnormals: magnitude * 2^-24
+    const float small = float(magnitude) * 5.9604644775390625e-8f;
+    bits = load_as<uint32_t>(&small);
+  }
+  bits |= sign;
+  return load_as<float>(&bits);
+}
+
+INLINE Vec load(const Half* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(load_as<__m128i>(from));
+#else
+  Vec v;
+  for (int i = 0; i < LANES; ++i) v[i] = to_float(from[i]);
+  return v;
+#endif
+}
+
+INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+
+// Round to nearest even; NaN stays NaN.
+INLINE void store(BFloat16* to, Vec v) {
+  const UVec bits = (UVec)v;
+  const UVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const UVec quiet = (bits >> 16) | 0x40;
+  const HVec narrow = __builtin_convertvector((UVec)(v != v ? (IVec)quiet : (IVec)rounded), HVec);
+  std::memcpy(to, &narrow, sizeof narrow);
+}
+
+INLINE Half to_half(float x) {
+  const uint32_t bits = load_as<uint32_t>(&x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};              // NaN
+  if (magnitude >= 0x477ff000) return {uint16_t(sign | 0x7c00)};             // rounds past 65504
+  if (magnitude < 0x38800000) {                                              // subnormal: a multiple of 2^-24
+    const float scaled = std::nearbyint(load_as<float>(&magnitude) * 16777216.0f);
+    return {uint16_t(sign | uint32_t(scaled))};
+  }
+  return {uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13))};
+}
+
+INLINE void store(Half* to, Vec v) {
+#if defined(__AVX512F__)
+  const __m256i narrow = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::memcpy(to, &narrow, sizeof narrow);
+#elif defined(__F16C__)
+  const __m128i narrow = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::memcpy(to, &narrow, sizeof narrow);
+#else
+  for (int i = 0; i < LANES; ++i) to[i] = to_half(v[i]);
+#endif
+}
+
+// The first n < LANES elements; the other lanes are 0.
+template <class T> INLINE Vec load(const T* from, int n) {
+  T padded[LANES] = {};
+  std::memcpy(padded, from, n * sizeof(T));
+  return load(padded);
+}
+
+template <class T> INLINE void store(T* to, Vec v, int n) {
+  T padded[LANES];
+  store(padded, v);
+  std::memcpy(to, padded, n * sizeof(T));
+}
+
+}  // namespace trtspec::TRTSPEC_ISA
