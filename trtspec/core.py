@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.modes import SpeculativeDecodingMode
@@ -198,9 +199,11 @@ class SpecMetadata:
         """Draft tokens of every request, [B, K] int64; -1 for contexts."""
         if self.runtime_draft_len == 0:
             return self.draft_tokens.new_empty(self.batch_size, 0)
-        # no tensor of C rows is built, so that a graph holds for every number of contexts
-        generation = torch.arange(self.batch_size, device=self.seq_lens.device)[:, None] - self.num_contexts
-        return torch.where(generation >= 0, self.draft_tokens[generation[:, 0].clamp(min=0)], -1)
+        # no tensor of C rows is built, and a row of -1 is always there to read, so that a graph holds for every
+        # number of contexts and of generations
+        generation = torch.arange(self.batch_size, device=self.seq_lens.device) - self.num_contexts
+        rows = F.pad(self.draft_tokens, (0, 0, 1, 0), value=-1)  # [1 + G, K]
+        return rows[(generation + 1).clamp(min=0)]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from trtspec.config.engine import EngineConfig
+from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import assemble_engine
 from trtspec.engine.background import EngineThread, Generation
@@ -35,7 +36,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class LLM:
     """A model folder ready to generate, with or without speculation.
 
-    model: a Hugging Face checkpoint folder. speculative_config: None, a dict, a SpeculativeConfig or a
+    model: a Hugging Face checkpoint folder, or an engine folder made by `trtspec build`, which brings its own
+    speculation and limits. speculative_config: None, a dict, a SpeculativeConfig or a
     TensorRT-LLM-style config. tokenizer: a folder to take it from, or a Tokenizer; None = the model's own, and without
     one prompts are token ids and outputs have no text. All other arguments are the fields of EngineConfig (dtype,
     device, max_batch_size, max_num_tokens, max_seq_len, kv_cache_memory, num_kv_blocks, seed, ...).
@@ -58,7 +60,8 @@ class LLM:
         unknown = sorted(set(engine_options) - known)
         if unknown:
             raise ConfigError(f"unknown LLM argument {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        config = EngineConfig(**engine_options)
+        built = EngineFolder.open(model)
+        config = EngineConfig(**engine_options) if built is None else built.engine_config(engine_options)
         speculative = SpeculativeConfig.from_any(speculative_config)
         if not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_folder(model if tokenizer is None else tokenizer)
@@ -67,7 +70,9 @@ class LLM:
             # In a thread that ends: the worker threads torch gets there must not stay beside those of the engine's.
             loader = ThreadPoolExecutor(1)
             try:
-                engine = loader.submit(assemble_engine, Path(model), speculative, config, tokenizer, report).result()
+                engine = loader.submit(
+                    assemble_engine, built or Path(model), speculative, config, tokenizer, report
+                ).result()
             finally:
                 loader.shutdown(wait=False)  # Ctrl-C does not wait for it
         self._thread: EngineThread | None = EngineThread(engine)

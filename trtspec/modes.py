@@ -228,6 +228,15 @@ MODE_OF: dict[tuple[str, bool, bool, bool], SpeculativeDecodingMode] = {
     ("auto", False, False, False): _M.AUTO,
 }
 
+
+def words_for(mode: SpeculativeDecodingMode) -> dict[str, str | bool]:
+    """The SpeculativeConfig fields that ask for `mode`: the inverse of MODE_OF. Empty for NONE."""
+    for (method, one_engine, vanilla, _), found in MODE_OF.items():
+        if found is mode:
+            return {"method": method, "one_engine": one_engine, **({"vanilla": True} if vanilla else {})}
+    return {}
+
+
 # Methods that are known but have no mode yet; their members will come after AUTO.
 METHODS_WITHOUT_MODE = ("suffix", "medusa", "mlp_speculator", "eagle", "dflash", "dspark")
 METHODS: tuple[str, ...] = (*dict.fromkeys(key[0] for key in MODE_OF), *METHODS_WITHOUT_MODE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 
 import torch
-
 from trtspec_plugins.cpu.build import library
 
 

@@ -105,7 +105,8 @@ def _run(command: Iterable[str], where: Path) -> None:
     done = subprocess.run(list(command), cwd=where, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BuildError(
-            f"{' '.join(done.args)} failed:\n{done.stderr.strip()[-4000:]}\nif the compiler is older than g++ 11 or clang++ 14, install a newer one or set CXX"
+            f"{' '.join(done.args)} failed:\n{done.stderr.strip()[-4000:]}\n"
+            "if the compiler is older than g++ 11 or clang++ 14, install a newer one or set CXX"
         )
 
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.e2e.tiny import VOCAB, Case, add_tokenizer, make_target, motif_prompt, run_together
 from trtspec import LLM, SamplingParams
 from trtspec.backends.eager import EagerExecutable
-from trtspec.backends.export import OUTPUT_NAMES, export_step, graph_inputs
+from trtspec.backends.export import export_step, graph_inputs, graph_outputs, input_names
 from trtspec.config.model import ModelConfig
 from trtspec.core import KVLayer, StepInputs, StepOutputs
 from trtspec.models.weights import load_decoder
@@ -94,17 +93,6 @@ def cases_of(recorder: Recorder, uniform: bool) -> list[tuple[StepInputs, list[K
     ]
 
 
-def values(outputs: StepOutputs) -> dict[str, Tensor]:
-    found = (
-        outputs.verdict.tokens,
-        outputs.verdict.num_tokens,
-        outputs.proposal.draft_tokens,
-        outputs.next_new_tokens,
-        outputs.next_kv_lens,
-    )
-    return dict(zip(OUTPUT_NAMES, found, strict=True))
-
-
 def assert_equal_kv(left: list[KVLayer], right: list[KVLayer]) -> None:
     for layer, (a, b) in enumerate(zip(left, right, strict=True)):
         assert torch.equal(a[0], b[0]), f"keys of layer {layer}"
@@ -132,8 +120,9 @@ def test_the_graph_is_the_step(recorders: dict[str, Recorder], sampling: str, un
     sizes = set()
     for inputs, before, outputs, after in cases:
         kv = copied(before)
-        got, new_kv = graph(graph_inputs(inputs), kv)
-        for name, want in values(outputs).items():
+        got, new_kv = graph(graph_inputs(inputs, input_names(step)), kv)
+        assert tuple(got) == step.outputs
+        for name, want in graph_outputs(outputs).items():
             assert torch.equal(got[name], want), name
         assert_equal_kv(new_kv if functional else kv, after)
         if functional:
@@ -161,9 +150,9 @@ def test_k_is_a_graph_of_its_own(recorders: dict[str, Recorder]) -> None:
     kv = copied(before)
     none = replace(inputs, spec=replace(inputs.spec, next_draft_len=0))
     program = export_step(recorder.inner.step, none, copied(before), uniform=True)
-    got, _ = program.module()(graph_inputs(none), kv)
+    got, _ = program.module()(graph_inputs(none, input_names(recorder.inner.step)), kv)
     assert got["next_draft_tokens"].shape == (inputs.spec.batch_size, 0)
-    assert torch.equal(got["new_tokens"], values(outputs)["new_tokens"])
+    assert torch.equal(got["new_tokens"], graph_outputs(outputs)["new_tokens"])
     draft_layer = recorder.inner.step.decoder.spec.num_layers
     assert not torch.equal(kv[draft_layer][0], before[draft_layer][0])
 

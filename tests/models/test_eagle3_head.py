@@ -220,7 +220,9 @@ def open_session(target: Path, head: Path, capture: Sequence[int], prompts: list
     worker = Watched(load_eagle3(ModelConfig.from_folder(head, "draft"), decoder, len(capture)), K, capture)
     blocks = 1 + sum(-(-(len(p) + 40) // 4) for p in prompts)
     kv = [
-        pair for spec in (decoder.spec, worker.draft_layers) for pair in allocate_layers(spec, blocks, 4, torch.float32)
+        pair
+        for spec in (decoder.spec, worker.draft_layers)
+        for pair in allocate_layers(spec.kv_shapes, blocks, 4, torch.float32)
     ]
     free = iter((torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist())
     tables = [[next(free) for _ in range(-(-(len(p) + 40) // 4))] for p in prompts]
@@ -336,7 +338,7 @@ def test_captured_are_the_residual_streams_after_the_layers_named(deep: Path) ->
     tokens = list(range(3, 40))
     decoder = load_decoder(ModelConfig.from_folder(deep), torch.float32)
     attn = AttnMetadata.of([len(tokens)], [len(tokens)], [[1, 2, 3]])
-    attend = PagedAttend(attn, allocate_layers(decoder.spec, 4, 16, torch.float32), decoder.spec.windows)
+    attend = PagedAttend(attn, allocate_layers(decoder.spec.kv_shapes, 4, 16, torch.float32), decoder.spec.windows)
     positions = attn.positions(len(tokens))
     last, captured = decoder.capture(torch.tensor(tokens), positions, attend, layers)
     expected, _ = states(oracle(deep), tokens, layers)

@@ -1,14 +1,15 @@
-"""A one-engine step as a torch.export graph: tensors in, tensors out, every size but the model's own left open.
+"""A step as a torch.export graph: tensors in, tensors out, every size but the model's own left open.
 
-Two graphs of one module: `uniform`, where every request brings exactly K + 1 rows, and the ragged one, where contexts,
-chunks of them and generations of any draft length mix. Each is exported with mutating ops (eager, AOTInductor) or, from
-a functional step, with functional ones (ONNX, TensorRT), whose new KV tensors are outputs too.
+One ragged graph takes every batch: contexts, chunks of them and generations of any draft length up to its K mix. A
+`uniform` graph is the same module specialised to requests that bring exactly K + 1 rows each. Both are exported with
+mutating ops (eager, AOTInductor) or, from a functional step, with functional ones (ONNX, TensorRT), whose new KV
+tensors are outputs too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,21 +17,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs
-from trtspec.modes import SpeculativeDecodingMode
-from trtspec.workers.step import OneEngineStep
+from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.models.specs import DecoderSpec
+from trtspec.workers.step import DecodeStep, OneEngineStep
+
+Step = DecodeStep | OneEngineStep
 
 _ATTN = ("kv_lens", "block_tables", "tree_mask")  # cu_q_lens follows from seq_lens, and so its size from B
-_SPEC = ("seq_lens", "gather_ids", "draft_tokens", "draft_lens", "next_prompt_token", "forced_accept")
 _SAMPLING = tuple(field.name for field in fields(SamplingTensors))
-INPUT_NAMES = ("input_ids", *_ATTN, *_SPEC, *_SAMPLING)
-OUTPUT_NAMES = ("new_tokens", "num_tokens", "next_draft_tokens", "next_new_tokens", "next_kv_lens")
+_SHAPES = {
+    "input_ids": ("T",),
+    "tree_mask": ("0",),
+    "block_tables": ("B", "columns"),
+    "draft_tokens": ("G", "K"),
+    **dict.fromkeys(("kv_lens", "seq_lens", "draft_lens", "next_prompt_token", "forced_accept"), ("B",)),
+    **dict.fromkeys(("ban_ids", "ban_until"), ("R", "bans")),
+}  # all others: one per logits row
+
+
+def input_names(step: Step) -> tuple[str, ...]:
+    """The tensors a step's graph takes, in order."""
+    return ("input_ids", *_ATTN, *step.spec_inputs, *_SAMPLING)
+
+
+def describe_inputs(step: Step, layers: Sequence[DecoderSpec]) -> list[str]:
+    """A line per input of the step's graphs, for people: name and shape. B requests, T rows, R logits rows, G
+    generations."""
+    lines = [f"{name} [{', '.join(_SHAPES.get(name, ('R',)))}]" for name in input_names(step)]
+    first = 0
+    for spec in layers:
+        last = first + spec.num_layers
+        lines.append(f"k, v of layers {first}..{last - 1} [blocks, block_size, {spec.num_kv_heads}, {spec.head_dim}]")
+        first = last
+    return lines
 
 
 class GraphStep(nn.Module):
     """A step whose arguments are tensors alone; K' drafts for the next step are part of the graph."""
 
-    def __init__(self, step: OneEngineStep, next_draft_len: int) -> None:
+    def __init__(self, step: Step, next_draft_len: int) -> None:
         super().__init__()
         self.step = step
         self.next_draft_len = next_draft_len
@@ -38,57 +63,61 @@ class GraphStep(nn.Module):
     def forward(
         self, tensors: dict[str, Tensor], kv: list[KVLayer]
     ) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """tensors: those of INPUT_NAMES -> those of OUTPUT_NAMES, and the new KV of a functional step (else none)."""
+        """tensors: those of input_names -> what the step gives, by name, and the new KV of a functional step (else
+        none)."""
         kv = list(kv)
         old = list(kv)
         outputs = self.step(self._inputs(tensors), kv)
-        values = (
-            outputs.verdict.tokens,
-            outputs.verdict.num_tokens,
-            outputs.proposal.draft_tokens,
-            outputs.next_new_tokens,
-            outputs.next_kv_lens,
-        )
         changed = [new for new, before in zip(kv, old, strict=True) if new is not before]
-        return dict(zip(OUTPUT_NAMES, values, strict=True)), changed
+        return graph_outputs(outputs), changed
 
     def _inputs(self, tensors: dict[str, Tensor]) -> StepInputs:
-        spec_tensors: dict[str, Any] = {name: tensors[name] for name in _SPEC}
-        spec = SpecMetadata(
-            spec_dec_mode=SpeculativeDecodingMode.NONE,  # nothing in a graph asks
-            max_draft_len=self.step.worker.max_draft_len,
-            request_ids=(),
-            sampling=SamplingTensors(**{name: tensors[name] for name in _SAMPLING}),
-            next_draft_len=self.next_draft_len,
-            **spec_tensors,
-        )
-        cu_q_lens = F.pad(spec.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        cu_q_lens = F.pad(tensors["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
         attn = AttnMetadata(cu_q_lens=cu_q_lens, **{name: tensors[name] for name in _ATTN})
-        return StepInputs(tensors["input_ids"], attn, spec)
+        spec: dict[str, Any] = {name: tensors[name] for name in self.step.spec_inputs}
+        plain = SpecMetadata.plain((), attn, SamplingTensors(**{name: tensors[name] for name in _SAMPLING}))
+        return StepInputs(tensors["input_ids"], attn, replace(plain, next_draft_len=self.next_draft_len, **spec))
 
 
-def graph_inputs(inputs: StepInputs) -> dict[str, Tensor]:
+def graph_inputs(inputs: StepInputs, names: Sequence[str]) -> dict[str, Tensor]:
     """A step's inputs as the graph takes them."""
     spec = inputs.spec
-    return {
+    every = {
         "input_ids": inputs.input_ids,
         **{name: getattr(inputs.attn, name) for name in _ATTN},
-        **{name: getattr(spec, name) for name in _SPEC},
         **{name: getattr(spec.sampling, name) for name in _SAMPLING},
     }
+    return {name: every[name] if name in every else getattr(spec, name) for name in names}
 
 
-def export_step(
-    step: OneEngineStep, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False
-) -> ExportedProgram:
-    """The graph that `example` is a case of; call it as `program.module()(graph_inputs(inputs), list(kv))`.
+def graph_outputs(outputs: StepOutputs) -> dict[str, Tensor]:
+    """What a step gives, by name: those of its `outputs`."""
+    named = {"tokens": outputs.tokens}
+    if outputs.verdict is not None and outputs.proposal is not None:
+        assert outputs.next_new_tokens is not None
+        assert outputs.next_kv_lens is not None
+        named |= {
+            "new_tokens": outputs.verdict.tokens,
+            "num_tokens": outputs.verdict.num_tokens,
+            "next_draft_tokens": outputs.proposal.draft_tokens,
+            "next_new_tokens": outputs.next_new_tokens,
+            "next_kv_lens": outputs.next_kv_lens,
+        }
+    if outputs.hidden_states is not None:
+        named["hidden_states"] = outputs.hidden_states
+    return named
 
-    Fixed by the example: K, K', which sampling fields are in use (not zero-size), and their widths. Open: B, T, G, the
-    block tables' width and the number of KV blocks; a uniform graph has T = B * (K + 1) rows of B generations. The
+
+def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False) -> ExportedProgram:
+    """The graph that `example` is a case of; call it as
+    `program.module()(graph_inputs(inputs, input_names(step)), list(kv))`.
+
+    Fixed by the example: K, K', which sampling fields are in use (not zero-size). Open: B, T, G, the width of block
+    tables and ban lists, and the number of KV blocks; a uniform graph has T = B * (K + 1) rows of B generations. The
     example needs two or more of each, generations and contexts alike (unless uniform): torch.export takes a size of 1
     or 0 for a constant.
     """
-    tensors = graph_inputs(example)
+    tensors = graph_inputs(example, input_names(step))
     with torch.no_grad():
         return torch.export.export(
             GraphStep(step, example.spec.next_draft_len).eval(),
@@ -105,7 +134,7 @@ def _dynamic_shapes(example: StepInputs, tensors: Mapping[str, Tensor], uniform:
         T = R = B if width == 1 else width * B
         G = B
     else:
-        T, R, G = Dim("T", min=1, max=2**20), Dim("R", min=1, max=2**16), Dim("G", min=1, max=4096)
+        T, R, G = Dim("T", min=1, max=2**20), Dim("R", min=1, max=2**16), Dim("G", min=0, max=4096)
     first = {
         "input_ids": T,
         "gather_ids": R,
@@ -117,6 +146,9 @@ def _dynamic_shapes(example: StepInputs, tensors: Mapping[str, Tensor], uniform:
         name: {0: first[name]} if name in first and tensor.shape[0] else None for name, tensor in tensors.items()
     }
     shapes["block_tables"] = {0: B, 1: Dim("M", min=1, max=2**16)}
+    if tensors["ban_ids"].shape[1] > 1:
+        bans = Dim("bans", min=1, max=2**16)
+        shapes |= {"ban_ids": {0: R, 1: bans}, "ban_until": {0: R, 1: bans}}
     return shapes
 
 

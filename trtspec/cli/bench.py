@@ -15,6 +15,7 @@ from rich.table import Table
 from trtspec.bench import bench_acceptance, bench_decode, profile_decode
 from trtspec.bench.plot import plot_acceptance, plot_profile
 from trtspec.bench.profile import PHASES
+from trtspec.cli.options import engine_options
 from trtspec.config.model import ModelConfig
 from trtspec.errors import ConfigError, RequestError
 from trtspec.sampling_params import SamplingParams
@@ -54,8 +55,6 @@ def _add_prompts_and_outputs(parser: argparse.ArgumentParser) -> None:
 
 def run_acceptance(namespace: argparse.Namespace) -> int:
     """Acceptance by K: table, JSON, PNG."""
-    from trtspec.cli.main import engine_options
-
     _check_positive(namespace, "batch", "input_len", "output_len", "max_k")
     if namespace.speculative_config is None:
         raise ConfigError("bench acceptance measures speculation; give --spec-method, --spec-model or --spec")
@@ -126,8 +125,6 @@ def _write_json(namespace: argparse.Namespace, result: dict[str, Any]) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Measure, print a table, write the JSON file."""
-    from trtspec.cli.main import engine_options
-
     _check_positive(namespace, "batch", "input_len", "output_len", "repeats")
     prompts = make_prompts(namespace)
     console = Console(stderr=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from trtspec.cli.options import engine_options
 from trtspec.errors import RequestError
 from trtspec.llm import LLM, Prompt
 from trtspec.outputs import RequestOutput
@@ -41,8 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Print what was generated; statistics go to stderr."""
-    from trtspec.cli.main import engine_options
-
     prompts: list[Prompt] = list(namespace.prompt)
     if namespace.prompt_file:
         prompts.append(Path(namespace.prompt_file).read_text(encoding="utf-8"))

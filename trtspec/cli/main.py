@@ -1,16 +1,14 @@
-"""`trtspec generate | bench decode | info | train eagle3`: arguments in, exit status out."""
+"""`trtspec generate | bench | info | train eagle3 | build | verify`: arguments in, exit status out."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from trtspec.cli import bench, generate, info, train
-from trtspec.errors import ConfigError, TrtSpecError
+from trtspec.cli import bench, build, generate, info, train
+from trtspec.cli.options import add_engine_options, speculative_config
+from trtspec.errors import TrtSpecError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,9 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add_arguments(command)
     command.set_defaults(run=train.run)
 
+    command = commands.add_parser("build", help="compile an engine folder that LLM(folder) starts at once")
+    build.add_arguments(command)
+    command.set_defaults(run=build.run)
+
+    command = commands.add_parser("verify", help="check that an engine folder is whole and fits this machine")
+    build.add_verify_arguments(command)
+    command.set_defaults(run=build.run_verify)
+
     namespace = parser.parse_args(arguments)
     try:
-        if "spec" in namespace:
+        if "spec_method" in namespace:
             namespace.speculative_config = speculative_config(namespace)
         return int(namespace.run(namespace))
     except (TrtSpecError, OSError) as error:
@@ -52,51 +58,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Model, speculation and limits, as every command that runs an engine takes them."""
-    parser.add_argument("--model", required=True, help="checkpoint folder")
-    parser.add_argument("--tokenizer", help="folder of the tokenizer, if not the model's own")
-    speculation = parser.add_argument_group("speculation")
-    speculation.add_argument("--spec-method", help="ngram, draft_model, ... (default: by --spec-model)")
-    speculation.add_argument("--spec-model", help="draft checkpoint folder")
-    speculation.add_argument("--spec-tokens", type=int, help="draft tokens per step, K")
-    speculation.add_argument("--spec", help="all of it: a JSON object, or a file that holds one")
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    for name in ("max-batch-size", "max-num-tokens", "max-seq-len", "num-kv-blocks", "kv-cache-memory"):
-        engine.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")
-
-
-def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The LLM keyword arguments that were given."""
-    names = ("dtype", "max_batch_size", "max_num_tokens", "max_seq_len", "num_kv_blocks", "kv_cache_memory")
-    return {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
-
-
-def speculative_config(namespace: argparse.Namespace) -> dict[str, Any] | None:
-    """The speculative_config that the --spec options describe."""
-    fields = {
-        "method": namespace.spec_method,
-        "model": namespace.spec_model,
-        "num_speculative_tokens": namespace.spec_tokens,
-    }
-    fields = {name: value for name, value in fields.items() if value is not None}
-    if namespace.spec is None:
-        return fields or None
-    text = namespace.spec
-    if not text.lstrip().startswith("{"):
-        text = Path(text).read_text(encoding="utf-8")
-    try:
-        whole = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"--spec {namespace.spec!r} is neither a JSON object nor a file with one ({error})"
-        ) from error
-    if not isinstance(whole, dict):
-        raise ConfigError(f"--spec {namespace.spec!r} holds a {type(whole).__name__}; give a JSON object")
-    twice = sorted(set(whole) & set(fields))
-    if twice:
-        raise ConfigError(f"{', '.join(twice)} given in --spec and as an option of its own; give it once")
-    return {**whole, **fields}

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from trtspec.errors import ConfigError, UnsupportedError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-BACKENDS = ("eager",)
+BACKENDS = ("eager", "aoti")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Raises ConfigError naming field, value and remedy; UnsupportedError for what is known but not built.
 
-    dtype: "auto" = the checkpoint's. max_batch_size: requests in one step. max_num_tokens: rows of one step of the
-    target. max_seq_len: tokens of a sequence, None = the checkpoint's. kv_cache_memory: bytes for all KV layers, target
-    and draft; num_kv_blocks: the same in blocks; both None = enough for max_batch_size full sequences, at most a
-    quarter of the free memory. block_size: tokens per KV block. enable_prefix_caching: a prompt that begins like an
-    earlier request takes over its KV blocks, as far as they are still there. seed: of requests that bring none.
-    generation_config: "auto" = unset sampling fields come from the checkpoint's generation_config.json, "off" = they do
+    dtype: "auto" = the checkpoint's. backend: "eager" runs a checkpoint op by op, "aoti" is that of engine folders.
+    max_batch_size: requests in one step. max_num_tokens: rows of one step of the target. max_seq_len: tokens of a
+    sequence, None = the checkpoint's; max_input_len: of a prompt, None = no limit of its own. kv_cache_memory: bytes
+    for all KV layers, target and draft; num_kv_blocks: the same in blocks; both None = enough for max_batch_size full
+    sequences, at most a quarter of the free memory. block_size: tokens per KV block. enable_prefix_caching: a prompt
+    that begins like an earlier request takes over its KV blocks, as far as they are still there. seed: of requests that
+    bring none. generation_config: "auto" = unset sampling fields come from the checkpoint's generation_config.json,
+    "off" = they do
     not. force_num_accepted_tokens: drafts counted as accepted per step whatever they are (lossy, for benchmarks; no
     prefix caching then); None = the environment's TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, where 0 means off.
     """
@@ -30,6 +32,7 @@ class EngineConfig:
     max_batch_size: int = 32
     max_num_tokens: int = 2048
     max_seq_len: int | None = None
+    max_input_len: int | None = None
     kv_cache_memory: int | None = None
     num_kv_blocks: int | None = None
     block_size: int = 16
@@ -41,7 +44,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_num_tokens", "block_size"):
             _at_least(name, getattr(self, name), 1)
-        for name, least in (("max_seq_len", 1), ("kv_cache_memory", 1), ("num_kv_blocks", 2)):
+        for name, least in (("max_seq_len", 1), ("max_input_len", 1), ("kv_cache_memory", 1), ("num_kv_blocks", 2)):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), least)
         if self.force_num_accepted_tokens is not None:
@@ -56,7 +59,7 @@ class EngineConfig:
         if self.backend not in BACKENDS:
             raise UnsupportedError(f"backend = {self.backend!r} is not built; built: {', '.join(BACKENDS)}")
         if self.device not in ("auto", "cpu"):
-            raise UnsupportedError(f"device = {self.device!r} is not built for the eager backend yet; use 'cpu'")
+            raise UnsupportedError(f"device = {self.device!r} is not built yet; use 'cpu'")
         if self.generation_config not in ("auto", "off"):
             raise ConfigError(f"generation_config = {self.generation_config!r}; use 'auto' or 'off'")
 

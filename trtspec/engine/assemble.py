@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from trtspec.backends.aoti import AotiExecutable, CompiledStep
 from trtspec.backends.eager import EagerExecutable
 from trtspec.config.eagle import EAGLE3_ARCHITECTURES, Eagle3Facts
 from trtspec.config.engine import EngineConfig
+from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
@@ -44,7 +46,6 @@ from trtspec.workers.step import DecodeStep, OneEngineStep
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Callable[..., Executable]] = {"eager": EagerExecutable}
 Progress = Callable[[str], None]
 
 
@@ -58,8 +59,10 @@ class Assembly:
     draft: ModelConfig | None
     resolved: ResolvedSpeculation | None
     max_seq_len: int
+    built: EngineFolder | None = None  # where graphs and weights come from, if not from the checkpoints
     num_blocks: int = 0
     executables: list[TimedExecutable] = field(default_factory=list)
+    graph_draft_lens: tuple[int, ...] = ()  # K of the graphs there are; empty: any K
 
     @property
     def speculation(self) -> ResolvedSpeculation:
@@ -71,6 +74,13 @@ class Assembly:
         return SpeculativeDecodingMode.NONE if self.resolved is None else self.resolved.mode
 
     @property
+    def max_draft_len(self) -> int:
+        """K that a step verifies at most."""
+        if self.resolved is None or self.mode.is_save_hidden_states():
+            return 0
+        return self.resolved.num_speculative_tokens
+
+    @property
     def max_num_tokens(self) -> int:
         return self.config.max_num_tokens
 
@@ -78,55 +88,99 @@ class Assembly:
         """What the model computes in."""
         return DTYPES[model.dtype if self.config.dtype == "auto" else self.config.dtype]
 
-    def target_model(self) -> Executable:
-        """The target, with the mode's worker in its graph if it has one; its KV layers, then the worker's."""
+    def target_step(self) -> tuple[DecodeStep | OneEngineStep, list[DecoderSpec]]:
+        """The target, with the mode's worker in its graph if it has one; whose layers keep KV, in order."""
         decoder = load_decoder(self.target, self.dtype(self.target), "target", self.max_seq_len)
         path = None if self.resolved is None else self.resolved.mode.traits.worker
         if self.mode.is_save_hidden_states():
-            return self._executable(CaptureStep(decoder, self.speculation.capture_layers), decoder.spec)
+            return CaptureStep(decoder, self.speculation.capture_layers), [decoder.spec]
         if path is None:
-            return self._executable(DecodeStep(decoder), decoder.spec)
+            return DecodeStep(decoder), [decoder.spec]
         worker = cast("type[BuildableWorker]", _load(path)).from_resources(self, decoder)
-        return self._executable(OneEngineStep(decoder, worker), decoder.spec, worker.draft_layers)
+        return OneEngineStep(decoder, worker), [decoder.spec, worker.draft_layers]
+
+    def draft_step(self) -> tuple[DecodeStep | OneEngineStep, list[DecoderSpec]]:
+        """The draft checkpoint as a model of its own."""
+        assert self.draft is not None
+        decoder = load_decoder(self.draft, self.dtype(self.draft), "draft", self.max_seq_len)
+        return DecodeStep(decoder), [decoder.spec]
+
+    def target_model(self) -> Executable:
+        """What verifies, on the configured backend."""
+        return self._eager(*self.target_step()) if self.built is None else self._compiled(self.built, "target")
 
     def draft_model(self) -> Executable:
         """See drafters.base.DraftResources."""
-        assert self.draft is not None
-        decoder = load_decoder(self.draft, self.dtype(self.draft), "draft", self.max_seq_len)
-        return self._executable(DecodeStep(decoder), decoder.spec)
+        return self._eager(*self.draft_step()) if self.built is None else self._compiled(self.built, "draft")
 
-    def _executable(self, step: DecodeStep | OneEngineStep, *layers: DecoderSpec) -> Executable:
-        """The step on the configured backend, with KV for `layers`."""
-        dtype = step.decoder.embedding.weight.dtype
-        kv = [pair for spec in layers for pair in allocate_layers(spec, self.num_blocks, self.config.block_size, dtype)]
-        executable = BACKENDS[self.config.backend](step, kv)
-        self.executables.append(TimedExecutable(executable, step.weight_bytes_per_step))
+    def _eager(self, step: DecodeStep | OneEngineStep, layers: Sequence[DecoderSpec]) -> Executable:
+        shapes = [shape for spec in layers for shape in spec.kv_shapes]
+        kv = allocate_layers(shapes, self.num_blocks, self.config.block_size, step.decoder.embedding.weight.dtype)
+        return self._timed(EagerExecutable(step, kv), step.weight_bytes_per_step)
+
+    def _compiled(self, built: EngineFolder, role: str) -> Executable:
+        compiled = CompiledStep.from_dict(built.data["executables"][role])
+        kv = allocate_layers(compiled.kv, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
+        if "draft_tokens" in compiled.inputs:
+            self.graph_draft_lens = tuple(graph.draft_len for graph in compiled.graphs)
+        return self._timed(AotiExecutable(compiled, built.path / role, kv), compiled.weight_bytes)
+
+    def _timed(self, executable: Executable, weight_bytes: int) -> Executable:
+        self.executables.append(TimedExecutable(executable, weight_bytes))
         return self.executables[-1]
 
 
-def assemble_engine(
-    model: str | Path,
-    speculative: SpeculativeConfig | None,
-    config: EngineConfig,
-    tokenizer: Tokenizer | None,
-    progress: Progress = lambda message: None,
-) -> EngineCore:
-    """Load, plan memory, wire up. `progress` hears what is being done."""
-    load_plugins()
-    target = ModelConfig.from_folder(model, "target")
+def plan_assembly(
+    model: str | Path | EngineFolder, speculative: SpeculativeConfig | None, config: EngineConfig
+) -> Assembly:
+    """Read the configs and check that they fit together; nothing is loaded yet.
+
+    An engine folder brings its own speculation.
+    """
+    built = model if isinstance(model, EngineFolder) else None
+    if built is not None:
+        built.check()
+        if speculative is not None:
+            raise ConfigError(
+                f"engine {built.path} was built with its own speculation; leave speculative_config unset, or build "
+                "another engine"
+            )
+        speculative = built.speculative_config()
+    elif config.backend != "eager":
+        raise ConfigError(
+            f"backend = {config.backend!r} runs engine folders, {model} is a checkpoint; build an engine first: "
+            f"trtspec build --checkpoint_dir {model} --output_dir DIR"
+        )
+    target = ModelConfig.from_folder(
+        built.path / "target" if built is not None else cast("str | Path", model), "target"
+    )
     max_seq_len = config.max_seq_len or target.max_seq_len
     if max_seq_len > target.max_seq_len:
         raise ConfigError(f"max_seq_len = {max_seq_len} exceeds the checkpoint's {target.max_seq_len}; lower it")
     draft, resolved = resolve_speculation(speculative, target, max_seq_len, config)
-    assembly = Assembly(config, target, draft, resolved, max_seq_len)
-    mode = assembly.mode
-    drafting = None if mode.is_save_hidden_states() else resolved
-    K = drafting.num_speculative_tokens if drafting is not None else 0
+    assembly = Assembly(config, target, draft, resolved, max_seq_len, built)
+    K = assembly.max_draft_len
     if config.max_num_tokens < config.max_batch_size * (K + 1):
         raise ConfigError(
             f"max_num_tokens = {config.max_num_tokens} cannot hold {K + 1} rows for each of max_batch_size = "
             f"{config.max_batch_size} requests; raise it to {config.max_batch_size * (K + 1)} or lower max_batch_size"
         )
+    return assembly
+
+
+def assemble_engine(
+    model: str | Path | EngineFolder,
+    speculative: SpeculativeConfig | None,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+    progress: Progress = lambda message: None,
+) -> EngineCore:
+    """Load, plan memory, wire up. `model` is a checkpoint or an engine. `progress` hears what is being done."""
+    load_plugins()
+    assembly = plan_assembly(model, speculative, config)
+    mode, target, draft, resolved = assembly.mode, assembly.target, assembly.draft, assembly.resolved
+    drafting = None if mode.is_save_hidden_states() else resolved
+    K = assembly.max_draft_len
     assembly.num_blocks = plan_kv_blocks(assembly)
     collector = hidden_state_collector(assembly)  # complains before anything is loaded
 
@@ -145,7 +199,7 @@ def assemble_engine(
     scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, K, reuse)
     loop = StepLoop(
         scheduler,
-        BatchAssembler(mode, K, forced),
+        BatchAssembler(mode, K, forced, assembly.graph_draft_lens),
         executable,
         Proposer(drafter, drafting, target.vocab_size),
         target.vocab_size,
@@ -155,7 +209,8 @@ def assemble_engine(
         loop,
         target,
         tokenizer,
-        max_seq_len,
+        assembly.max_seq_len,
+        config.max_input_len,
         config.seed,
         use_generation_config=config.generation_config == "auto",
         executables=assembly.executables,

@@ -13,16 +13,19 @@ from trtspec.modes import SpeculativeDecodingMode
 
 @dataclass(frozen=True)
 class BatchAssembler:
-    """What stays the same from step to step. `forced_accept`: drafts counted as accepted in any case, -1 = off."""
+    """What stays the same from step to step. `forced_accept`: drafts counted as accepted in any case, -1 = off.
+    `graph_draft_lens`: K of the compiled graphs in rising order; a step's K is rounded up to one of them."""
 
     mode: SpeculativeDecodingMode
     max_draft_len: int
     forced_accept: int
+    graph_draft_lens: tuple[int, ...] = ()
 
     def __call__(self, batch: Batch, next_draft_len: int = 0) -> StepInputs:
         """Pack the rows. T rows in request order; see core.SpecMetadata for the logits rows and next_draft_len."""
         generations = [row for row in batch if not row.is_context]
         K = max((row.draft_len for row in batch), default=0)
+        K = next((length for length in self.graph_draft_lens if length >= max(K, next_draft_len)), K)
 
         input_ids: list[int] = []
         gather_ids: list[int] = []

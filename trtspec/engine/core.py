@@ -24,6 +24,7 @@ class EngineCore:
         model: ModelConfig,
         tokenizer: Tokenizer | None,
         max_seq_len: int,
+        max_input_len: int | None,
         seed: int,
         use_generation_config: bool,
         executables: Sequence[TimedExecutable],
@@ -32,6 +33,7 @@ class EngineCore:
         self.model = model
         self.tokenizer = tokenizer
         self.max_seq_len = max_seq_len
+        self.max_input_len = max_input_len
         self.seed = seed
         self.defaults = dict(model.generation_defaults) if use_generation_config else {}
         self.executables = executables  # target first, then the draft's
@@ -182,6 +184,10 @@ class EngineCore:
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.model.vocab_size:
                 raise RequestError(f"the prompt holds token id {token!r}; ids are 0..{self.model.vocab_size - 1}")
+        if self.max_input_len is not None and len(prompt) > self.max_input_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, max_input_len is {self.max_input_len}; shorten it or raise that"
+            )
         if len(prompt) >= self.max_seq_len:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, which leaves no room in max_seq_len = {self.max_seq_len}; "

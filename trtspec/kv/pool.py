@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from trtspec.core import KVLayer
-from trtspec.models.specs import DecoderSpec
 
 
-def allocate_layers(spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[KVLayer, ...]:
-    """A pair (k_cache, v_cache) per layer of `spec`, each [num_blocks, block_size, num_kv_heads, head_dim], zeroed."""
-    shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-    return tuple((torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(spec.num_layers))
+def allocate_layers(
+    shapes: Sequence[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype
+) -> tuple[KVLayer, ...]:
+    """A pair (k_cache, v_cache) per (num_kv_heads, head_dim), each [num_blocks, block_size, num_kv_heads, head_dim],
+    zeroed."""
+    sizes = [(num_blocks, block_size, heads, head_dim) for heads, head_dim in shapes]
+    return tuple((torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)) for size in sizes)

@@ -34,6 +34,11 @@ class DecoderSpec:
     qk_norm: bool = False
 
     @property
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """(num_kv_heads, head_dim) of each layer."""
+        return [(self.num_kv_heads, self.head_dim)] * self.num_layers
+
+    @property
     def kv_elements_per_token(self) -> int:
         """K and V elements of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim

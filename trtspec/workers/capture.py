@@ -17,6 +17,8 @@ class CaptureStep(DecodeStep):
     """As DecodeStep, and StepOutputs.hidden_states holds of all T rows the residual streams after `capture_layers`
     ("after layer i", -1 = after the last norm) and, last, the hidden states after the last norm."""
 
+    outputs = ("tokens", "hidden_states")
+
     def __init__(self, decoder: Decoder, capture_layers: Sequence[int]) -> None:
         super().__init__(decoder)
         self.capture_layers = tuple(capture_layers)

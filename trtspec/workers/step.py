@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -17,6 +18,10 @@ class DecodeStep(nn.Module):
 
     A draft draws with the same noise at the same token index as the target will, which is why they agree so often.
     """
+
+    # what its graph takes of SpecMetadata, and what it gives
+    spec_inputs: ClassVar[tuple[str, ...]] = ("seq_lens", "gather_ids")
+    outputs: ClassVar[tuple[str, ...]] = ("tokens",)
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -41,6 +46,23 @@ class OneEngineStep(nn.Module):
 
     `functional`: no KV tensor is changed in place; `kv` must be a list, whose entries are replaced by the new ones.
     """
+
+    spec_inputs: ClassVar[tuple[str, ...]] = (
+        "seq_lens",
+        "gather_ids",
+        "draft_tokens",
+        "draft_lens",
+        "next_prompt_token",
+        "forced_accept",
+    )
+    outputs: ClassVar[tuple[str, ...]] = (
+        "tokens",
+        "new_tokens",
+        "num_tokens",
+        "next_draft_tokens",
+        "next_new_tokens",
+        "next_kv_lens",
+    )
 
     def __init__(self, decoder: Decoder, worker: SpecWorkerBase, functional: bool = False) -> None:
         super().__init__()

@@ -1,0 +1,284 @@
+"""Compiled steps: AOTInductor graphs with the weights outside them, once for all graphs of a step.
+
+`compile_step` writes a folder, `AotiExecutable` runs one:
+    weights.safetensors      every constant of the graphs under its name there, packed as the kernels read it
+    step_k<K>.pt2            for each K asked for: verifies K drafts a request and makes K for the next step
+and a `CompiledStep` says what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trtspec.backends.export import Step, export_step, graph_inputs, input_names
+from trtspec.core import (
+    AttnMetadata,
+    KVLayer,
+    Proposal,
+    SamplingTensors,
+    SpecMetadata,
+    StepInputs,
+    StepOutputs,
+    Verdict,
+)
+from trtspec.errors import CheckpointError, EngineError
+from trtspec.sampling_params import ResolvedSampling
+
+WEIGHTS = "weights.safetensors"
+
+_INDUCTOR = {
+    "aot_inductor.package_constants_in_so": False,  # weights once, beside all graphs
+    "emulate_precision_casts": True,  # round to bf16 where eager does
+    "cpp.dynamic_threads": True,  # as many threads as torch has when it runs, not when it was compiled
+}
+
+_DTYPES = {
+    "input_ids": torch.int64,
+    "kv_lens": torch.int32,
+    "block_tables": torch.int32,
+    "tree_mask": torch.int32,
+    "seq_lens": torch.int32,
+    "gather_ids": torch.int64,
+    "draft_tokens": torch.int64,
+    "draft_lens": torch.int32,
+    "next_prompt_token": torch.int64,
+    "forced_accept": torch.int32,
+    "greedy": torch.bool,
+    "positions": torch.int64,
+    "seeds": torch.int64,
+    "temperatures": torch.float32,
+    "top_ks": torch.int32,
+    "top_ps": torch.float32,
+    "min_ps": torch.float32,
+    "ban_ids": torch.int32,
+    "ban_until": torch.int64,
+}
+_SAFETENSORS_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_ALIGNMENT = 64  # bytes: a cache line, a vector register
+
+# A graph takes every sampling field, so one that no row of the batch uses is filled with what changes nothing.
+_NEUTRAL = {"seeds": 0, "temperatures": 0, "top_ks": 0, "top_ps": 1, "min_ps": 0, "ban_ids": -1, "ban_until": 0}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One .pt2 file: verifies up to `draft_len` drafts a request and makes `draft_len` for the next step."""
+
+    file: str
+    draft_len: int
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What a folder made by `compile_step` holds; plain data, written into the engine's config.json."""
+
+    graphs: tuple[Graph, ...]  # by draft_len
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    kv: tuple[tuple[int, int], ...]  # (kv heads, head size) of each KV layer
+    dtype: str  # of KV
+    vocab_size: int
+    weight_bytes: int  # that one launch reads
+
+    def to_dict(self) -> dict[str, Any]:
+        """For json."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CompiledStep:
+        """The inverse of to_dict. CheckpointError if it is not that."""
+        try:
+            graphs = tuple(Graph(g["file"], g["draft_len"]) for g in data["graphs"])
+            kv = tuple((heads, size) for heads, size in data["kv"])
+            rest = {name: data[name] for name in ("dtype", "vocab_size", "weight_bytes")}
+            return cls(graphs, tuple(data["inputs"]), tuple(data["outputs"]), kv, **rest)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the engine's config.json does not describe its graphs ({error!r}); rebuild it"
+            ) from error
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+def example_batch(step: Step, draft_len: int, block_size: int) -> StepInputs:
+    """Two contexts and two generations with `draft_len` drafts each: an example with two or more of everything."""
+    K = draft_len
+    q_lens, kv_lens = [3, 2, K + 1, K + 1], [3, 6, K + 9, K + 12]
+    blocks = -(-max(kv_lens) // block_size) + 1
+    attn = AttnMetadata.of(q_lens, kv_lens, [[1 + b * blocks + i for i in range(blocks)] for b in range(4)])
+    starts = attn.cu_q_lens.tolist()
+    gather = [starts[1] - 1, starts[2] - 1, *range(starts[2], starts[4])]
+    how = ResolvedSampling(
+        greedy=False, temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=1, ban_ids=(1, 2), ban_until=1
+    )
+    spec = replace(
+        SpecMetadata.plain((), attn, SamplingTensors.of([how] * len(gather), gather)),
+        gather_ids=torch.tensor(gather),
+        draft_tokens=torch.zeros(2, K, dtype=torch.int64),
+        draft_lens=torch.tensor([0, 0, K, K], dtype=torch.int32),
+        next_prompt_token=torch.tensor([-1, 3, -1, -1]),
+        next_draft_len=K,
+    )
+    return StepInputs(torch.ones(starts[-1], dtype=torch.int64), attn, spec)
+
+
+def compile_step(
+    step: Step,
+    kv_shapes: Sequence[tuple[int, int]],
+    block_size: int,
+    draft_lens: Sequence[int],
+    folder: Path,
+    report: Callable[[str], None] = lambda what: None,
+) -> CompiledStep:
+    """Compile `step` for each K of `draft_lens` into `folder` (it must exist). `report` hears what is being done."""
+    dtype = step.decoder.norm.weight.dtype
+    weights: dict[str, Tensor] = {}
+    graphs = []
+    for K in sorted(draft_lens):
+        report(f"graph for K = {K}: tracing")
+        example = example_batch(step, K, block_size)
+        blocks = int(example.attn.block_tables.max()) + 1
+        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in kv_shapes]
+        program = export_step(step, example, cast("list[KVLayer]", kv))
+        report(f"graph for K = {K}: compiling")
+        file = folder / f"step_k{K}.pt2"
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=_INDUCTOR)
+        constants = {**program.state_dict, **program.constants}
+        runner = torch._inductor.aoti_load_package(str(file))
+        weights |= {name: constants[name].detach() for name in runner.get_constant_fqns()}
+        graphs.append(Graph(file.name, K))
+    report("writing weights")
+    save_file({name: tensor.contiguous().clone() for name, tensor in weights.items()}, folder / WEIGHTS)
+    return CompiledStep(
+        graphs=tuple(graphs),
+        inputs=input_names(step),
+        outputs=step.outputs,
+        kv=tuple(kv_shapes),
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=step.decoder.spec.vocab_size,
+        weight_bytes=step.weight_bytes_per_step,
+    )
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def load_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file in one arena of huge pages: TLB misses cost up to a tenth of the bandwidth."""
+    with file.open("rb", buffering=0) as source:
+        header_size = int.from_bytes(source.read(8), "little")
+        header = json.loads(source.read(header_size))
+        header.pop("__metadata__", None)
+        size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        arena = mmap.mmap(-1, max(size + _ALIGNMENT * len(header), 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            arena.madvise(mmap.MADV_HUGEPAGE)
+        tensors, end = {}, 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            first, last = entry["data_offsets"]
+            source.seek(8 + header_size + first)
+            view = memoryview(arena)[end : end + last - first]
+            while view:
+                count = source.readinto(view)
+                if not count:
+                    raise CheckpointError(f"{file} ends before tensor {name}; rebuild the engine")
+                view = view[count:]
+            dtype = _SAFETENSORS_DTYPES[entry["dtype"]]
+            tensors[name] = torch.frombuffer(arena, dtype=dtype, count=(last - first) // dtype.itemsize, offset=end)
+            tensors[name] = tensors[name].view(entry["shape"])
+            end += -(-(last - first) // _ALIGNMENT) * _ALIGNMENT
+    return tensors
+
+
+class AotiExecutable:
+    """The graphs of a compiled step, its weights and its KV layers. See core.Executable.
+
+    Raises EngineError for inputs a graph would misread: AOTInductor checks none of them.
+    """
+
+    def __init__(self, compiled: CompiledStep, folder: Path, kv: Sequence[KVLayer]) -> None:
+        self.compiled = compiled
+        self.kv = kv
+        self._flat_kv = [tensor for layer in kv for tensor in layer]
+        self._weights = load_weights(folder / WEIGHTS)  # the graphs point into these
+        self._graphs = [(graph.draft_len, self._load(folder / graph.file)) for graph in compiled.graphs]
+        self._neutral = {name: torch.empty(0) for name in _NEUTRAL}
+        self._num_blocks = kv[0][0].shape[0]
+
+    @torch.no_grad()
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """One launch; see core.Executable."""
+        spec = inputs.spec
+        wanted = max(spec.runtime_draft_len, spec.next_draft_len)
+        graph = next((run for K, run in self._graphs if wanted <= K), None)
+        if graph is None:
+            raise EngineError(
+                f"the engine has graphs for K up to {self._graphs[-1][0]}, a step wants {wanted}; rebuild it"
+            )
+        outputs = graph([*self._checked(inputs), *self._flat_kv])
+        return self._outputs(dict(zip(self.compiled.outputs, outputs, strict=True)), spec)
+
+    def _load(self, file: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+        model = torch._inductor.aoti_load_package(str(file))
+        constants = {name: self._weights[name] for name in model.get_constant_fqns()}
+        model.load_constants(constants, check_full_update=True, user_managed=True)
+        return cast("Callable[[list[Tensor]], list[Tensor]]", model.loader.run)
+
+    def _checked(self, inputs: StepInputs) -> list[Tensor]:
+        given = graph_inputs(inputs, self.compiled.inputs)
+        rows = inputs.spec.gather_ids.shape[0]
+        tensors = []
+        for name, tensor in given.items():
+            if name in _NEUTRAL and tensor.numel() == 0:
+                tensor = self._filled(name, rows)
+            if tensor.dtype != _DTYPES[name] or not tensor.is_contiguous():
+                raise EngineError(
+                    f"{name} is {tensor.dtype} with strides {tensor.stride()}; a graph takes contiguous {_DTYPES[name]}"
+                )
+            tensors.append(tensor)
+        for name, limit in (("input_ids", self.compiled.vocab_size), ("block_tables", self._num_blocks)):
+            low, high = torch.aminmax(given[name])
+            if low < 0 or high >= limit:
+                raise EngineError(f"{name} holds {int(low)}..{int(high)}; allowed are 0..{limit - 1}")
+        return tensors
+
+    def _filled(self, name: str, rows: int) -> Tensor:
+        if self._neutral[name].shape[0] < rows:
+            shape = (rows, 1) if name.startswith("ban") else (rows,)
+            self._neutral[name] = torch.full(shape, _NEUTRAL[name], dtype=_DTYPES[name])
+        return self._neutral[name][:rows]
+
+    def _outputs(self, named: dict[str, Tensor], spec: SpecMetadata) -> StepOutputs:
+        K = spec.next_draft_len
+        if "new_tokens" not in named:
+            return StepOutputs(named["tokens"], hidden_states=named.get("hidden_states"))
+        drafts = named["next_draft_tokens"][:, :K]
+        return StepOutputs(
+            named["tokens"],
+            Verdict(named["new_tokens"], named["num_tokens"]),
+            Proposal(drafts, torch.full_like(spec.draft_lens, K)),
+            next_new_tokens=named["next_new_tokens"][:, : K + 1],
+            next_kv_lens=named["next_kv_lens"],
+        )

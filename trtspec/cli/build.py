@@ -1,0 +1,116 @@
+"""`trtspec build` and `trtspec verify`: engine folders. Option names are those of trtllm-build."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import trtspec
+from trtspec.cli.options import speculative_config
+from trtspec.config.engine import EngineConfig
+from trtspec.config.engine_folder import EngineFolder
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.build import BuildPlan, build_engine, plan_build, refuse_taken
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.modes import SpeculativeDecodingMode, words_for
+
+BACKENDS = ("aoti",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to build from, for which speculation and limits, and where to."""
+    parser.add_argument("--checkpoint_dir", required=True, help="checkpoint folder of the target")
+    parser.add_argument("--output_dir", required=True, help="the engine folder to make")
+    parser.add_argument("--backend", default="aoti", help=f"{', '.join(BACKENDS)} (default aoti: AOTInductor, CPU)")
+    parser.add_argument("--speculative_decoding_mode", help="EAGLE3_ONE_MODEL, DRAFT_TARGET, NGRAM, ... (default none)")
+    parser.add_argument("--speculative_model_dir", help="checkpoint folder of the draft")
+    parser.add_argument("--max_draft_len", type=int, help="draft tokens per step, K")
+    parser.add_argument("--spec", help="all of speculation: a JSON object, or a file that holds one")
+    for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "block_size"):
+        parser.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--kv_dtype", default="auto", help="auto: that of the model")
+    parser.add_argument("--dry_run", action="store_true", help="show graphs, inputs and memory; compile nothing")
+    parser.add_argument("--replace", action="store_true", help="replace an engine that is at --output_dir")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Build, or show what would be built."""
+    if namespace.backend not in BACKENDS:
+        raise UnsupportedError(f"--backend {namespace.backend}: built: {', '.join(BACKENDS)}")
+    if namespace.kv_dtype != "auto":
+        raise UnsupportedError(f"--kv_dtype {namespace.kv_dtype} is not built; KV is kept in the model's dtype (auto)")
+    names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "block_size")
+    limits = {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
+    config = EngineConfig(dtype=namespace.dtype, **limits)
+    speculative = _speculation(namespace)
+    console = Console()
+    start = time.perf_counter()
+
+    def report(what: str) -> None:
+        console.print(f"[dim]{time.perf_counter() - start:6.1f} s[/]  {what}", highlight=False)
+
+    output = Path(namespace.output_dir)
+    refuse_taken(output, namespace.replace)
+    if namespace.dry_run:
+        _show(plan_build(namespace.checkpoint_dir, speculative, config, report), console)
+        return 0
+    engine = build_engine(
+        namespace.checkpoint_dir,
+        output,
+        speculative,
+        config,
+        version=trtspec.__version__,
+        replace_existing=namespace.replace,
+        report=report,
+    )
+    size = sum(facts["size"] for facts in engine.data["files"].values())
+    report(f"built {output}, {size / 1e6:.1f} MB")
+    return 0
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """The folder."""
+    parser.add_argument("engine", help="engine folder")
+
+
+def run_verify(namespace: argparse.Namespace) -> int:
+    """Hash every file."""
+    engine = EngineFolder.open(namespace.engine)
+    if engine is None:
+        raise ConfigError(f"{namespace.engine} is no engine folder; build one with trtspec build")
+    engine.verify()
+    Console().print(f"{namespace.engine}: {len(engine.data['files'])} files are as built, and it can run here")
+    return 0
+
+
+def _speculation(namespace: argparse.Namespace) -> SpeculativeConfig | None:
+    """From the mode's name (TensorRT-LLM's words) or the method's, the draft and K; or from --spec."""
+    mode = namespace.speculative_decoding_mode
+    fields: dict[str, Any] = {}
+    if mode is not None:
+        fields = dict(words_for(SpeculativeDecodingMode.from_string(mode)))
+    namespace.spec_method = fields.get("method")
+    namespace.spec_model = namespace.speculative_model_dir
+    namespace.spec_tokens = namespace.max_draft_len
+    whole = speculative_config(namespace)
+    if whole is None:
+        return None
+    return SpeculativeConfig.from_any({**fields, **whole})
+
+
+def _show(plan: BuildPlan, console: Console) -> None:
+    for role, lengths in plan.graphs.items():
+        console.print(f"{role}: graphs for K = {', '.join(map(str, lengths))}; each takes", highlight=False)
+        for line in plan.inputs[role]:
+            console.print(f"    {line}", highlight=False, markup=False)
+    for role, size in plan.weight_bytes.items():
+        console.print(f"weights of {role}: {size / 1e6:.1f} MB", highlight=False)
+    console.print(
+        f"KV: {plan.kv_bytes_per_token} bytes a token, {plan.kv_bytes / 1e6:.1f} MB for max_batch_size full sequences",
+        highlight=False,
+    )

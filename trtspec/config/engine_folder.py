@@ -1,0 +1,183 @@
+"""The config.json of a compiled engine: what it was built from and for, what is in it, and whether it can run here.
+
+config.json                  this file
+tokenizer.json, ...          as in the checkpoint
+target/, draft/              config.json of the checkpoint, graphs and weights (see backends/aoti.py)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.errors import CheckpointError, ConfigError
+
+FORMAT = 1
+"""Of the folder; it changes when older engines can no longer be read."""
+
+_MARK = "trtspec_engine"
+# What the graphs do not depend on; the rest of EngineConfig is fixed when an engine is built.
+_RUNTIME = {
+    "kv_cache_memory", "num_kv_blocks", "enable_prefix_caching", "seed", "generation_config",
+    "force_num_accepted_tokens",
+}  # fmt: skip
+_AT_MOST = {"max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"}
+
+
+@dataclass(frozen=True)
+class EngineFolder:
+    """An engine folder whose config.json has been read. Errors are CheckpointErrors that say what to rebuild."""
+
+    path: Path
+    data: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> EngineFolder | None:
+        """None where `path` is something else (a checkpoint, nothing at all)."""
+        folder = Path(path)
+        try:
+            data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(data, dict) or _MARK not in data:
+            return None
+        if data[_MARK] != FORMAT:
+            raise CheckpointError(
+                f"engine {folder} has format {data[_MARK]!r}, this version of trtspec reads {FORMAT}; "
+                "rebuild it with trtspec build"
+            )
+        missing = [key for key in ("machine", "build_config", "executables", "files") if key not in data]
+        if missing:
+            raise CheckpointError(f"engine {folder}: config.json lacks {', '.join(missing)}; rebuild it")
+        return cls(folder, data)
+
+    def check(self) -> None:
+        """Every file is there in its size, and this machine can run the graphs."""
+        for name, facts in self.data["files"].items():
+            file = self.path / name
+            if not file.is_file():
+                raise CheckpointError(f"engine {self.path}: {name} is missing; copy it again or rebuild the engine")
+            if file.stat().st_size != facts["size"]:
+                raise CheckpointError(
+                    f"engine {self.path}: {name} has {file.stat().st_size} bytes, not {facts['size']}; "
+                    "copy it again or rebuild the engine"
+                )
+        built, here = self.data["machine"], machine()
+        for what in ("torch", "architecture"):
+            if built[what] != here[what]:
+                raise CheckpointError(
+                    f"engine {self.path} was built for {what} {built[what]}, this is {here[what]}; "
+                    "rebuild it here with trtspec build"
+                )
+        lacking = sorted(set(built["cpu_features"]) - set(here["cpu_features"]))
+        if lacking:
+            raise CheckpointError(
+                f"engine {self.path} was built for another CPU: this one lacks {' '.join(lacking)}; "
+                "rebuild it here with trtspec build"
+            )
+
+    def verify(self, report: Callable[[str], None] = lambda name: None) -> None:
+        """As check, and every file has the contents it was built with (SHA-256)."""
+        self.check()
+        for name, facts in self.data["files"].items():
+            report(name)
+            if sha256(self.path / name) != facts["sha256"]:
+                raise CheckpointError(
+                    f"engine {self.path}: {name} is not what was built (its SHA-256 differs); "
+                    "copy it again or rebuild the engine"
+                )
+
+    def engine_config(self, options: Mapping[str, Any]) -> EngineConfig:
+        """What it was built with, and `options` (fields of EngineConfig) where they may differ at run time.
+
+        ConfigError names one that asks for another engine.
+        """
+        built = dict(self.data["build_config"])
+        for name, value in options.items():
+            if name in _AT_MOST and value is not None:
+                if built[name] is not None and value > built[name]:
+                    raise ConfigError(
+                        f"{name} = {value}: this engine was built with {built[name]}; rebuild it with --{name} {value}"
+                    )
+            elif name not in _RUNTIME and value not in (built[name], "auto", None):
+                raise ConfigError(
+                    f"{name} = {value!r}: this engine was built with {built[name]!r}; rebuild it, or leave {name} unset"
+                )
+            else:
+                continue
+            built[name] = built[name] if value in ("auto", None) else value
+        built |= {name: value for name, value in options.items() if name in _RUNTIME}
+        return EngineConfig(**built)
+
+    def speculative_config(self) -> SpeculativeConfig | None:
+        """The speculation it was built for; a draft checkpoint is the engine's own."""
+        stored = self.data.get("speculative_config")
+        if stored is None:
+            return None
+        if "draft" in self.data["executables"] or (self.path / "draft").is_dir():
+            stored = {**stored, "model": str(self.path / "draft")}
+        return SpeculativeConfig.from_any(stored)
+
+
+def engine_json(
+    config: EngineConfig,
+    speculative: SpeculativeConfig | None,
+    pretrained: Mapping[str, Any],
+    executables: Mapping[str, Mapping[str, Any]],
+    version: str,
+) -> dict[str, Any]:
+    """config.json of a new engine; `files` is added once they are all there (see `file_facts`)."""
+    runtime = {field.name: field.default for field in fields(EngineConfig) if field.name in _RUNTIME}
+    return {
+        _MARK: FORMAT,
+        "version": version,
+        "machine": machine(),
+        "pretrained_config": pretrained,
+        "build_config": {name: value for name, value in asdict(config).items() if name not in runtime},
+        "speculative_config": None if speculative is None else speculative.model_dump(mode="json", exclude_unset=True),
+        "executables": executables,
+    }
+
+
+def file_facts(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file under `folder`, by relative path."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / "config.json")
+    return {str(file.relative_to(folder)): {"size": file.stat().st_size, "sha256": sha256(file)} for file in files}
+
+
+def sha256(file: Path) -> str:
+    """Hex digest of a file's contents."""
+    digest = hashlib.sha256()
+    with file.open("rb") as source:
+        while chunk := source.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def machine() -> dict[str, Any]:
+    """What compiled graphs depend on: they use every instruction of the CPU they were built on."""
+    return {"torch": str(torch.__version__), "architecture": platform.machine(), "cpu_features": _cpu_features()}
+
+
+def _cpu_features() -> list[str]:
+    """Vector and bit-manipulation features that the kernel reports; empty where it does not say (no Linux)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return []
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            kinds = ("avx", "amx", "fma", "bmi", "f16c", "sse4", "abm", "adx", "gfni", "vaes", "asimd", "sve", "bf16")
+            return sorted({flag for flag in value.split() if flag.startswith(kinds)})
+    return []

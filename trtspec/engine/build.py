@@ -1,0 +1,162 @@
+"""Build an engine folder: compile the graphs of every executable, pack the weights, write down what was built."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trtspec.backends.aoti import compile_step
+from trtspec.backends.export import Step, describe_inputs
+from trtspec.config.engine import EngineConfig
+from trtspec.config.engine_folder import EngineFolder, engine_json, file_facts
+from trtspec.config.model import ModelConfig
+from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.assemble import Assembly, kv_bytes_per_token, plan_assembly
+from trtspec.errors import ConfigError
+from trtspec.models.specs import DecoderSpec
+from trtspec.ops import load_plugins
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """What `trtspec build --dry_run` shows. Sizes in bytes."""
+
+    graphs: dict[str, list[int]]  # executable -> the K of each of its graphs
+    inputs: dict[str, list[str]]  # executable -> its graphs' inputs with dtype and shape
+    weight_bytes: dict[str, int]  # executable -> what one launch reads
+    kv_bytes_per_token: int
+    kv_bytes: int  # max_batch_size full sequences
+
+
+def build_engine(
+    checkpoint: str | Path,
+    output: str | Path,
+    speculative: SpeculativeConfig | None,
+    config: EngineConfig,
+    *,
+    version: str,
+    replace_existing: bool = False,
+    report: Callable[[str], None] = lambda what: None,
+) -> EngineFolder:
+    """Compile `checkpoint` (and the draft that `speculative` names) into the folder `output`.
+
+    Nothing is at `output` until all of it is. Raises ConfigError where the folder is taken, and whatever `LLM` would
+    raise for such a model and config.
+    """
+    output = Path(output)
+    refuse_taken(output, replace_existing)
+    load_plugins()
+    assembly = plan_assembly(checkpoint, speculative, config)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
+        staging = Path(scratch) / "engine"
+        executables = {}
+        for role, (step, layers) in steps(assembly, report).items():
+            folder = staging / role
+            folder.mkdir(parents=True)
+            shapes = [shape for spec in layers for shape in spec.kv_shapes]
+            compiled = compile_step(
+                step,
+                shapes,
+                config.block_size,
+                graph_draft_lens(step, assembly.resolved),
+                folder,
+                lambda what, role=role: report(f"{role}: {what}"),  # type: ignore[misc]
+            )
+            executables[role] = compiled.to_dict()
+        _copy_checkpoint_facts(assembly, staging)
+        report("writing config.json")
+        built = replace(config, backend="aoti", dtype=_dtype_name(assembly), max_seq_len=assembly.max_seq_len)
+        data = engine_json(built, speculative, assembly.target.raw, executables, version)
+        data["files"] = file_facts(staging)
+        (staging / "config.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        if output.exists():
+            shutil.rmtree(output)
+        os.replace(staging, output)
+    engine = EngineFolder.open(output)
+    assert engine is not None
+    return engine
+
+
+def plan_build(
+    checkpoint: str | Path, speculative: SpeculativeConfig | None, config: EngineConfig, report: Callable[[str], None]
+) -> BuildPlan:
+    """What build_engine would make, without compiling: the checkpoint is loaded and checked."""
+    load_plugins()
+    assembly = plan_assembly(checkpoint, speculative, config)
+    per_token = kv_bytes_per_token(assembly)
+    made = steps(assembly, report)
+    return BuildPlan(
+        graphs={role: list(graph_draft_lens(step, assembly.resolved)) for role, (step, _) in made.items()},
+        inputs={role: describe_inputs(step, layers) for role, (step, layers) in made.items()},
+        weight_bytes={role: step.weight_bytes_per_step for role, (step, _) in made.items()},
+        kv_bytes_per_token=per_token,
+        kv_bytes=per_token * config.max_batch_size * assembly.max_seq_len,
+    )
+
+
+def refuse_taken(output: Path, replace_existing: bool) -> None:
+    """ConfigError unless `output` is free, or an engine that may be replaced."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if EngineFolder.open(output) is None:
+        raise ConfigError(f"{output} exists and is no engine; choose another output folder")
+    if not replace_existing:
+        raise ConfigError(f"{output} holds an engine; choose another output folder, or replace it with --replace")
+
+
+def steps(assembly: Assembly, report: Callable[[str], None]) -> dict[str, tuple[Step, list[DecoderSpec]]]:
+    """The steps to compile, by role, with the decoders whose layers keep KV."""
+    report(f"loading {assembly.target.path}")
+    made = {"target": assembly.target_step()}
+    if assembly.draft is not None and not assembly.mode.use_one_engine():
+        report(f"loading {assembly.draft.path}")
+        made["draft"] = assembly.draft_step()
+    return made
+
+
+def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[int, ...]:
+    """K of the graphs a step needs: one for every draft length that a schedule can ask for, where K is in the graph."""
+    if resolved is None:
+        return (0,)
+    K = resolved.num_speculative_tokens
+    if "draft_tokens" not in step.spec_inputs:
+        return (K,)
+    lengths = {K}
+    lengths |= {length for _, length in resolved.draft_len_schedule or ()}
+    lengths |= {length for _, _, length in resolved.num_speculative_tokens_per_batch_size or ()}
+    if resolved.disable_by_batch_size is not None or resolved.max_concurrency is not None or len(lengths) > 1:
+        lengths.add(0)
+    return tuple(sorted(length for length in lengths if length <= K))
+
+
+def _dtype_name(assembly: Assembly) -> str:
+    return str(assembly.dtype(assembly.target)).removeprefix("torch.")
+
+
+def _copy_checkpoint_facts(assembly: Assembly, staging: Path) -> None:
+    """Tokenizer and configs: what an engine needs of the checkpoints beside graphs and weights."""
+    for name in _TOKENIZER_FILES:
+        if (assembly.target.path / name).is_file():
+            shutil.copyfile(assembly.target.path / name, staging / name)
+    models: list[tuple[str, ModelConfig | None]] = [("target", assembly.target), ("draft", assembly.draft)]
+    for role, model in models:
+        if model is not None:
+            (staging / role).mkdir(exist_ok=True)
+            for name in ("config.json", "generation_config.json"):
+                if (model.path / name).is_file():
+                    shutil.copyfile(model.path / name, staging / role / name)
