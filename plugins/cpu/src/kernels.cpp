@@ -1,4 +1,5 @@
 // Compiled once per instruction set (see build.py): everything that wants vector instructions.
+#include "attention.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -10,6 +11,7 @@ namespace trtspec::TRTSPEC_ISA {
 extern const Kernels table;
 const Kernels table = {
     .name = STRING(TRTSPEC_ISA),
+    .attend = attend,
 };
 
 }  // namespace trtspec::TRTSPEC_ISA

@@ -7,8 +7,48 @@
 
 namespace trtspec {
 
+enum class Element { fp32, fp16, bf16 };
+
+// Rows of heads of D elements; the elements of a head are neighbours, row and head steps are in elements.
+struct Heads {
+  void* data;
+  int64_t row_step, head_step;
+};
+
+// See trtspec/ops/attention.py. The new rows are in the cache already. Block ids are in range; other integers need not
+// make sense: a position that the table does not cover is in scratch block 0.
+struct AttentionArgs {
+  Element element;
+  int64_t q_heads, kv_heads, head_dim;
+  Heads q, out;                            // rows are packed rows
+  Heads k_cache, v_cache;                  // rows are slots: block * block_size + place in the block
+  int64_t block_size;
+  const int32_t* cu_q_lens;                // [B+1]
+  const int32_t* kv_lens;                  // [B]
+  const int32_t* block_tables;             // [B, table_columns]
+  int64_t table_columns, table_step;
+  const int32_t* tree_mask;                // [T, tree_words], or null: causal
+  int64_t tree_words, tree_step;
+  const float* sinks;                      // [q_heads], or null
+  float scale, softcap;
+  int64_t window;
+};
+
+// Rows [first_row, first_row + num_rows) of a request, for the query heads of one KV head.
+struct AttentionPiece {
+  int64_t request, kv_head, first_row, num_rows;
+};
+
+// Slot of a position of the sequence whose blocks are `table`. (static: every instruction set has its own copy.)
+static inline int64_t cache_slot(const int32_t* table, int64_t columns, int64_t block_size, int64_t position) {
+  if (position < 0) return 0;
+  const int64_t column = position / block_size;
+  return (column < columns ? table[column] : 0) * block_size + position % block_size;
+}
+
 struct Kernels {
   const char* name;
+  void (*attend)(const AttentionArgs&, const AttentionPiece&);
 };
 
 // The table of the best instruction set this machine has, or of the one TRTSPEC_CPU_ISA names.

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -43,7 +44,7 @@ template <class T> INLINE T load_as(const void* from) {
   return value;
 }
 
-INLINE Vec splat(float x) { return Vec{} + x; }
+INLINE Vec splat(float x) { return x - Vec{}; }  // x - 0 is x, also for -0, so the compiler leaves it out
 
 // a * b + c, rounded once where the hardware can.
 INLINE Vec fma(Vec a, Vec b, Vec c) {
@@ -160,6 +161,74 @@ template <class T> INLINE void store(T* to, Vec v, int n) {
   T padded[LANES];
   store(padded, v);
   std::memcpy(to, padded, n * sizeof(T));
+}
+
+// -- functions -------------------------------------------------------------------------------------------------------
+
+// y * 2^n, n whole, |n| <= 252.
+INLINE Vec scale_by_power(Vec y, Vec n) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
+  // In two steps, as 2^n itself may not be an fp32 number. A NaN has some n, and stays NaN.
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: in magic + n the low bits are n
+  const IVec whole = (IVec)((UVec)(magic + n) - (UVec)magic), half = whole >> 1;
+  const Vec first = (Vec)(((UVec)half + 127) << 23), second = (Vec)(((UVec)whole - (UVec)half + 127) << 23);
+  return y * first * second;
+#endif
+}
+
+// e^x within 1 ulp (2 where the result is subnormal): 0 from -104 down, inf from 89 up, NaN for NaN, exactly 1 for 0.
+INLINE Vec exp(Vec x) {
+  x = min(splat(89.0f), max(splat(-104.0f), x));  // the constants first, so that NaN stays
+  // x = n ln 2 + r, |r| <= ln 2 / 2; ln 2 in two parts, of which n times the first is exact.
+  const Vec magic = splat(12582912.0f);
+  const Vec n = fma(x, splat(1.44269504f), magic) - magic;
+  const Vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
+  Vec p = splat(1.9875691500e-4f);  // the polynomial of Cephes' expf
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  return scale_by_power(fma(p, r * r, r) + 1.0f, n);
+}
+
+// Within 2 ulp; NaN for NaN.
+INLINE Vec tanh(Vec x) {
+  const Vec square = x * x;
+  Vec p = splat(-5.70498872745e-3f);  // the polynomial of Cephes' tanhf
+  p = fma(p, square, splat(2.06390887954e-2f));
+  p = fma(p, square, splat(-5.37397155531e-2f));
+  p = fma(p, square, splat(1.33314422036e-1f));
+  p = fma(p, square, splat(-3.33332819422e-1f));
+  const Vec small = fma(p * square, x, x), large = 1.0f - 2.0f / (exp(x + x) + 1.0f);
+  return square < splat(0.625f * 0.625f) ? small : large;
+}
+
+// -- turning a square of LANES x LANES on its side -------------------------------------------------------------------
+
+// a and b lane by lane: a[from], b[from], a[from + 1], b[from + 1], ...
+template <int from, size_t... I> INLINE Vec interleave(Vec a, Vec b, std::index_sequence<I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, int(from + I / 2 + I % 2 * LANES)...);
+#else
+  return __builtin_shuffle(a, b, IVec{int32_t(from + I / 2 + I % 2 * LANES)...});
+#endif
+}
+
+// Lane i of row j goes to lane j of row i, whatever bits they are. Each round is a perfect shuffle of all elements,
+// which turns the bits of an element's index by one place.
+INLINE void transpose(Vec (&rows)[LANES]) {
+  constexpr auto lanes = std::make_index_sequence<LANES>();
+  for (int round = 1; round < LANES; round *= 2) {
+    Vec next[LANES];
+    for (int i = 0; i < LANES / 2; ++i) {
+      next[2 * i] = interleave<0>(rows[i], rows[i + LANES / 2], lanes);
+      next[2 * i + 1] = interleave<LANES / 2>(rows[i], rows[i + LANES / 2], lanes);
+    }
+    for (int i = 0; i < LANES; ++i) rows[i] = next[i];
+  }
 }
 
 }  // namespace trtspec::TRTSPEC_ISA

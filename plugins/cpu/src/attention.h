@@ -1,0 +1,432 @@
+// Attention of some rows of a request over its paged KV cache, for one KV head.
+//
+// A *line* is one query head of one row: the G query heads of a KV head make G neighbouring lines of each row. Keys are
+// cut in tiles of TILE from position 0. Each tile is read once for all lines: K is turned on its side, so that a lane is
+// a key; V is widened to fp32. Then, a few lines at a time, scores, the running softmax, and the sum of values.
+//
+// A line's bits are its own: it does the same operations in the same order whatever other lines are here. A key that a
+// line does not see has weight 0, and fma(0, finite, x) is x, but for the sign of a zero, which the last step clears; so
+// it makes no difference whether the keys behind a line, or whole tiles, are added or left out.
+#pragma once
+
+#include <cstdlib>
+#include <new>
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace trtspec::TRTSPEC_ISA {
+
+constexpr int TILE = 64;                        // keys; a row's bits follow from it. Masks of a tile are 64 bits
+constexpr int LINES = 6;                        // lines x columns of vectors: what the registers hold
+constexpr int COLUMNS = LANES == 16 ? 4 : 2;
+constexpr float FLOOR = -1e30f;                 // highest score of a line that has seen nothing: finite, so that
+                                                // differences are numbers
+
+// A dot product goes over units of 32 bits: one fp32 number, or two neighbouring bf16 numbers where the machine
+// multiplies those as they are.
+struct BFloat16Pair { uint32_t bits; };
+
+template <class T> struct UnitOf { using type = float; };
+#if defined(__AVX512BF16__)
+template <> struct UnitOf<BFloat16> { using type = BFloat16Pair; };
+#endif
+
+INLINE Vec multiply_add(float a, Vec b, Vec c) { return fma(splat(a), b, c); }
+#if defined(__AVX512BF16__)
+INLINE Vec multiply_add(BFloat16Pair a, Vec b, Vec c) {
+  return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32(int(a.bits)), (__m512bh)b);
+}
+#endif
+
+// Elements in a unit.
+template <class Unit> constexpr int64_t elements_per = 1;
+template <> constexpr int64_t elements_per<BFloat16Pair> = 2;
+
+INLINE int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+// LANES units of a head of `dim` elements, from unit `at` on; 0 past its end.
+template <class Unit, class T> INLINE Vec load_units(const T* head, int64_t at, int64_t dim) {
+  constexpr int64_t packed = elements_per<Unit>;
+  const T* from = head + at * packed;
+  const int64_t left = dim - at * packed;
+  if constexpr (packed == 1) return left >= LANES ? load(from) : load(from, int(left));
+  if (left >= packed * LANES) return load_as<Vec>(from);
+  Vec padded{};
+  std::memcpy(&padded, from, left * sizeof(T));
+  return padded;
+}
+
+// What a call works with. Sizes and steps are in units or fp32 numbers, rounded up to whole vectors.
+template <class Unit> struct Workspace {
+  Unit* queries;    // [lines][units]
+  Unit* keys;       // [units][TILE]
+  float* values;    // [TILE][width]
+  float* sums;      // [lines][width], values so far, by weights relative to e^top
+  float* totals;    // [lines][LANES], weights so far, by lane
+  float* tops;      // [lines], highest score so far
+  uint64_t* seen;   // [lines], which keys of the tile
+};
+
+// Keys [first, end) of the tile that starts at position `start`: those that some line may see.
+struct Tile {
+  int64_t start;
+  int first, end;
+  int64_t slots[TILE];
+};
+
+// -- which keys ------------------------------------------------------------------------------------------------------
+
+// Bits [low, high) of 64, for any low and high.
+INLINE uint64_t bits_between(int64_t low, int64_t high) {
+  low = low < 0 ? 0 : low;
+  high = high > 64 ? 64 : high;
+  if (low >= high) return 0;
+  return (~uint64_t(0) >> (64 - (high - low))) << low;
+}
+
+// Bits [from, from + 64) of a row's tree mask. Before bit 0 are committed keys: ones. Bits past the mask repeat its last
+// word, as in the reference: nothing asks for them.
+INLINE uint64_t tree_bits(const int32_t* mask, int64_t words, int64_t from) {
+  if (from <= -64) return ~uint64_t(0);
+  const auto word = [&](int64_t i) { return uint64_t(uint32_t(mask[i < words ? i : words - 1])); };
+  if (from < 0) return bits_between(0, -from) | ((word(0) | word(1) << 32) << -from);
+  const int64_t first = from / 32, shift = from % 32;
+  const uint64_t low = (word(first) | word(first + 1) << 32) >> shift;
+  return shift == 0 ? low : low | word(first + 2) << (64 - shift);
+}
+
+// One piece of work, and where its rows lie in their sequence.
+struct Rows {
+  const AttentionArgs& args;
+  const AttentionPiece& piece;
+  int64_t packed;      // packed row of the first
+  int64_t committed;   // tokens of the request before this step's rows
+  int64_t kv_len;      // and with them
+  int64_t heads;       // G, query heads of the KV head
+
+  INLINE Rows(const AttentionArgs& args, const AttentionPiece& piece) : args(args), piece(piece) {
+    const int64_t begin = args.cu_q_lens[piece.request], end = args.cu_q_lens[piece.request + 1];
+    kv_len = args.kv_lens[piece.request];
+    committed = kv_len - (end - begin);
+    packed = begin + piece.first_row;
+    heads = args.q_heads / args.kv_heads;
+  }
+
+  INLINE int64_t lines() const { return piece.num_rows * heads; }
+  INLINE int64_t position(int64_t row) const { return committed + piece.first_row + row; }
+
+  // Row `row` of the piece sees keys within [lowest_key, end_of_keys), and in a tree not all of them.
+  INLINE int64_t lowest_key(int64_t row) const {
+    const int64_t lowest = args.window > 0 ? position(row) - args.window + 1 : 0;
+    return lowest > 0 ? lowest : 0;
+  }
+  INLINE int64_t end_of_keys(int64_t row) const { return args.tree_mask != nullptr ? kv_len : position(row) + 1; }
+
+  // Bit i: the row sees key start + i.
+  INLINE uint64_t seen(int64_t row, int64_t start) const {
+    uint64_t bits = bits_between(lowest_key(row) - start, end_of_keys(row) - start);
+    if (args.tree_mask != nullptr)
+      bits &= tree_bits(args.tree_mask + (packed + row) * args.tree_step, args.tree_words, start - committed);
+    return bits;
+  }
+
+  // The keys [first, end) of the tile at `start` that some row may see, and their slots.
+  INLINE Tile tile(int64_t start) const {
+    Tile tile;
+    const int64_t first = lowest_key(0) - start, end = end_of_keys(piece.num_rows - 1) - start;
+    tile.start = start;
+    tile.first = first > 0 ? int(first) : 0;
+    tile.end = end < TILE ? int(end) : TILE;
+    const int32_t* table = args.block_tables + piece.request * args.table_step;
+    for (int i = tile.first; i < tile.end; ++i)
+      tile.slots[i] = cache_slot(table, args.table_columns, args.block_size, start + i);
+    return tile;
+  }
+
+  template <class T> INLINE const T* cached(const Heads& cache, int64_t slot) const {
+    return static_cast<const T*>(cache.data) + slot * cache.row_step + piece.kv_head * cache.head_step;
+  }
+  // Line = row * G + head.
+  template <class T> INLINE T* line(const Heads& rows, int64_t line) const {
+    const int64_t row = packed + line / heads, head = piece.kv_head * heads + line % heads;
+    return static_cast<T*>(rows.data) + row * rows.row_step + head * rows.head_step;
+  }
+};
+
+// -- bringing a tile in ----------------------------------------------------------------------------------------------
+
+// keys[unit][key]; 0 for keys that are not of the tile.
+template <class T, class Unit> void turn_keys(const Rows& rows, const Tile& tile, Unit* keys, int64_t units) {
+  for (int key = 0; key < tile.end; key += LANES)
+    for (int64_t unit = 0; unit < units; unit += LANES) {
+      Vec square[LANES];
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i) {
+        const bool within = key + i >= tile.first && key + i < tile.end;
+        square[i] = Vec{};
+        if (within)
+          square[i] = load_units<Unit>(rows.cached<T>(rows.args.k_cache, tile.slots[key + i]), unit, rows.args.head_dim);
+      }
+      transpose(square);
+      // keys [key, key + LANES) of units [unit, unit + LANES)
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i) std::memcpy(keys + (unit + i) * TILE + key, &square[i], sizeof(Vec));
+    }
+}
+
+// values[key][element] in fp32. Whether all of them are finite.
+template <class T> bool widen_values(const Rows& rows, const Tile& tile, float* values, int64_t width) {
+  Vec trace{};  // 0 * x is 0, or NaN if x is not finite
+  for (int key = tile.first; key < tile.end; ++key) {
+    const T* from = rows.cached<T>(rows.args.v_cache, tile.slots[key]);
+    float* to = values + key * width;
+    for (int64_t d = 0; d < width; d += LANES) {
+      const Vec value = load_units<float>(from, d, rows.args.head_dim);
+      trace = fma(value, Vec{}, trace);
+      store(to + d, value);
+    }
+  }
+  return sum(trace) == 0;
+}
+
+// -- a few lines against a tile --------------------------------------------------------------------------------------
+
+// sum[l][c] = a[l][0] * b[0][c] + a[l][1] * b[1][c] + ..., in this order; c counts vectors.
+template <int L, int C, class Unit, class B>
+INLINE void multiply(Vec (&sum)[L][C], const Unit* a, int64_t a_step, const B* b, int64_t b_step, int64_t depth) {
+#pragma GCC unroll 8
+  for (int l = 0; l < L; ++l)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) sum[l][c] = Vec{};
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec row[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) row[c] = load_as<Vec>(b + k * b_step + c * LANES);
+#pragma GCC unroll 8
+    for (int l = 0; l < L; ++l)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) sum[l][c] = multiply_add(a[l * a_step + k], row[c], sum[l][c]);
+  }
+}
+
+template <int L> using Scores = float[L][TILE];
+
+// scores[l][key] = scale * query l * key. Keys of vectors past `end` are left as they are.
+template <int L, class Unit>
+INLINE void score(Scores<L>& scores, const Unit* queries, const Unit* keys, int64_t units, int end, float scale) {
+  for (int key = 0; key < end; key += COLUMNS * LANES) {
+    Vec dots[L][COLUMNS];
+    multiply(dots, queries, units, keys + key, TILE, units);
+#pragma GCC unroll 8
+    for (int l = 0; l < L; ++l)
+#pragma GCC unroll 4
+      for (int c = 0; c < COLUMNS; ++c) store(scores[l] + key + c * LANES, dots[l][c] * scale);
+  }
+}
+
+inline void cap(float* scores, int64_t count, float softcap) {
+  for (int64_t i = 0; i < count; i += LANES) store(scores + i, tanh(load(scores + i) / softcap) * softcap);
+}
+
+// Lanes of `bits` whose bit is set, all ones.
+INLINE IVec lanes_of(uint64_t bits) {
+  IVec place;
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; ++i) place[i] = 1 << i;
+  return ((IVec{} + int32_t(bits & 0xffff)) & place) != 0;
+}
+
+// Scores of a line become weights relative to the highest score so far, which may be a new one. Returns what all
+// earlier weights are to be multiplied with.
+INLINE float weigh(float* line, uint64_t seen, float& top, float* total) {
+  constexpr int vectors = TILE / LANES;
+  Vec score[vectors], best = splat(FLOOR);
+#pragma GCC unroll 16
+  for (int i = 0; i < vectors; ++i) {
+    score[i] = load(line + i * LANES);
+    if (seen != ~uint64_t(0)) score[i] = lanes_of(seen >> (i * LANES)) ? score[i] : splat(-__builtin_inff());
+    best = max(best, score[i]);
+  }
+  const float before = top, now = highest(best);
+  float share = 1;
+  if (!(now <= before)) {
+    top = now;
+    share = exp(splat(before - now))[0];
+  }
+  Vec added{};
+#pragma GCC unroll 16
+  for (int i = 0; i < vectors; ++i) {
+    const Vec weight = exp(score[i] - top);
+    store(line + i * LANES, weight);
+    added += weight;
+  }
+  store(total, fma(load(total), splat(share), added));
+  return share;
+}
+
+// sums = sums * share + weights * values, of C vectors of each line.
+template <int L, int C>
+INLINE void add_columns(float* sums, const Scores<L>& weights, const float (&shares)[L], const float* values,
+                        int64_t width, const Tile& tile) {
+  Vec added[L][C];
+  multiply(added, weights[0] + tile.first, TILE, values + tile.first * width, width, tile.end - tile.first);
+#pragma GCC unroll 8
+  for (int l = 0; l < L; ++l)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      float* at = sums + l * width + c * LANES;
+      store(at, fma(load(at), splat(shares[l]), added[l][c]));
+    }
+}
+
+template <int L>
+INLINE void add_values(float* sums, const Scores<L>& weights, const float (&shares)[L], const float* values,
+                       int64_t width, const Tile& tile) {
+  int64_t d = 0;
+  for (; d + COLUMNS * LANES <= width; d += COLUMNS * LANES)
+    add_columns<L, COLUMNS>(sums + d, weights, shares, values + d, width, tile);
+  for (; d < width; d += LANES) add_columns<L, 1>(sums + d, weights, shares, values + d, width, tile);
+}
+
+// The same for one line and values that are not all finite: 0 * NaN is NaN, so what the line does not see is left out.
+inline void add_seen_values(float* sums, const float* weights, uint64_t seen, float share, const float* values,
+                            int64_t width, const Tile& tile) {
+  for (int64_t d = 0; d < width; d += LANES) {
+    Vec added{};
+    for (int key = tile.first; key < tile.end; ++key)
+      if (seen >> key & 1) added = fma(splat(weights[key]), load(values + key * width + d), added);
+    store(sums + d, fma(load(sums + d), splat(share), added));
+  }
+}
+
+// Lines [line, line + L) against a tile that is in the workspace.
+template <int L, class Unit>
+void attend_lines(const AttentionArgs& args, const Workspace<Unit>& work, const Tile& tile, bool finite, int64_t line,
+                  int64_t units, int64_t width) {
+  alignas(64) Scores<L> scores = {};
+  float shares[L];
+  score<L>(scores, work.queries + line * units, work.keys, units, tile.end, args.scale);
+  if (args.softcap > 0) cap(scores[0], L * TILE, args.softcap);
+  for (int l = 0; l < L; ++l)
+    shares[l] = weigh(scores[l], work.seen[line + l], work.tops[line + l], work.totals + (line + l) * LANES);
+  float* sums = work.sums + line * width;
+  if (finite) return add_values<L>(sums, scores, shares, work.values, width, tile);
+  for (int l = 0; l < L; ++l)
+    add_seen_values(sums + l * width, scores[l], work.seen[line + l], shares[l], work.values, width, tile);
+}
+
+// -- all of it -------------------------------------------------------------------------------------------------------
+
+// sums / totals, with the sink as one more weight.
+template <class T, class Unit> void finish(const Rows& rows, const Workspace<Unit>& work, int64_t width) {
+  const int64_t dim = rows.args.head_dim;
+  for (int64_t line = 0; line < rows.lines(); ++line) {
+    float top = work.tops[line], share = 1, sink = 0;
+    if (rows.args.sinks != nullptr) {
+      const float logit = rows.args.sinks[rows.piece.kv_head * rows.heads + line % rows.heads];
+      if (logit > top) {
+        share = exp(splat(top - logit))[0];
+        top = logit;
+      }
+      sink = exp(splat(logit - top))[0];
+    }
+    const float total = sum(load(work.totals + line * LANES)) * share + sink;
+    T* out = rows.line<T>(rows.args.out, line);
+    for (int64_t d = 0; d < width; d += LANES) {
+      const Vec value = load(work.sums + line * width + d) * share / total + 0.0f;  // + 0: a zero has one sign
+      if (d + LANES <= dim) store(out + d, value);
+      else if (d < dim) store(out + d, value, int(dim - d));
+    }
+  }
+}
+
+// At least `size` fp32 numbers of memory of this thread, kept for its next call.
+inline float* scratch(int64_t size) {
+  static thread_local struct Kept {
+    float* data = nullptr;
+    int64_t size = 0;
+    ~Kept() { std::free(data); }
+  } kept;
+  if (kept.size < size) {
+    std::free(kept.data);
+    kept.size = 0;
+    const int64_t rounded = round_up(size, 16384);
+    kept.data = static_cast<float*>(std::aligned_alloc(64, rounded * sizeof(float)));
+    if (kept.data == nullptr) throw std::bad_alloc();
+    kept.size = rounded;
+  }
+  return kept.data;
+}
+
+template <class Unit> Workspace<Unit> workspace(int64_t lines, int64_t units, int64_t width) {
+  constexpr int64_t line = 64 / sizeof(float);  // each part begins a cache line
+  const int64_t per_tile = TILE * (units + width), per_line = units + width + LANES + 1 + 2;
+  float* at = scratch(per_tile + lines * per_line + 3 * line);
+  const auto take = [&](int64_t size) {
+    float* const part = at;
+    at += round_up(size, line);
+    return part;
+  };
+  Workspace<Unit> work;
+  work.keys = reinterpret_cast<Unit*>(take(TILE * units));
+  work.values = take(TILE * width);
+  work.queries = reinterpret_cast<Unit*>(take(lines * units));
+  work.sums = take(lines * width);
+  work.totals = take(lines * LANES);
+  work.tops = take(lines);
+  work.seen = reinterpret_cast<uint64_t*>(take(2 * lines));
+  return work;
+}
+
+template <class T> void attend_rows(const AttentionArgs& args, const AttentionPiece& piece) {
+  using Unit = typename UnitOf<T>::type;
+  constexpr int64_t packed = elements_per<Unit>;
+  const Rows rows(args, piece);
+  const int64_t lines = rows.lines(), units = round_up((args.head_dim + packed - 1) / packed, LANES),
+                width = round_up(args.head_dim, LANES);
+  const Workspace<Unit> work = workspace<Unit>(lines, units, width);
+  for (int64_t line = 0; line < lines; ++line) {
+    for (int64_t unit = 0; unit < units; unit += LANES) {
+      const Vec loaded = load_units<Unit>(rows.line<const T>(args.q, line), unit, args.head_dim);
+      std::memcpy(work.queries + line * units + unit, &loaded, sizeof loaded);
+    }
+    work.tops[line] = FLOOR;
+  }
+  std::memset(work.sums, 0, lines * width * sizeof(float));
+  std::memset(work.totals, 0, lines * LANES * sizeof(float));
+
+  const int64_t end = rows.end_of_keys(piece.num_rows - 1);
+  for (int64_t start = rows.lowest_key(0) / TILE * TILE; start < end; start += TILE) {
+    const Tile tile = rows.tile(start);
+    turn_keys<T>(rows, tile, work.keys, units);
+    const bool finite = widen_values<T>(rows, tile, work.values, width);
+    for (int64_t row = 0, line = 0; row < piece.num_rows; ++row) {
+      const uint64_t seen = rows.seen(row, start);
+      for (int64_t head = 0; head < rows.heads; ++head) work.seen[line++] = seen;
+    }
+    for (int64_t line = 0, count; line < lines; line += count) {
+      const int64_t left = lines - line;
+      count = left <= LINES ? left : left < 2 * LINES ? (left + 1) / 2 : LINES;
+      switch (count) {
+        case 1: attend_lines<1>(args, work, tile, finite, line, units, width); break;
+        case 2: attend_lines<2>(args, work, tile, finite, line, units, width); break;
+        case 3: attend_lines<3>(args, work, tile, finite, line, units, width); break;
+        case 4: attend_lines<4>(args, work, tile, finite, line, units, width); break;
+        case 5: attend_lines<5>(args, work, tile, finite, line, units, width); break;
+        default: attend_lines<LINES>(args, work, tile, finite, line, units, width);
+      }
+    }
+  }
+  finish<T>(rows, work, width);
+}
+
+inline void attend(const AttentionArgs& args, const AttentionPiece& piece) {
+  switch (args.element) {
+    case Element::fp32: return attend_rows<float>(args, piece);
+    case Element::fp16: return attend_rows<Half>(args, piece);
+    case Element::bf16: return attend_rows<BFloat16>(args, piece);
+  }
+}
+
+}  // namespace trtspec::TRTSPEC_ISA

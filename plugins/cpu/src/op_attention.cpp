@@ -1,0 +1,282 @@
+// spec_attention and kv_compact: see trtspec/ops/attention.py and trtspec/ops/compact.py.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "kernels.h"
+
+using at::Tensor;
+
+namespace trtspec {
+namespace {
+
+// Lines (query heads of rows) of a piece of work: enough to pay for bringing K and V in, few enough for the L2 cache.
+constexpr int64_t LINES_PER_PIECE = 96;
+// Multiply-adds worth another thread: some 10 us.
+constexpr int64_t WORK_PER_THREAD = 1 << 20;
+constexpr int64_t ROWS_PER_APPEND = 256;
+
+// -- checks ----------------------------------------------------------------------------------------------------------
+
+Element element_of(const Tensor& cache) {
+  switch (cache.scalar_type()) {
+    case at::kFloat: return Element::fp32;
+    case at::kHalf: return Element::fp16;
+    case at::kBFloat16: return Element::bf16;
+    default: TORCH_CHECK(false, "k_cache is ", cache.scalar_type(), "; want float32, float16 or bfloat16");
+  }
+}
+
+void check_caches(const Tensor& k_cache, const Tensor& v_cache) {
+  TORCH_CHECK(k_cache.dim() == 4 && k_cache.size(0) > 0 && k_cache.size(1) > 0, "k_cache is ", k_cache.sizes(),
+              "; want [num_blocks, block_size, Hkv, D], with at least the scratch block");
+  TORCH_CHECK(v_cache.sizes() == k_cache.sizes() && v_cache.scalar_type() == k_cache.scalar_type(), "v_cache is ",
+              v_cache.sizes(), " ", v_cache.scalar_type(), ", k_cache ", k_cache.sizes(), " ", k_cache.scalar_type(),
+              "; want the same");
+  for (const auto& [name, cache] : {std::pair("k_cache", &k_cache), std::pair("v_cache", &v_cache)})
+    TORCH_CHECK(cache->is_contiguous(), name, " has strides ", cache->strides(), "; want it contiguous");
+}
+
+void check_rows(const char* name, const Tensor& rows, int64_t num_rows, int64_t dim, const Tensor& cache) {
+  TORCH_CHECK(rows.dim() == 3 && rows.size(0) == num_rows && rows.size(2) == dim, name, " is ", rows.sizes(),
+              "; want [", num_rows, ", heads, ", dim, "]");
+  TORCH_CHECK(rows.scalar_type() == cache.scalar_type(), name, " is ", rows.scalar_type(), ", the caches ",
+              cache.scalar_type(), "; want the same");
+}
+
+void check_int32(const char* name, const Tensor& tensor, int64_t dim) {
+  TORCH_CHECK(tensor.scalar_type() == at::kInt, name, " is ", tensor.scalar_type(), "; want int32");
+  TORCH_CHECK(tensor.dim() == dim, name, " is ", tensor.sizes(), "; want ", dim, " dimensions");
+}
+
+// Block ids that the first `tokens` positions of a request use.
+void check_blocks(const int32_t* table, int64_t columns, int64_t block_size, int64_t tokens, int64_t num_blocks) {
+  const int64_t used = std::clamp<int64_t>((tokens + block_size - 1) / block_size, 0, columns);
+  bool valid = true;  // a negative id is a large unsigned number
+  for (int64_t i = 0; i < used; ++i) valid &= uint32_t(table[i]) < uint64_t(num_blocks);
+  TORCH_CHECK(valid, "block_tables has an entry that is not one of the ", num_blocks, " blocks of k_cache");
+}
+
+// -- spec_attention --------------------------------------------------------------------------------------------------
+
+// Elements of a head must be neighbours; copies where they are not.
+Tensor with_dense_heads(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
+
+Heads rows_of(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1)}; }
+
+Heads slots_of(const Tensor& cache) { return {cache.data_ptr(), cache.stride(1), cache.stride(2)}; }
+
+// Copies rows [first, last) of a batch to their slots.
+void append(const AttentionArgs& args, const Heads& rows, const Heads& cache, int64_t element_size, int64_t B,
+            int64_t first, int64_t last) {
+  const int64_t head_bytes = args.head_dim * element_size;
+  int64_t request = std::upper_bound(args.cu_q_lens, args.cu_q_lens + B + 1, first) - args.cu_q_lens - 1;
+  for (int64_t row = first; row < last; ++row) {
+    while (row >= args.cu_q_lens[request + 1]) ++request;
+    const int64_t position = args.kv_lens[request] - args.cu_q_lens[request + 1] + row;
+    const int64_t slot = cache_slot(args.block_tables + request * args.table_step, args.table_columns, args.block_size,
+                                    position);
+    for (int64_t head = 0; head < args.kv_heads; ++head)
+      std::memcpy(static_cast<char*>(cache.data) + (slot * cache.row_step + head * cache.head_step) * element_size,
+                  static_cast<const char*>(rows.data) + (row * rows.row_step + head * rows.head_step) * element_size,
+                  head_bytes);
+  }
+}
+
+// The pieces of a batch in order, request by request, and a request's last rows, which see most keys, first. Pieces are
+// asked for by ascending number.
+class Pieces {
+ public:
+  Pieces(const AttentionArgs& args, int64_t B)
+      : args_(args), B_(B), rows_(std::max<int64_t>(1, LINES_PER_PIECE / (args.q_heads / args.kv_heads))) {}
+
+  int64_t count() const {
+    int64_t total = 0;
+    for (int64_t b = 0; b < B_; ++b) total += count_of(b);
+    return total;
+  }
+
+  AttentionPiece at(int64_t number) {
+    while (number >= first_ + count_of(request_)) first_ += count_of(request_++);
+    const int64_t within = number - first_, block = blocks_of(request_) - 1 - within / args_.kv_heads;
+    const int64_t first_row = block * rows_;
+    return {request_, within % args_.kv_heads, first_row, std::min(rows_, rows_of(request_) - first_row)};
+  }
+
+ private:
+  int64_t rows_of(int64_t b) const { return args_.cu_q_lens[b + 1] - args_.cu_q_lens[b]; }
+  int64_t blocks_of(int64_t b) const { return (rows_of(b) + rows_ - 1) / rows_; }
+  int64_t count_of(int64_t b) const { return blocks_of(b) * args_.kv_heads; }
+
+  const AttentionArgs& args_;
+  const int64_t B_, rows_;
+  int64_t request_ = 0, first_ = 0;  // a request and the number of its first piece
+};
+
+// Threads take pieces as they come: they are not all as long.
+void attend_all(const AttentionArgs& args, int64_t B) {
+  const Pieces pieces(args, B);
+  const int64_t count = pieces.count();
+  int64_t work = 0;
+  for (int64_t b = 0; b < B; ++b)
+    work += int64_t(args.cu_q_lens[b + 1] - args.cu_q_lens[b]) * std::max<int64_t>(args.kv_lens[b], 0);
+  work *= 2 * args.q_heads * args.head_dim;
+  std::atomic<int64_t> next = 0;
+  const auto take_pieces = [&](int64_t, int64_t) {
+    Pieces mine = pieces;
+    for (int64_t number; (number = next.fetch_add(1, std::memory_order_relaxed)) < count;)
+      kernels().attend(args, mine.at(number));
+  };
+  const int64_t workers = std::min<int64_t>({at::get_num_threads(), count, 1 + work / WORK_PER_THREAD});
+  at::parallel_for(0, std::max<int64_t>(workers, 1), 1, take_pieces);
+}
+
+Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& k_cache,
+                       const Tensor& v_cache, const Tensor& cu_q_lens_, const Tensor& kv_lens_,
+                       const Tensor& block_tables_, const Tensor& tree_mask_, const Tensor& sinks_, double scale,
+                       int64_t window, double softcap) {
+  check_caches(k_cache, v_cache);
+  const int64_t Hkv = k_cache.size(2), D = k_cache.size(3), T = q_.dim() == 3 ? q_.size(0) : 0;
+  check_rows("q", q_, T, D, k_cache);
+  check_rows("k", k_, T, D, k_cache);
+  check_rows("v", v_, T, D, k_cache);
+  TORCH_CHECK(k_.size(1) == Hkv, "k has ", k_.size(1), " heads, k_cache ", Hkv, "; want as many");
+  TORCH_CHECK(v_.size(1) == Hkv, "v has ", v_.size(1), " heads, v_cache ", Hkv, "; want as many");
+  const int64_t Hq = q_.size(1);
+  TORCH_CHECK(Hkv > 0 && Hq % Hkv == 0, "q has ", Hq, " heads; want a multiple of k_cache's ", Hkv);
+  check_int32("cu_q_lens", cu_q_lens_, 1);
+  check_int32("kv_lens", kv_lens_, 1);
+  check_int32("block_tables", block_tables_, 2);
+  const int64_t B = kv_lens_.size(0);
+  TORCH_CHECK(cu_q_lens_.size(0) == B + 1, "cu_q_lens is ", cu_q_lens_.sizes(), "; want [", B + 1,
+              "], one more than kv_lens");
+  TORCH_CHECK(block_tables_.size(0) == B && block_tables_.size(1) > 0, "block_tables is ", block_tables_.sizes(),
+              "; want [", B, ", M], one row for each of kv_lens and a column at least");
+  const bool tree = tree_mask_.numel() > 0, sinking = sinks_.numel() > 0;
+  if (tree) {
+    check_int32("tree_mask", tree_mask_, 2);
+    TORCH_CHECK(tree_mask_.size(0) == T, "tree_mask is ", tree_mask_.sizes(), "; want [", T, ", W], a row for each of q");
+  }
+  TORCH_CHECK(!sinking || sinks_.numel() == Hq, "sinks is ", sinks_.sizes(), "; want [", Hq, "], one for each head of q");
+
+  const Tensor q = with_dense_heads(q_), k = with_dense_heads(k_), v = with_dense_heads(v_),
+               cu_q_lens = cu_q_lens_.contiguous(), kv_lens = kv_lens_.contiguous(),
+               block_tables = with_dense_heads(block_tables_), sinks = sinks_.to(at::kFloat).contiguous(),
+               tree_mask = tree ? with_dense_heads(tree_mask_) : tree_mask_;
+  const Tensor result = at::empty_like(q_), out = with_dense_heads(result);
+  const AttentionArgs args{
+      .element = element_of(k_cache),
+      .q_heads = Hq,
+      .kv_heads = Hkv,
+      .head_dim = D,
+      .q = rows_of(q),
+      .out = rows_of(out),
+      .k_cache = slots_of(k_cache),
+      .v_cache = slots_of(v_cache),
+      .block_size = k_cache.size(1),
+      .cu_q_lens = cu_q_lens.const_data_ptr<int32_t>(),
+      .kv_lens = kv_lens.const_data_ptr<int32_t>(),
+      .block_tables = block_tables.const_data_ptr<int32_t>(),
+      .table_columns = block_tables.size(1),
+      .table_step = block_tables.stride(0),
+      .tree_mask = tree ? tree_mask.const_data_ptr<int32_t>() : nullptr,
+      .tree_words = tree ? tree_mask.size(1) : 0,
+      .tree_step = tree ? tree_mask.stride(0) : 0,
+      .sinks = sinking ? sinks.const_data_ptr<float>() : nullptr,
+      .scale = float(scale),
+      .softcap = float(softcap),
+      .window = std::min<int64_t>(window, int64_t(1) << 32),
+  };
+  TORCH_CHECK(args.cu_q_lens[0] == 0 && args.cu_q_lens[B] == T && std::is_sorted(args.cu_q_lens, args.cu_q_lens + B + 1),
+              "cu_q_lens does not ascend from 0 to the ", T, " rows of q");
+  for (int64_t b = 0; b < B; ++b)
+    check_blocks(args.block_tables + b * args.table_step, args.table_columns, args.block_size, args.kv_lens[b],
+                 k_cache.size(0));
+  at::parallel_for(0, T, ROWS_PER_APPEND, [&](int64_t first, int64_t last) {
+    append(args, rows_of(k), args.k_cache, k.element_size(), B, first, last);
+    append(args, rows_of(v), args.v_cache, v.element_size(), B, first, last);
+  });
+  attend_all(args, B);
+  if (!result.is_same(out)) result.copy_(out);
+  return result;
+}
+
+std::tuple<Tensor, Tensor, Tensor> spec_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                  const Tensor& k_cache, const Tensor& v_cache,
+                                                  const Tensor& cu_q_lens, const Tensor& kv_lens,
+                                                  const Tensor& block_tables, const Tensor& tree_mask,
+                                                  const Tensor& sinks, double scale, int64_t window, double softcap) {
+  const auto contiguous = at::MemoryFormat::Contiguous;
+  Tensor new_k = k_cache.clone(contiguous), new_v = v_cache.clone(contiguous);
+  Tensor out = spec_attention_(q, k, v, new_k, new_v, cu_q_lens, kv_lens, block_tables, tree_mask, sinks, scale, window,
+                               softcap);
+  return {out, new_k, new_v};
+}
+
+// -- kv_compact ------------------------------------------------------------------------------------------------------
+
+struct Move { int64_t source, target; };  // slots
+
+void kv_compact_(const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables_, const Tensor& starts_,
+                 const Tensor& path_) {
+  check_caches(k_cache, v_cache);
+  check_int32("block_tables", block_tables_, 2);
+  check_int32("starts", starts_, 1);
+  const int64_t B = starts_.size(0);
+  TORCH_CHECK(path_.scalar_type() == at::kLong && path_.dim() == 2 && path_.size(0) == B, "path is ", path_.sizes(),
+              " ", path_.scalar_type(), "; want [", B, ", L] int64, one row for each of starts");
+  TORCH_CHECK(block_tables_.size(0) == B && block_tables_.size(1) > 0, "block_tables is ", block_tables_.sizes(),
+              "; want [", B, ", M], one row for each of starts and a column at least");
+  const Tensor block_tables = with_dense_heads(block_tables_), starts = starts_.contiguous(),
+               path = path_.contiguous();
+  const int64_t L = path.size(1), columns = block_tables.size(1), block_size = k_cache.size(1);
+  const int32_t* start = starts.const_data_ptr<int32_t>();
+  const int64_t* rows = path.const_data_ptr<int64_t>();
+  c10::SmallVector<Move, 64> moves;
+  for (int64_t b = 0; b < B; ++b, rows += L) {
+    const int32_t* table = block_tables.const_data_ptr<int32_t>() + b * block_tables.stride(0);
+    for (int64_t i = 0; i < L; ++i) {
+      if (rows[i] < 0 || rows[i] == i) continue;
+      const int64_t from = start[b] + std::min<int64_t>(rows[i], int64_t(1) << 32), to = start[b] + i;
+      check_blocks(table, columns, block_size, std::max(from, to) + 1, k_cache.size(0));
+      moves.push_back({cache_slot(table, columns, block_size, from), cache_slot(table, columns, block_size, to)});
+    }
+  }
+  if (moves.empty()) return;
+  // Everything is gathered before anything is scattered: sources and targets overlap.
+  const int64_t row_bytes = k_cache.stride(1) * k_cache.element_size();
+  const Tensor held = at::empty({int64_t(moves.size()) * row_bytes}, k_cache.options().dtype(at::kByte));
+  for (const Tensor* cache : {&k_cache, &v_cache}) {
+    char* const slots = static_cast<char*>(cache->data_ptr());
+    char* const kept = static_cast<char*>(held.data_ptr());
+    for (size_t i = 0; i < moves.size(); ++i)
+      std::memcpy(kept + i * row_bytes, slots + moves[i].source * row_bytes, row_bytes);
+    for (size_t i = 0; i < moves.size(); ++i)
+      std::memcpy(slots + moves[i].target * row_bytes, kept + i * row_bytes, row_bytes);
+  }
+}
+
+std::tuple<Tensor, Tensor> kv_compact(const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
+                                      const Tensor& starts, const Tensor& path) {
+  const auto contiguous = at::MemoryFormat::Contiguous;
+  Tensor new_k = k_cache.clone(contiguous), new_v = v_cache.clone(contiguous);
+  kv_compact_(new_k, new_v, block_tables, starts, path);
+  return {new_k, new_v};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+  m.impl("spec_attention_", spec_attention_);
+  m.impl("spec_attention", spec_attention);
+  m.impl("kv_compact_", kv_compact_);
+  m.impl("kv_compact", kv_compact);
+}
+
+}  // namespace trtspec
