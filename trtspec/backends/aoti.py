@@ -120,7 +120,7 @@ class CompiledStep:
 # -- building ---------------------------------------------------------------------------------------------------------
 
 
-def example_batch(step: Step, draft_len: int, block_size: int) -> StepInputs:
+def example_batch(draft_len: int, block_size: int) -> StepInputs:
     """Two contexts and two generations with `draft_len` drafts each: an example with two or more of everything."""
     K = draft_len
     q_lens, kv_lens = [3, 2, K + 1, K + 1], [3, 6, K + 9, K + 12]
@@ -156,7 +156,7 @@ def compile_step(
     graphs = []
     for K in sorted(draft_lens):
         report(f"graph for K = {K}: tracing")
-        example = example_batch(step, K, block_size)
+        example = example_batch(K, block_size)
         blocks = int(example.attn.block_tables.max()) + 1
         kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in kv_shapes]
         program = export_step(step, example, cast("list[KVLayer]", kv))

@@ -1,0 +1,329 @@
+"""Compiled engines: the same words as eager, speculation that changes nothing, and folders that say what is wrong.
+
+One conformance suite for both backends: every mode is run on the same requests, packed in a small cache and one at a
+time, and compared with plain decoding on the same backend (bit for bit, in ids, text and reasons) and with eager.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.tiny import (
+    Outcome,
+    Run,
+    add_tokenizer,
+    assert_all_blocks_free,
+    draw_cases,
+    make_target,
+    perturbed,
+    run_alone,
+    run_together,
+)
+from trtspec import LLM, SamplingParams
+from trtspec.backends.aoti import AotiExecutable, example_batch
+from trtspec.cli import main
+from trtspec.config.engine import EngineConfig
+from trtspec.config.engine_folder import EngineFolder
+from trtspec.config.model import ModelConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.build import build_engine
+from trtspec.errors import CheckpointError, ConfigError, EngineError
+from trtspec.models.weights import load_decoder
+from trtspec.train.eagle3 import new_head
+from trtspec.train.eagle3_run import export_eagle3
+
+K = 3
+CASES = draw_cases(60, seed=3)
+# 8 requests of up to 104 tokens in 40 blocks of 4, 8 * (K + 1) rows a step: preemption, chunks beside generations.
+LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 32, "block_size": 4}
+TIGHT = {"num_kv_blocks": 41}
+DTYPES = ("float32", "bfloat16")
+MODES = ("none", "ngram", "draft", "eagle3")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """target/, draft/ (target with noise) and head/ (EAGLE3, untrained: right now and then with 16 ids)."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_target(folder, num_hidden_layers=3)
+    add_tokenizer(target)
+    perturbed(target, noise=0.15)
+    config = ModelConfig.from_folder(target)
+    torch.manual_seed(0)
+    head = new_head(load_decoder(config, torch.float32), (0, 1, 2), torch.arange(0, 16, 1)[:13])
+    export_eagle3(head, config, (0, 1, 2), folder / "head", torch.float32)
+    return folder
+
+
+def speculation(mode: str, models: Path) -> dict[str, Any] | None:
+    return {
+        "none": None,
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": K},
+        "draft": {"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": K},
+        "eagle3": {
+            "method": "eagle3",
+            "model": str(models / "head"),
+            "num_speculative_tokens": K,
+            "draft_len_schedule": {2: K, 5: 1},  # more than 5 requests: 0
+        },
+        "hidden": {"method": "extract_hidden_states", "output_directory": str(models / "saved")},
+    }[mode]
+
+
+@pytest.fixture(scope="module")
+def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """(mode, dtype) -> an engine folder, built when first asked for."""
+
+    @functools.cache
+    def build(mode: str, dtype: str) -> Path:
+        output = tmp_path_factory.mktemp("engines") / f"{mode}-{dtype}"
+        config = EngineConfig(dtype=dtype, **LIMITS)
+        speculative = SpeculativeConfig.from_any(speculation(mode, models))
+        build_engine(models / "target", output, speculative, config, version="test")
+        return output
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Callable[[str, str], Path], models: Path) -> Callable[[str, str], list[Outcome]]:
+    """(backend, dtype) -> what plain decoding gives for each case, one at a time."""
+
+    @functools.cache
+    def outcomes(backend: str, dtype: str) -> list[Outcome]:
+        if backend == "aoti":
+            llm = LLM(engine("none", dtype), num_kv_blocks=128)
+        else:
+            llm = LLM(models / "target", dtype=dtype, num_kv_blocks=128, **LIMITS)
+        return run_alone(llm.engine, CASES)
+
+    return outcomes
+
+
+def packed(llm: LLM) -> Run:
+    run = run_together(llm.engine, CASES)
+    assert llm.engine.loop.scheduler.num_preemptions > 0
+    assert run.num_mixed_steps > 0 or llm.engine.loop.proposer.speculation is None
+    assert_all_blocks_free(llm)
+    return run
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_speculation_changes_nothing(
+    engine: Callable[[str, str], Path], plain: Callable[[str, str], list[Outcome]], mode: str, dtype: str
+) -> None:
+    """Compiled and packed against compiled, plain and alone: other graphs, other rows, the same bits."""
+    llm = LLM(engine(mode, dtype), **TIGHT)
+    assert isinstance(llm.engine.loop.target.inner, AotiExecutable)
+    run = packed(llm)
+    assert run.outcomes == plain("aoti", dtype)
+    if mode != "none":
+        assert all(0 < share < 1 for share in run.speculation.acceptance_per_position)
+        assert len(run.speculation.acceptance_per_position) == K
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_words_are_those_of_eager(
+    engine: Callable[[str, str], Path], plain: Callable[[str, str], list[Outcome]], models: Path, mode: str
+) -> None:
+    """In fp32: compiled and eager engines give the same ids, and accept the same drafts."""
+    compiled = packed(LLM(engine(mode, "float32"), **TIGHT))
+    eager = packed(LLM(models / "target", speculation(mode, models), **LIMITS, **TIGHT))
+    assert compiled.outcomes == eager.outcomes == plain("eager", "float32")
+    assert compiled.speculation == eager.speculation
+
+
+def test_every_draft_length_had_its_graph(engine: Callable[[str, str], Path]) -> None:
+    """A schedule's values are graphs of their own, and a step runs the smallest that is long enough."""
+    folder = engine("eagle3", "float32")
+    llm = LLM(folder, **TIGHT)
+    executable = llm.engine.loop.target.inner
+    assert isinstance(executable, AotiExecutable)
+    assert [graph.draft_len for graph in executable.compiled.graphs] == [0, 1, K]
+    used = set()
+
+    def watched(length: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tensors: used.add(length) or run(tensors)
+
+    executable._graphs = [(length, watched(length, run)) for length, run in executable._graphs]
+    packed(llm)
+    assert used == {0, 1, K}
+
+
+def test_hidden_states_are_those_of_eager(engine: Callable[[str, str], Path], models: Path, tmp_path: Path) -> None:
+    """SAVE_HIDDEN_STATES runs compiled, too."""
+    from safetensors.torch import load_file
+
+    saved = {}
+    for backend in ("aoti", "eager"):
+        out = models / "saved"
+        shutil.rmtree(out, ignore_errors=True)
+        if backend == "aoti":
+            llm = LLM(engine("hidden", "float32"), **TIGHT)
+        else:
+            llm = LLM(models / "target", speculation("hidden", models), **LIMITS, **TIGHT)
+        with llm:
+            llm.generate([[1, 2, 3, 4], [5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)
+        saved[backend] = {file.name: load_file(file) for file in sorted(out.glob("*.safetensors"))}
+    assert saved["aoti"].keys() == saved["eager"].keys() != set()
+    for name, tensors in saved["aoti"].items():
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(tensor, saved["eager"][name][key], rtol=1e-5, atol=1e-5)
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(engine: Callable[[str, str], Path], tmp_path: Path) -> Path:
+    """An engine folder that a test may damage."""
+    return shutil.copytree(engine("ngram", "float32"), tmp_path / "engine")
+
+
+def edited(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_the_folder_says_what_it_is(engine: Callable[[str, str], Path], models: Path) -> None:
+    data = json.loads((engine("draft", "float32") / "config.json").read_text())
+    assert data["pretrained_config"] == json.loads((models / "target" / "config.json").read_text())
+    assert data["build_config"]["max_batch_size"] == LIMITS["max_batch_size"]
+    assert data["speculative_config"]["num_speculative_tokens"] == K
+    assert set(data["executables"]) == {"target", "draft"}
+    assert {"target/weights.safetensors", f"target/step_k{K}.pt2", "tokenizer.json"} <= set(data["files"])
+
+
+def test_a_moved_folder_runs_without_its_checkpoints(copy: Path) -> None:
+    """And verify, which hashes everything, is content with it."""
+    assert main(["verify", str(copy)]) == 0
+    with LLM(copy, **TIGHT) as llm:
+        assert llm.generate("abc", SamplingParams(max_tokens=4, seed=0), use_tqdm=False)[0].outputs[0].text
+
+
+def test_a_flipped_bit_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copy / "target" / "weights.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    assert main(["verify", str(copy)]) == 1
+    assert "target/weights.safetensors is not what was built" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "target" / f"step_k{K}.pt2").unlink(), r"step_k3\.pt2 is missing"),
+        (lambda f: (f / "tokenizer.json").write_text("{}"), r"tokenizer\.json has 2 bytes, not"),
+        (lambda f: edited(f, trtspec_engine=99), "format 99.*rebuild it with trtspec build"),
+        (lambda f: edited(f, machine={"torch": "1.0", "architecture": "x", "cpu_features": []}), "built for torch 1.0"),
+        (lambda f: (f / "config.json").write_text(json.dumps({"trtspec_engine": 1})), "config.json lacks machine"),
+        (lambda f: edited(f, executables={"target": {}}), "does not describe its graphs.*rebuild"),
+    ],
+    ids=["missing", "size", "format", "torch", "truncated", "graphs"],
+)
+def test_damage_is_named(copy: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(copy)
+    with pytest.raises(CheckpointError, match=message):
+        LLM(copy, tokenizer=None)
+
+
+def test_another_cpu_is_refused(copy: Path) -> None:
+    data = json.loads((copy / "config.json").read_text())
+    data["machine"]["cpu_features"].append("avx1024")
+    edited(copy, machine=data["machine"])
+    with pytest.raises(CheckpointError, match="another CPU: this one lacks avx1024; rebuild it here"):
+        LLM(copy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch_size": 9}, "max_batch_size = 9: this engine was built with 8; rebuild it with --max_batch_size 9"),
+        ({"max_seq_len": 10_000}, "max_seq_len = 10000: this engine was built with"),
+        ({"dtype": "bfloat16"}, "dtype = 'bfloat16': this engine was built with 'float32'"),
+        ({"block_size": 16}, "block_size = 16"),
+        ({"backend": "eager"}, "backend = 'eager'"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "its own speculation"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_limits_are_those_it_was_built_with(
+    engine: Callable[[str, str], Path], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(engine("ngram", "float32"), **options)
+
+
+def test_limits_may_be_lowered(engine: Callable[[str, str], Path]) -> None:
+    with LLM(engine("ngram", "float32"), max_batch_size=2, max_seq_len=20, seed=5, **TIGHT) as llm:
+        assert llm.engine.loop.scheduler.max_batch_size == 2
+        assert llm.engine.max_seq_len == 20
+
+
+def test_a_checkpoint_is_not_an_engine(models: Path) -> None:
+    with pytest.raises(ConfigError, match="trtspec build --checkpoint_dir"):
+        LLM(models / "target", backend="aoti")
+
+
+def test_an_output_folder_that_is_taken_stays(
+    engine: Callable[[str, str], Path], models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, message in ((models, "is no engine; choose another"), (engine("none", "float32"), "--replace")):
+        before = sorted(folder.rglob("*"))
+        assert main(["build", "--checkpoint_dir", str(models / "target"), "--output_dir", str(folder)]) == 1
+        assert message in capsys.readouterr().err
+        assert sorted(folder.rglob("*")) == before
+
+
+def test_dry_run_shows_graphs_and_memory(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--checkpoint_dir", str(models / "target"), "--output_dir", str(tmp_path / "out"), "--dry_run"]
+    arguments += ["--speculative_decoding_mode", "EAGLE3_ONE_MODEL", "--speculative_model_dir", str(models / "head")]
+    assert main(["build", *arguments, "--max_draft_len", "2", "--max_batch_size", "4"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("graphs for K = 2", "draft_tokens [G, K]", "weights of target", "bytes a token"):
+        assert words in shown
+    assert not (tmp_path / "out").exists()
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i: replace(i, input_ids=i.input_ids.int()), "input_ids is torch.int32"),
+        (lambda i: replace(i, input_ids=i.input_ids.repeat_interleave(2)[::2]), "input_ids.*strides"),
+        (lambda i: replace(i, input_ids=i.input_ids + 100), r"input_ids holds 101..101; allowed are 0..15"),
+        (
+            lambda i: replace(i, attn=replace(i.attn, block_tables=i.attn.block_tables + 1000)),
+            "block_tables holds .* allowed are 0..40",
+        ),
+        (lambda i: replace(i, spec=replace(i.spec, next_draft_len=K + 1)), "graphs for K up to 3, a step wants 4"),
+    ],
+    ids=["dtype", "stride", "token", "block", "K"],
+)
+def test_inputs_a_graph_would_misread_are_refused(
+    engine: Callable[[str, str], Path], change: Callable[[Any], Any], message: str
+) -> None:
+    llm = LLM(engine("eagle3", "float32"), **TIGHT)
+    executable = llm.engine.loop.target.inner
+    inputs = example_batch(K, LIMITS["block_size"])
+    executable.run(inputs)
+    with pytest.raises(EngineError, match=message):
+        executable.run(change(inputs))
+
+
+def test_engine_folder_is_only_what_has_the_mark(models: Path, tmp_path: Path) -> None:
+    assert EngineFolder.open(models / "target") is None
+    assert EngineFolder.open(tmp_path / "nothing") is None
