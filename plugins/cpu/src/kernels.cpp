@@ -1,6 +1,7 @@
 // Compiled once per instruction set (see build.py): everything that wants vector instructions.
 #include "attention.h"
 #include "kernels.h"
+#include "sample.h"
 #include "vec.h"
 
 #define STRING_(x) #x
@@ -12,6 +13,7 @@ extern const Kernels table;
 const Kernels table = {
     .name = STRING(TRTSPEC_ISA),
     .attend = attend,
+    .spec_sample = spec_sample,
 };
 
 }  // namespace trtspec::TRTSPEC_ISA

@@ -46,9 +46,20 @@ static inline int64_t cache_slot(const int32_t* table, int64_t columns, int64_t 
   return (column < columns ? table[column] : 0) * block_size + position % block_size;
 }
 
+struct SampleArgs {
+  const float* logits;       // [R, V]
+  const bool* greedy;        // [R]
+  const int64_t* seeds;      // [R]; null: no row has noise
+  const int64_t* positions;  // [R]
+  const int64_t* vocab_ids;  // [V]; null: the columns are the ids
+  int64_t* tokens;           // [R], written
+  int64_t V;
+};
+
 struct Kernels {
   const char* name;
   void (*attend)(const AttentionArgs&, const AttentionPiece&);
+  void (*spec_sample)(const SampleArgs&, int64_t begin, int64_t end);  // rows
 };
 
 // The table of the best instruction set this machine has, or of the one TRTSPEC_CPU_ISA names.

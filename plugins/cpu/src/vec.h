@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -75,6 +75,21 @@ INLINE float highest(Vec v) {
   float top = lanes[0];
   for (int i = 1; i < LANES; ++i) top = lanes[i] > top ? lanes[i] : top;
   return top;
+}
+
+// Is a lane of this comparison true?
+INLINE bool any(IVec mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#elif defined(__SSE2__)
+  return _mm_movemask_epi8((__m128i)mask) != 0;
+#else
+  int32_t found = 0;
+  for (int i = 0; i < LANES; ++i) found |= mask[i];
+  return found != 0;
+#endif
 }
 
 // -- loads and stores of LANES elements, to and from fp32 ------------------------------------------------------------

@@ -1,0 +1,49 @@
+// spec_sample: see trtspec/ops/sample.py.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "kernels.h"
+
+using at::Tensor;
+
+// Columns that are worth a thread: about 30 us of noise.
+static constexpr int64_t COLUMNS_PER_THREAD = 32768;
+
+static void check_vector(const char* name, const Tensor& tensor, int64_t length, at::ScalarType type, bool optional) {
+  TORCH_CHECK(tensor.scalar_type() == type, "spec_sample: ", name, " is ", tensor.scalar_type(), "; want ", type);
+  TORCH_CHECK((optional && tensor.numel() == 0) || (tensor.dim() == 1 && tensor.size(0) == length), "spec_sample: ",
+              name, " is ", tensor.sizes(), "; want [", length, "]", optional ? " or nothing" : "");
+}
+
+static Tensor spec_sample(const Tensor& logits_, const Tensor& greedy_, const Tensor& seeds_, const Tensor& positions_,
+                          const Tensor& vocab_ids_) {
+  TORCH_CHECK(logits_.dim() == 2 && logits_.scalar_type() == at::kFloat, "spec_sample: logits is ",
+              logits_.scalar_type(), " ", logits_.sizes(), "; want fp32 [R, V]");
+  const int64_t R = logits_.size(0), V = logits_.size(1);
+  check_vector("greedy", greedy_, R, at::kBool, false);
+  check_vector("seeds", seeds_, R, at::kLong, true);
+  check_vector("positions", positions_, R, at::kLong, false);
+  check_vector("vocab_ids", vocab_ids_, V, at::kLong, true);
+  const auto logits = logits_.expect_contiguous(), greedy = greedy_.expect_contiguous(),
+             seeds = seeds_.expect_contiguous(), positions = positions_.expect_contiguous(),
+             vocab_ids = vocab_ids_.expect_contiguous();
+  Tensor tokens = at::empty({R}, positions->options());
+  const trtspec::SampleArgs args{
+      .logits = logits->const_data_ptr<float>(),
+      .greedy = greedy->const_data_ptr<bool>(),
+      .seeds = seeds->numel() ? seeds->const_data_ptr<int64_t>() : nullptr,
+      .positions = positions->const_data_ptr<int64_t>(),
+      .vocab_ids = vocab_ids->numel() ? vocab_ids->const_data_ptr<int64_t>() : nullptr,
+      .tokens = tokens.mutable_data_ptr<int64_t>(),
+      .V = V,
+  };
+  const int64_t grain = std::max<int64_t>(1, COLUMNS_PER_THREAD / std::max<int64_t>(1, V));
+  at::parallel_for(0, R, grain, [&](int64_t begin, int64_t end) { trtspec::kernels().spec_sample(args, begin, end); });
+  return tokens;
+}
+
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("spec_sample", spec_sample); }
