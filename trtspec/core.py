@@ -47,14 +47,19 @@ class AttnMetadata:
     @classmethod
     def of(cls, q_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> AttnMetadata:
         """From host lists, one entry per request; block tables are padded with scratch to the longest."""
-        width = max(len(table) for table in block_tables)
-        padded = [[*table, *[0] * (width - len(table))] for table in block_tables]
         return cls(
             cu_q_lens=torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32),
             kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
-            block_tables=torch.tensor(padded, dtype=torch.int32),
+            block_tables=cls.pad_tables(block_tables),
             tree_mask=torch.empty(0, dtype=torch.int32),
         )
+
+    @staticmethod
+    def pad_tables(block_tables: Sequence[Sequence[int]]) -> Tensor:
+        """[B, M] int32, padded with scratch to the longest."""
+        width = max(len(table) for table in block_tables)
+        padded = [[*table, *[0] * (width - len(table))] for table in block_tables]
+        return torch.tensor(padded, dtype=torch.int32)
 
     @property
     def batch_size(self) -> int:

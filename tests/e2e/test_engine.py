@@ -73,7 +73,7 @@ def speculation(mode: str, models: Path) -> dict[str, Any] | None:
             "method": "eagle3",
             "model": str(models / "head"),
             "num_speculative_tokens": K,
-            "draft_len_schedule": {2: K, 5: 1},  # more than 5 requests: 0
+            "draft_len_schedule": {5: K, 7: 1},  # more than 7 requests: 0
         },
         "hidden": {"method": "extract_hidden_states", "output_directory": str(models / "saved")},
     }[mode]

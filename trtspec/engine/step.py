@@ -78,7 +78,9 @@ class StepLoop:
         request.drafts = []
         known, shown = len(request.tokens), len(request.shown_text)
         # where there was nothing to draw from, the id is past the vocabulary's end
-        real = list(itertools.takewhile(lambda token: token < self.vocab_size, tokens))
+        real = tokens
+        if tokens and max(tokens) >= self.vocab_size:
+            real = list(itertools.takewhile(lambda token: token < self.vocab_size, tokens))
         try:
             request.append(real)  # stop strings and detokenizer: host code that may raise
             if len(real) < len(tokens) and not request.finished:

@@ -89,6 +89,8 @@ class StopMatcher:
         """Appends text; returns what may be shown. Stop strings that end in this text count only when `armed`."""
         if self.matched is not None or not text:
             return ""
+        if not self._stops:
+            return text
         buffer, num_old = self._held + text, len(self._held)
         if armed and (found := self._first_stop(buffer, num_old)) is not None:
             start, end, self.matched = found
