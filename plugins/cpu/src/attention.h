@@ -1,8 +1,8 @@
 // Attention of some rows of a request over its paged KV cache, for one KV head.
 //
-// A *line* is one query head of one row: the G query heads of a KV head make G neighbouring lines of each row. Keys are
-// cut in tiles of TILE from position 0. Each tile is read once for all lines: K is turned on its side, so that a lane is
-// a key; V is widened to fp32. Then, a few lines at a time, scores, the running softmax, and the sum of values.
+// A *line* is one query head of one row; the G query heads of a row that share the KV head are neighbours. Keys are cut
+// in tiles of TILE from position 0. Of each tile, K is turned on its side, so that a lane is a key, and V is widened to
+// fp32, once for all lines. Then, a few lines at a time, scores, the running softmax, and the sum of values.
 //
 // A line's bits are its own: it does the same operations in the same order whatever other lines are here. A key that a
 // line does not see has weight 0, and fma(0, finite, x) is x, but for the sign of a zero, which the last step clears; so
@@ -57,8 +57,9 @@ template <class Unit, class T> INLINE Vec load_units(const T* head, int64_t at, 
   return padded;
 }
 
-// What a call works with. Sizes and steps are in units or fp32 numbers, rounded up to whole vectors.
+// What a piece is worked out with. `units` and `width` are D in units and in fp32 numbers, rounded up to whole vectors.
 template <class Unit> struct Workspace {
+  int64_t units, width;
   Unit* queries;    // [lines][units]
   Unit* keys;       // [units][TILE]
   float* values;    // [TILE][width]
@@ -103,17 +104,17 @@ struct Rows {
   int64_t packed;      // packed row of the first
   int64_t committed;   // tokens of the request before this step's rows
   int64_t kv_len;      // and with them
-  int64_t heads;       // G, query heads of the KV head
+  int64_t group;       // G, query heads of a KV head
 
   INLINE Rows(const AttentionArgs& args, const AttentionPiece& piece) : args(args), piece(piece) {
     const int64_t begin = args.cu_q_lens[piece.request], end = args.cu_q_lens[piece.request + 1];
     kv_len = args.kv_lens[piece.request];
     committed = kv_len - (end - begin);
     packed = begin + piece.first_row;
-    heads = args.q_heads / args.kv_heads;
+    group = args.q_heads / args.kv_heads;
   }
 
-  INLINE int64_t lines() const { return piece.num_rows * heads; }
+  INLINE int64_t lines() const { return piece.num_rows * group; }
   INLINE int64_t position(int64_t row) const { return committed + piece.first_row + row; }
 
   // Row `row` of the piece sees keys within [lowest_key, end_of_keys), and in a tree not all of them.
@@ -139,18 +140,23 @@ struct Rows {
     tile.first = first > 0 ? int(first) : 0;
     tile.end = end < TILE ? int(end) : TILE;
     const int32_t* table = args.block_tables + piece.request * args.table_step;
-    for (int i = tile.first; i < tile.end; ++i)
-      tile.slots[i] = cache_slot(table, args.table_columns, args.block_size, start + i);
+    for (int i = tile.first; i < tile.end;) {
+      // the rest of a block, slots [slot, slot + left), as far as it is in the tile
+      const int64_t slot = cache_slot(table, args.table_columns, args.block_size, start + i);
+      const int64_t left = args.block_size - (start + i) % args.block_size;
+      for (int64_t j = 0; j < left && i < tile.end; ++j) tile.slots[i++] = slot + j;
+    }
     return tile;
   }
 
   template <class T> INLINE const T* cached(const Heads& cache, int64_t slot) const {
     return static_cast<const T*>(cache.data) + slot * cache.row_step + piece.kv_head * cache.head_step;
   }
-  // Line = row * G + head.
+  // line = row * G + its query head within the group
+  INLINE int64_t query_head(int64_t line) const { return piece.kv_head * group + line % group; }
   template <class T> INLINE T* line(const Heads& rows, int64_t line) const {
-    const int64_t row = packed + line / heads, head = piece.kv_head * heads + line % heads;
-    return static_cast<T*>(rows.data) + row * rows.row_step + head * rows.head_step;
+    const int64_t row = packed + line / group;
+    return static_cast<T*>(rows.data) + row * rows.row_step + query_head(line) * rows.head_step;
   }
 };
 
@@ -158,15 +164,16 @@ struct Rows {
 
 // keys[unit][key]; 0 for keys that are not of the tile.
 template <class T, class Unit> void turn_keys(const Rows& rows, const Tile& tile, Unit* keys, int64_t units) {
+  const auto units_at = [&](int key, int64_t unit) {
+    return load_units<Unit>(rows.cached<T>(rows.args.k_cache, tile.slots[key]), unit, rows.args.head_dim);
+  };
   for (int key = 0; key < tile.end; key += LANES)
     for (int64_t unit = 0; unit < units; unit += LANES) {
       Vec square[LANES];
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i) {
         const bool within = key + i >= tile.first && key + i < tile.end;
-        square[i] = Vec{};
-        if (within)
-          square[i] = load_units<Unit>(rows.cached<T>(rows.args.k_cache, tile.slots[key + i]), unit, rows.args.head_dim);
+        square[i] = within ? units_at(key + i, unit) : Vec{};
       }
       transpose(square);
       // keys [key, key + LANES) of units [unit, unit + LANES)
@@ -177,17 +184,20 @@ template <class T, class Unit> void turn_keys(const Rows& rows, const Tile& tile
 
 // values[key][element] in fp32. Whether all of them are finite.
 template <class T> bool widen_values(const Rows& rows, const Tile& tile, float* values, int64_t width) {
-  Vec trace{};  // 0 * x is 0, or NaN if x is not finite
+  UVec largest{};  // magnitudes as bits
   for (int key = tile.first; key < tile.end; ++key) {
     const T* from = rows.cached<T>(rows.args.v_cache, tile.slots[key]);
     float* to = values + key * width;
     for (int64_t d = 0; d < width; d += LANES) {
       const Vec value = load_units<float>(from, d, rows.args.head_dim);
-      trace = fma(value, Vec{}, trace);
+      const UVec magnitude = (UVec)value & 0x7fffffff;
+      largest = magnitude > largest ? magnitude : largest;
       store(to + d, value);
     }
   }
-  return sum(trace) == 0;
+  bool finite = true;
+  for (int i = 0; i < LANES; ++i) finite &= largest[i] < 0x7f800000;
+  return finite;
 }
 
 // -- a few lines against a tile --------------------------------------------------------------------------------------
@@ -300,31 +310,48 @@ inline void add_seen_values(float* sums, const float* weights, uint64_t seen, fl
   }
 }
 
-// Lines [line, line + L) against a tile that is in the workspace.
+// Lines [line, line + L) against the tile that is in the workspace.
 template <int L, class Unit>
-void attend_lines(const AttentionArgs& args, const Workspace<Unit>& work, const Tile& tile, bool finite, int64_t line,
-                  int64_t units, int64_t width) {
+void attend_lines(const AttentionArgs& args, const Workspace<Unit>& work, const Tile& tile, bool finite, int64_t line) {
   alignas(64) Scores<L> scores = {};
   float shares[L];
-  score<L>(scores, work.queries + line * units, work.keys, units, tile.end, args.scale);
+  const uint64_t* seen = work.seen + line;
+  score<L>(scores, work.queries + line * work.units, work.keys, work.units, tile.end, args.scale);
   if (args.softcap > 0) cap(scores[0], L * TILE, args.softcap);
   for (int l = 0; l < L; ++l)
-    shares[l] = weigh(scores[l], work.seen[line + l], work.tops[line + l], work.totals + (line + l) * LANES);
-  float* sums = work.sums + line * width;
-  if (finite) return add_values<L>(sums, scores, shares, work.values, width, tile);
+    shares[l] = weigh(scores[l], seen[l], work.tops[line + l], work.totals + (line + l) * LANES);
+  float* sums = work.sums + line * work.width;
+  if (finite) return add_values<L>(sums, scores, shares, work.values, work.width, tile);
   for (int l = 0; l < L; ++l)
-    add_seen_values(sums + l * width, scores[l], work.seen[line + l], shares[l], work.values, width, tile);
+    add_seen_values(sums + l * work.width, scores[l], seen[l], shares[l], work.values, work.width, tile);
+}
+
+// All lines against it, as many at a time as registers hold.
+template <class Unit>
+void attend_tile(const Rows& rows, const Workspace<Unit>& work, const Tile& tile, bool finite) {
+  for (int64_t line = 0, count; line < rows.lines(); line += count) {
+    const int64_t left = rows.lines() - line;
+    count = left <= LINES ? left : left < 2 * LINES ? (left + 1) / 2 : LINES;
+    switch (count) {
+      case 1: attend_lines<1>(rows.args, work, tile, finite, line); break;
+      case 2: attend_lines<2>(rows.args, work, tile, finite, line); break;
+      case 3: attend_lines<3>(rows.args, work, tile, finite, line); break;
+      case 4: attend_lines<4>(rows.args, work, tile, finite, line); break;
+      case 5: attend_lines<5>(rows.args, work, tile, finite, line); break;
+      default: attend_lines<LINES>(rows.args, work, tile, finite, line);
+    }
+  }
 }
 
 // -- all of it -------------------------------------------------------------------------------------------------------
 
 // sums / totals, with the sink as one more weight.
-template <class T, class Unit> void finish(const Rows& rows, const Workspace<Unit>& work, int64_t width) {
-  const int64_t dim = rows.args.head_dim;
+template <class T, class Unit> void finish(const Rows& rows, const Workspace<Unit>& work) {
+  const int64_t dim = rows.args.head_dim, width = work.width;
   for (int64_t line = 0; line < rows.lines(); ++line) {
     float top = work.tops[line], share = 1, sink = 0;
     if (rows.args.sinks != nullptr) {
-      const float logit = rows.args.sinks[rows.piece.kv_head * rows.heads + line % rows.heads];
+      const float logit = rows.args.sinks[rows.query_head(line)];
       if (logit > top) {
         share = exp(splat(top - logit))[0];
         top = logit;
@@ -368,7 +395,7 @@ template <class Unit> Workspace<Unit> workspace(int64_t lines, int64_t units, in
     at += round_up(size, line);
     return part;
   };
-  Workspace<Unit> work;
+  Workspace<Unit> work{.units = units, .width = width};
   work.keys = reinterpret_cast<Unit*>(take(TILE * units));
   work.values = take(TILE * width);
   work.queries = reinterpret_cast<Unit*>(take(lines * units));
@@ -379,46 +406,36 @@ template <class Unit> Workspace<Unit> workspace(int64_t lines, int64_t units, in
   return work;
 }
 
+template <class T, class Unit> void begin(const Rows& rows, const Workspace<Unit>& work) {
+  const int64_t lines = rows.lines();
+  for (int64_t line = 0; line < lines; ++line) {
+    const T* query = rows.line<const T>(rows.args.q, line);
+    for (int64_t unit = 0; unit < work.units; unit += LANES) {
+      const Vec loaded = load_units<Unit>(query, unit, rows.args.head_dim);
+      std::memcpy(work.queries + line * work.units + unit, &loaded, sizeof loaded);
+    }
+    work.tops[line] = FLOOR;
+  }
+  std::memset(work.sums, 0, lines * work.width * sizeof(float));
+  std::memset(work.totals, 0, lines * LANES * sizeof(float));
+}
+
 template <class T> void attend_rows(const AttentionArgs& args, const AttentionPiece& piece) {
   using Unit = typename UnitOf<T>::type;
   constexpr int64_t packed = elements_per<Unit>;
   const Rows rows(args, piece);
-  const int64_t lines = rows.lines(), units = round_up((args.head_dim + packed - 1) / packed, LANES),
-                width = round_up(args.head_dim, LANES);
-  const Workspace<Unit> work = workspace<Unit>(lines, units, width);
-  for (int64_t line = 0; line < lines; ++line) {
-    for (int64_t unit = 0; unit < units; unit += LANES) {
-      const Vec loaded = load_units<Unit>(rows.line<const T>(args.q, line), unit, args.head_dim);
-      std::memcpy(work.queries + line * units + unit, &loaded, sizeof loaded);
-    }
-    work.tops[line] = FLOOR;
-  }
-  std::memset(work.sums, 0, lines * width * sizeof(float));
-  std::memset(work.totals, 0, lines * LANES * sizeof(float));
-
+  const Workspace<Unit> work = workspace<Unit>(rows.lines(), round_up((args.head_dim + packed - 1) / packed, LANES),
+                                               round_up(args.head_dim, LANES));
+  begin<T>(rows, work);
   const int64_t end = rows.end_of_keys(piece.num_rows - 1);
   for (int64_t start = rows.lowest_key(0) / TILE * TILE; start < end; start += TILE) {
     const Tile tile = rows.tile(start);
-    turn_keys<T>(rows, tile, work.keys, units);
-    const bool finite = widen_values<T>(rows, tile, work.values, width);
-    for (int64_t row = 0, line = 0; row < piece.num_rows; ++row) {
-      const uint64_t seen = rows.seen(row, start);
-      for (int64_t head = 0; head < rows.heads; ++head) work.seen[line++] = seen;
-    }
-    for (int64_t line = 0, count; line < lines; line += count) {
-      const int64_t left = lines - line;
-      count = left <= LINES ? left : left < 2 * LINES ? (left + 1) / 2 : LINES;
-      switch (count) {
-        case 1: attend_lines<1>(args, work, tile, finite, line, units, width); break;
-        case 2: attend_lines<2>(args, work, tile, finite, line, units, width); break;
-        case 3: attend_lines<3>(args, work, tile, finite, line, units, width); break;
-        case 4: attend_lines<4>(args, work, tile, finite, line, units, width); break;
-        case 5: attend_lines<5>(args, work, tile, finite, line, units, width); break;
-        default: attend_lines<LINES>(args, work, tile, finite, line, units, width);
-      }
-    }
+    for (int64_t line = 0; line < rows.lines(); ++line) work.seen[line] = rows.seen(line / rows.group, start);
+    turn_keys<T>(rows, tile, work.keys, work.units);
+    const bool finite = widen_values<T>(rows, tile, work.values, work.width);
+    attend_tile(rows, work, tile, finite);
   }
-  finish<T>(rows, work, width);
+  finish<T>(rows, work);
 }
 
 inline void attend(const AttentionArgs& args, const AttentionPiece& piece) {

@@ -36,7 +36,7 @@ struct AttentionArgs {
 
 // Rows [first_row, first_row + num_rows) of a request, for the query heads of one KV head.
 struct AttentionPiece {
-  int64_t request, kv_head, first_row, num_rows;
+  int64_t request, first_row, num_rows, kv_head;
 };
 
 // Slot of a position of the sequence whose blocks are `table`. (static: every instruction set has its own copy.)

@@ -104,9 +104,8 @@ class Pieces {
 
   AttentionPiece at(int64_t number) {
     while (number >= first_ + count_of(request_)) first_ += count_of(request_++);
-    const int64_t within = number - first_, block = blocks_of(request_) - 1 - within / args_.kv_heads;
-    const int64_t first_row = block * rows_;
-    return {request_, within % args_.kv_heads, first_row, std::min(rows_, rows_of(request_) - first_row)};
+    const int64_t block = blocks_of(request_) - 1 - (number - first_) / args_.kv_heads, first_row = block * rows_;
+    return {request_, first_row, std::min(rows_, rows_of(request_) - first_row), (number - first_) % args_.kv_heads};
   }
 
  private:
@@ -241,12 +240,14 @@ void kv_compact_(const Tensor& k_cache, const Tensor& v_cache, const Tensor& blo
   c10::SmallVector<Move, 64> moves;
   for (int64_t b = 0; b < B; ++b, rows += L) {
     const int32_t* table = block_tables.const_data_ptr<int32_t>() + b * block_tables.stride(0);
+    int64_t end = 0;  // of the positions touched
     for (int64_t i = 0; i < L; ++i) {
       if (rows[i] < 0 || rows[i] == i) continue;
       const int64_t from = start[b] + std::min<int64_t>(rows[i], int64_t(1) << 32), to = start[b] + i;
-      check_blocks(table, columns, block_size, std::max(from, to) + 1, k_cache.size(0));
+      end = std::max({end, from + 1, to + 1});
       moves.push_back({cache_slot(table, columns, block_size, from), cache_slot(table, columns, block_size, to)});
     }
+    check_blocks(table, columns, block_size, end, k_cache.size(0));
   }
   if (moves.empty()) return;
   // Everything is gathered before anything is scattered: sources and targets overlap.

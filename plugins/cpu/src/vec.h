@@ -69,12 +69,18 @@ INLINE float sum(Vec v) {
   return lanes[0];
 }
 
-INLINE float highest(Vec v) {
-  float lanes[LANES];
-  std::memcpy(lanes, &v, sizeof v);
-  float top = lanes[0];
-  for (int i = 1; i < LANES; ++i) top = lanes[i] > top ? lanes[i] : top;
-  return top;
+// Lane i holds what lane i ^ distance held.
+template <int distance, size_t... I> INLINE Vec swap_lanes(Vec v, std::index_sequence<I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(v, v, int(I ^ distance)...);
+#else
+  return __builtin_shuffle(v, IVec{int32_t(I ^ distance)...});
+#endif
+}
+
+template <int distance = LANES / 2> INLINE float highest(Vec v) {
+  if constexpr (distance == 0) return v[0];
+  else return highest<distance / 2>(max(v, swap_lanes<distance>(v, std::make_index_sequence<LANES>())));
 }
 
 // Is a lane of this comparison true?
@@ -97,8 +103,14 @@ INLINE bool any(IVec mask) {
 INLINE Vec load(const float* from) { return load_as<Vec>(from); }
 
 INLINE Vec load(const BFloat16* from) {
-  UVec wide = __builtin_convertvector(load_as<HVec>(from), UVec) << 16;
-  return (Vec)wide;
+#if defined(__AVX512F__)  // where convertvector takes halves
+  const UVec wide = (UVec)_mm512_cvtepu16_epi32(load_as<__m256i>(from));
+#elif defined(__AVX2__)
+  const UVec wide = (UVec)_mm256_cvtepu16_epi32(load_as<__m128i>(from));
+#else
+  const UVec wide = __builtin_convertvector(load_as<HVec>(from), UVec);
+#endif
+  return (Vec)(wide << 16);
 }
 
 INLINE float to_float(float x) { return x; }
