@@ -4,9 +4,9 @@
 // in tiles of TILE from position 0. Of each tile, K is turned on its side, so that a lane is a key, and V is widened to
 // fp32, once for all lines. Then, a few lines at a time, scores, the running softmax, and the sum of values.
 //
-// A line's bits are its own: it does the same operations in the same order whatever other lines are here. A key that a
-// line does not see has weight 0, and fma(0, finite, x) is x, but for the sign of a zero, which the last step clears; so
-// it makes no difference whether the keys behind a line, or whole tiles, are added or left out.
+// A line's bits are its own: it does the same operations in the same order whatever other lines are here. A key that it
+// does not see has weight 0, and fma(0, finite, x) is x, but for the sign of a zero, which the last step clears; so it
+// makes no difference whether the keys behind a line, or whole tiles, are added or left out.
 #pragma once
 
 #include <cstdlib>
@@ -57,7 +57,7 @@ template <class Unit, class T> INLINE Vec load_units(const T* head, int64_t at, 
   return padded;
 }
 
-// What a piece is worked out with. `units` and `width` are D in units and in fp32 numbers, rounded up to whole vectors.
+// What a piece is worked out with. `units` and `width` are D in units and in fp32 numbers, up to whole vectors.
 template <class Unit> struct Workspace {
   int64_t units, width;
   Unit* queries;    // [lines][units]
@@ -86,8 +86,8 @@ INLINE uint64_t bits_between(int64_t low, int64_t high) {
   return (~uint64_t(0) >> (64 - (high - low))) << low;
 }
 
-// Bits [from, from + 64) of a row's tree mask. Before bit 0 are committed keys: ones. Bits past the mask repeat its last
-// word, as in the reference: nothing asks for them.
+// Bits [from, from + 64) of a row's tree mask. Before bit 0 are committed keys: ones. Words past the mask repeat its
+// last, as in the reference: nothing asks for them.
 INLINE uint64_t tree_bits(const int32_t* mask, int64_t words, int64_t from) {
   if (from <= -64) return ~uint64_t(0);
   const auto word = [&](int64_t i) { return uint64_t(uint32_t(mask[i < words ? i : words - 1])); };
@@ -430,7 +430,10 @@ template <class T> void attend_rows(const AttentionArgs& args, const AttentionPi
   const int64_t end = rows.end_of_keys(piece.num_rows - 1);
   for (int64_t start = rows.lowest_key(0) / TILE * TILE; start < end; start += TILE) {
     const Tile tile = rows.tile(start);
-    for (int64_t line = 0; line < rows.lines(); ++line) work.seen[line] = rows.seen(line / rows.group, start);
+    for (int64_t row = 0, line = 0; row < piece.num_rows; ++row) {
+      const uint64_t seen = rows.seen(row, start);
+      for (int64_t head = 0; head < rows.group; ++head) work.seen[line++] = seen;
+    }
     turn_keys<T>(rows, tile, work.keys, work.units);
     const bool finite = widen_values<T>(rows, tile, work.values, work.width);
     attend_tile(rows, work, tile, finite);

@@ -160,9 +160,9 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
   const bool tree = tree_mask_.numel() > 0, sinking = sinks_.numel() > 0;
   if (tree) {
     check_int32("tree_mask", tree_mask_, 2);
-    TORCH_CHECK(tree_mask_.size(0) == T, "tree_mask is ", tree_mask_.sizes(), "; want [", T, ", W], a row for each of q");
+    TORCH_CHECK(tree_mask_.size(0) == T, "tree_mask is ", tree_mask_.sizes(), "; want [", T, ", W], as many rows as q");
   }
-  TORCH_CHECK(!sinking || sinks_.numel() == Hq, "sinks is ", sinks_.sizes(), "; want [", Hq, "], one for each head of q");
+  TORCH_CHECK(!sinking || sinks_.numel() == Hq, "sinks is ", sinks_.sizes(), "; want [", Hq, "], one per head of q");
 
   const Tensor q = with_dense_heads(q_), k = with_dense_heads(k_), v = with_dense_heads(v_),
                cu_q_lens = cu_q_lens_.contiguous(), kv_lens = kv_lens_.contiguous(),
@@ -192,7 +192,8 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
       .softcap = float(softcap),
       .window = std::min<int64_t>(window, int64_t(1) << 32),
   };
-  TORCH_CHECK(args.cu_q_lens[0] == 0 && args.cu_q_lens[B] == T && std::is_sorted(args.cu_q_lens, args.cu_q_lens + B + 1),
+  const int32_t* bounds = args.cu_q_lens;
+  TORCH_CHECK(bounds[0] == 0 && bounds[B] == T && std::is_sorted(bounds, bounds + B + 1),
               "cu_q_lens does not ascend from 0 to the ", T, " rows of q");
   for (int64_t b = 0; b < B; ++b)
     check_blocks(args.block_tables + b * args.table_step, args.table_columns, args.block_size, args.kv_lens[b],
