@@ -1,6 +1,7 @@
 // Compiled once per instruction set (see build.py): everything that wants vector instructions.
 #include "attention.h"
 #include "kernels.h"
+#include "logits.h"
 #include "sample.h"
 #include "vec.h"
 
@@ -14,6 +15,7 @@ const Kernels table = {
     .name = STRING(TRTSPEC_ISA),
     .attend = attend,
     .spec_sample = spec_sample,
+    .process_logits = process_logits,
 };
 
 }  // namespace trtspec::TRTSPEC_ISA

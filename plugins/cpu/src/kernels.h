@@ -56,10 +56,42 @@ struct SampleArgs {
   int64_t V;
 };
 
+// A null pointer is a group that no row uses.
+struct LogitsArgs {
+  const float* logits;         // [R, V]
+  float* out;                  // [R, V], written
+  int64_t V;
+  const int64_t* positions;    // [R]
+  const int32_t* history;      // [R, history_len]
+  int64_t history_len;
+  const int64_t* prompt_lens;  // [R]
+  const float* penalties;      // [R, 3]
+  const int32_t* bias_ids;     // [R, num_biases]
+  const float* bias_values;
+  int64_t num_biases;
+  const int32_t* ban_ids;      // [R, num_bans]
+  const int64_t* ban_until;
+  int64_t num_bans;
+  const int32_t* allow_mask;   // [R, ceil(V / 32)]
+  const float* temperatures;   // [R]
+  const int32_t* top_ks;       // [R]
+  const float* top_ps;         // [R]
+  const float* min_ps;         // [R]
+};
+
+// One thread's own. Null where no row uses what it is for.
+struct LogitsScratch {
+  int32_t* counts;  // [V] zeros: penalties
+  uint32_t* keys;   // [V + LOGITS_SLACK]: top-k and top-p
+  float* values;    // [V + LOGITS_SLACK]
+};
+constexpr int64_t LOGITS_SLACK = 16;  // whole vectors are written
+
 struct Kernels {
   const char* name;
   void (*attend)(const AttentionArgs&, const AttentionPiece&);
   void (*spec_sample)(const SampleArgs&, int64_t begin, int64_t end);  // rows
+  void (*process_logits)(const LogitsArgs&, const LogitsScratch&, int64_t begin, int64_t end);  // rows
 };
 
 // The table of the best instruction set this machine has, or of the one TRTSPEC_CPU_ISA names.

@@ -10,7 +10,7 @@
 
 using at::Tensor;
 
-// Columns that are worth a thread: about 30 us of noise.
+// Columns that are worth a thread: about 20 us of noise.
 static constexpr int64_t COLUMNS_PER_THREAD = 32768;
 
 static void check_vector(const char* name, const Tensor& tensor, int64_t length, at::ScalarType type, bool optional) {
