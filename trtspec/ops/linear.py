@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.ops.dispatch import define
+from trtspec.ops.packing import unpack_groups, unpack_values
 
 ROW_MULTIPLE = 4
 """Stock CPU GEMMs round 1-3 leftover rows differently; in whole fours a row's bits are its own."""
@@ -18,8 +20,30 @@ DEPTH_MULTIPLE = 16
 _SMALL_GEMM = 16**3
 """torch sends half-precision products to oneDNN only above this many multiplications (`use_mkldnn_matmul`)."""
 
+TINY = 1e-30
+"""Rows (or groups) of x whose largest magnitude is below this count as zero when x is quantised."""
 
-def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+_EXACT_DEPTH = 1024
+"""Sums of this many products of two int8 are below 2^24, so that fp32 holds them exactly in whatever order."""
+
+
+def _reference(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out_features: int, float_out: bool
+) -> Tensor:
+    if weight.dtype in (torch.int8, torch.uint8):
+        out = _int8(x, weight, scales) if weight.dtype == torch.int8 else _int4(x, weight, scales, zeros)
+        out = out[:, :out_features]
+        if bias is not None:
+            out = out + bias.float()
+        return out if float_out else out.to(x.dtype)
+    if weight.ndim > 2:
+        weight = unpack_values(weight)[:out_features, : x.shape[1]]
+    if float_out:
+        return _plain(x.float(), weight.float(), None if bias is None else bias.float())
+    return _plain(x, weight, bias)
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.shape[0]
     if missing := -x.shape[1] % DEPTH_MULTIPLE:  # no common model is this narrow
         x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
@@ -30,13 +54,82 @@ def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.contiguous(), weight, bias)  # a view's rows may be unaligned, too
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _int8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """[T, 32 P] fp32. Only the last line rounds: integer sums are exact."""
+    values = unpack_values(weight)
+    x_values, x_scales = _quantize(F.pad(x, (0, values.shape[1] - x.shape[1]))[:, None])
+    dot = torch.zeros(x.shape[0], values.shape[0], dtype=torch.int32, device=x.device)
+    for xs, ws in zip(x_values[:, 0].split(_EXACT_DEPTH, 1), values.float().split(_EXACT_DEPTH, 1), strict=True):
+        dot += (xs @ ws.T).to(torch.int32)
+    return dot.float() * (x_scales * scales.flatten())
 
 
-_op = define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _reference, _fake)
+def _int4(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """[T, 32 P] fp32. Groups are added one after the other, as the kernels do it."""
+    scale, zero = unpack_groups(weight, scales, zeros)  # [32 P, K/g]
+    groups = scale.shape[1]
+    values = unpack_values(weight).float().unflatten(1, (groups, -1))
+    x_values, x_scales = _quantize(x.unflatten(1, (groups, -1)))
+    out = torch.zeros(x.shape[0], scale.shape[0], device=x.device)
+    for i in range(groups):
+        x_group = x_values[:, i]
+        dot = x_group @ values[:, i].T - x_group.sum(1, keepdim=True) * zero[:, i]  # exact: below 2^24
+        out = out + dot * (x_scales[:, i, None] * scale[:, i])
+    return out
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] @ weight [N, K]^T + bias [N] -> [T, N], all of one dtype. Row t depends on x[t] alone, bit for bit."""
-    return cast(Tensor, _op(x, weight, bias))
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, groups, g] -> (integers -127..127 as fp32, scales [T, groups]), symmetric in each group, ties to even.
+
+    A group with an infinity or a NaN has integers 0 and a scale that is not finite, so that its results are NaN.
+    """
+    x = x.float()
+    largest = x.abs().amax(dim=2, keepdim=True)
+    # Tensor by tensor, as dividing by a Python number rounds twice on some devices.
+    limit = torch.full_like(largest, 127.0)
+    fits = (largest >= TINY) & largest.isfinite()
+    integers = torch.where(fits, (x * (limit / largest)).round(), 0.0)
+    return integers, (largest / limit)[:, :, 0]
+
+
+def _fake(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out_features: int, float_out: bool
+) -> Tensor:
+    return x.new_empty(x.shape[0], out_features, dtype=torch.float32 if float_out else x.dtype)
+
+
+_op = define(
+    "packed_linear(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, int out_features, "
+    "bool float_out) -> Tensor",
+    _reference,
+    _fake,
+)
+
+
+def packed_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scales: Tensor | None = None,
+    zeros: Tensor | None = None,
+    out_features: int | None = None,
+    float_out: bool = False,
+) -> Tensor:
+    """x [T, K] @ weight^T + bias [N] -> [T, N] in x's dtype, or fp32. Row t depends on x[t] alone, bit for bit.
+
+    weight, scales, zeros: one of the layouts of `trtspec.ops.packing`, which the weight's shape and dtype tell; where
+    there are none, scales and zeros are None or have no elements. A floating-point weight and the bias have x's dtype.
+    out_features: N, needed for a packed weight, whose panels are padded.
+    float_out: fp32 results as they were accumulated, not rounded to x's dtype.
+
+    int8 and int4 weights multiply rows of x rounded to int8, with one scale a row (int8) or a row and group (int4).
+    Sums are exact integers within a group; int4 adds the groups, scaled in fp32, in order.
+    """
+    if out_features is None:
+        if weight.ndim != 2:
+            raise ValueError(f"packed_linear: give out_features for a packed weight (of shape {tuple(weight.shape)})")
+        out_features = weight.shape[0]
+    scales = x.new_empty(0) if scales is None else scales
+    zeros = x.new_empty(0) if zeros is None else zeros
+    return cast(Tensor, _op(x, weight, scales, zeros, bias, out_features, float_out))

@@ -1,6 +1,7 @@
 // Compiled once per instruction set (see build.py): everything that wants vector instructions.
 #include "attention.h"
 #include "kernels.h"
+#include "linear.h"
 #include "logits.h"
 #include "sample.h"
 #include "vec.h"
@@ -16,6 +17,9 @@ const Kernels table = {
     .attend = attend,
     .spec_sample = spec_sample,
     .process_logits = process_logits,
+    .linear_row_bytes = linear_row_bytes,
+    .linear_prepare = linear_prepare,
+    .linear_block = linear_block,
 };
 
 }  // namespace trtspec::TRTSPEC_ISA

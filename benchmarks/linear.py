@@ -1,0 +1,147 @@
+"""packed_linear against the machine's memory: all linears of a 16-layer model, for 1 to 1024 rows.
+
+Each round reads a large buffer (the probe), then runs every number of rows, so that ratios hold on a machine whose
+speed drifts; medians over rounds. "of probe" is the bandwidth at which weights were read, as a share of the probe's in
+the same round; "x 1 row" is the time against one row's. The last table is one prefill-sized product against torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trtspec.ops import load_plugins, packed_linear
+from trtspec.ops.packing import pack_int4, pack_panels, quantize_int8
+
+HIDDEN, INTERMEDIATE, LAYERS, VOCAB, QKV = 1024, 2816, 16, 32000, (16 + 2 * 4) * 64
+SHAPES = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)] * LAYERS
+SHAPES += [(VOCAB, HIDDEN)]
+FORMATS = ("bf16", "int8", "int4 g=32", "int4 g=128")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One packed linear."""
+
+    out_features: int
+    in_features: int
+    weight: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.scales.nbytes + self.zeros.nbytes
+
+
+def random_layer(name: str, out_features: int, in_features: int) -> Layer:
+    none = torch.empty(0)
+    if name.startswith("int4"):
+        groups = in_features // int(name.split("=")[1])
+        values = torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8)
+        zeros = torch.randint(0, 16, (out_features, groups), dtype=torch.uint8)
+        return Layer(out_features, in_features, *pack_int4(values, torch.rand(out_features, groups), zeros))
+    weight = torch.randn(out_features, in_features, dtype=torch.bfloat16)
+    if name == "int8":
+        return Layer(out_features, in_features, *quantize_int8(weight), none)
+    return Layer(out_features, in_features, pack_panels(weight), none, none)
+
+
+def run(layers: list[Layer], x: dict[int, Tensor]) -> None:
+    for layer in layers:
+        packed_linear(
+            x[layer.in_features],
+            layer.weight,
+            scales=layer.scales,
+            zeros=layer.zeros,
+            out_features=layer.out_features,
+        )
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def bandwidth_table(formats: list[str], row_counts: list[int], rounds: int) -> None:
+    probe = torch.ones(400_000_000 // 4)
+    print("| weights | rows | ms | GB/s | of probe | x 1 row |")
+    print("|---|---|---|---|---|---|")
+    for name in formats:
+        layers = [random_layer(name, *shape) for shape in SHAPES]
+        nbytes = sum(layer.nbytes for layer in layers)
+        inputs = {
+            rows: {depth: torch.randn(rows, depth).bfloat16() for depth in (HIDDEN, INTERMEDIATE)}
+            for rows in row_counts
+        }
+        times: dict[int, list[float]] = {rows: [] for rows in row_counts}
+        shares: dict[int, list[float]] = {rows: [] for rows in row_counts}
+        for round_ in range(rounds + 1):
+            for rows in row_counts:
+                if rows > 100 and round_ > 3:
+                    continue
+                read = torch.ops.trtspec_probe.read_bandwidth(probe)
+                took = seconds(lambda rows=rows: run(layers, inputs[rows]))  # type: ignore[misc]
+                read = max(read, torch.ops.trtspec_probe.read_bandwidth(probe))
+                if round_ > 0:  # the first warms up
+                    times[rows].append(took)
+                    shares[rows].append(nbytes / took / read)
+        one = statistics.median(times[row_counts[0]])
+        for rows in row_counts:
+            took = statistics.median(times[rows])
+            share = f"{statistics.median(shares[rows]):.2f}" if rows <= 16 else ""
+            print(f"| {name} | {rows} | {took * 1e3:.1f} | {nbytes / took / 1e9:.1f} | {share} | {took / one:.2f} |")
+
+
+def prefill_table(rows: int, rounds: int) -> None:
+    """One product of many rows, packed against torch's F.linear on the same numbers, taking turns."""
+    out_features, in_features = 2 * INTERMEDIATE, HIDDEN
+    weight, x = torch.randn(out_features, in_features).bfloat16(), torch.randn(rows, in_features).bfloat16()
+    panels, none = pack_panels(weight), torch.empty(0)
+    int8, scales = quantize_int8(weight)
+    work: dict[str, Callable[[], object]] = {
+        "torch F.linear bf16": lambda: F.linear(x, weight),
+        "packed bf16": lambda: packed_linear(x, panels, out_features=out_features),
+        "packed int8": lambda: packed_linear(x, int8, scales=scales, zeros=none, out_features=out_features),
+    }
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for round_ in range(rounds + 1):
+        for name, call in work.items():
+            took = seconds(call)
+            if round_ > 0:
+                times[name].append(took)
+    print(f"\n| {rows} rows, N={out_features}, K={in_features} | ms | G multiplications/s | speed of torch's |")
+    print("|---|---|---|---|")
+    torch_time = statistics.median(times["torch F.linear bf16"])
+    for name in work:
+        took = statistics.median(times[name])
+        rate = rows * out_features * in_features / took / 1e9
+        print(f"| {name} | {took * 1e3:.2f} | {rate:.0f} | {torch_time / took:.2f}x |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 64, 1024])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    isa = load_plugins().get("cpu")
+    if isa is None:
+        raise SystemExit("the C++ kernels are not built: run build_scripts/build_plugins.py")
+    print(f"{isa}, {args.threads} thread(s)\n")
+    bandwidth_table(args.formats, args.rows, args.rounds)
+    prefill_table(1024, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

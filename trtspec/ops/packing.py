@@ -1,0 +1,146 @@
+"""The packed layouts of `packed_linear`: matrices [N, K] rearranged so that few rows of x cost one pass over them.
+
+Every layout is made of 32-bit words. A word holds one output column's next few inputs: one fp32, two bf16 or fp16,
+four int8, or eight 4-bit values. Words of 32 neighbouring columns lie side by side (128 bytes, a *step*), and all steps
+of these 32 columns follow each other (a *panel*). So a kernel reads memory straight ahead, broadcasts a word of x and
+multiplies it with a vector of columns. P = ceil(N / 32) panels; columns and inputs that do not exist are zeros.
+
+    layout    weight                              scales                zeros
+    plain     [N, K] of x's dtype                 none                  none
+    fp32      [P, K, 32]                          none                  none
+    bf16/fp16 [P, ceil(K/2), 32, 2]               none                  none
+    int8      [P, ceil(K/4), 32, 4] int8          [P, 32] fp32          none
+    int4      [P, K/8, 32, 4] uint8               [P, K/g, 32] fp16     [P, K/g, 32] uint8, or none: 8 everywhere
+
+"none" is a tensor of no elements. Byte j of an int4 word s holds input 8s + j in its low and 8s + 4 + j in its high
+four bits; a value q stands for scale * (q - zero), with a scale and a zero for every g inputs of a column.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PANEL = 32
+"""Output columns of a panel."""
+
+GROUP_SIZES = (32, 64, 128)
+"""Inputs that share a scale in int4."""
+
+_SMALLEST_HALF = 2.0**-14  # the smallest normal fp16: smaller scales would lose bits
+_BYTES_PER_WORD = 4
+
+
+def pack_panels(weight: Tensor) -> Tensor:
+    """weight [N, K] fp32, bf16 or fp16 -> panels [P, K, 32] fp32 or [P, ceil(K/2), 32, 2]."""
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"pack_panels: weight is {weight.dtype}; want float32, bfloat16 or float16")
+    panels = _to_panels(weight)
+    return panels.squeeze(-1) if weight.dtype == torch.float32 else panels
+
+
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> (panels [P, ceil(K/4), 32, 4] int8, scales [P, 32] fp32), symmetric for each output column."""
+    weight = weight.detach().float()
+    scales = weight.abs().amax(dim=1) / 127
+    values = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_().to(torch.int8)
+    return _to_panels(values), _columns_to_panels(scales)
+
+
+def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """weight [N, K] -> (panels uint8, scales fp16, zeros uint8), each group spread from its minimum to its maximum."""
+    _check_group_size(weight.shape[1], group_size)
+    groups = weight.detach().float().unflatten(1, (-1, group_size))  # [N, K/g, g]
+    low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)  # 0 is always a value of its own
+    scales = ((high - low) / 15).clamp(min=_SMALLEST_HALF).to(torch.float16)
+    zeros = (-low / scales.float()).round_().clamp_(0, 15)
+    values = (groups / scales.float()[:, :, None]).round_().add_(zeros[:, :, None]).clamp_(0, 15)
+    return pack_int4(values.to(torch.uint8).flatten(1), scales, zeros.to(torch.uint8))
+
+
+def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights that are 4-bit already: values [N, K] uint8 0..15, scales [N, K/g], zeros [N, K/g] 0..15 or None (8).
+
+    Returns (panels [P, K/8, 32, 4] uint8, scales [P, K/g, 32] fp16, zeros [P, K/g, 32] uint8 or of no elements).
+    """
+    _check_group_size(values.shape[1], values.shape[1] // max(scales.shape[1], 1))
+    low, high = values.unflatten(1, (-1, 2, _BYTES_PER_WORD)).unbind(2)  # [N, K/8, 4]
+    panels = _to_panels((low | high << 4).flatten(1))
+    packed_scales = _columns_to_panels(scales.to(torch.float16)).transpose(1, 2).contiguous()
+    if zeros is None:
+        return panels, packed_scales, values.new_empty(0)
+    return panels, packed_scales, _columns_to_panels(zeros.to(torch.uint8)).transpose(1, 2).contiguous()
+
+
+def unpack(weight: Tensor, scales: Tensor, zeros: Tensor, out_features: int, in_features: int) -> Tensor:
+    """Any layout -> the matrix it stands for, [N, K] fp32."""
+    if weight.ndim == 2:
+        return weight.float()
+    values = unpack_values(weight)[:out_features, :in_features].float()
+    if weight.dtype == torch.int8:
+        return values * scales.flatten()[:out_features, None]
+    if weight.dtype == torch.uint8:
+        scale, zero = (t[:out_features, :, None] for t in unpack_groups(weight, scales, zeros))
+        return ((values.unflatten(1, (scale.shape[1], -1)) - zero) * scale).flatten(1)
+    return values
+
+
+def packed_rows(weight: Tensor, scales: Tensor, zeros: Tensor, ids: Tensor, in_features: int) -> Tensor:
+    """Rows `ids` [n] of the matrix [N, K] in any layout, [n, K]: what an embedding that shares a packed head looks up.
+
+    In the weight's own dtype where that is a floating-point one, else dequantised to fp32.
+    """
+    if weight.ndim == 2:
+        return weight[ids]
+    panel, column = ids // PANEL, ids % PANEL
+    rows = weight[panel, :, column]  # [n, steps] or [n, steps, values of a word]
+    if weight.is_floating_point():
+        return rows.flatten(1)[:, :in_features]
+    if weight.dtype == torch.int8:
+        return rows.flatten(1)[:, :in_features].float() * scales[panel, column][:, None]
+    scale = scales[panel, :, column].float()[:, :, None]  # [n, K/g, 1]
+    zero = zeros[panel, :, column].float()[:, :, None] if zeros.numel() else torch.full_like(scale, 8.0)
+    return ((_nibbles(rows).float().unflatten(1, (scale.shape[1], -1)) - zero) * scale).flatten(1)
+
+
+def unpack_values(weight: Tensor) -> Tensor:
+    """Panels -> the numbers in them, [32 P, K rounded up to whole words], of the weight's dtype (int4: 0..15)."""
+    columns = weight.transpose(1, 2).flatten(0, 1)  # [32 P, steps] or [32 P, steps, values of a word]
+    return _nibbles(columns) if weight.dtype == torch.uint8 else columns.flatten(1)
+
+
+def unpack_groups(weight: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+    """int4's scales and zeros, each [32 P, K/g] fp32."""
+    scale = scales.transpose(1, 2).flatten(0, 1).float()
+    return scale, zeros.transpose(1, 2).flatten(0, 1).float() if zeros.numel() else torch.full_like(scale, 8.0)
+
+
+def _to_panels(rows: Tensor) -> Tensor:
+    """rows [N, K] of 1, 2 or 4 bytes an element -> [P, steps, 32, elements of a word], zeros where there is nothing."""
+    per_word = _BYTES_PER_WORD // rows.element_size()
+    missing_columns, missing_inputs = -rows.shape[0] % PANEL, -rows.shape[1] % per_word
+    if missing_columns or missing_inputs:
+        rows = F.pad(rows, (0, missing_inputs, 0, missing_columns))
+    words = rows.detach().contiguous().view(torch.int32)  # moving whole words is several times faster
+    panels = words.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()  # [P, steps, 32]
+    return panels.unsqueeze(-1).view(rows.dtype)
+
+
+def _columns_to_panels(per_column: Tensor) -> Tensor:
+    """[N, ...] -> [P, 32, ...], zeros where there is nothing."""
+    padding = (0, 0) * (per_column.ndim - 1) + (0, -per_column.shape[0] % PANEL)
+    return F.pad(per_column, padding).unflatten(0, (-1, PANEL)).contiguous()
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """[n, steps, 4] uint8 -> [n, 8 * steps] uint8, low halves of a word before its high halves."""
+    return torch.stack((words & 15, words >> 4), dim=2).flatten(1)
+
+
+def _check_group_size(in_features: int, group_size: int) -> None:
+    if group_size not in GROUP_SIZES or in_features % group_size:
+        raise ValueError(
+            f"int4 with {in_features} inputs in groups of {group_size}: the group size must be one of {GROUP_SIZES} and "
+            "divide the inputs; use int8 for this layer"
+        )
