@@ -3,6 +3,7 @@
 #include "kernels.h"
 #include "linear.h"
 #include "logits.h"
+#include "probe.h"
 #include "sample.h"
 #include "vec.h"
 
@@ -20,6 +21,7 @@ const Kernels table = {
     .linear_row_bytes = linear_row_bytes,
     .linear_prepare = linear_prepare,
     .linear_block = linear_block,
+    .read_memory = read_memory,
 };
 
 }  // namespace trtspec::TRTSPEC_ISA

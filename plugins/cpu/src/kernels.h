@@ -123,6 +123,9 @@ struct Kernels {
   void (*linear_prepare)(const Linear&, int64_t row_begin, int64_t row_end);
   // out[row_begin..row_end) for the columns of some panels; at most BLOCK_ROWS rows.
   void (*linear_block)(const Linear&, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
+
+  // For benchmarks: see probe.h.
+  int32_t (*read_memory)(const char* from, int64_t bytes);
 };
 
 // The table of the best instruction set this machine has, or of the one TRTSPEC_CPU_ISA names.
