@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +85,7 @@ def bandwidth_table(formats: list[str], row_counts: list[int], rounds: int) -> N
                 if rows > 100 and round_ > 3:
                     continue
                 read = torch.ops.trtspec_probe.read_bandwidth(probe)
-                took = seconds(lambda rows=rows: run(layers, inputs[rows]))  # type: ignore[misc]
+                took = seconds(partial(run, layers, inputs[rows]))
                 read = max(read, torch.ops.trtspec_probe.read_bandwidth(probe))
                 if round_ > 0:  # the first warms up
                     times[rows].append(took)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trtspec.models.attention import Attend, Attention
-from trtspec.models.layers import GatedMLP, Linear, RMSNorm, RotaryTable, _unloaded
+from trtspec.models.layers import GatedMLP, Linear, PackedEmbedding, RMSNorm, RotaryTable, _unloaded, weight_bytes
 from trtspec.models.specs import DecoderSpec
 
 
@@ -37,13 +37,13 @@ class Decoder(nn.Module):
     def __init__(self, spec: DecoderSpec, max_position: int | None = None) -> None:
         super().__init__()
         self.spec = spec
-        self.embedding = nn.Embedding(
+        self.embedding: nn.Embedding | PackedEmbedding = nn.Embedding(
             spec.vocab_size, spec.hidden_size, _weight=_unloaded(spec.vocab_size, spec.hidden_size)
         )
         self.rotary = RotaryTable(spec.rope, spec.head_dim, max_position or spec.max_position_embeddings)
         self.layers = nn.ModuleList(DecoderLayer(spec, layer) for layer in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.head = Linear(spec.hidden_size, spec.vocab_size, bias=False, float_out=True)
         if spec.tie_word_embeddings:
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
 
@@ -73,8 +73,8 @@ class Decoder(nn.Module):
         """Bytes of weights one step reads: all but the embedding rows it does not look up."""
         untied = self.head.weight is not self.embedding.weight
         skipped = self.embedding.weight.nbytes if untied else 0
-        return sum(parameter.nbytes for parameter in self.parameters()) - skipped
+        return weight_bytes(self) - skipped
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> logits [R, V] fp32."""
-        return self.head(hidden).float()  # type: ignore[no-any-return]
+        return self.head(hidden)  # type: ignore[no-any-return]

@@ -75,7 +75,7 @@ class Eagle3Head(nn.Module):
         if spec.own_embedding:
             self.embedding = nn.Embedding(*shape, _weight=_unloaded(*shape))
         if spec.own_head:
-            self.head = Linear(H, V, bias=False)
+            self.head = Linear(H, V, bias=False, float_out=True)
         self.register_buffer("target_ids", torch.arange(V), persistent=False)  # [Vd] target id of each draft id
         self.register_buffer("draft_ids", torch.arange(spec.layer.vocab_size), persistent=False)  # the way back, or -1
         self.target_ids: Tensor
@@ -106,4 +106,4 @@ class Eagle3Head(nn.Module):
 
     def logits(self, y: Tensor) -> Tensor:
         """y [R, H] -> logits [R, Vd] fp32 over the draft vocabulary."""
-        return self.head(self.norm(y)).float()  # type: ignore[no-any-return]
+        return self.head(self.norm(y))  # type: ignore[no-any-return]

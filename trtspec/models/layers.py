@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from trtspec.config.model import RopeConfig
 from trtspec.models.specs import DecoderSpec
-from trtspec.ops import packed_linear
+from trtspec.ops import packed_linear, packing
+
+QUANTIZATIONS = {None: 0, "int8": 0, "int4": 32, "int4_g64": 64, "int4_g128": 128}
+"""How `Linear.pack` may store a weight, and in what groups of inputs."""
 
 
 def _unloaded(*shape: int) -> nn.Parameter:
@@ -19,16 +22,84 @@ def _unloaded(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """x [T, K] -> [T, N]. In eval mode a row's bits do not depend on other rows; training wants autograd instead."""
+    """x [T, K] -> [T, N]. In eval mode a row's bits do not depend on other rows; training wants autograd instead.
 
-    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+    float_out: the results are fp32, as accumulated, whatever x's dtype (an lm_head's logits).
+    """
+
+    scales: Tensor  # of a quantised weight, else of no elements, as zeros
+    zeros: Tensor
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, float_out: bool = False) -> None:
         super().__init__()
+        self.in_features, self.out_features, self.float_out = in_features, out_features, float_out
         self.weight = _unloaded(out_features, in_features)
         self.bias = _unloaded(out_features) if bias else None
+        self.register_buffer("scales", torch.empty(0), persistent=False)
+        self.register_buffer("zeros", torch.empty(0), persistent=False)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.weight.ndim != 2
+
+    def pack(self, quantization: str | None = None) -> None:
+        """Replace the weight by panels (see ops.packing) of its own dtype, or quantised: "int8", "int4" (groups of 32),
+        "int4_g64", "int4_g128". Do this last: `.to(dtype)` would convert scales, and there is no way back to training.
+        """
+        if self.is_packed:
+            raise ValueError("this linear is packed already")
+        if quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization {quantization!r}: want None or one of {[*QUANTIZATIONS][1:]}")
+        weight = self.weight.detach()
+        if quantization is None:
+            panels = packing.pack_panels(weight)
+        elif quantization == "int8":
+            panels, self.scales = packing.quantize_int8(weight)
+        else:
+            panels, self.scales, self.zeros = packing.quantize_int4(weight, QUANTIZATIONS[quantization])
+        self.weight = nn.Parameter(panels, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        linear = F.linear if self.training else packed_linear
-        return linear(x, self.weight, self.bias)
+        if self.training and not self.is_packed:
+            out = F.linear(x, self.weight, self.bias)
+            return out.float() if self.float_out else out
+        return packed_linear(
+            x,
+            self.weight,
+            self.bias,
+            scales=self.scales,
+            zeros=self.zeros,
+            out_features=self.out_features,
+            float_out=self.float_out,
+        )
+
+
+class PackedEmbedding(nn.Module):
+    """ids [n] -> [n, H]: the rows of a packed head's matrix, for a decoder that ties its embedding to its head."""
+
+    def __init__(self, head: Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    @property
+    def weight(self) -> Tensor:
+        return self.head.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        head = self.head
+        return packing.packed_rows(head.weight, head.scales, head.zeros, ids, head.in_features)
+
+
+def weight_bytes(*modules: nn.Module) -> int:
+    """Bytes of all weights of `modules`, scales and zeros of quantised ones included; what is shared counts once."""
+    tensors: dict[int, int] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            tensors[id(parameter)] = parameter.nbytes
+        for part in module.modules():
+            if isinstance(part, Linear):
+                tensors |= {id(tensor): tensor.nbytes for tensor in (part.scales, part.zeros)}
+    return sum(tensors.values())
 
 
 class RMSNorm(nn.Module):

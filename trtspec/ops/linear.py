@@ -59,17 +59,18 @@ def _int8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     values = unpack_values(weight)
     x_values, x_scales = _quantize(F.pad(x, (0, values.shape[1] - x.shape[1]))[:, None])
     dot = torch.zeros(x.shape[0], values.shape[0], dtype=torch.int32, device=x.device)
-    for xs, ws in zip(x_values[:, 0].split(_EXACT_DEPTH, 1), values.float().split(_EXACT_DEPTH, 1), strict=True):
-        dot += (xs @ ws.T).to(torch.int32)
+    for start in range(0, values.shape[1], _EXACT_DEPTH):
+        part = slice(start, start + _EXACT_DEPTH)
+        dot += (x_values[:, 0, part] @ values[:, part].float().T).to(torch.int32)
     return dot.float() * (x_scales * scales.flatten())
 
 
 def _int4(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """[T, 32 P] fp32. Groups are added one after the other, as the kernels do it."""
-    scale, zero = unpack_groups(weight, scales, zeros)  # [32 P, K/g]
+    scale, zero = unpack_groups(scales, zeros)  # [32 P, K/g]
     groups = scale.shape[1]
-    values = unpack_values(weight).float().unflatten(1, (groups, -1))
-    x_values, x_scales = _quantize(x.unflatten(1, (groups, -1)))
+    values = unpack_values(weight).float().reshape(*scale.shape, -1)
+    x_values, x_scales = _quantize(x.reshape(x.shape[0], groups, -1))
     out = torch.zeros(x.shape[0], scale.shape[0], device=x.device)
     for i in range(groups):
         x_group = x_values[:, i]

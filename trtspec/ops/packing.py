@@ -51,7 +51,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """weight [N, K] -> (panels uint8, scales fp16, zeros uint8), each group spread from its minimum to its maximum."""
     _check_group_size(weight.shape[1], group_size)
-    groups = weight.detach().float().unflatten(1, (-1, group_size))  # [N, K/g, g]
+    groups = weight.detach().float().reshape(weight.shape[0], -1, group_size)  # [N, K/g, g]
     low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)  # 0 is always a value of its own
     scales = ((high - low) / 15).clamp(min=_SMALLEST_HALF).to(torch.float16)
     zeros = (-low / scales.float()).round_().clamp_(0, 15)
@@ -65,7 +65,7 @@ def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Ten
     Returns (panels [P, K/8, 32, 4] uint8, scales [P, K/g, 32] fp16, zeros [P, K/g, 32] uint8 or of no elements).
     """
     _check_group_size(values.shape[1], values.shape[1] // max(scales.shape[1], 1))
-    low, high = values.unflatten(1, (-1, 2, _BYTES_PER_WORD)).unbind(2)  # [N, K/8, 4]
+    low, high = values.reshape(values.shape[0], -1, 2, _BYTES_PER_WORD).unbind(2)  # [N, K/8, 4]
     panels = _to_panels((low | high << 4).flatten(1))
     packed_scales = _columns_to_panels(scales.to(torch.float16)).transpose(1, 2).contiguous()
     if zeros is None:
@@ -81,8 +81,8 @@ def unpack(weight: Tensor, scales: Tensor, zeros: Tensor, out_features: int, in_
     if weight.dtype == torch.int8:
         return values * scales.flatten()[:out_features, None]
     if weight.dtype == torch.uint8:
-        scale, zero = (t[:out_features, :, None] for t in unpack_groups(weight, scales, zeros))
-        return ((values.unflatten(1, (scale.shape[1], -1)) - zero) * scale).flatten(1)
+        scale, zero = (t[:out_features] for t in unpack_groups(scales, zeros))
+        return _dequantize(values, scale, zero)
     return values
 
 
@@ -99,9 +99,9 @@ def packed_rows(weight: Tensor, scales: Tensor, zeros: Tensor, ids: Tensor, in_f
         return rows.flatten(1)[:, :in_features]
     if weight.dtype == torch.int8:
         return rows.flatten(1)[:, :in_features].float() * scales[panel, column][:, None]
-    scale = scales[panel, :, column].float()[:, :, None]  # [n, K/g, 1]
-    zero = zeros[panel, :, column].float()[:, :, None] if zeros.numel() else torch.full_like(scale, 8.0)
-    return ((_nibbles(rows).float().unflatten(1, (scale.shape[1], -1)) - zero) * scale).flatten(1)
+    scale = scales[panel, :, column].float()  # [n, K/g]
+    zero = zeros[panel, :, column].float() if zeros.numel() else torch.full_like(scale, 8.0)
+    return _dequantize(_nibbles(rows).float(), scale, zero)
 
 
 def unpack_values(weight: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def unpack_values(weight: Tensor) -> Tensor:
     return _nibbles(columns) if weight.dtype == torch.uint8 else columns.flatten(1)
 
 
-def unpack_groups(weight: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+def unpack_groups(scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
     """int4's scales and zeros, each [32 P, K/g] fp32."""
     scale = scales.transpose(1, 2).flatten(0, 1).float()
     return scale, zeros.transpose(1, 2).flatten(0, 1).float() if zeros.numel() else torch.full_like(scale, 8.0)
@@ -123,14 +123,20 @@ def _to_panels(rows: Tensor) -> Tensor:
     if missing_columns or missing_inputs:
         rows = F.pad(rows, (0, missing_inputs, 0, missing_columns))
     words = rows.detach().contiguous().view(torch.int32)  # moving whole words is several times faster
-    panels = words.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()  # [P, steps, 32]
+    panels = words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous()  # [P, steps, 32]
     return panels.unsqueeze(-1).view(rows.dtype)
 
 
 def _columns_to_panels(per_column: Tensor) -> Tensor:
     """[N, ...] -> [P, 32, ...], zeros where there is nothing."""
     padding = (0, 0) * (per_column.ndim - 1) + (0, -per_column.shape[0] % PANEL)
-    return F.pad(per_column, padding).unflatten(0, (-1, PANEL)).contiguous()
+    return F.pad(per_column, padding).reshape(-1, PANEL, *per_column.shape[1:])
+
+
+def _dequantize(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """values [n, K], scale, zero [n, K/g] -> [n, K] fp32."""
+    groups = values.reshape(*scale.shape, -1)
+    return ((groups - zero[:, :, None]) * scale[:, :, None]).flatten(1)
 
 
 def _nibbles(words: Tensor) -> Tensor:
@@ -141,6 +147,6 @@ def _nibbles(words: Tensor) -> Tensor:
 def _check_group_size(in_features: int, group_size: int) -> None:
     if group_size not in GROUP_SIZES or in_features % group_size:
         raise ValueError(
-            f"int4 with {in_features} inputs in groups of {group_size}: the group size must be one of {GROUP_SIZES} and "
-            "divide the inputs; use int8 for this layer"
+            f"int4 with {in_features} inputs in groups of {group_size}: the group size must be one of {GROUP_SIZES} "
+            "and divide the inputs; use int8 for this layer"
         )

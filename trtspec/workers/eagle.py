@@ -11,6 +11,7 @@ from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.models.head_weights import load_eagle3
 from trtspec.models.heads import Eagle3Head
+from trtspec.models.layers import weight_bytes
 from trtspec.workers.base import SpecWorkerBase, WorkerResources
 
 
@@ -57,6 +58,5 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     @property
     def weight_bytes_per_step(self) -> int:
         """See base."""
-        passes = [*self.head.midlayer.parameters(), *self.head.norm.parameters(), *self.head.head.parameters()]
-        each = sum(parameter.nbytes for parameter in passes)
-        return self.head.fc.weight.nbytes + self.max_draft_len * each
+        each = weight_bytes(self.head.midlayer, self.head.norm, self.head.head)
+        return weight_bytes(self.head.fc) + self.max_draft_len * each
