@@ -121,5 +121,6 @@ def test_bias_is_optional() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_opcheck(bias: bool) -> None:
-    args = random_layer(torch.float32, 3, 32, 16, bias)
+    x, weight, b = random_layer(torch.float32, 3, 32, 16, bias)
+    args = (x, weight, x.new_empty(0), x.new_empty(0), b, 16, False)
     torch.library.opcheck(torch.ops.trtspec.packed_linear.default, args, test_utils=("test_schema", "test_faketensor"))
