@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import torch
 from trtspec_plugins.cpu.build import library
@@ -11,9 +12,10 @@ from trtspec_plugins.cpu.build import library
 def load() -> str:
     """Register the kernels with torch; returns the instruction set they use: avx512_bf16, avx512, avx2 or portable.
 
-    $TRTSPEC_CPU_ISA asks for one of those. ImportError where the kernels are not built or cannot run.
+    $TRTSPEC_CPU_ISA asks for one of those, TRTSPEC_PLUGIN_SANITIZED=1 for the build with checks. ImportError where the
+    kernels are not built or cannot run.
     """
-    path = library()
+    path = library(sanitize=os.environ.get("TRTSPEC_PLUGIN_SANITIZED") == "1")
     if not path.is_file():
         raise ImportError("not built for this version; run build_scripts/build_plugins.py")
     shared = ctypes.CDLL(str(path))

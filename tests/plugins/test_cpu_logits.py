@@ -6,6 +6,7 @@ order: a token whose sum or ratio lies within BOUNDARY of the bound may be kept 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def random_logits(shape: str, rows: int, vocab: int, number: int) -> Tensor:
     }[shape]
 
 
-def pick(values: list[float], rows: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+def pick(values: Sequence[float], rows: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (rows,), generator=generator)]
 
 
@@ -204,7 +205,7 @@ def test_top_p_keeps_the_smallest_head_that_holds_p(shape: str, p: float, number
 @settings(max_examples=50, deadline=None)
 @given(names=st.sets(st.sampled_from(group_names)), shape=shapes, rows=st.integers(2, 9), number=numbers)
 def test_rows_do_not_know_of_each_other(names: set[str], shape: str, rows: int, number: int) -> None:
-    """Bit for bit: alone, in a batch, in another order, with one thread or two, who share out 9 rows of 8003 columns."""
+    """Bit for bit: alone, in a batch, in another order, with one thread or two, which share out 9 rows of 8003."""
     logits = random_logits(shape, rows, 8003, number)
     groups: dict[str, Tensor] = {}
     for name in sorted(names):

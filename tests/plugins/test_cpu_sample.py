@@ -138,23 +138,26 @@ def test_rows_do_not_know_of_each_other(shape: str, dense: bool, rows: int, numb
     """Alone, in a batch, in another order, with one thread or two: 9 rows of 32003 columns are shared out."""
     vocab = 32003
     logits, ids = random_logits(shape, rows, vocab, number), NO_IDS if dense else own_ids(vocab, number, sort=True)
-    args = torch.arange(rows) % 3 == 0, torch.arange(rows) * 31, torch.arange(rows) + 100
-    whole = spec_sample(logits, *args, ids)
-    alone = [spec_sample(logits[r : r + 1], *(a[r : r + 1] for a in args), ids) for r in range(rows)]
-    assert torch.cat(alone).equal(whole)
-    assert spec_sample(logits.flip(0), *(a.flip(0) for a in args), ids).flip(0).equal(whole)
+    args = logits, torch.arange(rows) % 3 == 0, torch.arange(rows) * 31, torch.arange(rows) + 100
+
+    def draw(order: Tensor) -> Tensor:
+        logits, greedy, seeds, positions = (value[order] for value in args)
+        return spec_sample(logits, greedy, seeds, positions, ids)
+
+    whole = draw(torch.arange(rows))
+    assert torch.cat([draw(torch.tensor([r])) for r in range(rows)]).equal(whole)
+    assert draw(torch.arange(rows).flip(0)).flip(0).equal(whole)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert spec_sample(logits, *args, ids).equal(whole)
+        assert draw(torch.arange(rows)).equal(whole)
     finally:
         torch.set_num_threads(threads)
 
 
 def test_strided_arguments_are_read_as_they_are() -> None:
-    logits = random_logits("normal", 6, 202, 0)
-    args = torch.arange(12) % 4 == 0, torch.arange(12), torch.arange(12)
-    check(logits[:, ::2], *(a[::2] for a in args), torch.arange(202)[::2])
+    logits, line = random_logits("normal", 6, 202, 0), torch.arange(12)
+    check(logits[:, ::2], (line % 4 == 0)[::2], line[::2], line[::2], torch.arange(202)[::2])
 
 
 def test_no_rows_draw_nothing() -> None:

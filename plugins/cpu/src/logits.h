@@ -44,7 +44,7 @@ INLINE Vec exp_lanes(Vec x) {
   Vec y = splat(POLY[0]);
   for (int i = 1; i < 6; ++i) y = fma(y, r, splat(POLY[i]));
   y = fma(y, r * r, r) + 1.0f;
-  return (Vec)((IVec)y + ((IVec)shifted << 23));
+  return (Vec)((UVec)y + ((UVec)shifted << 23));
 }
 
 // -- edits of single tokens, in place --------------------------------------------------------------------------------
