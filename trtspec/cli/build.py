@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "block_size"):
         parser.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--quantization", help="int8, int4, int4_g64 or int4_g128 (default: none)")
     parser.add_argument("--kv_dtype", default="auto", help="auto: that of the model")
     parser.add_argument("--dry_run", action="store_true", help="show graphs, inputs and memory; compile nothing")
     parser.add_argument("--replace", action="store_true", help="replace an engine that is at --output_dir")
@@ -46,7 +47,7 @@ def run(namespace: argparse.Namespace) -> int:
         raise UnsupportedError(f"--kv_dtype {namespace.kv_dtype} is not built; KV is kept in the model's dtype (auto)")
     names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "block_size")
     limits = {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
-    config = EngineConfig(dtype=namespace.dtype, **limits)
+    config = EngineConfig(dtype=namespace.dtype, quantization=namespace.quantization, **limits)
     speculative = _speculation(namespace)
     console = Console()
     start = time.perf_counter()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from trtspec.errors import ConfigError, UnsupportedError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTIZATIONS = (None, "int8", "int4", "int4_g64", "int4_g128")
 BACKENDS = ("eager", "aoti")
 
 
@@ -14,16 +15,17 @@ BACKENDS = ("eager", "aoti")
 class EngineConfig:
     """Raises ConfigError naming field, value and remedy; UnsupportedError for what is known but not built.
 
-    dtype: "auto" = the checkpoint's. backend: "eager" runs a checkpoint op by op, "aoti" is that of engine folders.
-    max_batch_size: requests in one step. max_num_tokens: rows of one step of the target. max_seq_len: tokens of a
-    sequence, None = the checkpoint's; max_input_len: of a prompt, None = no limit of its own. kv_cache_memory: bytes
-    for all KV layers, target and draft; num_kv_blocks: the same in blocks; both None = enough for max_batch_size full
-    sequences, at most a quarter of the free memory. block_size: tokens per KV block. enable_prefix_caching: a prompt
-    that begins like an earlier request takes over its KV blocks, as far as they are still there. seed: of requests that
-    bring none. generation_config: "auto" = unset sampling fields come from the checkpoint's generation_config.json,
-    "off" = they do
-    not. force_num_accepted_tokens: drafts counted as accepted per step whatever they are (lossy, for benchmarks; no
-    prefix caching then); None = the environment's TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, where 0 means off.
+    dtype: "auto" = the checkpoint's. quantization: of all weights but embedding and lm_head: "int8" (a scale per output
+    channel), "int4" (a scale and zero point per 32 inputs), "int4_g64", "int4_g128"; None = kept in dtype. backend:
+    "eager" runs a checkpoint op by op, "aoti" is that of engine folders. max_batch_size: requests in one step.
+    max_num_tokens: rows of one step of the target. max_seq_len: tokens of a sequence, None = the checkpoint's;
+    max_input_len: of a prompt, None = no limit of its own. kv_cache_memory: bytes for all KV layers, target and draft;
+    num_kv_blocks: the same in blocks; both None = enough for max_batch_size full sequences, at most a quarter of the
+    free memory. block_size: tokens per KV block. enable_prefix_caching: a prompt that begins like an earlier request
+    takes over its KV blocks, as far as they are still there. seed: of requests that bring none. generation_config:
+    "auto" = unset sampling fields come from the checkpoint's generation_config.json, "off" = they do not.
+    force_num_accepted_tokens: drafts counted as accepted per step whatever they are (lossy, for benchmarks; no prefix
+    caching then); None = the environment's TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, where 0 means off.
     """
 
     dtype: str = "auto"
@@ -36,6 +38,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     num_kv_blocks: int | None = None
     block_size: int = 16
+    quantization: str | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
     generation_config: str = "auto"
@@ -56,12 +59,19 @@ class EngineConfig:
             )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype = {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        check_quantization(self.quantization)
         if self.backend not in BACKENDS:
             raise UnsupportedError(f"backend = {self.backend!r} is not built; built: {', '.join(BACKENDS)}")
         if self.device not in ("auto", "cpu"):
             raise UnsupportedError(f"device = {self.device!r} is not built yet; use 'cpu'")
         if self.generation_config not in ("auto", "off"):
             raise ConfigError(f"generation_config = {self.generation_config!r}; use 'auto' or 'off'")
+
+
+def check_quantization(kind: str | None) -> None:
+    """ConfigError for one we do not know."""
+    if kind not in QUANTIZATIONS:
+        raise ConfigError(f"quantization = {kind!r}; use one of {', '.join(map(repr, QUANTIZATIONS))}")
 
 
 def _at_least(name: str, value: object, least: int) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtspec.config.base import refuse_unbuilt
 from trtspec.config.capture import default_capture_layers
+from trtspec.config.engine import QUANTIZATIONS
 from trtspec.config.mtp import MTP_TARGETS
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.tree import chain, parse_tree
@@ -50,7 +51,7 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
 _BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "revision": ((None,), "checkpoints are local folders: pass the folder of that revision as model"),
     "code_revision": ((None,), "no code is loaded from checkpoints: leave it unset"),
-    "quantization": ((None,), "drafts run in the dtype of their checkpoint: leave it unset"),
+    "quantization": (QUANTIZATIONS, "use int8, int4, int4_g64 or int4_g128, or leave it unset"),
     "draft_tensor_parallel_size": ((None, 1), "use 1"),
     "disable_logprobs": ((True,), "leave it True"),
     "rejection_sample_method": ((None, "strict"), "leave it unset for strict acceptance, which loses nothing"),

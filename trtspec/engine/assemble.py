@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from trtspec.backends.aoti import AotiExecutable, CompiledStep
 from trtspec.backends.eager import EagerExecutable
+from trtspec.backends.export import Step
 from trtspec.config.eagle import EAGLE3_ARCHITECTURES, Eagle3Facts
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
@@ -29,11 +31,12 @@ from trtspec.engine.propose import Proposer
 from trtspec.engine.scheduler import Scheduler
 from trtspec.engine.stats import TimedExecutable
 from trtspec.engine.step import StepLoop
-from trtspec.errors import CapacityError, ConfigError
+from trtspec.errors import CapacityError, ConfigError, UnsupportedError
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.pool import allocate_layers
 from trtspec.kv.reuse import PrefixReuse
 from trtspec.models.hidden_shards import ShardFacts
+from trtspec.models.packing import pack_decoder
 from trtspec.models.specs import DecoderSpec, dense_spec
 from trtspec.models.weights import DTYPES, load_decoder
 from trtspec.modes import SpeculativeDecodingMode
@@ -59,6 +62,7 @@ class Assembly:
     draft: ModelConfig | None
     resolved: ResolvedSpeculation | None
     max_seq_len: int
+    pack: bool  # weights are kept in the kernels' layout
     built: EngineFolder | None = None  # where graphs and weights come from, if not from the checkpoints
     num_blocks: int = 0
     executables: list[TimedExecutable] = field(default_factory=list)
@@ -88,22 +92,38 @@ class Assembly:
         """What the model computes in."""
         return DTYPES[model.dtype if self.config.dtype == "auto" else self.config.dtype]
 
-    def target_step(self) -> tuple[DecodeStep | OneEngineStep, list[DecoderSpec]]:
+    def target_step(self) -> tuple[Step, list[DecoderSpec]]:
         """The target, with the mode's worker in its graph if it has one; whose layers keep KV, in order."""
         decoder = load_decoder(self.target, self.dtype(self.target), "target", self.max_seq_len)
         path = None if self.resolved is None else self.resolved.mode.traits.worker
         if self.mode.is_save_hidden_states():
-            return CaptureStep(decoder, self.speculation.capture_layers), [decoder.spec]
+            return self._packed(CaptureStep(decoder, self.speculation.capture_layers)), [decoder.spec]
         if path is None:
-            return DecodeStep(decoder), [decoder.spec]
+            return self._packed(DecodeStep(decoder)), [decoder.spec]
         worker = cast("type[BuildableWorker]", _load(path)).from_resources(self, decoder)
-        return OneEngineStep(decoder, worker), [decoder.spec, worker.draft_layers]
+        return self._packed(OneEngineStep(decoder, worker), worker), [decoder.spec, worker.draft_layers]
 
-    def draft_step(self) -> tuple[DecodeStep | OneEngineStep, list[DecoderSpec]]:
+    def draft_step(self) -> tuple[Step, list[DecoderSpec]]:
         """The draft checkpoint as a model of its own."""
         assert self.draft is not None
         decoder = load_decoder(self.draft, self.dtype(self.draft), "draft", self.max_seq_len)
-        return DecodeStep(decoder), [decoder.spec]
+        return self._packed(DecodeStep(decoder), decoder), [decoder.spec]
+
+    def _packed(self, step: Step, draft: nn.Module | None = None) -> Step:
+        """The step with its weights as the kernels want them, those of `draft` quantised as speculation asks."""
+        if self.pack or self.quantizations != (None, None):
+            target_kind, draft_kind = self.quantizations
+            try:
+                pack_decoder(step, target_kind, {} if draft is None else {draft: draft_kind})
+            except ValueError as error:
+                raise UnsupportedError(f"quantization = {target_kind or draft_kind!r}: {error}") from error
+        return step
+
+    @property
+    def quantizations(self) -> tuple[str | None, str | None]:
+        """Of target and draft."""
+        own = None if self.resolved is None else self.resolved.quantization
+        return self.config.quantization, own
 
     def target_model(self) -> Executable:
         """What verifies, on the configured backend."""
@@ -113,9 +133,9 @@ class Assembly:
         """See drafters.base.DraftResources."""
         return self._eager(*self.draft_step()) if self.built is None else self._compiled(self.built, "draft")
 
-    def _eager(self, step: DecodeStep | OneEngineStep, layers: Sequence[DecoderSpec]) -> Executable:
+    def _eager(self, step: Step, layers: Sequence[DecoderSpec]) -> Executable:
         shapes = [shape for spec in layers for shape in spec.kv_shapes]
-        kv = allocate_layers(shapes, self.num_blocks, self.config.block_size, step.decoder.embedding.weight.dtype)
+        kv = allocate_layers(shapes, self.num_blocks, self.config.block_size, step.decoder.norm.weight.dtype)
         return self._timed(EagerExecutable(step, kv), step.weight_bytes_per_step)
 
     def _compiled(self, built: EngineFolder, role: str) -> Executable:
@@ -131,7 +151,7 @@ class Assembly:
 
 
 def plan_assembly(
-    model: str | Path | EngineFolder, speculative: SpeculativeConfig | None, config: EngineConfig
+    model: str | Path | EngineFolder, speculative: SpeculativeConfig | None, config: EngineConfig, pack: bool
 ) -> Assembly:
     """Read the configs and check that they fit together; nothing is loaded yet.
 
@@ -158,7 +178,7 @@ def plan_assembly(
     if max_seq_len > target.max_seq_len:
         raise ConfigError(f"max_seq_len = {max_seq_len} exceeds the checkpoint's {target.max_seq_len}; lower it")
     draft, resolved = resolve_speculation(speculative, target, max_seq_len, config)
-    assembly = Assembly(config, target, draft, resolved, max_seq_len, built)
+    assembly = Assembly(config, target, draft, resolved, max_seq_len, pack, built)
     K = assembly.max_draft_len
     if config.max_num_tokens < config.max_batch_size * (K + 1):
         raise ConfigError(
@@ -176,8 +196,7 @@ def assemble_engine(
     progress: Progress = lambda message: None,
 ) -> EngineCore:
     """Load, plan memory, wire up. `model` is a checkpoint or an engine. `progress` hears what is being done."""
-    load_plugins()
-    assembly = plan_assembly(model, speculative, config)
+    assembly = plan_assembly(model, speculative, config, pack=bool(load_plugins()))
     mode, target, draft, resolved = assembly.mode, assembly.target, assembly.draft, assembly.resolved
     drafting = None if mode.is_save_hidden_states() else resolved
     K = assembly.max_draft_len

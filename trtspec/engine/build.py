@@ -60,7 +60,7 @@ def build_engine(
     output = Path(output)
     refuse_taken(output, replace_existing)
     load_plugins()
-    assembly = plan_assembly(checkpoint, speculative, config)
+    assembly = plan_assembly(checkpoint, speculative, config, pack=True)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         staging = Path(scratch) / "engine"
@@ -97,7 +97,7 @@ def plan_build(
 ) -> BuildPlan:
     """What build_engine would make, without compiling: the checkpoint is loaded and checked."""
     load_plugins()
-    assembly = plan_assembly(checkpoint, speculative, config)
+    assembly = plan_assembly(checkpoint, speculative, config, pack=True)
     per_token = kv_bytes_per_token(assembly)
     made = steps(assembly, report)
     return BuildPlan(
