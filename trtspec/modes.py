@@ -135,6 +135,10 @@ class SpeculativeDecodingMode(enum.IntEnum):
         """The target's graph loads a second checkpoint."""
         return self.traits.load_draft_weights
 
+    def shapes_graphs(self) -> bool:
+        """What is compiled differs from plain decoding: other graphs of the target, or a draft's beside it."""
+        return self.traits.one_engine or self.traits.draft_model or self.is_save_hidden_states()
+
     def has_spec_decoder(self) -> bool:
         return self.traits.spec_decoder
 

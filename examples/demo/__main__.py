@@ -6,18 +6,16 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
 
+from examples.demo.engines import ENGINES, TARGET, K, build_missing
 from trtspec import LLM, SamplingParams, SpeculationStats
 from trtspec.cli.generate import stream_coloured
-
-HERE = Path(__file__).parent
-K = 3
+from trtspec.errors import TrtSpecError
 
 PROMPTS = (
     'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n        self.items = []\n\n    def',
@@ -32,7 +30,8 @@ class Mode:
     """One way to decode, and what it did."""
 
     name: str
-    speculative_config: dict[str, Any] | None
+    engine: str  # that runs it; in ENGINES
+    speculative_config: dict[str, Any] | None = None  # beside what the engine was built for
     tokens: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -46,20 +45,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens generated per prompt")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = greedy (default 0.8)")
+    parser.add_argument("--backend", choices=("aoti", "eager"), default="aoti", help="compiled engines, or op by op")
     args = parser.parse_args()
     console = Console()
     params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.max_tokens, ignore_eos=True)
-    draft = {"method": "draft_model", "model": str(HERE / "draft"), "num_speculative_tokens": K}
     ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    eagle3 = {"method": "eagle3", "model": str(HERE / "eagle3"), "num_speculative_tokens": K}
     modes = [
-        Mode("plain", None),
-        Mode(f"n-gram, K={K}", ngram),
-        Mode(f"draft model, K={K}", draft),
-        Mode(f"EAGLE3, K={K}", eagle3),
+        Mode("plain", "plain"),
+        Mode(f"n-gram, K={K}", "plain", ngram),
+        Mode(f"draft model, K={K}", "draft"),
+        Mode(f"EAGLE3, K={K}", "eagle3"),
     ]
-
-    engines = [LLM(HERE / "target", mode.speculative_config, max_batch_size=1) for mode in modes]
+    try:
+        if args.backend == "aoti":
+            folders = build_missing(console)
+            engines = [LLM(folders[mode.engine], mode.speculative_config, max_batch_size=1) for mode in modes]
+        else:
+            speculation = [mode.speculative_config or ENGINES[mode.engine] for mode in modes]
+            engines = [LLM(TARGET, own, max_batch_size=1) for own in speculation]
+    except TrtSpecError as error:
+        console.print(str(error), style="bold red")
+        return 1
     for llm in engines:  # the first run pays for threads and code paths
         llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
 

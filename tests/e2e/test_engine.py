@@ -32,7 +32,7 @@ from trtspec import LLM, SamplingParams
 from trtspec.backends.aoti import AotiExecutable, example_batch
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
-from trtspec.config.engine_folder import EngineFolder
+from trtspec.config.engine_folder import EngineFolder, machine
 from trtspec.config.model import ModelConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.build import build_engine
@@ -88,7 +88,7 @@ def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         output = tmp_path_factory.mktemp("engines") / f"{mode}-{dtype}"
         config = EngineConfig(dtype=dtype, **LIMITS)
         speculative = SpeculativeConfig.from_any(speculation(mode, models))
-        build_engine(models / "target", output, speculative, config, version="test")
+        build_engine(models / "target", output, speculative, config)
         return output
 
     return build
@@ -201,7 +201,7 @@ def test_the_folder_says_what_it_is(engine: Callable[[str, str], Path], models: 
     assert data["build_config"]["max_batch_size"] == LIMITS["max_batch_size"]
     assert data["speculative_config"]["num_speculative_tokens"] == K
     assert set(data["executables"]) == {"target", "draft"}
-    assert {"target/weights.safetensors", f"target/step_k{K}.pt2", "tokenizer.json"} <= set(data["files"])
+    assert {"target/weights.safetensors", "target/step_k0.pt2", "tokenizer.json"} <= set(data["files"])
 
 
 def test_a_moved_folder_runs_without_its_checkpoints(copy: Path) -> None:
@@ -223,14 +223,15 @@ def test_a_flipped_bit_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "target" / f"step_k{K}.pt2").unlink(), r"step_k3\.pt2 is missing"),
+        (lambda f: (f / "target" / "step_k0.pt2").unlink(), r"step_k0\.pt2 is missing"),
         (lambda f: (f / "tokenizer.json").write_text("{}"), r"tokenizer\.json has 2 bytes, not"),
         (lambda f: edited(f, trtspec_engine=99), "format 99.*rebuild it with trtspec build"),
-        (lambda f: edited(f, machine={"torch": "1.0", "architecture": "x", "cpu_features": []}), "built for torch 1.0"),
+        (lambda f: edited(f, machine={**machine(), "torch": "1.0"}), "built for torch 1.0, this is"),
+        (lambda f: edited(f, machine={**machine(), "trtspec": "0"}), "built for trtspec 0, this is.*rebuild it here"),
         (lambda f: (f / "config.json").write_text(json.dumps({"trtspec_engine": 1})), "config.json lacks machine"),
         (lambda f: edited(f, executables={"target": {}}), "does not describe its graphs.*rebuild"),
     ],
-    ids=["missing", "size", "format", "torch", "truncated", "graphs"],
+    ids=["missing", "size", "format", "torch", "version", "truncated", "graphs"],
 )
 def test_damage_is_named(copy: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(copy)
@@ -263,6 +264,20 @@ def test_limits_are_those_it_was_built_with(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(engine("ngram", "float32"), **options)
+
+
+def test_drafters_that_need_no_graph_run_beside_any_plain_engine(
+    engine: Callable[[str, str], Path], plain: Callable[[str, str], list[Outcome]], models: Path
+) -> None:
+    run = packed(LLM(engine("none", "float32"), speculation("ngram", models), **TIGHT))
+    assert run.outcomes == plain("aoti", "float32")
+    assert run.speculation.acceptance_length > 1
+
+
+@pytest.mark.parametrize("mode", ["draft", "eagle3", "hidden"])
+def test_speculation_that_needs_graphs_is_built_in(engine: Callable[[str, str], Path], models: Path, mode: str) -> None:
+    with pytest.raises(ConfigError, match="needs graphs of its own; build an engine with it"):
+        LLM(engine("none", "float32"), speculation(mode, models))
 
 
 def test_limits_may_be_lowered(engine: Callable[[str, str], Path]) -> None:

@@ -226,12 +226,13 @@ class AotiExecutable:
         self._graphs = [(graph.draft_len, self._load(folder / graph.file)) for graph in compiled.graphs]
         self._neutral = {name: torch.empty(0) for name in _NEUTRAL}
         self._num_blocks = kv[0][0].shape[0]
+        self._drafts = "draft_tokens" in compiled.inputs
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One launch; see core.Executable."""
         spec = inputs.spec
-        wanted = max(spec.runtime_draft_len, spec.next_draft_len)
+        wanted = max(spec.runtime_draft_len, spec.next_draft_len) if self._drafts else 0
         graph = next((run for K, run in self._graphs if wanted <= K), None)
         if graph is None:
             raise EngineError(

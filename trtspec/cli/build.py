@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-import trtspec
 from trtspec.cli.options import speculative_config
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
@@ -65,7 +64,6 @@ def run(namespace: argparse.Namespace) -> int:
         output,
         speculative,
         config,
-        version=trtspec.__version__,
         replace_existing=namespace.replace,
         report=report,
     )

@@ -8,6 +8,7 @@ target/, draft/              config.json of the checkpoint, graphs and weights (
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -73,10 +74,10 @@ class EngineFolder:
                     "copy it again or rebuild the engine"
                 )
         built, here = self.data["machine"], machine()
-        for what in ("torch", "architecture"):
-            if built[what] != here[what]:
+        for what in ("trtspec", "torch", "architecture"):
+            if built.get(what) != here[what]:
                 raise CheckpointError(
-                    f"engine {self.path} was built for {what} {built[what]}, this is {here[what]}; "
+                    f"engine {self.path} was built for {what} {built.get(what)}, this is {here[what]}; "
                     "rebuild it here with trtspec build"
                 )
         lacking = sorted(set(built["cpu_features"]) - set(here["cpu_features"]))
@@ -134,13 +135,11 @@ def engine_json(
     speculative: SpeculativeConfig | None,
     pretrained: Mapping[str, Any],
     executables: Mapping[str, Mapping[str, Any]],
-    version: str,
 ) -> dict[str, Any]:
     """config.json of a new engine; `files` is added once they are all there (see `file_facts`)."""
     runtime = {field.name: field.default for field in fields(EngineConfig) if field.name in _RUNTIME}
     return {
         _MARK: FORMAT,
-        "version": version,
         "machine": machine(),
         "pretrained_config": pretrained,
         "build_config": {name: value for name, value in asdict(config).items() if name not in runtime},
@@ -166,7 +165,12 @@ def sha256(file: Path) -> str:
 
 def machine() -> dict[str, Any]:
     """What compiled graphs depend on: they use every instruction of the CPU they were built on."""
-    return {"torch": str(torch.__version__), "architecture": platform.machine(), "cpu_features": _cpu_features()}
+    return {
+        "trtspec": importlib.metadata.version("trtspec"),
+        "torch": str(torch.__version__),
+        "architecture": platform.machine(),
+        "cpu_features": _cpu_features(),
+    }
 
 
 def _cpu_features() -> list[str]:

@@ -155,17 +155,18 @@ def plan_assembly(
 ) -> Assembly:
     """Read the configs and check that they fit together; nothing is loaded yet.
 
-    An engine folder brings its own speculation.
+    An engine folder brings its own speculation; one that has none takes a drafter that needs no graph.
     """
     built = model if isinstance(model, EngineFolder) else None
+    own = None
     if built is not None:
         built.check()
-        if speculative is not None:
+        own = built.speculative_config()
+        if own is not None and speculative is not None:
             raise ConfigError(
                 f"engine {built.path} was built with its own speculation; leave speculative_config unset, or build "
                 "another engine"
             )
-        speculative = built.speculative_config()
     elif config.backend != "eager":
         raise ConfigError(
             f"backend = {config.backend!r} runs engine folders, {model} is a checkpoint; build an engine first: "
@@ -177,7 +178,12 @@ def plan_assembly(
     max_seq_len = config.max_seq_len or target.max_seq_len
     if max_seq_len > target.max_seq_len:
         raise ConfigError(f"max_seq_len = {max_seq_len} exceeds the checkpoint's {target.max_seq_len}; lower it")
-    draft, resolved = resolve_speculation(speculative, target, max_seq_len, config)
+    draft, resolved = resolve_speculation(own or speculative, target, max_seq_len, config)
+    if built is not None and own is None and resolved is not None and resolved.mode.shapes_graphs():
+        raise ConfigError(
+            f"engine {built.path} was built without speculation, and {resolved.mode.name} needs graphs of its own; "
+            "build an engine with it: trtspec build --speculative_decoding_mode"
+        )
     assembly = Assembly(config, target, draft, resolved, max_seq_len, pack, built)
     K = assembly.max_draft_len
     if config.max_num_tokens < config.max_batch_size * (K + 1):

@@ -48,7 +48,6 @@ def build_engine(
     speculative: SpeculativeConfig | None,
     config: EngineConfig,
     *,
-    version: str,
     replace_existing: bool = False,
     report: Callable[[str], None] = lambda what: None,
 ) -> EngineFolder:
@@ -81,7 +80,7 @@ def build_engine(
         _copy_checkpoint_facts(assembly, staging)
         report("writing config.json")
         built = replace(config, backend="aoti", dtype=_dtype_name(assembly), max_seq_len=assembly.max_seq_len)
-        data = engine_json(built, speculative, assembly.target.raw, executables, version)
+        data = engine_json(built, speculative, assembly.target.raw, executables)
         data["files"] = file_facts(staging)
         (staging / "config.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         if output.exists():
@@ -130,12 +129,10 @@ def steps(assembly: Assembly, report: Callable[[str], None]) -> dict[str, tuple[
 
 
 def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[int, ...]:
-    """K of the graphs a step needs: one for every draft length that a schedule can ask for, where K is in the graph."""
-    if resolved is None:
+    """K of the graphs a step needs: one for every draft length that a schedule can ask for; (0,) if K is not in it."""
+    if resolved is None or "draft_tokens" not in step.spec_inputs:
         return (0,)
     K = resolved.num_speculative_tokens
-    if "draft_tokens" not in step.spec_inputs:
-        return (K,)
     lengths = {K}
     lengths |= {length for _, length in resolved.draft_len_schedule or ()}
     lengths |= {length for _, _, length in resolved.num_speculative_tokens_per_batch_size or ()}
