@@ -12,8 +12,9 @@ from trtspec_plugins.cpu.build import library
 def load() -> str:
     """Register the kernels with torch; returns the instruction set they use: avx512_bf16, avx512, avx2 or portable.
 
-    $TRTSPEC_CPU_ISA asks for one of those, TRTSPEC_PLUGIN_SANITIZED=1 for the build with checks. ImportError where the
-    kernels are not built or cannot run.
+    $TRTSPEC_CPU_ISA asks for one of those. ImportError where the kernels are not built or cannot run.
+    $TRTSPEC_PLUGIN_SANITIZED=1 takes the build with --sanitize, which wants ASAN_OPTIONS=detect_leaks=0 and
+    LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)".
     """
     path = library(sanitize=os.environ.get("TRTSPEC_PLUGIN_SANITIZED") == "1")
     if not path.is_file():

@@ -79,7 +79,7 @@ void append(const AttentionArgs& args, const Heads& rows, const Heads& cache, in
   int64_t request = std::upper_bound(args.cu_q_lens, args.cu_q_lens + B + 1, first) - args.cu_q_lens - 1;
   for (int64_t row = first; row < last; ++row) {
     while (row >= args.cu_q_lens[request + 1]) ++request;
-    const int64_t position = args.kv_lens[request] - args.cu_q_lens[request + 1] + row;
+    const int64_t position = int64_t(args.kv_lens[request]) - args.cu_q_lens[request + 1] + row;
     const int64_t slot = cache_slot(args.block_tables + request * args.table_step, args.table_columns, args.block_size,
                                     position);
     for (int64_t head = 0; head < args.kv_heads; ++head)
