@@ -37,7 +37,7 @@ def _reference(
             out = out + bias.float()
         return out if float_out else out.to(x.dtype)
     if weight.ndim > 2:
-        weight = unpack_values(weight)[:out_features, : x.shape[1]]
+        weight = unpack_values(weight)[:out_features, : x.shape[1]].contiguous()
     if float_out:
         return _plain(x.float(), weight.float(), None if bias is None else bias.float())
     return _plain(x, weight, bias)

@@ -87,22 +87,20 @@ struct LogitsScratch {
 };
 constexpr int64_t LOGITS_SLACK = 16;  // whole vectors are written
 
-// -- packed_linear: see trtspec/ops/packing.py for the layouts and linear.h for the kernel ----------------------------
-
-enum class Float { fp32, bf16, fp16 };          // element types of x, the bias and floating-point weights
+// packed_linear: see trtspec/ops/packing.py for the layouts.
 enum class WeightFormat { fp32, bf16, fp16, int8, int4 };
 
 constexpr int64_t PANEL = 32;                   // output columns that lie side by side
 constexpr int64_t STEP_BYTES = 4 * PANEL;       // a 32-bit word of every column of a panel
 constexpr int64_t BLOCK_ROWS = 96;              // rows that linear_block does at a time
 
-struct Linear {
+struct LinearArgs {
   WeightFormat format;
-  Float type;                                   // of x and bias, and of out unless float_out
+  Element element;                              // of x and bias, and of out unless float_out
   bool float_out;
   int64_t rows, depth, out_features;            // T, K, N
   const void* x;                                // [T, K]
-  int64_t x_stride;                             // elements from row to row
+  int64_t x_step;                               // elements from row to row
   const void* weight;
   int64_t steps;                                // words of a column
   int64_t groups;                               // scales of a column: K/g for int4, 1 for int8
@@ -119,10 +117,10 @@ struct Kernels {
   void (*spec_sample)(const SampleArgs&, int64_t begin, int64_t end);  // rows
   void (*process_logits)(const LogitsArgs&, const LogitsScratch&, int64_t begin, int64_t end);  // rows
   // Bytes of a row of x as linear_block wants it: widened or quantised, and padded to whole words.
-  int64_t (*linear_row_bytes)(const Linear&);
-  void (*linear_prepare)(const Linear&, int64_t row_begin, int64_t row_end);
+  int64_t (*linear_row_bytes)(const LinearArgs&);
+  void (*linear_prepare)(const LinearArgs&, int64_t row_begin, int64_t row_end);
   // out[row_begin..row_end) for the columns of some panels; at most BLOCK_ROWS rows.
-  void (*linear_block)(const Linear&, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
+  void (*linear_block)(const LinearArgs&, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
 
   // For benchmarks: see probe.h.
   int32_t (*read_memory)(const char* from, int64_t bytes);

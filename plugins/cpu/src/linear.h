@@ -1,9 +1,9 @@
 // packed_linear for packed weights: x [T, K] times panels of 32 output columns.
 //
-// One pass over the weights serves up to TILE_ROWS rows of x: a step of a panel (32 columns x one 32-bit word) is loaded
-// once, and each row's word is broadcast and multiplied with it. An output is one accumulator that takes the steps in
-// order, whatever the number of rows; that is why a row's bits do not depend on its neighbours. With one row the kernel
-// runs at the speed of memory, and up to about TILE_ROWS rows hide behind the same reads.
+// One pass over the weights serves up to TILE_ROWS rows of x: a step of a panel (32 columns x one 32-bit word) is
+// loaded once, and each row's word is broadcast and multiplied with it. An output is one accumulator that takes the
+// steps in order, whatever the number of rows; that is why a row's bits do not depend on its neighbours. With one row
+// the kernel runs at the speed of memory, and up to about TILE_ROWS rows hide behind the same reads.
 //
 // Many rows are blocks of BLOCK_ROWS, and within a block the same tiles go over a slice of the panel while it is in L1.
 // Between slices the accumulators lie in memory as they are, so the order of additions stays the same.
@@ -35,26 +35,26 @@ INLINE void prefetch(const char* panel) {
 
 typedef float Accumulators[PANEL];  // of one row and panel
 
-// -- floating-point weights --------------------------------------------------------------------------------------------
-// A format says how x is prepared (Element, PER_STEP), what a register of weights becomes (Weights) and how a word of a
+// -- floating-point weights -------------------------------------------------------------------------------------------
+// A format says how x is prepared (Input, PER_STEP), what a register of weights becomes (Weights) and how a word of a
 // row is multiplied with it.
 
 struct Fp32Weights {
-  using Element = float;
+  using Input = float;
   static constexpr int PER_STEP = 1;
   using Weights = Vec;
 
   static INLINE Weights load_weights(const char* from) { return load_as<Vec>(from); }
-  static INLINE Vec multiply(Vec acc, Weights w, const Element* x) { return fma(splat(x[0]), w, acc); }
+  static INLINE Vec multiply(Vec acc, Weights w, const Input* x) { return fma(splat(x[0]), w, acc); }
 };
 
 // Two half-precision numbers a word, widened to fp32; so is x.
 struct WideWeights {
-  using Element = float;
+  using Input = float;
   static constexpr int PER_STEP = 2;
   struct Weights { Vec first, second; };
 
-  static INLINE Vec multiply(Vec acc, Weights w, const Element* x) {
+  static INLINE Vec multiply(Vec acc, Weights w, const Input* x) {
     return fma(splat(x[1]), w.second, fma(splat(x[0]), w.first, acc));
   }
 };
@@ -69,12 +69,12 @@ struct Fp16Weights : WideWeights {
 
 #if defined(__AVX512BF16__)
 struct Bf16Weights {  // multiplied in pairs as they are
-  using Element = BFloat16;
+  using Input = BFloat16;
   static constexpr int PER_STEP = 2;
   using Weights = __m512bh;
 
   static INLINE Weights load_weights(const char* from) { return load_as<__m512bh>(from); }
-  static INLINE Vec multiply(Vec acc, Weights w, const Element* x) {
+  static INLINE Vec multiply(Vec acc, Weights w, const Input* x) {
     return (Vec)_mm512_dpbf16_ps((__m512)acc, w, (__m512bh)_mm512_set1_epi32(load_as<int32_t>(x)));
   }
 };
@@ -87,7 +87,8 @@ struct Bf16Weights : WideWeights {
 };
 #endif
 
-// sums += x * panel over some steps, for ROWS rows. All loops over rows are unrolled, or GCC keeps acc in memory. `x` is the prepared rows at the first of these steps.
+// sums += x * panel over some steps, for ROWS rows. `x` is the prepared rows at the first of these steps. All loops
+// over rows are unrolled: with one that is not GCC keeps acc in memory.
 template <class Format, int ROWS>
 void float_tile(const char* panel, int64_t steps, const char* x, int64_t row_bytes, Accumulators* sums) {
   Vec acc[ROWS][VECTORS];
@@ -102,7 +103,7 @@ void float_tile(const char* panel, int64_t steps, const char* x, int64_t row_byt
     for (int v = 0; v < VECTORS; ++v) w[v] = Format::load_weights(panel + v * sizeof(Vec));
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) {
-      const auto* word = reinterpret_cast<const typename Format::Element*>(x + r * row_bytes) + s * Format::PER_STEP;
+      const auto* word = reinterpret_cast<const typename Format::Input*>(x + r * row_bytes) + s * Format::PER_STEP;
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; ++v) acc[r][v] = Format::multiply(acc[r][v], w[v], word);
     }
@@ -113,10 +114,10 @@ void float_tile(const char* panel, int64_t steps, const char* x, int64_t row_byt
     for (int v = 0; v < VECTORS; ++v) store(sums[r] + v * LANES, acc[r][v]);
 }
 
-// -- integer weights ---------------------------------------------------------------------------------------------------
-// A prepared row is K int8 values (padded to whole words), then a scale (fp32) and the sum of the values (int32) of each
-// group. Weights are taken as unsigned bytes, which is what VNNI multiplies with signed ones: value = byte - offset, so
-// the group's dot product is sum(byte * x) - offset * sum(x), in integers and exact on every instruction set.
+// -- integer weights --------------------------------------------------------------------------------------------------
+// A prepared row is K int8 values (padded to whole words), then a scale (fp32) for each group and the sum of its values
+// (int32). Weights are taken as unsigned bytes, which is what VNNI multiplies with signed ones: value = byte - offset,
+// so the group's dot product is sum(byte * x) - offset * sum(x), in integers and exact on every instruction set.
 
 // acc + the four products of unsigned bytes `w` and signed bytes `x` in each 32-bit lane.
 INLINE IVec dot4(IVec acc, UVec w, IVec x) {
@@ -171,7 +172,7 @@ struct Int4Weights {
 struct IntRow {
   int64_t values_bytes, groups;
 
-  IntRow(const Linear& l, int per_step) : values_bytes(l.steps * per_step), groups(l.groups) {}
+  IntRow(const LinearArgs& args, int per_step) : values_bytes(args.steps * per_step), groups(args.groups) {}
   int64_t bytes() const { return values_bytes + groups * int64_t(sizeof(float) + sizeof(int32_t)); }
   INLINE float* scales(char* row) const { return reinterpret_cast<float*>(row + values_bytes); }
   INLINE int32_t* sums(char* row) const { return reinterpret_cast<int32_t*>(scales(row) + groups); }
@@ -179,13 +180,13 @@ struct IntRow {
 
 // sums = x * panel over all steps, for ROWS rows: group after group, each scaled by its own x and weight scales.
 template <class Format, int ROWS>
-void int_tile(const Linear& l, int64_t panel_index, char* x, int64_t row_bytes, Accumulators* sums) {
+void int_tile(const LinearArgs& args, int64_t panel_index, char* x, int64_t row_bytes, Accumulators* sums) {
   using Scale = typename Format::Scale;
-  const IntRow layout(l, Format::PER_STEP);
-  const int64_t group_steps = l.steps / l.groups;
-  const char* panel = static_cast<const char*>(l.weight) + panel_index * l.steps * STEP_BYTES;
+  const IntRow layout(args, Format::PER_STEP);
+  const int64_t group_steps = args.steps / args.groups;
+  const char* panel = static_cast<const char*>(args.weight) + panel_index * args.steps * STEP_BYTES;
   Vec sum[ROWS][VECTORS] = {};
-  for (int64_t g = 0; g < l.groups; ++g) {
+  for (int64_t g = 0; g < args.groups; ++g) {
     IVec dot[ROWS][VECTORS] = {};
     for (int64_t s = g * group_steps; s < (g + 1) * group_steps; ++s, panel += STEP_BYTES) {
       prefetch(panel);
@@ -201,9 +202,9 @@ void int_tile(const Linear& l, int64_t panel_index, char* x, int64_t row_bytes, 
     }
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; ++v) {
-      const int64_t at = (panel_index * l.groups + g) * PANEL + v * LANES;
-      const Vec scale = load(static_cast<const Scale*>(l.scales) + at);
-      const IVec offset = Format::offset(l.zeros == nullptr ? nullptr : l.zeros + at);
+      const int64_t at = (panel_index * args.groups + g) * PANEL + v * LANES;
+      const Vec scale = load(static_cast<const Scale*>(args.scales) + at);
+      const IVec offset = Format::offset(args.zeros == nullptr ? nullptr : args.zeros + at);
 #pragma GCC unroll 12
       for (int r = 0; r < ROWS; ++r) {
         char* row = x + r * row_bytes;
@@ -218,7 +219,7 @@ void int_tile(const Linear& l, int64_t panel_index, char* x, int64_t row_bytes, 
     for (int v = 0; v < VECTORS; ++v) store(sums[r] + v * LANES, sum[r][v]);
 }
 
-// -- rows to tiles -----------------------------------------------------------------------------------------------------
+// -- rows to tiles ----------------------------------------------------------------------------------------------------
 
 template <class Format, int... N> constexpr auto float_tiles(std::integer_sequence<int, N...>) {
   return std::array{&float_tile<Format, N + 1>...};
@@ -239,12 +240,12 @@ template <class Body> INLINE void for_tiles(int64_t rows, Body body) {
 }
 
 template <class Format>
-void float_panel(const Linear& l, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
+void float_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
   static constexpr auto tiles = float_tiles<Format>(UpToTileRows{});
-  const char* weight = static_cast<const char*>(l.weight) + panel * l.steps * STEP_BYTES;
-  for (int64_t step = 0; step < l.steps; step += SLICE_STEPS) {
-    const int64_t steps = l.steps - step < SLICE_STEPS ? l.steps - step : SLICE_STEPS;
-    const char* slice = x + step * Format::PER_STEP * int64_t(sizeof(typename Format::Element));
+  const char* weight = static_cast<const char*>(args.weight) + panel * args.steps * STEP_BYTES;
+  for (int64_t step = 0; step < args.steps; step += SLICE_STEPS) {
+    const int64_t steps = args.steps - step < SLICE_STEPS ? args.steps - step : SLICE_STEPS;
+    const char* slice = x + step * Format::PER_STEP * int64_t(sizeof(typename Format::Input));
     for_tiles(rows, [&](int64_t row, int64_t count) {
       tiles[count - 1](weight + step * STEP_BYTES, steps, slice + row * row_bytes, row_bytes, sums + row);
     });
@@ -253,25 +254,25 @@ void float_panel(const Linear& l, int64_t panel, int64_t rows, char* x, int64_t 
 
 // Integer panels are not sliced: a whole one fits in L2.
 template <class Format>
-void int_panel(const Linear& l, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
+void int_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
   static constexpr auto tiles = int_tiles<Format>(UpToTileRows{});
   for_tiles(rows, [&](int64_t row, int64_t count) {
-    tiles[count - 1](l, panel, x + row * row_bytes, row_bytes, sums + row);
+    tiles[count - 1](args, panel, x + row * row_bytes, row_bytes, sums + row);
   });
 }
 
-// -- results -----------------------------------------------------------------------------------------------------------
+// -- results ----------------------------------------------------------------------------------------------------------
 
 // out = sums + bias, rounded once, for the columns of a panel that exist.
 template <class Bias, class Out>
-void write_rows(const Linear& l, int64_t panel, int64_t row, int64_t rows, const Accumulators* sums) {
-  const auto* bias = static_cast<const Bias*>(l.bias);
-  for (int64_t column = panel * PANEL, lane = 0; lane < PANEL && column < l.out_features;
+void write_rows(const LinearArgs& args, int64_t panel, int64_t row, int64_t rows, const Accumulators* sums) {
+  const auto* bias = static_cast<const Bias*>(args.bias);
+  for (int64_t column = panel * PANEL, lane = 0; lane < PANEL && column < args.out_features;
        column += LANES, lane += LANES) {
-    const int n = l.out_features - column < LANES ? int(l.out_features - column) : LANES;
+    const int n = args.out_features - column < LANES ? int(args.out_features - column) : LANES;
     const Vec add = bias == nullptr ? Vec{} : n < LANES ? load(bias + column, n) : load(bias + column);
-    Out* out = static_cast<Out*>(l.out) + row * l.out_features + column;
-    for (int64_t r = 0; r < rows; ++r, out += l.out_features) {
+    Out* out = static_cast<Out*>(args.out) + row * args.out_features + column;
+    for (int64_t r = 0; r < rows; ++r, out += args.out_features) {
       const Vec value = bias == nullptr ? load(sums[r] + lane) : load(sums[r] + lane) + add;
       if (n < LANES) store(out, value, n);
       else store(out, value);
@@ -279,31 +280,31 @@ void write_rows(const Linear& l, int64_t panel, int64_t row, int64_t rows, const
   }
 }
 
-INLINE auto row_writer(const Linear& l) {
-  switch (l.type) {
-    case Float::fp32: return &write_rows<float, float>;
-    case Float::bf16: return l.float_out ? &write_rows<BFloat16, float> : &write_rows<BFloat16, BFloat16>;
-    default: return l.float_out ? &write_rows<Half, float> : &write_rows<Half, Half>;
+INLINE auto row_writer(const LinearArgs& args) {
+  switch (args.element) {
+    case Element::fp32: return &write_rows<float, float>;
+    case Element::bf16: return args.float_out ? &write_rows<BFloat16, float> : &write_rows<BFloat16, BFloat16>;
+    default: return args.float_out ? &write_rows<Half, float> : &write_rows<Half, Half>;
   }
 }
 
-// -- rows of x, as the tiles want them ---------------------------------------------------------------------------------
+// -- rows of x, as the tiles want them --------------------------------------------------------------------------------
 
 INLINE void copy_element(float* to, float x) { *to = x; }
 template <class T> INLINE void copy_element(float* to, T x) { *to = to_float(x); }
 INLINE void copy_element(BFloat16* to, BFloat16 x) { *to = x; }
 
-// x [K] widened to Element, if it is not that already, and padded with zeros to whole words.
-template <class Element, class T> void widen_row(const T* x, int64_t depth, int64_t padded, Element* to) {
+// x [K] widened to Input, if it is not that already, and padded with zeros to whole words.
+template <class Input, class T> void widen_row(const T* x, int64_t depth, int64_t padded, Input* to) {
   int64_t k = 0;
-  if constexpr (std::is_same_v<Element, T>) {
+  if constexpr (std::is_same_v<Input, T>) {
     std::memcpy(to, x, depth * sizeof(T));
     k = depth;
   } else {
     for (; k + LANES <= depth; k += LANES) store(to + k, load(x + k));
     for (; k < depth; ++k) copy_element(to + k, x[k]);
   }
-  for (; k < padded; ++k) to[k] = Element{};
+  for (; k < padded; ++k) to[k] = Input{};
 }
 
 // |x| as integers that compare like it: infinities and NaNs are above every finite number.
@@ -349,12 +350,12 @@ template <class T> INLINE int32_t quantize_group(const T* x, int64_t count, floa
   return sum;
 }
 
-template <class T> void quantize_row(const Linear& l, const T* x, int per_step, char* to) {
-  const IntRow layout(l, per_step);
+template <class T> void quantize_row(const LinearArgs& args, const T* x, int per_step, char* to) {
+  const IntRow layout(args, per_step);
   auto* values = reinterpret_cast<int8_t*>(to);
-  std::memset(values + l.depth, 0, layout.values_bytes - l.depth);
-  const int64_t group_size = l.depth / l.groups;
-  for (int64_t g = 0; g < l.groups; ++g) {
+  std::memset(values + args.depth, 0, layout.values_bytes - args.depth);
+  const int64_t group_size = args.depth / args.groups;
+  for (int64_t g = 0; g < args.groups; ++g) {
     const T* group = x + g * group_size;
     const float largest = largest_magnitude(group, group_size);
     layout.scales(to)[g] = largest / 127.0f;
@@ -362,45 +363,45 @@ template <class T> void quantize_row(const Linear& l, const T* x, int per_step, 
   }
 }
 
-template <class T> void prepare_row(const Linear& l, int64_t row, char* to) {
-  const T* x = static_cast<const T*>(l.x) + row * l.x_stride;
+template <class T> void prepare_row(const LinearArgs& args, int64_t row, char* to) {
+  const T* x = static_cast<const T*>(args.x) + row * args.x_step;
   const auto widen = [&]<class Format>(Format) {
-    using Element = typename Format::Element;
-    widen_row(x, l.depth, l.steps * Format::PER_STEP, reinterpret_cast<Element*>(to));
+    using Input = typename Format::Input;
+    widen_row(x, args.depth, args.steps * Format::PER_STEP, reinterpret_cast<Input*>(to));
   };
-  if (l.format == WeightFormat::int8) return quantize_row(l, x, Int8Weights::PER_STEP, to);
-  if (l.format == WeightFormat::int4) return quantize_row(l, x, Int4Weights::PER_STEP, to);
+  if (args.format == WeightFormat::int8) return quantize_row(args, x, Int8Weights::PER_STEP, to);
+  if (args.format == WeightFormat::int4) return quantize_row(args, x, Int4Weights::PER_STEP, to);
   if constexpr (std::is_same_v<T, float>) widen(Fp32Weights{});
   else if constexpr (std::is_same_v<T, BFloat16>) widen(Bf16Weights{});
   else widen(Fp16Weights{});
 }
 
-// -- the table's entries -----------------------------------------------------------------------------------------------
+// -- the table's entries ----------------------------------------------------------------------------------------------
 
-template <class Format> int64_t float_row_bytes(const Linear& l) {
-  return l.steps * Format::PER_STEP * int64_t(sizeof(typename Format::Element));
+template <class Format> int64_t float_row_bytes(const LinearArgs& args) {
+  return args.steps * Format::PER_STEP * int64_t(sizeof(typename Format::Input));
 }
 
-int64_t linear_row_bytes(const Linear& l) {
-  switch (l.format) {
-    case WeightFormat::fp32: return float_row_bytes<Fp32Weights>(l);
-    case WeightFormat::bf16: return float_row_bytes<Bf16Weights>(l);
-    case WeightFormat::fp16: return float_row_bytes<Fp16Weights>(l);
-    case WeightFormat::int8: return IntRow(l, Int8Weights::PER_STEP).bytes();
-    default: return IntRow(l, Int4Weights::PER_STEP).bytes();
+int64_t linear_row_bytes(const LinearArgs& args) {
+  switch (args.format) {
+    case WeightFormat::fp32: return float_row_bytes<Fp32Weights>(args);
+    case WeightFormat::bf16: return float_row_bytes<Bf16Weights>(args);
+    case WeightFormat::fp16: return float_row_bytes<Fp16Weights>(args);
+    case WeightFormat::int8: return IntRow(args, Int8Weights::PER_STEP).bytes();
+    default: return IntRow(args, Int4Weights::PER_STEP).bytes();
   }
 }
 
-void linear_prepare(const Linear& l, int64_t row_begin, int64_t row_end) {
-  const auto prepare = l.type == Float::fp32   ? &prepare_row<float>
-                       : l.type == Float::bf16 ? &prepare_row<BFloat16>
+void linear_prepare(const LinearArgs& args, int64_t row_begin, int64_t row_end) {
+  const auto prepare = args.element == Element::fp32   ? &prepare_row<float>
+                       : args.element == Element::bf16 ? &prepare_row<BFloat16>
                                                : &prepare_row<Half>;
-  const int64_t row_bytes = linear_row_bytes(l);
-  for (int64_t row = row_begin; row < row_end; ++row) prepare(l, row, l.prepared + row * row_bytes);
+  const int64_t row_bytes = linear_row_bytes(args);
+  for (int64_t row = row_begin; row < row_end; ++row) prepare(args, row, args.prepared + row * row_bytes);
 }
 
-INLINE auto panel_kernel(const Linear& l) {
-  switch (l.format) {
+INLINE auto panel_kernel(const LinearArgs& args) {
+  switch (args.format) {
     case WeightFormat::fp32: return &float_panel<Fp32Weights>;
     case WeightFormat::bf16: return &float_panel<Bf16Weights>;
     case WeightFormat::fp16: return &float_panel<Fp16Weights>;
@@ -409,16 +410,16 @@ INLINE auto panel_kernel(const Linear& l) {
   }
 }
 
-void linear_block(const Linear& l, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
+void linear_block(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
   alignas(64) Accumulators sums[BLOCK_ROWS];
-  const int64_t rows = row_end - row_begin, row_bytes = linear_row_bytes(l);
-  char* x = l.prepared + row_begin * row_bytes;
-  const auto panel_sums = panel_kernel(l);
-  const auto write = row_writer(l);
+  const int64_t rows = row_end - row_begin, row_bytes = linear_row_bytes(args);
+  char* x = args.prepared + row_begin * row_bytes;
+  const auto panel_sums = panel_kernel(args);
+  const auto write = row_writer(args);
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
     std::memset(sums, 0, rows * sizeof(Accumulators));
-    panel_sums(l, panel, rows, x, row_bytes, sums);
-    write(l, panel, row_begin, rows, sums);
+    panel_sums(args, panel, rows, x, row_bytes, sums);
+    write(args, panel, row_begin, rows, sums);
   }
 }
 

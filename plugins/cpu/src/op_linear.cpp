@@ -35,11 +35,11 @@ static Tensor plain_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, 
   return at::linear(at::constant_pad_nd(x, {0, 0, 0, padded_rows - rows}), weight, bias).narrow(0, 0, rows);
 }
 
-static Float float_type(const Tensor& x) {
+static Element element_of(const Tensor& x) {
   switch (x.scalar_type()) {
-    case at::kFloat: return Float::fp32;
-    case at::kBFloat16: return Float::bf16;
-    case at::kHalf: return Float::fp16;
+    case at::kFloat: return Element::fp32;
+    case at::kBFloat16: return Element::bf16;
+    case at::kHalf: return Element::fp16;
     default: TORCH_CHECK(false, "packed_linear: x is ", x.scalar_type(), "; want float32, bfloat16 or float16");
   }
 }
@@ -63,19 +63,19 @@ static int64_t inputs_per_step(WeightFormat format) {
   }
 }
 
-static void check_weight(const Linear& l, const Tensor& weight, int64_t panels) {
-  const int64_t per_step = inputs_per_step(l.format);
-  const int64_t bytes = panels * l.steps * STEP_BYTES;
-  TORCH_CHECK(weight.is_contiguous() && weight.size(0) == panels && weight.size(1) == l.steps &&
+static void check_weight(const LinearArgs& args, const Tensor& weight, int64_t panels) {
+  const int64_t per_step = inputs_per_step(args.format);
+  const int64_t bytes = panels * args.steps * STEP_BYTES;
+  TORCH_CHECK(weight.is_contiguous() && weight.size(0) == panels && weight.size(1) == args.steps &&
                   int64_t(weight.nbytes()) == bytes,
-              "packed_linear: weight is ", weight.sizes(), " ", weight.scalar_type(), " for ", l.depth, " inputs and ",
-              l.out_features, " outputs; want contiguous panels [", panels, ", ", l.steps, ", 32",
+              "packed_linear: weight is ", weight.sizes(), " ", weight.scalar_type(), " for ", args.depth,
+              " inputs and ", args.out_features, " outputs; want contiguous panels [", panels, ", ", args.steps, ", 32",
               per_step == 1 ? "" : per_step == 2 ? ", 2" : ", 4", "] (see trtspec.ops.packing)");
 }
 
 // int8: one scale a column; its depth keeps sums of (unsigned byte * signed byte) below 2^31.
-static void check_int8(const Linear& l, const Tensor& scales, const Tensor& zeros, int64_t panels) {
-  TORCH_CHECK(l.depth <= 65536, "packed_linear: int8 has at most 65536 inputs, not ", l.depth);
+static void check_int8(const LinearArgs& args, const Tensor& scales, const Tensor& zeros, int64_t panels) {
+  TORCH_CHECK(args.depth <= 65536, "packed_linear: int8 has at most 65536 inputs, not ", args.depth);
   TORCH_CHECK(scales.scalar_type() == at::kFloat && scales.sizes() == at::IntArrayRef({panels, PANEL}) &&
                   scales.is_contiguous(),
               "packed_linear: scales is ", scales.sizes(), " ", scales.scalar_type(), "; int8 wants [", panels,
@@ -83,12 +83,12 @@ static void check_int8(const Linear& l, const Tensor& scales, const Tensor& zero
   TORCH_CHECK(zeros.numel() == 0, "packed_linear: zeros is ", zeros.sizes(), "; int8 wants no elements");
 }
 
-static void check_int4(const Linear& l, const Tensor& scales, const Tensor& zeros, int64_t panels) {
-  const int64_t groups = l.groups, group_size = groups > 0 ? l.depth / groups : 0;
+static void check_int4(const LinearArgs& args, const Tensor& scales, const Tensor& zeros, int64_t panels) {
+  const int64_t groups = args.groups, group_size = groups > 0 ? args.depth / groups : 0;
   TORCH_CHECK(scales.scalar_type() == at::kHalf && scales.is_contiguous() &&
-                  scales.sizes() == at::IntArrayRef({panels, groups, PANEL}) && groups * group_size == l.depth &&
+                  scales.sizes() == at::IntArrayRef({panels, groups, PANEL}) && groups * group_size == args.depth &&
                   (group_size == 32 || group_size == 64 || group_size == 128),
-              "packed_linear: scales is ", scales.sizes(), " ", scales.scalar_type(), "; int4 with ", l.depth,
+              "packed_linear: scales is ", scales.sizes(), " ", scales.scalar_type(), "; int4 with ", args.depth,
               " inputs wants [", panels, ", inputs / group size, 32] float16, contiguous, groups of 32, 64 or 128");
   TORCH_CHECK(zeros.numel() == 0 || (zeros.scalar_type() == at::kByte && zeros.is_contiguous() &&
                                      zeros.sizes() == scales.sizes()),
@@ -97,26 +97,26 @@ static void check_int4(const Linear& l, const Tensor& scales, const Tensor& zero
 }
 
 // Work worth a thread: about as long as waking it takes. In bytes of weights read, a tile of rows for the price of one.
-static int64_t panels_worth_a_thread(const Linear& l) {
+static int64_t panels_worth_a_thread(const LinearArgs& args) {
   constexpr int64_t WORTH = 64 * 1024, ROWS_FOR_ONE = 12;
-  const int64_t rows = std::min(l.rows, BLOCK_ROWS);
-  return WORTH / (l.steps * STEP_BYTES * ((rows + ROWS_FOR_ONE - 1) / ROWS_FOR_ONE) + 1) + 1;
+  const int64_t rows = std::min(args.rows, BLOCK_ROWS);
+  return WORTH / (args.steps * STEP_BYTES * ((rows + ROWS_FOR_ONE - 1) / ROWS_FOR_ONE) + 1) + 1;
 }
 
-static void run(Linear& l, int64_t panels) {
+static void run(LinearArgs& args, int64_t panels) {
   const Kernels& k = kernels();
-  const int64_t row_bytes = k.linear_row_bytes(l);
-  const auto prepared = std::make_unique_for_overwrite<char[]>(l.rows * row_bytes);
-  l.prepared = prepared.get();
-  at::parallel_for(0, l.rows, BLOCK_ROWS, [&](int64_t begin, int64_t end) { k.linear_prepare(l, begin, end); });
+  const int64_t row_bytes = k.linear_row_bytes(args);
+  const auto prepared = std::make_unique_for_overwrite<char[]>(args.rows * row_bytes);
+  args.prepared = prepared.get();
+  at::parallel_for(0, args.rows, BLOCK_ROWS, [&](int64_t begin, int64_t end) { k.linear_prepare(args, begin, end); });
 
   // Piece i is panel i % panels of rows from i / panels * BLOCK_ROWS on.
-  const int64_t blocks = (l.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  at::parallel_for(0, blocks * panels, panels_worth_a_thread(l), [&](int64_t begin, int64_t end) {
+  const int64_t blocks = (args.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  at::parallel_for(0, blocks * panels, panels_worth_a_thread(args), [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t row = begin / panels * BLOCK_ROWS, panel = begin % panels;
       const int64_t count = std::min(panels - panel, end - begin);
-      k.linear_block(l, row, std::min(row + BLOCK_ROWS, l.rows), panel, panel + count);
+      k.linear_block(args, row, std::min(row + BLOCK_ROWS, args.rows), panel, panel + count);
       begin += count;
     }
   });
@@ -131,32 +131,32 @@ static Tensor packed_linear(const Tensor& x_, const Tensor& weight, const Tensor
   const Tensor x = x_.size(1) == 0 || x_.stride(1) == 1 ? x_ : x_.contiguous();
   const Tensor bias = bias_ ? bias_->contiguous() : Tensor();
   const int64_t panels = (out_features + PANEL - 1) / PANEL;
-  Linear l = {};
-  l.format = weight_format(x, weight);
-  l.type = float_type(x);
-  l.float_out = float_out;
-  l.rows = x.size(0);
-  l.depth = x.size(1);
-  l.out_features = out_features;
-  l.steps = (l.depth + inputs_per_step(l.format) - 1) / inputs_per_step(l.format);
-  l.groups = l.format == WeightFormat::int4 && scales.dim() == 3 ? scales.size(1) : 1;
-  check_weight(l, weight, panels);
-  if (l.format == WeightFormat::int8) check_int8(l, scales, zeros, panels);
-  if (l.format == WeightFormat::int4) check_int4(l, scales, zeros, panels);
+  LinearArgs args = {};
+  args.format = weight_format(x, weight);
+  args.element = element_of(x);
+  args.float_out = float_out;
+  args.rows = x.size(0);
+  args.depth = x.size(1);
+  args.out_features = out_features;
+  args.steps = (args.depth + inputs_per_step(args.format) - 1) / inputs_per_step(args.format);
+  args.groups = args.format == WeightFormat::int4 && scales.dim() == 3 ? scales.size(1) : 1;
+  check_weight(args, weight, panels);
+  if (args.format == WeightFormat::int8) check_int8(args, scales, zeros, panels);
+  if (args.format == WeightFormat::int4) check_int4(args, scales, zeros, panels);
   TORCH_CHECK(!bias.defined() || (bias.scalar_type() == x.scalar_type() && bias.numel() == out_features),
               "packed_linear: bias is ", bias.defined() ? bias.sizes() : at::IntArrayRef(), "; want [", out_features,
               "] of x's type, ", x.scalar_type());
 
-  Tensor out = at::empty({l.rows, out_features}, x.options().dtype(float_out ? at::kFloat : x.scalar_type()));
+  Tensor out = at::empty({args.rows, out_features}, x.options().dtype(float_out ? at::kFloat : x.scalar_type()));
   if (out.numel() == 0) return out;
-  l.x = x.const_data_ptr();
-  l.x_stride = x.stride(0);
-  l.weight = weight.const_data_ptr();
-  l.scales = scales.const_data_ptr();
-  l.zeros = zeros.numel() > 0 ? zeros.const_data_ptr<uint8_t>() : nullptr;
-  l.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
-  l.out = out.mutable_data_ptr();
-  run(l, panels);
+  args.x = x.const_data_ptr();
+  args.x_step = x.stride(0);
+  args.weight = weight.const_data_ptr();
+  args.scales = scales.const_data_ptr();
+  args.zeros = zeros.numel() > 0 ? zeros.const_data_ptr<uint8_t>() : nullptr;
+  args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  args.out = out.mutable_data_ptr();
+  run(args, panels);
   return out;
 }
 

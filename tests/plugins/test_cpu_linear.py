@@ -1,0 +1,300 @@
+"""packed_linear in C++: right, the reference's bits for integer weights, and a row's bits are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trtspec.ops import load_plugins, packed_linear
+from trtspec.ops.linear import _reference
+from trtspec.ops.packing import pack_int4, pack_panels, quantize_int4, quantize_int8, unpack
+
+if "cpu" not in load_plugins():
+    pytest.skip("the C++ kernels are not built", allow_module_level=True)
+
+EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounding
+GROUPS = {"int4-32": 32, "int4-64": 64, "int4-128": 128}
+NONE = torch.empty(0)
+
+dtypes = st.sampled_from(list(EPSILON))
+layouts = st.sampled_from(["panels", "int8", *GROUPS])
+# Around the edges of words, vectors, slices (256 steps) and panels.
+depths = st.sampled_from([1, 2, 3, 16, 31, 127, 128, 256, 510, 512, 514, 1000, 1025, 2049]) | st.integers(1, 300)
+widths = st.sampled_from([1, 15, 16, 17, 31, 32, 33, 64, 130, 512]) | st.integers(1, 100)
+row_counts = st.integers(1, 40) | st.sampled_from([95, 96, 97, 200])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A packed matrix [N, K]."""
+
+    weight: Tensor
+    scales: Tensor
+    zeros: Tensor
+    out_features: int
+    in_features: int
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, float_out: bool = False) -> Tensor:
+        return packed_linear(
+            x,
+            self.weight,
+            bias,
+            scales=self.scales,
+            zeros=self.zeros,
+            out_features=self.out_features,
+            float_out=float_out,
+        )
+
+    def reference(self, x: Tensor, bias: Tensor | None = None, float_out: bool = False) -> Tensor:
+        return _reference(x, self.weight, self.scales, self.zeros, bias, self.out_features, float_out)
+
+    def dense(self) -> Tensor:
+        """What it stands for, [N, K] fp64."""
+        return unpack(self.weight, self.scales, self.zeros, self.out_features, self.in_features).double()
+
+
+def random_layer(layout: str, dtype: torch.dtype, width: int, depth: int) -> Layer:
+    """int4 needs whole groups: its depth is rounded up."""
+    generator = torch.Generator().manual_seed(1000 * width + depth)
+    if layout in GROUPS:
+        depth += -depth % GROUPS[layout]
+    weight = torch.randn(width, depth, generator=generator).to(dtype)
+    if layout == "panels":
+        return Layer(pack_panels(weight), NONE, NONE, width, depth)
+    if layout == "int8":
+        return Layer(*quantize_int8(weight), NONE, width, depth)
+    if width % 2:  # half of them without zeros
+        return Layer(*quantize_int4(weight, GROUPS[layout]), width, depth)
+    values = torch.randint(16, (width, depth), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(width, depth // GROUPS[layout], generator=generator)
+    return Layer(*pack_int4(values, scales, None), width, depth)
+
+
+def random_rows(dtype: torch.dtype, rows: int, depth: int) -> Tensor:
+    """Rows of very different sizes, one of them zero."""
+    generator = torch.Generator().manual_seed(rows + depth)
+    x = torch.randn(rows, depth, generator=generator) * 10.0 ** torch.randint(-2, 3, (rows, 1), generator=generator)
+    x[rows // 2] *= rows < 2
+    return x.to(dtype)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@settings(max_examples=200, deadline=None)
+@given(dtype=dtypes, rows=row_counts, depth=depths, width=widths, bias=st.booleans(), float_out=st.booleans())
+def test_floating_point_weights_against_float64(
+    dtype: torch.dtype, rows: int, depth: int, width: int, bias: bool, float_out: bool
+) -> None:
+    """K additions in fp32, each with an error of at most half a unit of what is added up so far, and one rounding."""
+    layer, x = random_layer("panels", dtype, width, depth), random_rows(dtype, rows, depth)
+    b = torch.randn(width).to(dtype) if bias else None
+    exact, terms = x.double() @ layer.dense().T, x.double().abs() @ layer.dense().abs().T
+    if b is not None:
+        exact, terms = exact + b.double(), terms + b.double().abs()
+    out = layer(x, b, float_out)
+    assert out.dtype == (torch.float32 if float_out else dtype)
+    assert out.shape == (rows, width)
+    rounding = 0.0 if float_out else EPSILON[dtype]
+    assert ((out.double() - exact).abs() <= (depth + 2) * 2**-24 * terms + rounding * exact.abs() + 1e-7).all()
+
+
+@settings(max_examples=300, deadline=None)
+@example(layout="int8", dtype=torch.float32, rows=3, depth=4097, width=33, bias=False, float_out=True)
+@given(
+    layout=st.sampled_from(["int8", *GROUPS]),
+    dtype=dtypes,
+    rows=row_counts,
+    depth=depths,
+    width=widths,
+    bias=st.booleans(),
+    float_out=st.booleans(),
+)
+def test_integer_weights_give_the_references_bits(
+    layout: str, dtype: torch.dtype, rows: int, depth: int, width: int, bias: bool, float_out: bool
+) -> None:
+    layer = random_layer(layout, dtype, width, depth)
+    x, b = random_rows(dtype, rows, layer.in_features), torch.randn(width).to(dtype) if bias else None
+    out = layer(x, b, float_out)
+    assert out.dtype == (torch.float32 if float_out else dtype)
+    assert torch.equal(out, layer.reference(x, b, float_out))
+
+
+def test_the_deepest_int8_does_not_overflow() -> None:
+    depth = 65536
+    layer = Layer(*quantize_int8(torch.ones(1, depth)), NONE, 1, depth)
+    x = torch.ones(2, depth)
+    x[1] = -1
+    torch.testing.assert_close(layer(x), torch.tensor([[depth], [-depth]], dtype=torch.float32), rtol=1e-6, atol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=st.sampled_from(["int8", *GROUPS]), dtype=dtypes, rows=st.integers(1, 5), depth=depths, width=widths)
+def test_rounding_x_costs_half_a_step(layout: str, dtype: torch.dtype, rows: int, depth: int, width: int) -> None:
+    """Against the dequantised matrix: each of x's numbers is off by at most half its scale, amax / 127 / 2."""
+    layer = random_layer(layout, dtype, width, depth)
+    x = random_rows(dtype, rows, layer.in_features)
+    dense = layer.dense()
+    group = GROUPS.get(layout, layer.in_features)
+    half_step = x.double().abs().unflatten(1, (-1, group)).amax(2) / 254  # [T, groups]
+    bound = half_step @ dense.abs().unflatten(1, (-1, group)).sum(2).T
+    terms = x.double().abs() @ dense.abs().T
+    error = (layer(x, float_out=True).double() - x.double() @ dense.T).abs()
+    assert (error <= bound + 1e-5 * terms + 1e-12).all()
+
+
+@pytest.mark.parametrize(
+    ("layout", "rounding_x", "all_rounding"),
+    [("int8", 0.01, 0.015), ("int4-32", 0.008, 0.09), ("int4-128", 0.01, 0.12)],
+)
+def test_quantisation_error_of_normal_numbers(layout: str, rounding_x: float, all_rounding: float) -> None:
+    """Root mean square, relative to the results': of rounding x alone, and of rounding the weights as well."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, 1024, generator=generator) for n in (513, 64))
+    packed = (*quantize_int8(weight), NONE) if layout == "int8" else quantize_int4(weight, GROUPS[layout])
+    layer = Layer(*packed, 513, 1024)
+    exact = x.double() @ weight.double().T
+    scale = exact.square().mean().sqrt()
+    assert (layer(x) - x.double() @ layer.dense().T).square().mean().sqrt() < rounding_x * scale
+    assert (layer(x) - exact).square().mean().sqrt() < all_rounding * scale
+
+
+@pytest.mark.parametrize("dtype", list(EPSILON), ids=str)
+@pytest.mark.parametrize("layout", ["panels", "int8", *GROUPS])
+@pytest.mark.parametrize(("width", "depth"), [(100, 768), (33, 1030)])
+def test_a_row_has_the_same_bits_with_any_number_of_rows(
+    layout: str, dtype: torch.dtype, width: int, depth: int
+) -> None:
+    layer = random_layer(layout, dtype, width, depth)
+    x = random_rows(dtype, 200, layer.in_features)
+    alone = torch.cat([layer(row, float_out=True) for row in x.split(1)])
+    for rows in (*range(1, 41), 200):
+        assert torch.equal(layer(x[:rows], float_out=True), alone[:rows]), rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=layouts,
+    dtype=dtypes,
+    depth=depths,
+    width=widths,
+    sizes=st.lists(st.integers(1, 14) | st.integers(1, 120), min_size=1, max_size=8),
+)
+def test_a_row_has_the_same_bits_in_every_chunk(
+    layout: str, dtype: torch.dtype, depth: int, width: int, sizes: list[int]
+) -> None:
+    layer = random_layer(layout, dtype, width, depth)
+    x = random_rows(dtype, sum(sizes), layer.in_features)
+    assert torch.equal(torch.cat([layer(chunk) for chunk in x.split(sizes)]), layer(x))
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("layout", ["panels", "int8", *GROUPS])
+@pytest.mark.parametrize("rows", [1, 7, 13, 96, 97, 500])
+def test_two_threads_give_the_bits_of_one(layout: str, rows: int) -> None:
+    layer = random_layer(layout, torch.bfloat16, 1000, 768)
+    x = random_rows(torch.bfloat16, rows, layer.in_features)
+    shared = layer(x)
+    torch.set_num_threads(1)
+    assert torch.equal(layer(x), shared)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=layouts, dtype=dtypes, depth=depths, width=widths, rows=st.integers(1, 40))
+def test_a_row_has_the_same_bits_in_every_memory_layout(
+    layout: str, dtype: torch.dtype, depth: int, width: int, rows: int
+) -> None:
+    """Rows that are a view: every other row, columns of a wider matrix, columns that are not neighbours."""
+    layer = random_layer(layout, dtype, width, depth)
+    x = random_rows(dtype, rows, layer.in_features)
+    strided = torch.full((2 * rows, layer.in_features + 3), float("nan"), dtype=dtype)
+    strided[::2, 1 : layer.in_features + 1] = x
+    assert torch.equal(layer(strided[::2, 1 : layer.in_features + 1]), layer(x))
+    assert torch.equal(layer(x.T.contiguous().T), layer(x))
+
+
+@pytest.mark.parametrize("dtype", list(EPSILON), ids=str)
+@pytest.mark.parametrize("layout", ["panels", "int8", *GROUPS])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_of_poison_harms_its_row_alone(layout: str, dtype: torch.dtype, poison: float) -> None:
+    layer = random_layer(layout, dtype, 96, 256)
+    x = random_rows(dtype, 20, 256)
+    clean = layer(x)
+    x[4, 77] = poison
+    out = layer(x)
+    others = torch.arange(20) != 4
+    assert torch.equal(out[others], clean[others])
+    assert not out[4].isfinite().any()
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-31, 1e30, 3e38])
+@pytest.mark.parametrize("layout", ["int8", "int4-32"])
+def test_tiny_and_huge_rows(layout: str, size: float) -> None:
+    layer = random_layer(layout, torch.float32, 40, 64)
+    x = torch.randn(3, 64).clamp(-1, 1) * size
+    torch.testing.assert_close(layer(x), layer.reference(x), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["panels", "int8", "int4-32"])
+def test_no_rows(layout: str) -> None:
+    assert random_layer(layout, torch.float32, 40, 64)(torch.empty(0, 64)).shape == (0, 40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(dtype=dtypes, rows=row_counts, depth=depths, width=widths, bias=st.booleans(), float_out=st.booleans())
+def test_a_plain_weight_is_the_references(
+    dtype: torch.dtype, rows: int, depth: int, width: int, bias: bool, float_out: bool
+) -> None:
+    weight, x = torch.randn(width, depth).to(dtype), random_rows(dtype, rows, depth)
+    b = torch.randn(width).to(dtype) if bias else None
+    out = packed_linear(x, weight, b, float_out=float_out)
+    reference = _reference(x, weight, NONE, NONE, b, width, float_out)
+    assert out.dtype == reference.dtype
+    assert torch.equal(out, reference)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3)}, "x is"),
+        ({"x": torch.zeros(3, 64, dtype=torch.float64)}, "weight is|x is"),
+        ({"x": torch.zeros(3, 60)}, "weight is"),
+        ({"x": torch.zeros(3, 64, dtype=torch.bfloat16)}, "want the same type"),
+        ({"out_features": 65}, "weight is"),
+        ({"bias": torch.zeros(39)}, "bias is"),
+        ({"bias": torch.zeros(40, dtype=torch.float16)}, "bias is"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(change: dict[str, object], message: str) -> None:
+    layer = random_layer("panels", torch.float32, 40, 64)
+    arguments = {"x": torch.zeros(3, 64), "weight": layer.weight, "bias": None, "out_features": 40} | change
+    with pytest.raises(RuntimeError, match=f"packed_linear: .*{message}"):
+        packed_linear(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["int8", "int4-32"])
+def test_scales_and_zeros_that_do_not_fit_are_named(layout: str) -> None:
+    layer, x = random_layer(layout, torch.float32, 41, 64), torch.zeros(3, 64)
+    for scales in (NONE, layer.scales.to(torch.bfloat16), layer.scales[:1]):
+        with pytest.raises(RuntimeError, match="packed_linear: scales is"):
+            packed_linear(x, layer.weight, scales=scales, zeros=layer.zeros, out_features=41)
+    with pytest.raises(RuntimeError, match="packed_linear: zeros is"):
+        packed_linear(x, layer.weight, scales=layer.scales, zeros=torch.zeros(3), out_features=41)
+
+
+@pytest.mark.parametrize("layout", ["panels", "int8", "int4-32"])
+def test_opcheck(layout: str) -> None:
+    layer = random_layer(layout, torch.float32, 40, 64)
+    args = (torch.randn(3, 64), layer.weight, layer.scales, layer.zeros, torch.randn(40), 40, True)
+    torch.library.opcheck(torch.ops.trtspec.packed_linear.default, args, test_utils=("test_schema", "test_faketensor"))
