@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 
 import torch
-from trtspec_plugins.cpu.build import library
+from trtspec_plugins.cpu.build import SOURCES, library
 
 
 def load() -> str:
@@ -19,10 +20,17 @@ def load() -> str:
     path = library(sanitize=os.environ.get("TRTSPEC_PLUGIN_SANITIZED") == "1")
     if not path.is_file():
         raise ImportError("not built for this version; run build_scripts/build_plugins.py")
-    shared = ctypes.CDLL(str(path))
+    shared = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled graphs find its functions by name
     shared.trtspec_cpu_isa.restype = ctypes.c_char_p
     name: str = shared.trtspec_cpu_isa().decode()
     if name.startswith("!"):
         raise ImportError(name[1:])
     torch.ops.load_library(path)
     return name
+
+
+def graph_calls() -> dict[str, str]:
+    """Op -> C declaration of the function that AOTInductor's graphs call for it, without torch's dispatcher."""
+    source = (SOURCES / "graph_calls.cpp").read_text(encoding="utf-8")
+    pattern = r"AOTI_TORCH_EXPORT (AOTITorchError aoti_torch_cpu_(\w+)\([^)]*\))"
+    return {name: " ".join(declaration.split()) for declaration, name in re.findall(pattern, source)}

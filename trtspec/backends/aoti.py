@@ -31,7 +31,8 @@ from trtspec.core import (
     StepOutputs,
     Verdict,
 )
-from trtspec.errors import CheckpointError, EngineError
+from trtspec.errors import CheckpointError, DependencyError, EngineError
+from trtspec.ops import graph_calls
 from trtspec.sampling_params import ResolvedSampling
 
 WEIGHTS = "weights.safetensors"
@@ -98,6 +99,7 @@ class CompiledStep:
     dtype: str  # of KV
     vocab_size: int
     weight_bytes: int  # that one launch reads
+    needs_kernels: bool  # graphs call the C++ kernels themselves
 
     def to_dict(self) -> dict[str, Any]:
         """For json."""
@@ -109,7 +111,7 @@ class CompiledStep:
         try:
             graphs = tuple(Graph(g["file"], g["draft_len"]) for g in data["graphs"])
             kv = tuple((heads, size) for heads, size in data["kv"])
-            rest = {name: data[name] for name in ("dtype", "vocab_size", "weight_bytes")}
+            rest = {name: data[name] for name in ("dtype", "vocab_size", "weight_bytes", "needs_kernels")}
             return cls(graphs, tuple(data["inputs"]), tuple(data["outputs"]), kv, **rest)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -154,6 +156,7 @@ def compile_step(
     dtype = step.decoder.norm.weight.dtype
     weights: dict[str, Tensor] = {}
     graphs = []
+    direct = graph_calls()
     for K in sorted(draft_lens):
         report(f"graph for K = {K}: tracing")
         example = example_batch(K, block_size)
@@ -164,7 +167,8 @@ def compile_step(
         file = folder / f"step_k{K}.pt2"
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=_INDUCTOR)
+            options = {**_INDUCTOR, "aot_inductor.custom_ops_to_c_shims": direct}
+            torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options)
         constants = {**program.state_dict, **program.constants}
         runner = torch._inductor.aoti_load_package(str(file))
         weights |= {name: constants[name].detach() for name in runner.get_constant_fqns()}
@@ -179,6 +183,7 @@ def compile_step(
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=step.decoder.spec.vocab_size,
         weight_bytes=step.weight_bytes_per_step,
+        needs_kernels=bool(direct),
     )
 
 
@@ -221,6 +226,11 @@ class AotiExecutable:
     def __init__(self, compiled: CompiledStep, folder: Path, kv: Sequence[KVLayer]) -> None:
         self.compiled = compiled
         self.kv = kv
+        if compiled.needs_kernels and not graph_calls():
+            raise DependencyError(
+                f"engine {folder.parent} calls the C++ kernels, which are not built here; run "
+                "build_scripts/build_plugins.py, or rebuild the engine"
+            )
         self._flat_kv = [tensor for layer in kv for tensor in layer]
         self._weights = load_weights(folder / WEIGHTS)  # the graphs point into these
         self._graphs = [(graph.draft_len, self._load(folder / graph.file)) for graph in compiled.graphs]

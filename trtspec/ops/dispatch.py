@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 _library = torch.library.Library("trtspec", "DEF")  # type: ignore[no-untyped-call]
 
 PLUGIN_GROUP = "trtspec.plugins"
+GRAPH_CALL_GROUP = "trtspec.graph_calls"
 
 
 def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -43,3 +44,14 @@ def load_plugins() -> dict[str, str]:
         except Exception as error:
             logger.warning("%s kernels do not serve, the reference kernels do: %s", entry_point.name, error)
     return loaded
+
+
+def graph_calls() -> dict[Any, list[str]]:
+    """Op overload -> C declaration of a function that a compiled graph may call in its place (entry points of group
+    `trtspec.graph_calls`), of the kernel packages that have loaded."""
+    calls: dict[Any, list[str]] = {}
+    for entry_point in importlib.metadata.entry_points(group=GRAPH_CALL_GROUP):
+        if entry_point.name in load_plugins():
+            declared: dict[str, str] = entry_point.load()()
+            calls |= {getattr(torch.ops.trtspec, name).default: [line] for name, line in declared.items()}
+    return calls

@@ -5,9 +5,11 @@
 
 #include <algorithm>
 
+#include "ops.h"
+
 using at::Tensor;
 
-static std::tuple<Tensor, Tensor> spec_accept(const Tensor& sampled_, const Tensor& drafts_, const Tensor& draft_lens_,
+std::tuple<Tensor, Tensor> trtspec::spec_accept(const Tensor& sampled_, const Tensor& drafts_, const Tensor& draft_lens_,
                                               const Tensor& forced_, const Tensor& emits_) {
   const auto sampled = sampled_.contiguous(), drafts = drafts_.contiguous(), draft_lens = draft_lens_.contiguous(),
              forced = forced_.contiguous(), emits = emits_.contiguous();
@@ -30,4 +32,4 @@ static std::tuple<Tensor, Tensor> spec_accept(const Tensor& sampled_, const Tens
   return {tokens, counts};
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("spec_accept", spec_accept); }
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("spec_accept", trtspec::spec_accept); }

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "ops.h"
 
 using at::Tensor;
 
@@ -136,6 +137,8 @@ void attend_all(const AttentionArgs& args, int64_t B) {
   at::parallel_for(0, std::max<int64_t>(workers, 1), 1, take_pieces);
 }
 
+}  // namespace
+
 Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& k_cache,
                        const Tensor& v_cache, const Tensor& cu_q_lens_, const Tensor& kv_lens_,
                        const Tensor& block_tables_, const Tensor& tree_mask_, const Tensor& sinks_, double scale,
@@ -206,6 +209,8 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
   if (!result.is_same(out)) result.copy_(out);
   return result;
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor, Tensor> spec_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                                   const Tensor& k_cache, const Tensor& v_cache,

@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "kernels.h"
+#include "ops.h"
 
 using at::Tensor;
 using namespace trtspec;
@@ -122,7 +123,7 @@ static void run(LinearArgs& args, int64_t panels) {
   });
 }
 
-static Tensor packed_linear(const Tensor& x_, const Tensor& weight, const Tensor& scales, const Tensor& zeros,
+Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tensor& scales, const Tensor& zeros,
                             const std::optional<Tensor>& bias_, int64_t out_features, bool float_out) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;  // no gradients are kept of anything in here
   TORCH_CHECK(x_.dim() == 2, "packed_linear: x is ", x_.sizes(), "; want [rows, inputs]");
@@ -160,4 +161,4 @@ static Tensor packed_linear(const Tensor& x_, const Tensor& weight, const Tensor
   return out;
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("packed_linear", packed_linear); }
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("packed_linear", trtspec::packed_linear); }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "ops.h"
 
 using at::Tensor;
 
@@ -42,7 +43,7 @@ static void check_ids(const char* name, const Tensor& ids, int64_t V, const Tens
     }
 }
 
-static Tensor process_logits(const Tensor& logits_, const Tensor& positions_, const Tensor& history_,
+Tensor trtspec::process_logits(const Tensor& logits_, const Tensor& positions_, const Tensor& history_,
                              const Tensor& prompt_lens_, const Tensor& penalties_, const Tensor& bias_ids_,
                              const Tensor& bias_values_, const Tensor& ban_ids_, const Tensor& ban_until_,
                              const Tensor& allow_mask_, const Tensor& temperatures_, const Tensor& top_ks_,
@@ -107,4 +108,4 @@ static Tensor process_logits(const Tensor& logits_, const Tensor& positions_, co
   return out;
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("process_logits", process_logits); }
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("process_logits", trtspec::process_logits); }

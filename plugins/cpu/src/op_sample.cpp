@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "kernels.h"
+#include "ops.h"
 
 using at::Tensor;
 
@@ -19,7 +20,7 @@ static void check_vector(const char* name, const Tensor& tensor, int64_t length,
               name, " is ", tensor.sizes(), "; want [", length, "]", optional ? " or nothing" : "");
 }
 
-static Tensor spec_sample(const Tensor& logits_, const Tensor& greedy_, const Tensor& seeds_, const Tensor& positions_,
+Tensor trtspec::spec_sample(const Tensor& logits_, const Tensor& greedy_, const Tensor& seeds_, const Tensor& positions_,
                           const Tensor& vocab_ids_) {
   TORCH_CHECK(logits_.dim() == 2 && logits_.scalar_type() == at::kFloat, "spec_sample: logits is ",
               logits_.scalar_type(), " ", logits_.sizes(), "; want fp32 [R, V]");
@@ -46,4 +47,4 @@ static Tensor spec_sample(const Tensor& logits_, const Tensor& greedy_, const Te
   return tokens;
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("spec_sample", spec_sample); }
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("spec_sample", trtspec::spec_sample); }
