@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import trtspec
@@ -82,3 +83,25 @@ def test_optional_dependencies_have_one_home() -> None:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             assert not any(module.split(".")[0] in ("transformers", "vllm") for module in modules), file
+
+
+def test_every_package_is_installed() -> None:
+    """pyproject.toml names each folder with an __init__.py, as plugins/ installs under another name."""
+    project = ROOT.parent
+    found = {".".join(file.parent.relative_to(project).parts) for file in ROOT.rglob("__init__.py")}
+    plugins = project / "plugins"
+    for file in plugins.rglob("__init__.py"):
+        found.add(".".join(("trtspec_plugins", *file.parent.relative_to(plugins).parts)))
+    text = (project / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(r"\npackages = \[(.*?)\n\]", text, re.DOTALL)
+    assert listed is not None
+    assert set(re.findall(r'"([\w.]+)"', listed[1])) == found
+
+
+def test_kernels_know_torch_and_themselves_only() -> None:
+    """The package of kernels imports nothing of trtspec."""
+    for file in (ROOT.parent / "plugins").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not any(module.split(".")[0] == "trtspec" for module in modules), file

@@ -1,0 +1,78 @@
+"""Building and loading the C++ kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from trtspec_plugins.cpu import build, graph_calls
+
+from trtspec.ops import load_plugins
+
+REPORT = "import logging; logging.basicConfig(); from trtspec.ops import load_plugins; print(load_plugins())"
+
+
+def in_a_process(**environment: str) -> str:
+    """What a fresh interpreter says of its kernels."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(autouse=True)
+def _built() -> None:
+    if "cpu" not in load_plugins():
+        pytest.skip("the kernels are not built")
+
+
+def test_building_again_does_nothing() -> None:
+    before = build.library().stat().st_mtime_ns
+    lines: list[str] = []
+    assert build.build(report=lines.append) == build.library()
+    assert lines == [f"{build.library().name} is up to date"]
+    assert build.library().stat().st_mtime_ns == before
+
+
+def test_another_instruction_set_can_be_asked_for() -> None:
+    assert in_a_process(TRTSPEC_CPU_ISA="portable").strip() == "{'cpu': 'portable'}"
+
+
+def test_an_instruction_set_this_machine_lacks_is_named() -> None:
+    said = in_a_process(TRTSPEC_CPU_ISA="avx1024")
+    assert "TRTSPEC_CPU_ISA=avx1024 is not among what this machine runs: " in said
+    assert "{}" in said
+
+
+def test_plugins_can_be_switched_off() -> None:
+    assert in_a_process(TRTSPEC_PLUGINS="0").strip() == "{}"
+
+
+def test_without_a_library_the_references_serve(tmp_path: Path) -> None:
+    """One line says so, and how to get the kernels."""
+    said = in_a_process(TRTSPEC_PLUGIN_DIR=str(tmp_path))
+    assert "the reference kernels do: not built for this version; run build_scripts/build_plugins.py" in said
+
+
+def test_without_a_compiler_the_build_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TRTSPEC_PLUGIN_DIR", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(sys, "argv", ["build_plugins.py"])
+    assert build.main() == 1
+    assert "there is no C++ compiler; install g++" in capsys.readouterr().err
+
+
+def test_compiled_graphs_find_every_op_they_declare() -> None:
+    declared = graph_calls()
+    assert set(declared) == {"packed_linear", "spec_attention_", "process_logits", "spec_sample", "spec_accept"}
+    for name, line in declared.items():
+        schema = getattr(torch.ops.trtspec, name).default._schema
+        parameters = line[line.index("(") + 1 : -1].split(",")
+        assert len(parameters) == len(schema.arguments) + len(schema.returns)
