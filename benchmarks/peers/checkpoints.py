@@ -1,0 +1,146 @@
+"""What every contestant runs: the demo models, Llama shapes of random weights, and prompts for both.
+
+Random weights make random text, in which every engine's rounding decides otherwise and drafts are never right. So the
+made models count: the lm_head's row of each token is the embedding of the one before it, in circles of CIRCLE tokens.
+All layers run and add their noise, but the largest logit is far ahead of the second: every engine, in every format,
+writes the same text, and prompt lookup finds the same drafts in it: none in the first circle, then all. Time per step
+does not depend on what the weights are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.eagle3_vs_vllm import held_out_prompts
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+CIRCLE = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """head_dim is 64; weights are bf16; embedding and lm_head are two matrices."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab: int
+
+
+SHAPES = {
+    "40M": Shape(hidden=512, layers=8, intermediate=1408, heads=8, kv_heads=4, vocab=16000),
+    "246M": Shape(hidden=1024, layers=16, intermediate=2816, heads=16, kv_heads=4, vocab=32000),
+}
+MODELS = ("demo", *SHAPES)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint to measure. draft and eagle3: folders, None where there are none."""
+
+    name: str
+    folder: Path
+    draft: Path | None
+    eagle3: Path | None
+
+    @property
+    def tied(self) -> bool:
+        """Whether lm_head is the embedding."""
+        return bool(json.loads((self.folder / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"])
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a step reads at least: all weights, of a separate embedding only a row."""
+        total = 0
+        for file in self.folder.glob("*.safetensors"):
+            with file.open("rb") as source:
+                header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                first, last = entry["data_offsets"]
+                total += 0 if name == "model.embed_tokens.weight" and not self.tied else last - first
+        return total
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """Held-out code for the demo models, random ids for the others."""
+        if self.name == "demo":
+            return held_out_prompts(self.folder, count, length)
+        generator = torch.Generator().manual_seed(length)
+        ids: list[list[int]] = torch.randint(SHAPES[self.name].vocab, (count, length), generator=generator).tolist()
+        return ids
+
+
+def open_model(name: str, folder: Path) -> Model:
+    """One of MODELS; random weights are written into `folder` unless they are there."""
+    if name == "demo":
+        return Model(name, DEMO / "target", DEMO / "draft", DEMO / "eagle3")
+    if not (folder / name / "config.json").is_file():
+        write_checkpoint(SHAPES[name], folder / name)
+    return Model(name, folder / name, None, None)
+
+
+def write_checkpoint(shape: Shape, folder: Path, seed: int = 0) -> None:
+    """A Llama that counts in circles, see above. Nothing is at `folder` until all of it is."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(rows: int, columns: int, scale: float = 0.02) -> torch.Tensor:
+        return (scale * torch.randn(rows, columns, generator=generator)).bfloat16()
+
+    H, kv = shape.hidden, 64 * shape.kv_heads
+    embedding = random(shape.vocab, H, scale=1.0)
+    ids = torch.arange(shape.vocab)
+    before = ids - ids % CIRCLE + (ids - 1) % CIRCLE
+    tensors = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": embedding[before] * H**-0.5,
+        "model.norm.weight": torch.ones(H, dtype=torch.bfloat16),
+    }
+    sizes = {
+        "self_attn.q_proj": (64 * shape.heads, H),
+        "self_attn.k_proj": (kv, H),
+        "self_attn.v_proj": (kv, H),
+        "self_attn.o_proj": (H, 64 * shape.heads),
+        "mlp.gate_proj": (shape.intermediate, H),
+        "mlp.up_proj": (shape.intermediate, H),
+        "mlp.down_proj": (H, shape.intermediate),
+    }
+    for layer in range(shape.layers):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(H, dtype=torch.bfloat16)
+        for name, size in sizes.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = random(*size)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab,
+        "hidden_size": H,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+    }
+    staging = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
+    (staging / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    staging.rename(folder)

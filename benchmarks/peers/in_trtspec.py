@@ -1,0 +1,99 @@
+"""trtspec itself, a contestant like the others: from an engine folder, or eager from the checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trtspec
+from benchmarks.peers.worker import Stopwatch, serve
+from trtspec import LLM, SamplingParams
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.build import build_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Trtspec:
+    def build(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The engine folder for a load request; built unless one of the same sources and settings is there."""
+        engines = Path(request["engines"])
+        settings = {key: value for key, value in request.items() if key not in ("engines", "label", "first_prompt")}
+        folder = engines / f"{request['label']}-{_digest(settings)}"
+        if not folder.is_dir():
+            for older in engines.glob(f"{request['label']}-" + "?" * _DIGITS):
+                shutil.rmtree(older)
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            speculation = SpeculativeConfig.from_any(request["speculation"])
+            version = trtspec.__version__
+            build_engine(request["model"], folder, speculation, _engine_config(request), version=version)
+        return {"engine": str(folder)}
+
+    def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        """From request["engine"] if it names a folder, else eager."""
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        start = time.perf_counter()
+        if "engine" in request:
+            self.llm = LLM(request["engine"], enable_prefix_caching=False, generation_config="off")
+        else:
+            config = dataclasses.asdict(_engine_config(request))
+            self.llm = LLM(request["model"], request["speculation"], **config)
+        self.generate({"prompts": [request["first_prompt"]], "output_len": 1})
+        return {
+            "startup_s": time.perf_counter() - start,
+            "version": trtspec.__version__,
+            "weight_bytes": self.llm.engine.executables[0].weight_bytes,
+        }
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        engine = self.llm.engine
+        params = SamplingParams(temperature=0.0, max_tokens=request["output_len"], ignore_eos=True, detokenize=False)
+        stopwatch = Stopwatch(len(request["prompts"]))
+        samples = [engine.add_request(prompt, params)[0] for prompt in request["prompts"]]
+        rows = {sample.request_id: b for b, sample in enumerate(samples)}
+        while engine.has_work:
+            for emission in engine.step():
+                stopwatch.give(rows[emission.request.request_id], list(emission.tokens))
+        for sample in samples:
+            if sample.error is not None:
+                raise sample.error
+        return stopwatch.stop()
+
+
+_DIGITS = 12
+
+
+def _engine_config(request: dict[str, Any]) -> EngineConfig:
+    """Raises TypeError where a field (quantization) is not built in this version."""
+    extra = {} if request["format"] == "bf16" else {"quantization": request["format"]}
+    return EngineConfig(
+        max_batch_size=request["max_batch"],
+        max_num_tokens=request["max_num_tokens"],
+        max_seq_len=request["max_len"],
+        enable_prefix_caching=False,
+        generation_config="off",
+        **extra,
+    )
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    """Of the settings and of every source file that may change what is compiled."""
+    digest = hashlib.sha256(json.dumps([settings, str(torch.__version__)], sort_keys=True).encode())
+    for folder, pattern in (("trtspec", "*.py"), ("plugins", "*.py"), ("plugins", "*.cpp"), ("plugins", "*.h")):
+        for file in sorted((ROOT / folder).rglob(pattern)):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:_DIGITS]
+
+
+if __name__ == "__main__":
+    peer = Trtspec()
+    serve({"build": peer.build, "load": peer.load, "generate": peer.generate})

@@ -1,0 +1,62 @@
+"""vLLM on the CPU, with its defaults: compiled, chunked prefill; prefix caching is off. Runs in its own environment."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+from benchmarks.peers.worker import Stopwatch, serve
+
+
+class Vllm:
+    def __init__(self) -> None:
+        self._names = itertools.count()
+        self.llm: Any = None
+
+    def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        import vllm
+
+        self.vllm = vllm
+        start = time.perf_counter()
+        self.llm = vllm.LLM(
+            request["model"],
+            speculative_config=request["speculation"],
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            max_model_len=request["max_len"],
+            max_num_seqs=request["max_batch"],
+            max_num_batched_tokens=request["max_num_tokens"],
+            enable_prefix_caching=False,
+        )
+        self.generate({"prompts": [request["first_prompt"]], "output_len": 1})
+        return {"startup_s": time.perf_counter() - start, "version": vllm.__version__}
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        engine = self.llm.llm_engine
+        params = self.vllm.SamplingParams(
+            temperature=0.0,
+            max_tokens=request["output_len"],
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=self.vllm.sampling_params.RequestOutputKind.DELTA,
+        )
+        rows = {f"{next(self._names)}": b for b in range(len(request["prompts"]))}
+        stopwatch = Stopwatch(len(rows))
+        for name, prompt in zip(rows, request["prompts"], strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                stopwatch.give(rows[output.request_id], list(output.outputs[0].token_ids))
+        return stopwatch.stop()
+
+    def close(self) -> None:
+        """Ends vLLM's own processes, which takes a long time otherwise."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    peer = Vllm()
+    serve({"load": peer.load, "generate": peer.generate})
+    peer.close()

@@ -1,0 +1,96 @@
+"""A contestant's process, seen from the benchmark's side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class PeerError(Exception):
+    """What went wrong with a peer, as a sentence."""
+
+
+class Worker:
+    """Runs `python -m module`, which serves JSON lines (see worker.py), in a process group of its own.
+
+    What it and its libraries print goes to the file `log`.
+    """
+
+    def __init__(self, name: str, python: str, module: str, environment: Mapping[str, str], log: Path) -> None:
+        self.name, self.log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w", encoding="utf-8") as file:
+            try:
+                self.process = subprocess.Popen(
+                    [python, "-m", module],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=file,
+                    env={**os.environ, **environment},
+                    text=True,
+                    start_new_session=True,  # Ctrl-C reaches the benchmark, which ends the whole group
+                )
+            except OSError as error:
+                raise PeerError(f"{name}: {python} does not start ({error.strerror})") from error
+
+    def call(self, op: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+        """The reply. PeerError if it is an error, late, or the process ends instead."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: said below
+            self.process.stdin.write(json.dumps({"op": op, **fields}) + "\n")
+            self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
+            raise PeerError(f"{self.name}: {op} took more than {timeout_s:.0f} s; see {self.log}")
+        line = self.process.stdout.readline()
+        if not line:
+            raise PeerError(f"{self.name}: ended during {op} with code {self.process.wait()}; see {self.log}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise PeerError(f"{self.name}: {op} failed: {_first_line(reply['error'])}; see {self.log}")
+        return reply
+
+    def peak_rss(self) -> int:
+        """Bytes, summed over the process and all it started: what they share counts once for each. Linux only."""
+        lines = [line for status in self._members() for line in status.splitlines()]
+        return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+    def close(self) -> None:
+        """End the whole group: politely by closing stdin, and then not."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the whole group; whoever has shared memory to remove has a few seconds for it."""
+        for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 0.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            deadline = time.monotonic() + patience_s
+            while self._members() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        self.process.wait()
+
+    def _members(self) -> list[str]:
+        """/proc's status of every process of the group that lives."""
+        found = []
+        for status in Path("/proc").glob("[0-9]*/status"):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(status.parent.name)) == self.process.pid and "\nState:\tZ" not in status.read_text():
+                    found.append(status.read_text())
+        return found
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0].rstrip(".")[:300]

@@ -1,0 +1,227 @@
+"""From runs to figures: medians, ratios, tables, a plot."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peers.contests import Contest, Contestant
+
+NONE = "-"  # in tables: does not apply
+
+
+@dataclass
+class Run:
+    """One contestant in one repeat of one contest. Seconds from handing over the prompts."""
+
+    model: str
+    contest: Contest
+    contestant: Contestant
+    repeat: int
+    seconds: float
+    first_s: float  # until every request had a token
+    first_tokens: int  # what the requests' first steps gave
+    request_steps: int  # after a request's first
+    outputs: list[list[int]]
+    read_bandwidth: float = math.nan  # bytes per second, probed before and after the turn
+
+    @property
+    def new_tokens(self) -> int:
+        """After the first step of each request."""
+        return self.contest.batch * self.contest.output_len - self.first_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Read in for a prefill, else generated after the first step of each."""
+        if self.contest.is_prefill:
+            return self.contest.batch * self.contest.input_len / self.first_s
+        return self.new_tokens / (self.seconds - self.first_s)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per request and step after the first; NaN for a prefill."""
+        return self.new_tokens / self.request_steps if self.request_steps else math.nan
+
+    def bandwidth_share(self, weight_bytes: int) -> float:
+        """Time to read the weights once, of the time of a step. Of plain decoding only; NaN otherwise."""
+        if self.contest.is_prefill or self.contestant.speculation is not None:
+            return math.nan
+        return weight_bytes / self.read_bandwidth / ((self.seconds - self.first_s) / (self.contest.output_len - 1))
+
+
+@dataclass
+class Start:
+    """One start of one contestant. startup_s: constructor to first token of a prompt, imports and builds before it."""
+
+    model: str
+    group: str
+    contestant: Contestant
+    startup_s: float
+    weight_bytes: int  # that a step reads
+    peak_rss: int = 0  # bytes, over the whole group's contests
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contestant's figures in a contest, medians over the repeats. NaN where one does not apply."""
+
+    model: str
+    contest: str
+    contestant: str
+    tokens_per_second: float
+    trtspec_ratio: float  # trtspec's compiled engine, same format of weights / this: above 1 trtspec is faster
+    bandwidth_share: float
+    acceptance_length: float
+    same_outputs: int | None  # requests with the reference's token ids; None where there is no reference
+    requests: int
+
+
+def summarise(runs: Sequence[Run], starts: Sequence[Start]) -> list[Row]:
+    """A row per model, contest and contestant, contestants in the order in which they were started."""
+    rows = []
+    for model, contest in dict.fromkeys((run.model, run.contest) for run in runs):
+        here = [run for run in runs if (run.model, run.contest) == (model, contest)]
+        weight_bytes = {start.contestant: start.weight_bytes for start in starts if start.model == model}
+        for contestant in weight_bytes:
+            own = {run.repeat: run for run in here if run.contestant == contestant}
+            reference = {
+                run.repeat: run
+                for run in here
+                if run.contestant.is_reference and run.contestant.format == contestant.format
+            }
+            if own:
+                rows.append(_row(own, reference, weight_bytes[contestant]))
+    return rows
+
+
+def _row(own: dict[int, Run], reference: dict[int, Run], weight_bytes: int) -> Row:
+    """Of the runs of one contestant, and of what it is compared with, by repeat."""
+    pairs = [(own[repeat], reference[repeat]) for repeat in sorted(own.keys() & reference.keys())]
+    any_run = next(iter(own.values()))
+    same = None
+    if pairs:
+        same = sum(a == b for a, b in zip(pairs[-1][0].outputs, pairs[-1][1].outputs, strict=True))
+    return Row(
+        model=any_run.model,
+        contest=any_run.contest.name,
+        contestant=any_run.contestant.name,
+        tokens_per_second=_median([run.tokens_per_second for run in own.values()]),
+        trtspec_ratio=_median([ours.tokens_per_second / it.tokens_per_second for it, ours in pairs]),
+        bandwidth_share=_median([run.bandwidth_share(weight_bytes) for run in own.values()]),
+        acceptance_length=_median([run.acceptance_length for run in own.values()]),
+        same_outputs=same,
+        requests=any_run.contest.batch,
+    )
+
+
+def rows_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells."""
+    header = ["model", "contest", "contestant", "tokens/s", "trtspec / it", "of bandwidth", "tokens per step", "same"]
+    cells = [
+        [
+            row.model,
+            row.contest,
+            row.contestant,
+            _number(row.tokens_per_second, ".1f"),
+            _number(row.trtspec_ratio, ".2f", "x"),
+            _number(row.bandwidth_share, ".0%"),
+            _number(row.acceptance_length, ".2f"),
+            NONE if row.same_outputs is None else f"{row.same_outputs}/{row.requests}",
+        ]
+        for row in rows
+    ]
+    return header, cells
+
+
+def starts_table(starts: Sequence[Start]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells."""
+    header = ["model", "loaded for", "contestant", "constructor to first token", "peak memory", "weights"]
+    cells = [
+        [
+            start.model,
+            start.group,
+            start.contestant.name,
+            f"{start.startup_s:.2f} s",
+            f"{start.peak_rss / 1e6:.0f} MB" if start.peak_rss else NONE,
+            f"{start.weight_bytes / 1e6:.0f} MB",
+        ]
+        for start in starts
+    ]
+    return header, cells
+
+
+def markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """As a table."""
+    lines = [header, ["---"] * len(header), *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def show(console: Console, title: str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """On the terminal. A value that repeats that above is left out in the first two columns."""
+    table = Table(title=title)
+    for column, name in enumerate(header):
+        table.add_column(name, justify="left" if column < 3 else "right", no_wrap=column < 3)
+    before: Sequence[str] = ["", ""]
+    for line in cells:
+        if line[:2] != before:
+            table.add_section()
+        same_model = line[0] == before[0]
+        model, what = "" if same_model else line[0], "" if line[:2] == before else line[1]
+        table.add_row(model, what, *line[2:])
+        before = line[:2]
+    console.print(table)
+
+
+def as_json(runs: Sequence[Run], starts: Sequence[Start], rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything but the token ids, for json; NaN is None."""
+    return {
+        "rows": [_plain(asdict(row)) for row in rows],
+        "starts": [_plain(asdict(start)) for start in starts],
+        "runs": [_plain(asdict(replace(run, outputs=[]))) for run in runs],
+    }
+
+
+def plot(rows: Sequence[Row], png: Path) -> None:
+    """Tokens per second, one panel per model and contest. DependencyError without matplotlib."""
+    from trtspec.plotting import new_figure, save_png
+
+    panels = list(dict.fromkeys((row.model, row.contest) for row in rows))
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = new_figure(5.0 * columns, 2.6 * lines)
+    places = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes, (model, contest) in zip(places, panels, strict=False):
+        shown = [row for row in rows if (row.model, row.contest) == (model, contest)]
+        colors = ["tab:green" if row.contestant.startswith("trtspec") else "tab:gray" for row in shown]
+        bars = axes.barh([row.contestant for row in shown], [row.tokens_per_second for row in shown], color=colors)
+        axes.bar_label(bars, fmt="%.0f", padding=3, fontsize="small")
+        axes.invert_yaxis()
+        axes.margins(x=0.2)
+        axes.tick_params(labelsize="small")
+        axes.set_title(f"{model}: {contest}", fontsize="small")
+        axes.set_xlabel("tokens/s", fontsize="small")
+    for axes in places[len(panels) :]:
+        axes.set_axis_off()
+    save_png(figure, png)
+
+
+def _median(values: Sequence[float]) -> float:
+    """NaN of nothing, or where a value is."""
+    return statistics.median(values) if values and not any(map(math.isnan, values)) else math.nan
+
+
+def _number(value: float, form: str, unit: str = "") -> str:
+    return NONE if math.isnan(value) else f"{value:{form}}{unit}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

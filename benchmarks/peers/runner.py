@@ -1,0 +1,182 @@
+"""Running a group of contestants in turn. One that fails is left out from there on; the others go on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peers.checkpoints import Model
+from benchmarks.peers.contests import LIMITS, Contest, Contestant, Group
+from benchmarks.peers.process import PeerError, Worker
+from benchmarks.peers.results import Run, Start
+
+PREPARE_S, LOAD_S, GENERATE_S = 3600.0, 1800.0, 900.0  # time limits
+PROBE_BYTES = 2**28
+
+
+class Probe:
+    """How fast this machine reads memory right now, bytes per second, with torch's threads."""
+
+    def __init__(self) -> None:
+        from trtspec.ops import load_plugins
+
+        load_plugins()
+        self.data = torch.ones(PROBE_BYTES // 8, dtype=torch.int64)
+        self.has_kernel = hasattr(torch.ops.trtspec_probe, "read_bandwidth")
+
+    def __call__(self) -> float:
+        passes = sorted(self._pass() for _ in range(6))[1:]  # the slowest wakes the threads
+        return passes[len(passes) // 2]
+
+    def _pass(self) -> float:
+        if self.has_kernel:
+            return float(torch.ops.trtspec_probe.read_bandwidth(self.data))
+        start = time.perf_counter()
+        self.data.sum()
+        return PROBE_BYTES / (time.perf_counter() - start)
+
+
+@dataclass
+class Runner:
+    """pythons: of each peer that can run. report hears what is being done."""
+
+    work: Path
+    pythons: dict[str, str]
+    threads: int
+    repeats: int
+    report: Callable[[str], None]
+    runs: list[Run] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(self.threads)
+        self.probe = Probe()
+
+    def run(self, model: Model, group: Group) -> None:
+        """All contests of a group: results go to runs, starts and notes."""
+        with self._workers() as workers:
+            for contestant in group.contestants:
+                if contestant.peer in self.pythons:
+                    with self._excused(f"{model.name}, {group.name}"):
+                        workers[contestant] = self._start(model, group, contestant)
+            prompts = {contest: model.prompts(contest.batch, contest.input_len) for contest in group.contests}
+            for repeat in range(self.repeats + 1 if group.contests else 0):  # the first warms up
+                for contest in group.contests:
+                    stage = f"repeat {repeat} of {self.repeats}" if repeat else "warming up"
+                    self.report(f"{model.name}: {contest.name}: {stage}")
+                    self._turn(model, group, contest, prompts[contest], repeat, workers)
+            for contestant, worker in workers.items():
+                start = next(start for start in reversed(self.starts) if start.contestant == contestant)
+                start.peak_rss = worker.peak_rss()
+
+    def _turn(
+        self,
+        model: Model,
+        group: Group,
+        contest: Contest,
+        prompts: list[list[int]],
+        repeat: int,
+        workers: dict[Contestant, Worker],
+    ) -> None:
+        """Every contestant once, in an order that rotates, between two probes of the bandwidth."""
+        able = [contestant for contestant in workers if contest.batch <= contestant.max_batch]
+        shift = repeat % max(len(able), 1)
+        before, runs = self.probe(), []
+        for contestant in able[shift:] + able[:shift]:
+            with self._excused(f"{model.name}, {contest.name}", lambda c=contestant: workers.pop(c).kill()):
+                timed = workers[contestant].call("generate", GENERATE_S, prompts=prompts, output_len=contest.output_len)
+                runs.append(Run(model.name, contest, contestant, repeat, **timed))
+        bandwidth = (before + self.probe()) / 2
+        for run in runs if repeat else ():
+            run.read_bandwidth = bandwidth
+            self.runs.append(run)
+
+    def _start(self, model: Model, group: Group, contestant: Contestant) -> Worker:
+        """A loaded worker."""
+        label = f"{model.name}-{group.name}-{contestant.name}".replace(" ", "-")
+        request: dict[str, Any] = {
+            **LIMITS,
+            "model": str(model.folder),
+            "speculation": contestant.speculation,
+            "format": contestant.format,
+            "first_prompt": model.prompts(1, 128)[0],
+        }
+        if contestant.peer == "trtspec" and not contestant.eager:
+            self.report(f"{model.name}: building an engine for {contestant.name}, {group.name}")
+            request |= self._prepare(contestant, label, "build", engines=str(self.work / "engines"), **request)
+        if contestant.peer == "llama":
+            request |= {"tied": model.tied, "format": contestant.variant.split()[0]}
+            self.report(f"{model.name}: making the {request['format']} file of llama.cpp")
+            request |= self._prepare(
+                contestant, label, "convert", gguf=str(self.work / "gguf"), name=model.name, **request
+            )
+        self.report(f"{model.name}: loading {contestant.name} for {group.name}")
+        worker = self._worker(contestant, label)
+        try:
+            reply = worker.call("load", LOAD_S, **request)
+        except BaseException:
+            worker.kill()
+            raise
+        self.versions[contestant.peer] = reply["version"]
+        weight_bytes = reply.get("weight_bytes", model.weight_bytes)
+        self.starts.append(Start(model.name, group.name, contestant, reply["startup_s"], weight_bytes))
+        return worker
+
+    def _prepare(self, contestant: Contestant, label: str, op: str, **request: Any) -> dict[str, Any]:
+        """In a process of its own, whose memory and threads end with it."""
+        worker = self._worker(contestant, f"{label}-{op}")
+        try:
+            return worker.call(op, PREPARE_S, label=label, **request)
+        finally:
+            worker.kill()
+
+    def _worker(self, contestant: Contestant, label: str) -> Worker:
+        root = str(Path(__file__).resolve().parents[2])
+        path = root + os.pathsep + os.environ.get("PYTHONPATH", "") if contestant.peer == "trtspec" else root
+        environment = {
+            "PYTHONPATH": path.rstrip(os.pathsep),
+            "OMP_NUM_THREADS": str(self.threads),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, _cpus()[: self.threads])),
+            "VLLM_CACHE_ROOT": str(self.work / "vllm-cache"),
+        }
+        module = f"benchmarks.peers.in_{contestant.peer}"
+        return Worker(
+            contestant.name, self.pythons[contestant.peer], module, environment, self.work / "logs" / f"{label}.log"
+        )
+
+    @contextmanager
+    def _workers(self) -> Iterator[dict[Contestant, Worker]]:
+        """To be filled; whatever happens, none is left running."""
+        workers: dict[Contestant, Worker] = {}
+        try:
+            yield workers
+            for worker in workers.values():
+                worker.close()
+        finally:
+            for worker in workers.values():
+                worker.kill()
+
+    @contextmanager
+    def _excused(self, where: str, then: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """A PeerError becomes a note."""
+        try:
+            yield
+        except PeerError as error:
+            self.notes.append(f"{where}: {error}")
+            self.report(self.notes[-1])
+            then()
+
+
+def _cpus() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

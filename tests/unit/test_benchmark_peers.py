@@ -1,0 +1,331 @@
+"""benchmarks/peers.py without the peers: GGUF files, checkpoints, figures, processes that fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.peers import environments, runner
+from benchmarks.peers.checkpoints import CIRCLE, DEMO, Model, Shape, open_model, write_checkpoint
+from benchmarks.peers.contests import NGRAM, Contest, Contestant, Group, groups
+from benchmarks.peers.gguf_file import gguf_name, interleave_rope, read_safetensors, write_gguf
+from benchmarks.peers.main import main
+from benchmarks.peers.process import PeerError, Worker
+from benchmarks.peers.results import Run, Start, as_json, markdown, rows_table, starts_table, summarise
+from benchmarks.peers.runner import Runner
+from trtspec import LLM, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]], bytes]:
+    """Values, (shape, type, offset) by tensor, and the data section."""
+    data = file.read_bytes()
+    assert data[:4] == b"GGUF"
+    position = 4
+
+    def take(form: str) -> Any:
+        nonlocal position
+        (value,) = struct.unpack_from("<" + form, data, position)
+        position += struct.calcsize("<" + form)
+        return value
+
+    def text() -> str:
+        nonlocal position
+        size = take("Q")
+        position += size
+        return data[position - size : position].decode()
+
+    assert take("I") == 3
+    num_tensors, num_values = take("Q"), take("Q")
+    readers = {4: lambda: take("I"), 6: lambda: take("f"), 8: text}
+    values = {text(): readers[take("I")]() for _ in range(num_values)}
+    tensors = {}
+    for _ in range(num_tensors):
+        name, dims = text(), take("I")
+        tensors[name] = (tuple(take("Q") for _ in range(dims)), take("I"), take("Q"))
+    return values, tensors, data[-(-position // 32) * 32 :]
+
+
+def test_gguf_holds_the_checkpoint(tmp_path: Path) -> None:
+    write_gguf(DEMO / "target", tmp_path / "demo.gguf")
+    values, infos, data = read_gguf(tmp_path / "demo.gguf")
+    assert values["llama.attention.head_count_kv"] == 2
+    assert values["llama.vocab_size"] == 4096
+    source = read_safetensors(DEMO / "target")
+    assert len(infos) == len(source)
+    for name, tensor in source.items():
+        shape, kind, offset = infos[gguf_name(name)]
+        assert offset % 32 == 0
+        if tensor.bits.ndim == 1:
+            stored: Any = np.frombuffer(data, "<f4", shape[0], offset)
+            assert kind == 0
+            expected = torch.from_numpy(tensor.bits.astype(np.int16)).view(torch.bfloat16).float().numpy()
+        else:
+            assert (kind, shape) == (30, tensor.bits.shape[::-1])
+            stored = np.frombuffer(data, "<u2", tensor.bits.size, offset).reshape(tensor.bits.shape)
+            heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+            expected = tensor.bits if heads is None else interleave_rope(tensor.bits, heads)
+        assert np.array_equal(stored, expected), name
+
+
+def test_interleaved_rows_rotate_like_halves() -> None:
+    heads, width = 3, 8
+    x = np.random.default_rng(0).normal(size=(heads * width, 1))
+    angle = 0.3 ** np.arange(width // 2)
+    cos, sin = np.cos(angle), np.sin(angle)
+    low, high = np.split(x.reshape(heads, width), 2, axis=1)
+    halves = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=1).reshape(-1, 1)
+    pairs = interleave_rope(x, heads).reshape(heads, width // 2, 2)
+    rotated = np.stack(
+        [pairs[..., 0] * cos - pairs[..., 1] * sin, pairs[..., 1] * cos + pairs[..., 0] * sin], axis=-1
+    ).reshape(-1, 1)
+    np.testing.assert_allclose(rotated, interleave_rope(halves, heads))
+
+
+def test_gguf_refuses_what_it_cannot_express(tmp_path: Path) -> None:
+    config = json.loads((DEMO / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    with pytest.raises(ValueError, match="without rope scaling and biases"):
+        write_gguf(tmp_path, tmp_path / "x.gguf")
+    with pytest.raises(ValueError, match="midlayer"):
+        gguf_name("midlayer.mlp.up_proj.weight")
+
+
+@pytest.mark.skipif("LLAMA_PYTHON" not in os.environ, reason="LLAMA_PYTHON: no environment with llama-cpp-python")
+def test_llama_cpp_reads_the_file_and_writes_the_same(tmp_path: Path) -> None:
+    worker = Worker(
+        "llama.cpp",
+        os.environ["LLAMA_PYTHON"],
+        "benchmarks.peers.in_llama",
+        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        tmp_path / "log",
+    )
+    model = open_model("demo", tmp_path)
+    prompts = model.prompts(4, 24)
+    limits = {"max_batch": 4, "max_len": 64, "max_num_tokens": 256, "tied": True, "first_prompt": prompts[0]}
+    try:
+        made = worker.call("convert", 60, model=str(model.folder), gguf=str(tmp_path), name="demo", format="BF16")
+        worker.call("load", 60, **limits, **made, format="BF16", speculation=None)
+        theirs = worker.call("generate", 60, prompts=prompts, output_len=16)["outputs"]
+        worker.call("load", 60, **limits, **made, format="BF16", speculation=NGRAM)
+        looked_up = worker.call("generate", 60, prompts=prompts[:1], output_len=16)["outputs"]
+    finally:
+        worker.kill()
+    assert theirs == generate(model.folder, prompts, 16)
+    assert looked_up == theirs[:1]
+
+
+# -- checkpoints and contests -----------------------------------------------------------------------------------------
+
+
+def generate(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+    with LLM(folder, max_batch_size=len(prompts)) as llm:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_random_weights_count_in_circles(tmp_path: Path) -> None:
+    shape = Shape(hidden=128, layers=3, intermediate=256, heads=2, kv_heads=1, vocab=40 * CIRCLE)
+    write_checkpoint(shape, tmp_path / "small")
+    prompts = [[700, 3, 9], [5, CIRCLE + 30]]
+    outputs = generate(tmp_path / "small", prompts, 2 * CIRCLE)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        base = prompt[-1] - prompt[-1] % CIRCLE
+        assert output == [base + (prompt[-1] + 1 + i) % CIRCLE for i in range(2 * CIRCLE)]
+    model = Model("small", tmp_path / "small", None, None)
+    per_layer = 2 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256 + 2 * 128)
+    assert model.weight_bytes == 3 * per_layer + 2 * (128 + 128 * shape.vocab)  # without the embedding
+
+
+def test_contests_of_a_model() -> None:
+    demo = open_model("demo", Path("unused"))
+    random = Model("40M", Path("unused"), None, None)
+    everything = {"plain", "batch8", "prefill", "ngram", "draft", "eagle3", "startup"}
+    assert [group.name for group in groups(demo, everything, {"vllm"}, 64)] == ["decoding", "ngram", "draft", "eagle3"]
+    assert [group.name for group in groups(random, everything, {"vllm"}, 64)] == ["decoding", "ngram"]
+    (group,) = groups(random, {"startup"}, {"llama"}, 64)
+    assert group.contests == ()
+    assert {one.peer for one in group.contestants} == {"trtspec", "llama"}
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+PLAIN = Contest("plain, batch 1", 1, 128, 101)
+OURS, THEIRS, QUANTISED = Contestant("trtspec"), Contestant("llama", "BF16"), Contestant("llama", "Q8_0", "int8")
+
+
+def run(contestant: Contestant, repeat: int, seconds: float, output: list[int], contest: Contest = PLAIN) -> Run:
+    return Run("40M", contest, contestant, repeat, seconds + 1.0, 1.0, 1, 100, [output], read_bandwidth=1e9)
+
+
+def test_figures() -> None:
+    runs = [run(OURS, r, seconds, [1, 2]) for r, seconds in enumerate((1.0, 2.0, 4.0))]
+    runs += [run(THEIRS, r, seconds, [1, 3]) for r, seconds in enumerate((2.0, 2.0, 2.0))]
+    runs += [run(QUANTISED, 0, 0.5, [1, 2])]
+    starts = [Start("40M", "decoding", one, 0.5, 5_000_000, 10**8) for one in (OURS, THEIRS, QUANTISED)]
+    ours, theirs, quantised = summarise(runs, starts)
+    assert ours.tokens_per_second == 50.0  # 100 tokens after the first in 2 s, the median
+    assert ours.trtspec_ratio == 1.0
+    assert ours.bandwidth_share == pytest.approx(0.25)  # 5 ms to read the weights, 20 ms a step
+    assert ours.acceptance_length == 1.0
+    assert theirs.trtspec_ratio == 1.0  # the median of 2, 1 and 1/2
+    assert (theirs.same_outputs, ours.same_outputs) == (0, 1)
+    assert quantised.same_outputs is None
+    assert math.isnan(quantised.trtspec_ratio)
+    header, cells = rows_table([ours, quantised])
+    assert cells[1] == ["40M", "plain, batch 1", "llama.cpp Q8_0", "200.0", "-", "100%", "1.00", "-"]
+    assert markdown(header, cells).count("\n") == 4
+    assert starts_table(starts)[1][0] == ["40M", "decoding", "trtspec", "0.50 s", "100 MB", "5 MB"]
+    assert (
+        json.loads(json.dumps(as_json(runs, starts, [quantised]), allow_nan=False))["rows"][0]["trtspec_ratio"] is None
+    )
+
+
+def test_prefill_counts_prompt_tokens() -> None:
+    prefill = run(OURS, 0, 0.0, [1], Contest("prefill", 1, 1024, 1))
+    assert prefill.tokens_per_second == 1024.0
+    assert math.isnan(prefill.bandwidth_share(1000))
+
+
+# -- processes and environments ---------------------------------------------------------------------------------------
+
+FAKE_PEER = """
+import os, subprocess, sys, time
+from benchmarks.peers.worker import Stopwatch, serve
+
+def generate(request):
+    print("noise on stdout")
+    watch = Stopwatch(2)
+    for tokens in ([1], [2, 3], []):
+        watch.give(0, tokens)
+    watch.give(1, [4])
+    return watch.stop()
+
+def fail(request):
+    raise ValueError("no such thing\\nmore")
+
+def crash(request):
+    os._exit(3)
+
+def child(request):
+    return {"pid": subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid}
+
+serve({"generate": generate, "fail": fail, "crash": crash, "child": child, "sleep": lambda r: time.sleep(600)})
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Any:
+    (tmp_path / "fake_peer.py").write_text(FAKE_PEER)
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+    worker = Worker("fake", sys.executable, "fake_peer", {"PYTHONPATH": path}, tmp_path / "log")
+    yield worker
+    worker.kill()
+
+
+def test_worker_answers_and_goes_on_after_an_error(worker: Worker) -> None:
+    reply = worker.call("generate", 60)
+    assert reply["outputs"] == [[1, 2, 3], [4]]
+    assert (reply["first_tokens"], reply["request_steps"]) == (2, 1)
+    assert 0 < reply["first_s"] <= reply["seconds"]
+    with pytest.raises(PeerError, match=r"fake: fail failed: ValueError: no such thing; see .*log"):
+        worker.call("fail", 60)
+    assert worker.call("generate", 60)["outputs"]
+    assert worker.peak_rss() > 1e6
+    worker.close()
+    assert "noise on stdout" in worker.log.read_text()
+
+
+def test_worker_that_crashes_or_hangs(worker: Worker) -> None:
+    with pytest.raises(PeerError, match=r"fake: sleep took more than 0 s; see .*log"):
+        worker.call("sleep", 0.1)
+    worker.kill()
+    with pytest.raises(PeerError, match=r"fake: ended during crash with code -15; see .*log"):
+        worker.call("crash", 60)
+
+
+def test_no_process_of_a_worker_stays(worker: Worker) -> None:
+    pid = worker.call("child", 60)["pid"]
+    worker.kill()
+    status = Path(f"/proc/{pid}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_a_failing_peer_is_left_out_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name, self.calls = name, 0
+
+        def call(self, op: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+            self.calls += 1
+            if self.name.startswith("llama") and self.calls == 2:
+                raise PeerError("llama.cpp: ended")
+            return {"seconds": 2.0, "first_s": 1.0, "first_tokens": 1, "request_steps": 1, "outputs": fields["prompts"]}
+
+        def peak_rss(self) -> int:
+            return 7
+
+        def close(self) -> None:
+            ended.append(self.name)
+
+        kill = close
+
+    class FakeRunner(Runner):
+        def _start(self, model: Model, group: Group, contestant: Contestant) -> Any:
+            if contestant.peer == "vllm":
+                raise PeerError("vLLM: ended during load")
+            self.starts.append(Start(model.name, group.name, contestant, 1.0, 1))
+            return Fake(contestant.name)
+
+    class FakeProbe:
+        def __call__(self) -> float:
+            return 1e9
+
+    ended: list[str] = []
+    monkeypatch.setattr(runner, "Probe", FakeProbe)
+    contestants = (OURS, Contestant("vllm"), THEIRS)
+    pythons = dict.fromkeys(("trtspec", "vllm", "llama"), sys.executable)
+    test = FakeRunner(tmp_path, pythons, torch.get_num_threads(), 3, lambda what: None)
+    test.run(open_model("demo", tmp_path), Group("decoding", (Contest("plain", 1, 8, 4),), contestants))
+    assert [(done.contestant.name, done.repeat) for done in test.runs] == [
+        ("trtspec", 1),
+        ("trtspec", 2),
+        ("trtspec", 3),
+    ]
+    assert test.notes == ["demo, decoding: vLLM: ended during load", "demo, plain: llama.cpp: ended"]
+    assert {"trtspec", "llama.cpp BF16"} <= set(ended)
+    assert [start.peak_rss for start in test.starts] == [7, 0]
+
+
+def test_environment_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PeerError, match="--vllm-python nowhere/python is no program"):
+        environments.given_python("vllm", "nowhere/python")
+    monkeypatch.setattr(environments.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(PeerError, match="needs a C\\+\\+ compiler"):
+        environments.python_of("llama", tmp_path / "llama", tmp_path / "log", 1, lambda what: None)
+
+
+def test_environment_is_reused(tmp_path: Path) -> None:
+    (tmp_path / "made.txt").write_text(repr(environments.RECIPES["vllm"]))
+    python = environments.python_of("vllm", tmp_path, tmp_path / "log", 1, lambda what: None)
+    assert python == str(tmp_path / "bin" / "python")
+
+
+@pytest.mark.parametrize("arguments", [["--only", "tgi"], ["--what", ""], ["--repeats", "0"], ["--output-len", "1"]])
+def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main("x", arguments)
+    assert "error:" in capsys.readouterr().err
