@@ -40,7 +40,8 @@ WEIGHTS = "weights.safetensors"
 _INDUCTOR = {
     "aot_inductor.package_constants_in_so": False,  # weights once, beside all graphs
     "emulate_precision_casts": True,  # round to bf16 where eager does
-    "cpp.dynamic_threads": True,  # as many threads as torch has when it runs, not when it was compiled
+    # What is between our ops is a few rows of elementwise work: waking threads for it costs more than it saves.
+    "cpp.threads": 1,
 }
 
 _DTYPES = {
