@@ -61,6 +61,8 @@ class LLM:
         if unknown:
             raise ConfigError(f"unknown LLM argument {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         built = EngineFolder.open(model)
+        if built is not None:
+            built.check()  # before any of its files is read
         config = EngineConfig(**engine_options) if built is None else built.engine_config(engine_options)
         speculative = SpeculativeConfig.from_any(speculative_config)
         if not isinstance(tokenizer, Tokenizer):

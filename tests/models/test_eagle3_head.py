@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -397,7 +398,11 @@ def head(tmp_path: Path, deep: Path) -> Path:
 
 
 def assemble(deep: Path, head: Path, **wishes: Any) -> OneEngineStep:
-    with LLM(deep, {**EAGLE3, "model": str(head), **wishes}) as llm:
+    """With its weights as they were loaded: kernels would have them packed."""
+    with (
+        mock.patch("trtspec.engine.assemble.load_plugins", return_value={}),
+        LLM(deep, {**EAGLE3, "model": str(head), **wishes}) as llm,
+    ):
         return eagle_step(llm)
 
 

@@ -57,6 +57,14 @@ def decide(fields: Mapping[str, Any], **changes: Any) -> ResolvedSpeculation:
 # -- method and model -------------------------------------------------------------------------------------------------
 
 
+def test_an_eagle3_head_is_known_by_its_architecture() -> None:
+    """Whatever its folder is called; a method that is given wins."""
+    head = draft(is_eagle3=True)
+    assert method_and_model(SpeculativeConfig(model="/models/head"), TARGET, head) == ("eagle3", "/models/head")
+    asked = SpeculativeConfig(model="/models/head", method="draft_model")
+    assert method_and_model(asked, TARGET, head)[0] == "draft_model"
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "expected"),
     [

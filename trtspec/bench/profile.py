@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import trtspec.engine.step as loop_module
+from trtspec.backends.eager import EagerExecutable
 from trtspec.bench.decode import versions
 from trtspec.engine.core import EngineCore
+from trtspec.engine.stats import TimedExecutable
 from trtspec.llm import LLM
 from trtspec.sampling_params import SamplingParams
+from trtspec.workers.step import OneEngineStep
 
 PHASES = ("verify", "accept", "draft", "host")
-"""The target's forward pass and lm_head; drawing and comparing; draft passes, their draws included; everything else."""
+"""The target's forward pass and lm_head; drawing and comparing; draft passes, their draws included; everything else.
+
+A compiled one-engine step is a single launch: all of it counts as `verify`."""
 
 
 class Clock:
@@ -52,12 +57,12 @@ class Clock:
 def measured(engine: EngineCore, clock: Clock) -> Iterator[None]:
     """Inside, `clock` knows the phases of the engine's steps: the methods that make them up are wrapped."""
     target, drafter = engine.loop.target, engine.loop.proposer.drafter
-    step = getattr(getattr(target, "inner", target), "step", None)
-    worker = getattr(step, "worker", None)
+    inner = target.inner if isinstance(target, TimedExecutable) else target
     places: list[tuple[Any, str, str]] = [(target, "run", "verify"), (loop_module, "accept", "accept")]
     if drafter is not None:
         places.append((drafter, "propose", "draft"))
-    if worker is not None:
+    if isinstance(inner, EagerExecutable) and isinstance(inner.step, OneEngineStep):
+        worker = inner.step.worker
         places += [
             (worker, "sample_tokens_for_batch", "accept"),
             (worker, "sample_and_accept_draft_tokens", "accept"),

@@ -161,6 +161,8 @@ def method_and_model(config: SpeculativeConfig, target: TargetInfo, draft: Draft
 
 
 def _method_from_hints(model: str, draft: DraftInfo | None) -> str:
+    if draft is not None and draft.is_eagle3:
+        return "eagle3"
     name = PurePath(model).name.lower()  # the folder's own name: a parent folder says nothing about a model
     if "eagle-" in name:
         return "eagle"

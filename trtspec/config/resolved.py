@@ -35,6 +35,7 @@ class DraftInfo:
     vocab_size: int
     max_model_len: int
     n_predict: int | None = None
+    is_eagle3: bool = False  # by its architecture
     capture_layers: tuple[int, ...] | None = None  # "after layer i", where the checkpoint says
 
 

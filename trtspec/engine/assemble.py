@@ -160,7 +160,6 @@ def plan_assembly(
     built = model if isinstance(model, EngineFolder) else None
     own = None
     if built is not None:
-        built.check()
         own = built.speculative_config()
         if own is not None and speculative is not None:
             raise ConfigError(
@@ -288,6 +287,7 @@ def resolve_speculation(
             model_type=draft.model_type,
             vocab_size=draft.vocab_size,
             max_model_len=draft.max_seq_len,
+            is_eagle3=draft.architecture in EAGLE3_ARCHITECTURES,
             capture_layers=Eagle3Facts.of(draft).capture_layers if _is_eagle3(speculative, draft) else None,
         ),
     )
