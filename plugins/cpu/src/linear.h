@@ -97,7 +97,7 @@ void float_tile(const char* panel, int64_t steps, const char* x, int64_t row_byt
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; ++v) acc[r][v] = load(sums[r] + v * LANES);
   for (int64_t s = 0; s < steps; ++s, panel += STEP_BYTES) {
-    if constexpr (ROWS > 1) prefetch(panel);  // one row waits for memory alone
+    prefetch(panel);
     typename Format::Weights w[VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; ++v) w[v] = Format::load_weights(panel + v * sizeof(Vec));
