@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from trtspec import LLM, SamplingParams, SpeculationStats
 from trtspec.cli.generate import stream_coloured
 from trtspec.errors import TrtSpecError
 
+ROUNDS = 5
 PROMPTS = (
     'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n        self.items = []\n\n    def',
     "import os\nimport sys\nimport unittest\n\n\nclass TestPath(unittest.TestCase):\n    def setUp(self):",
@@ -32,13 +34,13 @@ class Mode:
     name: str
     engine: str  # that runs it; in ENGINES
     speculative_config: dict[str, Any] | None = None  # beside what the engine was built for
-    tokens: list[list[int]] = field(default_factory=list)
-    seconds: float = 0.0
+    tokens: list[list[int]] = field(default_factory=list)  # of each prompt
+    times: list[list[float]] = field(default_factory=list)  # of each prompt, seconds in each round
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(map(len, self.tokens)) / self.seconds
+        return sum(map(len, self.tokens)) / sum(map(statistics.median, self.times))
 
 
 def main() -> int:
@@ -75,11 +77,16 @@ def main() -> int:
         stream_coloured(engines[-1], prompt, params, console)
         console.print(Rule(style="dim"))
 
-    for prompt in PROMPTS:  # every mode in turn on each prompt, so that a slow moment of the machine hits all
-        for mode, llm in zip(modes, engines, strict=True):
-            start = time.perf_counter()
-            output = llm.generate(prompt, params, use_tqdm=False)[0]
-            mode.seconds += time.perf_counter() - start
+    for prompt in PROMPTS:
+        rounds = [[0.0] * ROUNDS for _ in modes]
+        for turn in range(ROUNDS):  # every mode in turn, so that a slow moment of the machine hits all
+            outputs = []
+            for times, llm in zip(rounds, engines, strict=True):
+                start = time.perf_counter()
+                outputs.append(llm.generate(prompt, params, use_tqdm=False)[0])
+                times[turn] = time.perf_counter() - start
+        for mode, times, output in zip(modes, rounds, outputs, strict=True):
+            mode.times.append(times)
             mode.tokens.append(list(output.outputs[0].token_ids))
             mode.stats = SpeculationStats.total((mode.stats, output.speculation))
     console.print(table(modes, "greedy" if args.temperature == 0 else f"temperature {args.temperature:g}, seeded"))
