@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test test-kernels bench lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -11,6 +11,15 @@ test: .venv/.dev .venv/.plugins
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q
+
+# The kernels' tests with every instruction set this machine has, then checked for bad addresses and undefined behaviour.
+test-kernels: .venv/.dev .venv/.plugins
+	for isa in portable avx2 avx512 avx512_bf16; do \
+	    TRTSPEC_CPU_ISA=$$isa $(BIN)/python -m pytest -q tests/plugins/test_cpu_*.py || exit 1; done
+	$(BIN)/python build_scripts/build_plugins.py --sanitize
+	TRTSPEC_PLUGIN_SANITIZED=1 ASAN_OPTIONS=detect_leaks=0 \
+	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	    $(BIN)/python -m pytest -q tests/plugins/test_cpu_*.py
 
 bench: .venv/.dev .venv/.plugins
 	$(BIN)/python benchmarks/decode.py

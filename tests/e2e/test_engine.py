@@ -185,6 +185,21 @@ def test_hidden_states_are_those_of_eager(engine: Callable[[str, str], Path], mo
             torch.testing.assert_close(tensor, saved["eager"][name][key], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: Path, kind: str) -> None:
+    """Target and draft quantised: packed in a tight cache with drafts, the words of plain decoding alone. One compiled
+    engine serves both here; eager gives the same."""
+    output = tmp_path / "engine"
+    build_engine(models / "target", output, None, EngineConfig(dtype="float32", quantization=kind, **LIMITS))
+    alone = run_alone(LLM(output, num_kv_blocks=128).engine, CASES)
+    assert packed(LLM(output, speculation("ngram", models), **TIGHT)).outcomes == alone
+    for mode in ("draft", "eagle3"):
+        wishes = {**(speculation(mode, models) or {}), "quantization": kind}
+        run = packed(LLM(models / "target", wishes, quantization=kind, **LIMITS, **TIGHT))
+        assert run.outcomes == alone
+        assert 0 < run.speculation.acceptance_per_position[0] < 1
+
+
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,8 @@ static std::vector<const Kernels*> supported() {
   std::vector<const Kernels*> tables;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512cd");
@@ -52,7 +53,7 @@ const Kernels& kernels() {
 
 }  // namespace trtspec
 
-// For Python: which instruction set serves. NULL and a message on stderr-free terms: see __init__.py.
+// For Python (see __init__.py): which instruction set serves, or "!" and why none does.
 extern "C" const char* trtspec_cpu_isa() {
   try {
     return trtspec::kernels().name;
