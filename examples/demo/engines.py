@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import shutil
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ def build(name: str, folder: Path) -> Path:
     """Compile one engine; in a process of its own, as compilers keep two cores busy."""
     config = EngineConfig(max_batch_size=8)
     build_engine(TARGET, folder, SpeculativeConfig.from_any(ENGINES[name]), config, replace_existing=True)
+    for outdated in set(FOLDER.glob(f"{name}-*")) - {folder}:
+        shutil.rmtree(outdated)
     return folder
 
 
