@@ -34,8 +34,7 @@ class Trtspec:
                 shutil.rmtree(older)
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             speculation = SpeculativeConfig.from_any(request["speculation"])
-            version = trtspec.__version__
-            build_engine(request["model"], folder, speculation, _engine_config(request), version=version)
+            build_engine(request["model"], folder, speculation, _engine_config(request))
         return {"engine": str(folder)}
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:

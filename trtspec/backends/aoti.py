@@ -253,10 +253,11 @@ class AotiExecutable:
         return self._outputs(dict(zip(self.compiled.outputs, outputs, strict=True)), spec)
 
     def _load(self, file: Path) -> Callable[[list[Tensor]], list[Tensor]]:
-        model = torch._inductor.aoti_load_package(str(file))
+        # not torch._inductor.aoti_load_package: importing that module, which is for compiling, takes two seconds
+        model = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", False, 1, -1)
         constants = {name: self._weights[name] for name in model.get_constant_fqns()}
-        model.load_constants(constants, check_full_update=True, user_managed=True)
-        return cast("Callable[[list[Tensor]], list[Tensor]]", model.loader.run)
+        model.load_constants(constants, False, True, True)  # all of them, user-managed: the graph keeps our memory
+        return cast("Callable[[list[Tensor]], list[Tensor]]", model.run)
 
     def _checked(self, inputs: StepInputs) -> list[Tensor]:
         given = graph_inputs(inputs, self.compiled.inputs)
