@@ -203,8 +203,8 @@ def assemble_engine(
     """Load, plan memory, wire up. `model` is a checkpoint or an engine. `progress` hears what is being done."""
     assembly = plan_assembly(model, speculative, config, pack=bool(load_plugins()))
     mode, target, draft, resolved = assembly.mode, assembly.target, assembly.draft, assembly.resolved
-    drafting = None if mode.is_save_hidden_states() else resolved
     K = assembly.max_draft_len
+    drafting = resolved if K else None
     assembly.num_blocks = plan_kv_blocks(assembly)
     collector = hidden_state_collector(assembly)  # complains before anything is loaded
 
