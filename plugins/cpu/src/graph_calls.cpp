@@ -1,9 +1,11 @@
 // What AOTInductor's graphs call instead of torch's dispatcher, which costs several microseconds an op through their
-// proxy executor. Names and signatures are fixed by AOTInductor; they are declared to it as they stand here.
+// proxy executor. Names and signatures are fixed by AOTInductor; they are declared to it as they stand here. Between
+// these calls a graph has nothing that runs in parallel, so they use our own threads.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 
 #include "ops.h"
+#include "threads.h"
 
 using torch::aot_inductor::new_tensor_handle;
 using torch::aot_inductor::pointer_to_optional;
@@ -19,6 +21,7 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x
                                                               AtenTensorHandle* bias, int64_t out_features,
                                                               int32_t float_out, AtenTensorHandle* out) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    const trtspec::OwnThreads own_threads;
     *out = new_tensor_handle(trtspec::packed_linear(tensor(x), tensor(weight), tensor(scales), tensor(zeros),
                                                     pointer_to_optional<at::Tensor>(bias), out_features, float_out != 0));
   });
@@ -29,6 +32,7 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_spec_attention_(
     AtenTensorHandle cu_q_lens, AtenTensorHandle kv_lens, AtenTensorHandle block_tables, AtenTensorHandle tree_mask,
     AtenTensorHandle sinks, double scale, int64_t window, double softcap, AtenTensorHandle* out) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    const trtspec::OwnThreads own_threads;
     *out = new_tensor_handle(trtspec::spec_attention_(
         tensor(q), tensor(k), tensor(v), tensor(k_cache), tensor(v_cache), tensor(cu_q_lens), tensor(kv_lens),
         tensor(block_tables), tensor(tree_mask), tensor(sinks), scale, window, softcap));
@@ -41,6 +45,7 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_process_logits(
     AtenTensorHandle ban_until, AtenTensorHandle allow_mask, AtenTensorHandle temperatures, AtenTensorHandle top_ks,
     AtenTensorHandle top_ps, AtenTensorHandle min_ps, AtenTensorHandle* out) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    const trtspec::OwnThreads own_threads;
     *out = new_tensor_handle(trtspec::process_logits(
         tensor(logits), tensor(positions), tensor(history), tensor(prompt_lens), tensor(penalties), tensor(bias_ids),
         tensor(bias_values), tensor(ban_ids), tensor(ban_until), tensor(allow_mask), tensor(temperatures),
@@ -52,6 +57,7 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_spec_sample(AtenTensorHandle log
                                                             AtenTensorHandle seeds, AtenTensorHandle positions,
                                                             AtenTensorHandle vocab_ids, AtenTensorHandle* out) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    const trtspec::OwnThreads own_threads;
     *out = new_tensor_handle(trtspec::spec_sample(tensor(logits), tensor(greedy), tensor(seeds), tensor(positions),
                                                   tensor(vocab_ids)));
   });

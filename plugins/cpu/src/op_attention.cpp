@@ -1,16 +1,15 @@
 // spec_attention and kv_compact: see trtspec/ops/attention.py and trtspec/ops/compact.py.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 #include "kernels.h"
 #include "ops.h"
+#include "threads.h"
 
 using at::Tensor;
 
@@ -20,7 +19,7 @@ namespace {
 // Lines (query heads of rows) of a piece of work: enough to pay for bringing K and V in, few enough for the L2 cache.
 constexpr int64_t LINES_PER_PIECE = 96;
 // Multiply-adds worth another thread: some 10 us.
-constexpr int64_t WORK_PER_THREAD = 1 << 20;
+constexpr int64_t WORK_PER_CHUNK = 1 << 20;
 constexpr int64_t ROWS_PER_APPEND = 256;
 
 // -- checks ----------------------------------------------------------------------------------------------------------
@@ -119,22 +118,17 @@ class Pieces {
   int64_t request_ = 0, first_ = 0;  // a request and the number of its first piece
 };
 
-// Threads take pieces as they come: they are not all as long.
 void attend_all(const AttentionArgs& args, int64_t B) {
   const Pieces pieces(args, B);
   const int64_t count = pieces.count();
-  int64_t work = 0;
+  int64_t work = 1;
   for (int64_t b = 0; b < B; ++b)
     work += int64_t(args.cu_q_lens[b + 1] - args.cu_q_lens[b]) * std::max<int64_t>(args.kv_lens[b], 0);
   work *= 2 * args.q_heads * args.head_dim;
-  std::atomic<int64_t> next = 0;
-  const auto take_pieces = [&](int64_t, int64_t) {
+  trtspec::parallel_for(count, 1 + count * WORK_PER_CHUNK / work, [&](int64_t begin, int64_t end) {
     Pieces mine = pieces;
-    for (int64_t number; (number = next.fetch_add(1, std::memory_order_relaxed)) < count;)
-      kernels().attend(args, mine.at(number));
-  };
-  const int64_t workers = std::min<int64_t>({at::get_num_threads(), count, 1 + work / WORK_PER_THREAD});
-  at::parallel_for(0, std::max<int64_t>(workers, 1), 1, take_pieces);
+    for (int64_t number = begin; number < end; ++number) kernels().attend(args, mine.at(number));
+  });
 }
 
 }  // namespace
@@ -201,7 +195,7 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
   for (int64_t b = 0; b < B; ++b)
     check_blocks(args.block_tables + b * args.table_step, args.table_columns, args.block_size, args.kv_lens[b],
                  k_cache.size(0));
-  at::parallel_for(0, T, ROWS_PER_APPEND, [&](int64_t first, int64_t last) {
+  trtspec::parallel_for(T, ROWS_PER_APPEND, [&](int64_t first, int64_t last) {
     append(args, rows_of(k), args.k_cache, k.element_size(), B, first, last);
     append(args, rows_of(v), args.v_cache, v.element_size(), B, first, last);
   });

@@ -1,5 +1,4 @@
 // packed_linear: see trtspec/ops/linear.py for the op, trtspec/ops/packing.py for the layouts.
-#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/constant_pad_nd.h>
@@ -8,11 +7,14 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <memory>
 #include <optional>
 
 #include "kernels.h"
 #include "ops.h"
+#include "threads.h"
 
 using at::Tensor;
 using namespace trtspec;
@@ -97,11 +99,27 @@ static void check_int4(const LinearArgs& args, const Tensor& scales, const Tenso
               " uint8, contiguous, or no elements");
 }
 
-// Work worth a thread: about as long as waking it takes. In bytes of weights read, a tile of rows for the price of one.
-static int64_t panels_worth_a_thread(const LinearArgs& args) {
-  constexpr int64_t WORTH = 64 * 1024, ROWS_FOR_ONE = 12;
+// In bytes of weights read, a tile of rows for the price of one.
+static int64_t panels_of_a_chunk(const LinearArgs& args) {
+  constexpr int64_t BYTES = 64 * 1024, ROWS_FOR_ONE = 12;
   const int64_t rows = std::min(args.rows, BLOCK_ROWS);
-  return WORTH / (args.steps * STEP_BYTES * ((rows + ROWS_FOR_ONE - 1) / ROWS_FOR_ONE) + 1) + 1;
+  return BYTES / (args.steps * STEP_BYTES * ((rows + ROWS_FOR_ONE - 1) / ROWS_FOR_ONE) + 1) + 1;
+}
+
+// Engines call their linears in the same order in every step, so what followed a weight last time will probably follow
+// it again. A weight's slot is by its address; two that share one only lose the guess.
+static Memory weight_after(Memory weight) {
+  struct Slot { std::atomic<const char*> weight, next; std::atomic<int64_t> bytes; };
+  static std::array<Slot, 4096> slots;
+  static thread_local Slot* last = nullptr;
+  if (last != nullptr) {
+    last->next.store(weight.data, std::memory_order_relaxed);
+    last->bytes.store(weight.bytes, std::memory_order_relaxed);
+  }
+  Slot& mine = slots[reinterpret_cast<uintptr_t>(weight.data) / 64 % slots.size()];
+  last = &mine;
+  if (mine.weight.exchange(weight.data, std::memory_order_relaxed) != weight.data) return {};
+  return {mine.next.load(std::memory_order_relaxed), mine.bytes.load(std::memory_order_relaxed)};
 }
 
 static void run(LinearArgs& args, int64_t panels) {
@@ -109,18 +127,18 @@ static void run(LinearArgs& args, int64_t panels) {
   const int64_t row_bytes = k.linear_row_bytes(args);
   const auto prepared = std::make_unique_for_overwrite<char[]>(args.rows * row_bytes);
   args.prepared = prepared.get();
-  at::parallel_for(0, args.rows, BLOCK_ROWS, [&](int64_t begin, int64_t end) { k.linear_prepare(args, begin, end); });
+  parallel_for(args.rows, BLOCK_ROWS, [&](int64_t begin, int64_t end) { k.linear_prepare(args, begin, end); });
 
   // Piece i is panel i % panels of rows from i / panels * BLOCK_ROWS on.
   const int64_t blocks = (args.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  at::parallel_for(0, blocks * panels, panels_worth_a_thread(args), [&](int64_t begin, int64_t end) {
+  parallel_for(blocks * panels, panels_of_a_chunk(args), [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t row = begin / panels * BLOCK_ROWS, panel = begin % panels;
       const int64_t count = std::min(panels - panel, end - begin);
       k.linear_block(args, row, std::min(row + BLOCK_ROWS, args.rows), panel, panel + count);
       begin += count;
     }
-  });
+  }, weight_after({static_cast<const char*>(args.weight), panels * args.steps * STEP_BYTES}));
 }
 
 Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tensor& scales, const Tensor& zeros,

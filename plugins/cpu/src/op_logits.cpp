@@ -1,5 +1,4 @@
 // process_logits: see trtspec/ops/logits.py.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -10,11 +9,12 @@
 
 #include "kernels.h"
 #include "ops.h"
+#include "threads.h"
 
 using at::Tensor;
 
 // Columns that are worth a thread: tens of microseconds of top-p.
-static constexpr int64_t COLUMNS_PER_THREAD = 32768;
+static constexpr int64_t COLUMNS_PER_CHUNK = 32768;
 
 static Tensor checked(const char* name, const Tensor& tensor, at::IntArrayRef shape, at::ScalarType type) {
   TORCH_CHECK(tensor.scalar_type() == type && tensor.sizes() == shape, "process_logits: ", name, " is ",
@@ -97,9 +97,9 @@ Tensor trtspec::process_logits(const Tensor& logits_, const Tensor& positions_, 
       .top_ps = data<float>(top_ps),
       .min_ps = data<float>(min_ps),
   };
-  const int64_t grain = std::max<int64_t>(1, COLUMNS_PER_THREAD / std::max<int64_t>(1, V));
+  const int64_t rows_of_a_chunk = std::max<int64_t>(1, COLUMNS_PER_CHUNK / std::max<int64_t>(1, V));
   const int64_t candidates = args.top_ks || args.top_ps ? V + trtspec::LOGITS_SLACK : 0;
-  at::parallel_for(0, R, grain, [&](int64_t begin, int64_t end) {
+  trtspec::parallel_for(R, rows_of_a_chunk, [&](int64_t begin, int64_t end) {
     std::vector<int32_t> counts(args.penalties ? V : 0);
     const auto keys = std::make_unique_for_overwrite<uint32_t[]>(candidates);
     const auto values = std::make_unique_for_overwrite<float[]>(candidates);

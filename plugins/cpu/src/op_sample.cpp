@@ -1,5 +1,4 @@
 // spec_sample: see trtspec/ops/sample.py.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -8,11 +7,12 @@
 
 #include "kernels.h"
 #include "ops.h"
+#include "threads.h"
 
 using at::Tensor;
 
 // Columns that are worth a thread: about 20 us of noise.
-static constexpr int64_t COLUMNS_PER_THREAD = 32768;
+static constexpr int64_t COLUMNS_PER_CHUNK = 32768;
 
 static void check_vector(const char* name, const Tensor& tensor, int64_t length, at::ScalarType type, bool optional) {
   TORCH_CHECK(tensor.scalar_type() == type, "spec_sample: ", name, " is ", tensor.scalar_type(), "; want ", type);
@@ -42,8 +42,10 @@ Tensor trtspec::spec_sample(const Tensor& logits_, const Tensor& greedy_, const 
       .tokens = tokens.mutable_data_ptr<int64_t>(),
       .V = V,
   };
-  const int64_t grain = std::max<int64_t>(1, COLUMNS_PER_THREAD / std::max<int64_t>(1, V));
-  at::parallel_for(0, R, grain, [&](int64_t begin, int64_t end) { trtspec::kernels().spec_sample(args, begin, end); });
+  const int64_t rows_of_a_chunk = std::max<int64_t>(1, COLUMNS_PER_CHUNK / std::max<int64_t>(1, V));
+  trtspec::parallel_for(R, rows_of_a_chunk, [&](int64_t begin, int64_t end) {
+    trtspec::kernels().spec_sample(args, begin, end);
+  });
   return tokens;
 }
 
