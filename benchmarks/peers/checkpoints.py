@@ -13,6 +13,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -52,9 +53,15 @@ class Model:
     eagle3: Path | None
 
     @property
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        config: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        return config
+
+    @property
     def tied(self) -> bool:
         """Whether lm_head is the embedding."""
-        return bool(json.loads((self.folder / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"])
+        return bool(self.config["tie_word_embeddings"])
 
     @property
     def weight_bytes(self) -> int:

@@ -22,7 +22,7 @@ from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.core import Drafter, Executable
+from trtspec.core import Drafter, Executable, KVLayer
 from trtspec.drafters.base import BuildableDrafter
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.core import EngineCore
@@ -136,17 +136,18 @@ class Assembly:
     def _eager(self, step: Step, layers: Sequence[DecoderSpec]) -> Executable:
         shapes = [shape for spec in layers for shape in spec.kv_shapes]
         kv = allocate_layers(shapes, self.num_blocks, self.config.block_size, step.decoder.norm.weight.dtype)
-        return self._timed(EagerExecutable(step, kv), step.weight_bytes_per_step)
+        return self._timed(EagerExecutable(step, kv), step.weight_bytes_per_step, kv)
 
     def _compiled(self, built: EngineFolder, role: str) -> Executable:
         compiled = CompiledStep.from_dict(built.data["executables"][role])
         kv = allocate_layers(compiled.kv, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
         if "draft_tokens" in compiled.inputs:
             self.graph_draft_lens = tuple(graph.draft_len for graph in compiled.graphs)
-        return self._timed(AotiExecutable(compiled, built.path / role, kv), compiled.weight_bytes)
+        return self._timed(AotiExecutable(compiled, built.path / role, kv), compiled.weight_bytes, kv)
 
-    def _timed(self, executable: Executable, weight_bytes: int) -> Executable:
-        self.executables.append(TimedExecutable(executable, weight_bytes))
+    def _timed(self, executable: Executable, weight_bytes: int, kv: Sequence[KVLayer]) -> Executable:
+        kv_bytes = sum(tensor.nbytes for layer in kv for tensor in layer)
+        self.executables.append(TimedExecutable(executable, weight_bytes, kv_bytes))
         return self.executables[-1]
 
 

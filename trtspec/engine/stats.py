@@ -12,12 +12,13 @@ from trtspec.outputs import SpeculationStats
 class TimedExecutable:
     """An executable that adds up launches and the seconds spent in them; host time per step is what is left.
 
-    `weight_bytes`: weights that one launch reads.
+    `weight_bytes`: weights that one launch reads; `kv_bytes`: its part of the KV pool.
     """
 
-    def __init__(self, inner: Executable, weight_bytes: int) -> None:
+    def __init__(self, inner: Executable, weight_bytes: int, kv_bytes: int) -> None:
         self.inner = inner
         self.weight_bytes = weight_bytes
+        self.kv_bytes = kv_bytes
         self.launches = 0
         self.seconds = 0.0
 

@@ -1,0 +1,225 @@
+"""The sections: which engines take turns, and what their figures are to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.peers.checkpoints import Model
+from benchmarks.steps.engines import Workshop
+from benchmarks.steps.results import Figure, Result, per_round, ratios
+from benchmarks.steps.rounds import Contestant, take_turns
+from benchmarks.steps.start import start
+from trtspec import LLM
+from trtspec.core import DraftRequest, Proposal
+from trtspec.engine.core import EngineCore
+
+K = 3
+SMALL_VOCAB = 4096
+INPUT_LEN = 128
+LIMITS = {"max_batch_size": 8, "max_seq_len": 1024}
+DEMO_BATCH = 32
+MEMORY_ALLOWANCE = 250.0  # MB: Python, torch and all that is neither weights nor KV
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all sections share. steps: timed in a turn."""
+
+    workshop: Workshop
+    model_name: str
+    rounds: int
+    steps: int
+    threads: int
+    probe: Callable[[], float]
+    report: Report
+
+    def model(self) -> Model:
+        return self.workshop.model(self.model_name)
+
+    def plain(self) -> str:
+        """The engine of the model without speculation."""
+        return str(self.workshop.engine(f"{self.model_name}-plain", self.model().folder, None, **LIMITS))
+
+    def take_turns(self, section: str, contestants: Sequence[Contestant]) -> Any:
+        return take_turns(contestants, self.rounds, self.probe, lambda what: self.report(f"{section}: {what}"))
+
+
+class Guesses:
+    """A drafter that guesses at once: `length` ids counted up from the last token."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.length = 0
+
+    def use(self, length: int) -> None:
+        """Drafts a request, from now on."""
+        self.length = length
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        """See core.Drafter."""
+        drafts = [[(r.tokens[-1] + 1 + j) % self.vocab_size for j in range(self.length)] for r in requests]
+        lengths = [min(self.length, request.max_draft_len) for request in requests]
+        return Proposal(
+            torch.tensor(drafts, dtype=torch.int64).view(len(requests), self.length),
+            torch.tensor(lengths, dtype=torch.int32),
+        )
+
+    def forget(self, request_id: int) -> None:
+        """See core.Drafter."""
+
+
+def rows(bench: Bench) -> Result:
+    """One engine and its one copy of the weights; the drafter decides how many rows a step has."""
+    model = bench.model()
+    drafter = Guesses(model_vocab(model))
+    speculation = {"method": "custom_class", "drafter": drafter, "num_speculative_tokens": 7}
+    with opened(bench.plain(), speculation, force_num_accepted_tokens=0) as engine:
+        prompts = model.prompts(1, INPUT_LEN)
+        contestants = [
+            Contestant(rows_name(n), engine, prompts, bench.steps, n - 1, prepare=partial(drafter.use, n - 1))
+            for n in (1, 4, 8)
+        ]
+        turns = bench.take_turns("rows", contestants)
+    one, four, eight = (contestant.name for contestant in contestants)
+    return Result(
+        "rows",
+        [
+            Figure("step of 4 rows / of 1 row", ratios(turns, four, one), "x", 1.08),
+            Figure("step of 8 rows / of 1 row", ratios(turns, eight, one), "x", 1.2),
+            Figure(
+                "bandwidth of a 1-row step / probed",
+                per_round(turns, one, lambda turn: turn.bandwidth_share),
+                "share",
+                0.92,
+                at_least=True,
+            ),
+        ],
+        turns,
+    )
+
+
+def eagle3(bench: Bench) -> Result:
+    """Plain decoding and two heads, each an engine of its own, over the same number of tokens."""
+    model = bench.model()
+    accepted = 2
+    small, full = min(SMALL_VOCAB, model_vocab(model)), model_vocab(model)
+    names = {size: f"EAGLE3, K={K}, {size} ids" for size in (small, full)}
+    with opened(bench.plain()) as plain:
+        prompts = model.prompts(1, INPUT_LEN)
+        contestants = [Contestant("plain", plain, prompts, bench.steps * (accepted + 1), 0)]
+        engines = [opened(head_engine(bench, model, size), force_num_accepted_tokens=accepted) for size in names]
+        with engines[0] as first, engines[1] as second:
+            for size, engine in zip(names, (first, second), strict=True):
+                contestants.append(Contestant(names[size], engine, prompts, bench.steps, K))
+            turns = bench.take_turns("eagle3", contestants)
+    speeds = ratios(turns, names[small], "plain", lambda turn: turn.tokens_per_second)
+    return Result(
+        "eagle3",
+        [
+            Figure(f"tokens/s, {small} ids, {accepted} accepted / plain", speeds, "x", 2.1, at_least=True),
+            Figure(f"step with {full} ids / plain", ratios(turns, names[full], "plain"), "x", 1.4),
+            Figure(f"step with {small} ids / plain", ratios(turns, names[small], "plain"), "x"),
+        ],
+        turns,
+        [
+            f"eagle3: heads of random weights; {accepted} drafts a step are accepted by force. 'bytes x first' is the "
+            "ratio of what steps read, if every draft pass reads the head anew"
+        ],
+    )
+
+
+def demo(bench: Bench) -> Result:
+    """Real acceptance: the trained head."""
+    model = bench.workshop.model("demo")
+    assert model.eagle3 is not None
+    speculation = {"method": "eagle3", "model": str(model.eagle3), "num_speculative_tokens": K}
+    limits = {**LIMITS, "max_batch_size": DEMO_BATCH}
+    folder = bench.workshop.engine("demo-eagle3", model.folder, speculation, **limits)
+    with opened(str(folder)) as engine:
+        one, many = model.prompts(1, INPUT_LEN), model.prompts(DEMO_BATCH, INPUT_LEN)
+        contestants = [
+            Contestant("batch 1", engine, one, bench.steps, K),
+            Contestant("batch 1, with text", engine, one, bench.steps, K, text=True),
+            Contestant(f"batch {DEMO_BATCH}", engine, many, bench.steps, K),
+        ]
+        turns = bench.take_turns("demo", contestants)
+    alone, with_text, batch = (contestant.name for contestant in contestants)
+
+    def host(name: str) -> list[float]:
+        return [1e6 * value for value in per_round(turns, name, lambda turn: turn.host)]
+
+    return Result(
+        "demo",
+        [
+            Figure(f"step, {alone}", [1e3 * s for s in per_round(turns, alone, lambda turn: turn.step)], "ms", 0.6),
+            Figure(f"host's part of a step, {alone}", host(alone), "us", 80),
+            Figure(f"host's part of a step, {with_text}", host(with_text), "us"),
+            Figure(f"host's part of a step, {batch}", host(batch), "us", 300),
+        ],
+        turns,
+        ["host: an engine core's step outside Executable.run; it is that of a step without text unless it says so"],
+    )
+
+
+def startup(bench: Bench) -> Result:
+    """Of the model's plain engine."""
+    prompt = bench.model().prompts(1, INPUT_LEN)[0]
+    starts = [start(bench.plain(), prompt, bench.threads, cold) for cold in (True, False, False, False)]
+    cold, *warm = starts
+    return Result(
+        "start",
+        [
+            Figure("constructor to first token, warm", [one.first_token_s for one in warm], "s", 1.0),
+            Figure("constructor to first token, files not in memory", [cold.first_token_s], "s"),
+            Figure("constructor, warm", [one.constructor_s for one in warm], "s"),
+            Figure("imports before it, warm", [one.import_s for one in warm], "s"),
+            Figure("peak memory", [one.peak_rss / 1e6 for one in starts], "MB"),
+            Figure(
+                "peak memory beyond weights and KV pool",
+                [one.overhead / 1e6 for one in starts],
+                "MB",
+                MEMORY_ALLOWANCE,
+            ),
+            Figure("memory once imported", [one.import_rss / 1e6 for one in starts], "MB"),
+        ],
+        notes=[
+            f"start: a prompt of {len(prompt)} tokens; weights {cold.weight_bytes / 1e6:.0f} MB, KV pool "
+            f"{cold.kv_bytes / 1e6:.0f} MB"
+        ],
+        details=[one.to_dict() for one in starts],
+    )
+
+
+SECTIONS: dict[str, Callable[[Bench], Result]] = {"rows": rows, "eagle3": eagle3, "demo": demo, "start": startup}
+
+
+def rows_name(count: int) -> str:
+    """ "1 row", "4 rows"."""
+    return f"{count} row{'s' if count > 1 else ''}"
+
+
+def model_vocab(model: Model) -> int:
+    """Ids of the model's vocabulary."""
+    return model.config["vocab_size"]  # type: ignore[no-any-return]
+
+
+def head_engine(bench: Bench, model: Model, draft_vocab: int) -> str:
+    """The model's engine with a head of random weights."""
+    head = bench.workshop.head(model, draft_vocab)
+    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": K}
+    return str(bench.workshop.engine(f"{model.name}-eagle3-{draft_vocab}", model.folder, speculation, **LIMITS))
+
+
+@contextmanager
+def opened(folder: str, speculation: Any = None, **options: Any) -> Iterator[EngineCore]:
+    """The engine of a folder, to be stepped by the caller's thread; prompts are always read in."""
+    with LLM(folder, speculation, enable_prefix_caching=False, generation_config="off", **options) as llm:
+        yield llm.engine

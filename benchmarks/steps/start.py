@@ -1,0 +1,69 @@
+"""Starting an engine in a fresh process, seen from outside; benchmarks/steps/child.py is that process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start. Seconds and bytes."""
+
+    cold: bool  # the engine's files were put out of the page cache before, as far as the system obliges
+    import_s: float  # of trtspec, before the constructor
+    constructor_s: float
+    first_token_s: float  # from the constructor's call
+    import_rss: int  # peak, once imported
+    peak_rss: int  # once the first token is there
+    weight_bytes: int  # of the weights files, all of which is held
+    kv_bytes: int  # of the KV pool
+
+    @property
+    def overhead(self) -> int:
+        """Peak memory that is neither weights nor KV pool."""
+        return self.peak_rss - self.weight_bytes - self.kv_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "overhead": self.overhead}
+
+
+def start(engine: str, prompt: list[int], threads: int, cold: bool) -> Start:
+    """Load the engine folder in a new process and wait for the first token after `prompt`."""
+    if cold:
+        forget_files(Path(engine))
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-m", "benchmarks.steps.child", engine]
+    done = subprocess.run(
+        command, input=json.dumps(prompt), env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return Start(cold=cold, weight_bytes=weight_bytes(Path(engine)), **json.loads(done.stdout.splitlines()[-1]))
+
+
+def weight_bytes(engine: Path) -> int:
+    """Of all weights files in an engine folder."""
+    return sum(file.stat().st_size for file in engine.glob("*/weights.safetensors"))
+
+
+def forget_files(folder: Path) -> None:
+    """Ask the system to drop the folder's files from memory; they are written to disk first."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
