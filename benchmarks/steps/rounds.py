@@ -63,6 +63,8 @@ def take_turn(contestant: Contestant, round_number: int) -> Turn:
     # To the end of the sequence: near its own end, a request asks for fewer drafts.
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=contestant.text)
     samples = [engine.add_request(prompt, params)[0] for prompt in contestant.prompts]
+    for sample in samples:
+        sample.speculates = contestant.draft_len != 0  # no drafts: no drafter is asked, as without one
     read = 0
     while len(turn.step_times) < contestant.steps:
         if not engine.has_work:

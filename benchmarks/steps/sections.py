@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ def rows(bench: Bench) -> Result:
             for n in (1, 4, 8)
         ]
         turns = bench.take_turns("rows", contestants)
+        notes = [f"rows: {huge_pages()}"]
     one, four, eight = (contestant.name for contestant in contestants)
     return Result(
         "rows",
@@ -103,6 +105,7 @@ def rows(bench: Bench) -> Result:
             ),
         ],
         turns,
+        notes,
     )
 
 
@@ -120,6 +123,7 @@ def eagle3(bench: Bench) -> Result:
             for size, engine in zip(names, (first, second), strict=True):
                 contestants.append(Contestant(names[size], engine, prompts, bench.steps, K))
             turns = bench.take_turns("eagle3", contestants)
+            pages = huge_pages()
     speeds = ratios(turns, names[small], "plain", lambda turn: turn.tokens_per_second)
     return Result(
         "eagle3",
@@ -130,8 +134,9 @@ def eagle3(bench: Bench) -> Result:
         ],
         turns,
         [
+            f"eagle3: {pages}",
             f"eagle3: heads of random weights; {accepted} drafts a step are accepted by force. 'bytes x first' is the "
-            "ratio of what steps read, if every draft pass reads the head anew"
+            "ratio of what steps read, if every draft pass reads the head anew",
         ],
     )
 
@@ -216,6 +221,16 @@ def head_engine(bench: Bench, model: Model, draft_vocab: int) -> str:
     head = bench.workshop.head(model, draft_vocab)
     speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": K}
     return str(bench.workshop.engine(f"{model.name}-eagle3-{draft_vocab}", model.folder, speculation, **LIMITS))
+
+
+def huge_pages() -> str:
+    """How much of this process lies in huge pages: small ones cost up to a tenth of the bandwidth."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "this system does not say what lies in huge pages"
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines[1:]}
+    return f"{sizes['AnonHugePages']:.0f} of {sizes['Anonymous']:.0f} MB of own memory lie in huge pages"
 
 
 @contextmanager
