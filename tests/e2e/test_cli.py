@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from trtspec import LLM, SamplingParams
+from trtspec.bench.profile import Clock
 from trtspec.cli import main
+from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.step import StepLoop
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 TARGET, DRAFT = str(DEMO / "target"), str(DEMO / "draft")
@@ -86,6 +89,33 @@ def test_bench_decode_writes_every_figure(capsys: pytest.CaptureFixture[str], tm
     for name in ("read_gbs", "roofline_ratio", "host_us_per_step", "load_s", "first_token_s", "peak_rss_bytes"):
         assert result[name] > 0, name
     assert result["versions"]["torch"]
+
+
+def test_profiles_sum_up_to_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eager: the worker's passes are told apart. Afterwards nothing is left wrapped."""
+    before = dict(vars(StepLoop)), dict(vars(BatchAssembler))
+    file = tmp_path / "result.json"
+    shape = ("--input-len", "16", "--output-len", "12", "--random-prompts", "--profile", "--json", str(file))
+    spec = ("--spec-method", "eagle3", "--spec-model", str(DEMO / "eagle3"), "--spec-tokens", "2")
+    assert run(capsys, "bench", "decode", "--model", TARGET, *shape, *spec)[0] == 0
+    results = json.loads(file.read_text())
+    assert list(results) == ["plain", "speculative"]
+    for name, result in results.items():
+        phases = result["us_per_step"]
+        total = phases.pop("total")
+        assert sum(phases.values()) == pytest.approx(total, rel=0.2)  # of medians
+        assert (phases["draft"] > 0) == (name == "speculative")
+        assert all(phases[phase] > 0 for phase in ("inputs", "verify", "accept", "deliver", "host"))
+    assert (dict(vars(StepLoop)), dict(vars(BatchAssembler))) == before
+
+
+def test_a_clock_counts_a_phase_inside_another_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 3.0, 7.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = Clock()
+    for name in ("verify", "inputs", None, None):
+        clock.turn(name)
+    assert clock.seconds == {"verify": 1.0 + 4.0, "inputs": 2.0}
 
 
 def test_code_prompts_come_from_a_given_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -330,6 +330,39 @@ def test_dry_run_shows_graphs_and_memory(models: Path, tmp_path: Path, capsys: p
     assert not (tmp_path / "out").exists()
 
 
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+SHAPE = ("--random-prompts", "--batch", "2", "--input-len", "8", "--output-len", "16")
+
+
+def test_bench_compares_engines(engine: Callable[[str, str], Path], tmp_path: Path) -> None:
+    model, against = engine("eagle3", "float32"), engine("none", "float32")
+    folders = ["--model", str(model), "--against", str(against)]
+    assert main(["bench", "decode", *folders, *SHAPE, "--repeats", "1", "--json", str(tmp_path / "result.json")]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["against"] == str(against)
+    assert result["lossless"] is True
+    assert result["speedup"] == pytest.approx(result["tok_s"] / result["plain_tok_s"])
+    assert result["acceptance_length"] > 1
+
+
+def test_profiles_tell_the_phases_of_compiled_steps(
+    engine: Callable[[str, str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, against = (str(engine(mode, "float32")) for mode in ("eagle3", "none"))
+    shape = (*SHAPE, "--profile", "--json", str(tmp_path / "result.json"), "--png", str(tmp_path / "result.png"))
+    assert main(["bench", "decode", "--model", model, "--against", against, *shape]) == 0
+    fused, plain = (
+        json.loads((tmp_path / "result.json").read_text())[name]["us_per_step"] for name in (model, against)
+    )
+    assert all(phases[name] > 0 for phases in (fused, plain) for name in ("inputs", "verify", "deliver", "host"))
+    assert fused["accept"] == fused["draft"] == plain["draft"] == 0  # fused: inside the graph
+    assert plain["accept"] > 0
+    assert main(["bench", "decode", "--model", model, *SHAPE, "--profile"]) == 0
+    assert "speculative" in capsys.readouterr().out
+    assert (tmp_path / "result.png").stat().st_size > 0
+
+
 # -- inputs -----------------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from trtspec.backends.export import Step, export_step, graph_inputs, input_names
 from trtspec.core import (
     AttnMetadata,
     KVLayer,
+    PhaseMethod,
     Proposal,
     SamplingTensors,
     SpecMetadata,
@@ -251,6 +252,10 @@ class AotiExecutable:
             )
         outputs = graph([*self._checked(inputs), *self._flat_kv])
         return self._outputs(dict(zip(self.compiled.outputs, outputs, strict=True)), spec)
+
+    def phases(self) -> Sequence[PhaseMethod]:
+        """See core.Executable: the graph itself is one piece."""
+        return (self, "_checked", "inputs"), (self, "_outputs", "deliver")
 
     def _load(self, file: Path) -> Callable[[list[Tensor]], list[Tensor]]:
         # not torch._inductor.aoti_load_package: importing that module, which is for compiling, takes two seconds

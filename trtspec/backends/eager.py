@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trtspec.core import KVLayer, StepInputs, StepOutputs
+from trtspec.core import KVLayer, PhaseMethod, StepInputs, StepOutputs
 from trtspec.workers.step import DecodeStep, OneEngineStep
 
 
@@ -21,3 +21,7 @@ class EagerExecutable:
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One launch; see core.Executable."""
         return self.step(inputs, self.kv)  # type: ignore[no-any-return]
+
+    def phases(self) -> Sequence[PhaseMethod]:
+        """See core.Executable."""
+        return self.step.phases()

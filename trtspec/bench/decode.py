@@ -74,13 +74,15 @@ def bench_decode(
     output_len: int,
     repeats: int = 3,
     progress: Callable[[str], None] = lambda message: None,
+    against: str | Path | None = None,
     **engine_options: Any,
 ) -> dict[str, Any]:
-    """Greedy decoding of the prompts (token ids), as one batch, plain and with speculation in turn.
+    """Greedy decoding of the prompts (token ids), as one batch, in turn with what it is compared with: `against`,
+    another checkpoint or engine folder; without one, and with a speculative_config, the same model decoding plainly.
 
     Returns a JSON-ready dict: tok_s (tokens of pure generation steps per second, median of the repeats), the same for
-    plain decoding (`plain`) and their ratio `speedup` (median of the ratios repeat by repeat; both None without
-    speculation), `lossless` (outputs equal), acceptance_length, acceptance_per_position, weight_bytes_per_step,
+    the other (`plain_tok_s`) and their ratio `speedup` (median of the ratios repeat by repeat; both None where there is
+    no other), `lossless` (outputs equal), acceptance_length, acceptance_per_position, weight_bytes_per_step,
     read_gbs (10^9 bytes/s, probed between the repeats), roofline_ratio (time to read the weights / step time),
     host_us_per_step (median of step wall time outside Executable.run), load_s, first_token_s (from the constructor),
     peak_rss_bytes, versions.
@@ -93,7 +95,8 @@ def bench_decode(
     load_s = time.perf_counter() - start
     next(iter(llm.stream(list(prompts[0]), params)))
     first_token_s = time.perf_counter() - start
-    plain = LLM(model, **options) if speculative_config is not None else None
+    other = model if against is None and speculative_config is not None else against
+    plain = None if other is None else LLM(other, **options)
 
     runs, plain_runs, bandwidths = [], [], []
     for repeat in range(repeats + 1):  # the first warms up
@@ -111,6 +114,7 @@ def bench_decode(
     result = {
         "model": str(model),
         "speculation": None if speculative_config is None else str(speculative_config),
+        "against": None if against is None else str(against),
         "batch": len(prompts),
         "input_len": [len(prompt) for prompt in prompts],
         "output_len": output_len,

@@ -1,4 +1,4 @@
-"""Where a step's time goes: verifying, accepting, drafting, and the host between them."""
+"""Where a step's time goes: verifying, accepting, drafting, and what the host does before, between and after."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import trtspec.engine.step as loop_module
-from trtspec.backends.eager import EagerExecutable
 from trtspec.bench.decode import versions
+from trtspec.core import PhaseMethod
+from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.core import EngineCore
-from trtspec.engine.stats import TimedExecutable
+from trtspec.engine.step import StepLoop
 from trtspec.llm import LLM
 from trtspec.sampling_params import SamplingParams
-from trtspec.workers.step import OneEngineStep
 
-PHASES = ("verify", "accept", "draft", "host")
-"""The target's forward pass and lm_head; drawing and comparing; draft passes, their draws included; everything else.
+PHASES = ("inputs", "verify", "accept", "draft", "deliver", "host")
+"""Scheduling, packing rows, checking them; the target's forward pass and lm_head; drawing and comparing; draft passes,
+their draws included; handing tokens, text and drafts to their requests; everything else.
 
-A compiled one-engine step is a single launch: all of it counts as `verify`."""
+A compiled one-engine step is a single launch: all of the graph counts as `verify`."""
 
 
 class Clock:
@@ -33,16 +34,8 @@ class Clock:
         self._inside: list[str] = []
         self._since = 0.0
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time from here on belongs to `name`."""
-        self._turn(name)
-        try:
-            yield
-        finally:
-            self._turn(None)
-
-    def _turn(self, name: str | None) -> None:
+    def turn(self, name: str | None) -> None:
+        """Time from here on belongs to `name`; None: to the phase around the one that ends here."""
         now = time.perf_counter()
         if self._inside:
             self.seconds[self._inside[-1]] += now - self._since
@@ -56,36 +49,38 @@ class Clock:
 @contextmanager
 def measured(engine: EngineCore, clock: Clock) -> Iterator[None]:
     """Inside, `clock` knows the phases of the engine's steps: the methods that make them up are wrapped."""
-    target, drafter = engine.loop.target, engine.loop.proposer.drafter
-    inner = target.inner if isinstance(target, TimedExecutable) else target
-    places: list[tuple[Any, str, str]] = [(target, "run", "verify"), (loop_module, "accept", "accept")]
-    if drafter is not None:
-        places.append((drafter, "propose", "draft"))
-    if isinstance(inner, EagerExecutable) and isinstance(inner.step, OneEngineStep):
-        worker = inner.step.worker
-        places += [
-            (worker, "sample_tokens_for_batch", "accept"),
-            (worker, "sample_and_accept_draft_tokens", "accept"),
-            (worker, "first_pass", "draft"),
-            (worker, "draft", "draft"),
-        ]
+    loop = engine.loop
+    methods: list[PhaseMethod] = [
+        (loop.scheduler, "schedule", "inputs"),
+        (BatchAssembler, "__call__", "inputs"),  # looked up in the class, whatever the instance holds
+        (loop.target, "run", "verify"),
+        *loop.target.phases(),
+        (loop_module, "accept", "accept"),
+        (StepLoop, "update", "deliver"),  # the loop is frozen
+        (loop.proposer, "propose", "deliver"),
+    ]
+    if loop.proposer.drafter is not None:
+        methods.append((loop.proposer.drafter, "propose", "draft"))
     undo: list[Callable[[], None]] = []
     try:
-        for owner, name, phase in places:
-            undo.append(_wrap(owner, name, phase, clock))
+        for method in methods:
+            undo.append(_wrap(*method, clock))
         yield
     finally:
         for restore in reversed(undo):
             restore()
 
 
-def _wrap(owner: Any, name: str, phase: str, clock: Clock) -> Callable[[], None]:
+def _wrap(owner: object, name: str, phase: str, clock: Clock) -> Callable[[], None]:
     """Time `owner.name` as `phase`; returns what takes the wrapper off again."""
     inner, own = getattr(owner, name), name in vars(owner)
 
     def timed(*arguments: Any, **options: Any) -> Any:
-        with clock.phase(phase):
+        clock.turn(phase)
+        try:
             return inner(*arguments, **options)
+        finally:
+            clock.turn(None)
 
     setattr(owner, name, timed)
     return (lambda: setattr(owner, name, inner)) if own else (lambda: delattr(owner, name))

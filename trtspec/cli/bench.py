@@ -16,6 +16,7 @@ from trtspec.bench import bench_acceptance, bench_decode, profile_decode
 from trtspec.bench.plot import plot_acceptance, plot_profile
 from trtspec.bench.profile import PHASES
 from trtspec.cli.options import engine_options
+from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.model import ModelConfig
 from trtspec.errors import ConfigError, RequestError
 from trtspec.sampling_params import SamplingParams
@@ -29,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=int, default=128, help="tokens per prompt")
     parser.add_argument("--output-len", type=int, default=128, help="tokens generated per prompt")
     parser.add_argument("--repeats", type=int, default=3, help="measured repeats, after one that warms up")
+    parser.add_argument(
+        "--against", help="checkpoint or engine folder to compare with (default: with --spec..., --model without it)"
+    )
     parser.add_argument("--profile", action="store_true", help="where a step's time goes, instead of tokens per second")
     _add_prompts_and_outputs(parser)
 
@@ -90,25 +94,36 @@ def run_acceptance(namespace: argparse.Namespace) -> int:
 
 
 def run_profile(namespace: argparse.Namespace, prompts: list[list[int]], options: dict[str, Any]) -> int:
-    """Time per phase of a step, with speculation and without."""
-    modes = {"plain": None}
-    if namespace.speculative_config is not None:
-        modes["speculative"] = namespace.speculative_config
+    """Time per phase of a step, of the model and of what it is compared with: as `bench decode` without --profile."""
+    model, speculative_config = namespace.model, namespace.speculative_config
+    if namespace.against is not None:
+        runs = {namespace.against: (namespace.against, None), model: (model, speculative_config)}
+    elif speculative_config is not None:
+        runs = {"plain": (model, None), "speculative": (model, speculative_config)}
+    else:
+        runs = {_kind(model): (model, None)}
     results = {
-        name: profile_decode(namespace.model, config, prompts, namespace.output_len, **options)
-        for name, config in modes.items()
+        name: profile_decode(folder, config, prompts, namespace.output_len, **options)
+        for name, (folder, config) in runs.items()
     }
     table = Table(title="µs per step, medians")
-    for heading in ("", *PHASES, "total", "tokens per step"):
+    table.add_column("", min_width=11, overflow="fold")
+    for heading in (*PHASES, "total", "tokens per step"):
         table.add_column(heading, justify="right")
     for name, result in results.items():
         figures = [f"{result['us_per_step'][phase]:.0f}" for phase in (*PHASES, "total")]
-        table.add_row(name, *figures, f"{result['acceptance_length']:.2f}")
+        table.add_row(Path(name).name, *figures, f"{result['acceptance_length']:.2f}")
     Console().print(table)
     if namespace.png:
         plot_profile(results, namespace.png)
     _write_json(namespace, results)
     return 0
+
+
+def _kind(model: str) -> str:
+    """How decoding is called that a model folder does by itself; an engine may bring speculation."""
+    engine = EngineFolder.open(model)
+    return "plain" if engine is None or engine.speculative_config() is None else "speculative"
 
 
 def _check_positive(namespace: argparse.Namespace, *names: str) -> None:
@@ -141,6 +156,7 @@ def run(namespace: argparse.Namespace) -> int:
             namespace.output_len,
             namespace.repeats,
             progress=status.update,
+            against=namespace.against,
             **options,
         )
     print_table(result, Console())
@@ -151,7 +167,8 @@ def run(namespace: argparse.Namespace) -> int:
 def make_prompts(namespace: argparse.Namespace) -> list[list[int]]:
     """`batch` prompts of `input_len` token ids: the starts of texts, one each; or random ids, with a fixed seed."""
     if namespace.random_prompts:
-        ids = range(ModelConfig.from_folder(namespace.model).vocab_size)
+        engine = EngineFolder.open(namespace.model)
+        ids = range(ModelConfig.from_folder(namespace.model if engine is None else engine.path / "target").vocab_size)
         return [random.Random(b).choices(ids, k=namespace.input_len) for b in range(namespace.batch)]
     tokenizer = Tokenizer.from_folder(namespace.tokenizer or namespace.model)
     if tokenizer is None:
@@ -202,9 +219,10 @@ def print_table(result: dict[str, Any], console: Console) -> None:
 
     row("tokens/s", f"{result['tok_s']:.1f}")
     if result["speedup"] is not None:
-        row("plain decoding, same run", f"{result['plain_tok_s']:.1f}")
+        other = result["against"]
+        row(f"{other or 'plain decoding'}, same run", f"{result['plain_tok_s']:.1f}")
         row("speed-up", f"{result['speedup']:.2f}x")
-        row("output equals plain", "yes" if result["lossless"] else "NO")
+        row(f"output equals {'plain' if other is None else 'its'}", "yes" if result["lossless"] else "NO")
         row("acceptance length", f"{result['acceptance_length']:.2f}")
         row("acceptance per position", shares(result["acceptance_per_position"]))
     row("weights read per step", f"{result['weight_bytes_per_step'] / 1e6:.1f} MB")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trtspec.core import Executable, StepInputs, StepOutputs
+from trtspec.core import Executable, PhaseMethod, StepInputs, StepOutputs
 from trtspec.outputs import SpeculationStats
 
 
@@ -30,6 +31,10 @@ class TimedExecutable:
         finally:
             self.launches += 1
             self.seconds += time.perf_counter() - start
+
+    def phases(self) -> Sequence[PhaseMethod]:
+        """See core.Executable."""
+        return self.inner.phases()
 
 
 @dataclass

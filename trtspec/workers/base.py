@@ -18,6 +18,7 @@ from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import (
     AttnMetadata,
+    PhaseMethod,
     Proposal,
     SamplingTensors,
     SpecMetadata,
@@ -115,6 +116,15 @@ class SpecWorkerBase(nn.Module, ABC):
             proposal=Proposal(drafts, torch.full_like(spec.draft_lens, spec.next_draft_len)),
             next_new_tokens=self.prepare_next_new_tokens(accepted, counts, drafts),
             next_kv_lens=kv_lens,
+        )
+
+    def phases(self) -> Sequence[PhaseMethod]:
+        """See core.Executable."""
+        return (
+            (self, "sample_tokens_for_batch", "accept"),
+            (self, "sample_and_accept_draft_tokens", "accept"),
+            (self, "first_pass", "draft"),
+            (self, "draft", "draft"),
         )
 
     def draft(

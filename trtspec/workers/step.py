@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from trtspec.core import KVLayer, StepInputs, StepOutputs
+from trtspec.core import KVLayer, PhaseMethod, StepInputs, StepOutputs
 from trtspec.models.attention import FunctionalAttend, PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.workers.base import SpecWorkerBase, draw
@@ -33,6 +33,10 @@ class DecodeStep(nn.Module):
         hidden = self.decoder(inputs.input_ids, inputs.attn.positions(inputs.input_ids.shape[0]), attend)  # [T, H]
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
         return StepOutputs(draw(logits, inputs.spec.sampling))
+
+    def phases(self) -> Sequence[PhaseMethod]:
+        """See core.Executable."""
+        return ()
 
     @property
     def weight_bytes_per_step(self) -> int:
@@ -77,6 +81,10 @@ class OneEngineStep(nn.Module):
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.worker.capture_layers)
         logits: Tensor = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
         return self.worker(inputs, captured, logits, attend)  # type: ignore[no-any-return]
+
+    def phases(self) -> Sequence[PhaseMethod]:
+        """See core.Executable."""
+        return self.worker.phases()
 
     @property
     def weight_bytes_per_step(self) -> int:
