@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
+import mmap
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +31,7 @@ from tests.e2e.tiny import (
     run_together,
 )
 from trtspec import LLM, SamplingParams
-from trtspec.backends.aoti import AotiExecutable, example_batch
+from trtspec.backends.aoti import AotiExecutable, example_batch, load_weights
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder, machine
@@ -328,6 +330,18 @@ def test_dry_run_shows_graphs_and_memory(models: Path, tmp_path: Path, capsys: p
     for words in ("graphs for K = 2", "draft_tokens [G, K]", "weights of target", "bytes a token"):
         assert words in shown
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_may_lie_in_huge_pages(engine: Callable[[str, str], Path]) -> None:
+    """Linux gives none to shared mappings unless told to."""
+    maps = Path("/proc/self/smaps")
+    if not hasattr(mmap, "MADV_HUGEPAGE") or not maps.is_file():
+        pytest.skip("no Linux")
+    (tensor, *_) = load_weights(engine("none", "float32") / "target" / "weights.safetensors").values()
+    areas = re.findall(r"^(\w+)-(\w+) (\S+) .*?^VmFlags: ([\w ]+)$", maps.read_text(), re.MULTILINE | re.DOTALL)
+    (mode, flags) = next((m, f) for low, high, m, f in areas if int(low, 16) <= tensor.data_ptr() < int(high, 16))
+    assert mode == "rw-p"
+    assert "hg" in flags.split()
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------

@@ -199,9 +199,7 @@ def load_weights(file: Path) -> dict[str, Tensor]:
         header = json.loads(source.read(header_size))
         header.pop("__metadata__", None)
         size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        arena = mmap.mmap(-1, max(size + _ALIGNMENT * len(header), 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            arena.madvise(mmap.MADV_HUGEPAGE)
+        arena = _arena(max(size + _ALIGNMENT * len(header), 1))
         tensors, end = {}, 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             first, last = entry["data_offsets"]
@@ -217,6 +215,15 @@ def load_weights(file: Path) -> dict[str, Tensor]:
             tensors[name] = tensors[name].view(entry["shape"])
             end += -(-(last - first) // _ALIGNMENT) * _ALIGNMENT
     return tensors
+
+
+def _arena(size: int) -> mmap.mmap:
+    """Zeroed memory of `size` bytes, in huge pages where the system has them: private, as shared memory has none."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, size)
+    arena = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    arena.madvise(mmap.MADV_HUGEPAGE)
+    return arena
 
 
 class AotiExecutable:
