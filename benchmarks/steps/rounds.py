@@ -48,7 +48,8 @@ class Turn:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / sum(self.step_times)
+        """Mean tokens of a step over its median time: a moment in which the machine stands still does not count."""
+        return self.tokens / len(self.step_times) / self.step
 
     @property
     def bandwidth_share(self) -> float:
