@@ -43,5 +43,5 @@ def plot_profile(results: dict[str, dict[str, Any]], png: str | Path) -> None:
         start = [a + b for a, b in zip(start, widths, strict=True)]
     axes.set_xlabel("µs per step (medians)")
     axes.invert_yaxis()
-    axes.legend(ncols=len(PHASES), fontsize="small")
+    axes.legend(ncols=len(PHASES), fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     save_png(figure, png)
