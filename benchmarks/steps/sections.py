@@ -230,9 +230,7 @@ def huge_pages() -> str:
     except OSError:
         return "this system does not say what lies in huge pages"
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines[1:]}
-    return (
-        f"{sizes['AnonHugePages']:.0f} of {sizes['Rss']:.0f} MB of memory lie in huge pages, those of the probe do not"
-    )
+    return f"{sizes['AnonHugePages']:.0f} of {sizes['Rss']:.0f} MB of memory lie in huge pages, the probe's among them"
 
 
 @contextmanager
