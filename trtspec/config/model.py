@@ -7,7 +7,6 @@ Everything behind this file sees one spelling.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trtspec.errors import CheckpointError, UnsupportedError
+from trtspec.config.reader import Reader, read_json, short
+from trtspec.errors import CheckpointError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 HIDDEN_ACTS = ("silu",)
@@ -93,9 +93,9 @@ class ModelConfig:
                 f"{role} model {os.fspath(path)!r} is not a folder on this machine; download the checkpoint first "
                 f"(hf download {os.fspath(path)} --local-dir DIR) and pass the folder"
             )
-        read = _Reader(_read_json(folder / "config.json", role, required=True), folder / "config.json", role)
-        generation = _Reader(
-            _read_json(folder / "generation_config.json", role, required=False), folder / "generation_config.json", role
+        read = Reader(read_json(folder / "config.json", role, required=True), folder / "config.json", role)
+        generation = Reader(
+            read_json(folder / "generation_config.json", role, required=False), folder / "generation_config.json", role
         )
         model_type = read.string("model_type", "")
         vocab_size = read.positive_int("vocab_size")
@@ -155,111 +155,7 @@ class ModelConfig:
         return self.max_position_embeddings
 
 
-class _Reader:
-    """Typed access to one JSON object; every error names the role, the file, the field and the remedy."""
-
-    def __init__(self, data: dict[str, Any], file: Path, role: str, prefix: str = ""):
-        self.data, self.file, self.role, self.prefix = data, file, role, prefix
-
-    def sub(self, key: str, data: dict[str, Any]) -> _Reader:
-        """The object at `key`, read with the same care."""
-        return _Reader(data, self.file, self.role, f"{self.prefix}{key}.")
-
-    def get(self, key: str) -> Any:
-        return self.data.get(key)
-
-    def error(self, key: str, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.role} model: {self.file}: field {self.prefix + key!r} {problem}")
-
-    def unsupported(self, key: str, problem: str) -> UnsupportedError:
-        value = _short(self.data.get(key))
-        return UnsupportedError(f"{self.role} model: {self.file}: field {self.prefix + key!r} = {value}: {problem}")
-
-    def _value(self, key: str, default: Any, kind: str) -> Any:
-        value = self.data.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            named = self.data.get("architectures")
-            which = f" (architectures: {_short(named)})" if named else ""
-            raise self.error(
-                key, f"is missing{which}; add it ({kind}), or use a checkpoint of a supported architecture"
-            )
-        return value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._value(key, default, "an integer")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"= {_short(value)} is not an integer; correct it in the file")
-        return int(value)
-
-    def positive_int(self, key: str, default: int | None = None) -> int:
-        value = self.integer(key, default)
-        if value < 1:
-            raise self.error(key, f"= {value} must be at least 1; correct it in the file")
-        return value
-
-    def number(self, key: str, default: float | None = None, minimum: float = -math.inf) -> float:
-        """A finite number > `minimum`."""
-        value = self._value(key, default, "a number")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self.error(key, f"= {_short(value)} is not a number; correct it in the file")
-        if value <= minimum:
-            raise self.error(key, f"= {value} must be greater than {minimum:g}; correct it in the file")
-        return float(value)
-
-    def optional_number(self, key: str) -> float | None:
-        return None if self.data.get(key) is None else self.number(key)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self._value(key, default, "true or false")
-        if not isinstance(value, bool):
-            raise self.error(key, f"= {_short(value)} is not true or false; correct it in the file")
-        return value
-
-    def string(self, key: str, default: str | None = None) -> str:
-        value = self._value(key, default, "a string")
-        if not isinstance(value, str):
-            raise self.error(key, f"= {_short(value)} is not a string; correct it in the file")
-        return value
-
-    def object(self, key: str) -> dict[str, Any] | None:
-        value = self.data.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise self.error(key, f"= {_short(value)} is not an object; correct it in the file")
-        return value
-
-    def architecture(self) -> str:
-        names = self.data.get("architectures")
-        if not isinstance(names, list) or not names or not isinstance(names[0], str):
-            raise self.error("architectures", f'= {_short(names)} names no model class; add e.g. ["LlamaForCausalLM"]')
-        return names[0]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _read_json(file: Path, role: str, required: bool) -> dict[str, Any]:
-    if not file.is_file():
-        if not required:
-            return {}
-        raise CheckpointError(
-            f"{role} model: {file} is missing; pass a Hugging Face checkpoint folder (config.json and *.safetensors)"
-        )
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{role} model: {file} is not readable JSON ({error}); download the file again"
-        ) from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{role} model: {file} holds a {type(data).__name__}, not an object; download it again")
-    return data
-
-
-def _hidden_act(read: _Reader) -> str:
+def _hidden_act(read: Reader) -> str:
     act = read.string("hidden_act", "silu")
     act = _HIDDEN_ACT_ALIASES.get(act, act)
     if act not in HIDDEN_ACTS:
@@ -267,7 +163,7 @@ def _hidden_act(read: _Reader) -> str:
     return act
 
 
-def _dtype(read: _Reader) -> str:
+def _dtype(read: Reader) -> str:
     # transformers before 5 wrote torch_dtype; without either, its own default is float32
     key = "dtype" if read.get("dtype") is not None else "torch_dtype"
     dtype = read.string(key, "float32").removeprefix("torch.")
@@ -276,7 +172,7 @@ def _dtype(read: _Reader) -> str:
     return dtype
 
 
-def _windows(read: _Reader, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+def _windows(read: Reader, model_type: str, num_layers: int) -> tuple[int | None, ...]:
     full: tuple[int | None, ...] = (None,) * num_layers
     layer_types = read.get("layer_types")
     if layer_types is not None:
@@ -305,7 +201,7 @@ def _windows(read: _Reader, model_type: str, num_layers: int) -> tuple[int | Non
     return full  # LlamaForCausalLM has no window, whatever its file says
 
 
-def _rope(read: _Reader, max_positions: int) -> RopeConfig:
+def _rope(read: Reader, max_positions: int) -> RopeConfig:
     # as transformers: a non-empty rope_scaling wins over rope_parameters
     key = "rope_scaling" if read.object("rope_scaling") else "rope_parameters"
     scaling = read.sub(key, _one_rope(read, key, read.object(key) or {}))
@@ -353,7 +249,7 @@ def _rope(read: _Reader, max_positions: int) -> RopeConfig:
     )
 
 
-def _one_rope(read: _Reader, key: str, scaling: dict[str, Any]) -> dict[str, Any]:
+def _one_rope(read: Reader, key: str, scaling: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 may nest the parameters by layer type; one rope for all layers is what we run."""
     nested = [value for value in scaling.values() if isinstance(value, dict)]
     if not nested:
@@ -368,17 +264,17 @@ def _mscale(scale: float, mscale: float) -> float:
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 
 
-def _eos(read: _Reader, vocab_size: int) -> frozenset[int]:
+def _eos(read: Reader, vocab_size: int) -> frozenset[int]:
     value = read.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
-            raise read.error("eos_token_id", f"= {_short(value)} is not a token id or a list of them; correct the file")
+            raise read.error("eos_token_id", f"= {short(value)} is not a token id or a list of them; correct the file")
     # -1 stands for none, and an id past the vocabulary can never be generated
     return frozenset(token for token in ids if 0 <= token < vocab_size)
 
 
-def _token_id(config: _Reader, generation: _Reader, key: str) -> int | None:
+def _token_id(config: Reader, generation: Reader, key: str) -> int | None:
     for read in (config, generation):
         # some files write -1 for "none"; a list (several pad ids) has no single answer
         if read.get(key) is not None and not isinstance(read.get(key), list):
@@ -387,7 +283,7 @@ def _token_id(config: _Reader, generation: _Reader, key: str) -> int | None:
     return None
 
 
-def _generation_defaults(read: _Reader) -> Mapping[str, float | int]:
+def _generation_defaults(read: Reader) -> Mapping[str, float | int]:
     values: dict[str, float | int] = {}
     if read.boolean("do_sample", False):
         for key, kind in _SAMPLING_KEYS.items():

@@ -17,8 +17,9 @@ from trtspec.config.model import ModelConfig
 from trtspec.errors import WeightsError
 from trtspec.models.decoder import Decoder
 from trtspec.models.heads import Eagle3Head, Eagle3Spec
+from trtspec.models.slots import Slot, layer_slots
 from trtspec.models.specs import dense_spec
-from trtspec.models.weights import Slot, checkpoint_tensors, layer_slots, load_weights, tensors_of
+from trtspec.models.weights import checkpoint_tensors, load_weights, tensors_of
 
 
 def head_slots(spec: Eagle3Spec) -> dict[str, Slot]:
