@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trtspec.ops import load_plugins, packed_linear
 from trtspec.ops.linear import _reference
-from trtspec.ops.packing import pack_int4, pack_panels, quantize_int4, quantize_int8, unpack
+from trtspec.ops.packing import pack_int4, pack_int8, pack_panels, quantize_int4, quantize_int8, unpack
 
 if "cpu" not in load_plugins():
     pytest.skip("the C++ kernels are not built", allow_module_level=True)
@@ -129,6 +129,22 @@ def test_integer_weights_give_the_references_bits(
     out = layer(x, b, float_out)
     assert out.dtype == (torch.float32 if float_out else dtype)
     assert torch.equal(out, layer.reference(x, b, float_out))
+
+
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+def test_weights_of_other_makers(dtype: torch.dtype) -> None:
+    """What a quantised checkpoint may hold and our own rounding never makes: -128, scales below fp16's normal numbers,
+    negative ones."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-128, 128, (40, 2048), generator=generator, dtype=torch.int8)
+    values[0], values[1, ::2] = -128, -128
+    eight = Layer(*pack_int8(values, torch.rand(40, generator=generator)), NONE, 40, 2048)
+    scales = torch.randint(-1023, 1024, (40, 64), generator=generator) * 2.0**-24
+    fours = (torch.randint(16, shape, generator=generator, dtype=torch.uint8) for shape in ((40, 2048), (40, 64)))
+    four = Layer(*pack_int4(next(fours), scales, next(fours)), 40, 2048)
+    for layer in (eight, four):
+        x = random_rows(dtype, 5, 2048)
+        assert torch.equal(layer(x, float_out=True), layer.reference(x, float_out=True))
 
 
 def test_the_deepest_int8_does_not_overflow() -> None:

@@ -228,7 +228,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_scaling.rope_type"),
     ({"rope_scaling": {"type": "mrope"}}, "rope_scaling.type"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method"),
     ({"layer_types": ["chunked_attention"] * 4}, "layer_types"),
     ({"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}}, "rope_parameters"),
 ]

@@ -10,7 +10,7 @@ from rich.table import Table
 from trtspec.config.model import ModelConfig
 from trtspec.errors import TrtSpecError
 from trtspec.models.specs import decoder_spec
-from trtspec.models.weights import DTYPES, weight_bytes
+from trtspec.models.weights import DTYPES, loaded_bytes, weight_bytes
 from trtspec.modes import METHODS, resolve_mode
 from trtspec.text import Tokenizer
 
@@ -32,6 +32,8 @@ def run(namespace: argparse.Namespace) -> int:
     table = Table(show_header=False, box=None)
     table.add_row("architecture", f"{model.architecture} ({model.model_type})")
     table.add_row("parameters", f"{spec.num_parameters / 1e6:.1f} M, {model.dtype}")
+    if model.quantization is not None:
+        table.add_row("quantised", str(model.quantization))
     table.add_row("layers", f"{spec.num_layers} x hidden {spec.hidden_size}, intermediate {spec.intermediate_size}")
     table.add_row("heads", f"{spec.num_heads} query, {spec.num_kv_heads} key/value, head size {spec.head_dim}")
     table.add_row("context", f"{model.max_seq_len} tokens, rope {model.rope.rope_type}{_windows(spec.windows)}")
@@ -40,7 +42,7 @@ def run(namespace: argparse.Namespace) -> int:
     table.add_row("end of sequence", ", ".join(map(str, sorted(model.eos_token_ids))) or "none in config.json")
     table.add_row("weights", f"{weight_bytes(model.path, 'target') / 1e6:.1f} MB on disk")
     table.add_row("KV cache", f"{kv_bytes} bytes per token, {kv_bytes * length / 1e6:.1f} MB for {length} tokens")
-    needed = spec.num_parameters * DTYPES[model.dtype].itemsize + kv_bytes * length
+    needed = loaded_bytes(model) + kv_bytes * length
     table.add_row("memory, one sequence", f"{needed / 1e6:.1f} MB: weights and the KV of {length} tokens")
     for method, words in speculation_support(model):
         table.add_row(f"speculation: {method}", words)

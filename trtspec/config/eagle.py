@@ -39,6 +39,11 @@ class Eagle3Facts:
                 f"draft model {config.path}: architecture {config.architecture!r} is no EAGLE3 head we run; supported: "
                 f"{', '.join(EAGLE3_ARCHITECTURES)}"
             )
+        if config.quantization is not None:
+            raise UnsupportedError(
+                f"draft model {config.path}: EAGLE3 heads of quantised weights ({config.quantization}) are not "
+                "supported; use the bf16, fp16 or fp32 one, and quantization in speculative_config"
+            )
         raw, nested = config.raw, _nested(config)
         if config.num_layers != 1:
             raise UnsupportedError(

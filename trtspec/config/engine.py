@@ -16,7 +16,8 @@ class EngineConfig:
     """Raises ConfigError naming field, value and remedy; UnsupportedError for what is known but not built.
 
     dtype: "auto" = the checkpoint's. quantization: of all weights but embedding and lm_head: "int8" (a scale per output
-    channel), "int4" (a scale and zero point per 32 inputs), "int4_g64", "int4_g128"; None = kept in dtype. backend:
+    channel), "int4" (a scale and zero point per 32 inputs), "int4_g64", "int4_g128"; None = kept in dtype; where the
+    checkpoint is quantised already, of the linears that it left, and of its own kind. backend:
     "eager" runs a checkpoint op by op, "aoti" is that of engine folders. max_batch_size: requests in one step.
     max_num_tokens: rows of one step of the target. max_seq_len: tokens of a sequence, None = the checkpoint's;
     max_input_len: of a prompt, None = no limit of its own. kv_cache_memory: bytes for all KV layers, target and draft;

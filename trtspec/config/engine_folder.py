@@ -1,6 +1,6 @@
 """The config.json of a compiled engine: what it was built from and for, what is in it, and whether it can run here.
 
-config.json                  this file
+config.json                  this file; `checkpoint_quantization` says which checkpoints were quantised already, how
 tokenizer.json, ...          as in the checkpoint
 target/, draft/              config.json of the checkpoint, graphs and weights (see backends/aoti.py)
 """

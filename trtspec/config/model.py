@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trtspec.config.quantized import CheckpointQuantization
 from trtspec.config.reader import Reader, read_json, short
 from trtspec.errors import CheckpointError
 
@@ -53,6 +54,7 @@ class ModelConfig:
     `eos_token_ids` is the union of config.json and generation_config.json; the tokenizer may add its own.
     `generation_defaults` holds those of temperature, top_k, top_p, min_p that generation_config.json sets with
     `do_sample`; it is empty for a checkpoint that means to be greedy or does not say. `raw` is config.json as read.
+    `quantization` says which weights are integers already.
     """
 
     path: Path
@@ -79,13 +81,14 @@ class ModelConfig:
     pad_token_id: int | None
     generation_defaults: Mapping[str, float | int] = field(compare=False)
     raw: Mapping[str, Any] = field(repr=False, compare=False)
+    quantization: CheckpointQuantization | None = None
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str], role: str = "target") -> ModelConfig:
         """Reads `path`; `role` ("target", "draft") is what errors call this model.
 
         Raises CheckpointError for a missing or damaged file and for missing or ill-typed fields, UnsupportedError for
-        what we know but have not built (rope type, activation, quantised weights).
+        what we know but have not built (rope type, activation, kind of quantised weights).
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -112,10 +115,6 @@ class ModelConfig:
             )
         if head_dim % 2:
             raise read.error("head_dim", f"= {head_dim} is odd; rotary positions need an even one")
-        if read.get("quantization_config") is not None:
-            raise read.unsupported(
-                "quantization_config", "quantised checkpoints are not supported; use the bf16, fp16 or fp32 one"
-            )
         return cls(
             path=folder,
             architecture=read.architecture(),
@@ -141,6 +140,7 @@ class ModelConfig:
             pad_token_id=_token_id(read, generation, "pad_token_id"),
             generation_defaults=_generation_defaults(generation),
             raw=read.data,
+            quantization=CheckpointQuantization.read(read),
         )
 
     @property

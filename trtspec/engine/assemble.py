@@ -185,6 +185,9 @@ def plan_assembly(
             "build an engine with it: trtspec build --speculative_decoding_mode"
         )
     assembly = Assembly(config, target, draft, resolved, max_seq_len, pack, built)
+    for role, checkpoint, kind in zip(("target", "draft"), (target, draft), assembly.quantizations, strict=True):
+        if checkpoint is not None and checkpoint.quantization is not None:
+            checkpoint.quantization.check_request(kind, role)
     K = assembly.max_draft_len
     if config.max_num_tokens < config.max_batch_size * (K + 1):
         raise ConfigError(

@@ -15,6 +15,7 @@ from trtspec.backends.export import Step, describe_inputs
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder, engine_json, file_facts
 from trtspec.config.model import ModelConfig
+from trtspec.config.quantized import CheckpointQuantization
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import Assembly, kv_bytes_per_token, plan_assembly
@@ -81,6 +82,7 @@ def build_engine(
         report("writing config.json")
         built = replace(config, backend="aoti", dtype=_dtype_name(assembly), max_seq_len=assembly.max_seq_len)
         data = engine_json(built, speculative, assembly.target.raw, executables)
+        data["checkpoint_quantization"] = {role: str(kind) for role, kind in checkpoint_quantizations(assembly).items()}
         data["files"] = file_facts(staging)
         (staging / "config.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         if output.exists():
@@ -126,6 +128,12 @@ def steps(assembly: Assembly, report: Callable[[str], None]) -> dict[str, tuple[
         report(f"loading {assembly.draft.path}")
         made["draft"] = assembly.draft_step()
     return made
+
+
+def checkpoint_quantizations(assembly: Assembly) -> dict[str, CheckpointQuantization]:
+    """What the checkpoints had quantised themselves, by role."""
+    models = {"target": assembly.target, "draft": assembly.draft}
+    return {role: model.quantization for role, model in models.items() if model and model.quantization}
 
 
 def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[int, ...]:

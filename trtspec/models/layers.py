@@ -29,6 +29,7 @@ class Linear(nn.Module):
 
     scales: Tensor  # of a quantised weight, else of no elements, as zeros
     zeros: Tensor
+    order: Tensor  # [K] int64: the weight's inputs are x[:, order]; of no elements where they are x as it is
 
     def __init__(self, in_features: int, out_features: int, bias: bool, float_out: bool = False) -> None:
         super().__init__()
@@ -37,6 +38,7 @@ class Linear(nn.Module):
         self.bias = _unloaded(out_features) if bias else None
         self.register_buffer("scales", torch.empty(0), persistent=False)
         self.register_buffer("zeros", torch.empty(0), persistent=False)
+        self.register_buffer("order", torch.empty(0, dtype=torch.int64), persistent=False)
 
     @property
     def is_packed(self) -> bool:
@@ -59,10 +61,20 @@ class Linear(nn.Module):
             panels, self.scales, self.zeros = packing.quantize_int4(weight, QUANTIZATIONS[quantization])
         self.weight = nn.Parameter(panels, requires_grad=False)
 
+    def hold(self, panels: Tensor, scales: Tensor, zeros: Tensor | None = None, order: Tensor | None = None) -> None:
+        """Take a weight that is packed already, of one of the integer layouts of ops.packing, in the place of ours."""
+        self.weight, self.scales = nn.Parameter(panels, requires_grad=False), scales
+        if zeros is not None:
+            self.zeros = zeros
+        if order is not None:
+            self.order = order
+
     def forward(self, x: Tensor) -> Tensor:
         if self.training and not self.is_packed:
             out = F.linear(x, self.weight, self.bias)
             return out.float() if self.float_out else out
+        if self.order.numel():
+            x = x[:, self.order]
         return packed_linear(
             x,
             self.weight,
@@ -91,14 +103,14 @@ class PackedEmbedding(nn.Module):
 
 
 def weight_bytes(*modules: nn.Module) -> int:
-    """Bytes of all weights of `modules`, scales and zeros of quantised ones included; what is shared counts once."""
+    """Bytes of all weights of `modules`, what else quantised ones hold included; what is shared counts once."""
     tensors: dict[int, int] = {}
     for module in modules:
         for parameter in module.parameters():
             tensors[id(parameter)] = parameter.nbytes
         for part in module.modules():
             if isinstance(part, Linear):
-                tensors |= {id(tensor): tensor.nbytes for tensor in (part.scales, part.zeros)}
+                tensors |= {id(tensor): tensor.nbytes for tensor in (part.scales, part.zeros, part.order)}
     return sum(tensors.values())
 
 

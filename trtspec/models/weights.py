@@ -1,6 +1,6 @@
 """Strict loading: every tensor of the checkpoint lands in exactly one place, and every place is filled.
 
-`slots` says which rows of which parameter a checkpoint tensor is.
+`slots` says which rows of which parameter a checkpoint tensor is; `quantized` reads weights that are integers already.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trtspec.config.model import ModelConfig
+from trtspec.config.quantized import CheckpointQuantization
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
 from trtspec.models.decoder import Decoder
+from trtspec.models.quantized import QuantizedLinears
 from trtspec.models.slots import Slot, weight_slots
 from trtspec.models.specs import decoder_spec
 
@@ -33,29 +35,44 @@ def load_decoder(
     decoder = Decoder(decoder_spec(config), max_position)
     for parameter in decoder.parameters():  # not decoder.to(): the rotary table stays fp32
         parameter.data = parameter.data.to(dtype)
-    load_weights(decoder, weight_slots(decoder.spec), checkpoint_tensors(config.path, role), config.path, role)
+    slots, tensors = weight_slots(decoder.spec), checkpoint_tensors(config.path, role)
+    load_weights(decoder, slots, tensors, config.path, role, config.quantization)
     return decoder.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def load_weights(
-    module: nn.Module, slots: Mapping[str, Slot], tensors: Iterable[tuple[str, Tensor]], folder: Path, role: str
+    module: nn.Module,
+    slots: Mapping[str, Slot],
+    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    role: str,
+    quantization: CheckpointQuantization | None = None,
 ) -> None:
-    """Fill `module` from the tensors. WeightsError names those missing, unexpected or mis-shaped."""
+    """Fill `module` from the tensors; linears that are quantised in the checkpoint are packed afterwards.
+
+    WeightsError names tensors that are missing, unexpected or mis-shaped. For quantised weights that cannot be held as
+    they are, see `QuantizedLinears`.
+    """
+    quantized = QuantizedLinears(slots, quantization, f"{role} weights in {folder}")
     parameters = dict(module.named_parameters())
-    unseen, unexpected, misshaped = set(slots), [], []
+    required = {name: slot.shape for name, slot in quantized.plain.items()} | quantized.required
+    shapes = required | quantized.optional
+    unseen, unexpected, misshaped = set(required), [], []
     for name, tensor in tensors:
-        slot = slots.get(name)
-        if slot is None:
-            if not _ignorable(name, slots):
+        unseen.discard(name)
+        shape = shapes.get(name)
+        if shape is None:
+            if not (_ignorable(name, slots) or quantized.ignorable(name, tensor)):
                 unexpected.append(name)
-        elif tuple(tensor.shape) != slot.shape:
-            misshaped.append(f"{name} is {tuple(tensor.shape)}, expected {slot.shape}")
-            unseen.discard(name)
-        else:
+        elif tuple(tensor.shape) != shape:
+            misshaped.append(f"{name} is {tuple(tensor.shape)}, expected {shape}")
+        elif name in quantized.plain:
+            slot = slots[name]
             parameters[slot.parameter][slot.start : slot.start + slot.shape[0]].copy_(tensor)
-            unseen.discard(name)
-    missing = [f"{name} {slots[name].shape}" for name in sorted(unseen)]
+        else:
+            quantized.take(name, tensor)
+    missing = [f"{name} {required[name]}" for name in sorted(unseen)]
     problems = [
         f"{kind}: {_few(names)}"
         for kind, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", misshaped))
@@ -66,6 +83,7 @@ def load_weights(
             f"{role} weights in {folder} do not fit its config.json: {'; '.join(problems)}. "
             "Check that the weight files and config.json belong together"
         )
+    quantized.pack(module)
 
 
 def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
@@ -110,6 +128,14 @@ def weight_files(folder: Path, role: str) -> list[Path]:
 def weight_bytes(folder: Path, role: str) -> int:
     """Bytes of all weight files on disk."""
     return sum(file.stat().st_size for file in weight_files(folder, role))
+
+
+def loaded_bytes(config: ModelConfig, role: str = "target") -> int:
+    """Bytes of the weights in memory, in the checkpoint's dtype where they are not quantised, before any padding of
+    floating-point panels. Raises UnsupportedError for quantised weights that `load_decoder` would refuse by shape."""
+    slots = weight_slots(decoder_spec(config))
+    where = f"{role} weights in {config.path}"
+    return QuantizedLinears(slots, config.quantization, where).num_bytes(DTYPES[config.dtype].itemsize)
 
 
 def checkpoint_tensors(folder: Path, role: str) -> Iterator[tuple[str, Tensor]]:

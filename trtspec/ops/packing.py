@@ -45,7 +45,15 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight = weight.detach().float()
     scales = weight.abs().amax(dim=1) / 127
     values = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_().to(torch.int8)
-    return _to_panels(values), _columns_to_panels(scales)
+    return pack_int8(values, scales)
+
+
+def pack_int8(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights that are 8-bit already: values [N, K] int8, scales [N].
+
+    Returns (panels [P, ceil(K/4), 32, 4] int8, scales [P, 32] fp32).
+    """
+    return _to_panels(values), _columns_to_panels(scales.float())
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:

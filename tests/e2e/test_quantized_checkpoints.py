@@ -1,0 +1,175 @@
+"""Whole engines on checkpoints that are quantised already: what transformers computes from the floats they stand for,
+and speculation that changes nothing, op by op and compiled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import edit_config, make_eagle3, oracle, oracle_logits
+from tests.e2e.tiny import add_tokenizer, assert_all_blocks_free, draw_cases, make_target, perturbed, run_alone
+from tests.e2e.tiny import run_together as together
+from tests.models.test_logits_vs_transformers import Paged
+from tests.quantized_checkpoints import Kind, quantised
+from trtspec import LLM
+from trtspec.cli import main
+from trtspec.config.engine import EngineConfig
+from trtspec.engine.build import build_engine
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.models.layers import Linear, weight_bytes
+
+LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 32, "block_size": 4}
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3}
+CASES = draw_cases(16, seed=5, most_prompt=40, most_tokens=16)
+KINDS = [
+    Kind("pack-quantized", 4, 32, False, scales=torch.bfloat16),
+    Kind("int-quantized", 8, -1),
+    Kind("gptq", 4, 32, ordered=True),
+    Kind("awq", 4, 64, False),
+]
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_target(tmp_path_factory.mktemp("models"), **SIZES)
+    add_tokenizer(folder)
+    perturbed(folder, noise=0.15)  # beside it, as draft/
+    return folder
+
+
+def decoder_of(llm: LLM) -> Any:
+    return llm.engine.loop.target.inner.step.decoder
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_logits_are_those_of_the_floats(floats: Path, tmp_path: Path, kind: Kind) -> None:
+    """transformers on the dequantised fp32 weights, with what each linear reads rounded to int8 as ours does it: a tie
+    that rounds the other way is all the difference. Without that rounding: 2 to 5 % in a model of such wide weights."""
+    folder, plain = quantised(floats, tmp_path, kind)
+    tokens = torch.randint(16, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    theirs = oracle(plain)
+    logits = Paged(decoder_of(LLM(folder, dtype="float32", num_kv_blocks=16, **LIMITS)), 1).step({0: tokens})[0]
+    exact = oracle_logits(theirs, tokens)
+    assert (logits - exact).norm() <= 0.06 * exact.norm()
+    if not kind.ordered:  # whose groups are of other inputs
+        round_inputs(theirs, kind)
+        assert (logits - oracle_logits(theirs, tokens)).norm() <= 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", [Kind("pack-quantized", 4, 64), Kind("int-quantized", 8, -1)], ids=str)
+def test_logits_are_those_of_transformers_on_the_same_folder(floats: Path, tmp_path: Path, kind: Kind) -> None:
+    """Which reads compressed-tensors itself; it rounds inputs where the config says so, to -128..127 of 255 steps, and
+    so differs by the rounding alone."""
+    folder, plain = quantised(floats, tmp_path, kind)
+    tokens = torch.randint(16, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    theirs = oracle_logits(oracle(folder), tokens)
+    logits = Paged(decoder_of(LLM(folder, dtype="float32", num_kv_blocks=16, **LIMITS)), 1).step({0: tokens})[0]
+    assert (logits - theirs).norm() <= 0.06 * theirs.norm()
+    if kind.layout == "pack-quantized":
+        torch.testing.assert_close(theirs, oracle_logits(oracle(plain), tokens), rtol=1e-5, atol=1e-5)
+
+
+def round_inputs(model: torch.nn.Module, kind: Kind) -> None:
+    """To integers of at most 127 times a scale for each row (8-bit weights) or row and group (4-bit)."""
+
+    def rounded(linear: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        groups = inputs[0].unflatten(-1, (-1, kind.group_size if kind.bits == 4 else inputs[0].shape[-1]))
+        scale = groups.abs().amax(-1, keepdim=True) / 127
+        return ((groups / scale).round() * scale).flatten(-2)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(rounded)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_speculation_changes_nothing(floats: Path, tmp_path: Path, kind: Kind, dtype: str) -> None:
+    """Greedy and sampled rows, packed with drafts in a tight cache, against plain decoding one at a time."""
+    folder, _ = quantised(floats, tmp_path, kind)
+    alone = run_alone(LLM(folder, dtype=dtype, num_kv_blocks=64, **LIMITS).engine, CASES)
+    llm = LLM(folder, NGRAM, dtype=dtype, num_kv_blocks=21, **LIMITS)
+    run = together(llm.engine, CASES)
+    assert run.outcomes == alone
+    assert 0 < run.speculation.acceptance_per_position[0] < 1
+    assert_all_blocks_free(llm)
+
+
+def test_a_quantised_draft(floats: Path, tmp_path: Path) -> None:
+    """Target and draft of different layouts."""
+    folder, _ = quantised(floats, tmp_path / "target", KINDS[2])
+    draft, _ = quantised(floats.parent / "draft", tmp_path / "draft", KINDS[3])
+    wishes = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    alone = run_alone(LLM(folder, num_kv_blocks=64, **LIMITS).engine, CASES)
+    run = together(LLM(folder, wishes, num_kv_blocks=64, **LIMITS).engine, CASES)
+    assert run.outcomes == alone
+    assert 0 < run.speculation.acceptance_per_position[0] < 1
+    with pytest.raises(ConfigError, match="quantization = 'int8': the draft's checkpoint is quantised already"):
+        LLM(folder, {**wishes, "quantization": "int8"}, **LIMITS)
+
+
+def test_a_compiled_engine(floats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The inputs' order and the zero points are in the folder, which says what it holds and needs no checkpoint."""
+    folder, _ = quantised(floats, tmp_path, Kind("gptq", 4, 32, False, ordered=True))
+    eager = LLM(folder, NGRAM, num_kv_blocks=64, **LIMITS)
+    output = tmp_path / "engine"
+    build_engine(folder, output, None, EngineConfig(**LIMITS))
+    data = json.loads((output / "config.json").read_text())
+    assert data["checkpoint_quantization"] == {"target": "gptq, int4 in groups of 32"}
+    assert data["pretrained_config"]["quantization_config"]["quant_method"] == "gptq"
+    assert data["executables"]["target"]["weight_bytes"] == decoder_of(eager).weight_bytes_per_step
+    folder.rename(tmp_path / "gone")
+    alone = run_alone(LLM(output, num_kv_blocks=64).engine, CASES)
+    assert together(LLM(output, NGRAM, num_kv_blocks=21).engine, CASES).outcomes == alone
+    assert together(eager.engine, CASES).outcomes == alone
+    with pytest.raises(ConfigError, match="quantization = 'int8': this engine was built with None"):
+        LLM(output, quantization="int8")
+
+
+def test_dry_runs_count_and_refuse(floats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = quantised(floats, tmp_path, KINDS[3])
+    arguments = ["build", "--checkpoint_dir", str(folder), "--output_dir", str(tmp_path / "out"), "--dry_run"]
+    assert main(arguments) == 0
+    decoder = decoder_of(LLM(folder, **LIMITS))
+    read = weight_bytes(decoder) - decoder.embedding.weight.nbytes
+    assert f"weights of target: {read / 1e6:.1f} MB" in capsys.readouterr().out
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 3, "group_size": 128})
+    assert main(arguments) == 1
+    assert "only 4 and 8 bits are supported" in " ".join(capsys.readouterr().err.split())
+
+
+def test_quantization_is_for_what_the_checkpoint_left(floats: Path, tmp_path: Path) -> None:
+    folder, _ = quantised(
+        floats, tmp_path, Kind("awq", 4, 32, False), ("lm_head", "down_proj"), modules_to_not_convert=["down_proj"]
+    )
+    layer = decoder_of(LLM(folder, **LIMITS)).layers[0]
+    assert layer.mlp.down.weight.dtype == torch.float32
+    before = layer.mlp.gate_up.weight
+    layer = decoder_of(LLM(folder, quantization="int4", **LIMITS)).layers[0]
+    assert layer.mlp.down.weight.dtype == torch.uint8
+    assert torch.equal(layer.mlp.gate_up.weight, before)
+    with pytest.raises(
+        ConfigError, match=r"quantization = 'int8': the target's .* or 'int4' for the linears that it left"
+    ):
+        LLM(folder, quantization="int8", **LIMITS)
+
+
+def test_quantised_eagle3_heads_are_refused(floats: Path, tmp_path: Path) -> None:
+    """By name; an unquantised head serves a quantised target."""
+    folder, _ = quantised(floats, tmp_path, KINDS[2])
+    head = make_eagle3(tmp_path, floats, capture=(0, 1))
+    wishes = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+    alone = run_alone(LLM(folder, num_kv_blocks=64, **LIMITS).engine, CASES)
+    llm = LLM(folder, wishes, num_kv_blocks=64, **LIMITS)
+    assert together(llm.engine, CASES).outcomes == alone
+    assert all(linear.is_packed for linear in decoder_of(llm).layers.modules() if isinstance(linear, Linear))
+    edit_config(head, quantization_config=KINDS[2].config())
+    with pytest.raises(
+        UnsupportedError, match=r"EAGLE3 heads of quantised weights .gptq, int4 in groups of 32. are not"
+    ):
+        LLM(folder, wishes, **LIMITS)
