@@ -162,6 +162,17 @@ struct Rows {
 
 // -- bringing a tile in ----------------------------------------------------------------------------------------------
 
+// Between steps weights have gone through the caches, so keys and values are not there: the next tile's are on their
+// way while this one is worked on.
+template <class T> void ask_for(const Rows& rows, const Tile& tile) {
+  const int64_t bytes = rows.args.head_dim * int64_t(sizeof(T));
+  for (int key = tile.first; key < tile.end; ++key)
+    for (const Heads* cache : {&rows.args.k_cache, &rows.args.v_cache}) {
+      const char* head = reinterpret_cast<const char*>(rows.cached<T>(*cache, tile.slots[key]));
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(head + at);
+    }
+}
+
 // keys[unit][key]; 0 for keys that are not of the tile.
 template <class T, class Unit> void turn_keys(const Rows& rows, const Tile& tile, Unit* keys, int64_t units) {
   const auto units_at = [&](int key, int64_t unit) {
@@ -426,10 +437,13 @@ template <class T> void attend_rows(const AttentionArgs& args, const AttentionPi
   const Rows rows(args, piece);
   const Workspace<Unit> work = workspace<Unit>(rows.lines(), round_up((args.head_dim + packed - 1) / packed, LANES),
                                                round_up(args.head_dim, LANES));
-  begin<T>(rows, work);
   const int64_t end = rows.end_of_keys(piece.num_rows - 1);
-  for (int64_t start = rows.lowest_key(0) / TILE * TILE; start < end; start += TILE) {
-    const Tile tile = rows.tile(start);
+  Tile tile, next;
+  ask_for<T>(rows, next = rows.tile(rows.lowest_key(0) / TILE * TILE));
+  begin<T>(rows, work);
+  for (int64_t start = next.start; start < end; start += TILE) {
+    tile = next;
+    if (start + TILE < end) ask_for<T>(rows, next = rows.tile(start + TILE));
     for (int64_t row = 0, line = 0; row < piece.num_rows; ++row) {
       const uint64_t seen = rows.seen(row, start);
       for (int64_t head = 0; head < rows.group; ++head) work.seen[line++] = seen;

@@ -18,8 +18,8 @@ namespace {
 
 // Lines (query heads of rows) of a piece of work: enough to pay for bringing K and V in, few enough for the L2 cache.
 constexpr int64_t LINES_PER_PIECE = 96;
-// Multiply-adds worth another thread: some 10 us.
-constexpr int64_t WORK_PER_CHUNK = 1 << 20;
+// Multiply-adds: a few us.
+constexpr int64_t WORK_PER_CHUNK = 1 << 17;
 constexpr int64_t ROWS_PER_APPEND = 256;
 
 // -- checks ----------------------------------------------------------------------------------------------------------
