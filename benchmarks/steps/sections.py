@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -110,33 +110,36 @@ def rows(bench: Bench) -> Result:
 
 
 def eagle3(bench: Bench) -> Result:
-    """Plain decoding and two heads, each an engine of its own, over the same number of tokens."""
+    """Plain decoding and three heads, each an engine of its own, over the same number of tokens."""
     model = bench.model()
     accepted = 2
     small, full = min(SMALL_VOCAB, model_vocab(model)), model_vocab(model)
-    names = {size: f"EAGLE3, K={K}, {size} ids" for size in (small, full)}
-    with opened(bench.plain()) as plain:
+    heads = {f"{small} ids": (small, None), f"{full} ids": (full, None), f"{full} ids, int8": (full, "int8")}
+    few, all_ids, int8 = heads
+    with ExitStack() as stack:
+        plain = stack.enter_context(opened(bench.plain()))
         prompts = model.prompts(1, INPUT_LEN)
         contestants = [Contestant("plain", plain, prompts, bench.steps * (accepted + 1), 0)]
-        engines = [opened(head_engine(bench, model, size), force_num_accepted_tokens=accepted) for size in names]
-        with engines[0] as first, engines[1] as second:
-            for size, engine in zip(names, (first, second), strict=True):
-                contestants.append(Contestant(names[size], engine, prompts, bench.steps, K))
-            turns = bench.take_turns("eagle3", contestants)
-            pages = huge_pages()
-    speeds = ratios(turns, names[small], "plain", lambda turn: turn.tokens_per_second)
+        for name, (size, quantization) in heads.items():
+            folder = head_engine(bench, model, size, quantization)
+            engine = stack.enter_context(opened(folder, force_num_accepted_tokens=accepted))
+            contestants.append(Contestant(name, engine, prompts, bench.steps, K))
+        turns = bench.take_turns("eagle3", contestants)
+        pages = huge_pages()
+    speeds = ratios(turns, few, "plain", lambda turn: turn.tokens_per_second)
     return Result(
         "eagle3",
         [
-            Figure(f"tokens/s, {small} ids, {accepted} accepted / plain", speeds, "x", 2.1, at_least=True),
-            Figure(f"step with {full} ids / plain", ratios(turns, names[full], "plain"), "x", 1.4),
-            Figure(f"step with {small} ids / plain", ratios(turns, names[small], "plain"), "x"),
+            Figure(f"tokens/s, {few}, {accepted} accepted / plain", speeds, "x", 2.1, at_least=True),
+            Figure(f"step with {few} / plain", ratios(turns, few, "plain"), "x"),
+            Figure(f"step with {all_ids} / plain", ratios(turns, all_ids, "plain"), "x", 1.4),
+            Figure(f"step with {int8} / plain", ratios(turns, int8, "plain"), "x", 1.4),
         ],
         turns,
         [
             f"eagle3: {pages}",
-            f"eagle3: heads of random weights; {accepted} drafts a step are accepted by force. 'bytes x first' is the "
-            "ratio of what steps read, if every draft pass reads the head anew",
+            f"eagle3: random heads, K = {K}, bf16 unless it says int8; {accepted} drafts a step are accepted by force. "
+            "'bytes x first' is the ratio of what steps read, if every draft pass reads the head anew",
         ],
     )
 
@@ -216,11 +219,12 @@ def model_vocab(model: Model) -> int:
     return model.config["vocab_size"]  # type: ignore[no-any-return]
 
 
-def head_engine(bench: Bench, model: Model, draft_vocab: int) -> str:
+def head_engine(bench: Bench, model: Model, draft_vocab: int, quantization: str | None) -> str:
     """The model's engine with a head of random weights."""
     head = bench.workshop.head(model, draft_vocab)
-    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": K}
-    return str(bench.workshop.engine(f"{model.name}-eagle3-{draft_vocab}", model.folder, speculation, **LIMITS))
+    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": K, "quantization": quantization}
+    name = f"{model.name}-eagle3-{draft_vocab}" + (f"-{quantization}" if quantization else "")
+    return str(bench.workshop.engine(name, model.folder, speculation, **LIMITS))
 
 
 def huge_pages() -> str:

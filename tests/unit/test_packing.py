@@ -25,7 +25,7 @@ def random_weight(width: int, depth: int, dtype: torch.dtype = torch.float32) ->
 
 def check_rows(weight: Tensor, scales: Tensor, zeros: Tensor, matrix: Tensor) -> None:
     ids = torch.randint(matrix.shape[0], (7,))
-    assert torch.equal(packed_rows(weight, scales, zeros, ids, matrix.shape[1]).float(), matrix[ids])
+    assert torch.equal(packed_rows(ids, weight, scales, zeros, matrix.shape[1]).float(), matrix[ids])
 
 
 @given(dtype=floats, width=widths, depth=depths)
@@ -37,7 +37,7 @@ def test_panels_hold_the_matrix(dtype: torch.dtype, width: int, depth: int) -> N
     assert panels.shape == ((count, depth, 32) if dtype == torch.float32 else (count, -(-depth // 2), 32, 2))
     matrix = unpack(panels, NONE, NONE, width, depth)
     assert torch.equal(matrix, weight.float())
-    assert packed_rows(panels, NONE, NONE, torch.tensor([0]), depth).dtype == dtype
+    assert packed_rows(torch.tensor([0]), panels, NONE, NONE, depth).dtype == dtype
     check_rows(panels, NONE, NONE, matrix)
 
 
@@ -183,6 +183,36 @@ def test_a_quantised_model_keeps_its_head(quantization: str, bits: int) -> None:
     group_bytes = {"int8": 4 * 64, "int4": 3 * 2 * 64, "int4_g64": 3 * 64}[quantization]
     inner = 64 * 64 * bits // 8 + group_bytes + 2 * 64  # values, scales and zeros, bias
     assert weight_bytes(model) == inner + 64 * 64 * 2  # 50 columns fill two panels
+
+
+class Pair(nn.Module):
+    """A target and a draft beside it."""
+
+    def __init__(self, target: Tied, draft: nn.Module) -> None:
+        super().__init__()
+        self.draft, self.target = draft, target
+
+
+@pytest.mark.parametrize("draft_kind", ["int8", None])
+def test_a_draft_has_a_quantization_of_its_own(draft_kind: str | None) -> None:
+    """Its own head is quantised too, one that it shares with the target or with an embedding is not."""
+    kind = torch.int8 if draft_kind else torch.bfloat16
+    own, sharing, tied = Tied(False, torch.bfloat16), Tied(False, torch.bfloat16), Tied(True, torch.bfloat16)
+    for draft in (own, sharing, tied):
+        target = Tied(False, torch.bfloat16)
+        if draft is sharing:
+            draft.head = target.head
+        pack_decoder(Pair(target, draft), "int4", draft, draft_kind)
+        assert target.inner.weight.dtype == torch.uint8
+        assert target.head.weight.dtype == torch.bfloat16
+        assert draft.inner.weight.dtype == kind
+        assert draft.head.weight.dtype == (kind if draft is own else torch.bfloat16)
+
+
+def test_a_draft_alone_is_quantised_with_its_head() -> None:
+    draft = Tied(False, torch.bfloat16)
+    pack_decoder(draft, "int4", draft, "int8")
+    assert draft.inner.weight.dtype == draft.head.weight.dtype == torch.int8
 
 
 def test_what_pack_refuses() -> None:

@@ -97,7 +97,7 @@ class SpeculativeConfig(StrictConfig):
     vanilla: bool = Field(default=False, description="MTP with one module per draft step")
     revision: str | None = None
     code_revision: str | None = None
-    quantization: str | None = None
+    quantization: str | None = Field(default=None, description="of the draft's weights, its own lm_head included")
     enforce_eager: bool | None = None
     draft_tensor_parallel_size: int | None = Field(default=None, ge=1, description="1, or the target's size")
     max_model_len: int | None = Field(default=None, ge=1, description="tokens; at most the draft's and the target's")

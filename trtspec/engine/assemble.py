@@ -114,7 +114,7 @@ class Assembly:
         if self.pack or self.quantizations != (None, None):
             target_kind, draft_kind = self.quantizations
             try:
-                pack_decoder(step, target_kind, {} if draft is None else {draft: draft_kind})
+                pack_decoder(step, target_kind, draft, draft_kind)
             except ValueError as error:
                 raise UnsupportedError(f"quantization = {target_kind or draft_kind!r}: {error}") from error
         return step

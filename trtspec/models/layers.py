@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trtspec.config.model import RopeConfig
 from trtspec.models.specs import DecoderSpec
-from trtspec.ops import packed_linear, packing
+from trtspec.ops import packed_embedding, packed_linear, packing
 
 QUANTIZATIONS = {None: 0, "int8": 0, "int4": 32, "int4_g64": 64, "int4_g128": 128}
 """How `Linear.pack` may store a weight, and in what groups of inputs."""
@@ -99,7 +99,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         head = self.head
-        return packing.packed_rows(head.weight, head.scales, head.zeros, ids, head.in_features)
+        return packed_embedding(ids, head.weight, head.scales, head.zeros, head.in_features)
 
 
 def weight_bytes(*modules: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -10,13 +10,17 @@ from trtspec.models.layers import Linear, PackedEmbedding
 
 
 def pack_decoder(
-    model: nn.Module, quantization: str | None = None, parts: Mapping[nn.Module, str | None] | None = None
+    model: nn.Module,
+    quantization: str | None = None,
+    draft: nn.Module | None = None,
+    draft_quantization: str | None = None,
 ) -> None:
     """Pack every Linear in `model` (a decoder, a draft head, or a step that holds both), in place.
 
-    quantization: as of `Linear.pack`; `parts`: modules within `model` that have another. It goes for every linear but
-    the lm_head (the one with `float_out`), which keeps the model's dtype, as embeddings and norms do: its rounding
-    errors would go straight into the logits.
+    quantization, as of `Linear.pack`, goes for every linear but the lm_head (the one with `float_out`), which keeps the
+    model's dtype, as embeddings and norms do: its rounding errors would go straight into the logits.
+    draft: a module within `model`; draft_quantization goes for all linears that are its alone. Its own lm_head is one
+    of them, unless it is tied to an embedding: what errors in its logits cost is acceptance, and every pass reads it.
 
     An embedding tied to an lm_head becomes a view of the packed head, so that the matrix is held once. A draft head
     that shares its target's embedding or lm_head gets the packed ones where `model` holds both; otherwise call its
@@ -32,9 +36,21 @@ def pack_decoder(
         for name, child in parent.named_children()
         if isinstance(child, nn.Embedding) and id(child.weight) in linears
     ]
-    others = {id(module): own for part, own in (parts or {}).items() for module in part.modules()}
+    targets = {id(module) for module in _modules_without(model, draft)}
+    tied_heads = {id(head) for _, _, head in tied}
     for linear in linears.values():
-        linear.pack(None if linear.float_out else others.get(id(linear), quantization))
+        is_draft = id(linear) not in targets
+        kept = linear.float_out and (not is_draft or id(linear) in tied_heads)
+        linear.pack(None if kept else draft_quantization if is_draft else quantization)
     embeddings = {id(head): PackedEmbedding(head) for _, _, head in tied}
     for parent, name, head in tied:
         setattr(parent, name, embeddings[id(head)])
+
+
+def _modules_without(model: nn.Module, left_out: nn.Module | None) -> Iterator[nn.Module]:
+    """All modules that `model` reaches otherwise than through `left_out`."""
+    if model is left_out:
+        return
+    yield model
+    for child in model.children():
+        yield from _modules_without(child, left_out)

@@ -8,6 +8,7 @@ from trtspec.ops.accept import spec_accept
 from trtspec.ops.attention import spec_attention, spec_attention_
 from trtspec.ops.compact import kv_compact, kv_compact_
 from trtspec.ops.dispatch import graph_calls, load_plugins
+from trtspec.ops.embedding import packed_embedding
 from trtspec.ops.linear import packed_linear
 from trtspec.ops.logits import process_logits
 from trtspec.ops.sample import gumbel_noise, spec_sample
@@ -18,6 +19,7 @@ __all__ = [
     "kv_compact",
     "kv_compact_",
     "load_plugins",
+    "packed_embedding",
     "packed_linear",
     "process_logits",
     "spec_accept",

@@ -94,11 +94,8 @@ def unpack(weight: Tensor, scales: Tensor, zeros: Tensor, out_features: int, in_
     return values
 
 
-def packed_rows(weight: Tensor, scales: Tensor, zeros: Tensor, ids: Tensor, in_features: int) -> Tensor:
-    """Rows `ids` [n] of the matrix [N, K] in any layout, [n, K]: what an embedding that shares a packed head looks up.
-
-    In the weight's own dtype where that is a floating-point one, else dequantised to fp32.
-    """
+def packed_rows(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_features: int) -> Tensor:
+    """Rows `ids` [n] of the matrix [N, K] in any layout, [n, K]: the reference of `packed_embedding`."""
     if weight.ndim == 2:
         return weight[ids]
     panel, column = ids // PANEL, ids % PANEL
@@ -143,7 +140,7 @@ def _columns_to_panels(per_column: Tensor) -> Tensor:
 
 def _dequantize(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """values [n, K], scale, zero [n, K/g] -> [n, K] fp32."""
-    groups = values.reshape(*scale.shape, -1)
+    groups = values.reshape(*scale.shape, values.shape[1] // scale.shape[1])
     return ((groups - zero[:, :, None]) * scale[:, :, None]).flatten(1)
 
 

@@ -27,6 +27,15 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x
   });
 }
 
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_packed_embedding(AtenTensorHandle ids, AtenTensorHandle weight,
+                                                                 AtenTensorHandle scales, AtenTensorHandle zeros,
+                                                                 int64_t in_features, AtenTensorHandle* out) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *out = new_tensor_handle(
+        trtspec::packed_embedding(tensor(ids), tensor(weight), tensor(scales), tensor(zeros), in_features));
+  });
+}
+
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_spec_attention_(
     AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle k_cache, AtenTensorHandle v_cache,
     AtenTensorHandle cu_q_lens, AtenTensorHandle kv_lens, AtenTensorHandle block_tables, AtenTensorHandle tree_mask,

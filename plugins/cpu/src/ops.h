@@ -18,6 +18,9 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const at
                          const at::Tensor& zeros, const std::optional<at::Tensor>& bias, int64_t out_features,
                          bool float_out);
 
+at::Tensor packed_embedding(const at::Tensor& ids, const at::Tensor& weight, const at::Tensor& scales,
+                            const at::Tensor& zeros, int64_t in_features);
+
 at::Tensor process_logits(const at::Tensor& logits, const at::Tensor& positions, const at::Tensor& history,
                           const at::Tensor& prompt_lens, const at::Tensor& penalties, const at::Tensor& bias_ids,
                           const at::Tensor& bias_values, const at::Tensor& ban_ids, const at::Tensor& ban_until,

@@ -1,0 +1,125 @@
+// packed_embedding: see trtspec/ops/embedding.py for the op, trtspec/ops/packing.py for the layouts.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels.h"
+#include "ops.h"
+
+using at::Tensor;
+using namespace trtspec;
+
+namespace {
+
+// What the words of a column are made into: `bytes` bytes of the row each.
+struct FloatWords {
+  static void expand(uint32_t word, int64_t, char* to) { std::memcpy(to, &word, sizeof word); }
+  static constexpr int64_t bytes = sizeof(uint32_t);
+};
+
+struct Int8Words {
+  const float scale;
+
+  static constexpr int64_t bytes = 4 * sizeof(float);
+  void expand(uint32_t word, int64_t, char* to) const {
+    float values[4];
+    for (int i = 0; i < 4; ++i) values[i] = float(int8_t(word >> (8 * i))) * scale;
+    std::memcpy(to, values, sizeof values);
+  }
+};
+
+struct Int4Words {
+  const at::Half* scales;  // a group's is PANEL further on than the one's before
+  const uint8_t* zeros;    // or null: 8 everywhere
+  const int64_t words_of_a_group;
+
+  static constexpr int64_t bytes = 8 * sizeof(float);
+  void expand(uint32_t word, int64_t step, char* to) const {
+    const int64_t at = step / words_of_a_group * PANEL;
+    const float scale = scales[at], zero = zeros == nullptr ? 8.0f : float(zeros[at]);
+    float values[8];
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t byte = word >> (8 * i);
+      values[i] = (float(byte & 15) - zero) * scale;
+      values[4 + i] = (float(byte >> 4 & 15) - zero) * scale;
+    }
+    std::memcpy(to, values, sizeof values);
+  }
+};
+
+// A column's words lie STEP_BYTES apart: every one is a cache line of its own, and all are asked for at once.
+template <class Words>
+void expand_column(const char* column, int64_t steps, const Words& words, char* to, int64_t bytes) {
+  int64_t step = 0;
+  uint32_t word;
+  for (; (step + 1) * Words::bytes <= bytes; ++step) {
+    std::memcpy(&word, column + step * STEP_BYTES, sizeof word);
+    words.expand(word, step, to + step * Words::bytes);
+  }
+  if (step == steps) return;
+  char last[Words::bytes];  // a part of it is padding
+  std::memcpy(&word, column + step * STEP_BYTES, sizeof word);
+  words.expand(word, step, last);
+  std::memcpy(to + step * Words::bytes, last, bytes - step * Words::bytes);
+}
+
+void check_scales(const Tensor& weight, const Tensor& scales, const Tensor& zeros) {
+  const bool int4 = weight.scalar_type() == at::kByte;
+  const int64_t panels = weight.size(0), groups = int4 && scales.dim() == 3 ? scales.size(1) : 1;
+  TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == (int4 ? at::kHalf : at::kFloat) && groups > 0 &&
+                  scales.numel() == panels * groups * PANEL && weight.size(1) % groups == 0,
+              "packed_embedding: scales is ", scales.sizes(), " ", scales.scalar_type(), " for ", weight.sizes(), " ",
+              weight.scalar_type(), "; see trtspec.ops.packing");
+  TORCH_CHECK(!zeros.numel() || (int4 && zeros.is_contiguous() && zeros.scalar_type() == at::kByte &&
+                                 zeros.numel() == scales.numel()),
+              "packed_embedding: zeros is ", zeros.sizes(), " ", zeros.scalar_type(), "; see trtspec.ops.packing");
+}
+
+}  // namespace
+
+Tensor trtspec::packed_embedding(const Tensor& ids_, const Tensor& weight_, const Tensor& scales, const Tensor& zeros,
+                                 int64_t in_features) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  TORCH_CHECK(ids_.dim() == 1 && ids_.scalar_type() == at::kLong, "packed_embedding: ids is ", ids_.sizes(), " ",
+              ids_.scalar_type(), "; want [n] int64");
+  if (weight_.dim() == 2) return weight_.index_select(0, ids_);
+  const Tensor ids = ids_.contiguous(), weight = weight_.contiguous();
+  const bool floating = weight.is_floating_point(), int4 = weight.scalar_type() == at::kByte;
+  const int64_t panels = weight.size(0), steps = weight.dim() > 1 ? weight.size(1) : 0;
+  TORCH_CHECK(weight.dim() >= 3 && weight.size(2) == PANEL && int64_t(weight.nbytes()) == panels * steps * STEP_BYTES,
+              "packed_embedding: weight is ", weight.sizes(), " ", weight.scalar_type(), "; want panels");
+  const int64_t per_step = floating ? 4 / weight.element_size() : int4 ? 8 : 4;
+  TORCH_CHECK(in_features > (steps - 1) * per_step && in_features <= steps * per_step, "packed_embedding: ",
+              in_features, " inputs for weight ", weight.sizes(), "; want up to ", steps * per_step);
+  if (!floating) check_scales(weight, scales, zeros);
+
+  const auto out_type = floating ? weight.scalar_type() : at::kFloat;
+  const Tensor out = at::empty({ids.size(0), in_features}, weight.options().dtype(out_type));
+  const int64_t row_bytes = in_features * out.element_size();
+  const int64_t groups = int4 ? scales.size(1) : 1;
+  for (int64_t i = 0; i < ids.size(0); ++i) {
+    const int64_t id = ids.const_data_ptr<int64_t>()[i];
+    TORCH_CHECK(id >= 0 && id < panels * PANEL, "packed_embedding: id ", id, " of ", panels * PANEL, " rows");
+    const int64_t panel = id / PANEL, column = id % PANEL;
+    const char* words = static_cast<const char*>(weight.const_data_ptr()) + panel * steps * STEP_BYTES + column * 4;
+    char* row = static_cast<char*>(out.mutable_data_ptr()) + i * row_bytes;
+    const int64_t first_scale = panel * groups * PANEL + column;
+    if (floating) {
+      expand_column(words, steps, FloatWords{}, row, row_bytes);
+    } else if (int4) {
+      const uint8_t* zero = zeros.numel() ? zeros.const_data_ptr<uint8_t>() + first_scale : nullptr;
+      const Int4Words expanded{scales.const_data_ptr<at::Half>() + first_scale, zero, steps / groups};
+      expand_column(words, steps, expanded, row, row_bytes);
+    } else {
+      expand_column(words, steps, Int8Words{scales.const_data_ptr<float>()[first_scale]}, row, row_bytes);
+    }
+  }
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("packed_embedding", trtspec::packed_embedding); }

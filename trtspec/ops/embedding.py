@@ -1,0 +1,34 @@
+"""packed_embedding: rows of a packed matrix, for decoders whose embedding is their lm_head's matrix."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from trtspec.ops.dispatch import define
+from trtspec.ops.packing import packed_rows
+
+
+def _fake(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_features: int) -> Tensor:
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    return weight.new_empty(ids.shape[0], in_features, dtype=dtype)
+
+
+_op = define(
+    "packed_embedding(Tensor ids, Tensor weight, Tensor scales, Tensor zeros, int in_features) -> Tensor",
+    packed_rows,
+    _fake,
+)
+
+
+def packed_embedding(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_features: int) -> Tensor:
+    """Rows `ids` [n] int64 of a matrix [N, K = in_features] in one of the layouts of `trtspec.ops.packing`: [n, K].
+
+    In the weight's dtype, or fp32 where that is int8 or int4. An id outside the matrix raises.
+
+    An op of its own, since a row of a panel is spread over as many cache lines as it has words: compilers would read
+    them anew in every loop that wants the row.
+    """
+    return cast(Tensor, _op(ids, weight, scales, zeros, in_features))
