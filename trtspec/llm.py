@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
@@ -235,29 +232,18 @@ def _spinner(show: bool) -> Iterator[Any]:
     if not show:
         yield lambda message: logger.info("%s", message)
         return
-    with Console(stderr=True).status("loading") as status:
-        yield status.update
+    from trtspec.progress import spinner
 
-
-class _Speed(ProgressColumn):
-    """Drawn anew whenever the bar is."""
-
-    def __init__(self, stats: EngineStats) -> None:
-        super().__init__()
-        self._stats = stats
-
-    def render(self, task: Task) -> Text:
-        speed = self._stats.output_tokens / self._stats.step_time if self._stats.step_time else 0.0
-        return Text(f"{speed:.0f} tok/s, {self._stats.steps} steps")
+    with spinner("loading") as update:
+        yield update
 
 
 @contextmanager
 def _batch_bar(total: int, show: bool, stats: EngineStats) -> Iterator[Callable[[], None]]:
-    console = Console(stderr=True)
-    if not show or not console.is_terminal:
+    if not show or not sys.stderr.isatty():
         yield lambda: None
         return
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), _Speed(stats))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
+    from trtspec.progress import batch_bar
+
+    with batch_bar(total, stats) as advance:
+        yield advance

@@ -25,6 +25,7 @@ LAYERS = [
     {"workers"},
     {"backends"},
     {"engine"},
+    {"progress"},
     {"llm"},
     {"bench"},
     {"serve"},

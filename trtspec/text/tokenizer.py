@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and chat template."""
+"""A checkpoint's tokenizer and chat templates."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
 from trtspec.errors import CheckpointError, RequestError
@@ -113,6 +106,8 @@ class Tokenizer:
         further keywords reach the template. RequestError for messages that are not plain JSON, for a conversation
         that the template refuses, and where there is no template.
         """
+        from trtspec.text import chat_template as templates  # Jinja is for those who chat
+
         if not messages:
             raise RequestError("the conversation is empty; pass at least one message, as {'role': ..., 'content': ...}")
         source = self._template_source(chat_template, bool(tools))
@@ -127,8 +122,8 @@ class Tokenizer:
         values.setdefault("documents", None)
         values["add_generation_prompt"] = add_generation_prompt
         try:
-            return _compile(source).render(values)
-        except jinja2.TemplateSyntaxError as error:
+            return templates.compile_template(source).render(values)
+        except templates.TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the chat template of {self.name} is not valid Jinja (line {error.lineno}: {error}); "
                 "correct it or pass chat_template="
@@ -226,36 +221,3 @@ def _plain(what: str, value: Any) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise RequestError(f"{what} must be plain JSON values (str, numbers, lists, objects): {error}") from error
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text for training; here its body is just printed."""
-
-    tags = {"generation"}  # noqa: RUF012  (the type its base class declares)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(maxsize=64)
-def _compile(source: str) -> jinja2.Template:
-    """A chat template in the environment that transformers gives it."""
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    env.filters["tojson"] = _tojson
-    env.globals["raise_exception"] = _raise_exception
-    env.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return env.from_string(source)
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    # Jinja's own filter escapes HTML, which no model was trained on
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
