@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.e2e.near_ties import first_gaps
 from tests.e2e.tiny import (
@@ -32,6 +33,7 @@ from tests.e2e.tiny import (
     run_together,
 )
 from trtspec import LLM, SamplingParams
+from trtspec.backends import aoti
 from trtspec.backends.aoti import AotiExecutable, example_batch, load_weights
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
@@ -362,6 +364,20 @@ def test_weights_may_lie_in_huge_pages(engine: Callable[[str, str], Path]) -> No
     (mode, flags) = next((m, f) for low, high, m, f in areas if int(low, 16) <= tensor.data_ptr() < int(high, 16))
     assert mode == "rw-p"
     assert "hg" in flags.split()
+
+
+def test_weights_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several pieces at a time; a file that ends too early is refused."""
+    file = tmp_path / "weights.safetensors"
+    monkeypatch.setattr(aoti, "_READ_AT_ONCE", 1000)
+    tensors = {"a": torch.randn(70, 30), "b": torch.arange(7, dtype=torch.int8), "c": torch.randn(999).bfloat16()}
+    save_file(tensors, file)
+    loaded = load_weights(file)
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match="rebuild"):
+        load_weights(file)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------

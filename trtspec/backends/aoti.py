@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -77,6 +79,8 @@ _SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
 }
 _ALIGNMENT = 64  # bytes: a cache line, a vector register
+_READ_AT_ONCE = 16 * 2**20  # bytes
+_READERS = 4
 
 # A graph takes every sampling field, so one that no row of the batch uses is filled with what changes nothing.
 _NEUTRAL = {"seeds": 0, "temperatures": 0, "top_ks": 0, "top_ps": 1, "min_ps": 0, "ban_ids": -1, "ban_until": 0}
@@ -200,20 +204,27 @@ def load_weights(file: Path) -> dict[str, Tensor]:
         header.pop("__metadata__", None)
         size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         arena = _arena(max(size + _ALIGNMENT * len(header), 1))
-        tensors, end = {}, 0
+        tensors, parts, end = {}, [], 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             first, last = entry["data_offsets"]
-            source.seek(8 + header_size + first)
-            view = memoryview(arena)[end : end + last - first]
-            while view:
-                count = source.readinto(view)
-                if not count:
-                    raise CheckpointError(f"{file} ends before tensor {name}; rebuild the engine")
-                view = view[count:]
             dtype = _SAFETENSORS_DTYPES[entry["dtype"]]
             tensors[name] = torch.frombuffer(arena, dtype=dtype, count=(last - first) // dtype.itemsize, offset=end)
             tensors[name] = tensors[name].view(entry["shape"])
+            for start in range(first, last, _READ_AT_ONCE):
+                view = memoryview(arena)[end + start - first : end + min(start + _READ_AT_ONCE, last) - first]
+                parts.append((name, 8 + header_size + start, view))
             end += -(-(last - first) // _ALIGNMENT) * _ALIGNMENT
+
+        def read(part: tuple[str, int, memoryview]) -> None:
+            name, offset, view = part
+            while view:
+                count = os.preadv(source.fileno(), [view], offset)
+                if not count:
+                    raise CheckpointError(f"{file} ends before the end of tensor {name}; rebuild the engine")
+                view, offset = view[count:], offset + count
+
+        with ThreadPoolExecutor(_READERS) as pool:  # most of it is copying, and giving out zeroed pages
+            list(pool.map(read, parts))
     return tensors
 
 
