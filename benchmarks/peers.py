@@ -10,7 +10,8 @@ shapes of random weights, made under --work too (see peers/checkpoints.py for ho
 engine). All decode greedily, 128 tokens in and 128 out, past any end of sequence, with the same number of threads.
 
 Every contestant is a process that loads once. A repeat probes the machine's read bandwidth and then asks each in turn,
-in rotating order; the first repeat warms up. Figures are medians, ratios are medians of the ratios repeat by repeat.
+in rotating order, while all others stand still; the first repeat warms up. Figures are medians, ratios are medians of
+the ratios repeat by repeat.
 """
 
 import sys

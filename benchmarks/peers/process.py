@@ -45,6 +45,7 @@ class Worker:
         """The reply. PeerError if it is an error, late, or the process ends instead."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended: said below
             self.process.stdin.write(json.dumps({"op": op, **fields}) + "\n")
             self.process.stdin.flush()
@@ -58,6 +59,10 @@ class Worker:
             raise PeerError(f"{self.name}: {op} failed: {_first_line(reply['error'])}; see {self.log}")
         return reply
 
+    def pause(self) -> None:
+        """Let it stand still until the next call: some peers' threads keep a core busy while they wait."""
+        self._signal(signal.SIGSTOP)
+
     def peak_rss(self) -> int:
         """Bytes, summed over the process and all it started: what they share counts once for each. Linux only."""
         lines = [line for status in self._members() for line in status.splitlines()]
@@ -66,6 +71,7 @@ class Worker:
     def close(self) -> None:
         """End the whole group: politely by closing stdin, and then not."""
         assert self.process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -75,12 +81,16 @@ class Worker:
     def kill(self) -> None:
         """End the whole group; whoever has shared memory to remove has a few seconds for it."""
         for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 0.0)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+            self._signal(number)
+            self._signal(signal.SIGCONT)  # whoever stands still hears it only then
             deadline = time.monotonic() + patience_s
             while self._members() and time.monotonic() < deadline:
                 time.sleep(0.02)
         self.process.wait()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def _members(self) -> list[str]:
         """/proc's status of every process of the group that lives."""

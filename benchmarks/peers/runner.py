@@ -98,6 +98,7 @@ class Runner:
         for contestant in able[shift:] + able[:shift]:
             with self._excused(f"{model.name}, {contest.name}", lambda c=contestant: workers.pop(c).kill()):
                 timed = workers[contestant].call("generate", GENERATE_S, prompts=prompts, output_len=contest.output_len)
+                workers[contestant].pause()
                 runs.append(Run(model.name, contest, contestant, repeat, **timed))
         bandwidth = (before + self.probe()) / 2
         for run in runs if repeat else ():
@@ -131,6 +132,7 @@ class Runner:
             worker.kill()
             raise
         self.versions[contestant.peer] = reply["version"]
+        worker.pause()
         weight_bytes = reply.get("weight_bytes", model.weight_bytes)
         self.starts.append(Start(model.name, group.name, contestant, reply["startup_s"], weight_bytes))
         return worker

@@ -244,6 +244,10 @@ def test_worker_answers_and_goes_on_after_an_error(worker: Worker) -> None:
         worker.call("fail", 60)
     assert worker.call("generate", 60)["outputs"]
     assert worker.peak_rss() > 1e6
+    worker.pause()
+    assert "State:\tT" in worker._members()[0]
+    assert worker.call("generate", 60)["outputs"]
+    worker.pause()
     worker.close()
     assert "noise on stdout" in worker.log.read_text()
 
@@ -273,6 +277,9 @@ def test_a_failing_peer_is_left_out_and_the_rest_goes_on(tmp_path: Path, monkeyp
             if self.name.startswith("llama") and self.calls == 2:
                 raise PeerError("llama.cpp: ended")
             return {"seconds": 2.0, "first_s": 1.0, "first_tokens": 1, "request_steps": 1, "outputs": fields["prompts"]}
+
+        def pause(self) -> None:
+            pass
 
         def peak_rss(self) -> int:
             return 7
