@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trtspec.engine.request import Request
 from trtspec.kv.blocks import BlockAllocator, SequenceKV
 from trtspec.kv.reuse import PrefixReuse
 
 
-@dataclass(frozen=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """One request's part of a step: rows [kv.committed, kv.committed + num_rows), the last draft_len of them drafts."""
 
     request: Request
@@ -81,19 +80,21 @@ class Scheduler:
         contexts: list[Scheduled] = []
         generations: list[Scheduled] = []
         # Every running generation gets its rows; contexts share what is left of the step.
-        room = self.max_num_tokens - sum(1 + len(r.drafts) for r in self.running if not r.is_context)
+        running = [(request, request.is_context) for request in self.running]
+        room = self.max_num_tokens - sum([1 + len(request.drafts) for request, is_context in running if not is_context])
         num_preemptions = self.num_preemptions
-        for request in list(self.running):
-            if request not in self.running:
+        for request, is_context in running:
+            if num_preemptions != self.num_preemptions and request not in self.running:
                 continue  # preempted for an older one, in this very loop
-            rows = min(request.num_uncomputed, room) if request.is_context else 1 + len(request.drafts)
+            rows = min(request.num_uncomputed, room) if is_context else 1 + len(request.drafts)
             if rows == 0 or not self._reserve_or_preempt(request, rows):
                 continue
-            if request.is_context:
+            if is_context:
                 contexts.append(Scheduled(request, rows, 0, True))
                 room -= rows
             else:
-                generations.append(Scheduled(request, 1 + len(request.drafts), len(request.drafts), False))
+                num_drafts = len(request.drafts)  # none, if there was no room for them
+                generations.append(Scheduled(request, 1 + num_drafts, num_drafts, False))
         while self.waiting and len(self.running) < self.max_batch_size and room > 0:
             if num_preemptions != self.num_preemptions:
                 break  # a request that was just preempted must not take the room it made

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(slots=True)
 class SequenceKV:
     """One sequence's share of the cache. Blocks may reach past `committed`: that is a reservation, not a length."""
 
+    # The list only ever grows; who gives blocks back starts a new one. So a list and its length tell the contents.
     blocks: list[int] = field(default_factory=list)
     committed: int = 0  # leading tokens whose target KV is valid
     draft_len: int = 0  # leading tokens whose draft KV is valid
@@ -49,6 +50,8 @@ class BlockAllocator:
 
     def reserve(self, kv: SequenceKV, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens in all. False, and nothing changed, if there are not enough free blocks."""
+        if num_tokens <= len(kv.blocks) * self.block_size:
+            return True
         missing = self.blocks_for(num_tokens) - len(kv.blocks)
         if missing > self.num_free:
             return False
@@ -100,7 +103,7 @@ class BlockAllocator:
                     self._evictable[block] = None
                 else:
                     self._free.append(block)
-        kv.blocks.clear()
+        kv.blocks = []
         kv.committed = kv.draft_len = kv.published = 0
 
     def check(self, live: Iterable[SequenceKV]) -> None:
