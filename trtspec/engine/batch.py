@@ -1,32 +1,106 @@
 """From a batch of requests to the tensors of one launch.
 
-While the same requests generate with the same draft lengths, most of a step's tensors are those of the step before:
-they are made once per `Layout`. Step tensors are never written to, so steps in flight may share them.
+While the same requests run with as many rows and drafts each, a step's tensors have the same shapes, and most of them
+the same contents: those are made once per `_Layout`. What changes is written into the preallocated buffers of two
+`_Frame`s that take turns, so that a step in flight keeps its own.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
-from trtspec.engine.scheduler import Batch, Scheduled
+from trtspec.engine.scheduler import Batch
 from trtspec.modes import SpeculativeDecodingMode
-
-_Key = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """What follows from who is in a batch, with how many rows and drafts each."""
+    """What follows from who is in a batch, with how many rows and drafts each. Frames share its tensors: nobody writes
+    them."""
 
-    key: _Key
-    cu_q_lens: Tensor  # [B+1] int32
-    spec: SpecMetadata  # draft_tokens, next_prompt_token and sampling.positions are of the step that made it
-    offsets: list[list[int]]  # per request: index of the token each of its logits rows draws, from its first row on
+    batch: Batch
+    cu_q_lens: torch.Tensor  # [B+1] int32
+    spec: SpecMetadata  # draft_tokens, next_prompt_token and sampling.positions are for the frames to make
+    back: list[int]  # [R] the token each logits row draws, counted from its request's kv_len: <= 0
+
+
+class _Frame:
+    """The inputs of one step, and the arrays that are the memory of those tensors that change from step to step."""
+
+    def __init__(self, layout: _Layout) -> None:
+        self.layout = layout
+        B, spec = len(layout.batch), layout.spec
+        kv_lens = torch.empty(B, dtype=torch.int32)
+        attn = AttnMetadata(layout.cu_q_lens, kv_lens, torch.zeros(B, 0, dtype=torch.int32), _NO_TREE)
+        spec = replace(
+            spec,
+            draft_tokens=torch.empty_like(spec.draft_tokens),
+            next_prompt_token=torch.full((B,), -1),
+            sampling=replace(spec.sampling, positions=torch.empty_like(spec.sampling.positions)),
+        )
+        self.inputs = StepInputs(torch.empty(int(layout.cu_q_lens[-1]), dtype=torch.int64), attn, spec)
+        self.input_ids = self.inputs.input_ids.numpy()
+        self.kv_lens = kv_lens.numpy()
+        self.draft_tokens = spec.draft_tokens.numpy().reshape(-1)
+        self.positions = spec.sampling.positions.numpy()
+        self.next_prompt_token = spec.next_prompt_token.numpy()
+        self.tables = attn.block_tables.numpy()
+        self.written: list[tuple[list[int], int]] = [([], 0)] * B  # the list in each row of tables, how much of it
+
+    def fill(self, batch: Batch) -> StepInputs:
+        """The batch's tokens, lengths and blocks as they are now."""
+        K = self.layout.spec.runtime_draft_len
+        ids: list[int] = []
+        drafts: list[int] = []
+        ends: list[int] = []
+        ends_of_rows: list[int] = []  # of logits rows
+        for b, (request, num_rows, draft_len, is_context) in enumerate(batch):
+            kv, tokens = request.kv, request.tokens
+            end = kv.committed + num_rows
+            ends.append(end)
+            if is_context:
+                ends_of_rows.append(end)
+                ids += tokens[kv.committed : end]
+                self.next_prompt_token[b] = tokens[end] if end < len(tokens) else -1
+            else:
+                ends_of_rows += [end] * (K + 1)
+                ids.append(tokens[-1])
+                ids += request.drafts
+                drafts += request.drafts
+                if draft_len < K:
+                    drafts += [0] * (K - draft_len)
+            blocks, count = self.written[b]
+            if kv.blocks is not blocks or len(blocks) != count:
+                self._write_table(b, kv.blocks)
+        self.input_ids[:] = ids
+        self.draft_tokens[:] = drafts
+        self.kv_lens[:] = ends
+        self.positions[:] = list(map(operator.add, ends_of_rows, self.layout.back))
+        if not self.inputs.attn.kv_lens.is_inference():
+            increment_version(self.inputs.attn.kv_lens)  # changed by numpy: who keeps what follows from it must know
+        return self.inputs
+
+    def _write_table(self, b: int, blocks: list[int]) -> None:
+        """Bring a row of the block tables up to date; there are always some columns of scratch to grow into."""
+        if len(blocks) > self.tables.shape[1]:
+            wider = torch.zeros(len(self.tables), len(blocks) + _SPARE_COLUMNS, dtype=torch.int32)
+            wider.numpy()[:, : self.tables.shape[1]] = self.tables
+            self.inputs = replace(self.inputs, attn=replace(self.inputs.attn, block_tables=wider))
+            self.tables = wider.numpy()
+        known, count = self.written[b]
+        if blocks is known:
+            self.tables[b, count : len(blocks)] = blocks[count:]
+        else:
+            self.tables[b, : len(blocks)] = blocks
+            self.tables[b, len(blocks) :] = 0
+        self.written[b] = blocks, len(blocks)
 
 
 class BatchAssembler:
@@ -45,86 +119,51 @@ class BatchAssembler:
         self.forced_accept = forced_accept
         self.graph_draft_lens = graph_draft_lens
         self._layout: _Layout | None = None
-        self._tables: tuple[list[list[int]], Tensor] = ([], torch.empty(0, 0, dtype=torch.int32))
+        self._frames: tuple[_Frame | None, _Frame | None] = (None, None)  # that of the last step is the second
 
     def __call__(self, batch: Batch, next_draft_len: int = 0) -> StepInputs:
-        """Pack the rows. T rows in request order; see core.SpecMetadata for the logits rows and next_draft_len."""
-        K = max((row.draft_len for row in batch), default=0)
+        """Pack the rows. T rows in request order; see core.SpecMetadata for the logits rows and next_draft_len.
+
+        The tensors are this step's until the step after the next is packed.
+        """
+        layout = self._layout
+        if layout is None or layout.batch != batch or layout.spec.next_draft_len != next_draft_len:
+            layout = self._layout = self._make_layout(batch, next_draft_len)
+        frame, last = self._frames
+        if frame is None or frame.layout is not layout:
+            frame = _Frame(layout)
+        self._frames = last, frame
+        return frame.fill(batch)
+
+    def _make_layout(self, batch: Batch, next_draft_len: int) -> _Layout:
+        B, C = len(batch), sum([row.is_context for row in batch])
+        num_rows = np.array([row.num_rows for row in batch], dtype=np.int32)
+        draft_lens = np.array([row.draft_len for row in batch], dtype=np.int32)
+        K = int(draft_lens.max())
         K = next((length for length in self.graph_draft_lens if length >= max(K, next_draft_len)), K)
-        layout = self._layout_of(batch, K)
-
-        input_ids: list[int] = []
-        drafts: list[list[int]] = []
-        draws: list[int] = []
-        for row, offsets in zip(batch, layout.offsets, strict=True):
-            request, start = row.request, row.request.kv.committed
-            if row.is_context:
-                input_ids += request.tokens[start : row.end]
-            else:
-                input_ids += request.tokens[start:]
-                input_ids += request.drafts
-                drafts.append(request.drafts + [0] * (K - row.draft_len))
-            draws += [start + offset for offset in offsets]
-
-        attn = AttnMetadata(
-            cu_q_lens=layout.cu_q_lens,
-            kv_lens=torch.tensor([row.end for row in batch], dtype=torch.int32),
-            block_tables=self._block_tables([row.request.kv.blocks for row in batch]),
-            tree_mask=_NO_TREE,
-        )
-        spec = replace(
-            layout.spec,
-            draft_tokens=torch.tensor(drafts, dtype=torch.int64).view(len(drafts), K),
-            next_prompt_token=torch.tensor([_next_prompt_token(row) for row in batch]),
-            sampling=replace(layout.spec.sampling, positions=torch.tensor(draws)),
-            next_draft_len=next_draft_len,
-        )
-        return StepInputs(torch.tensor(input_ids), attn, spec)
-
-    def _layout_of(self, batch: Batch, K: int) -> _Layout:
-        key: _Key = (K,)
-        for row in batch:
-            key += (row.request.request_id, row.num_rows, row.draft_len, row.is_context)
-        if self._layout is None or self._layout.key != key:
-            self._layout = self._make_layout(key, batch, K)
-        return self._layout
-
-    def _make_layout(self, key: _Key, batch: Batch, K: int) -> _Layout:
-        q_lens = torch.tensor([row.num_rows for row in batch], dtype=torch.int32)
-        cu_q_lens = torch.cat((q_lens.new_zeros(1), q_lens.cumsum(0, dtype=torch.int32)))
-        gather_ids: list[int] = []
-        offsets: list[list[int]] = []
-        for row, begin in zip(batch, cu_q_lens.tolist(), strict=False):
-            last = row.num_rows - row.draft_len - 1  # of the known tokens
-            drafts = [0] if row.is_context else [min(j, row.draft_len) for j in range(K + 1)]
-            gather_ids += [begin + last + j for j in drafts]
-            offsets.append([last + 1 + j for j in drafts])
-        owners = [row.request.sampling for row, own in zip(batch, offsets, strict=True) for _ in own]
+        cu_q_lens = np.zeros(B + 1, dtype=np.int32)
+        np.cumsum(num_rows, out=cu_q_lens[1:])
+        # logits rows: one of each context, K + 1 of each generation, of which those past its drafts repeat its last
+        owners = np.concatenate((np.arange(C), np.repeat(np.arange(C, B), K + 1)))
+        back = np.minimum(np.arange(K + 1) - draft_lens[C:, None], 0).reshape(-1)
+        back = np.concatenate((np.zeros(C, dtype=np.int64), back))
+        forced = np.where(np.arange(B) < C, -1, self.forced_accept).astype(np.int32)
+        sampling = SamplingTensors.of([row.request.sampling for row in batch], [0] * B)
         spec = SpecMetadata(
             spec_dec_mode=self.mode,
             max_draft_len=self.max_draft_len,
-            request_ids=tuple(row.request.request_id for row in batch),
-            seq_lens=q_lens,
-            gather_ids=torch.tensor(gather_ids),
-            draft_tokens=torch.empty(0, K, dtype=torch.int64),
-            draft_lens=torch.tensor([row.draft_len for row in batch], dtype=torch.int32),
+            request_ids=tuple([row.request.request_id for row in batch]),
+            seq_lens=torch.from_numpy(num_rows),
+            gather_ids=torch.from_numpy(cu_q_lens[owners + 1] - 1 + back),
+            draft_tokens=torch.empty(B - C, K, dtype=torch.int64),
+            draft_lens=torch.from_numpy(draft_lens),
             next_prompt_token=torch.empty(0, dtype=torch.int64),
-            forced_accept=torch.tensor(
-                [-1 if row.is_context else self.forced_accept for row in batch], dtype=torch.int32
-            ),
-            sampling=SamplingTensors.of(owners, [0] * len(owners)),
+            forced_accept=torch.from_numpy(forced),
+            sampling=sampling.select(torch.from_numpy(owners)),
+            next_draft_len=next_draft_len,
         )
-        return _Layout(key, cu_q_lens, spec, offsets)
-
-    def _block_tables(self, tables: list[list[int]]) -> Tensor:
-        """[B, columns] int32, padded with scratch; the last one again if nothing has changed."""
-        if self._tables[0] != tables:
-            self._tables = [list(table) for table in tables], AttnMetadata.pad_tables(tables)
-        return self._tables[1]
+        return _Layout(batch, torch.from_numpy(cu_q_lens), spec, back.tolist())
 
 
+_SPARE_COLUMNS = 16  # of a block table that must grow, so that it does not do so every few steps
 _NO_TREE = torch.empty(0, dtype=torch.int32)
-
-
-def _next_prompt_token(row: Scheduled) -> int:
-    return -1 if row.emits else row.request.tokens[row.end]
