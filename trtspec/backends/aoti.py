@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trtspec.backends.export import Step, export_step, graph_inputs, input_names
+from trtspec.backends.export import Step, export_step, graph_reader, input_names
 from trtspec.core import (
     AttnMetadata,
     KVLayer,
@@ -254,11 +254,15 @@ class AotiExecutable:
         self._flat_kv = [tensor for layer in kv for tensor in layer]
         self._weights = load_weights(folder / WEIGHTS)  # the graphs point into these
         self._graphs = [(graph.draft_len, self._load(folder / graph.file)) for graph in compiled.graphs]
-        self._neutral = {name: torch.empty(0) for name in _NEUTRAL}
-        self._num_blocks = kv[0][0].shape[0]
         self._drafts = "draft_tokens" in compiled.inputs
+        self._read = graph_reader(compiled.inputs)
+        self._dtypes = [_DTYPES[name] for name in compiled.inputs]
+        self._optional = [(i, name) for i, name in enumerate(compiled.inputs) if name in _NEUTRAL]
+        limits = {"input_ids": compiled.vocab_size, "block_tables": kv[0][0].shape[0]}
+        self._limits = [(compiled.inputs.index(name), limit) for name, limit in limits.items()]
+        self._neutral = {name: torch.empty(0) for name in _NEUTRAL}
+        self._last_draft_lens = (0, 0), torch.empty(0, dtype=torch.int32)  # (B, K) and B times K
 
-    @torch.no_grad()
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One launch; see core.Executable."""
         spec = inputs.spec
@@ -283,38 +287,49 @@ class AotiExecutable:
         return cast("Callable[[list[Tensor]], list[Tensor]]", model.run)
 
     def _checked(self, inputs: StepInputs) -> list[Tensor]:
-        given = graph_inputs(inputs, self.compiled.inputs)
+        tensors = list(self._read(inputs))
         rows = inputs.spec.gather_ids.shape[0]
-        tensors = []
-        for name, tensor in given.items():
-            if name in _NEUTRAL and tensor.numel() == 0:
-                tensor = self._filled(name, rows)
-            if tensor.dtype != _DTYPES[name] or not tensor.is_contiguous():
-                raise EngineError(
-                    f"{name} is {tensor.dtype} with strides {tensor.stride()}; a graph takes contiguous {_DTYPES[name]}"
-                )
-            tensors.append(tensor)
-        for name, limit in (("input_ids", self.compiled.vocab_size), ("block_tables", self._num_blocks)):
-            low, high = torch.aminmax(given[name])
+        for i, name in self._optional:
+            if tensors[i].numel() == 0:
+                tensors[i] = self._filled(name, rows)
+        dtypes = [tensor.dtype for tensor in tensors]
+        if dtypes != self._dtypes or not all(map(Tensor.is_contiguous, tensors)):
+            for name, tensor in zip(self.compiled.inputs, tensors, strict=True):
+                if tensor.dtype != _DTYPES[name] or not tensor.is_contiguous():
+                    raise EngineError(
+                        f"{name} is {tensor.dtype} with strides {tensor.stride()}; a graph takes contiguous "
+                        f"{_DTYPES[name]}"
+                    )
+        for i, limit in self._limits:
+            low, high = map(int, torch.aminmax(tensors[i]))
             if low < 0 or high >= limit:
-                raise EngineError(f"{name} holds {int(low)}..{int(high)}; allowed are 0..{limit - 1}")
+                raise EngineError(f"{self.compiled.inputs[i]} holds {low}..{high}; allowed are 0..{limit - 1}")
         return tensors
 
     def _filled(self, name: str, rows: int) -> Tensor:
-        if self._neutral[name].shape[0] < rows:
+        if self._neutral[name].shape[0] != rows:
             shape = (rows, 1) if name.startswith("ban") else (rows,)
             self._neutral[name] = torch.full(shape, _NEUTRAL[name], dtype=_DTYPES[name])
-        return self._neutral[name][:rows]
+        return self._neutral[name]
 
     def _outputs(self, named: dict[str, Tensor], spec: SpecMetadata) -> StepOutputs:
         K = spec.next_draft_len
         if "new_tokens" not in named:
             return StepOutputs(named["tokens"], hidden_states=named.get("hidden_states"))
-        drafts = named["next_draft_tokens"][:, :K]
+        drafts, new_tokens = named["next_draft_tokens"], named["next_new_tokens"]
+        if drafts.shape[1] != K:  # the graph makes more
+            drafts, new_tokens = drafts[:, :K], new_tokens[:, : K + 1]
         return StepOutputs(
             named["tokens"],
             Verdict(named["new_tokens"], named["num_tokens"]),
-            Proposal(drafts, torch.full_like(spec.draft_lens, K)),
-            next_new_tokens=named["next_new_tokens"][:, : K + 1],
+            Proposal(drafts, self._draft_lens(spec.batch_size, K)),
+            next_new_tokens=new_tokens,
             next_kv_lens=named["next_kv_lens"],
         )
+
+    def _draft_lens(self, batch_size: int, draft_len: int) -> Tensor:
+        """[B] int32, all `draft_len`."""
+        key = (batch_size, draft_len)
+        if self._last_draft_lens[0] != key:
+            self._last_draft_lens = key, torch.full((batch_size,), draft_len, dtype=torch.int32)
+        return self._last_draft_lens[1]

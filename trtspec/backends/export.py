@@ -8,9 +8,10 @@ tensors are outputs too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -79,15 +80,17 @@ class GraphStep(nn.Module):
         return StepInputs(tensors["input_ids"], attn, replace(plain, next_draft_len=self.next_draft_len, **spec))
 
 
+def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, ...]]:
+    """What reads the tensors of those names from a step's inputs."""
+    parts = {"input_ids": "", **dict.fromkeys(_ATTN, "attn."), **dict.fromkeys(_SAMPLING, "spec.sampling.")}
+    return cast(
+        "Callable[[StepInputs], tuple[Tensor, ...]]", attrgetter(*(parts.get(name, "spec.") + name for name in names))
+    )
+
+
 def graph_inputs(inputs: StepInputs, names: Sequence[str]) -> dict[str, Tensor]:
     """A step's inputs as the graph takes them."""
-    spec = inputs.spec
-    every = {
-        "input_ids": inputs.input_ids,
-        **{name: getattr(inputs.attn, name) for name in _ATTN},
-        **{name: getattr(spec.sampling, name) for name in _SAMPLING},
-    }
-    return {name: every[name] if name in every else getattr(spec, name) for name in names}
+    return dict(zip(names, graph_reader(names)(inputs), strict=True))
 
 
 def graph_outputs(outputs: StepOutputs) -> dict[str, Tensor]:
