@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
+import torch
+
 from trtspec.core import SpecMetadata, StepOutputs, Verdict
 from trtspec.ops import spec_accept
 
@@ -14,12 +16,11 @@ logger = logging.getLogger(__name__)
 
 def accept(outputs: StepOutputs, spec: SpecMetadata) -> Verdict:
     """The leading run of drafts that equal the target's own draws, plus the draw after it."""
+    emits = spec.next_prompt_token < 0
+    if spec.runtime_draft_len == 0:  # nothing to compare, one logits row for each request
+        return Verdict(torch.where(emits, outputs.tokens, -1)[:, None], emits.long())
     tokens, num_tokens = spec_accept(
-        spec.per_request(outputs.tokens),
-        spec.drafts_per_request(),
-        spec.draft_lens,
-        spec.forced_accept,
-        emits=spec.next_prompt_token < 0,
+        spec.per_request(outputs.tokens), spec.drafts_per_request(), spec.draft_lens, spec.forced_accept, emits
     )
     return Verdict(tokens, num_tokens)
 
