@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(slots=True)
 class SpeculationStats:
     """Counts of generation steps (context steps are not counted), of one sample, one request or a whole engine."""
 
@@ -20,11 +20,13 @@ class SpeculationStats:
         self.steps += 1
         self.tokens += num_tokens
         missing = draft_len - len(self.drafted)
-        self.drafted += [0] * missing
-        self.accepted += [0] * missing
+        if missing > 0:
+            self.drafted += [0] * missing
+            self.accepted += [0] * missing
         for position in range(draft_len):
             self.drafted[position] += 1
-            self.accepted[position] += position < num_tokens - 1
+        for position in range(num_tokens - 1):
+            self.accepted[position] += 1
 
     @property
     def num_draft_tokens(self) -> int:

@@ -100,8 +100,8 @@ class EngineCore:
         self.stats.prefix_hit_tokens = self.loop.scheduler.prefix_hit_tokens
         self.stats.drafter_failures = self.loop.proposer.num_failures
         self.stats.stale_drafts = self.loop.proposer.num_stale
-        self.stats.launch_time = sum(executable.seconds for executable in self.executables)
-        self.stats.output_tokens += sum(len(emission.tokens) for emission in emissions)
+        self.stats.launch_time = sum([executable.seconds for executable in self.executables])
+        self.stats.output_tokens += sum([len(emission.tokens) for emission in emissions])
         for emission in emissions:
             if emission.request.finished:
                 self._count(emission.request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from trtspec.config.resolved import ResolvedSpeculation, draft_len_for_batch
 from trtspec.core import Drafter, DraftRequest, Proposal
@@ -28,21 +28,22 @@ class Proposer:
         """K of the next step, as the number of running requests has it."""
         return 0 if self.speculation is None else draft_len_for_batch(self.speculation, len(scheduler.running))
 
-    def propose(self, requests: Sequence[Request], scheduler: Scheduler, made: Mapping[int, list[int]]) -> None:
-        """Fill `drafts` of the requests that may speculate in the next step. `made`: the launch's, by request id."""
+    def propose(self, requests: Sequence[Request], scheduler: Scheduler) -> None:
+        """Fill `drafts` of the requests that may speculate in the next step; those the launch made are there already,
+        and are cut to what may be used."""
         if self.speculation is None or not requests:
             return
         K = self.draft_len(scheduler)
         wanted = [(request, self._draft_len(request, K, scheduler)) for request in requests]
-        wanted = [(request, length) for request, length in wanted if length > 0]
         if self.drafter is not None:
-            self._ask(wanted)
+            self._ask([(request, length) for request, length in wanted if length > 0])
             return
         for request, length in wanted:
-            if request.kv.draft_len < request.kv.committed:
+            if length > 0 and request.kv.draft_len < request.kv.committed:
                 self.num_stale += 1
-            else:
-                request.drafts = made[request.request_id][:length]
+                request.drafts = []
+            elif length < len(request.drafts):
+                request.drafts = request.drafts[: max(length, 0)]
 
     def forget(self, request_id: int) -> None:
         """The request has ended."""

@@ -11,7 +11,7 @@ from trtspec.sampling_params import ResolvedSampling
 from trtspec.text import TextStream
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """`tokens` is prompt and output; the KV of all but the newest is, or will again be, in the cache."""
 
@@ -26,7 +26,7 @@ class Request:
     include_stop: bool
     text: TextStream | None  # None: no tokenizer, or the caller wants ids only
     kv: SequenceKV = field(default_factory=SequenceKV)
-    drafts: list[int] = field(default_factory=list)  # proposal for the next step
+    drafts: list[int] = field(default_factory=list)  # proposal for the next step; do not change the list
     speculates: bool = True  # False once its drafter failed it
     reuses_prefix: bool = True  # False: every row is computed, because the caller wants what only computing gives
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -54,7 +54,8 @@ class Request:
 
     @property
     def is_context(self) -> bool:
-        return self.num_output == 0 or self.num_uncomputed > 1
+        known = len(self.tokens)
+        return known == self.prompt_len or known - self.kv.committed > 1
 
     @property
     def finished(self) -> bool:
@@ -62,6 +63,10 @@ class Request:
 
     def append(self, tokens: Sequence[int]) -> None:
         """Take the tokens of a verdict up to the one that ends the request."""
+        short = len(self.tokens) + len(tokens) < self.length_limit
+        if short and self.text is None and self.eos_ids.isdisjoint(tokens) and self.stop_token_ids.isdisjoint(tokens):
+            self.tokens += tokens
+            return
         for token in tokens:
             self.tokens.append(token)
             if self._ends_with(token):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from trtspec.core import Executable, StepOutputs
 from trtspec.engine.batch import BatchAssembler
@@ -17,8 +18,7 @@ from trtspec.kv import rewind
 from trtspec.verify.strict import accept
 
 
-@dataclass(frozen=True)
-class Emission:
+class Emission(NamedTuple):
     """What one step gave one request. The first `num_drafts` of `tokens` were accepted drafts."""
 
     request: Request
@@ -45,22 +45,19 @@ class StepLoop:
         batch = self.scheduler.schedule()  # which requests, how many rows each; KV reserved
         done, failed = launch_isolated(batch, self.launch) if batch else ([], [])
         emissions = [self.fail(request, error) for request, error in failed]
-        made: dict[int, list[int]] = {}  # request id -> drafts, where the launch itself drafts
         for part, outputs in done:
             assert outputs.verdict is not None
             if self.collector is not None:
                 assert outputs.hidden_states is not None
                 self.collector.collect(part, outputs.hidden_states)
             tokens, counts = outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist()
-            for row, drawn, count in zip(part, tokens, counts, strict=True):
-                emissions.append(self.update(row, drawn[:count], outputs.proposal is not None))
-            if outputs.proposal is not None:
-                drafts = outputs.proposal.draft_tokens.tolist()
-                made.update(zip((row.request.request_id for row in part), drafts, strict=True))
+            made = [None] * len(part) if outputs.proposal is None else outputs.proposal.draft_tokens.tolist()
+            for row, drawn, count, drafts in zip(part, tokens, counts, made, strict=True):
+                emissions.append(self.update(row, drawn[:count], drafts))
 
         # drafts only for those still running
         running = [e.request for e in emissions if e.tokens and not e.request.finished]
-        self.proposer.propose(running, self.scheduler, made)
+        self.proposer.propose(running, self.scheduler)
         self.scheduler.publish()  # not earlier: drafting has just brought draft KV up to date
         return emissions
 
@@ -71,11 +68,12 @@ class StepLoop:
         outputs = self.target.run(inputs)
         return outputs if outputs.verdict is not None else replace(outputs, verdict=accept(outputs, inputs.spec))
 
-    def update(self, row: Scheduled, tokens: list[int], draft_layers: bool) -> Emission:
-        """Commit one request's verdict: keep the accepted rows, rewind the rest, append the tokens."""
-        request = row.request
-        rewind.commit(request.kv, row.num_rows, len(tokens), row.draft_len, draft_layers)
-        request.drafts = []
+    def update(self, row: Scheduled, tokens: list[int], made: list[int] | None) -> Emission:
+        """Commit one request's verdict: keep the accepted rows, rewind the rest, append the tokens. `made`: the drafts
+        that draft layers in the launch have made behind them, if there are such layers."""
+        request, num_rows, draft_len, is_context = row
+        rewind.commit(request.kv, num_rows, len(tokens), draft_len, made is not None)
+        request.drafts = made if made and tokens else []
         known, shown = len(request.tokens), len(request.shown_text)
         # where there was nothing to draw from, the id is past the vocabulary's end
         real = tokens
@@ -91,20 +89,14 @@ class StepLoop:
         except Exception as error:
             request.fail(error)
         taken = request.tokens[known:]
-        if tokens and not row.is_context:
-            request.stats.observe(len(tokens), row.draft_len)
-        if tokens and row.is_context:
+        if tokens and not is_context:
+            request.stats.observe(len(tokens), draft_len)
+        if tokens and is_context:
             self.scheduler.release_siblings(request)
         if request.finished:
             self.remove(request)
-        return Emission(
-            request,
-            taken,
-            request.shown_text[shown:],
-            min(max(len(tokens) - 1, 0), len(taken)),
-            row.draft_len,
-            row.is_context,
-        )
+        num_drafts = min(max(len(tokens) - 1, 0), len(taken))
+        return Emission(request, taken, request.shown_text[shown:], num_drafts, draft_len, is_context)
 
     def fail(self, request: Request, error: Exception) -> Emission:
         """End a request that cannot be launched."""

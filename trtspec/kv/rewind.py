@@ -13,6 +13,6 @@ def commit(kv: SequenceKV, num_rows: int, num_tokens: int, draft_len: int, draft
     `draft_layers`: the step ran draft layers over the same rows, which is worth something only behind valid draft KV.
     """
     extended = draft_layers and kv.draft_len >= kv.committed
-    accepted = max(num_tokens - 1, 0)
-    kv.committed += num_rows - draft_len + accepted
-    kv.draft_len = kv.committed if extended else min(kv.draft_len, kv.committed)
+    kv.committed += num_rows - draft_len + (num_tokens - 1 if num_tokens else 0)
+    if extended or kv.draft_len > kv.committed:
+        kv.draft_len = kv.committed
