@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
 import torch
+from torch import Tensor
 
 from trtspec.core import SpecMetadata, StepOutputs, Verdict
 from trtspec.ops import spec_accept
@@ -16,13 +18,22 @@ logger = logging.getLogger(__name__)
 
 def accept(outputs: StepOutputs, spec: SpecMetadata) -> Verdict:
     """The leading run of drafts that equal the target's own draws, plus the draw after it."""
-    emits = spec.next_prompt_token < 0
-    if spec.runtime_draft_len == 0:  # nothing to compare, one logits row for each request
-        return Verdict(torch.where(emits, outputs.tokens, -1)[:, None], emits.long())
-    tokens, num_tokens = spec_accept(
-        spec.per_request(outputs.tokens), spec.drafts_per_request(), spec.draft_lens, spec.forced_accept, emits
-    )
+    if spec.num_contexts > 0:
+        emits = spec.next_prompt_token < 0
+        sampled, drafts = spec.per_request(outputs.tokens), spec.drafts_per_request()
+    else:  # generations alone: each has K + 1 logits rows, and emits
+        sampled, drafts = outputs.tokens.view(spec.batch_size, -1), spec.draft_tokens
+        if spec.runtime_draft_len == 0:
+            return Verdict(sampled, _ones(spec.batch_size, torch.int64, sampled.device))
+        emits = _ones(spec.batch_size, torch.bool, sampled.device)
+    tokens, num_tokens = spec_accept(sampled, drafts, spec.draft_lens, spec.forced_accept, emits)
     return Verdict(tokens, num_tokens)
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Shared by all steps: read only."""
+    return torch.ones(count, dtype=dtype, device=device)
 
 
 def get_force_num_accepted_tokens() -> int:
