@@ -52,7 +52,8 @@ class _Frame:
         self.positions = spec.sampling.positions.numpy()
         self.next_prompt_token = spec.next_prompt_token.numpy()
         self.tables = attn.block_tables.numpy()
-        self.written: list[tuple[list[int], int]] = [([], 0)] * B  # the list in each row of tables, how much of it
+        self.blocks: list[list[int]] = [[]] * B  # the list in each row of tables, ...
+        self.num_blocks = [0] * B  # ... and how much of it is there
 
     def fill(self, batch: Batch) -> StepInputs:
         """The batch's tokens, lengths and blocks as they are now."""
@@ -76,8 +77,7 @@ class _Frame:
                 drafts += request.drafts
                 if draft_len < K:
                     drafts += [0] * (K - draft_len)
-            blocks, count = self.written[b]
-            if kv.blocks is not blocks or len(blocks) != count:
+            if kv.blocks is not self.blocks[b] or len(kv.blocks) != self.num_blocks[b]:
                 self._write_table(b, kv.blocks)
         self.input_ids[:] = ids
         self.draft_tokens[:] = drafts
@@ -94,13 +94,11 @@ class _Frame:
             wider.numpy()[:, : self.tables.shape[1]] = self.tables
             self.inputs = replace(self.inputs, attn=replace(self.inputs.attn, block_tables=wider))
             self.tables = wider.numpy()
-        known, count = self.written[b]
-        if blocks is known:
-            self.tables[b, count : len(blocks)] = blocks[count:]
-        else:
-            self.tables[b, : len(blocks)] = blocks
+        known = self.num_blocks[b] if blocks is self.blocks[b] else 0
+        self.tables[b, known : len(blocks)] = blocks[known:]
+        if known == 0:
             self.tables[b, len(blocks) :] = 0
-        self.written[b] = blocks, len(blocks)
+        self.blocks[b], self.num_blocks[b] = blocks, len(blocks)
 
 
 class BatchAssembler:

@@ -34,11 +34,11 @@ class Proposer:
         if self.speculation is None or not requests:
             return
         K = self.draft_len(scheduler)
-        wanted = [(request, self._draft_len(request, K, scheduler)) for request in requests]
+        lengths = [self._draft_len(request, K, scheduler) for request in requests]
         if self.drafter is not None:
-            self._ask([(request, length) for request, length in wanted if length > 0])
+            self._ask([(request, length) for request, length in zip(requests, lengths, strict=True) if length > 0])
             return
-        for request, length in wanted:
+        for request, length in zip(requests, lengths, strict=True):
             if length > 0 and request.kv.draft_len < request.kv.committed:
                 self.num_stale += 1
                 request.drafts = []

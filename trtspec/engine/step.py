@@ -74,14 +74,15 @@ class StepLoop:
         request, num_rows, draft_len, is_context = row
         rewind.commit(request.kv, num_rows, len(tokens), draft_len, made is not None)
         request.drafts = made if made and tokens else []
-        known, shown = len(request.tokens), len(request.shown_text)
+        known, text = len(request.tokens), request.text
+        shown = 0 if text is None else len(text.text)
         # where there was nothing to draw from, the id is past the vocabulary's end
         real = tokens
         if tokens and max(tokens) >= self.vocab_size:
             real = list(itertools.takewhile(lambda token: token < self.vocab_size, tokens))
         try:
             request.append(real)  # stop strings and detokenizer: host code that may raise
-            if len(real) < len(tokens) and not request.finished:
+            if real is not tokens and not request.finished:
                 raise EngineError(
                     f"request {request.request_id}: no token can be drawn: NaN logits (check the model's "
                     "weights and dtype), or every token is banned"
@@ -89,14 +90,14 @@ class StepLoop:
         except Exception as error:
             request.fail(error)
         taken = request.tokens[known:]
-        if tokens and not is_context:
-            request.stats.observe(len(tokens), draft_len)
         if tokens and is_context:
             self.scheduler.release_siblings(request)
-        if request.finished:
+        elif tokens:
+            request.stats.observe(len(tokens), draft_len)
+        if request.finish_reason is not None:
             self.remove(request)
-        num_drafts = min(max(len(tokens) - 1, 0), len(taken))
-        return Emission(request, taken, request.shown_text[shown:], num_drafts, draft_len, is_context)
+        num_drafts = min(len(tokens) - 1, len(taken)) if len(tokens) > 1 else 0
+        return Emission(request, taken, "" if text is None else text.text[shown:], num_drafts, draft_len, is_context)
 
     def fail(self, request: Request, error: Exception) -> Emission:
         """End a request that cannot be launched."""
