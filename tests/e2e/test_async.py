@@ -483,21 +483,24 @@ def test_a_launch_that_fails_for_one_request_fails_it_alone(llm: LLM, short: Req
     assert_all_over(llm, error=1, length=3)
 
 
-def breaks_after(llm: LLM, steps: int) -> None:
-    """step() itself raises, which is a bug of the engine."""
-    engine, step, left = llm.engine, llm.engine.step, iter(range(steps))
+def breaks_after(llm: LLM, steps: int) -> threading.Event:
+    """step() itself raises, which is a bug of the engine. No step begins before the event is set."""
+    engine, step, left, may_begin = llm.engine, llm.engine.step, iter(range(steps)), threading.Event()
 
     def broken() -> Any:
+        may_begin.wait(60)
         if next(left, None) is None:
             raise ZeroDivisionError("a bug")
         return step()
 
     engine.step = broken  # type: ignore[method-assign]
+    return may_begin
 
 
 def test_a_step_that_raises_ends_everybody_with_an_error_that_names_it(llm: LLM) -> None:
-    breaks_after(llm, 5)
+    may_begin = breaks_after(llm, 5)
     read, unread = llm.generate_async([1, 2, 3], LONG), llm.generate_async([4], dataclasses.replace(LONG, n=2))
+    may_begin.set()
     deltas: list[OutputDelta] = []
     with pytest.raises(EngineError, match="the engine failed and has stopped: ZeroDivisionError: a bug"):
         deltas.extend(read)
@@ -522,7 +525,7 @@ def test_a_step_that_raises_ends_everybody_with_an_error_that_names_it(llm: LLM)
     ids=["generate", "generate_async", "stream"],
 )
 def test_after_a_failure_calls_say_so(llm: LLM, call: Callable[[LLM], Any]) -> None:
-    breaks_after(llm, 3)
+    breaks_after(llm, 3).set()
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         llm.generate([1, 2, 3], LONG)
     with pytest.raises(EngineError, match="the engine failed and has stopped: ZeroDivisionError: a bug"):

@@ -143,15 +143,15 @@ class EngineThread:
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self._submitting = threading.Lock()  # prompts are checked, and numbered in order, without holding up the thread
-        # Guards what follows; never held during a step. Reentrant, because the garbage collector may run in any line
-        # and close a forgotten loop, which then calls abort().
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()  # guards what follows; never held during a step
         self._running: dict[int, Generation] = {}  # by id of each sample that has not ended
         self._added: list[list[Request]] = []
-        self._aborted: list[int] = []
         self._thread: threading.Thread | None = None
         self._closed: str | None = None  # why
         self._cause: BaseException | None = None
+        # Without the lock: the garbage collector may close a forgotten loop, which aborts its generation, in any line
+        # of any thread, one that is just being started by a holder of the lock included.
+        self._aborted: deque[int] = deque()
         _threads.add(self)
 
     def submit(self, jobs: Iterable[Job], keep_deltas: bool = True) -> list[Generation]:
@@ -177,10 +177,7 @@ class EngineThread:
 
     def abort(self, request_id: int) -> None:
         """End a generation, all its samples, before the next step. Unknown and finished ids are ignored."""
-        with self._lock:
-            self._aborted += [
-                sample_id for sample_id, generation in self._running.items() if generation.request_id == request_id
-            ]
+        self._aborted.append(request_id)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until nothing runs: the engine may be used directly."""
@@ -208,7 +205,9 @@ class EngineThread:
             if self._closed is not None:
                 raise self._error()
             added, self._added = self._added, []
-            aborted, self._aborted = self._aborted, []
+            wanted = {self._aborted.popleft() for _ in range(len(self._aborted))}
+            running = self._running.items() if wanted else ()
+            aborted = [sample_id for sample_id, generation in running if generation.request_id in wanted]
         for samples in added:
             self.engine.queue(samples)
         self._deliver(filter(None, map(self.engine.abort, aborted)))
