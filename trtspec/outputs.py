@@ -10,56 +10,64 @@ from dataclasses import dataclass, field
 class SpeculationStats:
     """Counts of generation steps (context steps are not counted), of one sample, one request or a whole engine."""
 
-    steps: int = 0
-    tokens: int = 0  # emitted by those steps, bonus included
-    drafted: list[int] = field(default_factory=list)  # [K] times position i was offered
-    accepted: list[int] = field(default_factory=list)  # [K] times position i was accepted
+    outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Steps by (tokens emitted, bonus included; drafts offered)."""
 
     def observe(self, num_tokens: int, draft_len: int) -> None:
         """One generation step that emitted `num_tokens` of `draft_len` + 1."""
-        self.steps += 1
-        self.tokens += num_tokens
-        missing = draft_len - len(self.drafted)
-        if missing > 0:
-            self.drafted += [0] * missing
-            self.accepted += [0] * missing
-        for position in range(draft_len):
-            self.drafted[position] += 1
-        for position in range(num_tokens - 1):
-            self.accepted[position] += 1
+        outcome = (num_tokens, draft_len)
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+
+    @property
+    def steps(self) -> int:
+        return sum(self.outcomes.values())
+
+    @property
+    def tokens(self) -> int:
+        """Emitted by those steps, bonus included."""
+        return sum(num_tokens * count for (num_tokens, _), count in self.outcomes.items())
+
+    @property
+    def drafted(self) -> list[int]:
+        """[K] times position i was offered."""
+        return self._by_position([(draft_len, count) for (_, draft_len), count in self.outcomes.items()])
+
+    @property
+    def accepted(self) -> list[int]:
+        """[K] times position i was accepted."""
+        return self._by_position([(num_tokens - 1, count) for (num_tokens, _), count in self.outcomes.items()])
 
     @property
     def num_draft_tokens(self) -> int:
-        return sum(self.drafted)
+        return sum(draft_len * count for (_, draft_len), count in self.outcomes.items())
 
     @property
     def num_accepted_tokens(self) -> int:
-        return sum(self.accepted)
+        return self.tokens - self.steps
 
     @property
     def acceptance_length(self) -> float:
         """Mean tokens per generation step, bonus included; 1.0 without speculation; nan before the first step."""
-        return self.tokens / self.steps if self.steps else float("nan")
+        return self.tokens / self.steps if self.outcomes else float("nan")
 
     @property
     def acceptance_per_position(self) -> list[float]:
         """Share of the drafts offered at position i (first = 0) that were accepted."""
-        return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
+        return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]
 
     @classmethod
     def total(cls, parts: Iterable[SpeculationStats]) -> SpeculationStats:
         """The sum of several."""
         total = cls()
         for part in parts:
-            total.steps += part.steps
-            total.tokens += part.tokens
-            missing = len(part.drafted) - len(total.drafted)
-            total.drafted += [0] * missing
-            total.accepted += [0] * missing
-            for i, (drafted, accepted) in enumerate(zip(part.drafted, part.accepted, strict=True)):
-                total.drafted[i] += drafted
-                total.accepted[i] += accepted
+            for outcome, count in part.outcomes.items():
+                total.outcomes[outcome] = total.outcomes.get(outcome, 0) + count
         return total
+
+    def _by_position(self, lengths: list[tuple[int, int]]) -> list[int]:
+        """[K] steps whose length covers position i; lengths: (length, steps)."""
+        K = max((draft_len for _, draft_len in self.outcomes), default=0)
+        return [sum(count for length, count in lengths if length > position) for position in range(K)]
 
 
 @dataclass(frozen=True)

@@ -426,9 +426,19 @@ def test_profiles_tell_the_phases_of_compiled_steps(
             lambda i: replace(i, attn=replace(i.attn, block_tables=i.attn.block_tables + 1000)),
             "block_tables holds .* allowed are 0..40",
         ),
+        (lambda i: replace(i, attn=replace(i.attn, kv_lens=i.attn.kv_lens - 3)), r"kv_lens holds 0\.\."),
+        (lambda i: replace(i, attn=replace(i.attn, kv_lens=i.attn.kv_lens + 9999)), "kv_lens holds .* allowed are 1"),
+        (
+            lambda i: replace(i, spec=replace(i.spec, next_prompt_token=i.spec.next_prompt_token - 1)),
+            r"next_prompt_token holds -2\..* allowed are -1\.\.15",
+        ),
+        (lambda i: replace(i, spec=replace(i.spec, gather_ids=i.spec.gather_ids + 1)), r"gather_ids holds 3\.\.13"),
+        (lambda i: replace(i, spec=replace(i.spec, seq_lens=i.spec.seq_lens + 1)), "seq_lens is .*, the input_ids"),
+        (lambda i: replace(i, spec=replace(i.spec, seq_lens=i.spec.seq_lens * 0)), "seq_lens is .*, the input_ids"),
+        (lambda i: (i.spec.gather_ids.add_(1), i)[1], "gather_ids holds"),  # written since the last launch
         (lambda i: replace(i, spec=replace(i.spec, next_draft_len=K + 1)), "graphs for K up to 3, a step wants 4"),
     ],
-    ids=["dtype", "stride", "token", "block", "K"],
+    ids=["dtype", "stride", "token", "block", "no keys", "keys", "prompt", "gather", "rows", "no rows", "written", "K"],
 )
 def test_inputs_a_graph_would_misread_are_refused(
     engine: Callable[[str, str], Path], change: Callable[[Any], Any], message: str

@@ -54,11 +54,6 @@ def test_drafts_may_grow_longer_later() -> None:
     assert (stats.drafted, stats.accepted) == ([2, 1, 1], [2, 1, 0])
 
 
-def test_an_unoffered_position_has_no_acceptance() -> None:
-    stats = SpeculationStats(steps=1, tokens=1, drafted=[1, 0], accepted=[0, 0])
-    assert stats.acceptance_per_position == [0.0, 0.0]
-
-
 steps = st.lists(st.integers(0, 5).flatmap(lambda d: st.tuples(st.just(d), st.integers(0, d))), max_size=10)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -258,8 +259,15 @@ class AotiExecutable:
         self._read = graph_reader(compiled.inputs)
         self._dtypes = [_DTYPES[name] for name in compiled.inputs]
         self._optional = [(i, name) for i, name in enumerate(compiled.inputs) if name in _NEUTRAL]
-        limits = {"input_ids": compiled.vocab_size, "block_tables": kv[0][0].shape[0]}
-        self._limits = [(compiled.inputs.index(name), limit) for name, limit in limits.items()]
+        num_blocks, block_size = kv[0][0].shape[:2]
+        ranges = {
+            "input_ids": (0, compiled.vocab_size - 1),
+            "block_tables": (0, num_blocks - 1),
+            "kv_lens": (1, num_blocks * block_size),
+            "next_prompt_token": (-1, compiled.vocab_size - 1),
+        }
+        self._ranges = [(i, *ranges[name]) for i, name in enumerate(compiled.inputs) if name in ranges]
+        self._last_layout: tuple[tuple[Tensor, ...], list[int], int] = (), [], -1
         self._neutral = {name: torch.empty(0) for name in _NEUTRAL}
         self._last_draft_lens = (0, 0), torch.empty(0, dtype=torch.int32)  # (B, K) and B times K
 
@@ -300,11 +308,28 @@ class AotiExecutable:
                         f"{name} is {tensor.dtype} with strides {tensor.stride()}; a graph takes contiguous "
                         f"{_DTYPES[name]}"
                     )
-        for i, limit in self._limits:
-            low, high = map(int, torch.aminmax(tensors[i]))
-            if low < 0 or high >= limit:
-                raise EngineError(f"{self.compiled.inputs[i]} holds {low}..{high}; allowed are 0..{limit - 1}")
+        for i, lowest, highest in self._ranges:
+            self._check_range(self.compiled.inputs[i], tensors[i], lowest, highest)
+        self._check_layout(inputs)
         return tensors
+
+    def _check_range(self, name: str, tensor: Tensor, lowest: int, highest: int) -> None:
+        low, high = map(int, torch.aminmax(tensor))
+        if low < lowest or high > highest:
+            raise EngineError(f"{name} holds {low}..{high}; allowed are {lowest}..{highest}")
+
+    def _check_layout(self, inputs: StepInputs) -> None:
+        """seq_lens and gather_ids. The very tensors of the last launch, unwritten since, are not read again."""
+        T, tensors = inputs.input_ids.shape[0], (inputs.spec.seq_lens, inputs.spec.gather_ids)
+        versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+        last, last_versions, last_T = self._last_layout
+        if all(map(operator.is_, tensors, last)) and versions == last_versions and -1 not in versions and last_T == T:
+            return
+        seq_lens, gather_ids = tensors
+        if int(seq_lens.min()) < 1 or int(seq_lens.sum()) != T:
+            raise EngineError(f"seq_lens is {seq_lens.tolist()}, not 1 or more each and {T}, the input_ids, in all")
+        self._check_range("gather_ids", gather_ids, 0, T - 1)
+        self._last_layout = tensors, versions, T
 
     def _filled(self, name: str, rows: int) -> Tensor:
         if self._neutral[name].shape[0] != rows:

@@ -33,8 +33,7 @@ class Proposer:
         and are cut to what may be used."""
         if self.speculation is None or not requests:
             return
-        K = self.draft_len(scheduler)
-        lengths = [self._draft_len(request, K, scheduler) for request in requests]
+        lengths = self._draft_lens(requests, scheduler)
         if self.drafter is not None:
             self._ask([(request, length) for request, length in zip(requests, lengths, strict=True) if length > 0])
             return
@@ -53,14 +52,20 @@ class Proposer:
             except Exception as error:
                 self._report(error)
 
-    def _draft_len(self, request: Request, K: int, scheduler: Scheduler) -> int:
-        """Drafts this request can use: within the draft's context, the request's own end, and its reserved blocks."""
+    def _draft_lens(self, requests: Sequence[Request], scheduler: Scheduler) -> list[int]:
+        """Drafts each can use: within the draft's context, the request's own end, and its reserved blocks."""
         assert self.speculation is not None
-        length = len(request.tokens)
-        if not request.speculates or length + K > self.speculation.max_model_len:
-            return 0
-        reserved = len(request.kv.blocks) * scheduler.allocator.block_size
-        return min(K, request.length_limit - length - 1, reserved - length + 1)
+        K, block_size = self.draft_len(scheduler), scheduler.allocator.block_size
+        longest = self.speculation.max_model_len - K
+        lengths = []
+        for request in requests:
+            length = len(request.tokens)
+            if request.speculates and length <= longest:
+                reserved = len(request.kv.blocks) * block_size
+                lengths.append(min(K, request.length_limit - length - 1, reserved - length + 1))
+            else:
+                lengths.append(0)
+        return lengths
 
     def _ask(self, asked: list[tuple[Request, int]]) -> None:
         """One call for all; if it fails, one call each, and who fails again goes on without speculation."""

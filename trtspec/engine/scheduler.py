@@ -120,8 +120,9 @@ class Scheduler:
 
     def publish(self) -> None:
         """The step is over, draft KV is up to date: others may find what the running requests have computed."""
-        for request in self.running:
-            self._publish(request)
+        if self.reuse is not None:
+            for request in self.running:
+                self.reuse.publish(request.kv, request.tokens)
 
     def remove(self, request: Request) -> None:
         """The request has ended: its blocks are free, or can be found and evicted."""
