@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -36,7 +37,7 @@ class Recorder:
     def run(self, inputs: StepInputs) -> StepOutputs:
         before = copied(self.inner.kv)
         outputs = self.inner.run(inputs)
-        self.steps.append((inputs, before, outputs, copied(self.inner.kv)))
+        self.steps.append((deepcopy(inputs), before, outputs, copied(self.inner.kv)))  # their buffers are reused
         return outputs
 
 

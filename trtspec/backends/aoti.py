@@ -320,16 +320,17 @@ class AotiExecutable:
 
     def _check_layout(self, inputs: StepInputs) -> None:
         """seq_lens and gather_ids. The very tensors of the last launch, unwritten since, are not read again."""
-        T, tensors = inputs.input_ids.shape[0], (inputs.spec.seq_lens, inputs.spec.gather_ids)
+        rows, tensors = inputs.input_ids.shape[0], (inputs.spec.seq_lens, inputs.spec.gather_ids)
         versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-        last, last_versions, last_T = self._last_layout
-        if all(map(operator.is_, tensors, last)) and versions == last_versions and -1 not in versions and last_T == T:
+        last, last_versions, last_rows = self._last_layout
+        written = -1 in versions or versions != last_versions
+        if not written and rows == last_rows and all(map(operator.is_, tensors, last)):
             return
         seq_lens, gather_ids = tensors
-        if int(seq_lens.min()) < 1 or int(seq_lens.sum()) != T:
-            raise EngineError(f"seq_lens is {seq_lens.tolist()}, not 1 or more each and {T}, the input_ids, in all")
-        self._check_range("gather_ids", gather_ids, 0, T - 1)
-        self._last_layout = tensors, versions, T
+        if int(seq_lens.min()) < 1 or int(seq_lens.sum()) != rows:
+            raise EngineError(f"seq_lens is {seq_lens.tolist()}, not 1 or more each and {rows}, the input_ids, in all")
+        self._check_range("gather_ids", gather_ids, 0, rows - 1)
+        self._last_layout = tensors, versions, rows
 
     def _filled(self, name: str, rows: int) -> Tensor:
         if self._neutral[name].shape[0] != rows:
