@@ -211,17 +211,20 @@ def test_hidden_states_are_those_of_eager(engine: Callable[[str, str], Path], mo
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: Path, kind: str) -> None:
-    """Target and draft quantised: packed in a tight cache with drafts, the words of plain decoding alone. One compiled
-    engine serves both here; eager gives the same."""
-    output = tmp_path / "engine"
-    build_engine(models / "target", output, None, EngineConfig(dtype="float32", quantization=kind, **LIMITS))
-    alone = run_alone(LLM(output, num_kv_blocks=128).engine, CASES)
-    assert packed(LLM(output, speculation("ngram", models), **TIGHT)).outcomes == alone
+    """Target and draft quantised: packed in a tight cache with drafts, the words of plain decoding alone, compiled and
+    eager."""
+    config = EngineConfig(dtype="float32", quantization=kind, **LIMITS)
+    build_engine(models / "target", tmp_path / "none", None, config)
+    alone = run_alone(LLM(tmp_path / "none", num_kv_blocks=128).engine, CASES)
+    assert packed(LLM(tmp_path / "none", speculation("ngram", models), **TIGHT)).outcomes == alone
     for mode in ("draft", "eagle3"):
-        wishes = {**(speculation(mode, models) or {}), "quantization": kind}
-        run = packed(LLM(models / "target", wishes, quantization=kind, **LIMITS, **TIGHT))
-        assert run.outcomes == alone
-        assert 0 < run.speculation.acceptance_per_position[0] < 1
+        wishes = {**(speculation(mode, models) or {}), "quantization": kind, "draft_len_schedule": None}
+        build_engine(models / "target", tmp_path / mode, SpeculativeConfig.from_any(wishes), config)
+        compiled = LLM(tmp_path / mode, **TIGHT)
+        for llm in (compiled, LLM(models / "target", wishes, quantization=kind, **LIMITS, **TIGHT)):
+            run = packed(llm)
+            assert run.outcomes == alone
+            assert 0 < run.speculation.acceptance_per_position[0] < 1
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
