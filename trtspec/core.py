@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,11 +29,11 @@ def row_requests(cu_q_lens: Tensor, num_rows: int) -> Tensor:
     return torch.searchsorted(cu_q_lens, rows, right=True) - 1
 
 
-def row_positions(cu_q_lens: Tensor, kv_lens: Tensor, num_rows: int) -> Tensor:
-    """Place of each packed row in its own sequence, [T] int64: a request's rows are the last of its kv_lens tokens."""
-    request = row_requests(cu_q_lens, num_rows)
+def row_positions(cu_q_lens: Tensor, kv_lens: Tensor, request: Tensor) -> Tensor:
+    """request [T], whose each packed row is -> its place in that sequence, [T] int64: a request's rows are the last of
+    its kv_lens tokens."""
     ends = cu_q_lens[1:].long()
-    return torch.arange(num_rows, device=cu_q_lens.device) - ends[request] + kv_lens.long()[request]
+    return torch.arange(request.shape[0], device=cu_q_lens.device) - ends[request] + kv_lens.long()[request]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class AttnMetadata:
     kv_lens: Tensor  # [B] int32, tokens of the sequence once this step's rows are appended
     block_tables: Tensor  # [B, M] int32, 0 = scratch
     tree_mask: Tensor  # [T, W] int32 (see ops.spec_attention), zero-size = causal
+    width: int = 0  # rows of every request, where all have as many and a graph may count on it; 0 = see cu_q_lens
 
     @classmethod
     def of(cls, q_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> AttnMetadata:
@@ -65,9 +67,15 @@ class AttnMetadata:
     def batch_size(self) -> int:
         return self.kv_lens.shape[0]
 
+    def requests(self, num_rows: int) -> Tensor:
+        """The request each of the T rows belongs to, [T] int64."""
+        if self.width:
+            return torch.arange(num_rows, device=self.kv_lens.device) // self.width
+        return row_requests(self.cu_q_lens, num_rows)
+
     def positions(self, num_rows: int) -> Tensor:
         """Place of each of the T rows in its own sequence, [T] int64."""
-        return row_positions(self.cu_q_lens, self.kv_lens, num_rows)
+        return row_positions(self.cu_q_lens, self.kv_lens, self.requests(num_rows))
 
     def advance(self) -> AttnMetadata:
         """The next autoregressive step: one row per request, one token further."""
@@ -76,6 +84,7 @@ class AttnMetadata:
             cu_q_lens=torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.kv_lens.device),
             kv_lens=self.kv_lens + 1,
             tree_mask=self.tree_mask.new_empty(0),
+            width=1,
         )
 
 
@@ -94,24 +103,36 @@ class SamplingTensors:
     ban_until: Tensor  # [R, n] int64
 
     @classmethod
-    def of(cls, rows: Sequence[ResolvedSampling], positions: Sequence[int]) -> SamplingTensors:
-        """One entry per logits row: how to draw, and the index of the token drawn."""
-        sampled = any(not row.greedy for row in rows)
-        width = max(len(row.ban_ids) for row in rows)
-        top_ks = [row.top_k for row in rows] if any(row.top_k for row in rows) else []
-        top_ps = [row.top_p for row in rows] if any(row.top_p < 1 for row in rows) else []
-        min_ps = [row.min_p for row in rows] if any(row.min_p for row in rows) else []
-        bans = [[*row.ban_ids, *[-1] * (width - len(row.ban_ids))] for row in rows]
+    def of(
+        cls,
+        asked: Sequence[ResolvedSampling],
+        positions: Sequence[int] | np.ndarray,
+        owners: np.ndarray | None = None,
+    ) -> SamplingTensors:
+        """How to draw each of the R rows, and the index of the token it draws. Row r draws as asked[owners[r]] says or,
+        without owners, as asked[r]."""
+
+        # By way of numpy: host work that calls few torch ops keeps their code out of memory and caches.
+        def tensor(values: Sequence[object], dtype: type[np.generic]) -> Tensor:
+            array = np.array(values, dtype=dtype)
+            return torch.from_numpy(array if owners is None or not len(array) else array[owners])
+
+        sampled = not all(one.greedy for one in asked)
+        top_ks = [one.top_k for one in asked] if any(one.top_k for one in asked) else []
+        top_ps = [one.top_p for one in asked] if any(one.top_p < 1 for one in asked) else []
+        min_ps = [one.min_p for one in asked] if any(one.min_p for one in asked) else []
+        width = max(len(one.ban_ids) for one in asked)
+        bans = [[*one.ban_ids, *[-1] * (width - len(one.ban_ids))] for one in asked]
         return cls(
-            greedy=torch.tensor([row.greedy for row in rows]),
-            positions=torch.tensor(positions, dtype=torch.int64),
-            seeds=torch.tensor([row.seed for row in rows] if sampled else [], dtype=torch.int64),
-            temperatures=torch.tensor([row.temperature for row in rows] if sampled else []),
-            top_ks=torch.tensor(top_ks, dtype=torch.int32),
-            top_ps=torch.tensor(top_ps),
-            min_ps=torch.tensor(min_ps),
-            ban_ids=torch.tensor(bans, dtype=torch.int32),
-            ban_until=torch.tensor([[row.ban_until] * width for row in rows], dtype=torch.int64),
+            greedy=tensor([one.greedy for one in asked], np.bool_),
+            positions=torch.from_numpy(np.array(positions, dtype=np.int64)),
+            seeds=tensor([one.seed for one in asked] if sampled else [], np.int64),
+            temperatures=tensor([one.temperature for one in asked] if sampled else [], np.float32),
+            top_ks=tensor(top_ks, np.int32),
+            top_ps=tensor(top_ps, np.float32),
+            min_ps=tensor(min_ps, np.float32),
+            ban_ids=tensor(bans, np.int32),
+            ban_until=tensor([[one.ban_until] * width for one in asked], np.int64),
         )
 
     def advance(self) -> SamplingTensors:

@@ -7,10 +7,12 @@ time, and compared with plain decoding on the same backend (bit for bit, in ids,
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import mmap
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from safetensors.torch import save_file
 
 from tests.e2e.near_ties import first_gaps
 from tests.e2e.tiny import (
+    VOCAB,
     Outcome,
     Run,
     add_tokenizer,
@@ -33,11 +36,14 @@ from tests.e2e.tiny import (
     run_together,
 )
 from trtspec import LLM, SamplingParams
-from trtspec.backends import aoti
-from trtspec.backends.aoti import AotiExecutable, example_batch, load_weights
+from trtspec.backends import weight_file
+from trtspec.backends.aoti import AotiExecutable
+from trtspec.backends.aoti_compile import example_batch
+from trtspec.backends.export import graph_outputs
+from trtspec.backends.weight_file import load_weights
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
-from trtspec.config.engine_folder import EngineFolder, machine
+from trtspec.config.engine_folder import FORMAT, EngineFolder, machine
 from trtspec.config.model import ModelConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.build import build_engine
@@ -90,14 +96,17 @@ def speculation(mode: str, models: Path) -> dict[str, Any] | None:
 
 @pytest.fixture(scope="module")
 def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """(mode, dtype) -> an engine folder, built when first asked for."""
+    """(mode, dtype) -> an engine folder, built when first asked for. In bf16 without schedules, which are graphs that
+    take long to compile and that the fp32 engine has."""
 
     @functools.cache
     def build(mode: str, dtype: str) -> Path:
         output = tmp_path_factory.mktemp("engines") / f"{mode}-{dtype}"
         config = EngineConfig(dtype=dtype, **LIMITS)
-        speculative = SpeculativeConfig.from_any(speculation(mode, models))
-        build_engine(models / "target", output, speculative, config)
+        wishes = speculation(mode, models)
+        if wishes is not None and dtype == "bfloat16":
+            wishes.pop("draft_len_schedule", None)
+        build_engine(models / "target", output, SpeculativeConfig.from_any(wishes), config)
         return output
 
     return build
@@ -177,15 +186,36 @@ def test_every_draft_length_had_its_graph(engine: Callable[[str, str], Path]) ->
     llm = LLM(folder, **TIGHT)
     executable = llm.engine.loop.target.inner
     assert isinstance(executable, AotiExecutable)
-    assert [graph.draft_len for graph in executable.compiled.graphs] == [0, 1, K]
-    used = set()
+    assert executable.compiled.draft_lens == (0, 1, K)
+    used: Counter[tuple[int, bool]] = Counter()
 
-    def watched(length: int, run: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda tensors: used.add(length) or run(tensors)
+    def watched(kind: tuple[int, bool], run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tensors: used.update([kind]) or run(tensors)
 
-    executable._graphs = [(length, watched(length, run)) for length, run in executable._graphs]
+    for graph in executable._graphs:
+        graph.run = watched((graph.draft_len, graph.uniform), graph.run)
     packed(llm)
-    assert used == {0, 1, K}
+    assert set(used) == set(itertools.product((0, 1, K), (False, True)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_uniform_graphs_give_the_bits_of_ragged_ones(engine: Callable[[str, str], Path], dtype: str) -> None:
+    """On batches that either takes; sampled rows with every filter and ban, KV included."""
+    executable = LLM(engine("eagle3", dtype), **TIGHT).engine.loop.target.inner
+    graphs = list(executable._graphs)
+    for length in executable.compiled.draft_lens:
+        inputs = example_batch(length, LIMITS["block_size"], uniform=True)
+        inputs = replace(inputs, input_ids=torch.arange(inputs.input_ids.shape[0]) % VOCAB)
+        inputs = replace(inputs, spec=replace(inputs.spec, draft_tokens=inputs.input_ids.view(2, -1)[:, 1:].clone()))
+        results = []
+        for uniform in (False, True):
+            executable._graphs = [g for g in graphs if g.uniform == uniform]
+            for layer in executable.kv:
+                for tensor in layer:
+                    tensor.copy_(torch.linspace(-1, 1, tensor.numel()).view_as(tensor))
+            outputs = graph_outputs(executable.run(inputs))
+            results.append([*outputs.values(), *(tensor.clone() for layer in executable.kv for tensor in layer)])
+        assert all(torch.equal(ragged, uniform) for ragged, uniform in zip(*results, strict=True))
 
 
 def test_hidden_states_are_those_of_eager(engine: Callable[[str, str], Path], models: Path, tmp_path: Path) -> None:
@@ -247,7 +277,7 @@ def test_the_folder_says_what_it_is(engine: Callable[[str, str], Path], models: 
     assert data["build_config"]["max_batch_size"] == LIMITS["max_batch_size"]
     assert data["speculative_config"]["num_speculative_tokens"] == K
     assert set(data["executables"]) == {"target", "draft"}
-    assert {"target/weights.safetensors", "target/step_k0.pt2", "tokenizer.json"} <= set(data["files"])
+    assert {"target/weights.safetensors", "target/ragged_k0.pt2", "tokenizer.json"} <= set(data["files"])
 
 
 def test_a_moved_folder_runs_without_its_checkpoints(copy: Path) -> None:
@@ -269,12 +299,12 @@ def test_a_flipped_bit_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "target" / "step_k0.pt2").unlink(), r"step_k0\.pt2 is missing"),
+        (lambda f: (f / "target" / "ragged_k0.pt2").unlink(), r"ragged_k0\.pt2 is missing"),
         (lambda f: (f / "tokenizer.json").write_text("{}"), r"tokenizer\.json has 2 bytes, not"),
         (lambda f: edited(f, trtspec_engine=99), "format 99.*rebuild it with trtspec build"),
         (lambda f: edited(f, machine={**machine(), "torch": "1.0"}), "built for torch 1.0, this is"),
         (lambda f: edited(f, machine={**machine(), "trtspec": "0"}), "built for trtspec 0, this is.*rebuild it here"),
-        (lambda f: (f / "config.json").write_text(json.dumps({"trtspec_engine": 1})), "config.json lacks machine"),
+        (lambda f: (f / "config.json").write_text(json.dumps({"trtspec_engine": FORMAT})), "config.json lacks machine"),
         (lambda f: edited(f, executables={"target": {}}), "does not describe its graphs.*rebuild"),
     ],
     ids=["missing", "size", "format", "torch", "version", "truncated", "graphs"],
@@ -352,7 +382,13 @@ def test_dry_run_shows_graphs_and_memory(models: Path, tmp_path: Path, capsys: p
     arguments += ["--speculative_decoding_mode", "EAGLE3_ONE_MODEL", "--speculative_model_dir", str(models / "head")]
     assert main(["build", *arguments, "--max_draft_len", "2", "--max_batch_size", "4"]) == 0
     shown = capsys.readouterr().out
-    for words in ("graphs for K = 2", "draft_tokens [G, K]", "weights of target", "bytes a token"):
+    for words in (
+        "ragged graphs for K = 2",
+        "draft_tokens [G, K]",
+        "uniform graphs for K = 2",
+        "weights of target",
+        "bytes a token",
+    ):
         assert words in shown
     assert not (tmp_path / "out").exists()
 
@@ -372,7 +408,7 @@ def test_weights_may_lie_in_huge_pages(engine: Callable[[str, str], Path]) -> No
 def test_weights_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several pieces at a time; a file that ends too early is refused."""
     file = tmp_path / "weights.safetensors"
-    monkeypatch.setattr(aoti, "_READ_AT_ONCE", 1000)
+    monkeypatch.setattr(weight_file, "_READ_AT_ONCE", 1000)
     tensors = {"a": torch.randn(70, 30), "b": torch.arange(7, dtype=torch.int8), "c": torch.randn(999).bfloat16()}
     save_file(tensors, file)
     loaded = load_weights(file)

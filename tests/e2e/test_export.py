@@ -117,11 +117,11 @@ def test_the_graph_is_the_step(recorders: dict[str, Recorder], sampling: str, un
     eager = recorder.inner.step
     step = OneEngineStep(eager.decoder, eager.worker, functional=functional)
     program = export_step(step, example[0], copied(example[1]), uniform)
-    graph = program.module()
+    graph, names = program.module(), input_names(step, uniform)
     sizes = set()
     for inputs, before, outputs, after in cases:
         kv = copied(before)
-        got, new_kv = graph(graph_inputs(inputs, input_names(step)), kv)
+        got, new_kv = graph(graph_inputs(inputs, names), kv)
         assert tuple(got) == step.outputs
         for name, want in graph_outputs(outputs).items():
             assert torch.equal(got[name], want), name
@@ -151,7 +151,7 @@ def test_k_is_a_graph_of_its_own(recorders: dict[str, Recorder]) -> None:
     kv = copied(before)
     none = replace(inputs, spec=replace(inputs.spec, next_draft_len=0))
     program = export_step(recorder.inner.step, none, copied(before), uniform=True)
-    got, _ = program.module()(graph_inputs(none, input_names(recorder.inner.step)), kv)
+    got, _ = program.module()(graph_inputs(none, input_names(recorder.inner.step, uniform=True)), kv)
     assert got["next_draft_tokens"].shape == (inputs.spec.batch_size, 0)
     assert torch.equal(got["new_tokens"], graph_outputs(outputs)["new_tokens"])
     draft_layer = recorder.inner.step.decoder.spec.num_layers

@@ -45,7 +45,7 @@ def plainly(batch: Batch, next_draft_len: int, forced: int, graphs: tuple[int, .
         draws += [last + 1 + j for j in nth]
         owners += [request.sampling] * len(nth)
         if not row.is_context:
-            drafts.append(request.drafts + [0] * (K - row.draft_len))
+            drafts.append([ids[gather[g]] for g in range(len(gather) - K, len(gather))])  # junk past its drafts
     sampling = SamplingTensors.of(owners, draws)
     return {
         "input_ids": torch.tensor(ids),

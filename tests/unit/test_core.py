@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, row_positions, row_requests
+from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, row_requests
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.sampling_params import NEVER, ResolvedSampling
 
@@ -44,7 +44,6 @@ def test_a_requests_rows_are_the_last_of_its_tokens(requests: list[tuple[int, in
     expected = [old + i for rows, old in requests for i in range(rows)]
     attn = of_requests(requests)
     assert attn.positions(len(expected)).tolist() == expected
-    assert row_positions(attn.cu_q_lens, attn.kv_lens, len(expected)).tolist() == expected
 
 
 def test_from_host_lists() -> None:

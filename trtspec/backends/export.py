@@ -1,9 +1,9 @@
 """A step as a torch.export graph: tensors in, tensors out, every size but the model's own left open.
 
 One ragged graph takes every batch: contexts, chunks of them and generations of any draft length up to its K mix. A
-`uniform` graph is the same module specialised to requests that bring exactly K + 1 rows each. Both are exported with
-mutating ops (eager, AOTInductor) or, from a functional step, with functional ones (ONNX, TensorRT), whose new KV
-tensors are outputs too.
+uniform graph is the same module for generations that bring exactly K + 1 rows each: it takes fewer tensors, as whose
+row is which, and which rows draw, is known. Both are exported with mutating ops (eager, AOTInductor) or, from a
+functional step, with functional ones (ONNX, TensorRT), whose new KV tensors are outputs too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ Step = DecodeStep | OneEngineStep
 
 _ATTN = ("kv_lens", "block_tables", "tree_mask")  # cu_q_lens follows from seq_lens, and so its size from B
 _SAMPLING = tuple(field.name for field in fields(SamplingTensors))
+_KNOWN_IF_UNIFORM = {"seq_lens", "gather_ids", "draft_tokens", "draft_lens", "next_prompt_token", "positions"}
 _SHAPES = {
     "input_ids": ("T",),
     "tree_mask": ("0",),
@@ -36,15 +37,16 @@ _SHAPES = {
 }  # all others: one per logits row
 
 
-def input_names(step: Step) -> tuple[str, ...]:
+def input_names(step: Step, uniform: bool = False) -> tuple[str, ...]:
     """The tensors a step's graph takes, in order."""
-    return ("input_ids", *_ATTN, *step.spec_inputs, *_SAMPLING)
+    names = ("input_ids", *_ATTN, *step.spec_inputs, *_SAMPLING)
+    return tuple(name for name in names if not (uniform and name in _KNOWN_IF_UNIFORM))
 
 
-def describe_inputs(step: Step, layers: Sequence[DecoderSpec]) -> list[str]:
+def describe_inputs(step: Step, layers: Sequence[DecoderSpec], uniform: bool = False) -> list[str]:
     """A line per input of the step's graphs, for people: name and shape. B requests, T rows, R logits rows, G
     generations."""
-    lines = [f"{name} [{', '.join(_SHAPES.get(name, ('R',)))}]" for name in input_names(step)]
+    lines = [f"{name} [{', '.join(_SHAPES.get(name, ('R',)))}]" for name in input_names(step, uniform)]
     first = 0
     for spec in layers:
         last = first + spec.num_layers
@@ -54,12 +56,14 @@ def describe_inputs(step: Step, layers: Sequence[DecoderSpec]) -> list[str]:
 
 
 class GraphStep(nn.Module):
-    """A step whose arguments are tensors alone; K' drafts for the next step are part of the graph."""
+    """A step whose arguments are tensors alone; K' drafts for the next step are part of the graph, and of a uniform one
+    also `width`, the rows K + 1 of each request (0: a ragged graph)."""
 
-    def __init__(self, step: Step, next_draft_len: int) -> None:
+    def __init__(self, step: Step, next_draft_len: int, width: int) -> None:
         super().__init__()
         self.step = step
         self.next_draft_len = next_draft_len
+        self.width = width
 
     def forward(
         self, tensors: dict[str, Tensor], kv: list[KVLayer]
@@ -73,11 +77,28 @@ class GraphStep(nn.Module):
         return graph_outputs(outputs), changed
 
     def _inputs(self, tensors: dict[str, Tensor]) -> StepInputs:
-        cu_q_lens = F.pad(tensors["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
-        attn = AttnMetadata(cu_q_lens=cu_q_lens, **{name: tensors[name] for name in _ATTN})
+        if self.width:
+            tensors = tensors | self._known(tensors["input_ids"], tensors["kv_lens"])
+            cu_q_lens = torch.arange(tensors["kv_lens"].shape[0] + 1, dtype=torch.int32) * self.width
+        else:
+            cu_q_lens = F.pad(tensors["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
+        attn = AttnMetadata(cu_q_lens=cu_q_lens, **{name: tensors[name] for name in _ATTN}, width=self.width)
         spec: dict[str, Any] = {name: tensors[name] for name in self.step.spec_inputs}
         plain = SpecMetadata.plain((), attn, SamplingTensors(**{name: tensors[name] for name in _SAMPLING}))
         return StepInputs(tensors["input_ids"], attn, replace(plain, next_draft_len=self.next_draft_len, **spec))
+
+    def _known(self, input_ids: Tensor, kv_lens: Tensor) -> dict[str, Tensor]:
+        """The inputs that a uniform graph does not take: input_ids [B * W], kv_lens [B] of generations."""
+        B, W = kv_lens.shape[0], self.width
+        first = kv_lens[:, None].long() - W + 1  # of the tokens that a request's rows draw, where they stand
+        return {
+            "seq_lens": torch.full_like(kv_lens, W),
+            "gather_ids": torch.arange(B * W),
+            "draft_tokens": input_ids.view(B, W)[:, 1:].contiguous(),
+            "draft_lens": torch.full_like(kv_lens, W - 1),
+            "next_prompt_token": torch.full((B,), -1),
+            "positions": (first + torch.arange(W)).view(-1),
+        }
 
 
 def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, ...]]:
@@ -113,31 +134,29 @@ def graph_outputs(outputs: StepOutputs) -> dict[str, Tensor]:
 
 def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False) -> ExportedProgram:
     """The graph that `example` is a case of; call it as
-    `program.module()(graph_inputs(inputs, input_names(step)), list(kv))`.
+    `program.module()(graph_inputs(inputs, input_names(step, uniform)), list(kv))`.
 
     Fixed by the example: K, K', which sampling fields are in use (not zero-size). Open: B, T, G, the width of block
     tables and ban lists, and the number of KV blocks; a uniform graph has T = B * (K + 1) rows of B generations. The
     example needs two or more of each, generations and contexts alike (unless uniform): torch.export takes a size of 1
     or 0 for a constant.
     """
-    tensors = graph_inputs(example, input_names(step))
+    tensors = graph_inputs(example, input_names(step, uniform))
+    width = example.spec.runtime_draft_len + 1 if uniform else 0
     with torch.no_grad():
         return torch.export.export(
-            GraphStep(step, example.spec.next_draft_len).eval(),
+            GraphStep(step, example.spec.next_draft_len, width).eval(),
             (tensors, list(kv)),
-            dynamic_shapes=(_dynamic_shapes(example, tensors, uniform), _kv_shapes(len(kv))),
+            dynamic_shapes=(_dynamic_shapes(tensors, width), _kv_shapes(len(kv))),
             strict=False,
         )
 
 
-def _dynamic_shapes(example: StepInputs, tensors: Mapping[str, Tensor], uniform: bool) -> dict[str, Any]:
-    B = Dim("B", min=1, max=4096)
-    if uniform:
-        width = example.spec.runtime_draft_len + 1
+def _dynamic_shapes(tensors: Mapping[str, Tensor], width: int) -> dict[str, Any]:
+    B, G = Dim("B", min=1, max=4096), Dim("G", min=0, max=4096)
+    T, R = Dim("T", min=1, max=2**20), Dim("R", min=1, max=2**16)
+    if width:
         T = R = B if width == 1 else width * B
-        G = B
-    else:
-        T, R, G = Dim("T", min=1, max=2**20), Dim("R", min=1, max=2**16), Dim("G", min=0, max=4096)
     first = {
         "input_ids": T,
         "gather_ids": R,

@@ -104,9 +104,11 @@ def _speculation(namespace: argparse.Namespace) -> SpeculativeConfig | None:
 
 def _show(plan: BuildPlan, console: Console) -> None:
     for role, lengths in plan.graphs.items():
-        console.print(f"{role}: graphs for K = {', '.join(map(str, lengths))}; each takes", highlight=False)
-        for line in plan.inputs[role]:
-            console.print(f"    {line}", highlight=False, markup=False)
+        for kind, inputs in plan.inputs[role].items():
+            K = ", ".join(map(str, lengths))
+            console.print(f"{role}: {kind} graphs for K = {K}; each takes", highlight=False)
+            for line in inputs:
+                console.print(f"    {line}", highlight=False, markup=False)
     for role, size in plan.weight_bytes.items():
         console.print(f"weights of {role}: {size / 1e6:.1f} MB", highlight=False)
     console.print(

@@ -23,7 +23,7 @@ from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError
 
-FORMAT = 1
+FORMAT = 2
 """Of the folder; it changes when older engines can no longer be read."""
 
 _MARK = "trtspec_engine"

@@ -141,8 +141,8 @@ class Assembly:
     def _compiled(self, built: EngineFolder, role: str) -> Executable:
         compiled = CompiledStep.from_dict(built.data["executables"][role])
         kv = allocate_layers(compiled.kv, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
-        if "draft_tokens" in compiled.inputs:
-            self.graph_draft_lens = tuple(graph.draft_len for graph in compiled.graphs)
+        if compiled.makes_drafts:
+            self.graph_draft_lens = compiled.draft_lens
         return self._timed(AotiExecutable(compiled, built.path / role, kv), compiled.weight_bytes, kv)
 
     def _timed(self, executable: Executable, weight_bytes: int, kv: Sequence[KVLayer]) -> Executable:

@@ -7,7 +7,6 @@ the same contents: those are made once per `_Layout`. What changes is written in
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,7 +27,9 @@ class _Layout:
     batch: Batch
     cu_q_lens: torch.Tensor  # [B+1] int32
     spec: SpecMetadata  # draft_tokens, next_prompt_token and sampling.positions are for the frames to make
-    back: list[int]  # [R] the token each logits row draws, counted from its request's kv_len: <= 0
+    owners: np.ndarray  # [R] whose each logits row is
+    back: np.ndarray  # [R] the token it draws, counted from its owner's kv_len: <= 0
+    draft_rows: np.ndarray  # [G, K] packed row of each draft; the last again past the draft_len
 
 
 class _Frame:
@@ -37,52 +38,44 @@ class _Frame:
     def __init__(self, layout: _Layout) -> None:
         self.layout = layout
         B, spec = len(layout.batch), layout.spec
-        kv_lens = torch.empty(B, dtype=torch.int32)
-        attn = AttnMetadata(layout.cu_q_lens, kv_lens, torch.zeros(B, 0, dtype=torch.int32), _NO_TREE)
+        self.input_ids = np.empty(layout.cu_q_lens.numpy()[-1], dtype=np.int64)
+        self.kv_lens = np.empty(B, dtype=np.int32)
+        self.draft_tokens = np.empty(layout.draft_rows.shape, dtype=np.int64)
+        self.positions = np.empty(spec.gather_ids.shape[0], dtype=np.int64)
+        self.next_prompt_token = np.full(B, -1, dtype=np.int64)
+        self.tables = np.empty((B, 0), dtype=np.int32)
+        tensor = torch.from_numpy
+        attn = AttnMetadata(layout.cu_q_lens, tensor(self.kv_lens), tensor(self.tables), _NO_TREE)
         spec = replace(
             spec,
-            draft_tokens=torch.empty_like(spec.draft_tokens),
-            next_prompt_token=torch.full((B,), -1),
-            sampling=replace(spec.sampling, positions=torch.empty_like(spec.sampling.positions)),
+            draft_tokens=tensor(self.draft_tokens),
+            next_prompt_token=tensor(self.next_prompt_token),
+            sampling=replace(spec.sampling, positions=tensor(self.positions)),
         )
-        self.inputs = StepInputs(torch.empty(int(layout.cu_q_lens[-1]), dtype=torch.int64), attn, spec)
-        self.input_ids = self.inputs.input_ids.numpy()
-        self.kv_lens = kv_lens.numpy()
-        self.draft_tokens = spec.draft_tokens.numpy().reshape(-1)
-        self.positions = spec.sampling.positions.numpy()
-        self.next_prompt_token = spec.next_prompt_token.numpy()
-        self.tables = attn.block_tables.numpy()
+        self.inputs = StepInputs(tensor(self.input_ids), attn, spec)
         self.blocks: list[list[int]] = [[]] * B  # the list in each row of tables, ...
         self.num_blocks = [0] * B  # ... and how much of it is there
 
     def fill(self, batch: Batch) -> StepInputs:
         """The batch's tokens, lengths and blocks as they are now."""
-        K = self.layout.spec.runtime_draft_len
         ids: list[int] = []
-        drafts: list[int] = []
         ends: list[int] = []
-        ends_of_rows: list[int] = []  # of logits rows
-        for b, (request, num_rows, draft_len, is_context) in enumerate(batch):
+        for b, (request, num_rows, _, is_context) in enumerate(batch):
             kv, tokens = request.kv, request.tokens
             end = kv.committed + num_rows
             ends.append(end)
             if is_context:
-                ends_of_rows.append(end)
                 ids += tokens[kv.committed : end]
                 self.next_prompt_token[b] = tokens[end] if end < len(tokens) else -1
             else:
-                ends_of_rows += [end] * (K + 1)
                 ids.append(tokens[-1])
                 ids += request.drafts
-                drafts += request.drafts
-                if draft_len < K:
-                    drafts += [0] * (K - draft_len)
             if kv.blocks is not self.blocks[b] or len(kv.blocks) != self.num_blocks[b]:
                 self._write_table(b, kv.blocks)
         self.input_ids[:] = ids
-        self.draft_tokens[:] = drafts
         self.kv_lens[:] = ends
-        self.positions[:] = list(map(operator.add, ends_of_rows, self.layout.back))
+        self.input_ids.take(self.layout.draft_rows, out=self.draft_tokens)
+        np.add(self.kv_lens[self.layout.owners], self.layout.back, out=self.positions)
         if not self.inputs.attn.kv_lens.is_inference():
             increment_version(self.inputs.attn.kv_lens)  # changed by numpy: who keeps what follows from it must know
         return self.inputs
@@ -90,10 +83,11 @@ class _Frame:
     def _write_table(self, b: int, blocks: list[int]) -> None:
         """Bring a row of the block tables up to date; there are always some columns of scratch to grow into."""
         if len(blocks) > self.tables.shape[1]:
-            wider = torch.zeros(len(self.tables), len(blocks) + _SPARE_COLUMNS, dtype=torch.int32)
-            wider.numpy()[:, : self.tables.shape[1]] = self.tables
-            self.inputs = replace(self.inputs, attn=replace(self.inputs.attn, block_tables=wider))
-            self.tables = wider.numpy()
+            wider = np.zeros((len(self.tables), len(blocks) + _SPARE_COLUMNS), dtype=np.int32)
+            wider[:, : self.tables.shape[1]] = self.tables
+            self.tables = wider
+            attn = replace(self.inputs.attn, block_tables=torch.from_numpy(wider))
+            self.inputs = replace(self.inputs, attn=attn)
         known = self.num_blocks[b] if blocks is self.blocks[b] else 0
         self.tables[b, known : len(blocks)] = blocks[known:]
         if known == 0:
@@ -145,22 +139,23 @@ class BatchAssembler:
         owners = np.concatenate((np.arange(C), np.repeat(np.arange(C, B), K + 1)))
         back = np.minimum(np.arange(K + 1) - draft_lens[C:, None], 0).reshape(-1)
         back = np.concatenate((np.zeros(C, dtype=np.int64), back))
+        gather_ids = cu_q_lens[owners + 1] - 1 + back
         forced = np.where(np.arange(B) < C, -1, self.forced_accept).astype(np.int32)
-        sampling = SamplingTensors.of([row.request.sampling for row in batch], [0] * B)
         spec = SpecMetadata(
             spec_dec_mode=self.mode,
             max_draft_len=self.max_draft_len,
             request_ids=tuple([row.request.request_id for row in batch]),
             seq_lens=torch.from_numpy(num_rows),
-            gather_ids=torch.from_numpy(cu_q_lens[owners + 1] - 1 + back),
+            gather_ids=torch.from_numpy(gather_ids),
             draft_tokens=torch.empty(B - C, K, dtype=torch.int64),
             draft_lens=torch.from_numpy(draft_lens),
             next_prompt_token=torch.empty(0, dtype=torch.int64),
             forced_accept=torch.from_numpy(forced),
-            sampling=sampling.select(torch.from_numpy(owners)),
+            sampling=SamplingTensors.of([row.request.sampling for row in batch], back, owners),
             next_draft_len=next_draft_len,
         )
-        return _Layout(batch, torch.from_numpy(cu_q_lens), spec, back.tolist())
+        draft_rows = gather_ids[C:].reshape(B - C, K + 1)[:, 1:].copy()
+        return _Layout(batch, torch.from_numpy(cu_q_lens), spec, owners, back, draft_rows)
 
 
 _SPARE_COLUMNS = 16  # of a block table that must grow, so that it does not do so every few steps

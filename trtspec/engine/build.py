@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trtspec.backends.aoti import compile_step
+from trtspec.backends.aoti_compile import compile_step, graph_kinds
 from trtspec.backends.export import Step, describe_inputs
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder, engine_json, file_facts
@@ -37,7 +37,7 @@ class BuildPlan:
     """What `trtspec build --dry_run` shows. Sizes in bytes."""
 
     graphs: dict[str, list[int]]  # executable -> the K of each of its graphs
-    inputs: dict[str, list[str]]  # executable -> its graphs' inputs with dtype and shape
+    inputs: dict[str, dict[str, list[str]]]  # executable -> kind of graph -> its inputs, a line each
     weight_bytes: dict[str, int]  # executable -> what one launch reads
     kv_bytes_per_token: int
     kv_bytes: int  # max_batch_size full sequences
@@ -103,7 +103,10 @@ def plan_build(
     made = steps(assembly, report)
     return BuildPlan(
         graphs={role: list(graph_draft_lens(step, assembly.resolved)) for role, (step, _) in made.items()},
-        inputs={role: describe_inputs(step, layers) for role, (step, layers) in made.items()},
+        inputs={
+            role: {kind: describe_inputs(step, layers, uniform) for kind, uniform in graph_kinds(step).items()}
+            for role, (step, layers) in made.items()
+        },
         weight_bytes={role: step.weight_bytes_per_step for role, (step, _) in made.items()},
         kv_bytes_per_token=per_token,
         kv_bytes=per_token * config.max_batch_size * assembly.max_seq_len,

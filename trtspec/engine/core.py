@@ -101,9 +101,9 @@ class EngineCore:
         self.stats.drafter_failures = self.loop.proposer.num_failures
         self.stats.stale_drafts = self.loop.proposer.num_stale
         self.stats.launch_time = sum([executable.seconds for executable in self.executables])
-        self.stats.output_tokens += sum([len(emission.tokens) for emission in emissions])
         for emission in emissions:
-            if emission.request.finished:
+            self.stats.output_tokens += len(emission.tokens)
+            if emission.request.finish_reason is not None:
                 self._count(emission.request)
         self._count_saved()
         if not self.has_work:

@@ -82,12 +82,14 @@ class Scheduler:
         # Every running generation gets its rows; contexts share what is left of the step.
         running = [(request, request.is_context) for request in self.running]
         room = self.max_num_tokens - sum([1 + len(request.drafts) for request, is_context in running if not is_context])
-        num_preemptions = self.num_preemptions
+        num_preemptions, ahead, block_size = self.num_preemptions, self.num_draft_tokens, self.allocator.block_size
         for request, is_context in running:
             if num_preemptions != self.num_preemptions and request not in self.running:
                 continue  # preempted for an older one, in this very loop
             rows = min(request.num_uncomputed, room) if is_context else 1 + len(request.drafts)
-            if rows == 0 or not self._reserve_or_preempt(request, rows):
+            # most steps fit into blocks that are there: then nothing is asked for
+            fits = request.kv.committed + rows + ahead <= len(request.kv.blocks) * block_size
+            if rows == 0 or not (fits or self._reserve_or_preempt(request, rows)):
                 continue
             if is_context:
                 contexts.append(Scheduled(request, rows, 0, True))

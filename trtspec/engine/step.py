@@ -56,7 +56,7 @@ class StepLoop:
                 emissions.append(self.update(row, drawn[:count], drafts))
 
         # drafts only for those still running
-        running = [e.request for e in emissions if e.tokens and not e.request.finished]
+        running = [e.request for e in emissions if e.tokens and e.request.finish_reason is None]
         self.proposer.propose(running, self.scheduler)
         self.scheduler.publish()  # not earlier: drafting has just brought draft KV up to date
         return emissions

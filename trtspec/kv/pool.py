@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from trtspec.core import KVLayer
+from trtspec.errors import CapacityError
+from trtspec.kv.memory import huge_pages
+
+_ALIGNMENT = 64  # elements: at least a cache line
 
 
 def allocate_layers(
     shapes: Sequence[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> tuple[KVLayer, ...]:
     """A pair (k_cache, v_cache) per (num_kv_heads, head_dim), each [num_blocks, block_size, num_kv_heads, head_dim],
-    zeroed."""
-    sizes = [(num_blocks, block_size, heads, head_dim) for heads, head_dim in shapes]
-    return tuple((torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)) for size in sizes)
+    zeroed and resident: memory that is not there is missed now (CapacityError), not in the middle of a request."""
+    tensors = []
+    sizes = [(num_blocks, block_size, heads, head_dim) for heads, head_dim in shapes for _ in "kv"]
+    lengths = [math.prod(size) for size in sizes]
+    steps = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
+    size = max(sum(steps), 1) * dtype.itemsize
+    try:
+        memory = huge_pages(size)
+    except OSError as error:
+        raise CapacityError(
+            f"{num_blocks} KV blocks of {block_size} tokens take {size / 1e9:.1f} GB, which the system does not give "
+            f"({error.strerror}); lower num_kv_blocks or kv_cache_memory"
+        ) from error
+    np.frombuffer(memory, dtype=np.uint8).fill(0)
+    pool, start = torch.frombuffer(memory, dtype=dtype), 0
+    for shape, length, step in zip(sizes, lengths, steps, strict=True):
+        tensors.append(pool[start : start + length].view(shape))
+        start += step
+    return tuple(zip(tensors[::2], tensors[1::2], strict=True))

@@ -84,7 +84,7 @@ def _make_plan(
     window: int,
 ) -> _Plan:
     request = row_requests(cu_q_lens, num_rows)  # [T]
-    position = row_positions(cu_q_lens, kv_lens, num_rows)  # [T]
+    position = row_positions(cu_q_lens, kv_lens, request)  # [T]
     local = torch.arange(num_rows, device=cu_q_lens.device) - cu_q_lens.long()[request]  # [T]
     # Requests with about as many rows go together, so that a long prompt does not pad its generating neighbours.
     widths = _row_widths(cu_q_lens)  # [B]

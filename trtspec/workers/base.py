@@ -25,7 +25,6 @@ from trtspec.core import (
     StepInputs,
     StepOutputs,
     Verdict,
-    row_requests,
 )
 from trtspec.drafters.chain import ChainState, draft_chain
 from trtspec.models.attention import PagedAttend
@@ -183,7 +182,7 @@ class SpecWorkerBase(nn.Module, ABC):
         where the request draws, what was accepted there. Rows of rejected drafts get id 0; nothing reads their output.
         """
         T = input_ids.shape[0]
-        request = row_requests(attn.cu_q_lens, T)
+        request = attn.requests(T)
         draws = (attn.cu_q_lens[1:].long() - 1 - spec.draft_lens)[request]  # row of the last known token
         offset = torch.arange(T, device=input_ids.device) - draws  # negative: the next row is of the prompt
         known = spec.next_prompt_token[request]

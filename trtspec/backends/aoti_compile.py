@@ -1,0 +1,99 @@
+"""Compile a step into the graphs and the weights that backends/aoti.py runs."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trtspec.backends.aoti import WEIGHTS, CompiledStep, Graph
+from trtspec.backends.export import Step, export_step, input_names
+from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.ops import graph_calls
+from trtspec.sampling_params import ResolvedSampling
+
+_INDUCTOR = {
+    "aot_inductor.package_constants_in_so": False,  # weights once, beside all graphs
+    "emulate_precision_casts": True,  # round to bf16 where eager does
+    # What is between our ops is a few rows of elementwise work: waking threads for it costs more than it saves.
+    "cpp.threads": 1,
+}
+
+
+def example_batch(draft_len: int, block_size: int, uniform: bool = False) -> StepInputs:
+    """Two generations with `draft_len` drafts each and, unless uniform, two contexts: two or more of everything."""
+    K, C = draft_len, 0 if uniform else 2
+    q_lens, kv_lens = [*[3, 2][:C], K + 1, K + 1], [*[3, 6][:C], K + 9, K + 12]
+    blocks = -(-max(kv_lens) // block_size) + 1
+    attn = AttnMetadata.of(q_lens, kv_lens, [[1 + b * blocks + i for i in range(blocks)] for b in range(C + 2)])
+    starts = attn.cu_q_lens.tolist()
+    gather = [*(start - 1 for start in starts[1 : C + 1]), *range(starts[C], starts[-1])]
+    positions = (attn.positions(starts[-1])[gather] + 1).tolist()
+    how = ResolvedSampling(
+        greedy=False, temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=1, ban_ids=(1, 2), ban_until=1
+    )
+    spec = replace(
+        SpecMetadata.plain((), attn, SamplingTensors.of([how] * len(gather), positions)),
+        gather_ids=torch.tensor(gather),
+        draft_tokens=torch.zeros(2, K, dtype=torch.int64),
+        draft_lens=torch.tensor([*[0, 0][:C], K, K], dtype=torch.int32),
+        next_prompt_token=torch.tensor([*[-1, 3][:C], -1, -1]),
+        next_draft_len=K,
+    )
+    return StepInputs(torch.ones(starts[-1], dtype=torch.int64), attn, spec)
+
+
+def graph_kinds(step: Step) -> dict[str, bool]:
+    """The graphs made for each K: kind -> whether it is uniform."""
+    makes_drafts = "draft_tokens" in step.spec_inputs
+    return {"ragged": False, "uniform": True} if makes_drafts else {"ragged": False}
+
+
+def compile_step(
+    step: Step,
+    kv_shapes: Sequence[tuple[int, int]],
+    block_size: int,
+    draft_lens: Sequence[int],
+    folder: Path,
+    report: Callable[[str], None] = lambda what: None,
+) -> CompiledStep:
+    """Compile `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a uniform one if it
+    makes drafts. `report` hears what is being done."""
+    dtype = step.decoder.norm.weight.dtype
+    weights: dict[str, Tensor] = {}
+    graphs = []
+    direct = graph_calls()
+    for K, (kind, uniform) in itertools.product(sorted(draft_lens), graph_kinds(step).items()):
+        report(f"{kind} graph for K = {K}: tracing")
+        example = example_batch(K, block_size, uniform)
+        blocks = int(example.attn.block_tables.max()) + 1
+        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in kv_shapes]
+        program = export_step(step, example, cast("list[KVLayer]", kv), uniform)
+        report(f"{kind} graph for K = {K}: compiling")
+        file = folder / f"{kind}_k{K}.pt2"
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options = {**_INDUCTOR, "aot_inductor.custom_ops_to_c_shims": direct}
+            torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options)
+        constants = {**program.state_dict, **program.constants}
+        runner = torch._inductor.aoti_load_package(str(file))
+        weights |= {name: constants[name].detach() for name in runner.get_constant_fqns()}
+        graphs.append(Graph(file.name, K, uniform, input_names(step, uniform)))
+    report("writing weights")
+    save_file({name: tensor.contiguous().clone() for name, tensor in weights.items()}, folder / WEIGHTS)
+    return CompiledStep(
+        graphs=tuple(graphs),
+        outputs=step.outputs,
+        kv=tuple(kv_shapes),
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=step.decoder.spec.vocab_size,
+        weight_bytes=step.weight_bytes_per_step,
+        needs_kernels=bool(direct),
+    )
