@@ -7,11 +7,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from trtspec.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    import tokenizers  # at run time only by who has a tokenizer.json: it is the largest import after torch
 
 Message = Mapping[str, Any]
 
@@ -39,7 +40,8 @@ class Tokenizer:
         self._special_ids = frozenset(
             token for token, added in backend.get_added_tokens_decoder().items() if added.special
         )
-        self._has_byte_fallback = '"ByteFallback"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
+        decoder = backend.decoder  # its state is its part of tokenizer.json; to_str() would write the vocabulary, too
+        self._has_byte_fallback = decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
         self.name = name
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
@@ -54,6 +56,8 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             return None
+        import tokenizers
+
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the tokenizers library raises bare Exception
