@@ -46,6 +46,7 @@ from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import FORMAT, EngineFolder, machine
 from trtspec.config.model import ModelConfig
 from trtspec.config.speculative import SpeculativeConfig
+from trtspec.core import StepInputs
 from trtspec.engine.build import build_engine
 from trtspec.errors import CheckpointError, ConfigError, EngineError
 from trtspec.models.weights import load_decoder
@@ -455,6 +456,10 @@ def test_profiles_tell_the_phases_of_compiled_steps(
 # -- inputs -----------------------------------------------------------------------------------------------------------
 
 
+def in_spec(inputs: StepInputs, **changes: object) -> StepInputs:
+    return replace(inputs, spec=replace(inputs.spec, **changes))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -465,29 +470,47 @@ def test_profiles_tell_the_phases_of_compiled_steps(
             lambda i: replace(i, attn=replace(i.attn, block_tables=i.attn.block_tables + 1000)),
             "block_tables holds .* allowed are 0..40",
         ),
-        (lambda i: replace(i, attn=replace(i.attn, kv_lens=i.attn.kv_lens - 3)), r"kv_lens holds 0\.\."),
+        (lambda i: replace(i, attn=replace(i.attn, kv_lens=i.attn.kv_lens * 0)), r"kv_lens holds 0\.\."),
         (lambda i: replace(i, attn=replace(i.attn, kv_lens=i.attn.kv_lens + 9999)), "kv_lens holds .* allowed are 1"),
-        (
-            lambda i: replace(i, spec=replace(i.spec, next_prompt_token=i.spec.next_prompt_token - 1)),
-            r"next_prompt_token holds -2\..* allowed are -1\.\.15",
-        ),
-        (lambda i: replace(i, spec=replace(i.spec, gather_ids=i.spec.gather_ids + 1)), r"gather_ids holds 3\.\.13"),
-        (lambda i: replace(i, spec=replace(i.spec, seq_lens=i.spec.seq_lens + 1)), "seq_lens is .*, the input_ids"),
-        (lambda i: replace(i, spec=replace(i.spec, seq_lens=i.spec.seq_lens * 0)), "seq_lens is .*, the input_ids"),
+        (lambda i: in_spec(i, gather_ids=i.spec.gather_ids + 1), r"gather_ids holds \d\.\.(8|13);"),
+        (lambda i: in_spec(i, seq_lens=i.spec.seq_lens + 1), "seq_lens is .*, the input_ids"),
+        (lambda i: in_spec(i, seq_lens=i.spec.seq_lens * 0), "seq_lens is .*, the input_ids"),
         (lambda i: (i.spec.gather_ids.add_(1), i)[1], "gather_ids holds"),  # written since the last launch
-        (lambda i: replace(i, spec=replace(i.spec, next_draft_len=K + 1)), "graphs for K up to 3, a step wants 4"),
+        (lambda i: in_spec(i, next_draft_len=K + 1), "graphs for K = 0, 1, 3; .* wants 4"),
+        (lambda i: in_spec(i, draft_tokens=i.spec.draft_tokens[:, :2], draft_lens=i.spec.draft_lens // 2), "has 2 col"),
+        (lambda i: in_spec(i, draft_tokens=i.spec.draft_tokens[:, :0]), "draft_lens is .* allowed are"),
+        (lambda i: in_spec(i, draft_tokens=i.spec.draft_tokens[1:]), "draft_lens is .* allowed are"),
+        (lambda i: in_spec(i, draft_lens=i.spec.draft_lens + 1), "draft_lens is .* allowed are"),
+        (lambda i: in_spec(i, draft_lens=i.spec.draft_lens[1:]), "draft_lens is .* allowed are"),
+        (lambda i: in_spec(i, forced_accept=i.spec.forced_accept[1:]), "forced_accept has shape"),
+        (lambda i: replace(i, attn=replace(i.attn, kv_lens=i.attn.kv_lens[1:])), "kv_lens has shape"),
+        (lambda i: replace(i, attn=replace(i.attn, block_tables=i.attn.block_tables[1:])), "block_tables has shape"),
+        (
+            lambda i: in_spec(i, sampling=replace(i.spec.sampling, seeds=i.spec.sampling.seeds[:3])),
+            r"seeds has shape \[3\], the graph takes \[",
+        ),
     ],
-    ids=["dtype", "stride", "token", "block", "no keys", "keys", "prompt", "gather", "rows", "no rows", "written", "K"],
+    ids=[
+        *("dtype", "stride", "token", "block", "no keys", "keys", "gather", "rows", "no rows", "written", "K"),
+        *("columns", "no columns", "generations", "drafts", "too few drafts", "forced", "kv_lens", "tables", "seeds"),
+    ],
 )
+@pytest.mark.parametrize("uniform", [False, True], ids=["ragged", "uniform"])
 def test_inputs_a_graph_would_misread_are_refused(
-    engine: Callable[[str, str], Path], change: Callable[[Any], Any], message: str
+    engine: Callable[[str, str], Path], change: Callable[[Any], Any], message: str, uniform: bool
 ) -> None:
-    llm = LLM(engine("eagle3", "float32"), **TIGHT)
-    executable = llm.engine.loop.target.inner
-    inputs = example_batch(K, LIMITS["block_size"])
+    executable = LLM(engine("eagle3", "float32"), **TIGHT).engine.loop.target.inner
+    inputs = example_batch(K, LIMITS["block_size"], uniform)
     executable.run(inputs)
     with pytest.raises(EngineError, match=message):
         executable.run(change(inputs))
+
+
+def test_the_next_prompt_token_is_checked_where_it_is_read(engine: Callable[[str, str], Path]) -> None:
+    executable = LLM(engine("eagle3", "float32"), **TIGHT).engine.loop.target.inner
+    inputs = example_batch(K, LIMITS["block_size"])
+    with pytest.raises(EngineError, match=r"next_prompt_token holds -2\..* allowed are -1\.\.15"):
+        executable.run(in_spec(inputs, next_prompt_token=inputs.spec.next_prompt_token - 1))
 
 
 def test_engine_folder_is_only_what_has_the_mark(models: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trtspec.backends.export import graph_reader
+from trtspec.backends.export import INPUT_SHAPES, graph_reader
 from trtspec.backends.weight_file import load_weights
 from trtspec.core import KVLayer, PhaseMethod, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
 from trtspec.errors import CheckpointError, DependencyError, EngineError
@@ -113,6 +113,7 @@ class _LoadedGraph:
         self.dtypes = [_DTYPES[name] for name in graph.inputs]
         self.optional = [(i, name) for i, name in enumerate(graph.inputs) if name in _NEUTRAL]
         self.ranges = [(i, *ranges[name]) for i, name in enumerate(graph.inputs) if name in ranges]
+        self.last_shapes: list[torch.Size] = []  # of inputs that fitted
 
 
 class AotiExecutable:
@@ -141,7 +142,7 @@ class AotiExecutable:
         self._graphs = [_LoadedGraph(graph, self._load(folder / graph.file), ranges) for graph in compiled.graphs]
         # uniform graphs first, as they take less work to feed and to run
         self._graphs.sort(key=lambda graph: (graph.draft_len, not graph.uniform))
-        self._last_layout: tuple[tuple[Tensor, ...], list[int], int, bool] = (), [], -1, False
+        self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
         self._neutral = {name: torch.empty(0) for name in _NEUTRAL}
         self._last_draft_lens = (0, 0), torch.empty(0, dtype=torch.int32)  # (B, K) and B times K
 
@@ -163,14 +164,18 @@ class AotiExecutable:
         return cast("Callable[[list[Tensor]], list[Tensor]]", model.run)
 
     def _graph_for(self, inputs: StepInputs) -> _LoadedGraph:
-        """The one for the fewest drafts that will do."""
+        """The one for the step's K, which is no less than the number of drafts it is to make."""
         spec, uniform = inputs.spec, self._check_layout(inputs)
-        wanted = max(spec.runtime_draft_len, spec.next_draft_len) if self.compiled.makes_drafts else 0
+        if not self.compiled.makes_drafts:
+            return self._graphs[0]
+        K, wanted = spec.runtime_draft_len, spec.next_draft_len
         for graph in self._graphs:
-            if wanted <= graph.draft_len and (not graph.uniform or (uniform and wanted == graph.draft_len)):
+            if graph.draft_len == K >= wanted and (uniform or not graph.uniform):
                 return graph
-        longest = self._graphs[-1].draft_len
-        raise EngineError(f"the engine has graphs for K up to {longest}, a step wants {wanted}; rebuild it")
+        lengths = ", ".join(map(str, self.compiled.draft_lens))
+        raise EngineError(
+            f"the engine has graphs for K = {lengths}; a step has {K} columns of draft_tokens and wants {wanted} drafts"
+        )
 
     def _checked(self, inputs: StepInputs) -> tuple[_LoadedGraph, list[Tensor]]:
         """What to run, on what."""
@@ -188,9 +193,27 @@ class AotiExecutable:
                         f"{name} is {tensor.dtype} with strides {tensor.stride()}; a graph takes contiguous "
                         f"{_DTYPES[name]}"
                     )
+        shapes = [tensor.shape for tensor in tensors]
+        if shapes != graph.last_shapes:
+            self._check_shapes(inputs, graph, shapes)
         for i, lowest, highest in graph.ranges:
             self._check_range(graph.names[i], tensors[i], lowest, highest)
         return graph, tensors
+
+    def _check_shapes(self, inputs: StepInputs, graph: _LoadedGraph, shapes: list[torch.Size]) -> None:
+        spec = inputs.spec
+        B, G, R, T = spec.batch_size, spec.num_generations, spec.gather_ids.shape[0], inputs.input_ids.shape[0]
+        if self.compiled.makes_drafts and not B - G + G * (graph.draft_len + 1) == R >= B:
+            raise EngineError(f"{B} requests, {G} of them generations with K = {graph.draft_len}, have {R} gather_ids")
+        sizes = {"B": B, "G": G, "R": R, "T": T, "K": graph.draft_len, "0": 0}
+        for name, shape in zip(graph.names, shapes, strict=True):
+            dims = INPUT_SHAPES[name]
+            if len(shape) != len(dims) or any(
+                size != sizes.get(dim, size) for size, dim in zip(shape, dims, strict=True)
+            ):
+                wanted = ", ".join(str(sizes.get(dim, dim)) for dim in dims)
+                raise EngineError(f"{name} has shape {list(shape)}, the graph takes [{wanted}]")
+        graph.last_shapes = shapes
 
     def _check_range(self, name: str, tensor: Tensor, lowest: int, highest: int) -> None:
         low, high = map(int, torch.aminmax(tensor))
@@ -198,27 +221,27 @@ class AotiExecutable:
             raise EngineError(f"{name} holds {low}..{high}; allowed are {lowest}..{highest}")
 
     def _check_layout(self, inputs: StepInputs) -> bool:
-        """seq_lens and gather_ids; and whether all requests are generations that bring the step's K drafts. The very
-        tensors of the last launch, unwritten since, are not read again."""
-        rows, spec = inputs.input_ids.shape[0], inputs.spec
+        """seq_lens, gather_ids and draft_lens; and whether all requests are generations that bring the step's K drafts.
+        The very tensors of the last launch, unwritten since, are not read again."""
+        spec = inputs.spec
         tensors = spec.seq_lens, spec.gather_ids, spec.draft_lens
         versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-        last, last_versions, last_rows, uniform = self._last_layout
+        sizes = rows, _, K = inputs.input_ids.shape[0], *spec.draft_tokens.shape
+        last, last_versions, last_sizes, uniform = self._last_layout
         written = -1 in versions or versions != last_versions
-        if not written and rows == last_rows and all(map(operator.is_, tensors, last)):
+        if not written and sizes == last_sizes and all(map(operator.is_, tensors, last)):
             return uniform
-        seq_lens, gather_ids, draft_lens = tensors
-        counts, K = seq_lens.tolist(), spec.runtime_draft_len
+        counts, gathered, drafts = (tensor.tolist() for tensor in tensors)
         if min(counts) < 1 or sum(counts) != rows:
             raise EngineError(f"seq_lens is {counts}, not 1 or more each and {rows}, the input_ids, in all")
-        self._check_range("gather_ids", gather_ids, 0, rows - 1)
-        uniform = (
-            spec.num_contexts == 0
-            and set(draft_lens.tolist()) == {K}
-            and set(counts) == {K + 1}
-            and gather_ids.tolist() == list(range(rows))
-        )
-        self._last_layout = tensors, versions, rows, uniform
+        if min(gathered) < 0 or max(gathered) >= rows:
+            raise EngineError(f"gather_ids holds {min(gathered)}..{max(gathered)}; allowed are 0..{rows - 1}")
+        C = spec.num_contexts
+        most = [0] * C + [min(count - 1, K) for count in counts[C:]]
+        if len(drafts) != len(counts) or not all(0 <= n <= top for n, top in zip(drafts, most, strict=True)):
+            raise EngineError(f"draft_lens is {drafts}; allowed are 0..{most}")
+        uniform = C == 0 and set(drafts) == {K} and set(counts) == {K + 1} and gathered == list(range(rows))
+        self._last_layout = tensors, versions, sizes, uniform
         return uniform
 
     def _filled(self, name: str, rows: int) -> Tensor:

@@ -27,14 +27,15 @@ Step = DecodeStep | OneEngineStep
 _ATTN = ("kv_lens", "block_tables", "tree_mask")  # cu_q_lens follows from seq_lens, and so its size from B
 _SAMPLING = tuple(field.name for field in fields(SamplingTensors))
 _KNOWN_IF_UNIFORM = {"seq_lens", "gather_ids", "draft_tokens", "draft_lens", "next_prompt_token", "positions"}
-_SHAPES = {
+INPUT_SHAPES = {
     "input_ids": ("T",),
     "tree_mask": ("0",),
     "block_tables": ("B", "columns"),
     "draft_tokens": ("G", "K"),
     **dict.fromkeys(("kv_lens", "seq_lens", "draft_lens", "next_prompt_token", "forced_accept"), ("B",)),
     **dict.fromkeys(("ban_ids", "ban_until"), ("R", "bans")),
-}  # all others: one per logits row
+    **dict.fromkeys(("gather_ids", *(name for name in _SAMPLING if not name.startswith("ban"))), ("R",)),
+}
 
 
 def input_names(step: Step, uniform: bool = False) -> tuple[str, ...]:
@@ -46,7 +47,7 @@ def input_names(step: Step, uniform: bool = False) -> tuple[str, ...]:
 def describe_inputs(step: Step, layers: Sequence[DecoderSpec], uniform: bool = False) -> list[str]:
     """A line per input of the step's graphs, for people: name and shape. B requests, T rows, R logits rows, G
     generations."""
-    lines = [f"{name} [{', '.join(_SHAPES.get(name, ('R',)))}]" for name in input_names(step, uniform)]
+    lines = [f"{name} [{', '.join(INPUT_SHAPES[name])}]" for name in input_names(step, uniform)]
     first = 0
     for spec in layers:
         last = first + spec.num_layers
