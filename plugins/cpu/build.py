@@ -1,7 +1,7 @@
 """Compile the C++ kernels: kernels.cpp once per instruction set, the bindings against torch, one shared library.
 
 The library is kept under a name that holds the digest of everything it was made of, so building again is a no-op until
-a source, the compiler, the flags or torch changes.
+a source, the flags or torch changes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def folder() -> Path:
 def library(sanitize: bool = False) -> Path:
     """The library that belongs to the present sources, flags and torch; it may not be built yet."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
     flags = (FLAGS, sorted(INSTRUCTION_SETS.items()), SANITIZERS if sanitize else ())
     digest.update(repr((flags, torch.__version__, platform.machine())).encode())
@@ -114,7 +114,7 @@ def main() -> int:
     """`build_scripts/build_plugins.py`."""
     try:
         build(sanitize="--sanitize" in sys.argv[1:], report=print)
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         print(f"the C++ kernels were not built, reference kernels serve instead: {error}", file=sys.stderr)
         return 1
     return 0

@@ -15,8 +15,9 @@ from torch import Tensor
 from tests.unit.test_ops_attention import Batch, Model, Part, pack_bits
 from tests.unit.test_ops_compact import Case, Request
 from tests.unit.test_ops_compact import requests as compacted
-from trtspec.ops import kv_compact, kv_compact_, load_plugins
+from trtspec.ops import kv_compact, kv_compact_, load_plugins, spec_attention_
 from trtspec.ops.attention import _reference_ as reference
+from trtspec.ops.attention import row_slots
 from trtspec.ops.compact import _reference_ as compact_reference
 
 # Both sides compute in fp32, in different orders; outputs in half precision may then differ by one unit.
@@ -300,10 +301,40 @@ def test_compact_stays_within_the_caches(start: int, row: int) -> None:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kv_len", [-(2**31), -1, 0, 7])
+def test_lengths_that_make_no_sense_touch_nothing_but_scratch(kv_len: int) -> None:
+    """Fewer tokens than rows, and so many rows that they are several pieces of work."""
+    batch = Model().random_sequences(1, 240).batch([Part(0, 0, 200)])
+    batch = replace(batch, kv_lens=torch.tensor([kv_len], dtype=torch.int32))
+    before = batch.k_cache.clone()
+    batch.run()
+    size, positions = batch.k_cache.shape[1], torch.arange(max(kv_len, 0))
+    kept = row_slots(batch.block_tables, torch.zeros_like(positions), positions, size)
+    differs = (batch.k_cache != before) & ~(batch.k_cache.isnan() & before.isnan())
+    changed = differs.flatten(0, 1).flatten(1).any(1).nonzero()[:, 0]
+    assert set(changed.tolist()) <= {*range(size), *kept.tolist()}
+
+
+def test_caches_whose_strides_of_size_1_are_odd() -> None:
+    """is_contiguous() holds for them, here of blocks of one slot."""
+    q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    lens = [torch.tensor(values, dtype=torch.int32) for values in ([0, 3], [3])]
+    tables, none = torch.tensor([[5, 6, 7]], dtype=torch.int32), torch.empty(0)
+    results = []
+    for caches in ([torch.zeros(8, 1, 2, 16) for _ in "kv"], [torch.zeros(1, 8, 2, 16).transpose(0, 1) for _ in "kv"]):
+        assert all(cache.is_contiguous() for cache in caches)
+        out = spec_attention_(q, k, v, *caches, *lens, tables, none.int(), none, 0.25)
+        kv_compact_(*caches, tables, torch.tensor([0], dtype=torch.int32), torch.tensor([[1, 2]]))
+        results.append((out, *caches))
+    assert all(torch.equal(usual, odd) for usual, odd in zip(*results, strict=True))
+    assert results[0][1].any()
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
         ("q", lambda x: x[:, :3]),
+        ("q", lambda x: x[:, :0]),
         ("q", lambda x: x[..., :8]),
         ("q", lambda x: x.double()),
         ("q", lambda x: x[0]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,6 +32,7 @@ def packed(layout: str | torch.dtype, width: int, depth: int) -> tuple[Tensor, T
     return pack_int4(values, torch.rand(width, depth // GROUPS[layout], generator=generator), None)
 
 
+@settings(deadline=None)
 @given(st.sampled_from([*FLOATS, "int8", *GROUPS]), st.integers(1, 100), st.integers(1, 300), st.integers(0, 9))
 def test_rows_are_the_references(layout: str | torch.dtype, width: int, depth: int, count: int) -> None:
     depth += -depth % GROUPS.get(str(layout), 1)
@@ -73,6 +74,8 @@ def test_bad_matrices() -> None:
         ((panels, scales.half(), none, 8), "scales is"),
         ((panels, scales, scales.to(torch.uint8), 8), "zeros is"),
     ]
+    nibbles, halves, _ = packed("int4-32", 40, 64)
+    cases.append(((nibbles, halves.flatten(1), none, 64), "scales is"))
     for arguments, message in cases:
         with pytest.raises(RuntimeError, match=message):
             packed_embedding(ids, *arguments)

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trtspec.ops import gumbel_noise, load_plugins, spec_sample
+from trtspec.ops import gumbel_noise, load_plugins, spec_accept, spec_sample
 from trtspec.ops.sample import _log, _reference
 
 if "cpu" not in load_plugins():
@@ -185,3 +185,25 @@ def test_a_wrong_argument_is_named(name: str, value: Tensor) -> None:
     }
     with pytest.raises(RuntimeError, match=f"spec_sample: {name} is"):
         spec_sample(**{**args, name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("draft_lens", torch.empty(0, dtype=torch.int32)),
+        ("forced_accept", torch.zeros(3, dtype=torch.int32)),
+        ("emits", torch.ones(1, dtype=torch.bool)),
+        ("draft_tokens", torch.zeros(2, 3, dtype=torch.int64)),
+        ("sampled", torch.zeros(3, dtype=torch.int64)),
+    ],
+)
+def test_what_does_not_fit_is_not_accepted(name: str, tensor: Tensor) -> None:
+    arguments = {
+        "sampled": torch.zeros(2, 3, dtype=torch.int64),
+        "draft_tokens": torch.zeros(2, 2, dtype=torch.int64),
+        "draft_lens": torch.zeros(2, dtype=torch.int32),
+        "forced_accept": torch.zeros(2, dtype=torch.int32),
+        "emits": torch.ones(2, dtype=torch.bool),
+    }
+    with pytest.raises(RuntimeError, match=name if name != "sampled" else "sampled is"):
+        spec_accept(**{**arguments, name: tensor})

@@ -47,7 +47,7 @@ WEIGHTS = [matrix(seed) for seed in range(5)]
 
 
 def linear(rows: int) -> Tensor:
-    """Several one after another, as in a step: what follows a weight is guessed from the round before."""
+    """Several one after another, as in a step."""
     x = torch.randn(rows, IN_FEATURES, generator=torch.Generator().manual_seed(rows))
     return torch.stack([packed_linear(x, weight, out_features=OUT_FEATURES) for weight in [*WEIGHTS, *WEIGHTS]])
 
@@ -77,13 +77,41 @@ def sampling(rows: int) -> Tensor:
 OPS = (linear, attention, sampling)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(OPS), st.integers(1, 40), st.integers(1, 5))
 def test_the_bits_are_those_of_openmp(op: Callable[[int], Tensor], rows: int, threads: int) -> None:
     expected = op(rows)
     with own_threads(threads):
         for _ in range(3):
             assert torch.equal(op(rows), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 300), st.integers(1, 6), st.integers(-1, 300))
+def test_every_piece_is_done_once_or_its_error_arrives(count: int, threads: int, failing: int) -> None:
+    with own_threads(threads):
+        if 0 <= failing < count:
+            with pytest.raises(RuntimeError, match=f"piece {failing} failed"):
+                torch.ops.trtspec_probe.count_pieces(count, failing)
+        assert torch.ops.trtspec_probe.count_pieces(count, -1) == [1] * count  # the threads are as good as before
+
+
+GROWING = """
+import os, sys, torch
+from trtspec.ops import load_plugins
+load_plugins()
+torch.set_num_threads(8)
+before = len(os.listdir("/proc/self/task"))
+for count in range(1, 30):
+    torch.ops.trtspec_probe.count_pieces(count, -1)
+assert len(os.listdir("/proc/self/task")) - before == 7, len(os.listdir("/proc/self/task")) - before
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
+def test_one_team_serves_ops_of_every_size() -> None:
+    done = subprocess.run([sys.executable, "-c", GROWING], timeout=120, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_many_callers_at_once() -> None:

@@ -25,7 +25,7 @@ def _reference(
 
 
 def _fake(sampled: Tensor, draft_tokens: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(sampled), sampled.new_empty(sampled.shape[0])
+    return sampled.new_empty(sampled.shape), sampled.new_empty(sampled.shape[0])
 
 
 _op = define(

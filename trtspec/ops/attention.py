@@ -28,10 +28,10 @@ _ARGUMENTS = (
 
 
 def row_slots(block_tables: Tensor, request: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Flat cache slot of (request, position) pairs; positions past a table's last column go to scratch block 0."""
+    """Flat cache slot of (request, position) pairs; positions that no column covers go to scratch block 0."""
     column = positions // block_size
-    inside = column < block_tables.shape[1]
-    block = block_tables[request, column.clamp(max=block_tables.shape[1] - 1)].long()
+    inside = (column >= 0) & (column < block_tables.shape[1])
+    block = block_tables[request, column.clamp(0, block_tables.shape[1] - 1)].long()
     return torch.where(inside, block, 0) * block_size + positions % block_size
 
 

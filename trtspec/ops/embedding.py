@@ -26,7 +26,8 @@ _op = define(
 def packed_embedding(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_features: int) -> Tensor:
     """Rows `ids` [n] int64 of a matrix [N, K = in_features] in one of the layouts of `trtspec.ops.packing`: [n, K].
 
-    In the weight's dtype, or fp32 where that is int8 or int4. An id outside the matrix raises.
+    In the weight's dtype, or fp32 where that is int8 or int4. Ids are 0..N-1; those up to the end of the last panel
+    give zeros, and the kernel raises for any other.
 
     An op of its own, since a row of a panel is spread over as many cache lines as it has words: compilers would read
     them anew in every loop that wants the row.

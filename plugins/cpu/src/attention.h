@@ -138,7 +138,7 @@ struct Rows {
     const int64_t first = lowest_key(0) - start, end = end_of_keys(piece.num_rows - 1) - start;
     tile.start = start;
     tile.first = first > 0 ? int(first) : 0;
-    tile.end = end < TILE ? int(end) : TILE;
+    tile.end = end <= 0 ? 0 : end < TILE ? int(end) : TILE;
     const int32_t* table = args.block_tables + piece.request * args.table_step;
     for (int i = tile.first; i < tile.end;) {
       // the rest of a block, slots [slot, slot + left), as far as it is in the tile
@@ -233,7 +233,7 @@ INLINE void multiply(Vec (&sum)[L][C], const Unit* a, int64_t a_step, const B* b
 
 template <int L> using Scores = float[L][TILE];
 
-// scores[l][key] = scale * query l * key. Keys of vectors past `end` are left as they are.
+// scores[l][key] = scale * query l * key. Past `end`, up to a whole number of vectors, there is junk.
 template <int L, class Unit>
 INLINE void score(Scores<L>& scores, const Unit* queries, const Unit* keys, int64_t units, int end, float scale) {
   for (int key = 0; key < end; key += COLUMNS * LANES) {
@@ -400,7 +400,7 @@ inline float* scratch(int64_t size) {
 template <class Unit> Workspace<Unit> workspace(int64_t lines, int64_t units, int64_t width) {
   constexpr int64_t line = 64 / sizeof(float);  // each part begins a cache line
   const int64_t per_tile = TILE * (units + width), per_line = units + width + LANES + 1 + 2;
-  float* at = scratch(per_tile + lines * per_line + 3 * line);
+  float* at = scratch(per_tile + lines * per_line + 7 * line);
   const auto take = [&](int64_t size) {
     float* const part = at;
     at += round_up(size, line);

@@ -51,6 +51,15 @@ const Kernels& kernels() {
   return table;
 }
 
+bool usable() noexcept {
+  try {
+    kernels();
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 }  // namespace trtspec
 
 // For Python (see __init__.py): which instruction set serves, or "!" and why none does.

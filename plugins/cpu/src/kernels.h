@@ -129,4 +129,7 @@ struct Kernels {
 // The table of the best instruction set this machine has, or of the one TRTSPEC_CPU_ISA names.
 const Kernels& kernels();
 
+// Whether there is one; if not, no op of this library is registered, and the references serve.
+bool usable() noexcept;
+
 }  // namespace trtspec

@@ -296,10 +296,6 @@ INLINE auto row_writer(const LinearArgs& args) {
 
 // -- rows of x, as the tiles want them --------------------------------------------------------------------------------
 
-INLINE void copy_element(float* to, float x) { *to = x; }
-template <class T> INLINE void copy_element(float* to, T x) { *to = to_float(x); }
-INLINE void copy_element(BFloat16* to, BFloat16 x) { *to = x; }
-
 // x [K] widened to Input, if it is not that already, and padded with zeros to whole words.
 template <class Input, class T> void widen_row(const T* x, int64_t depth, int64_t padded, Input* to) {
   int64_t k = 0;
@@ -308,7 +304,7 @@ template <class Input, class T> void widen_row(const T* x, int64_t depth, int64_
     k = depth;
   } else {
     for (; k + LANES <= depth; k += LANES) store(to + k, load(x + k));
-    for (; k < depth; ++k) copy_element(to + k, x[k]);
+    for (; k < depth; ++k) to[k] = to_float(x[k]);
   }
   for (; k < padded; ++k) to[k] = Input{};
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "kernels.h"
 #include "ops.h"
 
 using at::Tensor;
@@ -13,9 +14,15 @@ std::tuple<Tensor, Tensor> trtspec::spec_accept(const Tensor& sampled_, const Te
                                               const Tensor& forced_, const Tensor& emits_) {
   const auto sampled = sampled_.contiguous(), drafts = drafts_.contiguous(), draft_lens = draft_lens_.contiguous(),
              forced = forced_.contiguous(), emits = emits_.contiguous();
+  TORCH_CHECK(sampled.dim() == 2 && drafts.dim() == 2 && sampled.size(1) == drafts.size(1) + 1 &&
+                  sampled.size(0) == drafts.size(0),
+              "spec_accept: sampled is ", sampled.sizes(), ", draft_tokens ", drafts.sizes(),
+              "; want [B, K+1] and [B, K]");
   const int64_t B = sampled.size(0), K = drafts.size(1);
-  TORCH_CHECK(sampled.size(1) == K + 1 && drafts.size(0) == B, "spec_accept: sampled is ", sampled.sizes(),
-              ", draft_tokens ", drafts.sizes(), "; want [B, K+1] and [B, K]");
+  for (const auto& [name, vector] : {std::pair("draft_lens", &draft_lens), std::pair("forced_accept", &forced),
+                                     std::pair("emits", &emits)})
+    TORCH_CHECK(vector->dim() == 1 && vector->size(0) == B, "spec_accept: ", name, " is ", vector->sizes(), "; want [", B,
+                "]");
   Tensor tokens = at::empty({B, K + 1}, sampled.options()), counts = at::empty({B}, sampled.options());
   const int64_t *own = sampled.const_data_ptr<int64_t>(), *guess = drafts.const_data_ptr<int64_t>();
   const int32_t *lens = draft_lens.const_data_ptr<int32_t>(), *force = forced.const_data_ptr<int32_t>();
@@ -32,4 +39,6 @@ std::tuple<Tensor, Tensor> trtspec::spec_accept(const Tensor& sampled_, const Te
   return {tokens, counts};
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("spec_accept", trtspec::spec_accept); }
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+  if (trtspec::usable()) m.impl("spec_accept", trtspec::spec_accept);
+}

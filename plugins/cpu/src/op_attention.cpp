@@ -70,7 +70,9 @@ Tensor with_dense_heads(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1
 
 Heads rows_of(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1)}; }
 
-Heads slots_of(const Tensor& cache) { return {cache.data_ptr(), cache.stride(1), cache.stride(2)}; }
+Heads slots_of(const Tensor& cache) {
+  return {cache.data_ptr(), cache.size(2) * cache.size(3), cache.size(3)};  // contiguous; strides of size 1 may be odd
+}
 
 // Copies rows [first, last) of a batch to their slots.
 void append(const AttentionArgs& args, const Heads& rows, const Heads& cache, int64_t element_size, int64_t B,
@@ -145,7 +147,7 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
   TORCH_CHECK(k_.size(1) == Hkv, "k has ", k_.size(1), " heads, k_cache ", Hkv, "; want as many");
   TORCH_CHECK(v_.size(1) == Hkv, "v has ", v_.size(1), " heads, v_cache ", Hkv, "; want as many");
   const int64_t Hq = q_.size(1);
-  TORCH_CHECK(Hkv > 0 && Hq % Hkv == 0, "q has ", Hq, " heads; want a multiple of k_cache's ", Hkv);
+  TORCH_CHECK(Hkv > 0 && Hq > 0 && Hq % Hkv == 0, "q has ", Hq, " heads; want a multiple of k_cache's ", Hkv);
   check_int32("cu_q_lens", cu_q_lens_, 1);
   check_int32("kv_lens", kv_lens_, 1);
   check_int32("block_tables", block_tables_, 2);
@@ -251,7 +253,7 @@ void kv_compact_(const Tensor& k_cache, const Tensor& v_cache, const Tensor& blo
   }
   if (moves.empty()) return;
   // Everything is gathered before anything is scattered: sources and targets overlap.
-  const int64_t row_bytes = k_cache.stride(1) * k_cache.element_size();
+  const int64_t row_bytes = k_cache.size(2) * k_cache.size(3) * k_cache.element_size();
   const Tensor held = at::empty({int64_t(moves.size()) * row_bytes}, k_cache.options().dtype(at::kByte));
   for (const Tensor* cache : {&k_cache, &v_cache}) {
     char* const slots = static_cast<char*>(cache->data_ptr());
@@ -274,6 +276,7 @@ std::tuple<Tensor, Tensor> kv_compact(const Tensor& k_cache, const Tensor& v_cac
 }  // namespace
 
 TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+  if (!usable()) return;
   m.impl("spec_attention_", spec_attention_);
   m.impl("spec_attention", spec_attention);
   m.impl("kv_compact_", kv_compact_);

@@ -68,16 +68,19 @@ void expand_column(const char* column, int64_t steps, const Words& words, char* 
   std::memcpy(to + step * Words::bytes, last, bytes - step * Words::bytes);
 }
 
-void check_scales(const Tensor& weight, const Tensor& scales, const Tensor& zeros) {
+// Returns the number of groups.
+int64_t check_scales(const Tensor& weight, const Tensor& scales, const Tensor& zeros) {
   const bool int4 = weight.scalar_type() == at::kByte;
   const int64_t panels = weight.size(0), groups = int4 && scales.dim() == 3 ? scales.size(1) : 1;
   TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == (int4 ? at::kHalf : at::kFloat) && groups > 0 &&
-                  scales.numel() == panels * groups * PANEL && weight.size(1) % groups == 0,
+                  scales.dim() == (int4 ? 3 : 2) && scales.numel() == panels * groups * PANEL &&
+                  weight.size(1) % groups == 0,
               "packed_embedding: scales is ", scales.sizes(), " ", scales.scalar_type(), " for ", weight.sizes(), " ",
               weight.scalar_type(), "; see trtspec.ops.packing");
   TORCH_CHECK(!zeros.numel() || (int4 && zeros.is_contiguous() && zeros.scalar_type() == at::kByte &&
                                  zeros.numel() == scales.numel()),
               "packed_embedding: zeros is ", zeros.sizes(), " ", zeros.scalar_type(), "; see trtspec.ops.packing");
+  return groups;
 }
 
 }  // namespace
@@ -96,12 +99,11 @@ Tensor trtspec::packed_embedding(const Tensor& ids_, const Tensor& weight_, cons
   const int64_t per_step = floating ? 4 / weight.element_size() : int4 ? 8 : 4;
   TORCH_CHECK(in_features > (steps - 1) * per_step && in_features <= steps * per_step, "packed_embedding: ",
               in_features, " inputs for weight ", weight.sizes(), "; want up to ", steps * per_step);
-  if (!floating) check_scales(weight, scales, zeros);
+  const int64_t groups = floating ? 1 : check_scales(weight, scales, zeros);
 
   const auto out_type = floating ? weight.scalar_type() : at::kFloat;
   const Tensor out = at::empty({ids.size(0), in_features}, weight.options().dtype(out_type));
   const int64_t row_bytes = in_features * out.element_size();
-  const int64_t groups = int4 ? scales.size(1) : 1;
   for (int64_t i = 0; i < ids.size(0); ++i) {
     const int64_t id = ids.const_data_ptr<int64_t>()[i];
     TORCH_CHECK(id >= 0 && id < panels * PANEL, "packed_embedding: id ", id, " of ", panels * PANEL, " rows");
@@ -122,4 +124,6 @@ Tensor trtspec::packed_embedding(const Tensor& ids_, const Tensor& weight_, cons
   return out;
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("packed_embedding", trtspec::packed_embedding); }
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+  if (trtspec::usable()) m.impl("packed_embedding", trtspec::packed_embedding);
+}

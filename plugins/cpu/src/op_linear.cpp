@@ -7,8 +7,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <memory>
 #include <optional>
 
@@ -106,22 +104,6 @@ static int64_t panels_of_a_chunk(const LinearArgs& args) {
   return BYTES / (args.steps * STEP_BYTES * ((rows + ROWS_FOR_ONE - 1) / ROWS_FOR_ONE) + 1) + 1;
 }
 
-// Engines call their linears in the same order in every step, so what followed a weight last time will probably follow
-// it again. A weight's slot is by its address; two that share one only lose the guess.
-static Memory weight_after(Memory weight) {
-  struct Slot { std::atomic<const char*> weight, next; std::atomic<int64_t> bytes; };
-  static std::array<Slot, 4096> slots;
-  static thread_local Slot* last = nullptr;
-  if (last != nullptr) {
-    last->next.store(weight.data, std::memory_order_relaxed);
-    last->bytes.store(weight.bytes, std::memory_order_relaxed);
-  }
-  Slot& mine = slots[reinterpret_cast<uintptr_t>(weight.data) / 64 % slots.size()];
-  last = &mine;
-  if (mine.weight.exchange(weight.data, std::memory_order_relaxed) != weight.data) return {};
-  return {mine.next.load(std::memory_order_relaxed), mine.bytes.load(std::memory_order_relaxed)};
-}
-
 static void run(LinearArgs& args, int64_t panels) {
   const Kernels& k = kernels();
   const int64_t row_bytes = k.linear_row_bytes(args);
@@ -138,14 +120,19 @@ static void run(LinearArgs& args, int64_t panels) {
       k.linear_block(args, row, std::min(row + BLOCK_ROWS, args.rows), panel, panel + count);
       begin += count;
     }
-  }, weight_after({static_cast<const char*>(args.weight), panels * args.steps * STEP_BYTES}));
+  });
 }
 
 Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tensor& scales, const Tensor& zeros,
                             const std::optional<Tensor>& bias_, int64_t out_features, bool float_out) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;  // no gradients are kept of anything in here
-  TORCH_CHECK(x_.dim() == 2, "packed_linear: x is ", x_.sizes(), "; want [rows, inputs]");
-  if (weight.dim() == 2) return plain_linear(x_, weight, bias_, float_out);
+  TORCH_CHECK(x_.dim() == 2 && x_.size(1) > 0 && out_features > 0, "packed_linear: x is ", x_.sizes(), " for ",
+              out_features, " outputs; want [rows, inputs], one input and one output at least");
+  if (weight.dim() == 2) {
+    TORCH_CHECK(weight.size(0) == out_features && weight.size(1) == x_.size(1), "packed_linear: weight is ",
+                weight.sizes(), "; want [", out_features, ", ", x_.size(1), "]");
+    return plain_linear(x_, weight, bias_, float_out);
+  }
 
   const Tensor x = x_.size(1) == 0 || x_.stride(1) == 1 ? x_ : x_.contiguous();
   const Tensor bias = bias_ ? bias_->contiguous() : Tensor();
@@ -179,4 +166,6 @@ Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tens
   return out;
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("packed_linear", trtspec::packed_linear); }
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+  if (trtspec::usable()) m.impl("packed_linear", trtspec::packed_linear);
+}

@@ -108,4 +108,6 @@ Tensor trtspec::process_logits(const Tensor& logits_, const Tensor& positions_, 
   return out;
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("process_logits", trtspec::process_logits); }
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+  if (trtspec::usable()) m.impl("process_logits", trtspec::process_logits);
+}

@@ -49,4 +49,6 @@ Tensor trtspec::spec_sample(const Tensor& logits_, const Tensor& greedy_, const 
   return tokens;
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) { m.impl("spec_sample", trtspec::spec_sample); }
+TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+  if (trtspec::usable()) m.impl("spec_sample", trtspec::spec_sample);
+}

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <optional>
+#include <vector>
 
 #include "kernels.h"
 #include "threads.h"
@@ -25,6 +26,19 @@ static double read_bandwidth(const at::Tensor& memory) {
   return double(memory.nbytes()) / seconds.count();
 }
 
+// How often each of `count` pieces was done, on own threads; piece `failing` throws.
+static std::vector<int64_t> count_pieces(int64_t count, int64_t failing) {
+  const trtspec::OwnThreads own_threads;
+  std::vector<int64_t> done(count);
+  trtspec::parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      TORCH_CHECK(i != failing, "piece ", i, " failed");
+      ++done[i];
+    }
+  });
+  return done;
+}
+
 // From now on ops of this Python thread use our own threads, or OpenMP's again.
 static void use_own_threads(bool own) {
   static thread_local std::optional<trtspec::OwnThreads> scope;
@@ -35,5 +49,6 @@ static void use_own_threads(bool own) {
 TORCH_LIBRARY(trtspec_probe, m) {
   m.def("read_bandwidth(Tensor memory) -> float");
   m.impl("read_bandwidth", c10::DispatchKey::CPU, read_bandwidth);
+  m.def("count_pieces(int count, int failing) -> int[]", count_pieces);
   m.def("use_own_threads(bool own) -> ()", use_own_threads);
 }

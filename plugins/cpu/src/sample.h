@@ -75,14 +75,19 @@ INLINE UVec narrow(LVec a, LVec b) {
 
 // Whole lanes in turn, the even ones (from = 0) or the odd ones (from = 1): a0 b0 a2 b2 ... or a1 b1 a3 b3 ...
 template <int from> INLINE UVec pairs(LVec a, LVec b) {
-#if defined(__AVX512F__)
-  return (UVec)__builtin_shufflevector(a, b, from, 8 + from, 2 + from, 10 + from, 4 + from, 12 + from, 6 + from,
-                                       14 + from);
-#elif defined(__AVX2__)
-  return (UVec)__builtin_shufflevector(a, b, from, 4 + from, 2 + from, 6 + from);
+#if defined(__clang__)
+#define SHUFFLE(...) (UVec) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-  return (UVec)__builtin_shufflevector(a, b, from, 2 + from);
+#define SHUFFLE(...) (UVec) __builtin_shuffle(a, b, LVec{__VA_ARGS__})
 #endif
+#if defined(__AVX512F__)
+  return SHUFFLE(from, 8 + from, 2 + from, 10 + from, 4 + from, 12 + from, 6 + from, 14 + from);
+#elif defined(__AVX2__)
+  return SHUFFLE(from, 4 + from, 2 + from, 6 + from);
+#else
+  return SHUFFLE(from, 2 + from);
+#endif
+#undef SHUFFLE
 }
 
 // -- the noise -------------------------------------------------------------------------------------------------------

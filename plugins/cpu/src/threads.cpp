@@ -8,8 +8,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <memory>
+#include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -24,9 +25,6 @@ using std::chrono::microseconds;
 // steps within a fraction of a millisecond; waking a sleeper costs tens of microseconds.
 constexpr microseconds STAYS_AWAKE{1000};
 constexpr int EAGER_LOOKS = 2000;  // some 50 us without giving way to other processes
-
-// Of what the next op will read, at most this much fits a core's own cache; so much is asked for between two looks.
-constexpr int64_t MOST_AHEAD = 512 * 1024, AHEAD_AT_ONCE = 1024;
 
 // A worker that is inside a chunk and gets no processor for this long is held up, and the caller with it: the machine is
 // busy with something else. Then it is faster to go on alone for a while, twice as long each time it happens again.
@@ -66,33 +64,36 @@ struct alignas(64) Share {
 struct alignas(64) Worker {
   std::atomic<bool> inside = false;
 #if defined(__linux__)
-  clockid_t cpu_clock;  // of its thread
-  timespec cpu_time;    // when the caller began to suspect it
+  clockid_t cpu_clock{};  // of its thread
+  timespec cpu_time{};    // when the caller began to suspect it
 #endif
 };
 
 class Team {
  public:
   explicit Team(int workers) : shares_(workers + 1), workers_(workers) {
-    for (int i = 0; i < workers; ++i) {
-      std::thread thread([this, i] { work_forever(i); });
+    try {
+      for (int i = 0; i < workers; ++i) {
+        std::thread thread([this, i] { work_forever(i); });
 #if defined(__linux__)
-      pthread_getcpuclockid(thread.native_handle(), &workers_[i].cpu_clock);
+        pthread_getcpuclockid(thread.native_handle(), &workers_[i].cpu_clock);
 #endif
-      thread.detach();  // the team lives as long as the process
+        thread.detach();  // the team lives as long as the process
+      }
+    } catch (const std::system_error&) {
+      // The system gives no more threads: nobody waits for those that are missing, the others do their shares.
     }
   }
 
   int size() const { return int(shares_.size()); }
 
   // With `threads` of its members, the caller being one. False: the team is resting, do it alone.
-  bool run(int threads, int64_t count, int64_t chunk, Chunk call, const void* body, Memory next) {
+  bool run(int threads, int64_t count, int64_t chunk, Chunk call, const void* body) {
     if (rest_ > microseconds{} && Clock::now() < rest_until_) return false;
     call_ = call;
     body_ = body;
     chunk_ = chunk;
     threads_ = threads;
-    next_ = next;
     const int64_t chunks = (count + chunk - 1) / chunk;
     for (int i = 0; i < threads; ++i) {
       shares_[i].next.store(chunks * i / threads * chunk, std::memory_order_relaxed);
@@ -104,6 +105,7 @@ class Team {
     take_chunks(0);
     state_.fetch_and(~OPEN, std::memory_order_acquire);
     wait_for_workers();
+    if (failed_.exchange(false, std::memory_order_relaxed)) std::rethrow_exception(std::exchange(error_, nullptr));
     return true;
   }
 
@@ -114,18 +116,14 @@ class Team {
   void work_forever(int index) {
     Worker& me = workers_[index];
     uint32_t last_job = 0;
-    Memory ahead;
     for (;;) {
-      uint32_t state = next_job(last_job, ahead);
+      uint32_t state = next_job(last_job);
       me.inside.store(true, std::memory_order_relaxed);
       // Only now the job is sure to stay; a failed exchange means that others joined, or that it is over.
       while ((state & OPEN) && !state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) pause();
       if (state & OPEN) {
         last_job = state & ~(OPEN | INSIDE);
-        if (index + 1 < threads_) {
-          if (next_.bytes > 0) ahead = part_of(next_, index + 1, threads_);
-          take_chunks(index + 1);
-        }
+        if (index + 1 < threads_) take_chunks(index + 1);
         me.inside.store(false, std::memory_order_relaxed);
         state_.fetch_sub(1, std::memory_order_release);
       } else {
@@ -134,20 +132,12 @@ class Team {
     }
   }
 
-  static Memory part_of(Memory all, int member, int members) {
-    const int64_t begin = all.bytes * member / members, end = all.bytes * (member + 1) / members;
-    return {all.data + begin, std::min(end - begin, MOST_AHEAD)};
-  }
-
-  // The state of an open job that is not `last_job`. Reads ahead meanwhile.
-  uint32_t next_job(uint32_t last_job, Memory& ahead) {
+  // The state of an open job that is not `last_job`.
+  uint32_t next_job(uint32_t last_job) {
     for (Wait wait;;) {
       const uint32_t state = state_.load(std::memory_order_acquire);
       if ((state & OPEN) && (state & ~(OPEN | INSIDE)) != last_job) return state;
-      if (ahead.bytes > 0) {
-        for (int64_t i = 0; i < AHEAD_AT_ONCE; i += 64) __builtin_prefetch(ahead.data + i, 0, 2);
-        ahead = {ahead.data + AHEAD_AT_ONCE, ahead.bytes - AHEAD_AT_ONCE};
-      } else if (wait.so_far() > STAYS_AWAKE) {
+      if (wait.so_far() > STAYS_AWAKE) {
         state_.wait(state, std::memory_order_acquire);
         wait = {};
       } else {
@@ -156,12 +146,16 @@ class Team {
     }
   }
 
-  void take_chunks(int member) {
+  void take_chunks(int member) noexcept {
     for (int i = 0; i < threads_; ++i) {
       Share& share = shares_[(member + i) % threads_];
       for (int64_t begin; share.next.load(std::memory_order_relaxed) < share.end &&
                           (begin = share.next.fetch_add(chunk_, std::memory_order_relaxed)) < share.end;)
-        call_(body_, begin, std::min(begin + chunk_, share.end));
+        try {
+          call_(body_, begin, std::min(begin + chunk_, share.end));
+        } catch (...) {
+          if (!failed_.exchange(true)) error_ = std::current_exception();
+        }
     }
   }
 
@@ -209,7 +203,8 @@ class Team {
   const void* body_;
   int64_t chunk_;
   int threads_;
-  Memory next_;
+  std::atomic<bool> failed_ = false;
+  std::exception_ptr error_;  // the first
   std::vector<Share> shares_;
   std::vector<Worker> workers_;
   alignas(64) std::atomic<uint32_t> state_ = 0;
@@ -234,16 +229,17 @@ thread_local bool own_threads = false;
 OwnThreads::OwnThreads() : before_(std::exchange(own_threads, true)) {}
 OwnThreads::~OwnThreads() { own_threads = before_; }
 
-void share_out(int64_t count, int64_t chunk, Chunk call, const void* body, Memory next) {
+void share_out(int64_t count, int64_t chunk, Chunk call, const void* body) {
   chunk = std::max<int64_t>(chunk, 1);
   if (!own_threads)
     return at::parallel_for(0, count, chunk, [&](int64_t begin, int64_t end) { call(body, begin, end); });
-  const int threads = int(std::min<int64_t>(at::get_num_threads(), (count + chunk - 1) / chunk));
+  const int most = at::get_num_threads();
+  const int threads = int(std::min<int64_t>(most, (count + chunk - 1) / chunk));
   if (threads > 1 && !at::in_parallel_region()) {
     const std::unique_lock mine(one_at_a_time, std::try_to_lock);
     if (mine) {
-      if (team == nullptr || team->size() < threads) team = new Team(threads - 1);
-      if (team->run(threads, count, chunk, call, body, next)) return;
+      if (team == nullptr || team->size() < most) team = new Team(most - 1);
+      if (team->run(threads, count, chunk, call, body)) return;
     }
   }
   if (count > 0) call(body, 0, count);

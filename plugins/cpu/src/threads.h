@@ -7,19 +7,12 @@ namespace trtspec {
 
 // body(begin, end) for chunks of [0, count), on as many threads as torch uses (torch.set_num_threads). A chunk is
 // `chunk` pieces, worth a few microseconds: fewer than two chunks are not worth another thread. Chunks may run in any
-// order and at the same time. The body must not throw.
+// order and at the same time. What a body throws is thrown here, once all have ended.
 //
 // Within an OwnThreads the threads are this library's. OpenMP's wait for each other at every op, which costs
 // microseconds when all is well, and milliseconds each time another process has taken one of the cores; ours wait for
 // nobody who has not come: whoever is there takes the chunks. Elsewhere it is at::parallel_for, since torch's own ops
 // leave OpenMP's threads spinning, and two teams would fight for the cores.
-//
-// `next`: memory that an op to come will probably read, front to back in as many parts as there are threads. Threads
-// that have nothing to do bring their part into their caches meanwhile. It is only asked for, so it may be freed.
-struct Memory {
-  const char* data = nullptr;
-  int64_t bytes = 0;
-};
 class OwnThreads {
  public:
   OwnThreads();
@@ -30,13 +23,13 @@ class OwnThreads {
 };
 
 using Chunk = void (*)(const void* body, int64_t begin, int64_t end);
-void share_out(int64_t count, int64_t chunk, Chunk call, const void* body, Memory next);
+void share_out(int64_t count, int64_t chunk, Chunk call, const void* body);
 
 template <class Body>
-void parallel_for(int64_t count, int64_t chunk, const Body& body, Memory next = {}) {
+void parallel_for(int64_t count, int64_t chunk, const Body& body) {
   share_out(
       count, chunk,
-      [](const void* it, int64_t begin, int64_t end) { (*static_cast<const Body*>(it))(begin, end); }, &body, next);
+      [](const void* it, int64_t begin, int64_t end) { (*static_cast<const Body*>(it))(begin, end); }, &body);
 }
 
 }  // namespace trtspec
