@@ -10,8 +10,11 @@ import functools
 import itertools
 import json
 import mmap
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +53,7 @@ from trtspec.core import StepInputs
 from trtspec.engine.build import build_engine
 from trtspec.errors import CheckpointError, ConfigError, EngineError
 from trtspec.models.weights import load_decoder
+from trtspec.text import Tokenizer
 from trtspec.train.eagle3 import new_head
 from trtspec.train.eagle3_run import export_eagle3
 
@@ -68,6 +72,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     target = make_target(folder, num_hidden_layers=3)
     add_tokenizer(target)
+    (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (target / "additional_chat_templates").mkdir()
+    (target / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }} {{ messages[0].content }}")
     perturbed(target, noise=0.15)
     config = ModelConfig.from_folder(target)
     torch.manual_seed(1)  # a seed with which every position is right now and then
@@ -288,6 +295,23 @@ def test_a_moved_folder_runs_without_its_checkpoints(copy: Path) -> None:
         assert llm.generate("abc", SamplingParams(max_tokens=4, seed=0), use_tqdm=False)[0].outputs[0].text
 
 
+def test_prompts_are_those_of_the_checkpoint(engine: Callable[[str, str], Path], models: Path) -> None:
+    """Tokenizer, special tokens and every chat template."""
+    ours, theirs = (Tokenizer.from_folder(folder) for folder in (engine("none", "float32"), models / "target"))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.chat_templates == theirs.chat_templates
+    assert set(ours.chat_templates) == {"default", "tool_use"}
+    assert ours.special_tokens == theirs.special_tokens
+    assert ours.encode("abc") == theirs.encode("abc")
+
+
+def test_verify_asks_whether_the_graphs_can_run_here(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_other_kernels(copy)
+    assert main(["verify", str(copy)]) == 1
+    assert "compiled for other C++ kernels" in capsys.readouterr().err
+
+
 def test_a_flipped_bit_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = copy / "target" / "weights.safetensors"
     data = bytearray(file.read_bytes())
@@ -295,6 +319,11 @@ def test_a_flipped_bit_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) 
     file.write_bytes(data)
     assert main(["verify", str(copy)]) == 1
     assert "target/weights.safetensors is not what was built" in capsys.readouterr().err
+
+
+def with_other_kernels(folder: Path) -> None:
+    data = json.loads((folder / "config.json").read_text())
+    edited(folder, executables={role: {**facts, "kernels": "0" * 16} for role, facts in data["executables"].items()})
 
 
 @pytest.mark.parametrize(
@@ -307,8 +336,9 @@ def test_a_flipped_bit_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) 
         (lambda f: edited(f, machine={**machine(), "trtspec": "0"}), "built for trtspec 0, this is.*rebuild it here"),
         (lambda f: (f / "config.json").write_text(json.dumps({"trtspec_engine": FORMAT})), "config.json lacks machine"),
         (lambda f: edited(f, executables={"target": {}}), "does not describe its graphs.*rebuild"),
+        (with_other_kernels, "compiled for other C.. kernels than those built here; rebuild it"),
     ],
-    ids=["missing", "size", "format", "torch", "version", "truncated", "graphs"],
+    ids=["missing", "size", "format", "torch", "version", "truncated", "graphs", "kernels"],
 )
 def test_damage_is_named(copy: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(copy)
@@ -329,6 +359,7 @@ def test_another_cpu_is_refused(copy: Path) -> None:
     [
         ({"max_batch_size": 9}, "max_batch_size = 9: this engine was built with 8; rebuild it with --max_batch_size 9"),
         ({"max_seq_len": 10_000}, "max_seq_len = 10000: this engine was built with"),
+        ({"max_batch_size": "4"}, "max_batch_size = '4' must be an integer"),
         ({"dtype": "bfloat16"}, "dtype = 'bfloat16': this engine was built with 'float32'"),
         ({"block_size": 16}, "block_size = 16"),
         ({"backend": "eager"}, "backend = 'eager'"),
@@ -358,7 +389,7 @@ def test_speculation_that_needs_graphs_is_built_in(engine: Callable[[str, str], 
 
 
 def test_limits_may_be_lowered(engine: Callable[[str, str], Path]) -> None:
-    with LLM(engine("ngram", "float32"), max_batch_size=2, max_seq_len=20, seed=5, **TIGHT) as llm:
+    with LLM(engine("ngram", "float32"), max_batch_size=2, max_seq_len=20, seed=5, device="cpu", **TIGHT) as llm:
         assert llm.engine.loop.scheduler.max_batch_size == 2
         assert llm.engine.max_seq_len == 20
 
@@ -366,6 +397,22 @@ def test_limits_may_be_lowered(engine: Callable[[str, str], Path]) -> None:
 def test_a_checkpoint_is_not_an_engine(models: Path) -> None:
     with pytest.raises(ConfigError, match="trtspec build --checkpoint_dir"):
         LLM(models / "target", backend="aoti")
+
+
+def test_without_a_compiler_nothing_is_begun(models: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trtspec", "build", "--checkpoint_dir", str(models / "target")]
+    environment = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": str(tmp_path)}
+    command += ["--output_dir", str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "needs a C++ compiler; install g++" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_object_cannot_be_written_into_an_engine(models: Path, tmp_path: Path) -> None:
+    drafter = SpeculativeConfig.from_any({"method": "custom_class", "drafter": object(), "num_speculative_tokens": 2})
+    with pytest.raises(ConfigError, match="cannot hold a drafter object; build it without speculation"):
+        build_engine(models / "target", tmp_path / "out", drafter, EngineConfig())
 
 
 def test_an_output_folder_that_is_taken_stays(

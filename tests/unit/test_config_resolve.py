@@ -108,6 +108,7 @@ def test_method_and_model(fields: dict[str, Any], kind: str | None, expected: tu
         ({**NGRAM, "suffix_decoding_max_tree_depth": 9}, r"suffix_decoding_max_tree_depth=9 means nothing to .*remove"),
         ({**NGRAM, "capture_layers": (1,)}, r"capture_layers=\(1,\) means nothing to method='ngram'; remove it"),
         ({**NGRAM, "drafter": "m:C"}, r"drafter='m:C' means nothing to method='ngram'; remove it"),
+        ({**NGRAM, "quantization": "int8"}, r"quantization='int8' means nothing to method='ngram'; remove it"),
         ({**NGRAM, "vanilla": True}, r"vanilla=True means nothing to method='ngram'; remove it"),
         ({**NGRAM, "one_engine": True}, r"one_engine=True, .*method='ngram'; use one_engine=False"),
         ({**NGRAM, "use_heterogeneous_vocab": True}, r"use_heterogeneous_vocab=True with method='ngram'.*or remove it"),

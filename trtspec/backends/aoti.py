@@ -22,7 +22,7 @@ from trtspec.backends.export import INPUT_SHAPES, graph_reader
 from trtspec.backends.weight_file import load_weights
 from trtspec.core import KVLayer, PhaseMethod, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
 from trtspec.errors import CheckpointError, DependencyError, EngineError
-from trtspec.ops import graph_calls
+from trtspec.ops import kernel_interface
 
 WEIGHTS = "weights.safetensors"
 
@@ -73,7 +73,7 @@ class CompiledStep:
     dtype: str  # of KV
     vocab_size: int
     weight_bytes: int  # that one launch reads
-    needs_kernels: bool  # graphs call the C++ kernels themselves
+    kernels: str  # ops.kernel_interface that graphs were compiled for: "" = they call torch's dispatcher
 
     @property
     def draft_lens(self) -> tuple[int, ...]:
@@ -83,6 +83,18 @@ class CompiledStep:
     @property
     def makes_drafts(self) -> bool:
         return "next_draft_tokens" in self.outputs
+
+    def check_kernels(self) -> None:
+        """DependencyError where the kernels that graphs call are not there, CheckpointError where they are others."""
+        if self.kernels and not kernel_interface():
+            raise DependencyError(
+                "the engine calls the C++ kernels, which are not built here; run build_scripts/build_plugins.py, or "
+                "rebuild the engine"
+            )
+        if self.kernels and self.kernels != kernel_interface():
+            raise CheckpointError(
+                "the engine was compiled for other C++ kernels than those built here; rebuild it with trtspec build"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """For json."""
@@ -94,7 +106,7 @@ class CompiledStep:
         try:
             graphs = tuple(Graph(g["file"], g["draft_len"], g["uniform"], tuple(g["inputs"])) for g in data["graphs"])
             kv = tuple((heads, size) for heads, size in data["kv"])
-            rest = {name: data[name] for name in ("dtype", "vocab_size", "weight_bytes", "needs_kernels")}
+            rest = {name: data[name] for name in ("dtype", "vocab_size", "weight_bytes", "kernels")}
             return cls(graphs, tuple(data["outputs"]), kv, **rest)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -125,11 +137,7 @@ class AotiExecutable:
     def __init__(self, compiled: CompiledStep, folder: Path, kv: Sequence[KVLayer]) -> None:
         self.compiled = compiled
         self.kv = kv
-        if compiled.needs_kernels and not graph_calls():
-            raise DependencyError(
-                f"engine {folder.parent} calls the C++ kernels, which are not built here; run "
-                "build_scripts/build_plugins.py, or rebuild the engine"
-            )
+        compiled.check_kernels()
         self._flat_kv = [tensor for layer in kv for tensor in layer]
         self._weights = load_weights(folder / WEIGHTS)  # the graphs point into these
         num_blocks, block_size = kv[0][0].shape[:2]

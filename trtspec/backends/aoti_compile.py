@@ -16,7 +16,8 @@ from torch import Tensor
 from trtspec.backends.aoti import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.export import Step, export_step, input_names
 from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs
-from trtspec.ops import graph_calls
+from trtspec.errors import DependencyError, EngineError
+from trtspec.ops import graph_calls, kernel_interface
 from trtspec.sampling_params import ResolvedSampling
 
 _INDUCTOR = {
@@ -56,6 +57,20 @@ def graph_kinds(step: Step) -> dict[str, bool]:
     return {"ragged": False, "uniform": True} if makes_drafts else {"ragged": False}
 
 
+def require_compiler() -> None:
+    """DependencyError where there is no C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise DependencyError(
+            "compiling an engine needs a C++ compiler; install g++ (apt install g++) or set CXX, or run the checkpoint "
+            "as it is (backend eager)"
+        ) from error
+
+
 def compile_step(
     step: Step,
     kv_shapes: Sequence[tuple[int, int]],
@@ -84,7 +99,11 @@ def compile_step(
             torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options)
         constants = {**program.state_dict, **program.constants}
         runner = torch._inductor.aoti_load_package(str(file))
-        weights |= {name: constants[name].detach() for name in runner.get_constant_fqns()}
+        for name in runner.get_constant_fqns():
+            tensor = constants[name].detach()
+            if name in weights and not torch.equal(weights[name], tensor):
+                raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
+            weights[name] = tensor
         graphs.append(Graph(file.name, K, uniform, input_names(step, uniform)))
     report("writing weights")
     save_file({name: tensor.contiguous().clone() for name, tensor in weights.items()}, folder / WEIGHTS)
@@ -95,5 +114,5 @@ def compile_step(
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=step.decoder.spec.vocab_size,
         weight_bytes=step.weight_bytes_per_step,
-        needs_kernels=bool(direct),
+        kernels=kernel_interface(),
     )

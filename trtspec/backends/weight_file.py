@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from trtspec.errors import CheckpointError
+from trtspec.errors import CapacityError, CheckpointError
 from trtspec.kv.memory import huge_pages
 
 _SAFETENSORS_DTYPES = {
@@ -32,16 +34,23 @@ def load_weights(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file in one arena of huge pages."""
     with file.open("rb", buffering=0) as source:
         header_size = int.from_bytes(source.read(8), "little")
-        header = json.loads(source.read(header_size))
-        header.pop("__metadata__", None)
+        header = _entries(file, source.read(min(header_size, file.stat().st_size)))
         size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        arena = huge_pages(max(size + _ALIGNMENT * len(header), 1))
+        try:
+            arena = huge_pages(max(size + _ALIGNMENT * len(header), 1))
+        except OSError as error:
+            raise CapacityError(
+                f"{file} takes {size / 1e9:.1f} GB of memory, which the system does not give ({error.strerror})"
+            ) from error
         tensors, parts, end = {}, [], 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             first, last = entry["data_offsets"]
             dtype = _SAFETENSORS_DTYPES[entry["dtype"]]
-            tensors[name] = torch.frombuffer(arena, dtype=dtype, count=(last - first) // dtype.itemsize, offset=end)
-            tensors[name] = tensors[name].view(entry["shape"])
+            count = (last - first) // dtype.itemsize
+            flat = (
+                torch.frombuffer(arena, dtype=dtype, count=count, offset=end) if count else torch.empty(0, dtype=dtype)
+            )
+            tensors[name] = flat.view(entry["shape"])
             for start in range(first, last, _READ_AT_ONCE):
                 view = memoryview(arena)[end + start - first : end + min(start + _READ_AT_ONCE, last) - first]
                 parts.append((name, 8 + header_size + start, view))
@@ -58,3 +67,17 @@ def load_weights(file: Path) -> dict[str, Tensor]:
         with ThreadPoolExecutor(_READERS) as pool:  # most of it is copying, and giving out zeroed pages
             list(pool.map(read, parts))
     return tensors
+
+
+def _entries(file: Path, text: bytes) -> dict[str, Any]:
+    """Name -> dtype, shape and data_offsets of each tensor, from the header. CheckpointError for nonsense."""
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            first, last = entry["data_offsets"]
+            if last - first != math.prod(entry["shape"]) * _SAFETENSORS_DTYPES[entry["dtype"]].itemsize or first < 0:
+                raise ValueError("sizes that do not agree")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} has a damaged header ({error}); copy it again or rebuild the engine") from error
+    return cast("dict[str, Any]", header)

@@ -97,7 +97,8 @@ def run_profile(namespace: argparse.Namespace, prompts: list[list[int]], options
     """Time per phase of a step, of the model and of what it is compared with: as `bench decode` without --profile."""
     model, speculative_config = namespace.model, namespace.speculative_config
     if namespace.against is not None:
-        runs = {namespace.against: (namespace.against, None), model: (model, speculative_config)}
+        name = model if model != namespace.against else f"{model}, speculative"
+        runs = {namespace.against: (namespace.against, None), name: (model, speculative_config)}
     elif speculative_config is not None:
         runs = {"plain": (model, None), "speculative": (model, speculative_config)}
     else:

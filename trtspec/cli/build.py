@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from trtspec.backends.aoti import CompiledStep
 from trtspec.cli.options import speculative_config
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
@@ -16,6 +17,7 @@ from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.build import BuildPlan, build_engine, plan_build, refuse_taken
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode, words_for
+from trtspec.ops import load_plugins
 
 BACKENDS = ("aoti",)
 
@@ -83,6 +85,9 @@ def run_verify(namespace: argparse.Namespace) -> int:
     if engine is None:
         raise ConfigError(f"{namespace.engine} is no engine folder; build one with trtspec build")
     engine.verify()
+    load_plugins()
+    for executable in engine.data["executables"].values():
+        CompiledStep.from_dict(executable).check_kernels()
     Console().print(f"{namespace.engine}: {len(engine.data['files'])} files are as built, and it can run here")
     return 0
 

@@ -47,12 +47,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_num_tokens", "block_size"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         for name, least in (("max_seq_len", 1), ("max_input_len", 1), ("kv_cache_memory", 1), ("num_kv_blocks", 2)):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), least)
+                at_least(name, getattr(self, name), least)
         if self.force_num_accepted_tokens is not None:
-            _at_least("force_num_accepted_tokens", self.force_num_accepted_tokens, 0)
+            at_least("force_num_accepted_tokens", self.force_num_accepted_tokens, 0)
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
             raise ConfigError(
                 f"kv_cache_memory = {self.kv_cache_memory} and num_kv_blocks = {self.num_kv_blocks} say the same; "
@@ -75,6 +75,7 @@ def check_quantization(kind: str | None) -> None:
         raise ConfigError(f"quantization = {kind!r}; use one of {', '.join(map(repr, QUANTIZATIONS))}")
 
 
-def _at_least(name: str, value: object, least: int) -> None:
+def at_least(name: str, value: object, least: int) -> None:
+    """ConfigError unless it is an integer and large enough."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} = {value!r} must be an integer >= {least}")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from trtspec.config.engine import EngineConfig
+from trtspec.config.engine import EngineConfig, at_least
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError
 
@@ -45,22 +45,30 @@ class EngineFolder:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> EngineFolder | None:
         """None where `path` is something else (a checkpoint, nothing at all)."""
-        folder = Path(path)
-        try:
-            data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        if not isinstance(data, dict) or _MARK not in data:
+        folder, data = Path(path), _marked(Path(path))
+        if data is None:
             return None
         if data[_MARK] != FORMAT:
             raise CheckpointError(
                 f"engine {folder} has format {data[_MARK]!r}, this version of trtspec reads {FORMAT}; "
                 "rebuild it with trtspec build"
             )
-        missing = [key for key in ("machine", "build_config", "executables", "files") if key not in data]
+        parts = ("machine", "build_config", "executables", "files")
+        missing = [key for key in parts if not isinstance(data.get(key), dict)]
         if missing:
             raise CheckpointError(f"engine {folder}: config.json lacks {', '.join(missing)}; rebuild it")
+        features = data["machine"].get("cpu_features")
+        whole = isinstance(features, list) and all(isinstance(name, str) for name in features)
+        fields_of = [*data["files"].values(), *data["executables"].values()]
+        whole = whole and all(isinstance(value, dict) for value in fields_of)
+        if not whole or not all({"size", "sha256"} <= facts.keys() for facts in data["files"].values()):
+            raise CheckpointError(f"engine {folder}: config.json is damaged; copy it again or rebuild the engine")
         return cls(folder, data)
+
+    @staticmethod
+    def has_mark(path: str | os.PathLike[str]) -> bool:
+        """Whether `path` is an engine, of whatever format and state."""
+        return _marked(Path(path)) is not None
 
     def check(self) -> None:
         """Every file is there in its size, and this machine can run the graphs."""
@@ -105,19 +113,19 @@ class EngineFolder:
         """
         built = dict(self.data["build_config"])
         for name, value in options.items():
-            if name in _AT_MOST and value is not None:
+            if name in _RUNTIME:
+                built[name] = value
+            elif name in _AT_MOST and value is not None:
+                at_least(name, value, 1)
                 if built[name] is not None and value > built[name]:
                     raise ConfigError(
                         f"{name} = {value}: this engine was built with {built[name]}; rebuild it with --{name} {value}"
                     )
-            elif name not in _RUNTIME and value not in (built[name], "auto", None):
+                built[name] = value
+            elif value not in (built[name], "auto", None) and (name, value) != ("device", "cpu"):
                 raise ConfigError(
                     f"{name} = {value!r}: this engine was built with {built[name]!r}; rebuild it, or leave {name} unset"
                 )
-            else:
-                continue
-            built[name] = built[name] if value in ("auto", None) else value
-        built |= {name: value for name, value in options.items() if name in _RUNTIME}
         return EngineConfig(**built)
 
     def speculative_config(self) -> SpeculativeConfig | None:
@@ -132,7 +140,7 @@ class EngineFolder:
 
 def engine_json(
     config: EngineConfig,
-    speculative: SpeculativeConfig | None,
+    speculative: Mapping[str, Any] | None,
     pretrained: Mapping[str, Any],
     executables: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
@@ -143,9 +151,18 @@ def engine_json(
         "machine": machine(),
         "pretrained_config": pretrained,
         "build_config": {name: value for name, value in asdict(config).items() if name not in runtime},
-        "speculative_config": None if speculative is None else speculative.model_dump(mode="json", exclude_unset=True),
+        "speculative_config": speculative,
         "executables": executables,
     }
+
+
+def _marked(folder: Path) -> dict[str, Any] | None:
+    """config.json of an engine, None where there is none."""
+    try:
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) and _MARK in data else None
 
 
 def file_facts(folder: Path) -> dict[str, dict[str, Any]]:

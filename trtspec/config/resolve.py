@@ -45,6 +45,7 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "file_prefix": ("extract_hidden_states",),
     "drafter": ("custom_class",),
     "vanilla": ("mtp",),
+    "quantization": ("draft_model", "eagle3", "mtp"),
 }
 
 # field -> (values that run today, what to do instead of any other)

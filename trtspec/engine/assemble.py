@@ -116,7 +116,8 @@ class Assembly:
             try:
                 pack_decoder(step, target_kind, draft, draft_kind)
             except ValueError as error:
-                raise UnsupportedError(f"quantization = {target_kind or draft_kind!r}: {error}") from error
+                kinds = f"quantization = {target_kind!r}, of the draft {draft_kind!r}"
+                raise UnsupportedError(f"{kinds}: {error}") from error
         return step
 
     @property

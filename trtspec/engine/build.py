@@ -9,8 +9,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from trtspec.backends.aoti_compile import compile_step, graph_kinds
+from pydantic_core import PydanticSerializationError
+
+from trtspec.backends.aoti_compile import compile_step, graph_kinds, require_compiler
 from trtspec.backends.export import Step, describe_inputs
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder, engine_json, file_facts
@@ -30,6 +33,7 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+_TOKENIZER_FOLDER = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,13 @@ def build_engine(
 ) -> EngineFolder:
     """Compile `checkpoint` (and the draft that `speculative` names) into the folder `output`.
 
-    Nothing is at `output` until all of it is. Raises ConfigError where the folder is taken, and whatever `LLM` would
-    raise for such a model and config.
+    Nothing is at `output` until all of it is. Raises ConfigError where the folder is taken, DependencyError where there
+    is no compiler, and whatever `LLM` would raise for such a model and config.
     """
-    output = Path(output)
+    output = Path(output).resolve()
     refuse_taken(output, replace_existing)
+    require_compiler()
+    stored = _storable(speculative)
     load_plugins()
     assembly = plan_assembly(checkpoint, speculative, config, pack=True)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -81,13 +87,11 @@ def build_engine(
         _copy_checkpoint_facts(assembly, staging)
         report("writing config.json")
         built = replace(config, backend="aoti", dtype=_dtype_name(assembly), max_seq_len=assembly.max_seq_len)
-        data = engine_json(built, speculative, assembly.target.raw, executables)
+        data = engine_json(built, stored, assembly.target.raw, executables)
         data["checkpoint_quantization"] = {role: str(kind) for role, kind in checkpoint_quantizations(assembly).items()}
         data["files"] = file_facts(staging)
         (staging / "config.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        if output.exists():
-            shutil.rmtree(output)
-        os.replace(staging, output)
+        _publish(staging, output, replace_existing)
     engine = EngineFolder.open(output)
     assert engine is not None
     return engine
@@ -114,10 +118,12 @@ def plan_build(
 
 
 def refuse_taken(output: Path, replace_existing: bool) -> None:
-    """ConfigError unless `output` is free, or an engine that may be replaced."""
+    """ConfigError unless `output` is free, or an engine that may be replaced, whatever its state."""
+    if output.exists() and (os.path.ismount(output) or output.samefile(Path.cwd())):
+        raise ConfigError(f"{output} cannot be replaced by a new folder; name one that is to be made inside it")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    if EngineFolder.open(output) is None:
+    if not EngineFolder.has_mark(output):
         raise ConfigError(f"{output} exists and is no engine; choose another output folder")
     if not replace_existing:
         raise ConfigError(f"{output} holds an engine; choose another output folder, or replace it with --replace")
@@ -152,6 +158,32 @@ def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[
     return tuple(sorted(length for length in lengths if length <= K))
 
 
+def _publish(staging: Path, output: Path, replace_existing: bool) -> None:
+    """Put the finished folder in its place. What is there moves away first and goes only when the new one stands."""
+    try:
+        refuse_taken(output, replace_existing)  # that was minutes ago
+        if output.exists():
+            os.rename(output, staging.with_name("replaced"))
+        os.rename(staging, output)
+    except (ConfigError, OSError) as error:
+        spare = Path(tempfile.mkdtemp(dir=output.parent, prefix=f"{output.name}-"))
+        os.rename(staging, spare)
+        raise ConfigError(f"{output} could not be written ({error}); the engine is in {spare}") from error
+
+
+def _storable(speculative: SpeculativeConfig | None) -> dict[str, Any] | None:
+    """For config.json; ConfigError for what cannot be written down."""
+    if speculative is None:
+        return None
+    try:
+        return speculative.model_dump(mode="json", exclude_unset=True)
+    except PydanticSerializationError as error:
+        raise ConfigError(
+            "an engine cannot hold a drafter object; build it without speculation, and give the drafter to "
+            f"LLM(engine, speculative_config) ({error})"
+        ) from error
+
+
 def _dtype_name(assembly: Assembly) -> str:
     return str(assembly.dtype(assembly.target)).removeprefix("torch.")
 
@@ -161,6 +193,8 @@ def _copy_checkpoint_facts(assembly: Assembly, staging: Path) -> None:
     for name in _TOKENIZER_FILES:
         if (assembly.target.path / name).is_file():
             shutil.copyfile(assembly.target.path / name, staging / name)
+    if (assembly.target.path / _TOKENIZER_FOLDER).is_dir():
+        shutil.copytree(assembly.target.path / _TOKENIZER_FOLDER, staging / _TOKENIZER_FOLDER)
     models: list[tuple[str, ModelConfig | None]] = [("target", assembly.target), ("draft", assembly.draft)]
     for role, model in models:
         if model is not None:

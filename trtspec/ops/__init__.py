@@ -7,7 +7,7 @@ every device under the lowest-priority key, so a plugin that registers the same 
 from trtspec.ops.accept import spec_accept
 from trtspec.ops.attention import spec_attention, spec_attention_
 from trtspec.ops.compact import kv_compact, kv_compact_
-from trtspec.ops.dispatch import graph_calls, load_plugins
+from trtspec.ops.dispatch import graph_calls, kernel_interface, load_plugins
 from trtspec.ops.embedding import packed_embedding
 from trtspec.ops.linear import packed_linear
 from trtspec.ops.logits import process_logits
@@ -16,6 +16,7 @@ from trtspec.ops.sample import gumbel_noise, spec_sample
 __all__ = [
     "graph_calls",
     "gumbel_noise",
+    "kernel_interface",
     "kv_compact",
     "kv_compact_",
     "load_plugins",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import logging
 import os
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from trtspec.ops.packing import LAYOUT
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,13 @@ def load_plugins() -> dict[str, str]:
         except Exception as error:
             logger.warning("%s kernels do not serve, the reference kernels do: %s", entry_point.name, error)
     return loaded
+
+
+def kernel_interface() -> str:
+    """A digest of what compiled graphs rely on in the kernels that have loaded: how they are called, and how weights
+    are packed. Empty where graphs call none."""
+    calls = sorted(line for lines in graph_calls().values() for line in lines)
+    return hashlib.sha256(repr((LAYOUT, calls)).encode()).hexdigest()[:16] if calls else ""
 
 
 def graph_calls() -> dict[Any, list[str]]:

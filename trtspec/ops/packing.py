@@ -22,6 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LAYOUT = 1
+"""Of all of the above; it changes when packed weights can no longer be read."""
+
 PANEL = 32
 """Output columns of a panel."""
 

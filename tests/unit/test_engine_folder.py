@@ -1,0 +1,141 @@
+"""Engine folders as files: what may be written where, and what damaged ones are called. Nothing is compiled here."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trtspec.backends.weight_file import load_weights
+from trtspec.config.engine_folder import FORMAT, EngineFolder, machine
+from trtspec.engine.build import _publish, refuse_taken
+from trtspec.errors import CheckpointError, ConfigError
+from trtspec.kv.memory import huge_pages
+
+WHOLE: dict[str, Any] = {
+    "trtspec_engine": FORMAT,
+    "machine": machine(),
+    "build_config": {},
+    "executables": {},
+    "files": {"a": {"size": 1, "sha256": ""}},
+}
+
+
+def engine(folder: Path, **changes: Any) -> Path:
+    """config.json of an engine, and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**WHOLE, **changes}))
+    return folder
+
+
+# -- where one is written ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"trtspec_engine": FORMAT - 1}, {"files": None}], ids=["new", "old", "damaged"]
+)
+def test_engines_of_every_state_can_be_replaced_and_are_asked_about(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = engine(tmp_path / "engine", **changes)
+    refuse_taken(folder, replace_existing=True)
+    with pytest.raises(ConfigError, match=r"holds an engine; .* replace it with --replace"):
+        refuse_taken(folder, replace_existing=False)
+
+
+def test_what_is_no_engine_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("years of work")
+    for taken in (tmp_path / "notes", tmp_path / "notes" / "thesis.txt"):
+        with pytest.raises(ConfigError, match="is no engine; choose another"):
+            refuse_taken(taken, replace_existing=True)
+    refuse_taken(tmp_path / "free", replace_existing=False)
+
+
+def test_folders_that_cannot_be_moved_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for fixed in (tmp_path, Path("/")):
+        with pytest.raises(ConfigError, match="cannot be replaced by a new folder"):
+            refuse_taken(fixed, replace_existing=True)
+
+
+def staged(tmp_path: Path) -> Path:
+    (tmp_path / "scratch").mkdir()
+    staging = engine(tmp_path / "scratch" / "engine")
+    (staging / "new").touch()
+    return staging
+
+
+@pytest.mark.parametrize("before", [lambda f: None, Path.mkdir, engine], ids=["free", "empty", "engine"])
+def test_the_new_engine_takes_the_place(tmp_path: Path, before: Callable[[Path], object]) -> None:
+    before(tmp_path / "out")
+    _publish(staged(tmp_path), tmp_path / "out", replace_existing=True)
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "new"]
+
+
+def test_what_came_meanwhile_stays_and_so_does_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"could not be written .*; the engine is in (.*)$") as raised:
+        _publish(staged(tmp_path), tmp_path / "out", replace_existing=True)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
+    assert (Path(str(raised.value).rsplit(" in ", 1)[1]) / "new").exists()
+
+
+# -- damaged ones -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"machine": None}, "lacks machine"),
+        ({"executables": None}, "lacks executables"),
+        ({"files": [1]}, "lacks files"),
+        ({"files": {"x": {}}}, "is damaged; copy it again"),
+        ({"files": {"x": 1}}, "is damaged; copy it again"),
+        ({"machine": {}}, "is damaged; copy it again"),
+        ({"executables": {"target": 1}}, "is damaged; copy it again"),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_whole_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        EngineFolder.open(engine(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 7]}}',
+        b'{"a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1]}}',
+        b'{"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}',
+    ],
+)
+def test_weights_with_a_damaged_header_are_refused(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match=r"has a damaged header .* rebuild the engine"):
+        load_weights(file)
+
+
+def test_tensors_without_elements_are_loaded_too(tmp_path: Path) -> None:
+    tensors = {"none": torch.empty(0, 3), "some": torch.ones(3)}
+    save_file(tensors, tmp_path / "weights.safetensors")
+    loaded = load_weights(tmp_path / "weights.safetensors")
+    assert loaded["none"].shape == (0, 3)
+    assert torch.equal(loaded["some"], tensors["some"])
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone gives huge pages")
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)  # which no kernel knows
+    memory = huge_pages(1 << 20)
+    assert not any(memory[:4096])
