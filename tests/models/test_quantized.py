@@ -4,6 +4,8 @@ and what cannot be held is refused by name."""
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,38 @@ def test_groups_of_parts_may_differ() -> None:
     assert linear.scales.shape == (1, 2, 32)
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", [Kind("gptq", 4, 32), Kind("pack-quantized", 4, 32, False)], ids=str)
+def test_a_linear_is_packed_as_soon_as_it_is_there(kind: Kind, seed: int) -> None:
+    """In whatever order its tensors come; nothing is kept of those, and another copy of one changes nothing."""
+    made, tensors = weights(kind, (8, 16), 64, seed)
+    module, alive = Fused((8, 16), 64), []
+
+    def arriving() -> Iterator[tuple[str, Tensor]]:
+        for i in torch.randperm(len(tensors), generator=torch.Generator().manual_seed(seed)).tolist():
+            assert not module.both.is_packed
+            tensor = list(tensors.values())[i].clone()
+            alive.append(weakref.ref(tensor))
+            yield list(tensors)[i], tensor
+        del tensor
+        assert module.both.is_packed
+        name = "a.first.qweight" if kind.layout == "gptq" else "a.first.weight_packed"
+        yield name, torch.zeros_like(tensors[name])
+        assert not any(ref() is not None for ref in alive)
+
+    quantization = CheckpointQuantization.read(Reader({"quantization_config": kind.config()}, Path("folder"), "target"))
+    load_weights(module, module.slots, arriving(), Path("folder"), "target", quantization)
+    assert torch.equal(matrix_of(module.both), torch.cat([part.matrix for part in made]))
+
+
+def test_orders_may_be_left_out() -> None:
+    """Of inputs, by writers of gptq that did not reorder them; here by one part's."""
+    made, tensors = weights(Kind("gptq", 4, 32), (8, 8), 64, seed=0)
+    del tensors["a.second.g_idx"]
+    linear = Fused((8, 8), 64).load(tensors, Kind("gptq", 4, 32).config())
+    assert torch.equal(matrix_of(linear), torch.cat([part.matrix for part in made]))
+
+
 def test_names_win_over_expressions_and_those_over_classes() -> None:
     kinds = {"Linear": Kind("pack-quantized", 4, 32), "re:.*mlp": Kind("pack-quantized", 4, 64)}
     kinds["model.mlp.up"] = Kind("pack-quantized", 8, -1)
@@ -212,6 +246,20 @@ def test_missing_and_misshaped_tensors(floats: Path, tmp_path: Path) -> None:
         load_decoder(ModelConfig.from_folder(folder), torch.float32)
     assert f"missing: {prefix}qzeros (2, 32)" in str(caught.value)
     assert f"{prefix}scales is (2, 255), expected (2, 256)" in str(caught.value)
+
+
+def test_what_is_missing_is_said_before_what_is_damaged(floats: Path, tmp_path: Path) -> None:
+    """Though the damaged linear is whole, and was packed, before it is known that another is not."""
+    folder, _ = quantised(floats, tmp_path, Kind("gptq", 4, 64))
+    scales, gone = "model.layers.0.mlp.down_proj.scales", "model.layers.1.mlp.up_proj.qzeros"
+    edit_tensors(folder, lambda tensors: tensors[scales].fill_(float("nan")))
+    whole = load_file(folder / "model.safetensors")
+    edit_tensors(folder, lambda tensors: tensors.pop(gone))
+    with pytest.raises(WeightsError, match=f"missing: {gone}"):
+        load_decoder(ModelConfig.from_folder(folder), torch.float32)
+    edit_tensors(folder, lambda tensors: tensors.update(whole))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj has scales that are not finite"):
+        load_decoder(ModelConfig.from_folder(folder), torch.float32)
 
 
 # -- scales -----------------------------------------------------------------------------------------------------------

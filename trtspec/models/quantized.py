@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from trtspec.config.quantized import CheckpointQuantization, WeightScheme
-from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
+from trtspec.errors import CheckpointError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.models.layers import Linear
 from trtspec.models.slots import Slot
 from trtspec.ops.packing import GROUP_SIZES, PANEL, pack_int4, pack_int8
@@ -105,7 +105,7 @@ class IntegerMatrix:
 
 
 class QuantizedLinears:
-    """What of a model's `slots` is quantised in its checkpoint, and its tensors until all are there.
+    """What of a model's `slots` is quantised in its checkpoint. Linears are packed as soon as their tensors are there.
 
     plain: the other slots. required, optional: shapes of the quantised linears' tensors, by name. `where` begins
     errors. Raises UnsupportedError for a linear whose weights ours cannot hold as they are.
@@ -117,8 +117,11 @@ class QuantizedLinears:
         self.required: dict[str, tuple[int, ...]] = {}
         self.optional: dict[str, tuple[int, ...]] = {}
         self._parts: dict[str, list[Part]] = {}  # by our parameter
-        self._modules: set[str] = set()
-        self._tensors: dict[str, Tensor] = {}
+        self._modules: dict[str, str] = {}  # linear of the checkpoint -> our parameter
+        self._awaited: dict[str, set[str]] = {}  # our parameter, until it is packed -> tensors that may yet come for it
+        self._tensors: dict[str, Tensor] = {}  # those that came for parameters that are not packed yet
+        self._rounding = _Rounding()
+        self._error: TrtSpecError | None = None
         for name, slot in slots.items():
             module, _, kind = name.rpartition(".")
             linear = kind == "weight" and len(slot.shape) == 2 and not slot.parameter.endswith("embedding.weight")
@@ -130,10 +133,13 @@ class QuantizedLinears:
             if problem := part.problem():
                 raise self._unsupported(module, f"is {scheme}, but {problem}")
             self._parts.setdefault(slot.parameter, []).append(part)
-            self._modules.add(module)
-            self.required |= part.shapes()
+            self._modules[module] = slot.parameter
+            shapes, optional = part.shapes(), {}
             if not scheme.ordered and scheme.layout == "gptq":
-                self.optional[f"{module}.{part.order_name}"] = (slot.shape[1],)
+                optional[f"{module}.{part.order_name}"] = (slot.shape[1],)
+            self.required |= shapes
+            self.optional |= optional
+            self._awaited.setdefault(slot.parameter, set()).update(shapes, optional)
         self._check_fused()
 
     def ignorable(self, name: str, tensor: Tensor) -> bool:
@@ -141,9 +147,12 @@ class QuantizedLinears:
         module, _, kind = name.rpartition(".")
         return kind == "bias" and module in self._modules and not tensor.any()
 
-    def take(self, name: str, tensor: Tensor) -> None:
-        """One of the tensors, in its right shape. WeightsError if it is of no fitting dtype."""
-        kind = name.rpartition(".")[2]
+    def take(self, name: str, tensor: Tensor, into: nn.Module) -> None:
+        """One of the tensors, in its right shape. The last one that a linear of the module `into` awaited packs it.
+
+        WeightsError if it is of no fitting dtype.
+        """
+        module, _, kind = name.rpartition(".")
         if kind in ("scales", "weight_scale"):
             fits, wanted = tensor.is_floating_point(), "floating-point numbers"
         elif kind in ("weight_shape", "g_idx", "weight_g_idx"):
@@ -155,16 +164,25 @@ class QuantizedLinears:
             fits, wanted = tensor.dtype == expected, str(expected).removeprefix("torch.")
         if not fits:
             raise WeightsError(f"{self.where}: {name} is {tensor.dtype}, expected {wanted}; download the file again")
+        parameter = self._modules[module]
+        awaited = self._awaited.get(parameter)
+        if awaited is None:
+            return  # another shard has it too, and the linear is packed
         self._tensors[name] = tensor
+        awaited.discard(name)
+        if not awaited:
+            self._pack(parameter, into)
 
-    def pack(self, module: nn.Module) -> None:
-        """All tensors into the linears of `module`. UnsupportedError or CheckpointError for values nobody can hold."""
-        rounding = _Rounding()
-        for parameter, parts in self._parts.items():
-            linear = module.get_submodule(parameter.removesuffix(".weight"))
-            assert isinstance(linear, Linear)
-            matrices = [self._matrix(part) for part in sorted(parts, key=lambda part: part.slot.start)]
-            self._hold(linear, parts, matrices, rounding)
+    def finish(self, module: nn.Module) -> None:
+        """Pack those that have all but an optional tensor, which will not come.
+
+        UnsupportedError or CheckpointError for values nobody can hold, in any linear.
+        """
+        for parameter in [*self._awaited]:
+            self._pack(parameter, module)
+        if self._error is not None:
+            raise self._error
+        rounding = self._rounding
         if rounding.count:
             logger.warning(
                 "%s: %d scales do not fit fp16 and were rounded; a weight moves by at most %.2g, a scale by %.2g of "
@@ -187,6 +205,17 @@ class QuantizedLinears:
                 groups = K // min(part.held_group_size for part in parts)
                 total += columns * (K // 2 + groups * (2 if all(part.scheme.symmetric for part in parts) else 3))
         return total
+
+    def _pack(self, parameter: str, module: nn.Module) -> None:
+        """An error waits for `finish`: if tensors are missing or mis-shaped, the caller has that to say first."""
+        del self._awaited[parameter]
+        linear, parts = module.get_submodule(parameter.removesuffix(".weight")), self._parts[parameter]
+        assert isinstance(linear, Linear)
+        try:
+            matrices = [self._matrix(part) for part in sorted(parts, key=lambda part: part.slot.start)]
+            self._hold(linear, parts, matrices)
+        except TrtSpecError as error:
+            self._error = self._error or error
 
     def _check_fused(self) -> None:
         """Linears that are one matrix here must be of one kind."""
@@ -249,7 +278,7 @@ class QuantizedLinears:
             raise self._damaged(part, f"has a {part.order_name} that does not give each group {part.group_size} inputs")
         return g_idx.long().argsort(stable=True) if (g_idx.diff() < 0).any() else None
 
-    def _hold(self, linear: Linear, parts: list[Part], matrices: list[IntegerMatrix], rounding: _Rounding) -> None:
+    def _hold(self, linear: Linear, parts: list[Part], matrices: list[IntegerMatrix]) -> None:
         first = matrices[0]
         for matrix in matrices[1:]:
             same = matrix.order is first.order or (
@@ -277,7 +306,7 @@ class QuantizedLinears:
             raise self._unsupported(
                 parts[0].name, f"has a scale of {float(scales.abs().max()):.3g}, more than fp16's 65504"
             )
-        rounding.add(scales, half)
+        self._rounding.add(scales, half)
         linear.hold(*pack_int4(values, half, zeros), order=first.order)
 
     def _unsupported(self, module: str, problem: str, remedy: str | None = None) -> UnsupportedError:

@@ -49,7 +49,7 @@ def load_weights(
     role: str,
     quantization: CheckpointQuantization | None = None,
 ) -> None:
-    """Fill `module` from the tensors; linears that are quantised in the checkpoint are packed afterwards.
+    """Fill `module` from the tensors; linears that are quantised among them come out packed.
 
     WeightsError names tensors that are missing, unexpected or mis-shaped. For quantised weights that cannot be held as
     they are, see `QuantizedLinears`.
@@ -71,7 +71,7 @@ def load_weights(
             slot = slots[name]
             parameters[slot.parameter][slot.start : slot.start + slot.shape[0]].copy_(tensor)
         else:
-            quantized.take(name, tensor)
+            quantized.take(name, tensor, module)
     missing = [f"{name} {required[name]}" for name in sorted(unseen)]
     problems = [
         f"{kind}: {_few(names)}"
@@ -83,7 +83,7 @@ def load_weights(
             f"{role} weights in {folder} do not fit its config.json: {'; '.join(problems)}. "
             "Check that the weight files and config.json belong together"
         )
-    quantized.pack(module)
+    quantized.finish(module)
 
 
 def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
