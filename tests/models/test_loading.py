@@ -14,8 +14,10 @@ from tests.checkpoints import ARCHS, make_checkpoint, oracle
 from trtspec.config.model import ModelConfig
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
 from trtspec.models.decoder import Decoder
+from trtspec.models.layers import Linear, allocate, unallocated
+from trtspec.models.slots import Slot
 from trtspec.models.specs import decoder_spec
-from trtspec.models.weights import hf_tensors, load_decoder
+from trtspec.models.weights import hf_tensors, load_decoder, load_weights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -60,6 +62,27 @@ def test_weights_are_cast(tmp_path: Path) -> None:
     decoder = load_decoder(config, torch.float32)
     assert {parameter.dtype for parameter in decoder.parameters()} == {torch.float32}
     assert decoder.rotary.cos.dtype == torch.float32
+
+
+def test_unallocated_weights(tmp_path: Path) -> None:
+    """They have a dtype and no memory, then memory and no values; the next module is built as ever."""
+    with unallocated(torch.bfloat16):
+        empty = Linear(4, 6, bias=True)
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+    assert empty.scales.device.type == "cpu"
+    load_weights(empty, {"half": Slot("weight", 3, (3, 4))}, [("half", torch.ones(3, 4))], tmp_path, "target")
+    assert empty.weight[:3].isnan().all()
+    assert (empty.weight[3:] == 1).all()
+    assert empty.bias is not None
+    assert empty.bias.is_meta
+    allocate(empty.bias)
+    assert empty.bias.isnan().all()
+    assert empty.bias.dtype == torch.bfloat16
+    with pytest.raises(ZeroDivisionError), unallocated(torch.bfloat16):
+        raise ZeroDivisionError
+    after = Linear(4, 6, bias=False).weight
+    assert after.isnan().all()
+    assert after.dtype == torch.float32
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

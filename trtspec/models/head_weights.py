@@ -17,6 +17,7 @@ from trtspec.config.model import ModelConfig
 from trtspec.errors import WeightsError
 from trtspec.models.decoder import Decoder
 from trtspec.models.heads import Eagle3Head, Eagle3Spec
+from trtspec.models.layers import unallocated
 from trtspec.models.slots import Slot, layer_slots
 from trtspec.models.specs import dense_spec
 from trtspec.models.weights import checkpoint_tensors, load_weights, tensors_of
@@ -62,9 +63,8 @@ def load_eagle3(
         or config.hidden_size != target.spec.hidden_size
         or facts.draft_vocab_size != config.vocab_size,
     )
-    head = Eagle3Head(spec, target.spec.num_layers, max_position)
-    for parameter in head.parameters():
-        parameter.data = parameter.data.to(target.embedding.weight.dtype)
+    with unallocated(target.embedding.weight.dtype):
+        head = Eagle3Head(spec, target.spec.num_layers, max_position)
     load_weights(head, head_slots(spec), tensors.items(), config.path, role)
     head.set_vocabulary(_target_ids(config, facts, offsets, used))
     head.share(target.embedding, target.head)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +18,33 @@ from trtspec.ops import packed_embedding, packed_linear, packing
 QUANTIZATIONS = {None: 0, "int8": 0, "int4": 32, "int4_g64": 64, "int4_g128": 128}
 """How `Linear.pack` may store a weight, and in what groups of inputs."""
 
+_UNALLOCATED: ContextVar[torch.dtype | None] = ContextVar("_UNALLOCATED", default=None)  # what `unallocated` was given
+
 
 def _unloaded(*shape: int) -> nn.Parameter:
-    """Weights start as NaN, so that a missed load shows."""
-    return nn.Parameter(torch.full(shape, float("nan")))
+    """Weights start as NaN, so that a missed load shows: in fp32, unless within `unallocated`."""
+    dtype = _UNALLOCATED.get()
+    return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype, device=None if dtype is None else "meta"))
+
+
+@contextmanager
+def unallocated(dtype: torch.dtype) -> Iterator[None]:
+    """Modules built in here have weights of `dtype`, on torch's meta device: they take no memory until `allocate`.
+
+    Buffers, such as the rotary table, are as ever. For loaders, which know what will not be held as it is built.
+    """
+    token = _UNALLOCATED.set(dtype)
+    try:
+        yield
+    finally:
+        _UNALLOCATED.reset(token)
+
+
+def allocate(weight: nn.Parameter) -> None:
+    """Give memory, NaN all over, to a weight that has none; modules that share it go on sharing it."""
+    if weight.is_meta:
+        nans = nn.Parameter(torch.full(weight.shape, float("nan"), dtype=weight.dtype))
+        torch.utils.swap_tensors(weight, nans)  # type: ignore[no-untyped-call]
 
 
 class Linear(nn.Module):

@@ -17,6 +17,7 @@ from trtspec.config.model import ModelConfig
 from trtspec.config.quantized import CheckpointQuantization
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
 from trtspec.models.decoder import Decoder
+from trtspec.models.layers import allocate, unallocated
 from trtspec.models.quantized import QuantizedLinears
 from trtspec.models.slots import Slot, weight_slots
 from trtspec.models.specs import decoder_spec
@@ -32,9 +33,8 @@ def load_decoder(
     `role` is what errors call this model; `max_position` (tokens) bounds the rotary table. Raises WeightsError,
     CheckpointError or UnsupportedError.
     """
-    decoder = Decoder(decoder_spec(config), max_position)
-    for parameter in decoder.parameters():  # not decoder.to(): the rotary table stays fp32
-        parameter.data = parameter.data.to(dtype)
+    with unallocated(dtype):
+        decoder = Decoder(decoder_spec(config), max_position)
     slots, tensors = weight_slots(decoder.spec), checkpoint_tensors(config.path, role)
     load_weights(decoder, slots, tensors, config.path, role, config.quantization)
     return decoder.eval().requires_grad_(False)
@@ -49,13 +49,15 @@ def load_weights(
     role: str,
     quantization: CheckpointQuantization | None = None,
 ) -> None:
-    """Fill `module` from the tensors; linears that are quantised among them come out packed.
+    """Fill `module`, `unallocated` or not, from the tensors; linears that are quantised among them come out packed.
 
-    WeightsError names tensors that are missing, unexpected or mis-shaped. For quantised weights that cannot be held as
-    they are, see `QuantizedLinears`.
+    Beside what is loaded, memory is taken for one tensor, or one linear, at a time. WeightsError names tensors that are
+    missing, unexpected or mis-shaped. For quantised weights that cannot be held as they are, see `QuantizedLinears`.
     """
     quantized = QuantizedLinears(slots, quantization, f"{role} weights in {folder}")
     parameters = dict(module.named_parameters())
+    for slot in quantized.plain.values():
+        allocate(parameters[slot.parameter])
     required = {name: slot.shape for name, slot in quantized.plain.items()} | quantized.required
     shapes = required | quantized.optional
     unseen, unexpected, misshaped = set(required), [], []
