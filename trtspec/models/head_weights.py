@@ -65,7 +65,8 @@ def load_eagle3(
     )
     with unallocated(target.embedding.weight.dtype):
         head = Eagle3Head(spec, target.spec.num_layers, max_position)
-    load_weights(head, head_slots(spec), tensors.items(), config.path, role)
+    one_by_one = ((name, tensors.pop(name)) for name in [*tensors])  # keeping none that is loaded
+    load_weights(head, head_slots(spec), one_by_one, config.path, role)
     head.set_vocabulary(_target_ids(config, facts, offsets, used))
     head.share(target.embedding, target.head)
     return head.eval().requires_grad_(False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,8 @@ from trtspec.models.slots import Slot, weight_slots
 from trtspec.models.specs import decoder_spec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+_MOST_MAPPED = 16 << 20  # bytes read of a file before it is opened anew, as they count as our memory until then
 
 
 def load_decoder(
@@ -142,11 +145,16 @@ def loaded_bytes(config: ModelConfig, role: str = "target") -> int:
 
 def checkpoint_tensors(folder: Path, role: str) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the folder's safetensors files, in their order, read one at a time."""
+    shard: Any  # safetensors does not say
     for file in weight_files(folder, role):
         try:
-            with safe_open(file, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118  (not a dict)
-                    yield name, shard.get_tensor(name)
+            shard, read = safe_open(file, framework="pt"), 0
+            for name in shard.keys():  # noqa: SIM118  (not a dict)
+                if read > _MOST_MAPPED:
+                    shard, read = safe_open(file, framework="pt"), 0
+                tensor = shard.get_tensor(name)
+                read += tensor.nbytes
+                yield name, tensor
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{role} model: {file} is damaged or truncated ({error}); download or copy it again"
