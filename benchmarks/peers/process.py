@@ -60,8 +60,14 @@ class Worker:
         return reply
 
     def pause(self) -> None:
-        """Let it stand still until the next call: some peers' threads keep a core busy while they wait."""
+        """Let it stand still until the next call: some peers' threads keep a core busy while they wait.
+
+        Returns once all of the group does, so that what is timed next has the machine to itself.
+        """
         self._signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 1.0
+        while any("\nState:\tT" not in status for status in self._members()) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def peak_rss(self) -> int:
         """Bytes, summed over the process and all it started: what they share counts once for each. Linux only."""
