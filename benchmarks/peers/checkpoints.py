@@ -9,9 +9,12 @@ does not depend on what the weights are.
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.eagle3_vs_vllm import held_out_prompts
+from trtspec.engine.sources import digest
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 CIRCLE = 32
+_MADE_OF = "made_of.txt"  # in a checkpoint's folder
 
 
 @dataclass(frozen=True)
@@ -86,16 +91,35 @@ class Model:
 
 
 def open_model(name: str, folder: Path) -> Model:
-    """One of MODELS; random weights are written into `folder` unless they are there."""
+    """One of MODELS. Random weights are written into `folder` unless they are there, made in the same way."""
     if name == "demo":
         return Model(name, DEMO / "target", DEMO / "draft", DEMO / "eagle3")
-    if not (folder / name / "config.json").is_file():
-        write_checkpoint(SHAPES[name], folder / name)
-    return Model(name, folder / name, None, None)
+    shape = SHAPES[name]
+    made_of = digest([asdict(shape), CIRCLE, inspect.getsource(write_checkpoint), str(torch.__version__)])
+    return Model(name, made(folder / name, made_of, partial(write_checkpoint, shape)), None, None)
+
+
+def made(folder: Path, made_of: str, write: Callable[[Path], object]) -> Path:
+    """`folder`, filled by `write` unless that was done before with the same `made_of`, a digest.
+
+    Nothing is at `folder` until all of it is; what was there before goes.
+    """
+    note = folder / _MADE_OF
+    if note.is_file() and note.read_text(encoding="utf-8") == made_of:
+        return folder
+    staging = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    write(staging)
+    (staging / _MADE_OF).write_text(made_of, encoding="utf-8")
+    if folder.exists():
+        shutil.rmtree(folder)
+    staging.rename(folder)
+    return folder
 
 
 def write_checkpoint(shape: Shape, folder: Path, seed: int = 0) -> None:
-    """A Llama that counts in circles, see above. Nothing is at `folder` until all of it is."""
+    """A Llama that counts in circles, see above."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(rows: int, columns: int, scale: float = 0.02) -> torch.Tensor:
@@ -145,9 +169,6 @@ def write_checkpoint(shape: Shape, folder: Path, seed: int = 0) -> None:
         "eos_token_id": 0,
         "torch_dtype": "bfloat16",
     }
-    staging = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
-    (staging / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    staging.rename(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

@@ -27,20 +27,22 @@ Row = tuple[int, int, int, bool]  # token, sequence, position, whether its logit
 
 class Llama:
     def convert(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint as GGUF, in the format asked for; files that are newer than the checkpoint stay."""
+        """The checkpoint as GGUF, in the format asked for, in a folder that is its own: what is there stays."""
         checkpoint, folder, kind = Path(request["model"]), Path(request["gguf"]), request["format"]
         folder.mkdir(parents=True, exist_ok=True)
-        plain = folder / f"{request['name']}-BF16.gguf"
-        if not _fresh(plain, checkpoint):
+        plain = folder / "BF16.gguf"
+        if not plain.is_file():
             write_gguf(checkpoint, plain)
-        file = folder / f"{request['name']}-{kind}.gguf"
-        if not _fresh(file, checkpoint):
+        file = plain if kind == "BF16" else folder / f"{kind}-{api.__version__}.gguf"
+        if not file.is_file():
             params = api.llama_model_quantize_default_params()
             params.ftype = FILE_TYPES[kind]
             params.nthread = int(os.environ["OMP_NUM_THREADS"])
-            if api.llama_model_quantize(str(plain).encode(), str(file).encode(), ctypes.byref(params)):
-                file.unlink(missing_ok=True)
+            staging = file.with_name(file.name + ".tmp")
+            if api.llama_model_quantize(str(plain).encode(), str(staging).encode(), ctypes.byref(params)):
+                staging.unlink(missing_ok=True)
                 raise RuntimeError(f"llama.cpp could not quantise {plain} to {kind}")
+            os.replace(staging, file)
         return {"file": str(file)}
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -122,10 +124,6 @@ class Llama:
         address = ctypes.addressof(api.llama_get_logits_ith(self.context, row).contents)
         logits = (ctypes.c_float * self.vocab_size).from_address(address)
         return int(np.frombuffer(logits, dtype=np.float32).argmax())
-
-
-def _fresh(file: Path, checkpoint: Path) -> bool:
-    return file.is_file() and file.stat().st_mtime > (checkpoint / "model.safetensors").stat().st_mtime
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import shutil
 import time
@@ -19,22 +17,20 @@ from trtspec import LLM, SamplingParams
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.build import build_engine
-
-ROOT = Path(__file__).resolve().parents[2]
+from trtspec.engine.sources import DIGITS, engine_digest
 
 
 class Trtspec:
     def build(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The engine folder for a load request; built unless one of the same sources and settings is there."""
-        engines = Path(request["engines"])
-        settings = {key: value for key, value in request.items() if key not in ("engines", "label", "first_prompt")}
-        folder = engines / f"{request['label']}-{_digest(settings)}"
+        """The engine folder for a load request; built unless one made of the same is there."""
+        engines, label, config = Path(request["engines"]), request["label"], _engine_config(request)
+        digest = engine_digest(Path(request["model"]), request["speculation"], dataclasses.asdict(config))
+        folder = engines / f"{label}-{digest}"
         if not folder.is_dir():
-            for older in engines.glob(f"{request['label']}-" + "?" * _DIGITS):
+            for older in engines.glob(f"{label}-" + "?" * DIGITS):
                 shutil.rmtree(older)
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            speculation = SpeculativeConfig.from_any(request["speculation"])
-            build_engine(request["model"], folder, speculation, _engine_config(request))
+            build_engine(request["model"], folder, SpeculativeConfig.from_any(request["speculation"]), config)
         return {"engine": str(folder)}
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -68,29 +64,15 @@ class Trtspec:
         return stopwatch.stop()
 
 
-_DIGITS = 12
-
-
 def _engine_config(request: dict[str, Any]) -> EngineConfig:
-    """Raises TypeError where a field (quantization) is not built in this version."""
-    extra = {} if request["format"] == "bf16" else {"quantization": request["format"]}
     return EngineConfig(
         max_batch_size=request["max_batch"],
         max_num_tokens=request["max_num_tokens"],
         max_seq_len=request["max_len"],
         enable_prefix_caching=False,
         generation_config="off",
-        **extra,
+        quantization=None if request["format"] == "bf16" else request["format"],
     )
-
-
-def _digest(settings: dict[str, Any]) -> str:
-    """Of the settings and of every source file that may change what is compiled."""
-    digest = hashlib.sha256(json.dumps([settings, str(torch.__version__)], sort_keys=True).encode())
-    for folder, pattern in (("trtspec", "*.py"), ("plugins", "*.py"), ("plugins", "*.cpp"), ("plugins", "*.h")):
-        for file in sorted((ROOT / folder).rglob(pattern)):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:_DIGITS]
 
 
 if __name__ == "__main__":

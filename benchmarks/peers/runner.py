@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from benchmarks.peers.checkpoints import Model
 from benchmarks.peers.contests import LIMITS, Contest, Contestant, Group
 from benchmarks.peers.process import PeerError, Worker
 from benchmarks.peers.results import Run, Start
+from trtspec.engine.sources import DIGITS, digest
 
 PREPARE_S, LOAD_S, GENERATE_S = 3600.0, 1800.0, 900.0  # time limits
 PROBE_BYTES = 2**28
@@ -121,9 +123,7 @@ class Runner:
         if contestant.peer == "llama":
             request |= {"tied": model.tied, "format": contestant.variant.split()[0]}
             self.report(f"{model.name}: making the {request['format']} file of llama.cpp")
-            request |= self._prepare(
-                contestant, label, "convert", gguf=str(self.work / "gguf"), name=model.name, **request
-            )
+            request |= self._prepare(contestant, label, "convert", gguf=str(self._gguf(model)), **request)
         self.report(f"{model.name}: loading {contestant.name} for {group.name}")
         worker = self._worker(contestant, label)
         try:
@@ -136,6 +136,14 @@ class Runner:
         weight_bytes = reply.get("weight_bytes", model.weight_bytes)
         self.starts.append(Start(model.name, group.name, contestant, reply["startup_s"], weight_bytes))
         return worker
+
+    def _gguf(self, model: Model) -> Path:
+        """Where llama.cpp's files of a checkpoint are kept. Those of an older one go."""
+        files, here = self.work / "gguf", Path(__file__).parent
+        made_of = digest(None, [model.folder], [here / "gguf_file.py", here / "in_llama.py"])
+        for older in set(files.glob(f"{model.name}-" + "?" * DIGITS)) - {files / f"{model.name}-{made_of}"}:
+            shutil.rmtree(older)
+        return files / f"{model.name}-{made_of}"
 
     def _prepare(self, contestant: Contestant, label: str, op: str, **request: Any) -> dict[str, Any]:
         """In a process of its own, whose memory and threads end with it."""

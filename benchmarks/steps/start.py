@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.steps.engines import environment
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,9 @@ def start(engine: str, prompt: list[int], threads: int, cold: bool) -> Start:
     """Load the engine folder in a new process and wait for the first token after `prompt`."""
     if cold:
         forget_files(Path(engine))
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", "benchmarks.steps.child", engine]
-    done = subprocess.run(
-        command, input=json.dumps(prompt), env=environment, capture_output=True, text=True, check=False
-    )
+    own = environment(OMP_NUM_THREADS=str(threads))
+    done = subprocess.run(command, input=json.dumps(prompt), env=own, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return Start(cold=cold, weight_bytes=weight_bytes(Path(engine)), **json.loads(done.stdout.splitlines()[-1]))

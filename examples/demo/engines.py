@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import multiprocessing
 import shutil
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -11,16 +11,17 @@ from typing import Any
 
 from rich.console import Console
 
-import trtspec
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.build import build_engine
+from trtspec.engine.sources import engine_digest
 from trtspec.errors import CheckpointError
 
 HERE = Path(__file__).parent
 TARGET, DRAFT, EAGLE3 = HERE / "target", HERE / "draft", HERE / "eagle3"
 K = 3
+CONFIG = EngineConfig(max_batch_size=8)
 FOLDER = HERE.parents[1] / "build" / "demo-engines"
 
 ENGINES: dict[str, dict[str, Any] | None] = {
@@ -32,8 +33,7 @@ ENGINES: dict[str, dict[str, Any] | None] = {
 
 def build_missing(console: Console) -> dict[str, Path]:
     """Name -> folder of every engine, all of them there and up to date."""
-    digest = ingredients()
-    folders = {name: FOLDER / f"{name}-{digest}" for name in ENGINES}
+    folders = {name: folder_of(name) for name in ENGINES}
     missing = [name for name, folder in folders.items() if not usable(folder)]
     if missing:
         with (
@@ -47,8 +47,7 @@ def build_missing(console: Console) -> dict[str, Path]:
 
 def build(name: str, folder: Path) -> Path:
     """Compile one engine; in a process of its own, as compilers keep two cores busy."""
-    config = EngineConfig(max_batch_size=8)
-    build_engine(TARGET, folder, SpeculativeConfig.from_any(ENGINES[name]), config, replace_existing=True)
+    build_engine(TARGET, folder, SpeculativeConfig.from_any(ENGINES[name]), CONFIG, replace_existing=True)
     for outdated in set(FOLDER.glob(f"{name}-*")) - {folder}:
         shutil.rmtree(outdated)
     return folder
@@ -66,10 +65,6 @@ def usable(folder: Path) -> bool:
     return True
 
 
-def ingredients() -> str:
-    """A digest of what engines are made from: the checkpoints, and the code that compiles them."""
-    digest = hashlib.sha256()
-    sources = sorted(Path(trtspec.__file__).parent.rglob("*.py"))
-    for file in (*sources, *sorted(f for folder in (TARGET, DRAFT, EAGLE3) for f in folder.iterdir())):
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
+def folder_of(name: str) -> Path:
+    """Another one whenever what the engine is made of changes: checkpoints, settings, code."""
+    return FOLDER / f"{name}-{engine_digest(TARGET, ENGINES[name], dataclasses.asdict(CONFIG))}"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.peers import environments, runner
+from benchmarks.peers import checkpoints, environments, runner
 from benchmarks.peers.checkpoints import CIRCLE, DEMO, Model, Shape, open_model, write_checkpoint
 from benchmarks.peers.contests import NGRAM, Contest, Contestant, Group, groups
 from benchmarks.peers.gguf_file import gguf_name, interleave_rope, read_safetensors, write_gguf
@@ -115,8 +115,10 @@ def test_llama_cpp_reads_the_file_and_writes_the_same(tmp_path: Path) -> None:
     model = open_model("demo", tmp_path)
     prompts = model.prompts(4, 24)
     limits = {"max_batch": 4, "max_len": 64, "max_num_tokens": 256, "tied": True, "first_prompt": prompts[0]}
+    files = {"model": str(model.folder), "gguf": str(tmp_path / "gguf")}
     try:
-        made = worker.call("convert", 60, model=str(model.folder), gguf=str(tmp_path), name="demo", format="BF16")
+        made = worker.call("convert", 60, **files, format="BF16")
+        quantised = Path(worker.call("convert", 60, **files, format="Q8_0")["file"])
         worker.call("load", 60, **limits, **made, format="BF16", speculation=None)
         theirs = worker.call("generate", 60, prompts=prompts, output_len=16)["outputs"]
         worker.call("load", 60, **limits, **made, format="BF16", speculation=NGRAM)
@@ -125,6 +127,7 @@ def test_llama_cpp_reads_the_file_and_writes_the_same(tmp_path: Path) -> None:
         worker.kill()
     assert theirs == generate(model.folder, prompts, 16)
     assert looked_up == theirs[:1]
+    assert [file.stem for file in sorted(quantised.parent.iterdir())] == ["BF16", quantised.stem]
 
 
 # -- checkpoints and contests -----------------------------------------------------------------------------------------
@@ -147,6 +150,37 @@ def test_random_weights_count_in_circles(tmp_path: Path) -> None:
     model = Model("small", tmp_path / "small", None, None)
     per_layer = 2 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256 + 2 * 128)
     assert model.weight_bytes == 3 * per_layer + 2 * (128 + 128 * shape.vocab)  # without the embedding
+
+
+def test_checkpoints_are_kept_until_their_making_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(checkpoints.SHAPES, "40M", Shape(64, 1, 64, heads=1, kv_heads=1, vocab=2 * CIRCLE))
+    weights = open_model("40M", tmp_path).folder / "model.safetensors"
+    first = weights.stat().st_mtime_ns
+    (tmp_path / "40M.tmp").mkdir()  # of a run that was killed
+    open_model("40M", tmp_path)
+    assert weights.stat().st_mtime_ns == first
+    monkeypatch.setattr(checkpoints, "CIRCLE", 16)
+    open_model("40M", tmp_path)
+    second = weights.stat().st_mtime_ns
+    assert second > first
+    monkeypatch.setitem(checkpoints.SHAPES, "40M", Shape(128, 1, 64, heads=2, kv_heads=1, vocab=2 * CIRCLE))
+    assert open_model("40M", tmp_path).config["hidden_size"] == 128
+    assert [folder.name for folder in tmp_path.iterdir()] == ["40M"]
+
+
+def test_llama_cpp_files_are_of_one_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    work = Runner(tmp_path, {}, torch.get_num_threads(), 1, lambda what: None)
+    model, other = Model("40M", checkpoint, None, None), Model("246M", checkpoint, None, None)
+    first = work._gguf(model)
+    for folder in (first, work._gguf(other)):
+        folder.mkdir(parents=True)
+    assert work._gguf(model) == first
+    (checkpoint / "config.json").write_text("{ }")
+    assert work._gguf(model) != first
+    assert [folder.name.split("-")[0] for folder in (tmp_path / "gguf").iterdir()] == ["246M"]
 
 
 def test_contests_of_a_model() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.peers.checkpoints import SHAPES, Model, Shape, write_checkpoint
-from benchmarks.steps.engines import ROOT, digest, ingredients, write_head
+from benchmarks.steps import engines
+from benchmarks.steps.engines import Workshop, write_head
 from benchmarks.steps.main import main
 from benchmarks.steps.results import Figure, Result, as_json, per_round, ratios, report_markdown, turns_table
 from benchmarks.steps.rounds import Contestant, Turn, take_turn, take_turns
@@ -126,16 +127,22 @@ def test_bytes_of_weights_and_kv(model: Model) -> None:
         assert executable.kv_bytes == (SHAPE.layers + 1) * 2 * blocks * 16 * 64 * 2
 
 
-def test_digests_follow_settings_files_and_code(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    first = digest({"K": 3}, [tmp_path])
-    assert digest({"K": 3}, [tmp_path]) == first
-    assert digest({"K": 4}, [tmp_path]) != first
-    (tmp_path / "config.json").write_text("{ }")
-    assert digest({"K": 3}, [tmp_path]) != first
-    names = {str(file.relative_to(ROOT)) for file in ingredients()}
-    assert {"trtspec/workers/step.py", "trtspec/core.py", "plugins/cpu/src/linear.h"} <= names
-    assert "trtspec/engine/step.py" not in names
+def test_heads_are_kept_until_what_they_are_made_of_changes(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[str] = []
+    workshop = Workshop(tmp_path, reports.append)
+    head = workshop.head(model, DRAFT_VOCAB)
+    assert workshop.head(model, DRAFT_VOCAB) == head
+    assert len(reports) == 1
+    retrained = tmp_path / "small"
+    shutil.copytree(model.folder, retrained, copy_function=shutil.copyfile)  # its files are newer
+    workshop.head(Model("small", retrained, None, None), DRAFT_VOCAB)
+    assert len(reports) == 2
+    monkeypatch.setattr(engines, "write_head", lambda target, folder, vocab: (folder / "config.json").write_text("{}"))
+    workshop.head(model, DRAFT_VOCAB)  # other code
+    assert len(reports) == 3
+    assert [file.name for file in sorted(head.iterdir())] == ["config.json", "made_of.txt"]
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------
@@ -176,7 +183,6 @@ def test_sequences_too_short_for_the_steps_are_named(model: Model) -> None:
 
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(SHAPES, "40M", SHAPE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
     options = ["--model", "40M", "--only", "rows,start", "--rounds", "1", "--steps", "3", "--threads", "1"]
     file = tmp_path / "steps.json"
     assert main("x", [*options, "--work", str(tmp_path / "work"), "--json", str(file)]) == 0
