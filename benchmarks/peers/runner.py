@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import time
@@ -19,6 +18,7 @@ from benchmarks.peers.contests import LIMITS, Contest, Contestant, Group
 from benchmarks.peers.process import PeerError, Worker
 from benchmarks.peers.results import Run, Start
 from trtspec.engine.sources import DIGITS, digest
+from trtspec.kv.memory import huge_pages
 
 PREPARE_S, LOAD_S, GENERATE_S = 3600.0, 1800.0, 900.0  # time limits
 PROBE_BYTES = 2**28
@@ -31,10 +31,7 @@ class Probe:
         from trtspec.ops import load_plugins
 
         load_plugins()
-        memory = mmap.mmap(-1, PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # as an engine's weights are
-        self.data = torch.frombuffer(memory, dtype=torch.int64).fill_(1)
+        self.data = torch.frombuffer(huge_pages(PROBE_BYTES), dtype=torch.int64).fill_(1)  # as an engine's weights lie
         self.has_kernel = hasattr(torch.ops.trtspec_probe, "read_bandwidth")
 
     def __call__(self) -> float:
