@@ -9,9 +9,10 @@ machine: minutes, and a C++ compiler; vLLM and transformers download torch) or g
 shapes of random weights, made under --work too (see peers/checkpoints.py for how their text stays the same in every
 engine). All decode greedily, 128 tokens in and 128 out, past any end of sequence, with the same number of threads.
 
-Every contestant is a process that loads once. A repeat probes the machine's read bandwidth and then asks each in turn,
-in rotating order, while all others stand still; the first repeat warms up. Figures are medians, ratios are medians of
-the ratios repeat by repeat.
+Every contestant is a process that loads once. A repeat asks each in turn, in rotating order, while all others stand
+still, and probes the machine's read bandwidth before, between and after them; the first repeat warms up. Figures are
+medians, ratios are medians of the ratios repeat by repeat. `of probe` is a contestant's bytes of weights per second of
+plain decoding over the mean of the two probes around its turn: median and range over the repeats.
 """
 
 import sys

@@ -43,11 +43,10 @@ class Trtspec:
             config = dataclasses.asdict(_engine_config(request))
             self.llm = LLM(request["model"], request["speculation"], **config)
         self.generate({"prompts": [request["first_prompt"]], "output_len": 1})
-        return {
-            "startup_s": time.perf_counter() - start,
-            "version": trtspec.__version__,
-            "weight_bytes": self.llm.engine.executables[0].weight_bytes,
-        }
+        reply = {"startup_s": time.perf_counter() - start, "version": trtspec.__version__}
+        if request["speculation"] is None:
+            reply["weight_bytes"] = self.llm.engine.executables[0].weight_bytes
+        return reply
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         engine = self.llm.engine

@@ -30,7 +30,12 @@ class Run:
     first_tokens: int  # what the requests' first steps gave
     request_steps: int  # after a request's first
     outputs: list[list[int]]
-    read_bandwidth: float = math.nan  # bytes per second, probed before and after the turn
+    probes: tuple[float, float] = (math.nan, math.nan)  # read bandwidth right before and after, bytes per second
+
+    @property
+    def read_bandwidth(self) -> float:
+        """The mean of its probes."""
+        return statistics.mean(self.probes)
 
     @property
     def new_tokens(self) -> int:
@@ -50,10 +55,11 @@ class Run:
         return self.new_tokens / self.request_steps if self.request_steps else math.nan
 
     def bandwidth_share(self, weight_bytes: int) -> float:
-        """Time to read the weights once, of the time of a step. Of plain decoding only; NaN otherwise."""
+        """Bytes of weights read per second, of what its probes read. Of plain decoding only; NaN otherwise."""
         if self.contest.is_prefill or self.contestant.speculation is not None:
             return math.nan
-        return weight_bytes / self.read_bandwidth / ((self.seconds - self.first_s) / (self.contest.output_len - 1))
+        step_s = (self.seconds - self.first_s) / (self.contest.output_len - 1)
+        return weight_bytes / step_s / self.read_bandwidth
 
 
 @dataclass
@@ -64,8 +70,13 @@ class Start:
     group: str
     contestant: Contestant
     startup_s: float
-    weight_bytes: int  # that a step reads
+    weight_bytes: int  # that a step without drafts reads: as they are kept, scales included, of an embedding but a row
     peak_rss: int = 0  # bytes, over the whole group's contests
+
+    @property
+    def step_bytes(self) -> int | None:
+        """weight_bytes; None with speculation, where a step also reads what the drafts come from."""
+        return self.weight_bytes if self.contestant.speculation is None else None
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,9 @@ class Row:
     contestant: str
     tokens_per_second: float
     trtspec_ratio: float  # trtspec's compiled engine, same format of weights / this: above 1 trtspec is faster
+    step_bytes: int | None  # see Start
     bandwidth_share: float
+    bandwidth_range: tuple[float, float]  # smallest and largest of it
     acceptance_length: float
     same_outputs: int | None  # requests with the reference's token ids; None where there is no reference
     requests: int
@@ -88,8 +101,8 @@ def summarise(runs: Sequence[Run], starts: Sequence[Start]) -> list[Row]:
     rows = []
     for model, contest in dict.fromkeys((run.model, run.contest) for run in runs):
         here = [run for run in runs if (run.model, run.contest) == (model, contest)]
-        weight_bytes = {start.contestant: start.weight_bytes for start in starts if start.model == model}
-        for contestant in weight_bytes:
+        for start in [start for start in starts if start.model == model]:
+            contestant = start.contestant
             own = {run.repeat: run for run in here if run.contestant == contestant}
             reference = {
                 run.repeat: run
@@ -97,24 +110,27 @@ def summarise(runs: Sequence[Run], starts: Sequence[Start]) -> list[Row]:
                 if run.contestant.is_reference and run.contestant.format == contestant.format
             }
             if own:
-                rows.append(_row(own, reference, weight_bytes[contestant]))
+                rows.append(_row(own, reference, start))
     return rows
 
 
-def _row(own: dict[int, Run], reference: dict[int, Run], weight_bytes: int) -> Row:
-    """Of the runs of one contestant, and of what it is compared with, by repeat."""
+def _row(own: dict[int, Run], reference: dict[int, Run], start: Start) -> Row:
+    """Of the runs of one contestant, which `start` started, and of what it is compared with, by repeat."""
     pairs = [(own[repeat], reference[repeat]) for repeat in sorted(own.keys() & reference.keys())]
     any_run = next(iter(own.values()))
     same = None
     if pairs:
         same = sum(a == b for a, b in zip(pairs[-1][0].outputs, pairs[-1][1].outputs, strict=True))
+    shares = [run.bandwidth_share(start.weight_bytes) for run in own.values()]
     return Row(
         model=any_run.model,
         contest=any_run.contest.name,
         contestant=any_run.contestant.name,
         tokens_per_second=_median([run.tokens_per_second for run in own.values()]),
         trtspec_ratio=_median([ours.tokens_per_second / it.tokens_per_second for it, ours in pairs]),
-        bandwidth_share=_median([run.bandwidth_share(weight_bytes) for run in own.values()]),
+        step_bytes=start.step_bytes,
+        bandwidth_share=_median(shares),
+        bandwidth_range=(min(shares), max(shares)),
         acceptance_length=_median([run.acceptance_length for run in own.values()]),
         same_outputs=same,
         requests=any_run.contest.batch,
@@ -123,7 +139,8 @@ def _row(own: dict[int, Run], reference: dict[int, Run], weight_bytes: int) -> R
 
 def rows_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells."""
-    header = ["model", "contest", "contestant", "tokens/s", "trtspec / it", "of bandwidth", "tokens per step", "same"]
+    header = ["model", "contest", "contestant", "tokens/s", "trtspec / it", "weights/step", "of probe"]
+    header += ["tokens per step", "same"]
     cells = [
         [
             row.model,
@@ -131,7 +148,8 @@ def rows_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             row.contestant,
             _number(row.tokens_per_second, ".1f"),
             _number(row.trtspec_ratio, ".2f", "x"),
-            _number(row.bandwidth_share, ".0%"),
+            _megabytes(row.step_bytes),
+            _share(row.bandwidth_share, row.bandwidth_range),
             _number(row.acceptance_length, ".2f"),
             NONE if row.same_outputs is None else f"{row.same_outputs}/{row.requests}",
         ]
@@ -142,15 +160,15 @@ def rows_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def starts_table(starts: Sequence[Start]) -> tuple[list[str], list[list[str]]]:
     """Header and cells."""
-    header = ["model", "loaded for", "contestant", "constructor to first token", "peak memory", "weights"]
+    header = ["model", "loaded for", "contestant", "constructor to first token", "peak memory", "weights/step"]
     cells = [
         [
             start.model,
             start.group,
             start.contestant.name,
             f"{start.startup_s:.2f} s",
-            f"{start.peak_rss / 1e6:.0f} MB" if start.peak_rss else NONE,
-            f"{start.weight_bytes / 1e6:.0f} MB",
+            _megabytes(start.peak_rss or None),
+            _megabytes(start.step_bytes),
         ]
         for start in starts
     ]
@@ -184,7 +202,9 @@ def as_json(runs: Sequence[Run], starts: Sequence[Start], rows: Sequence[Row]) -
     return {
         "rows": [_plain(asdict(row)) for row in rows],
         "starts": [_plain(asdict(start)) for start in starts],
-        "runs": [_plain(asdict(replace(run, outputs=[]))) for run in runs],
+        "runs": [
+            _plain(asdict(replace(run, outputs=[])) | {"tokens_per_second": run.tokens_per_second}) for run in runs
+        ],
     }
 
 
@@ -221,7 +241,17 @@ def _number(value: float, form: str, unit: str = "") -> str:
     return NONE if math.isnan(value) else f"{value:{form}}{unit}"
 
 
+def _megabytes(value: int | None) -> str:
+    return NONE if value is None else f"{value / 1e6:.0f} MB"
+
+
+def _share(median: float, extremes: tuple[float, float]) -> str:
+    return NONE if math.isnan(median) else f"{median:.0%} ({extremes[0]:.0%} .. {extremes[1]:.0%})"
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value

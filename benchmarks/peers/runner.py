@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from trtspec.kv.memory import huge_pages
 
 PREPARE_S, LOAD_S, GENERATE_S = 3600.0, 1800.0, 900.0  # time limits
 PROBE_BYTES = 2**28
+PROBE_S = 0.1  # for the passes of one probe: it shows the moment, and a machine's bandwidth drifts within minutes
 
 
 class Probe:
@@ -35,8 +37,12 @@ class Probe:
         self.has_kernel = hasattr(torch.ops.trtspec_probe, "read_bandwidth")
 
     def __call__(self) -> float:
-        passes = sorted(self._pass() for _ in range(6))[1:]  # the slowest wakes the threads
-        return passes[len(passes) // 2]
+        """The median of three to six passes, but the slowest, which wakes the threads."""
+        passes: list[float] = []
+        begin = time.perf_counter()
+        while len(passes) < 3 or (len(passes) < 6 and time.perf_counter() - begin < PROBE_S):
+            passes.append(self._pass())
+        return statistics.median(sorted(passes)[1:])
 
     def _pass(self) -> float:
         if self.has_kernel:
@@ -90,19 +96,21 @@ class Runner:
         repeat: int,
         workers: dict[Contestant, Worker],
     ) -> None:
-        """Every contestant once, in an order that rotates, between two probes of the bandwidth."""
+        """Every contestant once, in an order that rotates, each between two probes of the bandwidth."""
         able = [contestant for contestant in workers if contest.batch <= contestant.max_batch]
         shift = repeat % max(len(able), 1)
-        before, runs = self.probe(), []
+        before = self.probe()
         for contestant in able[shift:] + able[:shift]:
+            run = None
             with self._excused(f"{model.name}, {contest.name}", lambda c=contestant: workers.pop(c).kill()):
                 timed = workers[contestant].call("generate", GENERATE_S, prompts=prompts, output_len=contest.output_len)
                 workers[contestant].pause()
-                runs.append(Run(model.name, contest, contestant, repeat, **timed))
-        bandwidth = (before + self.probe()) / 2
-        for run in runs if repeat else ():
-            run.read_bandwidth = bandwidth
-            self.runs.append(run)
+                run = Run(model.name, contest, contestant, repeat, **timed)
+            after = self.probe()
+            if run is not None and repeat:
+                run.probes = (before, after)
+                self.runs.append(run)
+            before = after
 
     def _start(self, model: Model, group: Group, contestant: Contestant) -> Worker:
         """A loaded worker."""

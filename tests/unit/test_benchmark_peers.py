@@ -201,7 +201,7 @@ OURS, THEIRS, QUANTISED = Contestant("trtspec"), Contestant("llama", "BF16"), Co
 
 
 def run(contestant: Contestant, repeat: int, seconds: float, output: list[int], contest: Contest = PLAIN) -> Run:
-    return Run("40M", contest, contestant, repeat, seconds + 1.0, 1.0, 1, 100, [output], read_bandwidth=1e9)
+    return Run("40M", contest, contestant, repeat, seconds + 1.0, 1.0, 1, 100, [output], probes=(0.5e9, 1.5e9))
 
 
 def test_figures() -> None:
@@ -213,13 +213,24 @@ def test_figures() -> None:
     assert ours.tokens_per_second == 50.0  # 100 tokens after the first in 2 s, the median
     assert ours.trtspec_ratio == 1.0
     assert ours.bandwidth_share == pytest.approx(0.25)  # 5 ms to read the weights, 20 ms a step
+    assert ours.bandwidth_range == pytest.approx((0.125, 0.5))
     assert ours.acceptance_length == 1.0
     assert theirs.trtspec_ratio == 1.0  # the median of 2, 1 and 1/2
     assert (theirs.same_outputs, ours.same_outputs) == (0, 1)
     assert quantised.same_outputs is None
     assert math.isnan(quantised.trtspec_ratio)
     header, cells = rows_table([ours, quantised])
-    assert cells[1] == ["40M", "plain, batch 1", "llama.cpp Q8_0", "200.0", "-", "100%", "1.00", "-"]
+    assert cells[1] == [
+        "40M",
+        "plain, batch 1",
+        "llama.cpp Q8_0",
+        "200.0",
+        "-",
+        "5 MB",
+        "100% (100% .. 100%)",
+        "1.00",
+        "-",
+    ]
     assert markdown(header, cells).count("\n") == 4
     assert starts_table(starts)[1][0] == ["40M", "decoding", "trtspec", "0.50 s", "100 MB", "5 MB"]
     assert (
@@ -231,6 +242,17 @@ def test_prefill_counts_prompt_tokens() -> None:
     prefill = run(OURS, 0, 0.0, [1], Contest("prefill", 1, 1024, 1))
     assert prefill.tokens_per_second == 1024.0
     assert math.isnan(prefill.bandwidth_share(1000))
+
+
+def test_bytes_of_a_step_are_those_of_a_step_without_drafts() -> None:
+    drafted = Contestant("vllm", speculation=NGRAM)
+    starts = [Start("40M", "ngram", drafted, 0.5, 5_000_000)]
+    (row,) = summarise([run(drafted, 0, 1.0, [1])], starts)
+    assert row.step_bytes is None
+    assert rows_table([row])[1][0][5:7] == ["-", "-"]
+    assert starts_table(starts)[1][0][-2:] == ["-", "-"]
+    data = json.loads(json.dumps(as_json([], starts, [row]), allow_nan=False))
+    assert data["rows"][0]["bandwidth_range"] == [None, None]
 
 
 # -- processes and environments ---------------------------------------------------------------------------------------
@@ -331,8 +353,12 @@ def test_a_failing_peer_is_left_out_and_the_rest_goes_on(tmp_path: Path, monkeyp
             return Fake(contestant.name)
 
     class FakeProbe:
+        def __init__(self) -> None:
+            self.count = 0
+
         def __call__(self) -> float:
-            return 1e9
+            self.count += 1
+            return float(self.count)
 
     ended: list[str] = []
     monkeypatch.setattr(runner, "Probe", FakeProbe)
@@ -345,6 +371,8 @@ def test_a_failing_peer_is_left_out_and_the_rest_goes_on(tmp_path: Path, monkeyp
         ("trtspec", 2),
         ("trtspec", 3),
     ]
+    # Three in repeat 0, three in repeat 1, where llama.cpp comes first and fails: trtspec has one just before it.
+    assert [done.probes for done in test.runs] == [(5.0, 6.0), (7.0, 8.0), (9.0, 10.0)]
     assert test.notes == ["demo, decoding: vLLM: ended during load", "demo, plain: llama.cpp: ended"]
     assert {"trtspec", "llama.cpp BF16"} <= set(ended)
     assert [start.peak_rss for start in test.starts] == [7, 0]
