@@ -15,37 +15,19 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.peers.checkpoints import CIRCLE, MODELS, open_model
-from benchmarks.peers.contests import INPUT_LEN, LABELS, NGRAM, PEERS, WHAT, groups
+from benchmarks.peers.checkpoints import MODELS, open_model
+from benchmarks.peers.contests import INPUT_LEN, LABELS, PEERS, WHAT, groups
 from benchmarks.peers.environments import given_python, python_of
+from benchmarks.peers.notes import notes, origin
 from benchmarks.peers.process import PeerError
 from benchmarks.peers.results import as_json, markdown, plot, rows_table, show, starts_table, summarise
 from benchmarks.peers.runner import Runner
-
-RANDOM_NOTE = (
-    f"40M and 246M have random weights that count in circles of {CIRCLE} tokens, so every engine writes the same text "
-    "and lookup proposes the same drafts: acceptance is equal by construction (column `tokens per step`), not forced. "
-    "There is no trained draft for them: draft model and EAGLE3 run on the demo models only."
-)
-NOTES = {
-    "ngram": (
-        f"n-gram lookup: K={NGRAM['num_speculative_tokens']}, n-grams of {NGRAM['prompt_lookup_min']} to "
-        f"{NGRAM['prompt_lookup_max']} tokens. transformers and llama-cpp-python have no lower limit (they look up "
-        "single tokens too) and look up for one sequence only."
-    ),
-    "draft": "transformers' assisted generation takes one sequence only.",
-    "startup": (
-        "constructor to first token: one start each, of a compiled engine folder (trtspec), of the checkpoint "
-        "(trtspec eager, transformers), of a GGUF file (llama.cpp); vLLM compiles, or finds what an earlier run "
-        "compiled in WORK/vllm-cache. Peak memory: of all processes, with mapped files, over the contests of that "
-        "start; vLLM's has 1 GiB of KV cache."
-    ),
-}
 
 
 def main(description: str, argv: Sequence[str] | None = None) -> int:
     """Runs everything asked for and shows it. 1 where a contestant failed."""
     args = _arguments(description, argv)
+    where = origin("benchmarks/peers.py", sys.argv[1:] if argv is None else argv)
     console = Console(stderr=True)
     start = time.perf_counter()
 
@@ -54,22 +36,22 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the workers, as Ctrl-C does
     args.work = args.work.resolve()
-    notes: list[str] = []
-    pythons = {"trtspec": sys.executable, **_pythons(args, report, notes)}
-    runner = Runner(args.work, pythons, args.threads, args.repeats, report, notes=notes)
+    failures: list[str] = []
+    pythons = {"trtspec": sys.executable, **_pythons(args, report, failures)}
+    runner = Runner(args.work, pythons, args.threads, args.repeats, report, failures=failures)
     try:
         for name in args.model:
             model = open_model(name, args.work / "checkpoints")
             for group in groups(model, set(args.what), set(pythons), args.output_len):
                 runner.run(model, group)
     except KeyboardInterrupt:
-        notes.append("interrupted: the figures are incomplete")
-    _publish(args, runner)
-    return 1 if notes else 0
+        failures.append("interrupted: the figures are incomplete")
+    _publish(args, runner, where)
+    return 1 if failures else 0
 
 
-def _pythons(args: argparse.Namespace, report: Callable[[str], None], notes: list[str]) -> dict[str, str]:
-    """Of each peer asked for; one that cannot be had is a note."""
+def _pythons(args: argparse.Namespace, report: Callable[[str], None], failures: list[str]) -> dict[str, str]:
+    """Of each peer asked for; one that cannot be had is a failure."""
     found = {}
     for peer in args.only:
         try:
@@ -78,21 +60,20 @@ def _pythons(args: argparse.Namespace, report: Callable[[str], None], notes: lis
             folder = args.work / peer
             found[peer] = given_python(peer, given) if given else python_of(peer, folder, log, args.threads, report)
         except PeerError as error:
-            notes.append(str(error))
-            report(notes[-1])
+            failures.append(str(error))
+            report(failures[-1])
     return found
 
 
-def _publish(args: argparse.Namespace, runner: Runner) -> None:
-    """To the terminal and to the files asked for."""
+def _publish(args: argparse.Namespace, runner: Runner, where: dict[str, str]) -> None:
+    """To the terminal and to the files asked for; in all of them with every note, failures included."""
     rows = summarise(runner.runs, runner.starts)
     tables: list[tuple[str, list[str], list[list[str]]]] = []
     if rows:
         tables.append((f"trtspec and its peers: medians of {args.repeats}", *rows_table(rows)))
     if runner.starts:
         tables.append(("starts", *starts_table(runner.starts)))
-    notes = [RANDOM_NOTE] if set(args.model) - {"demo"} else []
-    notes += [NOTES[what] for what in args.what if what in NOTES] + runner.notes
+    said = [*runner.failures, *notes(args.model, args.what)]
     machine: dict[str, Any] = {
         "machine": platform.machine(),
         "threads": args.threads,
@@ -107,13 +88,14 @@ def _publish(args: argparse.Namespace, runner: Runner) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     for title, header, cells in tables:
         show(console, title, header, cells)
-    for line in (about, *notes):
+    lines = [about, *(f"{key}: {value}" for key, value in where.items()), *said]
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if args.markdown:
         text = "\n".join(markdown(header, cells) for _, header, cells in tables)
-        _write(args.markdown, text + "\n" + "\n".join(f"- {line}" for line in (about, *notes)) + "\n")
+        _write(args.markdown, text + "\n" + "\n".join(f"- {line}" for line in lines) + "\n")
     if args.json:
-        data = {**machine, "notes": notes, **as_json(runner.runs, runner.starts, rows)}
+        data = {**machine, **where, "notes": said, **as_json(runner.runs, runner.starts, rows)}
         _write(args.json, json.dumps(data, indent=1) + "\n")
     if args.png and rows:
         args.png.parent.mkdir(parents=True, exist_ok=True)

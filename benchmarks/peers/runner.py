@@ -63,7 +63,7 @@ class Runner:
     report: Callable[[str], None]
     runs: list[Run] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Runner:
         self.probe = Probe()
 
     def run(self, model: Model, group: Group) -> None:
-        """All contests of a group: results go to runs, starts and notes."""
+        """All contests of a group: results go to runs, starts and failures."""
         with self._workers() as workers:
             for contestant in group.contestants:
                 if contestant.peer in self.pythons:
@@ -159,6 +159,7 @@ class Runner:
             worker.kill()
 
     def _worker(self, contestant: Contestant, label: str) -> Worker:
+        python = self.pythons[contestant.peer]
         root = str(Path(__file__).resolve().parents[2])
         path = root + os.pathsep + os.environ.get("PYTHONPATH", "") if contestant.peer == "trtspec" else root
         environment = {
@@ -170,9 +171,7 @@ class Runner:
             "VLLM_CACHE_ROOT": str(self.work / "vllm-cache"),
         }
         module = f"benchmarks.peers.in_{contestant.peer}"
-        return Worker(
-            contestant.name, self.pythons[contestant.peer], module, environment, self.work / "logs" / f"{label}.log"
-        )
+        return Worker(contestant.name, python, module, environment, self.work / "logs" / f"{label}.log")
 
     @contextmanager
     def _workers(self) -> Iterator[dict[Contestant, Worker]]:
@@ -188,12 +187,12 @@ class Runner:
 
     @contextmanager
     def _excused(self, where: str, then: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A PeerError becomes a note."""
+        """A PeerError becomes a failure."""
         try:
             yield
         except PeerError as error:
-            self.notes.append(f"{where}: {error}")
-            self.report(self.notes[-1])
+            self.failures.append(f"{where}: {error}")
+            self.report(self.failures[-1])
             then()
 
 

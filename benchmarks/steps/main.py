@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.peers.checkpoints import SHAPES
+from benchmarks.peers.notes import origin
 from benchmarks.peers.runner import Probe
 from benchmarks.steps.engines import Workshop
 from benchmarks.steps.results import Result, as_json, report_markdown
@@ -25,6 +26,7 @@ from trtspec.ops import load_plugins
 def main(description: str, argv: Sequence[str] | None = None) -> int:
     """Measures what is asked for, prints markdown, writes JSON."""
     args = _arguments(description, argv)
+    where = origin("benchmarks/steps.py", sys.argv[1:] if argv is None else argv)
     torch.set_num_threads(args.threads)
     begin = time.perf_counter()
 
@@ -40,6 +42,7 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
         report(name)
         results.append(SECTIONS[name](bench))
     machine = {
+        **where,
         "model": args.model,
         "threads": args.threads,
         "rounds": args.rounds,
@@ -54,7 +57,7 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
     if bandwidths:
         machine["read_gbs"] = [bandwidths[0], bandwidths[-1]]
         about += f"; read bandwidth {bandwidths[0]:.1f} to {bandwidths[-1]:.1f} GB/s ({machine['probe']})"
-    print(report_markdown(results, about))
+    print(report_markdown(results, [about, *(f"{key}: {value}" for key, value in where.items())]))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({**machine, "sections": as_json(results)}, indent=1) + "\n", encoding="utf-8")

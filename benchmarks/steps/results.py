@@ -94,15 +94,15 @@ def turns_table(turns: Sequence[Turn]) -> tuple[list[str], list[list[str]]]:
     return header, cells
 
 
-def report_markdown(results: Sequence[Result], about: str) -> str:
-    """All sections: figures beside their targets first, then the contestants."""
+def report_markdown(results: Sequence[Result], about: Sequence[str]) -> str:
+    """All sections: figures beside their targets first, then the contestants, then the lines `about` and all notes."""
     header = ["section", "figure", "median", "range", "target", "met"]
     cells = [[result.section, *figure.cells()] for result in results for figure in result.figures]
     parts = [markdown(header, cells)]
     for result in results:
         if result.turns:
             parts.append(f"{result.section}:\n\n" + markdown(*turns_table(result.turns)))
-    parts += ["\n".join(f"- {line}" for line in (about, *(note for result in results for note in result.notes)))]
+    parts += ["\n".join(f"- {line}" for line in (*about, *(note for result in results for note in result.notes)))]
     return "\n".join(parts)
 
 

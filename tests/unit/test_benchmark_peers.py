@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.peers import checkpoints, environments, runner
+from benchmarks.peers import checkpoints, environments, notes, runner
+from benchmarks.peers import main as peers
 from benchmarks.peers.checkpoints import CIRCLE, DEMO, Model, Shape, open_model, write_checkpoint
 from benchmarks.peers.contests import NGRAM, Contest, Contestant, Group, groups
 from benchmarks.peers.gguf_file import gguf_name, interleave_rope, read_safetensors, write_gguf
@@ -255,6 +258,57 @@ def test_bytes_of_a_step_are_those_of_a_step_without_drafts() -> None:
     assert data["rows"][0]["bandwidth_range"] == [None, None]
 
 
+def test_results_carry_every_note_and_where_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fake(Runner):
+        def __post_init__(self) -> None:
+            self.probe = runner.Probe()
+
+        def run(self, model: Model, group: Group) -> None:
+            self.starts.append(Start(model.name, group.name, OURS, 0.5, 5_000_000))
+            self.runs.append(run(OURS, 1, 1.0, [1, 2]))
+            self.failures.append("something failed")
+
+    monkeypatch.setattr(peers, "Runner", Fake)
+    files = {name: tmp_path / f"peers.{name}" for name in ("markdown", "json")}
+    arguments = ["--only", "vllm", "--vllm-python", sys.executable, "--model", "demo", "--what", "draft"]
+    arguments += [text for name, file in files.items() for text in (f"--{name}", str(file))]
+    assert main("x", arguments) == 1
+    written, shown = files["markdown"].read_text(), capsys.readouterr().out
+    data = json.loads(files["json"].read_text())
+    expected = [*notes.ALWAYS, notes.WHAT["draft"], "something failed"]
+    assert sorted(data["notes"]) == sorted(expected)
+    for line in (*expected, f"command: python benchmarks/peers.py {' '.join(arguments)}", f"commit: {data['commit']}"):
+        assert f"- {line}\n" in written
+        assert line in shown
+    assert "what compiling costs, once, in `trtspec build`, is not in it" in written
+    assert notes.RANDOM not in written
+    assert notes.RANDOM in notes.notes(["demo", "40M"], [])
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_the_commit_is_said_only_of_this_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    monkeypatch.setattr(notes, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert notes.origin("a.py", ["--what", "a b"]) == {"commit": "none", "command": "python a.py --what 'a b'"}
+    (tmp_path / "file").write_text("1")
+    git("init")
+    git("add", "file")
+    git("commit", "-m", "x")
+    commit = notes.origin("a.py", [])["commit"]
+    assert len(commit) == 40
+    (tmp_path / "file").write_text("2")
+    assert notes.origin("a.py", [])["commit"] == f"{commit}, with changes"
+    (tmp_path / "inner").mkdir()
+    monkeypatch.setattr(notes, "ROOT", tmp_path / "inner")
+    assert notes.origin("a.py", [])["commit"] == "none"
+
+
 # -- processes and environments ---------------------------------------------------------------------------------------
 
 FAKE_PEER = """
@@ -373,7 +427,7 @@ def test_a_failing_peer_is_left_out_and_the_rest_goes_on(tmp_path: Path, monkeyp
     ]
     # Three in repeat 0, three in repeat 1, where llama.cpp comes first and fails: trtspec has one just before it.
     assert [done.probes for done in test.runs] == [(5.0, 6.0), (7.0, 8.0), (9.0, 10.0)]
-    assert test.notes == ["demo, decoding: vLLM: ended during load", "demo, plain: llama.cpp: ended"]
+    assert test.failures == ["demo, decoding: vLLM: ended during load", "demo, plain: llama.cpp: ended"]
     assert {"trtspec", "llama.cpp BF16"} <= set(ended)
     assert [start.peak_rss for start in test.starts] == [7, 0]
 

@@ -76,7 +76,7 @@ def test_tables_and_json() -> None:
     result = Result("rows", [Figure("b / a", ratios(TURNS, "b", "a"), "x", 1.3)], TURNS, ["a note"])
     _, cells = turns_table(TURNS)
     assert [line[:3] for line in cells] == [["a", "300.000 ms", "1.000"], ["b", "350.000 ms", "1.250"]]
-    text = report_markdown([result], "about")
+    text = report_markdown([result], ["about"])
     assert "| rows | b / a | 1.250x | 1.000x .. 1.500x | ≤ 1.300x | yes |" in text
     assert text.endswith("- about\n- a note")
     (data,) = json.loads(json.dumps(as_json([result])))

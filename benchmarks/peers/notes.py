@@ -1,0 +1,73 @@
+"""What must be said beside the figures: how they came about, what they leave out, and where they come from."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from benchmarks.peers.checkpoints import CIRCLE
+from benchmarks.peers.contests import NGRAM
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ALWAYS = (
+    "driving: token ids in and out, no tokenizer, no text, no server; one thread hands over a batch and waits for it. "
+    "It calls step() of trtspec's and of vLLM's engine, llama_decode and an arg-max, transformers' generate(). What "
+    "trtspec's LLM puts around that, an engine thread and text, is not in the figures; nor is what vLLM's LLM does.",
+    "trtspec / it: tokens/s of trtspec's compiled engine of the same format over the contestant's, so above 1 trtspec "
+    "is faster; the median of the ratios repeat by repeat.",
+    "weights/step: what a step without drafts reads of the weights as the contestant keeps them, scales included, of "
+    "a separate embedding but a row. Contestants of one format do not keep the same bytes: trtspec's int8 and int4 "
+    "leave the lm_head in bf16, llama.cpp's Q8_0 and Q4_0 quantise it too (Q4_0 as Q6_K), and scales differ. `trtspec "
+    "/ it` is not corrected for that; `of probe` is.",
+    "of probe: bytes of weights per second over the read bandwidth, the mean of a probe right before and one right "
+    "after the turn; median (smallest .. largest) over the repeats. It may exceed 100% where weights stay in the "
+    "CPU's caches, as the demo's do.",
+    "constructor to first token: one start each, imports before it. trtspec starts from an engine folder: what "
+    "compiling costs, once, in `trtspec build`, is not in it. vLLM's has in it whatever vLLM compiles as it starts; "
+    "it finds some of what an earlier run compiled in WORK/vllm-cache. trtspec eager and transformers start from the "
+    "checkpoint, llama.cpp from a GGUF file that was converted before. Peak memory: of all processes, with mapped "
+    "files, over the contests of that start; vLLM's has 1 GiB of KV cache.",
+)
+RANDOM = (
+    f"40M and 246M have random weights that count in circles of {CIRCLE} tokens, so every engine writes the same text "
+    "and lookup proposes the same drafts: acceptance is equal by construction (column `tokens per step`), not forced. "
+    "There is no trained draft for them: draft model and EAGLE3 run on the demo models only."
+)
+WHAT = {
+    "ngram": (
+        f"n-gram lookup: K={NGRAM['num_speculative_tokens']}, n-grams of {NGRAM['prompt_lookup_min']} to "
+        f"{NGRAM['prompt_lookup_max']} tokens. transformers and llama-cpp-python have no lower limit (they look up "
+        "single tokens too) and look up for one sequence only."
+    ),
+    "draft": "transformers' assisted generation takes one sequence only.",
+}
+
+
+def notes(models: Collection[str], what: Collection[str]) -> list[str]:
+    """All that goes for a run of these models and contests."""
+    found = [*ALWAYS]
+    if set(models) - {"demo"}:
+        found.append(RANDOM)
+    return found + [WHAT[one] for one in WHAT if one in what]
+
+
+def origin(script: str, arguments: Sequence[str]) -> dict[str, str]:
+    """Where figures come from: the commit, if this is a git checkout, and the command line."""
+    return {"commit": _commit(), "command": shlex.join(["python", script, *arguments])}
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT:
+            return "none"  # a copy inside some other repository
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + (", with changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
