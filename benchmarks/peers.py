@@ -8,6 +8,7 @@ machine: minutes, and a C++ compiler; vLLM and transformers download torch) or g
 --transformers-python, --llama-python. Checkpoints: the demo models, whose prompts are held-out code, and two Llama
 shapes of random weights, made under --work too (see peers/checkpoints.py for how their text stays the same in every
 engine). All decode greedily, 128 tokens in and 128 out, past any end of sequence, with the same number of threads.
+vLLM takes part twice: as it comes, with processes of its own, and all in one process (--vllm-modes chooses).
 
 Every contestant is a process that loads once. A repeat asks each in turn, in rotating order, while all others stand
 still, and probes the machine's read bandwidth before, between and after them; the first repeat warms up. Figures are

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ K_DRAFT = 3  # of draft model and EAGLE3
 
 PEERS = ("vllm", "transformers", "llama")
 LABELS = {"trtspec": "trtspec", "vllm": "vLLM", "transformers": "transformers", "llama": "llama.cpp"}
+VLLM_MODES = ("own-processes", "in-process")  # where vLLM's engine core and worker run; the first is its default
 WHAT = ("plain", "batch8", "prefill", "ngram", "draft", "eagle3", "startup")
 
 
@@ -42,6 +43,7 @@ class Contestant:
     format: str = "bf16"
     speculation: Mapping[str, Any] | None = field(default=None, hash=False)
     eager: bool = False  # trtspec without a compiled engine
+    in_process: bool = False  # vLLM in one process
     max_batch: int = 8
 
     @property
@@ -63,8 +65,10 @@ class Group:
     contestants: tuple[Contestant, ...]
 
 
-def groups(model: Model, what: set[str], peers: set[str], output_len: int) -> list[Group]:
-    """What of `what` (see WHAT) makes sense for the model, trtspec and `peers` in it."""
+def groups(
+    model: Model, what: set[str], peers: set[str], output_len: int, vllm_modes: Collection[str] = VLLM_MODES
+) -> list[Group]:
+    """What of `what` (see WHAT) makes sense for the model, trtspec and `peers` in it, vLLM in these of VLLM_MODES."""
     wanted = {"decoding"} if what & {"plain", "batch8", "prefill", "startup"} else set()
     wanted |= what & {"ngram"}
     wanted |= {"draft"} if "draft" in what and model.draft else set()
@@ -81,6 +85,7 @@ def groups(model: Model, what: set[str], peers: set[str], output_len: int) -> li
             contests = [contest for key, contest in plain.items() if key in what]
         if name in wanted:
             chosen = [one for one in contestants if one.peer in {"trtspec", *peers}]
+            chosen = [one for one in chosen if one.peer != "vllm" or VLLM_MODES[one.in_process] in vllm_modes]
             found.append(Group(name, tuple(contests), tuple(chosen)))
     return found
 
@@ -96,7 +101,7 @@ def _contestants(model: Model) -> dict[str, tuple[str, list[Contestant]]]:
             [
                 Contestant("trtspec"),
                 Contestant("trtspec", "eager", eager=True),
-                Contestant("vllm"),
+                *_vllm(None),
                 Contestant("transformers"),
                 Contestant("llama", "BF16"),
                 Contestant("trtspec", "int8", "int8"),
@@ -109,7 +114,7 @@ def _contestants(model: Model) -> dict[str, tuple[str, list[Contestant]]]:
             f"n-gram K={K}",
             [
                 Contestant("trtspec", speculation=NGRAM),
-                Contestant("vllm", speculation=NGRAM),
+                *_vllm(NGRAM),
                 Contestant("transformers", "prompt lookup", speculation=NGRAM, max_batch=1),
                 Contestant("llama", "BF16 lookup", speculation=NGRAM, max_batch=1),
             ],
@@ -118,12 +123,20 @@ def _contestants(model: Model) -> dict[str, tuple[str, list[Contestant]]]:
             f"draft model K={K_DRAFT}",
             [
                 Contestant("trtspec", speculation=draft),
-                Contestant("vllm", speculation=draft),
+                *_vllm(draft),
                 Contestant("transformers", "assisted", speculation=draft, max_batch=1),
             ],
         ),
         "eagle3": (
             f"EAGLE3 K={K_DRAFT}",
-            [Contestant("trtspec", speculation=eagle3), Contestant("vllm", speculation=eagle3)],
+            [Contestant("trtspec", speculation=eagle3), *_vllm(eagle3)],
         ),
     }
+
+
+def _vllm(speculation: Mapping[str, Any] | None) -> list[Contestant]:
+    """In both of VLLM_MODES."""
+    return [
+        Contestant("vllm", speculation=speculation),
+        Contestant("vllm", "in-process", speculation=speculation, in_process=True),
+    ]

@@ -1,4 +1,4 @@
-"""The peers' Python environments: made once under a folder, or given."""
+"""The peers' Python environments, made once under a folder, or given; and the variables that vLLM runs with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import venv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,3 +73,36 @@ def given_python(peer: str, path: str) -> str:
     if found is None:
         raise PeerError(f"{peer}: --{peer}-python {path} is no program; give the python of an environment that has it")
     return str(Path(found).absolute())
+
+
+def vllm_variables(python: str, cpus: Sequence[int], in_process: bool) -> dict[str, str]:
+    """What vLLM is run with: threads bound to `cpus`, and Intel's OpenMP if the environment has it, as it advises.
+
+    in_process: see contests.VLLM_MODES. The worker's OpenMP is then that of the process; it is set up here as vLLM does
+    it for a worker of its own (vllm/utils/ompmultiprocessing.py).
+    """
+    ids = [str(cpu) for cpu in cpus]
+    variables = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(ids),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+    }
+    intel, gnu = openmp(python)
+    library = intel or (gnu if in_process else None)  # vLLM gives torch's to a process of its own by itself
+    if library is not None:
+        variables["LD_PRELOAD"] = ":".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
+    if in_process and intel is not None:
+        affinity = f"granularity=fine,explicit,proclist=[{','.join(ids)}]"
+        variables |= {"KMP_AFFINITY": affinity, "KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
+    elif in_process:
+        variables["GOMP_CPU_AFFINITY"] = " ".join(ids)
+    return variables
+
+
+def openmp(python: str) -> tuple[Path | None, Path | None]:
+    """Intel's OpenMP in the environment of `python`, and the one that torch brings. None for what is missing."""
+    root = Path(python).parents[1] / "lib"
+    folders = ("torch/lib", "torch.libs")
+    gnu = [file for name in folders for file in sorted(root.glob(f"python3*/site-packages/{name}/libgomp*"))]
+    intel = root / "libiomp5.so"
+    return intel if intel.is_file() else None, gnu[0] if gnu else None

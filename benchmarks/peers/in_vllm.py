@@ -1,4 +1,7 @@
-"""vLLM on the CPU, with its defaults: compiled, chunked prefill; prefix caching is off. Runs in its own environment."""
+"""vLLM on the CPU, with its defaults: compiled, chunked prefill; prefix caching is off. Runs in its own environment.
+
+Where its engine core runs is for the environment's variables to say (see environments.vllm_variables).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class Vllm:
         return stopwatch.stop()
 
     def close(self) -> None:
-        """Ends vLLM's own processes, which takes a long time otherwise."""
+        """Ends vLLM's own processes, if it has any, which takes a long time otherwise."""
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
 

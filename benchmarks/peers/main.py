@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.peers.checkpoints import MODELS, open_model
-from benchmarks.peers.contests import INPUT_LEN, LABELS, PEERS, WHAT, groups
+from benchmarks.peers.contests import INPUT_LEN, LABELS, PEERS, VLLM_MODES, WHAT, groups
 from benchmarks.peers.environments import given_python, python_of
 from benchmarks.peers.notes import notes, origin
 from benchmarks.peers.process import PeerError
@@ -42,7 +42,7 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
     try:
         for name in args.model:
             model = open_model(name, args.work / "checkpoints")
-            for group in groups(model, set(args.what), set(pythons), args.output_len):
+            for group in groups(model, set(args.what), set(pythons), args.output_len, args.vllm_modes):
                 runner.run(model, group)
     except KeyboardInterrupt:
         failures.append("interrupted: the figures are incomplete")
@@ -73,7 +73,7 @@ def _publish(args: argparse.Namespace, runner: Runner, where: dict[str, str]) ->
         tables.append((f"trtspec and its peers: medians of {args.repeats}", *rows_table(rows)))
     if runner.starts:
         tables.append(("starts", *starts_table(runner.starts)))
-    said = [*runner.failures, *notes(args.model, args.what)]
+    said = [*runner.failures, *notes(args.model, args.what, runner.pythons)]
     machine: dict[str, Any] = {
         "machine": platform.machine(),
         "threads": args.threads,
@@ -112,6 +112,9 @@ def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespa
     parser.add_argument("--only", type=_some_of(PEERS), default=PEERS, help=f"of {','.join(PEERS)} (default all)")
     parser.add_argument("--model", type=_some_of(MODELS), default=MODELS, help=f"of {','.join(MODELS)} (default all)")
     parser.add_argument("--what", type=_some_of(WHAT), default=WHAT, help=f"of {','.join(WHAT)} (default all)")
+    parser.add_argument(
+        "--vllm-modes", type=_some_of(VLLM_MODES), default=VLLM_MODES, help=f"of {','.join(VLLM_MODES)} (default both)"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output-len", type=int, default=128, help="tokens to generate (default 128, at most 256)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every contestant (default: CPUs)")

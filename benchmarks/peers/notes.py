@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.peers.checkpoints import CIRCLE
 from benchmarks.peers.contests import NGRAM
+from benchmarks.peers.environments import openmp
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +32,11 @@ ALWAYS = (
     "checkpoint, llama.cpp from a GGUF file that was converted before. Peak memory: of all processes, with mapped "
     "files, over the contests of that start; vLLM's has 1 GiB of KV cache.",
 )
+VLLM = (
+    "vLLM: its default, in which the engine's core and its worker are processes of their own and every step is sent "
+    "to and fro. vLLM in-process: VLLM_ENABLE_V1_MULTIPROCESSING=0, both in the caller's process, as trtspec is "
+    "driven here. Threads are bound to the CPUs in both. "
+)
 RANDOM = (
     f"40M and 246M have random weights that count in circles of {CIRCLE} tokens, so every engine writes the same text "
     "and lookup proposes the same drafts: acceptance is equal by construction (column `tokens per step`), not forced. "
@@ -46,9 +52,12 @@ WHAT = {
 }
 
 
-def notes(models: Collection[str], what: Collection[str]) -> list[str]:
-    """All that goes for a run of these models and contests."""
+def notes(models: Collection[str], what: Collection[str], pythons: Mapping[str, str]) -> list[str]:
+    """All that goes for a run of these models and contests. pythons: of each contestant."""
     found = [*ALWAYS]
+    if "vllm" in pythons:
+        intel, _ = openmp(pythons["vllm"])
+        found.append(VLLM + (f"Intel's OpenMP ({intel.name}) is preloaded." if intel else "Torch's OpenMP serves."))
     if set(models) - {"demo"}:
         found.append(RANDOM)
     return found + [WHAT[one] for one in WHAT if one in what]

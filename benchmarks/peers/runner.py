@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.peers.checkpoints import Model
 from benchmarks.peers.contests import LIMITS, Contest, Contestant, Group
+from benchmarks.peers.environments import vllm_variables
 from benchmarks.peers.process import PeerError, Worker
 from benchmarks.peers.results import Run, Start
 from trtspec.engine.sources import DIGITS, digest
@@ -166,10 +167,10 @@ class Runner:
             "PYTHONPATH": path.rstrip(os.pathsep),
             "OMP_NUM_THREADS": str(self.threads),
             "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, _cpus()[: self.threads])),
-            "VLLM_CACHE_ROOT": str(self.work / "vllm-cache"),
         }
+        if contestant.peer == "vllm":
+            environment |= vllm_variables(python, _cpus()[: self.threads], contestant.in_process)
+            environment["VLLM_CACHE_ROOT"] = str(self.work / "vllm-cache")
         module = f"benchmarks.peers.in_{contestant.peer}"
         return Worker(contestant.name, python, module, environment, self.work / "logs" / f"{label}.log")
 

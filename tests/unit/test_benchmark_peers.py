@@ -192,6 +192,12 @@ def test_contests_of_a_model() -> None:
     everything = {"plain", "batch8", "prefill", "ngram", "draft", "eagle3", "startup"}
     assert [group.name for group in groups(demo, everything, {"vllm"}, 64)] == ["decoding", "ngram", "draft", "eagle3"]
     assert [group.name for group in groups(random, everything, {"vllm"}, 64)] == ["decoding", "ngram"]
+    vllm = [one.name for one in groups(demo, {"plain"}, {"vllm"}, 64)[0].contestants if one.peer == "vllm"]
+    assert vllm == ["vLLM", "vLLM in-process"]
+    assert (
+        len(groups(demo, {"plain"}, {"vllm"}, 64, ["in-process"])[0].contestants)
+        == len(groups(demo, {"plain"}, set(), 64)[0].contestants) + 1
+    )
     (group,) = groups(random, {"startup"}, {"llama"}, 64)
     assert group.contests == ()
     assert {one.peer for one in group.contestants} == {"trtspec", "llama"}
@@ -277,14 +283,14 @@ def test_results_carry_every_note_and_where_they_come_from(
     assert main("x", arguments) == 1
     written, shown = files["markdown"].read_text(), capsys.readouterr().out
     data = json.loads(files["json"].read_text())
-    expected = [*notes.ALWAYS, notes.WHAT["draft"], "something failed"]
+    expected = [*notes.ALWAYS, notes.VLLM + "Torch's OpenMP serves.", notes.WHAT["draft"], "something failed"]
     assert sorted(data["notes"]) == sorted(expected)
     for line in (*expected, f"command: python benchmarks/peers.py {' '.join(arguments)}", f"commit: {data['commit']}"):
         assert f"- {line}\n" in written
         assert line in shown
     assert "what compiling costs, once, in `trtspec build`, is not in it" in written
     assert notes.RANDOM not in written
-    assert notes.RANDOM in notes.notes(["demo", "40M"], [])
+    assert notes.RANDOM in notes.notes(["demo", "40M"], [], {})
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
@@ -439,6 +445,28 @@ def test_environment_errors_are_sentences(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(PeerError, match="needs a C\\+\\+ compiler"):
         environments.python_of("llama", tmp_path / "llama", tmp_path / "log", 1, lambda what: None)
+
+
+def test_vllm_gets_the_openmp_that_it_advises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "other.so")
+    python, lib = str(tmp_path / "bin" / "python"), tmp_path / "lib"
+    gnu = lib / "python3.11" / "site-packages" / "torch" / "lib" / "libgomp-1.so.1"
+    gnu.parent.mkdir(parents=True)
+    gnu.write_text("")
+    apart = environments.vllm_variables(python, [0, 2], in_process=False)
+    assert apart["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert apart["VLLM_CPU_OMP_THREADS_BIND"] == "0,2"
+    assert "LD_PRELOAD" not in apart
+    inside = environments.vllm_variables(python, [0, 2], in_process=True)
+    assert inside["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert (inside["LD_PRELOAD"], inside["GOMP_CPU_AFFINITY"]) == (f"{gnu}:other.so", "0 2")
+    intel = lib / "libiomp5.so"
+    intel.write_text("")
+    assert environments.openmp(python) == (intel, gnu)
+    for in_process in (False, True):
+        variables = environments.vllm_variables(python, [0, 2], in_process)
+        assert variables["LD_PRELOAD"] == f"{intel}:other.so"
+        assert ("KMP_AFFINITY" in variables) == in_process
 
 
 def test_environment_is_reused(tmp_path: Path) -> None:
