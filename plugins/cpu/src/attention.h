@@ -149,6 +149,8 @@ struct Rows {
     return tile;
   }
 
+  INLINE Tile first_tile() const { return tile(lowest_key(0) / TILE * TILE); }
+
   template <class T> INLINE const T* cached(const Heads& cache, int64_t slot) const {
     return static_cast<const T*>(cache.data) + slot * cache.row_step + piece.kv_head * cache.head_step;
   }
@@ -162,23 +164,38 @@ struct Rows {
 
 // -- bringing a tile in ----------------------------------------------------------------------------------------------
 
-// Between steps weights have gone through the caches, so keys and values are not there: the next tile's are on their
-// way while this one is worked on.
-template <class T> void ask_for(const Rows& rows, const Tile& tile) {
-  const int64_t bytes = rows.args.head_dim * int64_t(sizeof(T));
-  for (int key = tile.first; key < tile.end; ++key)
-    for (const Heads* cache : {&rows.args.k_cache, &rows.args.v_cache}) {
-      const char* head = reinterpret_cast<const char*>(rows.cached<T>(*cache, tile.slots[key]));
+// Between steps weights have gone through the caches, so keys and values are not there: the next tile's, be it of the
+// following piece, are on their way while this one is worked on.
+// Asked for a few at a time, as a core waits when too many lines are under way.
+template <class T> class Ahead {
+ public:
+  INLINE Ahead(const Rows& rows, const Tile& tile) : rows_(rows), tile_(tile), key_(tile.first), value_(tile.first) {}
+  INLINE void keys(int count) { ask(rows_.args.k_cache, key_, count); }
+  INLINE void values(int count) { ask(rows_.args.v_cache, value_, count); }
+  INLINE void rest() { keys(TILE), values(TILE); }
+
+ private:
+  INLINE void ask(const Heads& cache, int& next, int count) {
+    const int64_t bytes = rows_.args.head_dim * int64_t(sizeof(T));
+    for (; next < tile_.end && count > 0; ++next, --count) {
+      const char* head = reinterpret_cast<const char*>(rows_.cached<T>(cache, tile_.slots[next]));
       for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(head + at);
     }
-}
+  }
+
+  const Rows& rows_;
+  const Tile& tile_;
+  int key_, value_;
+};
 
 // keys[unit][key]; 0 for keys that are not of the tile.
-template <class T, class Unit> void turn_keys(const Rows& rows, const Tile& tile, Unit* keys, int64_t units) {
+template <class T, class Unit>
+void turn_keys(const Rows& rows, const Tile& tile, Unit* keys, int64_t units, Ahead<T>& ahead) {
   const auto units_at = [&](int key, int64_t unit) {
     return load_units<Unit>(rows.cached<T>(rows.args.k_cache, tile.slots[key]), unit, rows.args.head_dim);
   };
-  for (int key = 0; key < tile.end; key += LANES)
+  for (int key = 0; key < tile.end; key += LANES) {
+    ahead.keys(LANES);
     for (int64_t unit = 0; unit < units; unit += LANES) {
       Vec square[LANES];
 #pragma GCC unroll 16
@@ -191,12 +208,15 @@ template <class T, class Unit> void turn_keys(const Rows& rows, const Tile& tile
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i) std::memcpy(keys + (unit + i) * TILE + key, &square[i], sizeof(Vec));
     }
+  }
 }
 
 // values[key][element] in fp32. Whether all of them are finite.
-template <class T> bool widen_values(const Rows& rows, const Tile& tile, float* values, int64_t width) {
+template <class T>
+bool widen_values(const Rows& rows, const Tile& tile, float* values, int64_t width, Ahead<T>& ahead) {
   UVec largest{};  // magnitudes as bits
   for (int key = tile.first; key < tile.end; ++key) {
+    ahead.values(1);
     const T* from = rows.cached<T>(rows.args.v_cache, tile.slots[key]);
     float* to = values + key * width;
     for (int64_t d = 0; d < width; d += LANES) {
@@ -431,35 +451,41 @@ template <class T, class Unit> void begin(const Rows& rows, const Workspace<Unit
   std::memset(work.totals, 0, lines * LANES * sizeof(float));
 }
 
-template <class T> void attend_rows(const AttentionArgs& args, const AttentionPiece& piece) {
+template <class T>
+void attend_rows(const AttentionArgs& args, const AttentionPiece& piece, const AttentionPiece* following) {
   using Unit = typename UnitOf<T>::type;
   constexpr int64_t packed = elements_per<Unit>;
   const Rows rows(args, piece);
   const Workspace<Unit> work = workspace<Unit>(rows.lines(), round_up((args.head_dim + packed - 1) / packed, LANES),
                                                round_up(args.head_dim, LANES));
   const int64_t end = rows.end_of_keys(piece.num_rows - 1);
-  Tile tile, next;
-  ask_for<T>(rows, next = rows.tile(rows.lowest_key(0) / TILE * TILE));
+  const Rows others(args, following != nullptr ? *following : piece);
+  Tile tile, next = rows.first_tile();
+  Ahead<T>(rows, next).rest();
   begin<T>(rows, work);
   for (int64_t start = next.start; start < end; start += TILE) {
     tile = next;
-    if (start + TILE < end) ask_for<T>(rows, next = rows.tile(start + TILE));
+    const bool last = start + TILE >= end;
+    next = last ? others.first_tile() : rows.tile(start + TILE);
+    if (last && following == nullptr) next.end = next.first;
+    Ahead<T> ahead(last ? others : rows, next);
     for (int64_t row = 0, line = 0; row < piece.num_rows; ++row) {
       const uint64_t seen = rows.seen(row, start);
       for (int64_t head = 0; head < rows.group; ++head) work.seen[line++] = seen;
     }
-    turn_keys<T>(rows, tile, work.keys, work.units);
-    const bool finite = widen_values<T>(rows, tile, work.values, work.width);
+    turn_keys<T>(rows, tile, work.keys, work.units, ahead);
+    const bool finite = widen_values<T>(rows, tile, work.values, work.width, ahead);
+    ahead.rest();
     attend_tile(rows, work, tile, finite);
   }
   finish<T>(rows, work);
 }
 
-inline void attend(const AttentionArgs& args, const AttentionPiece& piece) {
+inline void attend(const AttentionArgs& args, const AttentionPiece& piece, const AttentionPiece* following) {
   switch (args.element) {
-    case Element::fp32: return attend_rows<float>(args, piece);
-    case Element::fp16: return attend_rows<Half>(args, piece);
-    case Element::bf16: return attend_rows<BFloat16>(args, piece);
+    case Element::fp32: return attend_rows<float>(args, piece, following);
+    case Element::fp16: return attend_rows<Half>(args, piece, following);
+    case Element::bf16: return attend_rows<BFloat16>(args, piece, following);
   }
 }
 

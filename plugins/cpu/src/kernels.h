@@ -113,7 +113,8 @@ struct LinearArgs {
 
 struct Kernels {
   const char* name;
-  void (*attend)(const AttentionArgs&, const AttentionPiece&);
+  // `following`: the piece that the caller is going to do next, or null.
+  void (*attend)(const AttentionArgs&, const AttentionPiece&, const AttentionPiece* following);
   void (*spec_sample)(const SampleArgs&, int64_t begin, int64_t end);  // rows
   void (*process_logits)(const LogitsArgs&, const LogitsScratch&, int64_t begin, int64_t end);  // rows
   // Bytes of a row of x as linear_block wants it: widened or quantised, and padded to whole words.

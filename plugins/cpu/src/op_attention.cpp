@@ -129,7 +129,12 @@ void attend_all(const AttentionArgs& args, int64_t B) {
   work *= 2 * args.q_heads * args.head_dim;
   trtspec::parallel_for(count, 1 + count * WORK_PER_CHUNK / work, [&](int64_t begin, int64_t end) {
     Pieces mine = pieces;
-    for (int64_t number = begin; number < end; ++number) kernels().attend(args, mine.at(number));
+    AttentionPiece piece = mine.at(begin), following;
+    for (int64_t number = begin; number < end; ++number, piece = following) {
+      const bool last = number + 1 == end;
+      if (!last) following = mine.at(number + 1);
+      kernels().attend(args, piece, last ? nullptr : &following);
+    }
   });
 }
 
