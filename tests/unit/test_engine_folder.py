@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,22 @@ def test_what_came_meanwhile_stays_and_so_does_the_engine(tmp_path: Path) -> Non
         _publish(staged(tmp_path), tmp_path / "out", replace_existing=True)
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
     assert (Path(str(raised.value).rsplit(" in ", 1)[1]) / "new").exists()
+
+
+def test_the_old_engine_comes_back_where_the_new_one_cannot_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, staging, rename = engine(tmp_path / "out"), staged(tmp_path), os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if (source, target) == (staging, old):
+            raise OSError("the disk is gone")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(ConfigError, match="the disk is gone"):
+        _publish(staging, old, replace_existing=True)
+    assert [file.name for file in old.iterdir()] == ["config.json"]
 
 
 # -- damaged ones -----------------------------------------------------------------------------------------------------

@@ -162,9 +162,15 @@ def _publish(staging: Path, output: Path, replace_existing: bool) -> None:
     """Put the finished folder in its place. What is there moves away first and goes only when the new one stands."""
     try:
         refuse_taken(output, replace_existing)  # that was minutes ago
+        replaced = staging.with_name("replaced")
         if output.exists():
-            os.rename(output, staging.with_name("replaced"))
-        os.rename(staging, output)
+            os.rename(output, replaced)
+        try:
+            os.rename(staging, output)
+        except OSError:
+            if replaced.exists():
+                os.rename(replaced, output)
+            raise
     except (ConfigError, OSError) as error:
         spare = Path(tempfile.mkdtemp(dir=output.parent, prefix=f"{output.name}-"))
         os.rename(staging, spare)
