@@ -12,12 +12,12 @@
 #include <cstdlib>
 #include <new>
 
+#include "attention_rows.h"
 #include "kernels.h"
 #include "vec.h"
 
 namespace trtspec::TRTSPEC_ISA {
 
-constexpr int TILE = 64;                        // keys; a row's bits follow from it. Masks of a tile are 64 bits
 constexpr int LINES = 6;                        // lines x columns of vectors: what the registers hold
 constexpr int COLUMNS = LANES == 16 ? 4 : 2;
 constexpr float FLOOR = -1e30f;                 // highest score of a line that has seen nothing: finite, so that
@@ -69,124 +69,7 @@ template <class Unit> struct Workspace {
   uint64_t* seen;   // [lines], which keys of the tile
 };
 
-// Keys [first, end) of the tile that starts at position `start`: those that some line may see.
-struct Tile {
-  int64_t start;
-  int first, end;
-  int64_t slots[TILE];
-};
-
-// -- which keys ------------------------------------------------------------------------------------------------------
-
-// Bits [low, high) of 64, for any low and high.
-INLINE uint64_t bits_between(int64_t low, int64_t high) {
-  low = low < 0 ? 0 : low;
-  high = high > 64 ? 64 : high;
-  if (low >= high) return 0;
-  return (~uint64_t(0) >> (64 - (high - low))) << low;
-}
-
-// Bits [from, from + 64) of a row's tree mask. Before bit 0 are committed keys: ones. Words past the mask repeat its
-// last, as in the reference: nothing asks for them.
-INLINE uint64_t tree_bits(const int32_t* mask, int64_t words, int64_t from) {
-  if (from <= -64) return ~uint64_t(0);
-  const auto word = [&](int64_t i) { return uint64_t(uint32_t(mask[i < words ? i : words - 1])); };
-  if (from < 0) return bits_between(0, -from) | ((word(0) | word(1) << 32) << -from);
-  const int64_t first = from / 32, shift = from % 32;
-  const uint64_t low = (word(first) | word(first + 1) << 32) >> shift;
-  return shift == 0 ? low : low | word(first + 2) << (64 - shift);
-}
-
-// One piece of work, and where its rows lie in their sequence.
-struct Rows {
-  const AttentionArgs& args;
-  const AttentionPiece& piece;
-  int64_t packed;      // packed row of the first
-  int64_t committed;   // tokens of the request before this step's rows
-  int64_t kv_len;      // and with them
-  int64_t group;       // G, query heads of a KV head
-
-  INLINE Rows(const AttentionArgs& args, const AttentionPiece& piece) : args(args), piece(piece) {
-    const int64_t begin = args.cu_q_lens[piece.request], end = args.cu_q_lens[piece.request + 1];
-    kv_len = args.kv_lens[piece.request];
-    committed = kv_len - (end - begin);
-    packed = begin + piece.first_row;
-    group = args.q_heads / args.kv_heads;
-  }
-
-  INLINE int64_t lines() const { return piece.num_rows * group; }
-  INLINE int64_t position(int64_t row) const { return committed + piece.first_row + row; }
-
-  // Row `row` of the piece sees keys within [lowest_key, end_of_keys), and in a tree not all of them.
-  INLINE int64_t lowest_key(int64_t row) const {
-    const int64_t lowest = args.window > 0 ? position(row) - args.window + 1 : 0;
-    return lowest > 0 ? lowest : 0;
-  }
-  INLINE int64_t end_of_keys(int64_t row) const { return args.tree_mask != nullptr ? kv_len : position(row) + 1; }
-
-  // Bit i: the row sees key start + i.
-  INLINE uint64_t seen(int64_t row, int64_t start) const {
-    uint64_t bits = bits_between(lowest_key(row) - start, end_of_keys(row) - start);
-    if (args.tree_mask != nullptr)
-      bits &= tree_bits(args.tree_mask + (packed + row) * args.tree_step, args.tree_words, start - committed);
-    return bits;
-  }
-
-  // The keys [first, end) of the tile at `start` that some row may see, and their slots.
-  INLINE Tile tile(int64_t start) const {
-    Tile tile;
-    const int64_t first = lowest_key(0) - start, end = end_of_keys(piece.num_rows - 1) - start;
-    tile.start = start;
-    tile.first = first > 0 ? int(first) : 0;
-    tile.end = end <= 0 ? 0 : end < TILE ? int(end) : TILE;
-    const int32_t* table = args.block_tables + piece.request * args.table_step;
-    for (int i = tile.first; i < tile.end;) {
-      // the rest of a block, slots [slot, slot + left), as far as it is in the tile
-      const int64_t slot = cache_slot(table, args.table_columns, args.block_size, start + i);
-      const int64_t left = args.block_size - (start + i) % args.block_size;
-      for (int64_t j = 0; j < left && i < tile.end; ++j) tile.slots[i++] = slot + j;
-    }
-    return tile;
-  }
-
-  INLINE Tile first_tile() const { return tile(lowest_key(0) / TILE * TILE); }
-
-  template <class T> INLINE const T* cached(const Heads& cache, int64_t slot) const {
-    return static_cast<const T*>(cache.data) + slot * cache.row_step + piece.kv_head * cache.head_step;
-  }
-  // line = row * G + its query head within the group
-  INLINE int64_t query_head(int64_t line) const { return piece.kv_head * group + line % group; }
-  template <class T> INLINE T* line(const Heads& rows, int64_t line) const {
-    const int64_t row = packed + line / group;
-    return static_cast<T*>(rows.data) + row * rows.row_step + query_head(line) * rows.head_step;
-  }
-};
-
 // -- bringing a tile in ----------------------------------------------------------------------------------------------
-
-// Between steps weights have gone through the caches, so keys and values are not there: the next tile's, be it of the
-// following piece, are on their way while this one is worked on.
-// Asked for a few at a time, as a core waits when too many lines are under way.
-template <class T> class Ahead {
- public:
-  INLINE Ahead(const Rows& rows, const Tile& tile) : rows_(rows), tile_(tile), key_(tile.first), value_(tile.first) {}
-  INLINE void keys(int count) { ask(rows_.args.k_cache, key_, count); }
-  INLINE void values(int count) { ask(rows_.args.v_cache, value_, count); }
-  INLINE void rest() { keys(TILE), values(TILE); }
-
- private:
-  INLINE void ask(const Heads& cache, int& next, int count) {
-    const int64_t bytes = rows_.args.head_dim * int64_t(sizeof(T));
-    for (; next < tile_.end && count > 0; ++next, --count) {
-      const char* head = reinterpret_cast<const char*>(rows_.cached<T>(cache, tile_.slots[next]));
-      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(head + at);
-    }
-  }
-
-  const Rows& rows_;
-  const Tile& tile_;
-  int key_, value_;
-};
 
 // keys[unit][key]; 0 for keys that are not of the tile.
 template <class T, class Unit>
