@@ -11,7 +11,7 @@ test: .venv/.dev .venv/.plugins
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	TRTSPEC_PLUGINS=0 $(BIN)/python -m pytest -q tests/unit/test_ops_*.py
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # The kernels' tests with every instruction set this machine has, then checked for bad addresses and undefined behaviour.
 test-kernels: .venv/.dev .venv/.plugins
