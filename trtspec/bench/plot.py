@@ -41,7 +41,7 @@ def plot_profile(results: dict[str, dict[str, Any]], png: str | Path) -> None:
         widths = [result["us_per_step"][phase] for result in results.values()]
         axes.barh(list(results), widths, left=start, label=phase)
         start = [a + b for a, b in zip(start, widths, strict=True)]
-    axes.set_xlabel("µs per step (medians)")
+    axes.set_xlabel("µs per step (means of the middle half of them)")
     axes.invert_yaxis()
     axes.legend(ncols=len(PHASES), fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     save_png(figure, png)

@@ -107,7 +107,7 @@ def run_profile(namespace: argparse.Namespace, prompts: list[list[int]], options
         name: profile_decode(folder, config, prompts, namespace.output_len, **options)
         for name, (folder, config) in runs.items()
     }
-    table = Table(title="µs per step, medians")
+    table = Table(title="µs per step, means of the middle half of them")
     table.add_column("", min_width=11, overflow="fold")
     for heading in (*PHASES, "total", "tokens per step"):
         table.add_column(heading, justify="right")
