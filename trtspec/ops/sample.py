@@ -23,11 +23,11 @@ from torch import Tensor
 
 from trtspec.ops.dispatch import define
 
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+M0, M1 = 0xD2511F53, 0xCD9E8D57
+W0, W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 # Minimax polynomial of log(1 + f) / f^3 on [sqrt(1/2) - 1, sqrt(2) - 1], highest power first (Cephes logf).
-_LOG = (
+LOG_COEFFICIENTS = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
     -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
 )  # fmt: skip
@@ -43,10 +43,10 @@ def philox(seeds: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, use: int = 0) -> T
     even = torch.stack((c0.expand(shape), c2.expand(shape)))
     odd = torch.stack((torch.full_like(c0, use).expand(shape), c1.expand(shape)))  # what each row is mixed with
     rounds = torch.arange(10, device=seeds.device)
-    key0 = ((seeds & _MASK)[..., None] + rounds * _W0) & _MASK
-    key1 = (((seeds >> 32) & _MASK)[..., None] + rounds * _W1) & _MASK
+    key0 = ((seeds & _MASK)[..., None] + rounds * W0) & _MASK
+    key1 = (((seeds >> 32) & _MASK)[..., None] + rounds * W1) & _MASK
     keys = torch.stack((key1, key0)).unbind(-1), torch.stack((key0, key1)).unbind(-1)
-    factor = torch.tensor((_M0, _M1), device=seeds.device).view(2, *[1] * len(shape))
+    factor = torch.tensor((M0, M1), device=seeds.device).view(2, *[1] * len(shape))
     factors = factor, factor.flip(0)
     for r in range(10):
         product = even * factors[r % 2]  # int64 wraps, which leaves all 64 bits right
@@ -64,8 +64,8 @@ def _log(x: Tensor) -> Tensor:
     exponent = (exponent - small.to(torch.int32)).to(torch.float32)
     f = torch.where(small, mantissa + mantissa, mantissa) - 1.0
     square = f * f
-    poly = torch.full_like(f, _LOG[0])
-    for coefficient in _LOG[1:]:
+    poly = torch.full_like(f, LOG_COEFFICIENTS[0])
+    for coefficient in LOG_COEFFICIENTS[1:]:
         poly = poly.mul_(f).add_(coefficient)
     y = poly.mul_(f).mul_(square)
     y = y.add_(exponent * -2.12194440e-4)
