@@ -25,81 +25,47 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.e2e.conformance import (
+    CASES,
+    LIMITS,
+    MODES,
+    TIGHT,
+    K,
+    assert_speculation_changes_nothing,
+    assert_words_are_those_of_eager,
+    make_models,
+    packed,
+    speculation,
+)
+from tests.e2e.conformance import build as build_folder
 from tests.e2e.near_ties import first_gaps
 from tests.e2e.tiny import (
     VOCAB,
     Outcome,
-    Run,
-    add_tokenizer,
-    assert_all_blocks_free,
-    draw_cases,
-    make_target,
     perturbed,
     run_alone,
-    run_together,
 )
 from trtspec import LLM, SamplingParams
 from trtspec.backends import weight_file
 from trtspec.backends.aoti import AotiExecutable
-from trtspec.backends.aoti_compile import example_batch
-from trtspec.backends.export import graph_outputs
+from trtspec.backends.export import example_batch, graph_outputs
 from trtspec.backends.weight_file import load_weights
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import FORMAT, EngineFolder, machine
-from trtspec.config.model import ModelConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import StepInputs
 from trtspec.engine.build import build_engine
 from trtspec.errors import CheckpointError, ConfigError, EngineError
-from trtspec.models.weights import load_decoder
 from trtspec.text import Tokenizer
-from trtspec.train.eagle3 import new_head
-from trtspec.train.eagle3_run import export_eagle3
 
-K = 3
-CASES = draw_cases(60, seed=3)
-# 8 requests of up to 104 tokens in 40 blocks of 4, 8 * (K + 1) rows a step: preemption, chunks beside generations.
-LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 32, "block_size": 4}
-TIGHT = {"num_kv_blocks": 41}
 DTYPES = ("float32", "bfloat16")
-MODES = ("none", "ngram", "draft", "eagle3")
+MACHINE = machine("aoti")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """target/, draft/ (target with noise) and head/ (EAGLE3, untrained: right now and then with 16 ids)."""
-    folder = tmp_path_factory.mktemp("models")
-    target = make_target(folder, num_hidden_layers=3)
-    add_tokenizer(target)
-    (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    (target / "additional_chat_templates").mkdir()
-    (target / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }} {{ messages[0].content }}")
-    perturbed(target, noise=0.15)
-    config = ModelConfig.from_folder(target)
-    torch.manual_seed(1)  # a seed with which every position is right now and then
-    head = new_head(load_decoder(config, torch.float32), (0, 1, 2), torch.arange(0, 16, 1)[:13])
-    export_eagle3(head, config, (0, 1, 2), folder / "head", torch.float32)
-    return folder
-
-
-def speculation(mode: str, models: Path) -> dict[str, Any] | None:
-    return {
-        "none": None,
-        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": K},
-        "draft": {"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": K},
-        "eagle3": {
-            "method": "eagle3",
-            "model": str(models / "head"),
-            "num_speculative_tokens": K,
-            "draft_len_schedule": {5: K, 7: 1},  # more than 7 requests: 0
-        },
-        "hidden": {
-            "method": "extract_hidden_states",
-            "output_directory": str(models / "saved"),
-            "capture_layers": (0, 1),
-        },
-    }[mode]
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +76,7 @@ def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     @functools.cache
     def build(mode: str, dtype: str) -> Path:
         output = tmp_path_factory.mktemp("engines") / f"{mode}-{dtype}"
-        config = EngineConfig(dtype=dtype, **LIMITS)
-        wishes = speculation(mode, models)
-        if wishes is not None and dtype == "bfloat16":
-            wishes.pop("draft_len_schedule", None)
-        build_engine(models / "target", output, SpeculativeConfig.from_any(wishes), config)
-        return output
+        return build_folder(models, output, "aoti", mode, dtype, schedule=dtype == "float32")
 
     return build
 
@@ -135,14 +96,6 @@ def plain(engine: Callable[[str, str], Path], models: Path) -> Callable[[str, st
     return outcomes
 
 
-def packed(llm: LLM) -> Run:
-    run = run_together(llm.engine, CASES)
-    assert llm.engine.loop.scheduler.num_preemptions > 0
-    assert run.num_mixed_steps > 0 or llm.engine.loop.proposer.speculation is None
-    assert_all_blocks_free(llm)
-    return run
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 def test_speculation_changes_nothing(
@@ -151,22 +104,15 @@ def test_speculation_changes_nothing(
     """Compiled and packed against compiled, plain and alone: other graphs, other rows, the same bits."""
     llm = LLM(engine(mode, dtype), **TIGHT)
     assert isinstance(llm.engine.loop.target.inner, AotiExecutable)
-    run = packed(llm)
-    assert run.outcomes == plain("aoti", dtype)
-    if mode != "none":
-        assert all(0 < share < 1 for share in run.speculation.acceptance_per_position)
-        assert len(run.speculation.acceptance_per_position) == K
+    assert_speculation_changes_nothing(llm, plain("aoti", dtype), mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_words_are_those_of_eager(
     engine: Callable[[str, str], Path], plain: Callable[[str, str], list[Outcome]], models: Path, mode: str
 ) -> None:
-    """In fp32: compiled and eager engines give the same ids, and accept the same drafts."""
-    compiled = packed(LLM(engine(mode, "float32"), **TIGHT))
-    eager = packed(LLM(models / "target", speculation(mode, models), **LIMITS, **TIGHT))
-    assert compiled.outcomes == eager.outcomes == plain("eager", "float32")
-    assert compiled.speculation == eager.speculation
+    plain_words = plain("eager", "float32")
+    assert_words_are_those_of_eager(engine(mode, "float32"), models, mode, plain_words, schedule=True)
 
 
 NEAR_TIE = 2.0
@@ -332,8 +278,11 @@ def with_other_kernels(folder: Path) -> None:
         (lambda f: (f / "target" / "ragged_k0.pt2").unlink(), r"ragged_k0\.pt2 is missing"),
         (lambda f: (f / "tokenizer.json").write_text("{}"), r"tokenizer\.json has 2 bytes, not"),
         (lambda f: edited(f, trtspec_engine=99), "format 99.*rebuild it with trtspec build"),
-        (lambda f: edited(f, machine={**machine(), "torch": "1.0"}), "built for torch 1.0, this is"),
-        (lambda f: edited(f, machine={**machine(), "trtspec": "0"}), "built for trtspec 0, this is.*rebuild it here"),
+        (lambda f: edited(f, machine={**machine("aoti"), "torch": "1.0"}), "built for torch 1.0, this is"),
+        (
+            lambda f: edited(f, machine={**machine("aoti"), "trtspec": "0"}),
+            "built for trtspec 0, this is.*rebuild it here",
+        ),
         (lambda f: (f / "config.json").write_text(json.dumps({"trtspec_engine": FORMAT})), "config.json lacks machine"),
         (lambda f: edited(f, executables={"target": {}}), "does not describe its graphs.*rebuild"),
         (with_other_kernels, "compiled for other C.. kernels than those built here; rebuild it"),

@@ -21,8 +21,8 @@ from trtspec.kv.memory import huge_pages
 
 WHOLE: dict[str, Any] = {
     "trtspec_engine": FORMAT,
-    "machine": machine(),
-    "build_config": {},
+    "machine": machine("aoti"),
+    "build_config": {"backend": "aoti"},
     "executables": {},
     "files": {"a": {"size": 1, "sha256": ""}},
 }
@@ -115,6 +115,8 @@ def test_the_old_engine_comes_back_where_the_new_one_cannot_stand(
         ({"files": {"x": {}}}, "is damaged; copy it again"),
         ({"files": {"x": 1}}, "is damaged; copy it again"),
         ({"machine": {}}, "is damaged; copy it again"),
+        ({"build_config": {"backend": "vulkan"}}, "is of backend 'vulkan', which this version of trtspec does not run"),
+        ({"build_config": {"backend": "onnx"}, "machine": {}}, "is damaged; copy it again"),
         ({"executables": {"target": 1}}, "is damaged; copy it again"),
     ],
     ids=str,

@@ -57,7 +57,7 @@ def test_an_engine_s_digest_follows_its_drafts_the_machine_and_the_kernels(
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False]
     monkeypatch.setattr(sources, "load_plugins", lambda: {"cpu": "another instruction set"})
     third = now()
-    monkeypatch.setattr(sources, "machine", lambda: {"torch": "another"})
+    monkeypatch.setattr(sources, "machine", lambda backend: {"torch": "another"})
     fourth = now()
     monkeypatch.setattr(sources, "kernel_code", lambda: [])
     assert all(len(set(column)) == 4 for column in zip(second, third, fourth, now(), strict=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -13,12 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trtspec.backends.aoti import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import Step, export_step, input_names
-from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
+from trtspec.backends.export import Step, example_batch, export_step, graph_kinds, input_names
+from trtspec.core import KVLayer
 from trtspec.errors import DependencyError, EngineError
 from trtspec.ops import graph_calls, kernel_interface
-from trtspec.sampling_params import ResolvedSampling
 
 _INDUCTOR = {
     "aot_inductor.package_constants_in_so": False,  # weights once, beside all graphs
@@ -28,36 +26,7 @@ _INDUCTOR = {
 }
 
 
-def example_batch(draft_len: int, block_size: int, uniform: bool = False) -> StepInputs:
-    """Two generations with `draft_len` drafts each and, unless uniform, two contexts: two or more of everything."""
-    K, C = draft_len, 0 if uniform else 2
-    q_lens, kv_lens = [*[3, 2][:C], K + 1, K + 1], [*[3, 6][:C], K + 9, K + 12]
-    blocks = -(-max(kv_lens) // block_size) + 1
-    attn = AttnMetadata.of(q_lens, kv_lens, [[1 + b * blocks + i for i in range(blocks)] for b in range(C + 2)])
-    starts = attn.cu_q_lens.tolist()
-    gather = [*(start - 1 for start in starts[1 : C + 1]), *range(starts[C], starts[-1])]
-    positions = (attn.positions(starts[-1])[gather] + 1).tolist()
-    how = ResolvedSampling(
-        greedy=False, temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=1, ban_ids=(1, 2), ban_until=1
-    )
-    spec = replace(
-        SpecMetadata.plain((), attn, SamplingTensors.of([how] * len(gather), positions)),
-        gather_ids=torch.tensor(gather),
-        draft_tokens=torch.zeros(2, K, dtype=torch.int64),
-        draft_lens=torch.tensor([*[0, 0][:C], K, K], dtype=torch.int32),
-        next_prompt_token=torch.tensor([*[-1, 3][:C], -1, -1]),
-        next_draft_len=K,
-    )
-    return StepInputs(torch.ones(starts[-1], dtype=torch.int64), attn, spec)
-
-
-def graph_kinds(step: Step) -> dict[str, bool]:
-    """The graphs made for each K: kind -> whether it is uniform."""
-    makes_drafts = "draft_tokens" in step.spec_inputs
-    return {"ragged": False, "uniform": True} if makes_drafts else {"ragged": False}
-
-
-def require_compiler() -> None:
+def require() -> None:
     """DependencyError where there is no C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler

@@ -20,6 +20,7 @@ from torch.export import Dim, ExportedProgram
 
 from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.models.specs import DecoderSpec
+from trtspec.sampling_params import ResolvedSampling
 from trtspec.workers.step import DecodeStep, OneEngineStep
 
 Step = DecodeStep | OneEngineStep
@@ -35,6 +36,28 @@ INPUT_SHAPES = {
     **dict.fromkeys(("kv_lens", "seq_lens", "draft_lens", "next_prompt_token", "forced_accept"), ("B",)),
     **dict.fromkeys(("ban_ids", "ban_until"), ("R", "bans")),
     **dict.fromkeys(("gather_ids", *(name for name in _SAMPLING if not name.startswith("ban"))), ("R",)),
+}
+
+INPUT_DTYPES = {
+    "input_ids": torch.int64,
+    "kv_lens": torch.int32,
+    "block_tables": torch.int32,
+    "tree_mask": torch.int32,
+    "seq_lens": torch.int32,
+    "gather_ids": torch.int64,
+    "draft_tokens": torch.int64,
+    "draft_lens": torch.int32,
+    "next_prompt_token": torch.int64,
+    "forced_accept": torch.int32,
+    "greedy": torch.bool,
+    "positions": torch.int64,
+    "seeds": torch.int64,
+    "temperatures": torch.float32,
+    "top_ks": torch.int32,
+    "top_ps": torch.float32,
+    "min_ps": torch.float32,
+    "ban_ids": torch.int32,
+    "ban_until": torch.int64,
 }
 
 
@@ -131,6 +154,35 @@ def graph_outputs(outputs: StepOutputs) -> dict[str, Tensor]:
     if outputs.hidden_states is not None:
         named["hidden_states"] = outputs.hidden_states
     return named
+
+
+def example_batch(draft_len: int, block_size: int, uniform: bool = False) -> StepInputs:
+    """Two generations with `draft_len` drafts each and, unless uniform, two contexts: two or more of everything."""
+    K, C = draft_len, 0 if uniform else 2
+    q_lens, kv_lens = [*[3, 2][:C], K + 1, K + 1], [*[3, 6][:C], K + 9, K + 12]
+    blocks = -(-max(kv_lens) // block_size) + 1
+    attn = AttnMetadata.of(q_lens, kv_lens, [[1 + b * blocks + i for i in range(blocks)] for b in range(C + 2)])
+    starts = attn.cu_q_lens.tolist()
+    gather = [*(start - 1 for start in starts[1 : C + 1]), *range(starts[C], starts[-1])]
+    positions = (attn.positions(starts[-1])[gather] + 1).tolist()
+    how = ResolvedSampling(
+        greedy=False, temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=1, ban_ids=(1, 2), ban_until=1
+    )
+    spec = replace(
+        SpecMetadata.plain((), attn, SamplingTensors.of([how] * len(gather), positions)),
+        gather_ids=torch.tensor(gather),
+        draft_tokens=torch.zeros(2, K, dtype=torch.int64),
+        draft_lens=torch.tensor([*[0, 0][:C], K, K], dtype=torch.int32),
+        next_prompt_token=torch.tensor([*[-1, 3][:C], -1, -1]),
+        next_draft_len=K,
+    )
+    return StepInputs(torch.ones(starts[-1], dtype=torch.int64), attn, spec)
+
+
+def graph_kinds(step: Step) -> dict[str, bool]:
+    """The graphs made for each K: kind -> whether it is uniform."""
+    makes_drafts = "draft_tokens" in step.spec_inputs
+    return {"ragged": False, "uniform": True} if makes_drafts else {"ragged": False}
 
 
 def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False) -> ExportedProgram:

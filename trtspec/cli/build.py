@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from trtspec.backends.aoti import CompiledStep
+from trtspec.backends.compiled import CompiledStep
+from trtspec.backends.table import BACKENDS
 from trtspec.cli.options import speculative_config
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
@@ -19,14 +20,12 @@ from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode, words_for
 from trtspec.ops import load_plugins
 
-BACKENDS = ("aoti",)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to build from, for which speculation and limits, and where to."""
     parser.add_argument("--checkpoint_dir", required=True, help="checkpoint folder of the target")
     parser.add_argument("--output_dir", required=True, help="the engine folder to make")
-    parser.add_argument("--backend", default="aoti", help=f"{', '.join(BACKENDS)} (default aoti: AOTInductor, CPU)")
+    parser.add_argument("--backend", default="aoti", help=f"{', '.join(BACKENDS)} (default aoti)")
     parser.add_argument("--speculative_decoding_mode", help="EAGLE3_ONE_MODEL, DRAFT_TARGET, NGRAM, ... (default none)")
     parser.add_argument("--speculative_model_dir", help="checkpoint folder of the draft")
     parser.add_argument("--max_draft_len", type=int, help="draft tokens per step, K")
@@ -48,7 +47,9 @@ def run(namespace: argparse.Namespace) -> int:
         raise UnsupportedError(f"--kv_dtype {namespace.kv_dtype} is not built; KV is kept in the model's dtype (auto)")
     names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "block_size")
     limits = {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
-    config = EngineConfig(dtype=namespace.dtype, quantization=namespace.quantization, **limits)
+    config = EngineConfig(
+        backend=namespace.backend, dtype=namespace.dtype, quantization=namespace.quantization, **limits
+    )
     speculative = _speculation(namespace)
     console = Console()
     start = time.perf_counter()

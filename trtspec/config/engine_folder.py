@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from trtspec.config.engine import EngineConfig, at_least
+from trtspec.config.engine import BACKENDS, EngineConfig, at_least
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError
 
@@ -57,10 +57,16 @@ class EngineFolder:
         missing = [key for key in parts if not isinstance(data.get(key), dict)]
         if missing:
             raise CheckpointError(f"engine {folder}: config.json lacks {', '.join(missing)}; rebuild it")
-        features = data["machine"].get("cpu_features")
+        backend = data["build_config"].get("backend")
+        if backend not in BACKENDS:
+            raise CheckpointError(
+                f"engine {folder} is of backend {backend!r}, which this version of trtspec does not run; rebuild it"
+            )
+        features = data["machine"].get("cpu_features", [])
         whole = isinstance(features, list) and all(isinstance(name, str) for name in features)
         fields_of = [*data["files"].values(), *data["executables"].values()]
         whole = whole and all(isinstance(value, dict) for value in fields_of)
+        whole = whole and machine(backend).keys() <= data["machine"].keys()
         if not whole or not all({"size", "sha256"} <= facts.keys() for facts in data["files"].values()):
             raise CheckpointError(f"engine {folder}: config.json is damaged; copy it again or rebuild the engine")
         return cls(folder, data)
@@ -69,6 +75,11 @@ class EngineFolder:
     def has_mark(path: str | os.PathLike[str]) -> bool:
         """Whether `path` is an engine, of whatever format and state."""
         return _marked(Path(path)) is not None
+
+    @property
+    def backend(self) -> str:
+        """Whose graphs it holds: a name of backends.table."""
+        return str(self.data["build_config"]["backend"])
 
     def check(self) -> None:
         """Every file is there in its size, and this machine can run the graphs."""
@@ -81,14 +92,14 @@ class EngineFolder:
                     f"engine {self.path}: {name} has {file.stat().st_size} bytes, not {facts['size']}; "
                     "copy it again or rebuild the engine"
                 )
-        built, here = self.data["machine"], machine()
-        for what in ("trtspec", "torch", "architecture"):
+        built, here = self.data["machine"], machine(self.backend)
+        for what in here.keys() - {"cpu_features"}:
             if built.get(what) != here[what]:
                 raise CheckpointError(
                     f"engine {self.path} was built for {what} {built.get(what)}, this is {here[what]}; "
                     "rebuild it here with trtspec build"
                 )
-        lacking = sorted(set(built["cpu_features"]) - set(here["cpu_features"]))
+        lacking = sorted(set(built.get("cpu_features", ())) - set(here.get("cpu_features", ())))
         if lacking:
             raise CheckpointError(
                 f"engine {self.path} was built for another CPU: this one lacks {' '.join(lacking)}; "
@@ -148,7 +159,7 @@ def engine_json(
     runtime = {field.name: field.default for field in fields(EngineConfig) if field.name in _RUNTIME}
     return {
         _MARK: FORMAT,
-        "machine": machine(),
+        "machine": machine(config.backend),
         "pretrained_config": pretrained,
         "build_config": {name: value for name, value in asdict(config).items() if name not in runtime},
         "speculative_config": speculative,
@@ -180,10 +191,13 @@ def sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def machine() -> dict[str, Any]:
-    """What compiled graphs depend on: they use every instruction of the CPU they were built on."""
+def machine(backend: str) -> dict[str, Any]:
+    """What compiled graphs depend on. Those of aoti use every instruction of the CPU they were built on."""
+    trtspec = {"trtspec": importlib.metadata.version("trtspec")}
+    if backend != "aoti":
+        return trtspec
     return {
-        "trtspec": importlib.metadata.version("trtspec"),
+        **trtspec,
         "torch": str(torch.__version__),
         "architecture": platform.machine(),
         "cpu_features": _cpu_features(),

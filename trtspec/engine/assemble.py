@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from trtspec.backends.aoti import AotiExecutable, CompiledStep
+from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.eager import EagerExecutable
 from trtspec.backends.export import Step
+from trtspec.backends.table import BACKENDS
 from trtspec.config.eagle import EAGLE3_ARCHITECTURES, Eagle3Facts
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
@@ -63,6 +64,7 @@ class Assembly:
     resolved: ResolvedSpeculation | None
     max_seq_len: int
     pack: bool  # weights are kept in the kernels' layout
+    functional: bool = False  # steps change no KV tensor in place
     built: EngineFolder | None = None  # where graphs and weights come from, if not from the checkpoints
     num_blocks: int = 0
     executables: list[TimedExecutable] = field(default_factory=list)
@@ -97,17 +99,20 @@ class Assembly:
         decoder = load_decoder(self.target, self.dtype(self.target), "target", self.max_seq_len)
         path = None if self.resolved is None else self.resolved.mode.traits.worker
         if self.mode.is_save_hidden_states():
-            return self._packed(CaptureStep(decoder, self.speculation.capture_layers)), [decoder.spec]
+            return self._packed(CaptureStep(decoder, self.speculation.capture_layers, self.functional)), [decoder.spec]
         if path is None:
-            return self._packed(DecodeStep(decoder)), [decoder.spec]
+            return self._packed(DecodeStep(decoder, self.functional)), [decoder.spec]
         worker = cast("type[BuildableWorker]", _load(path)).from_resources(self, decoder)
-        return self._packed(OneEngineStep(decoder, worker), worker), [decoder.spec, worker.draft_layers]
+        return self._packed(OneEngineStep(decoder, worker, self.functional), worker), [
+            decoder.spec,
+            worker.draft_layers,
+        ]
 
     def draft_step(self) -> tuple[Step, list[DecoderSpec]]:
         """The draft checkpoint as a model of its own."""
         assert self.draft is not None
         decoder = load_decoder(self.draft, self.dtype(self.draft), "draft", self.max_seq_len)
-        return self._packed(DecodeStep(decoder), decoder), [decoder.spec]
+        return self._packed(DecodeStep(decoder, self.functional), decoder), [decoder.spec]
 
     def _packed(self, step: Step, draft: nn.Module | None = None) -> Step:
         """The step with its weights as the kernels want them, those of `draft` quantised as speculation asks."""
@@ -144,7 +149,8 @@ class Assembly:
         kv = allocate_layers(compiled.kv, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
         if compiled.makes_drafts:
             self.graph_draft_lens = compiled.draft_lens
-        return self._timed(AotiExecutable(compiled, built.path / role, kv), compiled.weight_bytes, kv)
+        executable = BACKENDS[built.backend].load_executable()
+        return self._timed(executable(compiled, built.path / role, kv), compiled.weight_bytes, kv)
 
     def _timed(self, executable: Executable, weight_bytes: int, kv: Sequence[KVLayer]) -> Executable:
         kv_bytes = sum(tensor.nbytes for layer in kv for tensor in layer)
@@ -153,7 +159,11 @@ class Assembly:
 
 
 def plan_assembly(
-    model: str | Path | EngineFolder, speculative: SpeculativeConfig | None, config: EngineConfig, pack: bool
+    model: str | Path | EngineFolder,
+    speculative: SpeculativeConfig | None,
+    config: EngineConfig,
+    pack: bool,
+    functional: bool = False,
 ) -> Assembly:
     """Read the configs and check that they fit together; nothing is loaded yet.
 
@@ -168,11 +178,6 @@ def plan_assembly(
                 f"engine {built.path} was built with its own speculation; leave speculative_config unset, or build "
                 "another engine"
             )
-    elif config.backend != "eager":
-        raise ConfigError(
-            f"backend = {config.backend!r} runs engine folders, {model} is a checkpoint; build an engine first: "
-            f"trtspec build --checkpoint_dir {model} --output_dir DIR"
-        )
     target = ModelConfig.from_folder(
         built.path / "target" if built is not None else cast("str | Path", model), "target"
     )
@@ -185,7 +190,7 @@ def plan_assembly(
             f"engine {built.path} was built without speculation, and {resolved.mode.name} needs graphs of its own; "
             "build an engine with it: trtspec build --speculative_decoding_mode"
         )
-    assembly = Assembly(config, target, draft, resolved, max_seq_len, pack, built)
+    assembly = Assembly(config, target, draft, resolved, max_seq_len, pack, functional, built)
     for role, checkpoint, kind in zip(("target", "draft"), (target, draft), assembly.quantizations, strict=True):
         if checkpoint is not None and checkpoint.quantization is not None:
             checkpoint.quantization.check_request(kind, role)
@@ -206,6 +211,11 @@ def assemble_engine(
     progress: Progress = lambda message: None,
 ) -> EngineCore:
     """Load, plan memory, wire up. `model` is a checkpoint or an engine. `progress` hears what is being done."""
+    if config.backend != "eager" and not isinstance(model, EngineFolder):
+        raise ConfigError(
+            f"backend = {config.backend!r} runs engine folders, {model} is a checkpoint; build an engine first: "
+            f"trtspec build --checkpoint_dir {model} --output_dir DIR --backend {config.backend}"
+        )
     assembly = plan_assembly(model, speculative, config, pack=bool(load_plugins()))
     mode, target, draft, resolved = assembly.mode, assembly.target, assembly.draft, assembly.resolved
     K = assembly.max_draft_len

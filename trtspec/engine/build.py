@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError
 
-from trtspec.backends.aoti_compile import compile_step, graph_kinds, require_compiler
-from trtspec.backends.export import Step, describe_inputs
+from trtspec.backends.export import Step, describe_inputs, graph_kinds
+from trtspec.backends.table import BACKENDS, Backend
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder, engine_json, file_facts
 from trtspec.config.model import ModelConfig
@@ -63,10 +63,11 @@ def build_engine(
     """
     output = Path(output).resolve()
     refuse_taken(output, replace_existing)
-    require_compiler()
+    backend = engine_backend(config)
+    compile_step = backend.load_compiler()
     stored = _storable(speculative)
     load_plugins()
-    assembly = plan_assembly(checkpoint, speculative, config, pack=True)
+    assembly = plan_assembly(checkpoint, speculative, config, backend.packs, backend.functional)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         staging = Path(scratch) / "engine"
@@ -81,12 +82,12 @@ def build_engine(
                 config.block_size,
                 graph_draft_lens(step, assembly.resolved),
                 folder,
-                lambda what, role=role: report(f"{role}: {what}"),  # type: ignore[misc]
+                lambda what, role=role: report(f"{role}: {what}"),
             )
             executables[role] = compiled.to_dict()
         _copy_checkpoint_facts(assembly, staging)
         report("writing config.json")
-        built = replace(config, backend="aoti", dtype=_dtype_name(assembly), max_seq_len=assembly.max_seq_len)
+        built = replace(config, backend=backend.name, dtype=_dtype_name(assembly), max_seq_len=assembly.max_seq_len)
         data = engine_json(built, stored, assembly.target.raw, executables)
         data["checkpoint_quantization"] = {role: str(kind) for role, kind in checkpoint_quantizations(assembly).items()}
         data["files"] = file_facts(staging)
@@ -102,7 +103,8 @@ def plan_build(
 ) -> BuildPlan:
     """What build_engine would make, without compiling: the checkpoint is loaded and checked."""
     load_plugins()
-    assembly = plan_assembly(checkpoint, speculative, config, pack=True)
+    backend = engine_backend(config)
+    assembly = plan_assembly(checkpoint, speculative, config, backend.packs, backend.functional)
     per_token = kv_bytes_per_token(assembly)
     made = steps(assembly, report)
     return BuildPlan(
@@ -115,6 +117,11 @@ def plan_build(
         kv_bytes_per_token=per_token,
         kv_bytes=per_token * config.max_batch_size * assembly.max_seq_len,
     )
+
+
+def engine_backend(config: EngineConfig) -> Backend:
+    """The one that config names, aoti where it names eager, which compiles nothing."""
+    return BACKENDS["aoti" if config.backend == "eager" else config.backend]
 
 
 def refuse_taken(output: Path, replace_existing: bool) -> None:

@@ -36,7 +36,7 @@ def engine_digest(checkpoint: Path, speculation: Mapping[str, Any] | None, optio
     folders = [checkpoint]
     if speculation is not None and "model" in speculation:
         folders.append(Path(speculation["model"]))
-    settings = [speculation, options, machine(), load_plugins()]
+    settings = [speculation, options, machine("aoti"), load_plugins()]
     return digest(settings, folders, [*build_code(), *kernel_code()])
 
 

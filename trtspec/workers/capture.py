@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from trtspec.core import KVLayer, StepInputs, StepOutputs
-from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.workers.base import draw
 from trtspec.workers.step import DecodeStep
@@ -19,13 +18,13 @@ class CaptureStep(DecodeStep):
 
     outputs = ("tokens", "hidden_states")
 
-    def __init__(self, decoder: Decoder, capture_layers: Sequence[int]) -> None:
-        super().__init__(decoder)
+    def __init__(self, decoder: Decoder, capture_layers: Sequence[int], functional: bool = False) -> None:
+        super().__init__(decoder, functional)
         self.capture_layers = tuple(capture_layers)
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """See DecodeStep."""
-        attend = PagedAttend(inputs.attn, kv, self.decoder.spec.windows)
+        attend = self.attend(inputs.attn, kv, self.decoder.spec.windows)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.capture_layers)
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32

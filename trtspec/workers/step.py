@@ -17,19 +17,22 @@ class DecodeStep(nn.Module):
     """A target that is verified, or a draft that guesses: both run their rows and draw a token where asked.
 
     A draft draws with the same noise at the same token index as the target will, which is why they agree so often.
+
+    `functional`: no KV tensor is changed in place; `kv` must be a list, whose entries are replaced by the new ones.
     """
 
     # what its graph takes of SpecMetadata, and what it gives
     spec_inputs: ClassVar[tuple[str, ...]] = ("seq_lens", "gather_ids")
     outputs: ClassVar[tuple[str, ...]] = ("tokens",)
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, functional: bool = False) -> None:
         super().__init__()
         self.decoder = decoder
+        self.attend = FunctionalAttend if functional else PagedAttend
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Draws at the R rows inputs.spec.gather_ids; K and V of all T rows are in `kv` afterwards."""
-        attend = PagedAttend(inputs.attn, kv, self.decoder.spec.windows)
+        attend = self.attend(inputs.attn, kv, self.decoder.spec.windows)
         hidden = self.decoder(inputs.input_ids, inputs.attn.positions(inputs.input_ids.shape[0]), attend)  # [T, H]
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
         return StepOutputs(draw(logits, inputs.spec.sampling))
@@ -48,7 +51,7 @@ class OneEngineStep(nn.Module):
     """The whole step in one graph: target, lm_head, draw, accept, rewind, draft layers. KV: the target's layers, then
     the worker's. Contexts, chunks of them and generations may mix.
 
-    `functional`: no KV tensor is changed in place; `kv` must be a list, whose entries are replaced by the new ones.
+    `functional`: see DecodeStep.
     """
 
     spec_inputs: ClassVar[tuple[str, ...]] = (

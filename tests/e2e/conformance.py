@@ -1,0 +1,114 @@
+"""One conformance suite for all backends of engine folders.
+
+Every mode is run on the same requests, packed in a small cache and one at a time, and compared with plain decoding on
+the same backend and with eager: ids, text, reasons, and which drafts were accepted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.e2e.tiny import (
+    Outcome,
+    Run,
+    add_tokenizer,
+    assert_all_blocks_free,
+    draw_cases,
+    make_target,
+    perturbed,
+    run_together,
+)
+from trtspec import LLM
+from trtspec.config.engine import EngineConfig
+from trtspec.config.model import ModelConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.build import build_engine
+from trtspec.models.weights import load_decoder
+from trtspec.train.eagle3 import new_head
+from trtspec.train.eagle3_run import export_eagle3
+
+K = 3
+CASES = draw_cases(60, seed=3)
+# 8 requests of up to 104 tokens in 40 blocks of 4, 8 * (K + 1) rows a step: preemption, chunks beside generations.
+LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 32, "block_size": 4}
+TIGHT = {"num_kv_blocks": 41}
+MODES = ("none", "ngram", "draft", "eagle3")
+
+
+def make_models(folder: Path) -> Path:
+    """target/, draft/ (target with noise) and head/ (EAGLE3, untrained: right now and then with 16 ids)."""
+    target = make_target(folder, num_hidden_layers=3)
+    add_tokenizer(target)
+    (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (target / "additional_chat_templates").mkdir()
+    (target / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }} {{ messages[0].content }}")
+    perturbed(target, noise=0.15)
+    config = ModelConfig.from_folder(target)
+    torch.manual_seed(1)  # a seed with which every position is right now and then
+    head = new_head(load_decoder(config, torch.float32), (0, 1, 2), torch.arange(0, 16, 1)[:13])
+    export_eagle3(head, config, (0, 1, 2), folder / "head", torch.float32)
+    return folder
+
+
+def speculation(mode: str, models: Path) -> dict[str, Any] | None:
+    return {
+        "none": None,
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": K},
+        "draft": {"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": K},
+        "eagle3": {
+            "method": "eagle3",
+            "model": str(models / "head"),
+            "num_speculative_tokens": K,
+            "draft_len_schedule": {5: K, 7: 1},  # more than 7 requests: 0
+        },
+        "hidden": {
+            "method": "extract_hidden_states",
+            "output_directory": str(models / "saved"),
+            "capture_layers": (0, 1),
+        },
+    }[mode]
+
+
+def wishes(mode: str, models: Path, schedule: bool) -> dict[str, Any] | None:
+    """As `speculation`; without its schedule of draft lengths, unless asked for, eagle3 has graphs for one K alone."""
+    found = speculation(mode, models)
+    if found is not None and not schedule:
+        found.pop("draft_len_schedule", None)
+    return found
+
+
+def build(models: Path, output: Path, backend: str, mode: str, dtype: str, schedule: bool = False) -> Path:
+    """An engine folder."""
+    config = EngineConfig(backend=backend, dtype=dtype, **LIMITS)
+    build_engine(models / "target", output, SpeculativeConfig.from_any(wishes(mode, models, schedule)), config)
+    return output
+
+
+def packed(llm: LLM) -> Run:
+    run = run_together(llm.engine, CASES)
+    assert llm.engine.loop.scheduler.num_preemptions > 0
+    assert run.num_mixed_steps > 0 or llm.engine.loop.proposer.speculation is None
+    assert_all_blocks_free(llm)
+    return run
+
+
+def assert_speculation_changes_nothing(llm: LLM, plain: list[Outcome], mode: str) -> None:
+    """Packed against plain and alone: other graphs, other rows, the same words; and drafts are right now and then."""
+    run = packed(llm)
+    assert run.outcomes == plain
+    if mode != "none":
+        assert all(0 < share < 1 for share in run.speculation.acceptance_per_position)
+        assert len(run.speculation.acceptance_per_position) == K
+
+
+def assert_words_are_those_of_eager(
+    engine: Path, models: Path, mode: str, plain: list[Outcome], schedule: bool = False
+) -> None:
+    """In fp32: an engine and eager give the same ids, and accept the same drafts. plain: eager's, alone."""
+    compiled = packed(LLM(engine, **TIGHT))
+    eager = packed(LLM(models / "target", wishes(mode, models, schedule), **LIMITS, **TIGHT))
+    assert compiled.outcomes == eager.outcomes == plain
+    assert compiled.speculation == eager.speculation

@@ -1,0 +1,146 @@
+"""Engines of ONNX graphs on ONNX Runtime: the conformance suite in fp32, quantised weights, and what is in a folder."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+from tests.e2e.conformance import (
+    CASES,
+    LIMITS,
+    MODES,
+    TIGHT,
+    K,
+    assert_speculation_changes_nothing,
+    assert_words_are_those_of_eager,
+    build,
+    make_models,
+    packed,
+    speculation,
+)
+from tests.e2e.tiny import Outcome, run_alone
+from trtspec import LLM
+from trtspec.backends.onnx import OnnxExecutable
+from trtspec.backends.onnx_export import DOMAIN, OPSET
+from trtspec.backends.onnx_functions import with_bodies
+from trtspec.cli import main
+from trtspec.config.engine import EngineConfig
+from trtspec.engine.build import build_engine
+from trtspec.errors import CheckpointError, UnsupportedError
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """mode -> an engine folder, built when first asked for."""
+    return functools.cache(
+        lambda mode: build(models, tmp_path_factory.mktemp("engines") / mode, "onnx", mode, "float32")
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Callable[[str], Path], models: Path) -> Callable[[str], list[Outcome]]:
+    """backend -> what plain decoding gives for each case, one at a time."""
+
+    @functools.cache
+    def outcomes(backend: str) -> list[Outcome]:
+        if backend == "onnx":
+            return run_alone(LLM(engine("none"), num_kv_blocks=128).engine, CASES)
+        return run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, CASES)
+
+    return outcomes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_speculation_changes_nothing(
+    engine: Callable[[str], Path], plain: Callable[[str], list[Outcome]], mode: str
+) -> None:
+    llm = LLM(engine(mode), **TIGHT)
+    assert isinstance(llm.engine.loop.target.inner, OnnxExecutable)
+    assert_speculation_changes_nothing(llm, plain("onnx"), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_words_are_those_of_eager(
+    engine: Callable[[str], Path], plain: Callable[[str], list[Outcome]], models: Path, mode: str
+) -> None:
+    assert_words_are_those_of_eager(engine(mode), models, mode, plain("eager"))
+
+
+def test_uniform_and_ragged_graphs_both_ran(engine: Callable[[str], Path]) -> None:
+    executable = LLM(engine("eagle3"), **TIGHT)
+    used = set()
+    for graph in executable.engine.loop.target.inner._graphs:
+        graph.run = lambda tensors, graph=graph, run=graph.run: used.add(graph.uniform) or run(tensors)
+    packed(executable)
+    assert used == {False, True}
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: Path, kind: str) -> None:
+    config = EngineConfig(backend="onnx", quantization=kind, **LIMITS)
+    build_engine(models / "target", tmp_path / "none", None, config)
+    alone = run_alone(LLM(tmp_path / "none", num_kv_blocks=128).engine, CASES)
+    assert packed(LLM(tmp_path / "none", speculation("ngram", models), **TIGHT)).outcomes == alone
+    model = onnx.load(tmp_path / "none" / "target" / "ragged_k0.onnx", load_external_data=False)
+    assert {a.i for n in model.graph.node if n.op_type == "MatMulNBits" for a in n.attribute if a.name == "bits"} == {
+        {"int8": 8, "int4": 4}[kind]
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_onnx_finds_nothing_wrong_with_the_graphs(engine: Callable[[str], Path], mode: str) -> None:
+    """With and without bodies of our ops; weights are in one file, which all graphs refer to."""
+    for facts in json.loads((engine(mode) / "config.json").read_text())["executables"].values():
+        assert all(graph["file"].endswith(".onnx") for graph in facts["graphs"])
+    for file in engine(mode).rglob("*.onnx"):
+        model = onnx.load(file, load_external_data=False)
+        assert {entry.domain: entry.version for entry in model.opset_import} == {"": OPSET, DOMAIN: 1}
+        onnx.checker.check_model(str(file), full_check=True)
+        onnx.checker.check_model(with_bodies(onnx.load(file)))
+        places = {
+            entry.value
+            for tensor in model.graph.initializer
+            for entry in tensor.external_data
+            if entry.key == "location"
+        }
+        assert places == {"weights.safetensors"}
+        assert file.stat().st_size < 1_000_000
+        assert {node.op_type for node in model.graph.node if node.domain == DOMAIN} == {
+            "SpecAttention",
+            "ProcessLogits",
+            "SpecSample",
+            *(["SpecAccept"] if mode == "eagle3" else []),
+        }
+
+
+def test_half_precision_is_refused(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["build", "--checkpoint_dir", str(models / "target"), "--output_dir", str(tmp_path / "out")]
+    assert main([*command, "--backend", "onnx", "--dtype", "bfloat16"]) == 1
+    assert "ONNX Runtime computes in float32 on a CPU; ask for dtype float32" in capsys.readouterr().err
+    with pytest.raises(UnsupportedError, match="dtype = 'float16'"):
+        build_engine(models / "target", tmp_path / "out", None, EngineConfig(backend="onnx", dtype="float16"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_graph_is_named(engine: Callable[[str], Path], tmp_path: Path) -> None:
+    import shutil
+
+    folder = shutil.copytree(engine("none"), tmp_path / "engine")
+    file = folder / "target" / "ragged_k0.onnx"
+    file.write_bytes(b"x" * file.stat().st_size)
+    with pytest.raises(CheckpointError, match=r"ragged_k0\.onnx cannot be loaded.*rebuild"):
+        LLM(folder)
+
+
+def test_the_widest_step_is_what_it_was_built_for(engine: Callable[[str], Path]) -> None:
+    assert LLM(engine("eagle3"), **TIGHT).engine.loop.target.inner.compiled.draft_lens == (K,)

@@ -1,0 +1,255 @@
+"""Compiled steps, whatever compiled them: what a folder holds, and what is checked before a graph is launched.
+
+A folder has, for each K asked for, a ragged graph that verifies K drafts a request and makes K for the next step and,
+if the step makes drafts, a uniform one for batches in which all requests bring K drafts. A `CompiledStep` says what is
+in it; a backend is a `CompiledExecutable` that knows how to load a graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtspec.backends.export import INPUT_DTYPES, INPUT_SHAPES, graph_reader
+from trtspec.core import KVLayer, PhaseMethod, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
+from trtspec.errors import CheckpointError, DependencyError, EngineError
+from trtspec.ops import kernel_interface
+
+WEIGHTS = "weights.safetensors"
+"""Of a folder: every constant of its graphs, once."""
+
+# A graph takes every sampling field, so one that no row of the batch uses is filled with what changes nothing.
+_NEUTRAL = {"seeds": 0, "temperatures": 0, "top_ks": 0, "top_ps": 1, "min_ps": 0, "ban_ids": -1, "ban_until": 0}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One file: verifies up to `draft_len` drafts a request and makes `draft_len` for the next step. A uniform one
+    takes batches of generations alone that bring that many each."""
+
+    file: str
+    draft_len: int
+    uniform: bool
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What a backend compiled into a folder; plain data, written into the engine's config.json."""
+
+    graphs: tuple[Graph, ...]  # by draft_len; for each a ragged one
+    outputs: tuple[str, ...]
+    kv: tuple[tuple[int, int], ...]  # (kv heads, head size) of each KV layer
+    dtype: str  # of KV
+    vocab_size: int
+    weight_bytes: int  # that one launch reads
+    kernels: str  # ops.kernel_interface that graphs were compiled for: "" = they call torch's dispatcher
+
+    @property
+    def draft_lens(self) -> tuple[int, ...]:
+        """K of the graphs, in rising order."""
+        return tuple(graph.draft_len for graph in self.graphs if not graph.uniform)
+
+    @property
+    def makes_drafts(self) -> bool:
+        return "next_draft_tokens" in self.outputs
+
+    def check_kernels(self) -> None:
+        """DependencyError where the kernels that graphs call are not there, CheckpointError where they are others."""
+        if self.kernels and not kernel_interface():
+            raise DependencyError(
+                "the engine calls the C++ kernels, which are not built here; run build_scripts/build_plugins.py, or "
+                "rebuild the engine"
+            )
+        if self.kernels and self.kernels != kernel_interface():
+            raise CheckpointError(
+                "the engine was compiled for other C++ kernels than those built here; rebuild it with trtspec build"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For json."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CompiledStep:
+        """The inverse of to_dict. CheckpointError if it is not that."""
+        try:
+            graphs = tuple(Graph(g["file"], g["draft_len"], g["uniform"], tuple(g["inputs"])) for g in data["graphs"])
+            kv = tuple((heads, size) for heads, size in data["kv"])
+            rest = {name: data[name] for name in ("dtype", "vocab_size", "weight_bytes", "kernels")}
+            return cls(graphs, tuple(data["outputs"]), kv, **rest)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the engine's config.json does not describe its graphs ({error!r}); rebuild it"
+            ) from error
+
+
+class _LoadedGraph:
+    """A graph in memory and what its inputs must be. ranges: lowest and highest value of inputs by name."""
+
+    def __init__(
+        self, graph: Graph, run: Callable[[list[Tensor]], list[Tensor]], ranges: Mapping[str, tuple[int, int]]
+    ) -> None:
+        self.draft_len, self.uniform, self.names, self.run = graph.draft_len, graph.uniform, graph.inputs, run
+        self.read = graph_reader(graph.inputs)
+        self.dtypes = [INPUT_DTYPES[name] for name in graph.inputs]
+        self.optional = [(i, name) for i, name in enumerate(graph.inputs) if name in _NEUTRAL]
+        self.ranges = [(i, *ranges[name]) for i, name in enumerate(graph.inputs) if name in ranges]
+        self.last_shapes: list[torch.Size] = []  # of inputs that fitted
+
+
+class CompiledExecutable(ABC):
+    """The graphs of a compiled step and its KV layers. See core.Executable. A backend says how a graph is loaded.
+
+    Raises EngineError for inputs a graph would misread; the graphs check none of them.
+    """
+
+    def __init__(self, compiled: CompiledStep, folder: Path, kv: Sequence[KVLayer]) -> None:
+        self.compiled = compiled
+        self.kv = kv
+        compiled.check_kernels()
+        self._flat_kv = [tensor for layer in kv for tensor in layer]
+        num_blocks, block_size = kv[0][0].shape[:2]
+        ranges = {
+            "input_ids": (0, compiled.vocab_size - 1),
+            "block_tables": (0, num_blocks - 1),
+            "kv_lens": (1, num_blocks * block_size),
+            "next_prompt_token": (-1, compiled.vocab_size - 1),
+        }
+        self._graphs = [_LoadedGraph(graph, run, ranges) for graph, run in self._load(folder).items()]
+        # uniform graphs first, as they take less work to feed and to run
+        self._graphs.sort(key=lambda graph: (graph.draft_len, not graph.uniform))
+        self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
+        self._neutral = {name: torch.empty(0) for name in _NEUTRAL}
+        self._last_draft_lens = (0, 0), torch.empty(0, dtype=torch.int32)  # (B, K) and B times K
+
+    @abstractmethod
+    def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
+        """What runs each of `compiled.graphs`: takes the tensors graph.inputs, gives compiled.outputs, and changes the
+        memory of `_flat_kv` (k, v of every layer)."""
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """One launch; see core.Executable."""
+        graph, tensors = self._checked(inputs)
+        outputs = graph.run(tensors)
+        return self._outputs(dict(zip(self.compiled.outputs, outputs, strict=True)), inputs.spec)
+
+    def phases(self) -> Sequence[PhaseMethod]:
+        """See core.Executable: the graph itself is one piece."""
+        return (self, "_checked", "inputs"), (self, "_outputs", "deliver")
+
+    def _graph_for(self, inputs: StepInputs) -> _LoadedGraph:
+        """The one for the step's K, which is no less than the number of drafts it is to make."""
+        spec, uniform = inputs.spec, self._check_layout(inputs)
+        if not self.compiled.makes_drafts:
+            return self._graphs[0]
+        K, wanted = spec.runtime_draft_len, spec.next_draft_len
+        for graph in self._graphs:
+            if graph.draft_len == K >= wanted and (uniform or not graph.uniform):
+                return graph
+        lengths = ", ".join(map(str, self.compiled.draft_lens))
+        raise EngineError(
+            f"the engine has graphs for K = {lengths}; a step has {K} columns of draft_tokens and wants {wanted} drafts"
+        )
+
+    def _checked(self, inputs: StepInputs) -> tuple[_LoadedGraph, list[Tensor]]:
+        """What to run, on what."""
+        graph = self._graph_for(inputs)
+        tensors = list(graph.read(inputs))
+        rows = inputs.spec.gather_ids.shape[0]
+        for i, name in graph.optional:
+            if tensors[i].numel() == 0:
+                tensors[i] = self._filled(name, rows)
+        dtypes = [tensor.dtype for tensor in tensors]
+        if dtypes != graph.dtypes or not all(map(Tensor.is_contiguous, tensors)):
+            for name, tensor in zip(graph.names, tensors, strict=True):
+                if tensor.dtype != INPUT_DTYPES[name] or not tensor.is_contiguous():
+                    raise EngineError(
+                        f"{name} is {tensor.dtype} with strides {tensor.stride()}; a graph takes contiguous "
+                        f"{INPUT_DTYPES[name]}"
+                    )
+        shapes = [tensor.shape for tensor in tensors]
+        if shapes != graph.last_shapes:
+            self._check_shapes(inputs, graph, shapes)
+        for i, lowest, highest in graph.ranges:
+            self._check_range(graph.names[i], tensors[i], lowest, highest)
+        return graph, tensors
+
+    def _check_shapes(self, inputs: StepInputs, graph: _LoadedGraph, shapes: list[torch.Size]) -> None:
+        spec = inputs.spec
+        B, G, R, T = spec.batch_size, spec.num_generations, spec.gather_ids.shape[0], inputs.input_ids.shape[0]
+        if self.compiled.makes_drafts and not B - G + G * (graph.draft_len + 1) == R >= B:
+            raise EngineError(f"{B} requests, {G} of them generations with K = {graph.draft_len}, have {R} gather_ids")
+        sizes = {"B": B, "G": G, "R": R, "T": T, "K": graph.draft_len, "0": 0}
+        for name, shape in zip(graph.names, shapes, strict=True):
+            dims = INPUT_SHAPES[name]
+            if len(shape) != len(dims) or any(
+                size != sizes.get(dim, size) for size, dim in zip(shape, dims, strict=True)
+            ):
+                wanted = ", ".join(str(sizes.get(dim, dim)) for dim in dims)
+                raise EngineError(f"{name} has shape {list(shape)}, the graph takes [{wanted}]")
+        graph.last_shapes = shapes
+
+    def _check_range(self, name: str, tensor: Tensor, lowest: int, highest: int) -> None:
+        low, high = map(int, torch.aminmax(tensor))
+        if low < lowest or high > highest:
+            raise EngineError(f"{name} holds {low}..{high}; allowed are {lowest}..{highest}")
+
+    def _check_layout(self, inputs: StepInputs) -> bool:
+        """seq_lens, gather_ids and draft_lens; and whether all requests are generations that bring the step's K drafts.
+        The very tensors of the last launch, unwritten since, are not read again."""
+        spec = inputs.spec
+        tensors = spec.seq_lens, spec.gather_ids, spec.draft_lens
+        versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+        sizes = rows, _, K = inputs.input_ids.shape[0], *spec.draft_tokens.shape
+        last, last_versions, last_sizes, uniform = self._last_layout
+        written = -1 in versions or versions != last_versions
+        if not written and sizes == last_sizes and all(map(operator.is_, tensors, last)):
+            return uniform
+        counts, gathered, drafts = (tensor.tolist() for tensor in tensors)
+        if min(counts) < 1 or sum(counts) != rows:
+            raise EngineError(f"seq_lens is {counts}, not 1 or more each and {rows}, the input_ids, in all")
+        if min(gathered) < 0 or max(gathered) >= rows:
+            raise EngineError(f"gather_ids holds {min(gathered)}..{max(gathered)}; allowed are 0..{rows - 1}")
+        C = spec.num_contexts
+        most = [0] * C + [min(count - 1, K) for count in counts[C:]]
+        if len(drafts) != len(counts) or not all(0 <= n <= top for n, top in zip(drafts, most, strict=True)):
+            raise EngineError(f"draft_lens is {drafts}; allowed are 0..{most}")
+        uniform = C == 0 and set(drafts) == {K} and set(counts) == {K + 1} and gathered == list(range(rows))
+        self._last_layout = tensors, versions, sizes, uniform
+        return uniform
+
+    def _filled(self, name: str, rows: int) -> Tensor:
+        if self._neutral[name].shape[0] != rows:
+            shape = (rows, 1) if name.startswith("ban") else (rows,)
+            self._neutral[name] = torch.full(shape, _NEUTRAL[name], dtype=INPUT_DTYPES[name])
+        return self._neutral[name]
+
+    def _outputs(self, named: dict[str, Tensor], spec: SpecMetadata) -> StepOutputs:
+        K = spec.next_draft_len
+        if "new_tokens" not in named:
+            return StepOutputs(named["tokens"], hidden_states=named.get("hidden_states"))
+        drafts, new_tokens = named["next_draft_tokens"], named["next_new_tokens"]
+        if drafts.shape[1] != K:  # the graph makes more
+            drafts, new_tokens = drafts[:, :K], new_tokens[:, : K + 1]
+        return StepOutputs(
+            named["tokens"],
+            Verdict(named["new_tokens"], named["num_tokens"]),
+            Proposal(drafts, self._draft_lens(spec.batch_size, K)),
+            next_new_tokens=new_tokens,
+            next_kv_lens=named["next_kv_lens"],
+        )
+
+    def _draft_lens(self, batch_size: int, draft_len: int) -> Tensor:
+        """[B] int32, all `draft_len`."""
+        key = (batch_size, draft_len)
+        if self._last_draft_lens[0] != key:
+            self._last_draft_lens = key, torch.full((batch_size,), draft_len, dtype=torch.int32)
+        return self._last_draft_lens[1]

@@ -1,0 +1,76 @@
+"""Run ONNX graphs on ONNX Runtime's CPU provider, in fp32: the very graphs that TensorRT is given, with bodies for our
+ops (onnx_functions.py), and a backend where no C++ compiler is. See onnx_compile.py for what is in a folder.
+
+Caches are bound as input and as output, the same memory: a graph's new cache is the old one with the step's rows
+written, and ONNX Runtime's ScatterND copies nothing where both are one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from torch import Tensor
+
+from trtspec.backends.compiled import CompiledExecutable, Graph
+from trtspec.backends.onnx_functions import with_bodies
+from trtspec.errors import CheckpointError
+
+_NUMPY = {
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.float32: np.float32,
+    torch.bool: np.bool_,
+}
+
+
+class OnnxExecutable(CompiledExecutable):
+    """See compiled.CompiledExecutable."""
+
+    def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
+        return {graph: self._load_graph(folder, graph) for graph in self.compiled.graphs}
+
+    def _load_graph(self, folder: Path, graph: Graph) -> Callable[[list[Tensor]], list[Tensor]]:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3  # errors
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        try:
+            model = with_bodies(onnx.load(folder / graph.file, load_external_data=False))
+            session = onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # ONNX Runtime raises types of its own, and a damaged file other ones
+            raise CheckpointError(f"{folder / graph.file} cannot be loaded ({error}); rebuild the engine") from error
+        return _BoundGraph(session, graph, self.compiled.outputs, self._flat_kv).run
+
+
+class _BoundGraph:
+    """A session whose caches are bound for good."""
+
+    def __init__(self, session: Any, graph: Graph, outputs: tuple[str, ...], flat_kv: list[Tensor]) -> None:
+        self.session = session
+        self.inputs = graph.inputs
+        self.outputs = outputs
+        self.binding = session.io_binding()
+        for i, tensor in enumerate(flat_kv):
+            name = f"{'kv'[i % 2]}_cache_{i // 2}"
+            where = ("cpu", 0, _NUMPY[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
+            self.binding.bind_input(name, *where)
+            self.binding.bind_output(f"new_{name}", *where)
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        """graph.inputs -> the step's outputs; the bound caches are changed."""
+        binding = self.binding
+        for name, tensor in zip(self.inputs, tensors, strict=True):
+            binding.bind_input(name, "cpu", 0, _NUMPY[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
+        for name in self.outputs:
+            binding.bind_output(name, "cpu")  # anew: it forgets the last shape
+        self.session.run_with_iobinding(binding)
+        results = binding.get_outputs()[-len(self.outputs) :]  # in the order in which they were first bound
+        return [torch.from_numpy(result.numpy()) for result in results]

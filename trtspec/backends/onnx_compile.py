@@ -1,0 +1,120 @@
+"""Write a step's ONNX graphs and, beside them and once for all, their weights: what backends/onnx.py runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
+from trtspec.backends.export import Step, example_batch, graph_kinds
+from trtspec.backends.onnx_export import export_onnx
+from trtspec.backends.onnx_linear import write_linears
+from trtspec.core import KVLayer
+from trtspec.errors import EngineError, UnsupportedError
+
+_INLINE = 1024
+"""Bytes up to which a constant stays in its graph's file."""
+
+
+def require() -> None:
+    """Nothing: what exporting needs has been imported."""
+
+
+def compile_step(
+    step: Step,
+    kv_shapes: Sequence[tuple[int, int]],
+    block_size: int,
+    draft_lens: Sequence[int],
+    folder: Path,
+    report: Callable[[str], None] = lambda what: None,
+) -> CompiledStep:
+    """Export a functional `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a
+    uniform one if it makes drafts. `report` hears what is being done. UnsupportedError for half precision."""
+    dtype = step.decoder.norm.weight.dtype
+    if dtype != torch.float32:
+        raise UnsupportedError(
+            f"dtype = {str(dtype).removeprefix('torch.')!r}: ONNX Runtime computes in float32 on a CPU; ask for dtype "
+            "float32, with quantization int8 or int4 if memory is short"
+        )
+    models: dict[str, ir.Model] = {}
+    graphs = []
+    for K, (kind, uniform) in itertools.product(sorted(draft_lens), graph_kinds(step).items()):
+        report(f"{kind} graph for K = {K}")
+        example = example_batch(K, block_size, uniform)
+        blocks = int(example.attn.block_tables.max()) + 1
+        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in kv_shapes]
+        model = export_onnx(step, example, cast("list[KVLayer]", kv), uniform)
+        write_linears(model)
+        file = f"{kind}_k{K}.onnx"
+        names = tuple(value.name or "" for value in model.graph.inputs[: -2 * len(kv)])
+        graphs.append(Graph(file, K, uniform, names))
+        models[file] = model
+    report("writing weights")
+    save_models(models, folder)
+    return CompiledStep(
+        graphs=tuple(graphs),
+        outputs=step.outputs,
+        kv=tuple(kv_shapes),
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=step.decoder.spec.vocab_size,
+        weight_bytes=step.weight_bytes_per_step,
+        kernels="",
+    )
+
+
+def save_models(models: dict[str, ir.Model], folder: Path) -> None:
+    """File names and their models, whose constants of one name are one: all of them go into WEIGHTS, as safetensors,
+    which the graphs refer to as ONNX external data."""
+    tensors: dict[str, ir.TensorProtocol] = {}
+    for model in models.values():
+        for name, value in model.graph.initializers.items():
+            held = value.const_value
+            assert held is not None
+            if held.nbytes > _INLINE:
+                known = tensors.setdefault(name, held)
+                if known is not held and not np.array_equal(known.numpy(), held.numpy()):
+                    raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
+    save_file({name: _as_torch(held) for name, held in tensors.items()}, folder / WEIGHTS)
+    places = _places(folder / WEIGHTS)
+    for file, model in models.items():
+        for name, value in model.graph.initializers.items():
+            if name in tensors:
+                offset, length = places[name]
+                held = tensors[name]
+                shape = cast(ir.Shape, held.shape)
+                value.const_value = ir.ExternalTensor(
+                    WEIGHTS,
+                    offset,
+                    length,
+                    held.dtype,
+                    shape=shape,
+                    name=name,
+                    base_dir=str(folder),
+                )
+        onnx.save(ir.to_proto(model), folder / file)
+
+
+def _places(file: Path) -> dict[str, tuple[int, int]]:
+    """Name -> offset and bytes of each tensor in a safetensors file."""
+    with file.open("rb") as source:
+        size = int.from_bytes(source.read(8), "little")
+        header = json.loads(source.read(size))
+    header.pop("__metadata__", None)
+    offsets = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: (8 + size + first, last - first) for name, (first, last) in offsets.items()}
+
+
+def _as_torch(held: ir.TensorProtocol) -> Tensor:
+    raw = getattr(held, "raw", None)
+    tensor = raw.detach() if isinstance(raw, Tensor) else torch.from_numpy(np.asarray(held.numpy()))
+    return tensor.contiguous().clone()  # safetensors refuses tensors that share memory

@@ -1,0 +1,158 @@
+"""PackedLinear and PackedEmbedding as standard ONNX, from every layout of ops.packing.
+
+plain weights     Gemm with the matrix [N, K] as it is
+int8, int4        for ONNX Runtime: MatMulNBits (com.microsoft), which rounds rows of x to int8 per block of inputs
+
+A packed matrix is unpacked here, at export: files hold what the runtime reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trtspec.errors import UnsupportedError
+from trtspec.ops.packing import unpack_groups, unpack_values
+
+_INT8_BLOCK = 32
+"""MatMulNBits wants a scale per block of inputs, also where a column has one for all."""
+
+
+def write_linears(model: ir.Model) -> None:
+    """Rewrite, in place, each PackedLinear and PackedEmbedding for ONNX Runtime."""
+    matrices = _Matrices(model)
+    rewrites: dict[str, Callable[[ir.Node], list[ir.Node]]] = {
+        "PackedLinear": matrices.linear,
+        "PackedEmbedding": matrices.embedding,
+    }
+    for node in list(model.graph):
+        if node.op_type in rewrites and node.domain == "trtspec":
+            written = rewrites[node.op_type](node)
+            ir.convenience.replace_nodes_and_values(
+                model.graph, node, [node], written, node.outputs, written[-1].outputs
+            )
+    matrices.drop_unread()
+    if any(node.domain == "com.microsoft" for node in model.graph):
+        model.opset_imports["com.microsoft"] = 1
+
+
+class _Matrices:
+    """The constants of a model's linears; what is made of them is made once and named after them."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.graph = model.graph
+
+    def linear(self, node: ir.Node) -> list[ir.Node]:
+        """PackedLinear(x, weight, scales?, zeros?, bias?) -> nodes, the last of which gives its result."""
+        x, weight, scales, zeros, bias = (*node.inputs, None, None, None)[:5]
+        assert x is not None
+        assert weight is not None
+        N, K = node.attributes["out_features"].as_int(), _depth(x)
+        held = _tensor(weight)
+        if held.is_floating_point():
+            matrix = weight
+            if held.ndim != 2:
+                matrix = self._constant(f"{weight.name}.matrix", lambda: unpack_values(held)[:N, :K].contiguous())
+            out = ir.node("Gemm", [x, matrix, bias] if bias is not None else [x, matrix], {"transB": 1})
+            if node.attributes["float_out"].as_int() and held.dtype != torch.float32:
+                return [out, ir.node("Cast", [out.outputs[0]], {"to": ir.DataType.FLOAT})]
+            return [out]
+        assert scales is not None
+        none = torch.empty(0)
+        scale, zero = _tensor(scales), none if zeros is None else _tensor(zeros)
+        parts: Callable[[], tuple[Tensor, Tensor, Tensor]]
+        if held.dtype == torch.int8:
+            bits, block, parts = 8, _INT8_BLOCK, lambda: _eight_bits(held, scale, N, K)
+        else:
+            bits, block, parts = 4, K // scale.shape[1], lambda: _four_bits(held, scale, zero, N)
+        names = [f"{weight.name}.{part}" for part in ("blocks", "scales", "zeros")]
+        if names[0] not in self.graph.initializers:
+            for name, tensor in zip(names, parts(), strict=True):
+                self._register(name, tensor)
+        inputs = [x, *(self.graph.initializers[name] for name in names)]
+        attributes = {"K": K, "N": N, "bits": bits, "block_size": block, "accuracy_level": 4}
+        out = ir.Node("com.microsoft", "MatMulNBits", inputs, [ir.AttrInt64(k, v) for k, v in attributes.items()])
+        if bias is not None:
+            return [out, ir.node("Add", [out.outputs[0], bias])]
+        return [out]
+
+    def embedding(self, node: ir.Node) -> list[ir.Node]:
+        """PackedEmbedding(ids, weight, ...) -> Gather."""
+        ids, weight = node.inputs[:2]
+        assert weight is not None
+        held, K = _tensor(weight), node.attributes["in_features"].as_int()
+        if not held.is_floating_point():
+            raise UnsupportedError(f"{weight.name}: an embedding of integers is not built for ONNX; untie the lm_head")
+        matrix = weight
+        if held.ndim != 2:
+            rows = self._rows(weight)
+            matrix = self._constant(f"{weight.name}.matrix", lambda: unpack_values(held)[:rows, :K].contiguous())
+        return [ir.node("Gather", [matrix, ids], {"axis": 0})]
+
+    def _rows(self, weight: ir.Value) -> int:
+        """N of a packed matrix: what the linear that holds it says."""
+        for use in weight.uses():
+            if use.node.op_type == "PackedLinear":
+                return int(use.node.attributes["out_features"].as_int())
+        return unpack_values(_tensor(weight)).shape[0]
+
+    def _constant(self, name: str, make: Callable[[], Tensor]) -> ir.Value:
+        if name not in self.graph.initializers:
+            self._register(name, make())
+        return self.graph.initializers[name]
+
+    def _register(self, name: str, made: Tensor) -> None:
+        tensor = ir.tensor(made.numpy(), name=name)
+        value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        self.graph.register_initializer(value)
+
+    def drop_unread(self) -> None:
+        """Constants that no node reads any more."""
+        for name, value in list(self.graph.initializers.items()):
+            if not value.uses():
+                del self.graph.initializers[name]
+
+
+def _eight_bits(held: Tensor, scales: Tensor, N: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int8 panels and a scale per column -> MatMulNBits' B, scales and zero points, of blocks of inputs."""
+    values = F.pad(unpack_values(held)[:N, :K], (0, -K % _INT8_BLOCK))
+    blocks = values.shape[1] // _INT8_BLOCK
+    unsigned = (values.to(torch.int16) + 128).to(torch.uint8).view(N, blocks, _INT8_BLOCK)
+    per_block = scales.flatten()[:N, None].expand(N, blocks).contiguous()
+    return unsigned, per_block, torch.full((N, blocks), 128, dtype=torch.uint8)
+
+
+def _four_bits(held: Tensor, scales: Tensor, zeros: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int4 panels, scales and zeros of groups -> MatMulNBits' B, scales and zero points."""
+    scale, zero = (part[:N] for part in unpack_groups(scales, zeros))  # [N, K/g]
+    values = unpack_values(held)[:N].view(N, scale.shape[1], -1)
+    zero = F.pad(zero.to(torch.uint8), (0, scale.shape[1] % 2))
+    return _pairs(values), scale.contiguous(), _pairs(zero)
+
+
+def _pairs(values: Tensor) -> Tensor:
+    """uint8 0..15 [..., n] -> two to a byte, the first in the low half, [..., n / 2]."""
+    pairs = values.reshape(*values.shape[:-1], -1, 2)
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
+
+
+def _depth(x: ir.Value) -> int:
+    assert x.shape is not None
+    size = x.shape[-1]
+    assert isinstance(size, int)
+    return size
+
+
+def _tensor(value: ir.Value) -> Tensor:
+    """A constant as torch sees it, without copying."""
+    held = value.const_value
+    assert held is not None
+    raw = held.raw if hasattr(held, "raw") else None
+    if isinstance(raw, Tensor):
+        return raw.detach()
+    return torch.from_numpy(np.asarray(held.numpy()))
