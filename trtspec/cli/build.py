@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.table import BACKENDS
-from trtspec.cli.options import speculative_config
+from trtspec.cli.options import add_speculation, speculation
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.build import BuildPlan, build_engine, plan_build, refuse_taken
 from trtspec.errors import ConfigError, UnsupportedError
-from trtspec.modes import SpeculativeDecodingMode, words_for
 from trtspec.ops import load_plugins
 
 
@@ -26,10 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint_dir", required=True, help="checkpoint folder of the target")
     parser.add_argument("--output_dir", required=True, help="the engine folder to make")
     parser.add_argument("--backend", default="aoti", help=f"{', '.join(BACKENDS)} (default aoti)")
-    parser.add_argument("--speculative_decoding_mode", help="EAGLE3_ONE_MODEL, DRAFT_TARGET, NGRAM, ... (default none)")
-    parser.add_argument("--speculative_model_dir", help="checkpoint folder of the draft")
-    parser.add_argument("--max_draft_len", type=int, help="draft tokens per step, K")
-    parser.add_argument("--spec", help="all of speculation: a JSON object, or a file that holds one")
+    add_speculation(parser)
     for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "block_size"):
         parser.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
@@ -50,7 +44,7 @@ def run(namespace: argparse.Namespace) -> int:
     config = EngineConfig(
         backend=namespace.backend, dtype=namespace.dtype, quantization=namespace.quantization, **limits
     )
-    speculative = _speculation(namespace)
+    speculative = speculation(namespace)
     console = Console()
     start = time.perf_counter()
 
@@ -91,21 +85,6 @@ def run_verify(namespace: argparse.Namespace) -> int:
         CompiledStep.from_dict(executable).check_kernels()
     Console().print(f"{namespace.engine}: {len(engine.data['files'])} files are as built, and it can run here")
     return 0
-
-
-def _speculation(namespace: argparse.Namespace) -> SpeculativeConfig | None:
-    """From the mode's name (TensorRT-LLM's words) or the method's, the draft and K; or from --spec."""
-    mode = namespace.speculative_decoding_mode
-    fields: dict[str, Any] = {}
-    if mode is not None:
-        fields = dict(words_for(SpeculativeDecodingMode.from_string(mode)))
-    namespace.spec_method = fields.get("method")
-    namespace.spec_model = namespace.speculative_model_dir
-    namespace.spec_tokens = namespace.max_draft_len
-    whole = speculative_config(namespace)
-    if whole is None:
-        return None
-    return SpeculativeConfig.from_any({**fields, **whole})
 
 
 def _show(plan: BuildPlan, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""`trtspec generate | bench | info | train eagle3 | build | verify`: arguments in, exit status out."""
+"""`trtspec generate | bench | info | train eagle3 | build | verify | export-config`: arguments in, exit status out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from trtspec.cli import bench, build, generate, info, train
+from trtspec.cli import bench, build, export_config, generate, info, train
 from trtspec.cli.options import add_engine_options, speculative_config
 from trtspec.errors import TrtSpecError
 
@@ -47,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("verify", help="check that an engine folder is whole and fits this machine")
     build.add_verify_arguments(command)
     command.set_defaults(run=build.run_verify)
+
+    command = commands.add_parser("export-config", help="speculation as settings of TensorRT-LLM or vLLM")
+    export_config.add_arguments(command)
+    command.set_defaults(run=export_config.run)
 
     namespace = parser.parse_args(arguments)
     try:

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
+from trtspec.modes import SpeculativeDecodingMode, words_for
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -65,3 +67,26 @@ def speculative_config(namespace: argparse.Namespace) -> dict[str, Any] | None:
     if twice:
         raise ConfigError(f"{', '.join(twice)} given in --spec and as an option of its own; give it once")
     return {**whole, **fields}
+
+
+def add_speculation(parser: argparse.ArgumentParser) -> None:
+    """Speculation in the words of trtllm-build."""
+    parser.add_argument("--speculative_decoding_mode", help="EAGLE3_ONE_MODEL, DRAFT_TARGET, NGRAM, ... (default none)")
+    parser.add_argument("--speculative_model_dir", help="checkpoint folder of the draft")
+    parser.add_argument("--max_draft_len", type=int, help="draft tokens per step, K")
+    parser.add_argument("--spec", help="all of speculation: a JSON object, or a file that holds one")
+
+
+def speculation(namespace: argparse.Namespace) -> SpeculativeConfig | None:
+    """What the options of `add_speculation` say: the mode's name, the draft and K; or all of it in --spec."""
+    mode = namespace.speculative_decoding_mode
+    fields: dict[str, Any] = {}
+    if mode is not None:
+        fields = dict(words_for(SpeculativeDecodingMode.from_string(mode)))
+    namespace.spec_method = fields.get("method")
+    namespace.spec_model = namespace.speculative_model_dir
+    namespace.spec_tokens = namespace.max_draft_len
+    whole = speculative_config(namespace)
+    if whole is None:
+        return None
+    return SpeculativeConfig.from_any({**fields, **whole})

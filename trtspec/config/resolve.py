@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 EAGLE3_TARGETS = ("llama", "qwen", "minicpm", "gpt_oss")
 
 # Methods that need no draft checkpoint, and so no `model`.
-_WITHOUT_CHECKPOINT = ("ngram", "suffix", "auto", "extract_hidden_states", "custom_class")
+WITHOUT_CHECKPOINT = ("ngram", "suffix", "auto", "extract_hidden_states", "custom_class")
 
 # A field that only some methods read: set for another method, it would be ignored, so it is an error.
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
@@ -83,15 +83,7 @@ def resolve(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | No
 def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None = None) -> ResolvedSpeculation:
     """Decide everything, built or not. Raises ConfigError; UnsupportedError only where there is no mode to name."""
     method, model = method_and_model(config, target, draft)
-    for field, methods in _ONLY_FOR.items():
-        value = getattr(config, field)
-        if method not in methods and value != type(config).model_fields[field].default:
-            raise ConfigError(f"{field}={value!r} means nothing to method={method!r}; remove it")
-    if config.use_heterogeneous_vocab and (method != "draft_model" or config.draft_sample_method == "probabilistic"):
-        raise ConfigError(
-            f"use_heterogeneous_vocab=True with method={method!r}, draft_sample_method={config.draft_sample_method!r}; "
-            "use it with method='draft_model' and greedy drafting, or remove it"
-        )
+    check_fields(config, method)
     _check_draft(config, method, target, draft)
 
     auto = _suggest(target.max_batch_size) if method == "auto" else None
@@ -106,7 +98,7 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
     mode = resolve_mode(method, config.one_engine, vanilla, config.parallel_drafting)
     if method == "mtp" and not vanilla and k > 1:
         warnings.warn(f"num_speculative_tokens={k} runs one MTP layer {k} times; acceptance falls", stacklevel=3)
-    low, high = _lookup(config, auto)
+    low, high = lookup_sizes(config, auto)
     return ResolvedSpeculation(
         mode=mode,
         method=method,
@@ -138,20 +130,35 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
 # -- the steps of plan, in order --------------------------------------------------------------------------------------
 
 
-def method_and_model(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> tuple[str, str | None]:
-    """The method (an explicit one wins over any hint) and the draft checkpoint."""
+def check_fields(config: SpeculativeConfig, method: str) -> None:
+    """ConfigError for the first field that is set and that `method` would ignore."""
+    for field, methods in _ONLY_FOR.items():
+        value = getattr(config, field)
+        if method not in methods and value != type(config).model_fields[field].default:
+            raise ConfigError(f"{field}={value!r} means nothing to method={method!r}; remove it")
+    if config.use_heterogeneous_vocab and (method != "draft_model" or config.draft_sample_method == "probabilistic"):
+        raise ConfigError(
+            f"use_heterogeneous_vocab=True with method={method!r}, draft_sample_method={config.draft_sample_method!r}; "
+            "use it with method='draft_model' and greedy drafting, or remove it"
+        )
+
+
+def method_and_model(
+    config: SpeculativeConfig, target: TargetInfo | None, draft: DraftInfo | None
+) -> tuple[str, str | None]:
+    """The method (an explicit one wins over any hint) and the draft checkpoint; without a target, None is its own."""
     method, model = config.method, config.model
     if model in ("ngram", "[ngram]") and method in (None, "ngram"):
         return "ngram", "ngram"
     if model is not None and model == method == "suffix":
         return method, model
-    if method in _WITHOUT_CHECKPOINT:
+    if method in WITHOUT_CHECKPOINT:
         if model is not None and method != "custom_class":
             raise ConfigError(f"model={model!r} means nothing to method={method!r}; remove it")
         return method, method if method in ("ngram", "suffix") else model
     if model is None:
         if method == "mtp":
-            return method, target.model
+            return method, None if target is None else target.model
         if config.num_speculative_tokens is not None:
             raise ConfigError(
                 f"num_speculative_tokens was provided but without speculative model. (method={method!r}, model=None: "
@@ -193,7 +200,7 @@ def _check_draft(config: SpeculativeConfig, method: str, target: TargetInfo, dra
 def _n_predict(method: str, model: str | None, target: TargetInfo, draft: DraftInfo | None) -> int | None:
     if method == "mtp" and model == target.model:
         return target.n_predict
-    return None if draft is None or method in _WITHOUT_CHECKPOINT else draft.n_predict
+    return None if draft is None or method in WITHOUT_CHECKPOINT else draft.n_predict
 
 
 @dataclass(frozen=True)
@@ -245,7 +252,7 @@ def check_against_k(config: SpeculativeConfig, k: int) -> None:
 def _max_model_len(config: SpeculativeConfig, method: str, k: int, target: TargetInfo, draft: DraftInfo | None) -> int:
     """Longest sequence (tokens) for which drafts are made."""
     limits = {"target": target.max_model_len}
-    if draft is not None and method not in _WITHOUT_CHECKPOINT:
+    if draft is not None and method not in WITHOUT_CHECKPOINT:
         limits["draft"] = draft.max_model_len
     for owner, limit in limits.items():
         if config.max_model_len is not None and config.max_model_len > limit:
@@ -265,7 +272,7 @@ def _max_model_len(config: SpeculativeConfig, method: str, k: int, target: Targe
     return length
 
 
-def _lookup(config: SpeculativeConfig, auto: _Suggestion | None) -> tuple[int, int]:
+def lookup_sizes(config: SpeculativeConfig, auto: _Suggestion | None = None) -> tuple[int, int]:
     """(prompt_lookup_min, prompt_lookup_max): both unset 5, 5; one unset copies the other; AUTO tries 1..n."""
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
     if low is None and high is None:

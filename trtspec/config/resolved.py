@@ -96,20 +96,35 @@ class ResolvedSpeculation:
 def draft_len_for_batch(resolved: ResolvedSpeculation, num_requests: int) -> int:
     """Draft tokens per request, 0..K, in a step of `num_requests` requests. Pure; the strictest gate set counts."""
     k = resolved.num_speculative_tokens
-    limits = [k]
-    if resolved.disable_by_batch_size is not None and num_requests > resolved.disable_by_batch_size:
-        limits.append(0)
     if resolved.max_concurrency is not None:
         rows = resolved.max_num_tokens
         fitting = resolved.max_batch_size if rows is None else min(resolved.max_batch_size, rows // (1 + k))
         if min(num_requests, fitting) > resolved.max_concurrency:
-            limits.append(0)
-    if resolved.draft_len_schedule is not None:  # keys are upper bounds: the smallest key >= batch; 0 past the last
-        schedule = resolved.draft_len_schedule
+            return 0
+    return scheduled_draft_len(
+        k,
+        num_requests,
+        resolved.disable_by_batch_size,
+        resolved.draft_len_schedule,
+        resolved.num_speculative_tokens_per_batch_size,
+    )
+
+
+def scheduled_draft_len(
+    k: int,
+    num_requests: int,
+    disable_by_batch_size: int | None,
+    schedule: tuple[tuple[int, int], ...] | None,
+    ranges: tuple[tuple[int, int, int], ...] | None,
+) -> int:
+    """What the gates that depend on nothing but the number of requests leave of K."""
+    limits = [k]
+    if disable_by_batch_size is not None and num_requests > disable_by_batch_size:
+        limits.append(0)
+    if schedule is not None:  # keys are upper bounds: the smallest key >= batch; 0 past the last
         at = bisect.bisect_left([key for key, _ in schedule], num_requests)
         limits.append(schedule[at][1] if at < len(schedule) else 0)
-    if resolved.num_speculative_tokens_per_batch_size is not None:  # gaps and the tail carry the previous K
-        ranges = resolved.num_speculative_tokens_per_batch_size
+    if ranges is not None:  # gaps and the tail carry the previous K
         at = bisect.bisect_right([start for start, _, _ in ranges], max(num_requests, 1)) - 1
         limits.append(ranges[at][2])
     return min(limits)

@@ -296,21 +296,24 @@ def resolve_speculation(
             max_batch_size=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
         ),
-        None
-        if draft is None
-        else DraftInfo(
-            model_type=draft.model_type,
-            vocab_size=draft.vocab_size,
-            max_model_len=draft.max_seq_len,
-            is_eagle3=draft.architecture in EAGLE3_ARCHITECTURES,
-            capture_layers=Eagle3Facts.of(draft).capture_layers if _is_eagle3(speculative, draft) else None,
-        ),
+        None if draft is None else draft_info(speculative, draft),
     )
     if not (resolved.mode.has_draft_model() or resolved.mode.need_load_draft_weights()):
         draft = None
     elif draft is None:
         draft = ModelConfig.from_folder(speculative.model or "", "draft")  # says what is wrong with the folder
     return draft, resolved
+
+
+def draft_info(speculative: SpeculativeConfig, draft: ModelConfig) -> DraftInfo:
+    """What resolution needs to know of the checkpoint that `speculative.model` names."""
+    return DraftInfo(
+        model_type=draft.model_type,
+        vocab_size=draft.vocab_size,
+        max_model_len=draft.max_seq_len,
+        is_eagle3=draft.architecture in EAGLE3_ARCHITECTURES,
+        capture_layers=Eagle3Facts.of(draft).capture_layers if _is_eagle3(speculative, draft) else None,
+    )
 
 
 def _is_eagle3(speculative: SpeculativeConfig, draft: ModelConfig) -> bool:

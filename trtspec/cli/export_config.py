@@ -1,0 +1,92 @@
+"""`trtspec export-config`: what an engine or the options say of speculation, as settings of another server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from trtspec.cli.options import add_speculation, speculation
+from trtspec.config.engine_folder import EngineFolder
+from trtspec.config.interop import SERVERS, export_settings, settings_text
+from trtspec.config.interop_account import FieldWarning
+from trtspec.config.model import ModelConfig
+from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.assemble import draft_info
+from trtspec.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to export, for whom, and where to."""
+    parser.add_argument("engine", nargs="?", help="engine folder; or else the options below, as trtspec build has them")
+    parser.add_argument("--to", required=True, choices=SERVERS, help="whose settings to write")
+    add_speculation(parser)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="(default: standard output)")
+    parser.add_argument("--replace", action="store_true", help="replace a file that is at --output")
+    parser.add_argument("--strict", action="store_true", help="a warning is an error: write nothing, exit status 1")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Warnings to stderr, settings to stdout or to the file."""
+    options = speculation(namespace)
+    if namespace.engine is not None:
+        if options is not None:
+            raise ConfigError(f"{namespace.engine} and options of speculation are both given; give one of them")
+        config, draft, own = _of_engine(namespace.engine)
+    elif options is None:
+        raise ConfigError("nothing to export; give an engine folder, --speculative_decoding_mode or --spec")
+    else:
+        config, draft, own = options, _draft_info(options), []
+    settings, warnings = export_settings(config, namespace.to, draft)
+    warnings = [*own, *warnings]
+    for warning in warnings:
+        print(f"trtspec: warning: {warning}", file=sys.stderr)
+    if warnings and namespace.strict:
+        raise ConfigError(f"--strict: {len(warnings)} of these settings have no equal in {namespace.to}")
+    text = settings_text(settings, namespace.to)
+    if namespace.output is None:
+        sys.stdout.write(text)
+    else:
+        write_new(namespace.output, text, namespace.replace)
+    return 0
+
+
+def _of_engine(folder: str) -> tuple[SpeculativeConfig, DraftInfo | None, list[FieldWarning]]:
+    """The engine's speculation with the draft checkpoint it was built from: its own is packed for our kernels."""
+    engine = EngineFolder.open(folder)
+    if engine is None:
+        raise ConfigError(f"{folder} is no engine folder; give one that trtspec build made, or options of speculation")
+    config = engine.speculative_config()
+    if config is None:
+        raise ConfigError(f"{folder} was built without speculation; there is nothing to export")
+    draft = _draft_info(config)
+    model = engine.data["speculative_config"].get("model")
+    if model == config.model:
+        return config, draft, []
+    warnings = []
+    if not os.path.isdir(model):
+        warnings = [FieldWarning("model", model, "the engine was built from this folder, which is not here any more")]
+    return config.model_copy(update={"model": model}), draft, warnings
+
+
+def _draft_info(config: SpeculativeConfig) -> DraftInfo | None:
+    """What the draft's config.json says, where that matters: which method it is for, which layers it reads."""
+    if config.method not in (None, "eagle3") or config.model is None or not os.path.isdir(config.model):
+        return None
+    return draft_info(config, ModelConfig.from_folder(config.model, "draft"))
+
+
+def write_new(path: Path, text: str, replace: bool) -> None:
+    """A file that is there whole or not at all. Raises ConfigError for one that is there already, unless `replace`."""
+    if path.is_dir():
+        raise ConfigError(f"--output {path} is a folder; give a file")
+    if os.path.lexists(path) and not replace:
+        raise ConfigError(f"--output {path} is there already; replace it with --replace, or give another file")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
