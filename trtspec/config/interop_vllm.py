@@ -68,9 +68,10 @@ def to_vllm(config: SpeculativeConfig, draft: DraftInfo | None = None) -> tuple[
     _chain_only(account)
     account.warn_if_set("prompt_lookup_latest", "vLLM copies what followed the earliest match")
     account.warn_if_set("disable_logprobs", "not written: vLLM returns logprobs whenever a request asks for them")
-    if not account.has_both_engines():
+    if account.has_both_engines():
+        account.warn_if_set("one_engine", "vLLM has one way to run it: draft passes after the target's, in its process")
+    else:
         account.take("one_engine")  # it chose between nothing
-    account.warn_if_set("one_engine", "vLLM has one way to run it: draft passes after the target's, in its process")
     account.warn_if_set("vanilla", "vLLM runs as many MTP layers as the checkpoint has")
     return settings, account.close(SERVER)
 
@@ -96,14 +97,12 @@ def _draft_len(account: Account) -> dict[str, Any]:
             "written as num_speculative_tokens_per_batch_size, which counts the requests that run, also where "
             "max_num_tokens holds fewer",
         )
-    ranges = _ranges(draft_len_steps(config, k))
-    return {**settings, "num_speculative_tokens_per_batch_size": ranges} if ranges else settings
+    steps = draft_len_steps(config, k)
+    return settings if steps == [(None, k)] else {**settings, "num_speculative_tokens_per_batch_size": _ranges(steps)}
 
 
 def _ranges(steps: list[tuple[int | None, int]]) -> list[list[int]]:
-    """Inclusive [first batch size, last, K]; the last range's K holds beyond its end. [] where K is constant."""
-    if len(steps) == 1:
-        return []
+    """Inclusive [first batch size, last, K]; the last range's K holds beyond its end."""
     ranges, start = [], 1
     for size, length in steps:
         ranges.append([start, start if size is None else size, length])

@@ -1,0 +1,544 @@
+"""Speculation as TensorRT-LLM's and vLLM's settings: every method, every field, and back again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trtspec.config import DraftInfo, ResolvedSpeculation, SpeculativeConfig, TargetInfo, draft_len_for_batch
+from trtspec.config.interop import SERVERS, export_settings, settings_text
+from trtspec.config.interop_account import GATES
+from trtspec.config.resolve import plan
+from trtspec.config.trtllm import decoding_config_from_dict
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.modes import METHODS
+
+TARGET = TargetInfo(
+    model="/t",
+    model_type="llama",
+    vocab_size=100,
+    max_model_len=512,
+    num_hidden_layers=12,
+    max_batch_size=64,
+    tensor_parallel_size=2,
+)
+HEAD = DraftInfo(model_type="llama", vocab_size=100, max_model_len=512, is_eagle3=True, capture_layers=(2, 5, 8))
+TRT, VLLM = "tensorrt-llm", "vllm"
+
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+DRAFTED: dict[str, Any] = {"method": "draft_model", "model": "/d", "num_speculative_tokens": 3}
+EAGLE3: dict[str, Any] = {"method": "eagle3", "model": "/e", "num_speculative_tokens": 3}
+MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
+SUFFIX: dict[str, Any] = {"method": "suffix"}
+DSPARK: dict[str, Any] = {**EAGLE3, "method": "dspark"}
+SAVED: dict[str, Any] = {"method": "extract_hidden_states", "output_directory": "/o", "capture_layers": (1, 3)}
+CUSTOM: dict[str, Any] = {"method": "custom_class", "drafter": "m:C", "num_speculative_tokens": 3}
+
+
+def export(
+    fields: dict[str, Any], server: str, draft: DraftInfo | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(settings, {field: the line about it})."""
+    settings, found = export_settings(SpeculativeConfig(**fields), server, draft)
+    lines = {warning.field: str(warning) for warning in found}
+    assert len(lines) == len(found), "two lines about one field"
+    assert all("\n" not in line for line in lines.values())
+    return settings, lines
+
+
+# -- every method -----------------------------------------------------------------------------------------------------
+
+BY_METHOD: dict[str, dict[str, Any]] = {
+    "draft_model": DRAFTED,
+    "eagle3": EAGLE3,
+    "mtp": MTP,
+    "ngram": NGRAM,
+    "extract_hidden_states": SAVED,
+    "custom_class": CUSTOM,
+    "auto": {"method": "auto"},
+    "suffix": SUFFIX,
+    "medusa": {**EAGLE3, "method": "medusa"},
+    "mlp_speculator": {**EAGLE3, "method": "mlp_speculator"},
+    "eagle": {**EAGLE3, "method": "eagle"},
+    "dflash": {**EAGLE3, "method": "dflash"},
+    "dspark": DSPARK,
+}
+NEAREST = {
+    ("custom_class", TRT): "UserProvidedDecodingConfig in Python",
+    ("suffix", TRT): "decoding_type SA",
+    ("medusa", TRT): "decoding_type Eagle3",
+    ("mlp_speculator", TRT): "decoding_type Eagle3, or Draft_Target",
+    ("eagle", TRT): "decoding_type Eagle3",
+    ("custom_class", VLLM): "vLLM's own custom_class",
+    ("auto", VLLM): "method='ngram'",
+    ("mlp_speculator", VLLM): "method='medusa' or 'eagle3'",
+}
+
+
+def test_every_method_is_here() -> None:
+    assert set(BY_METHOD) == set(METHODS)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_method(method: str, server: str) -> None:
+    """Settings under the server's name for it, or an error with the nearest; never an empty file."""
+    if (method, server) in NEAREST:
+        with pytest.raises(UnsupportedError, match=f"method='{method}' has no equal in .*nearest: ") as raised:
+            export(BY_METHOD[method], server)
+        assert NEAREST[method, server] in str(raised.value)
+        return
+    settings, _ = export(BY_METHOD[method], server)
+    if server == VLLM:
+        assert settings["method"] == method
+        assert settings.get("model") == BY_METHOD[method].get("model")
+    else:
+        config = decoding_config_from_dict(settings)
+        assert config.decoding_type == settings["decoding_type"]  # in TensorRT-LLM's own spelling
+        assert config.method in (method, "")
+        assert config.speculative_model == BY_METHOD[method].get("model")
+
+
+# -- every field ------------------------------------------------------------------------------------------------------
+
+TREE = "[(0,), (1,), (0, 0), (0, 0, 0)]"
+SYNTHETIC = {"rejection_sample_method": "synthetic"}
+# field -> (the rest of a config, a value of the field that is not the rest's)
+FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "num_speculative_tokens": (NGRAM, 4),
+    "model": (DRAFTED, "/other"),
+    "method": (DRAFTED, "dspark"),
+    "one_engine": (EAGLE3, False),
+    "vanilla": (MTP, True),
+    "revision": (DRAFTED, "main"),
+    "code_revision": (DRAFTED, "main"),
+    "quantization": (DRAFTED, "int8"),
+    "enforce_eager": (DRAFTED, False),
+    "draft_tensor_parallel_size": (DRAFTED, 1),
+    "max_model_len": (DRAFTED, 100),
+    "disable_padded_drafter_batch": (DRAFTED, True),
+    "disable_logprobs": (DRAFTED, False),
+    "disable_by_batch_size": (DRAFTED, 8),
+    "draft_len_schedule": (DRAFTED, {4: 3, 8: 1}),
+    "num_speculative_tokens_per_batch_size": (DRAFTED, [(1, 4, 3), (5, 8, 1)]),
+    "max_concurrency": (DRAFTED, 8),
+    "acceptance_window": ({**DRAFTED, "acceptance_length_threshold": 1.0}, 10),
+    "acceptance_length_threshold": ({**DRAFTED, "acceptance_window": 10}, 0.5),
+    "prompt_lookup_min": (NGRAM, 2),
+    "prompt_lookup_max": (NGRAM, 7),
+    "prompt_lookup_latest": (NGRAM, True),
+    "suffix_decoding_max_tree_depth": (SUFFIX, 12),
+    "suffix_decoding_max_cached_requests": (SUFFIX, 0),
+    "suffix_decoding_max_spec_factor": (SUFFIX, 2.0),
+    "suffix_decoding_min_token_prob": (SUFFIX, 0.5),
+    "rejection_sample_method": (DRAFTED, "block"),
+    "synthetic_acceptance_rates": ({**DRAFTED, **SYNTHETIC}, [0.9, 0.5, 0.1]),
+    "synthetic_acceptance_length": ({**DRAFTED, **SYNTHETIC}, 2.5),
+    "draft_sample_method": (DRAFTED, "probabilistic"),
+    "speculative_token_tree": (EAGLE3, TREE),
+    "use_heterogeneous_vocab": (DRAFTED, True),
+    "parallel_drafting": (DRAFTED, True),
+    "enable_adaptive_verification": (DSPARK, True),
+    "capture_layers": (EAGLE3, (1, 4, 6)),
+    "output_directory": (SAVED, "/elsewhere"),
+    "write_interval": (SAVED, 5),
+    "file_prefix": (SAVED, "states"),
+    "drafter": (CUSTOM, "m:D"),
+}
+# Cases whose rest is no config without the field.
+ALONE = {
+    "acceptance_window": DRAFTED,
+    "acceptance_length_threshold": DRAFTED,
+    "synthetic_acceptance_rates": DRAFTED,
+    "synthetic_acceptance_length": DRAFTED,
+}
+
+
+def test_every_field_is_here() -> None:
+    assert set(FIELDS) == set(SpeculativeConfig.model_fields)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("field", FIELDS)
+def test_no_field_is_dropped_in_silence(field: str, server: str) -> None:
+    """Set, it changes what is written, or is named in a warning; or its method is refused."""
+    rest, value = FIELDS[field]
+    try:
+        settings, lines = export({**rest, field: value}, server)
+    except UnsupportedError as error:
+        if (rest["method"], server) not in NEAREST:
+            raise AssertionError(f"{field} is refused, not the method") from error
+        return
+    before, _ = export(ALONE.get(field, rest), server)
+    assert settings != before or field in lines
+    shown = repr(getattr(SpeculativeConfig(**{**rest, field: value}), field))
+    assert field not in lines or lines[field].startswith(f"{field}={shown}: ")
+
+
+def test_a_field_that_nobody_knows_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that is added to SpeculativeConfig and forgotten here."""
+    from trtspec.config import interop_trtllm
+
+    monkeypatch.setattr(interop_trtllm, "_warn_of_draft_model", lambda account: None)
+    settings, lines = export({**DRAFTED, "revision": "main"}, TRT)
+    assert lines["revision"] == "revision='main': not written: TensorRT-LLM has no such setting"
+    assert "revision" not in settings
+
+
+# -- conversions ------------------------------------------------------------------------------------------------------
+
+QUIET: dict[str, Any] = {"draft_sample_method": "greedy", "rejection_sample_method": "standard"}
+GREEDY: dict[str, Any] = {"draft_sample_method": "greedy"}
+ONE_TO: dict[str, Any] = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected", "warned"),
+    [
+        (
+            {**NGRAM, **ONE_TO},
+            {
+                "decoding_type": "NGram",
+                "max_draft_len": 3,
+                "max_matching_ngram_size": 3,
+                "is_use_oldest": True,
+                "is_public_pool": False,
+            },
+            "",
+        ),
+        ({**NGRAM}, {"max_matching_ngram_size": 5}, "prompt_lookup_min"),
+        ({**NGRAM, "prompt_lookup_min": 1}, {"max_matching_ngram_size": 1}, ""),
+        ({**NGRAM, **ONE_TO, "prompt_lookup_latest": True}, {"is_use_oldest": False}, ""),
+        (
+            {**DRAFTED, **GREEDY},
+            {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model": "/d"},
+            "",
+        ),
+        ({**DRAFTED, **QUIET}, {"use_rejection_sampling": True}, ""),
+        (DRAFTED, {}, "draft_sample_method"),
+        ({**DRAFTED, **GREEDY, "parallel_drafting": True}, {"decoding_type": "PARD"}, ""),
+        ({**DRAFTED, **GREEDY, "one_engine": False}, {"decoding_type": "Draft_Target"}, ""),
+        (
+            {**EAGLE3, **GREEDY, "capture_layers": (1, 4, -1)},
+            {"eagle3_one_model": True, "eagle3_layers_to_capture": [1, 4, -1]},
+            "",
+        ),
+        ({**EAGLE3, **GREEDY, "capture_layers": (4, 1)}, {"eagle3_layers_to_capture": [4, 1]}, "capture_layers"),
+        ({**EAGLE3, **GREEDY, "capture_layers": (1, 1)}, {"eagle3_layers_to_capture": [1, 1]}, "capture_layers"),
+        ({**EAGLE3, **GREEDY}, {"eagle3_layers_to_capture": None}, "capture_layers"),
+        (
+            {**EAGLE3, **GREEDY, "capture_layers": (1,), "one_engine": False},
+            {"eagle3_one_model": False},
+            "one_engine",
+        ),
+        (
+            {**EAGLE3, **GREEDY, "capture_layers": (1,), "speculative_token_tree": TREE},
+            {"eagle_choices": [[0], [1], [0, 0], [0, 0, 0]], "max_total_draft_tokens": 4},
+            "speculative_token_tree",
+        ),
+        (
+            {**EAGLE3, **GREEDY, "capture_layers": (1,), "speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
+            {"eagle_choices": None, "max_total_draft_tokens": None},
+            "",
+        ),
+        ({**MTP, **GREEDY}, {"decoding_type": "MTP", "max_draft_len": 1, "mtp_eagle_one_model": True}, ""),
+        ({"method": "mtp", **GREEDY}, {"max_draft_len": None}, ""),
+        ({**MTP, **GREEDY, "vanilla": True}, {"use_mtp_vanilla": True, "mtp_eagle_one_model": None}, ""),
+        ({**MTP, **GREEDY, "model": "/m"}, {"speculative_model": "/m"}, "model"),
+        ({**SAVED, "write_interval": 5}, {"decoding_type": "SaveState", "write_interval": 5}, "output_directory"),
+        ({"method": "auto"}, {"decoding_type": "AUTO"}, ""),
+        (
+            {"method": "auto", "max_concurrency": 9, "num_speculative_tokens": 3},
+            {"decoding_type": "AUTO", "max_concurrency": None},
+            "num_speculative_tokens max_concurrency",
+        ),
+        # draft lengths by batch size: what is above the largest key drafts nothing
+        ({**DRAFTED, **GREEDY, "max_concurrency": 8}, {"max_concurrency": 8, "draft_len_schedule": None}, ""),
+        ({**DRAFTED, **GREEDY, "disable_by_batch_size": 8}, {"draft_len_schedule": {1: 3, 8: 3}}, ""),
+        ({**DRAFTED, **GREEDY, "draft_len_schedule": {4: 3, 8: 1}}, {"draft_len_schedule": {1: 3, 4: 3, 8: 1}}, ""),
+        (
+            {**DRAFTED, **GREEDY, "num_speculative_tokens_per_batch_size": [(1, 4, 9), (8, 9, 1)]},
+            {"draft_len_schedule": {1: 3, 7: 3, 1_000_000: 1}},
+            "",
+        ),
+        (
+            {**DRAFTED, **GREEDY, "num_speculative_tokens_per_batch_size": [(1, 4, 2)]},
+            {"max_draft_len": 3, "draft_len_schedule": None},
+            "num_speculative_tokens_per_batch_size",
+        ),
+        (
+            {**DRAFTED, **GREEDY, "max_concurrency": 8, "disable_by_batch_size": 4},
+            {"draft_len_schedule": {1: 3, 4: 3}, "max_concurrency": None},
+            "max_concurrency",
+        ),
+        ({"method": "mtp", **GREEDY, "disable_by_batch_size": 4}, {}, "disable_by_batch_size"),
+    ],
+)
+def test_to_tensorrt_llm(fields: dict[str, Any], expected: dict[str, Any], warned: str) -> None:
+    settings, lines = export(fields, TRT)
+    assert {name: settings.get(name) for name in expected} == expected
+    assert list(lines) == warned.split()
+    decoding_config_from_dict(settings)  # by our reader's rules, all of it is in place
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected", "warned"),
+    [
+        ({**NGRAM, **ONE_TO, **QUIET}, {**NGRAM, **ONE_TO, **QUIET}, ""),
+        (NGRAM, NGRAM, "rejection_sample_method"),
+        (EAGLE3, EAGLE3, "rejection_sample_method draft_sample_method"),
+        ({**EAGLE3, **QUIET, "one_engine": True}, {**EAGLE3, **QUIET}, "one_engine"),
+        ({**EAGLE3, **QUIET, "capture_layers": (1, 4)}, {**EAGLE3, **QUIET}, "capture_layers"),
+        ({**EAGLE3, **QUIET, "parallel_drafting": True}, {**EAGLE3, **QUIET, "parallel_drafting": True}, ""),
+        ({**DRAFTED, **QUIET, "one_engine": False}, {**DRAFTED, **QUIET}, ""),
+        ({**DRAFTED, **QUIET, "quantization": "int4"}, {**DRAFTED, **QUIET}, "quantization"),
+        ({**DRAFTED, **QUIET, "quantization": "fp8"}, {**DRAFTED, **QUIET, "quantization": "fp8"}, ""),
+        ({**DRAFTED, **QUIET, "max_model_len": 9}, {**DRAFTED, **QUIET, "max_model_len": 9}, ""),
+        ({**NGRAM, **QUIET, "max_model_len": 9}, {**NGRAM, **QUIET}, "max_model_len"),
+        ({**MTP, **QUIET, "vanilla": True}, {**MTP, **QUIET}, "vanilla"),
+        ({"method": "mtp", "model": "/m", **QUIET}, {"method": "mtp", "model": "/m", **QUIET}, ""),
+        (
+            {**SUFFIX, "rejection_sample_method": "block", "suffix_decoding_max_cached_requests": 0},
+            {**SUFFIX, "rejection_sample_method": "block", "suffix_decoding_max_cached_requests": 0},
+            "",
+        ),
+        (
+            {**NGRAM, **SYNTHETIC, "synthetic_acceptance_rates": (1.0, 0.5, 0.0)},
+            {**NGRAM, **SYNTHETIC, "synthetic_acceptance_rates": [1.0, 0.5, 0.0]},
+            "",
+        ),
+        ({**NGRAM, **QUIET, "enable_adaptive_verification": True}, {**NGRAM, **QUIET}, "enable_adaptive_verification"),
+        (
+            {**SAVED, "capture_layers": (1, 3, -1), "num_speculative_tokens": 2, "max_concurrency": 4},
+            {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 4]}},
+            },
+            "num_speculative_tokens max_concurrency capture_layers output_directory",
+        ),
+        # draft lengths by batch size: the last one holds for all above
+        (
+            {**NGRAM, **QUIET, "num_speculative_tokens_per_batch_size": [(1, 4, 0)], "disable_by_batch_size": 8},
+            {**NGRAM, **QUIET, "num_speculative_tokens_per_batch_size": [[1, 1, 0]]},
+            "",
+        ),
+        (
+            {**NGRAM, **QUIET, "num_speculative_tokens_per_batch_size": [(1, 4, 9)], "draft_len_schedule": {4: 3}},
+            {**NGRAM, **QUIET, "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 5, 0]]},
+            "",
+        ),
+        (
+            {**NGRAM, **QUIET, "disable_by_batch_size": 8},
+            {**NGRAM, **QUIET, "num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 9, 0]]},
+            "",
+        ),
+        (
+            {**NGRAM, **QUIET, "draft_len_schedule": {4: 3, 8: 1}},
+            {**NGRAM, **QUIET, "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 1], [9, 9, 0]]},
+            "",
+        ),
+        (
+            {**NGRAM, **QUIET, "num_speculative_tokens_per_batch_size": [(1, 4, 9), (8, 9, 1)]},
+            {**NGRAM, **QUIET, "num_speculative_tokens_per_batch_size": [[1, 4, 9], [8, 9, 1]]},
+            "",
+        ),
+        (
+            {**NGRAM, **QUIET, "max_concurrency": 8},
+            {**NGRAM, **QUIET, "num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 9, 0]]},
+            "max_concurrency",
+        ),
+    ],
+)
+def test_to_vllm(fields: dict[str, Any], expected: dict[str, Any], warned: str) -> None:
+    settings, lines = export(fields, VLLM)
+    assert settings == expected
+    assert list(lines) == warned.split()
+    assert json.loads(settings_text(settings, VLLM)) == expected
+
+
+def test_layers_of_the_head_are_written_where_its_config_is_not_read() -> None:
+    settings, lines = export({**EAGLE3, **GREEDY}, TRT, HEAD)
+    assert settings["eagle3_layers_to_capture"] == [2, 5, 8]
+    assert not lines
+    for layers, warned in (((2, 5, 8), False), ((1, 4, 6), True)):  # vLLM reads it
+        settings, lines = export({**EAGLE3, **QUIET, "capture_layers": layers}, VLLM, HEAD)
+        assert settings == {**EAGLE3, **QUIET}
+        assert ("capture_layers" in lines) == warned
+    assert lines["capture_layers"].endswith("config.json must say eagle_aux_hidden_state_layer_ids=[2, 5, 7]")
+
+
+def test_the_method_is_found_as_everywhere() -> None:
+    fields = {"model": "/models/head", "num_speculative_tokens": 3}
+    assert export(fields, VLLM, HEAD)[0]["method"] == "eagle3"
+    assert export(fields, VLLM)[0]["method"] == "draft_model"
+    assert export({"model": "[ngram]", "num_speculative_tokens": 3}, VLLM)[0] == NGRAM
+
+
+def test_warnings_say_what_to_do() -> None:
+    _, lines = export({**SAVED, "output_directory": "/o ut"}, VLLM)
+    transfer = (
+        '{"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer", '
+        '"kv_connector_extra_config": {"shared_storage_path": "/o ut"}}'
+    )
+    assert f"add --kv-transfer-config '{transfer}'" in lines["output_directory"]
+    assert (
+        "rejection_sample_method='strict': vLLM accepts by rejection sampling"
+        in (export({**NGRAM, "rejection_sample_method": "strict"}, VLLM)[1]["rejection_sample_method"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "server", "message"),
+    [
+        ({"method": "ngram"}, TRT, r"num_speculative_tokens=None with method='ngram': TensorRT-LLM needs a number"),
+        ({"method": "mtp"}, VLLM, r"num_speculative_tokens=None with method='mtp': vLLM needs a number; set it"),
+        ({**SAVED, "capture_layers": None}, VLLM, r"capture_layers=None with method='extract_hidden.*: vLLM needs"),
+        ({**SAVED, "capture_layers": (-1,)}, VLLM, r"capture_layers=\(-1,\) with method='extract_hidden.*saves none"),
+        ({**NGRAM, "suffix_decoding_max_tree_depth": 9}, TRT, r"means nothing to method='ngram'; remove it"),
+        ({"method": "eagle3"}, VLLM, r"method='eagle3', model=None: set model"),
+        (NGRAM, "sglang", r"server='sglang' is unknown; use one of tensorrt-llm, vllm"),
+    ],
+)
+def test_contradictions(fields: dict[str, Any], server: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        export(fields, server)
+
+
+def test_parallel_heads_have_no_equal() -> None:
+    with pytest.raises(UnsupportedError, match=r"method='eagle3' has no equal in .*parallel_drafting=True; nearest: "):
+        export({**EAGLE3, "parallel_drafting": True}, TRT)
+
+
+# -- there and back ---------------------------------------------------------------------------------------------------
+
+K = 4
+SIZES = st.integers(1, 70)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> dict[int, int]:
+    schedule = draw(st.dictionaries(SIZES, st.integers(0, K), min_size=1, max_size=4))
+    schedule[min(schedule)] = K
+    return schedule
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    ends = sorted(draw(st.sets(st.integers(2, 70), min_size=1, max_size=6)))
+    starts = [1, *(draw(st.integers(low + 1, high)) for low, high in itertools.pairwise(ends))]
+    return [(start, end, draw(st.integers(0, K + 1))) for start, end in zip(starts, ends, strict=True)]
+
+
+def maybe(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+COMMON = maybe(
+    enforce_eager=st.booleans(),
+    draft_tensor_parallel_size=st.sampled_from([1, 2]),
+    max_model_len=st.integers(K + 1, 512),
+    disable_by_batch_size=st.integers(2, 70),
+    num_speculative_tokens_per_batch_size=ranges(),
+    disable_padded_drafter_batch=st.booleans(),
+    disable_logprobs=st.booleans(),
+    draft_sample_method=st.sampled_from(["greedy", "probabilistic"]),
+    rejection_sample_method=st.sampled_from(["strict", "block"]),
+    revision=st.text(),
+)
+EITHER = st.one_of(maybe(draft_len_schedule=schedules()), maybe(max_concurrency=SIZES))
+OWN: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "ngram": st.tuples(st.integers(1, 6), st.integers(0, 6)).flatmap(
+        lambda sizes: maybe(
+            prompt_lookup_min=st.just(sizes[0]),
+            prompt_lookup_max=st.just(sum(sizes)),
+            prompt_lookup_latest=st.booleans(),
+        )
+    ),
+    "draft_model": st.fixed_dictionaries(
+        {"model": st.text(min_size=1)}, optional={"quantization": st.sampled_from(["int8", "fp8"])}
+    ),
+    "eagle3": st.fixed_dictionaries(
+        {"model": st.text(min_size=1)},
+        optional={
+            "one_engine": st.booleans(),
+            "capture_layers": st.lists(st.integers(-1, 11), min_size=1, max_size=4),
+            "quantization": st.just("int4"),
+        },
+    ),
+    "mtp": maybe(one_engine=st.just(True), vanilla=st.booleans(), quantization=st.just("fp8")),
+    "extract_hidden_states": st.fixed_dictionaries(
+        {"output_directory": st.text()},
+        optional={
+            "write_interval": st.integers(1, 50),
+            "file_prefix": st.from_regex(r"[\w.+-]+", fullmatch=True),
+            "capture_layers": st.lists(st.integers(-1, 11), min_size=1, max_size=4),
+        },
+    ),
+}
+
+
+@st.composite
+def configs(draw: st.DrawFn, *methods: str) -> dict[str, Any]:
+    method = draw(st.sampled_from(methods))
+    return {"method": method, "num_speculative_tokens": K, **draw(COMMON), **draw(EITHER), **draw(OWN[method])}
+
+
+def planned(config: SpeculativeConfig | None, draft: DraftInfo | None) -> ResolvedSpeculation:
+    assert config is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one MTP layer that runs K times
+        return plan(config, TARGET, draft)
+
+
+def differences(before: ResolvedSpeculation, after: ResolvedSpeculation) -> set[str]:
+    """Fields that changed; GATES count as one, "draft_len": what they make of 1 to max_batch_size requests."""
+    found = {
+        field.name
+        for field in dataclasses.fields(before)
+        if field.name not in GATES and getattr(before, field.name) != getattr(after, field.name)
+    }
+    sizes = range(1, TARGET.max_batch_size + 1)
+    lengths = [[draft_len_for_batch(resolved, n) for n in sizes] for resolved in (before, after)]
+    return found | ({"draft_len"} if lengths[0] != lengths[1] else set())
+
+
+def explained(lines: dict[str, str]) -> set[str]:
+    """What warnings allow to change."""
+    unwritten_gate = any(field in lines and "not written" in lines[field] for field in GATES)
+    return {*lines, *(["draft_len"] if unwritten_gate else [])}
+
+
+@given(configs("ngram", "draft_model", "eagle3", "mtp", "extract_hidden_states"), st.sampled_from([None, HEAD]))
+def test_tensorrt_llm_and_back(fields: dict[str, Any], head: DraftInfo | None) -> None:
+    yaml = pytest.importorskip("yaml")
+    config = SpeculativeConfig(**fields)
+    draft = head if config.method == "eagle3" else None
+    settings, found = export_settings(config, TRT, draft)
+    lines = {warning.field: str(warning) for warning in found}
+    read = yaml.safe_load(settings_text(settings, TRT))["speculative_config"]
+    assert read == settings
+    changed = differences(planned(config, draft), planned(SpeculativeConfig.from_any(read), draft))
+    if config.draft_sample_method == "greedy":
+        changed.discard("draft_sample_method")  # TensorRT-LLM drafts so, and has no word for it
+    assert changed <= explained(lines)
+
+
+@given(configs("ngram", "draft_model", "eagle3", "mtp"), st.sampled_from([None, HEAD]))
+def test_vllm_and_back(fields: dict[str, Any], head: DraftInfo | None) -> None:
+    config = SpeculativeConfig(**fields)
+    draft = head if config.method == "eagle3" else None
+    settings, found = export_settings(config, VLLM, draft)
+    lines = {warning.field: str(warning) for warning in found}
+    read = json.loads(settings_text(settings, VLLM))
+    changed = differences(planned(config, draft), planned(SpeculativeConfig.from_any(read), draft))
+    if "one_engine" in lines or "vanilla" in lines:
+        changed.discard("mode")
+    assert changed <= explained(lines)
