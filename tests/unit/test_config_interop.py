@@ -303,7 +303,9 @@ def test_to_tensorrt_llm(fields: dict[str, Any], expected: dict[str, Any], warne
         ({**DRAFTED, **QUIET, "max_model_len": 9}, {**DRAFTED, **QUIET, "max_model_len": 9}, ""),
         ({**NGRAM, **QUIET, "max_model_len": 9}, {**NGRAM, **QUIET}, "max_model_len"),
         ({**MTP, **QUIET, "vanilla": True}, {**MTP, **QUIET}, "vanilla"),
-        ({"method": "mtp", "model": "/m", **QUIET}, {"method": "mtp", "model": "/m", **QUIET}, ""),
+        ({**MTP, "model": "/m", **QUIET}, {**MTP, "model": "/m", **QUIET}, ""),
+        ({**DRAFTED, **QUIET, "model": "/EAGLE3/d"}, {**DRAFTED, **QUIET, "model": "/EAGLE3/d"}, "model"),
+        ({**EAGLE3, **QUIET, "model": "/dspark/d"}, {**EAGLE3, **QUIET, "model": "/dspark/d"}, ""),
         (
             {**SUFFIX, "rejection_sample_method": "block", "suffix_decoding_max_cached_requests": 0},
             {**SUFFIX, "rejection_sample_method": "block", "suffix_decoding_max_cached_requests": 0},

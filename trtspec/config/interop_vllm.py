@@ -26,6 +26,8 @@ _NEAREST = {
 }
 # No draft model, so no way of drawing its tokens.
 _NO_DRAFT_MODEL = ("ngram", "suffix", "extract_hidden_states")
+# What vLLM looks for in the path of a model, in its order, and the method it takes that for.
+_HINTS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 _SAME = (
     "revision",
     "code_revision",
@@ -58,6 +60,7 @@ def to_vllm(config: SpeculativeConfig, draft: DraftInfo | None = None) -> tuple[
     settings: dict[str, Any] = {"method": account.method}
     if account.model is not None:
         settings["model"] = account.model
+        _warn_of_hints(account, account.model)
     if account.method == "extract_hidden_states":
         settings.update(_hidden_states(account))
     else:
@@ -76,12 +79,17 @@ def to_vllm(config: SpeculativeConfig, draft: DraftInfo | None = None) -> tuple[
     return settings, account.close(SERVER)
 
 
+def _warn_of_hints(account: Account, model: str) -> None:
+    """In vLLM a name in the path wins over all methods but those of the same kind."""
+    hint = next((hint for hint in _HINTS if hint in model.lower()), None)
+    if hint is not None and account.method not in _HINTS.values():
+        account.warn("model", f"vLLM finds {hint!r} in it and runs method={_HINTS[hint]!r}; rename the folder")
+
+
 def _draft_len(account: Account) -> dict[str, Any]:
     """K, and K by batch size."""
-    config, method = account.config, account.method
-    # a checkpoint of MTP layers says how many there are; the target's own is not asked
-    known = method == "suffix" or (method == "mtp" and account.model is not None)
-    k = account.take("num_speculative_tokens") if known else account.draft_len(SERVER)
+    suffix = account.method == "suffix"  # drafts as far as its tree goes
+    k = account.take("num_speculative_tokens") if suffix else account.draft_len(SERVER)
     settings = {} if k is None else {"num_speculative_tokens": k}
     gates = account.gates()
     if not gates:
@@ -97,7 +105,7 @@ def _draft_len(account: Account) -> dict[str, Any]:
             "written as num_speculative_tokens_per_batch_size, which counts the requests that run, also where "
             "max_num_tokens holds fewer",
         )
-    steps = draft_len_steps(config, k)
+    steps = draft_len_steps(account.config, k)
     return settings if steps == [(None, k)] else {**settings, "num_speculative_tokens_per_batch_size": _ranges(steps)}
 
 
