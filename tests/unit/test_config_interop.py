@@ -1,34 +1,18 @@
-"""Speculation as TensorRT-LLM's and vLLM's settings: every method, every field, and back again."""
+"""Speculation as TensorRT-LLM's and vLLM's settings: every method, every field, every conversion."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
-import warnings
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from trtspec.config import DraftInfo, ResolvedSpeculation, SpeculativeConfig, TargetInfo, draft_len_for_batch
+from trtspec.config import DraftInfo, SpeculativeConfig
 from trtspec.config.interop import SERVERS, export_settings, settings_text
-from trtspec.config.interop_account import GATES
-from trtspec.config.resolve import plan
 from trtspec.config.trtllm import decoding_config_from_dict
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.modes import METHODS
 
-TARGET = TargetInfo(
-    model="/t",
-    model_type="llama",
-    vocab_size=100,
-    max_model_len=512,
-    num_hidden_layers=12,
-    max_batch_size=64,
-    tensor_parallel_size=2,
-)
 HEAD = DraftInfo(model_type="llama", vocab_size=100, max_model_len=512, is_eagle3=True, capture_layers=(2, 5, 8))
 TRT, VLLM = "tensorrt-llm", "vllm"
 
@@ -417,130 +401,3 @@ def test_contradictions(fields: dict[str, Any], server: str, message: str) -> No
 def test_parallel_heads_have_no_equal() -> None:
     with pytest.raises(UnsupportedError, match=r"method='eagle3' has no equal in .*parallel_drafting=True; nearest: "):
         export({**EAGLE3, "parallel_drafting": True}, TRT)
-
-
-# -- there and back ---------------------------------------------------------------------------------------------------
-
-K = 4
-SIZES = st.integers(1, 70)
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> dict[int, int]:
-    schedule = draw(st.dictionaries(SIZES, st.integers(0, K), min_size=1, max_size=4))
-    schedule[min(schedule)] = K
-    return schedule
-
-
-@st.composite
-def ranges(draw: st.DrawFn) -> list[tuple[int, int, int]]:
-    ends = sorted(draw(st.sets(st.integers(2, 70), min_size=1, max_size=6)))
-    starts = [1, *(draw(st.integers(low + 1, high)) for low, high in itertools.pairwise(ends))]
-    return [(start, end, draw(st.integers(0, K + 1))) for start, end in zip(starts, ends, strict=True)]
-
-
-def maybe(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional=fields)
-
-
-COMMON = maybe(
-    enforce_eager=st.booleans(),
-    draft_tensor_parallel_size=st.sampled_from([1, 2]),
-    max_model_len=st.integers(K + 1, 512),
-    disable_by_batch_size=st.integers(2, 70),
-    num_speculative_tokens_per_batch_size=ranges(),
-    disable_padded_drafter_batch=st.booleans(),
-    disable_logprobs=st.booleans(),
-    draft_sample_method=st.sampled_from(["greedy", "probabilistic"]),
-    rejection_sample_method=st.sampled_from(["strict", "block"]),
-    revision=st.text(),
-)
-EITHER = st.one_of(maybe(draft_len_schedule=schedules()), maybe(max_concurrency=SIZES))
-OWN: dict[str, st.SearchStrategy[dict[str, Any]]] = {
-    "ngram": st.tuples(st.integers(1, 6), st.integers(0, 6)).flatmap(
-        lambda sizes: maybe(
-            prompt_lookup_min=st.just(sizes[0]),
-            prompt_lookup_max=st.just(sum(sizes)),
-            prompt_lookup_latest=st.booleans(),
-        )
-    ),
-    "draft_model": st.fixed_dictionaries(
-        {"model": st.text(min_size=1)}, optional={"quantization": st.sampled_from(["int8", "fp8"])}
-    ),
-    "eagle3": st.fixed_dictionaries(
-        {"model": st.text(min_size=1)},
-        optional={
-            "one_engine": st.booleans(),
-            "capture_layers": st.lists(st.integers(-1, 11), min_size=1, max_size=4),
-            "quantization": st.just("int4"),
-        },
-    ),
-    "mtp": maybe(one_engine=st.just(True), vanilla=st.booleans(), quantization=st.just("fp8")),
-    "extract_hidden_states": st.fixed_dictionaries(
-        {"output_directory": st.text()},
-        optional={
-            "write_interval": st.integers(1, 50),
-            "file_prefix": st.from_regex(r"[\w.+-]+", fullmatch=True),
-            "capture_layers": st.lists(st.integers(-1, 11), min_size=1, max_size=4),
-        },
-    ),
-}
-
-
-@st.composite
-def configs(draw: st.DrawFn, *methods: str) -> dict[str, Any]:
-    method = draw(st.sampled_from(methods))
-    return {"method": method, "num_speculative_tokens": K, **draw(COMMON), **draw(EITHER), **draw(OWN[method])}
-
-
-def planned(config: SpeculativeConfig | None, draft: DraftInfo | None) -> ResolvedSpeculation:
-    assert config is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of one MTP layer that runs K times
-        return plan(config, TARGET, draft)
-
-
-def differences(before: ResolvedSpeculation, after: ResolvedSpeculation) -> set[str]:
-    """Fields that changed; GATES count as one, "draft_len": what they make of 1 to max_batch_size requests."""
-    found = {
-        field.name
-        for field in dataclasses.fields(before)
-        if field.name not in GATES and getattr(before, field.name) != getattr(after, field.name)
-    }
-    sizes = range(1, TARGET.max_batch_size + 1)
-    lengths = [[draft_len_for_batch(resolved, n) for n in sizes] for resolved in (before, after)]
-    return found | ({"draft_len"} if lengths[0] != lengths[1] else set())
-
-
-def explained(lines: dict[str, str]) -> set[str]:
-    """What warnings allow to change."""
-    unwritten_gate = any(field in lines and "not written" in lines[field] for field in GATES)
-    return {*lines, *(["draft_len"] if unwritten_gate else [])}
-
-
-@given(configs("ngram", "draft_model", "eagle3", "mtp", "extract_hidden_states"), st.sampled_from([None, HEAD]))
-def test_tensorrt_llm_and_back(fields: dict[str, Any], head: DraftInfo | None) -> None:
-    yaml = pytest.importorskip("yaml")
-    config = SpeculativeConfig(**fields)
-    draft = head if config.method == "eagle3" else None
-    settings, found = export_settings(config, TRT, draft)
-    lines = {warning.field: str(warning) for warning in found}
-    read = yaml.safe_load(settings_text(settings, TRT))["speculative_config"]
-    assert read == settings
-    changed = differences(planned(config, draft), planned(SpeculativeConfig.from_any(read), draft))
-    if config.draft_sample_method == "greedy":
-        changed.discard("draft_sample_method")  # TensorRT-LLM drafts so, and has no word for it
-    assert changed <= explained(lines)
-
-
-@given(configs("ngram", "draft_model", "eagle3", "mtp"), st.sampled_from([None, HEAD]))
-def test_vllm_and_back(fields: dict[str, Any], head: DraftInfo | None) -> None:
-    config = SpeculativeConfig(**fields)
-    draft = head if config.method == "eagle3" else None
-    settings, found = export_settings(config, VLLM, draft)
-    lines = {warning.field: str(warning) for warning in found}
-    read = json.loads(settings_text(settings, VLLM))
-    changed = differences(planned(config, draft), planned(SpeculativeConfig.from_any(read), draft))
-    if "one_engine" in lines or "vanilla" in lines:
-        changed.discard("mode")
-    assert changed <= explained(lines)

@@ -1,6 +1,8 @@
 """Configuration of speculation: what users write, and what it resolves to."""
 
 from trtspec.config.capture import capture_layers_from_vllm, default_capture_layers
+from trtspec.config.interop import export_settings, settings_text
+from trtspec.config.interop_account import FieldWarning
 from trtspec.config.mtp import MTP_TARGETS, mtp_layers
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo, draft_len_for_batch
 from trtspec.config.speculative import SpeculativeConfig
@@ -29,6 +31,7 @@ __all__ = [
     "DraftInfo",
     "DraftTargetDecodingConfig",
     "Eagle3DecodingConfig",
+    "FieldWarning",
     "MTPDecodingConfig",
     "MedusaDecodingConfig",
     "NGramDecodingConfig",
@@ -42,5 +45,7 @@ __all__ = [
     "capture_layers_from_vllm",
     "default_capture_layers",
     "draft_len_for_batch",
+    "export_settings",
     "mtp_layers",
+    "settings_text",
 ]

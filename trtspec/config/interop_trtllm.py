@@ -138,7 +138,6 @@ def _eagle3(account: Account) -> dict[str, Any]:
         account.warn(
             "capture_layers",
             "TensorRT-LLM takes (1, n//2 - 1, n - 4) of n layers, whatever the head's config.json says",
-            "as in the head's config.json",
         )
     return {"eagle3_one_model": _one_engine(account), **_layers(account, layers)}
 
@@ -227,9 +226,8 @@ def _acceptance(account: Account) -> dict[str, Any]:
     if account.method not in _NO_DRAFT_MODEL and drawn != "greedy":
         account.warn(
             "draft_sample_method",
-            "TensorRT-LLM drafts the most likely tokens, which sampled requests accept less often (set 'greedy' to "
-            "ask for that)",
-            "the target's noise",
+            "TensorRT-LLM drafts the most likely tokens, which sampled requests accept less often than tokens drawn "
+            "with the target's noise (set 'greedy' to ask for that)",
         )
     elif drawn == "probabilistic":
         account.warn("draft_sample_method", "not written: nothing is drawn where no model drafts")

@@ -174,9 +174,8 @@ def _acceptance(account: Account) -> dict[str, Any]:
     if account.method not in _NO_DRAFT_MODEL and account.take("draft_sample_method") is None:
         account.warn(
             "draft_sample_method",
-            "vLLM drafts the most likely tokens, which sampled requests accept less often (set 'greedy' to ask for "
-            "that, or 'probabilistic')",
-            "the target's noise",
+            "vLLM drafts the most likely tokens, which sampled requests accept less often than tokens drawn with the "
+            "target's noise (set 'greedy' to ask for that, or 'probabilistic')",
         )
     if account.method == "dspark":
         settings.update(account.take_plain("enable_adaptive_verification"))
