@@ -1,6 +1,7 @@
 """SpeculativeConfig -> TensorRT-LLM's speculative_config: what its LLM API takes, and its YAML files hold.
 
-Names and rules are those of mid 2026; where versions since late 2025 differ, what all of them accept is written.
+Names and meanings are those of mid 2026. Earlier versions know allow_advanced_sampling, without which one-model modes
+ignore sampling parameters; later ones call it deprecated, and it is not written.
 """
 
 from __future__ import annotations
@@ -98,10 +99,11 @@ def _decoding_type(account: Account) -> str:
 
 
 def _gates(account: Account, k: int | None) -> dict[str, Any]:
-    """K by batch size: max_concurrency, or any mixture of gates as one draft_len_schedule."""
+    """K by batch size: max_concurrency where that says it all, else any mixture of gates as one draft_len_schedule."""
     gates = account.gates()
-    if gates in ((), ("max_concurrency",)):
-        return account.take_plain(*gates)
+    if set(gates) <= {"disable_by_batch_size", "max_concurrency"}:  # more requests than that draft nothing
+        sizes = [getattr(account.config, field) for field in gates]
+        return {"max_concurrency": min(sizes)} if sizes else {}
     if k is None:
         account.warn_gates(gates, "it depends on num_speculative_tokens, which is not set")
         return {}
@@ -116,10 +118,15 @@ def _gates(account: Account, k: int | None) -> dict[str, Any]:
         )
     if len(steps) == 1:
         return {}
-    # versions before mid 2026 demand an entry for one request; it changes nothing
-    schedule = {1: k, **{size or _ANY_BATCH: length for size, length in steps}}
+    schedule = {size or _ANY_BATCH: length for size, length in steps}
     if schedule.get(_ANY_BATCH) == 0:
         del schedule[_ANY_BATCH]  # what is above the largest key drafts nothing
+    if 1 in schedule:  # without that key they refuse a schedule
+        account.warn(
+            next(field for field in gates if field != "max_concurrency"),
+            "TensorRT-LLM before mid 2026 takes the keys of draft_len_schedule for the smallest batch sizes, not the "
+            "largest",
+        )
     return {"draft_len_schedule": schedule}
 
 
