@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-kernels bench lint format clean
+.PHONY: demo test test-kernels contract-tensorrt bench lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -21,6 +21,10 @@ test-kernels: .venv/.dev .venv/.plugins
 	TRTSPEC_PLUGIN_SANITIZED=1 ASAN_OPTIONS=detect_leaks=0 \
 	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	    $(BIN)/python -m pytest -q tests/plugins/test_cpu_*.py
+
+# The plugins against TensorRT's own Python bindings, in a venv under build/; no GPU, and no TensorRT in .venv.
+contract-tensorrt: .venv/.dev
+	$(BIN)/python tests/contract/run_tensorrt.py
 
 bench: .venv/.dev .venv/.plugins
 	$(BIN)/python benchmarks/decode.py

@@ -1,0 +1,153 @@
+"""The plugins' signatures, and their JIT form: TensorRT calls Python, which calls the op that torch has registered.
+
+On a GPU that is the kernel registered for CUDA, or the op's reference where there is none; on host memory, as in the
+tests, the CPU's. The references read sizes back to the host, so a JIT plugin cannot be captured in a CUDA graph.
+
+TensorRT reads the annotations of these functions as objects, so this module has them evaluated (no `from __future__
+import annotations`), and calls each `register` function with the attributes by name.
+"""
+
+from typing import Any
+
+import tensorrt as trt
+import tensorrt.plugin as trtp
+import torch
+from trtspec_plugins.tensorrt.memory import tensor_over
+from trtspec_plugins.tensorrt.signatures import PLUGINS
+
+Desc = trtp.TensorDesc
+_EMPTY: dict[str, torch.dtype] = {  # inputs of ops that no plugin takes, and those that may be left out
+    "history": torch.int32,
+    "prompt_lens": torch.int32,
+    "penalties": torch.float32,
+    "bias_ids": torch.int32,
+    "bias_values": torch.float32,
+    "allow_mask": torch.int32,
+    "vocab_ids": torch.int64,
+    "tree_mask": torch.int32,
+    "sinks": torch.float32,
+}
+
+
+def _tensor(tensor: Any) -> torch.Tensor:
+    return tensor_over(tensor.data_ptr, tensor.dtype, tuple(tensor.shape), tuple(tensor.strides))
+
+
+def _op(name: str) -> Any:
+    try:
+        return getattr(torch.ops.trtspec, name).default
+    except AttributeError as error:
+        raise ImportError(f"torch has no op trtspec::{name}: import trtspec.ops first") from error
+
+
+for _signature in PLUGINS.values():
+    _op(_signature.torch_op)  # now rather than inside an engine
+
+
+def _run(plugin: str, inputs: tuple[Any, ...], attributes: dict[str, Any], outputs: Any, stream: int) -> None:
+    """Compute a plugin's op on TensorRT's tensors, on TensorRT's stream. Caches are changed in place."""
+    signature = PLUGINS[plugin]
+    named = dict(zip(signature.inputs, map(_tensor, inputs), strict=True))
+    device = next(iter(named.values())).device
+    in_place = "k_cache" in named
+    op = _op(signature.torch_op + "_" * in_place)
+    for argument in op._schema.arguments:
+        if argument.name in _EMPTY and argument.name not in named:
+            named[argument.name] = torch.empty(0, dtype=_EMPTY[argument.name], device=device)
+    results = [_tensor(output) for output in outputs]
+    if in_place:
+        for name, result in zip(("k_cache", "v_cache"), results[-2:], strict=True):
+            if result.data_ptr() != named[name].data_ptr():
+                raise RuntimeError(
+                    f"{plugin}: the new {name} is not the old one's memory; set PreviewFeature.ALIASED_PLUGIN_IO_10_03 "
+                    "on the builder's config, and bind the engine's new caches to the addresses of the old"
+                )
+        results = results[:-2]
+    if device.type == "cuda":
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            _store(op(**named, **attributes), results)
+    else:
+        _store(op(**named, **attributes), results)
+
+
+def _store(values: Any, results: list[torch.Tensor]) -> None:
+    values = () if values is None else values if isinstance(values, tuple) else (values,)
+    for value, result in zip(values, results, strict=True):
+        result.copy_(value)
+
+
+@trtp.register("trtspec::SpecAttention")
+def _(
+    q: Desc, k: Desc, v: Desc, k_cache: Desc, v_cache: Desc, cu_q_lens: Desc, kv_lens: Desc, block_tables: Desc,
+    scale: float, window: int, softcap: float,
+) -> tuple[Desc, Desc, Desc]:  # fmt: skip
+    """Causal, without sinks: out [T, Hq, D] in q's dtype; the caches are the old ones, changed."""
+    return q.like(), k_cache.aliased(), v_cache.aliased()
+
+
+@trtp.impl("trtspec::SpecAttention")
+def _(
+    q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, scale: float, window: int, softcap: float,
+    outputs, stream,
+):  # fmt: skip
+    inputs = (q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables)
+    _run("SpecAttention", inputs, {"scale": scale, "window": window, "softcap": softcap}, outputs, stream)
+
+
+@trtp.register("trtspec::ProcessLogits")
+def _(
+    logits: Desc, positions: Desc, ban_ids: Desc, ban_until: Desc,
+    temperatures: Desc, top_ks: Desc, top_ps: Desc, min_ps: Desc,
+) -> Desc:  # fmt: skip
+    """Bans, temperature, top-k, top-p, min-p, each of which may be zero-size: logits [R, V] fp32."""
+    return logits.like()
+
+
+@trtp.impl("trtspec::ProcessLogits")
+def _(logits, positions, ban_ids, ban_until, temperatures, top_ks, top_ps, min_ps, outputs, stream):
+    inputs = (logits, positions, ban_ids, ban_until, temperatures, top_ks, top_ps, min_ps)
+    _run("ProcessLogits", inputs, {}, outputs, stream)
+
+
+@trtp.register("trtspec::SpecSample")
+def _(logits: Desc, greedy: Desc, seeds: Desc, positions: Desc) -> Desc:
+    """One token a row of logits: tokens [R] int64."""
+    return trtp.from_shape_expr((logits.shape_expr[0],), trt.int64)
+
+
+@trtp.impl("trtspec::SpecSample")
+def _(logits, greedy, seeds, positions, outputs, stream):
+    _run("SpecSample", (logits, greedy, seeds, positions), {}, outputs, stream)
+
+
+@trtp.register("trtspec::SpecSampleVocab")
+def _(logits: Desc, greedy: Desc, seeds: Desc, positions: Desc, vocab_ids: Desc) -> Desc:
+    """As SpecSample, of a draft with its own vocabulary: tokens [R] int64 are ids of the target's."""
+    return trtp.from_shape_expr((logits.shape_expr[0],), trt.int64)
+
+
+@trtp.impl("trtspec::SpecSampleVocab")
+def _(logits, greedy, seeds, positions, vocab_ids, outputs, stream):
+    _run("SpecSampleVocab", (logits, greedy, seeds, positions, vocab_ids), {}, outputs, stream)
+
+
+@trtp.register("trtspec::SpecAccept")
+def _(sampled: Desc, draft_tokens: Desc, draft_lens: Desc, forced_accept: Desc, emits: Desc) -> tuple[Desc, Desc]:
+    """tokens [B, K+1] int64, num_tokens [B] int64."""
+    return sampled.like(), trtp.from_shape_expr((sampled.shape_expr[0],), trt.int64)
+
+
+@trtp.impl("trtspec::SpecAccept")
+def _(sampled, draft_tokens, draft_lens, forced_accept, emits, outputs, stream):
+    _run("SpecAccept", (sampled, draft_tokens, draft_lens, forced_accept, emits), {}, outputs, stream)
+
+
+@trtp.register("trtspec::KvCompact")
+def _(k_cache: Desc, v_cache: Desc, block_tables: Desc, starts: Desc, path: Desc) -> tuple[Desc, Desc]:
+    """The caches are the old ones, changed."""
+    return k_cache.aliased(), v_cache.aliased()
+
+
+@trtp.impl("trtspec::KvCompact")
+def _(k_cache, v_cache, block_tables, starts, path, outputs, stream):
+    _run("KvCompact", (k_cache, v_cache, block_tables, starts, path), {}, outputs, stream)

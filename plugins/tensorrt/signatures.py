@@ -1,0 +1,45 @@
+"""Which plugin stands for which op with which of its optional inputs. Pure data: wants neither TensorRT nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One plugin: the op it computes and the op's inputs that it takes, in the order of its own."""
+
+    op: str  # op_type of the ONNX node and, in snake case, name of the torch op
+    torch_op: str
+    inputs: tuple[str, ...]
+    attributes: tuple[str, ...] = ()
+
+
+_SAMPLE = ("logits", "greedy", "seeds", "positions")
+_ACCEPT = ("sampled", "draft_tokens", "draft_lens", "forced_accept", "emits")
+_ATTENTION = ("q", "k", "v", "k_cache", "v_cache", "cu_q_lens", "kv_lens", "block_tables")
+_LOGITS = ("logits", "positions", "ban_ids", "ban_until", "temperatures", "top_ks", "top_ps", "min_ps")
+
+PLUGINS: dict[str, Signature] = {
+    "SpecAttention": Signature("SpecAttention", "spec_attention", _ATTENTION, ("scale", "window", "softcap")),
+    "ProcessLogits": Signature("ProcessLogits", "process_logits", _LOGITS),
+    "SpecSample": Signature("SpecSample", "spec_sample", _SAMPLE),
+    "SpecSampleVocab": Signature("SpecSample", "spec_sample", (*_SAMPLE, "vocab_ids")),
+    "SpecAccept": Signature("SpecAccept", "spec_accept", _ACCEPT),
+    "KvCompact": Signature("KvCompact", "kv_compact", ("k_cache", "v_cache", "block_tables", "starts", "path")),
+}
+"""Plugin name -> signature, in the namespace `trtspec`."""
+
+
+def plugin_of(op: str, present: Collection[str]) -> str:
+    """Name of the plugin for an ONNX node of type `op` whose inputs `present` are there (names as in trtspec.ops).
+
+    LookupError where there is none, with the combinations that have one.
+    """
+    candidates = {name: signature for name, signature in PLUGINS.items() if signature.op == op}
+    for name, signature in candidates.items():
+        if set(signature.inputs) == set(present):
+            return name
+    known = "; ".join(f"{name}({', '.join(signature.inputs)})" for name, signature in candidates.items())
+    raise LookupError(f"no TensorRT plugin for {op}({', '.join(present)}); there are: {known or 'none for this op'}")
