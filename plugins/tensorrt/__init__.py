@@ -50,7 +50,7 @@ def register() -> list[str]:
         import tensorrt.plugin  # noqa: F401
     except ImportError as error:
         raise ImportError(f"TensorRT is missing ({error}): pip install 'trtspec[tensorrt]'") from error
-    from trtspec_plugins.tensorrt import jit  # noqa: F401  (importing registers)
+    from trtspec_plugins.tensorrt import aot  # noqa: F401  (importing registers; aot imports jit)
     from trtspec_plugins.tensorrt.signatures import PLUGINS
 
     return [f"trtspec::{name}" for name in PLUGINS]

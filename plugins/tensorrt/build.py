@@ -1,0 +1,174 @@
+"""Compile the AOT plugins' kernels to PTX (`build_scripts/build_plugins.py --target tensorrt`); wants Triton, no GPU.
+
+_build/manifest.json says of each PTX file what it was made of and how to launch it. What is up to date is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+PTX_VERSION = 87  # CUDA 12.8: old enough for every driver that TensorRT 11 runs with, new enough for sm_120
+_SOURCES = Path(__file__).parent
+_HIDDEN = 2  # pointers that Triton appends to a kernel's parameters: global scratch and profile scratch
+
+
+class BuildError(Exception):
+    """The kernels could not be compiled. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A line of the manifest: where a kernel's PTX is, how it is launched and what it was made of."""
+
+    file: str
+    entry: str  # name of the kernel in the PTX
+    parameters: int
+    num_threads: int  # of a block
+    shared_bytes: int  # of a block
+    target: str  # as in the PTX: sm_90a runs on 9.0 alone, sm_80 on 8.0 and all that came later
+    digest: str
+
+
+def folder() -> Path:
+    """Where PTX is kept: $TRTSPEC_TENSORRT_PLUGIN_DIR, or beside the sources."""
+    return Path(os.environ.get("TRTSPEC_TENSORRT_PLUGIN_DIR") or _SOURCES / "_build")
+
+
+def manifest() -> dict[str, Compiled]:
+    """ "<plugin>-<architecture>" -> what was compiled; empty where nothing was."""
+    try:
+        lines = json.loads((folder() / "manifest.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return {key: Compiled(**line) for key, line in lines.items()}
+
+
+def sources_digest() -> str:
+    """A digest of all that a kernel's PTX follows from but the compiler."""
+    digest = hashlib.sha256(str(PTX_VERSION).encode())
+    for source in [_SOURCES / "build.py", _SOURCES / "kernels.py", *sorted((_SOURCES.parent / "triton").glob("*.py"))]:
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compiled_for(plugin: str, architecture: str) -> Compiled:
+    """What a plugin's kernel was compiled to for "sm_90", or else for an older one whose PTX serves newer GPUs too.
+
+    LookupError, with the command that helps, where there is none or it is out of date.
+    """
+    command = f"run build_scripts/build_plugins.py --target tensorrt --arch {architecture}"
+    ours = {key: line for key, line in manifest().items() if key.startswith(f"{plugin}-")}
+    exact = ours.get(f"{plugin}-{architecture}")
+    portable = [
+        line for line in ours.values() if line.target[-1].isdigit() and _number(line.target) <= _number(architecture)
+    ]
+    found = exact or max(portable, key=lambda line: _number(line.target), default=None)
+    if found is None:
+        raise LookupError(f"the kernel of trtspec::{plugin} is not compiled for {architecture}: {command}")
+    if not found.digest.startswith(sources_digest()):
+        raise LookupError(f"{found.file} was compiled from other sources than the present: {command}")
+    return found
+
+
+def _number(architecture: str) -> int:
+    return int(architecture[3:].rstrip("af"))
+
+
+def build(
+    architectures: Sequence[str] = ARCHITECTURES, report: Callable[[str], None] = lambda line: None
+) -> dict[str, Compiled]:
+    """Compile every kernel for every architecture ("sm_90") unless that is done; returns the manifest. BuildError."""
+    wrong = [name for name in architectures if not re.fullmatch(r"sm_\d{2,3}", name)]
+    if wrong:
+        raise BuildError(f"{', '.join(wrong)}: an architecture is written like sm_90")
+    try:
+        import triton
+    except ImportError as error:
+        raise BuildError(f"Triton is missing ({error}): pip install 'trtspec[triton]'") from error
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise BuildError("TRITON_INTERPRET=1 asks for the interpreter, which compiles nothing: unset it")
+    from trtspec_plugins.tensorrt.kernels import KERNELS
+
+    done, digest = manifest(), f"{sources_digest()}-triton-{triton.__version__}"
+    folder().mkdir(parents=True, exist_ok=True)
+    for architecture in architectures:
+        for name, kernel in KERNELS.items():
+            key = f"{name}-{architecture}"
+            if key in done and done[key].digest == digest and (folder() / done[key].file).is_file():
+                report(f"{key} is up to date")
+                continue
+            ptx, compiled = _compile(kernel, architecture, f"{key}.ptx", digest)
+            _write(folder() / compiled.file, ptx)
+            done[key] = compiled
+            lines = {key: asdict(line) for key, line in sorted(done.items())}
+            _write(folder() / "manifest.json", json.dumps(lines, indent=1) + "\n")
+            report(f"compiled {key}: {compiled.target}, {compiled.num_threads} threads a block")
+    return done
+
+
+def _compile(kernel: Any, architecture: str, file: str, digest: str) -> tuple[str, Compiled]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = kernel.constants
+    source = ASTSource(kernel.function, {**kernel.signature, **dict.fromkeys(constants, "constexpr")}, constants)
+    options = {"num_warps": kernel.num_warps, "ptx_version": PTX_VERSION, **kernel.options}
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", int(architecture[3:]), 32), options=options)
+    except Exception as error:
+        raise BuildError(f"{file}: Triton {triton.__version__} did not compile it: {error}") from error
+    scratch = made.metadata.global_scratch_size or made.metadata.profile_scratch_size
+    if scratch:
+        raise BuildError(f"{file}: the kernel wants {scratch} bytes of scratch memory, which TensorRT does not give it")
+    ptx = without_hidden_parameters(made.asm["ptx"], len(kernel.signature))
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    assert target is not None
+    launch = (made.metadata.num_warps * 32, made.metadata.shared)
+    return ptx, Compiled(file, made.metadata.name, len(kernel.signature), *launch, target[1], digest)
+
+
+def without_hidden_parameters(ptx: str, parameters: int) -> str:
+    """The PTX with `parameters` parameters. Triton appends two pointers for its launcher, which TensorRT is not; a
+    launch that passes fewer arguments than the kernel declares reads past them. BuildError if one of them is used."""
+    entry = re.search(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
+    if entry is None:
+        raise BuildError("the PTX has no entry point")
+    declared = [line.strip() for line in entry[2].split(",")]
+    kept, hidden = declared[:parameters], declared[parameters:]
+    names = [line.split()[-1] for line in hidden]
+    body = ptx[entry.end() :]
+    if len(hidden) != _HIDDEN or any(re.search(rf"\b{name}\b", body) for name in names):
+        raise BuildError(
+            f"{entry[1]}: {parameters} parameters and {_HIDDEN} unused ones were expected, but the PTX declares "
+            f"{', '.join(declared)}; this version of Triton is not known, install triton==3.9.0"
+        )
+    return f"{ptx[: entry.start(2)]}\n\t" + ",\n\t".join(kept) + f"\n{ptx[entry.end(2) :]}"
+
+
+def _write(path: Path, text: str) -> None:
+    """At once, so that nobody reads half a file."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def main(architectures: Sequence[str] = ()) -> int:
+    """`build_scripts/build_plugins.py --target tensorrt`."""
+    try:
+        build(architectures or ARCHITECTURES, report=print)
+    except (BuildError, OSError) as error:
+        print(f"the TensorRT plugins' kernels were not built: {error}", file=sys.stderr)
+        return 1
+    return 0

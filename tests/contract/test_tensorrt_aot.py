@@ -1,0 +1,225 @@
+"""The AOT form: kernels compiled without a GPU, and what TensorRT's plugin classes make of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+trt = pytest.importorskip("tensorrt", reason="TensorRT is not installed here: make contract-tensorrt")
+triton = pytest.importorskip("triton", reason="Triton is not installed here: make contract-tensorrt")
+
+import trtspec_plugins.tensorrt.build as build  # noqa: E402
+from trtspec_plugins.tensorrt import register  # noqa: E402
+from trtspec_plugins.tensorrt.kernels import KERNELS  # noqa: E402
+from trtspec_plugins.tensorrt.signatures import PLUGINS  # noqa: E402
+
+import trtspec.ops  # noqa: E402
+from tests.contract.fake_builder import (  # noqa: E402
+    TRT_DTYPES,
+    Dimension,
+    create,
+    describe,
+    expressions,
+    output_shapes,
+)
+
+register()
+assert trtspec.ops is not None
+ROOT = Path(__file__).parents[2]
+ARCHITECTURES = ("sm_80", "sm_90", "sm_120")
+F32, I32, I64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
+# plugin -> dtypes and shapes of inputs, (grid, integers) at SIZES
+LAUNCHES: dict[str, tuple[list[Any], tuple[int, list[int]]]] = {
+    "SpecAccept": ([(I64, ["B", 4]), (I64, ["B", 3]), (I32, ["B"]), (I32, ["B"]), (BOOL, ["B"])], (5, [3])),
+    "SpecSample": ([(F32, ["R", 32000]), (BOOL, ["R"]), (I64, ["S"]), (I64, ["R"])], (6, [32000, 7])),
+    "SpecSampleVocab": (
+        [(F32, ["R", "V"]), (BOOL, ["R"]), (I64, ["S"]), (I64, ["R"]), (I64, ["V"])],
+        (6, [999, 7]),
+    ),
+}
+SIZES = {"B": 5, "R": 6, "S": 7, "V": 999}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRTSPEC_TENSORRT_PLUGIN_DIR", str(tmp_path_factory.mktemp("ptx")))
+        patch.setenv("TRTSPEC_CUDA_ARCH", "sm_90")
+        yield build.build(ARCHITECTURES)
+
+
+def ptx(built: dict[str, Any], key: str) -> str:
+    return (build.folder() / built[key].file).read_text(encoding="utf-8")
+
+
+@pytest.fixture(params=[f"{name}-{arch}" for name in KERNELS for arch in ARCHITECTURES])
+def key(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_the_table_of_kernels_is_complete() -> None:
+    assert set(KERNELS) == set(LAUNCHES) <= set(PLUGINS)
+
+
+def test_kernels_take_inputs_then_integers_then_outputs(built: dict[str, Any], key: str) -> None:
+    """And nothing else: TensorRT passes just these."""
+    name = key.split("-")[0]
+    declared = re.search(r"\.entry \w+\((.*?)\)", ptx(built, key), re.DOTALL)
+    assert declared is not None
+    pointers = [".u64" in line for line in declared[1].split(",")]
+    assert len(pointers) == built[key].parameters
+    inputs, integers, outputs = len(PLUGINS[name].inputs), len(LAUNCHES[name][1][1]), 2 if name == "SpecAccept" else 1
+    assert pointers == [True] * inputs + [False] * integers + [True] * outputs
+    assert tuple(KERNELS[name].signature)[:inputs] == PLUGINS[name].inputs
+
+
+def test_every_rounding_is_written_out(built: dict[str, Any], key: str) -> None:
+    """mul.f32 without a rounding may be fused with the addition after it when the driver compiles the PTX, and
+    approximations are another result altogether."""
+    arithmetic = re.findall(r"^\s+((?:add|sub|mul|fma|mad|div|lg2|ex2|rcp)\.\S*f32)", ptx(built, key), re.MULTILINE)
+    assert set(arithmetic) <= {"add.rn.f32", "sub.rn.f32", "mul.rn.f32"}
+    assert bool(arithmetic) == ("Sample" in key)
+
+
+def test_an_assembler_takes_the_ptx(built: dict[str, Any], key: str, tmp_path: Path) -> None:
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    assembler = tools / ("ptxas-blackwell" if key.endswith("sm_120") else "ptxas")
+    source = build.folder() / built[key].file
+    command = [assembler, f"--gpu-name={built[key].target}", "-v", source, "-o", tmp_path / "kernel.cubin"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores" in done.stderr
+    assert (tmp_path / "kernel.cubin").stat().st_size > 0
+
+
+def test_plugins_with_a_kernel_are_created_ahead_of_time_and_others_are_refused() -> None:
+    for name, signature in PLUGINS.items():
+        attributes = {"scale": 1.0, "window": 0, "softcap": 0.0} if signature.attributes else {}
+        if name in KERNELS:
+            plugin = create(name, attributes, trt.QuickPluginCreationRequest.STRICT_AOT)
+            assert type(plugin).__name__ == "_TemplateAOTPlugin"
+        else:
+            with pytest.raises(Exception, match="AOT"):
+                create(name, attributes, trt.QuickPluginCreationRequest.STRICT_AOT)
+            plugin = create(name, attributes, trt.QuickPluginCreationRequest.PREFER_AOT)
+            assert type(plugin).__name__ == "_TemplateJITPlugin"
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_are_those_of_the_shapes(built: dict[str, Any], name: str) -> None:
+    """Through TensorRT's own get_launch_params and get_kernel."""
+    inputs, (grid, integers) = LAUNCHES[name]
+    dtypes, shapes = [dtype for dtype, _ in inputs], [shape for _, shape in inputs]
+    plugin = create(name, {}, trt.QuickPluginCreationRequest.STRICT_AOT)
+    outputs = [
+        torch.empty([size.at(SIZES) for size in shape], dtype=I64) for shape in output_shapes(plugin, dtypes, shapes)
+    ]
+    concrete = [torch.empty([SIZES.get(size, size) for size in shape], dtype=dtype) for dtype, shape in inputs]
+    descriptions = []
+    for tensor in (*concrete, *outputs):
+        dynamic = trt.DynamicPluginTensorDesc()
+        dynamic.desc = describe(tensor)
+        descriptions.append(dynamic)
+    launch, extra = SimpleNamespace(), _Arguments()
+    plugin.set_tactic(0)
+    with expressions() as builder:
+        dimensions = [[Dimension(size) for size in shape] for shape in shapes]
+        plugin.get_launch_params(dimensions, descriptions, len(inputs), launch, extra, builder)
+    line = built[f"{name}-sm_90"]
+    got = {key: value.expr.at(SIZES) for key, value in vars(launch).items()}
+    assert got == {
+        "grid_x": grid, "grid_y": 1, "grid_z": 1, "block_x": line.num_threads, "block_y": 1, "block_z": 1,
+        "shared_mem": line.shared_bytes,
+    }  # fmt: skip
+    assert [extra[index].expr.at(SIZES) for index in range(extra.nbSymExprs)] == integers
+    entry, code = plugin.get_kernel([describe(tensor) for tensor in concrete], [describe(tensor) for tensor in outputs])
+    assert f".entry {entry}(" in code.decode()
+    assert re.search(r"^\.reqntid (\d+)", code.decode(), re.MULTILINE)[1] == str(line.num_threads)
+    assert TRT_DTYPES[I64] == plugin.get_output_data_types([TRT_DTYPES[d] for d in dtypes], [1] * len(dtypes))[0]
+
+
+class _Arguments(dict[int, Any]):
+    nbSymExprs = 0
+
+
+# --- the build ------------------------------------------------------------------------------------------------------
+
+
+def test_building_again_does_nothing_until_a_source_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    build.build(["sm_90"], lines.append)
+    assert lines == [f"{name}-sm_90 is up to date" for name in KERNELS]
+    monkeypatch.setattr(build, "sources_digest", lambda: "0" * 16)
+    with pytest.raises(LookupError, match="was compiled from other sources"):
+        build.compiled_for("SpecAccept", "sm_90")
+
+
+def test_a_missing_file_is_compiled_again(built: dict[str, Any]) -> None:
+    path = build.folder() / built["SpecAccept-sm_80"].file
+    before = path.read_text(encoding="utf-8")
+    path.unlink()
+    lines: list[str] = []
+    build.build(["sm_80"], lines.append)
+    assert [line for line in lines if "up to date" not in line] == [
+        "compiled SpecAccept-sm_80: sm_80, 32 threads a block"
+    ]
+    assert path.read_text(encoding="utf-8") == before
+
+
+def test_ptx_of_an_older_gpu_serves_a_newer_one_if_it_may() -> None:
+    assert build.compiled_for("SpecAccept", "sm_90").target == "sm_90a"
+    assert build.compiled_for("SpecAccept", "sm_89").target == "sm_80"
+    assert build.compiled_for("SpecAccept", "sm_103").target == "sm_80"  # sm_90a runs on 9.0 alone
+    with pytest.raises(LookupError, match=r"compiled for sm_75: run build_scripts/build_plugins\.py --target"):
+        build.compiled_for("SpecAccept", "sm_75")
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(build.BuildError, match="hopper: an architecture is written like sm_90"):
+        build.build(["hopper"])
+
+
+def test_hidden_parameters_that_are_used_are_refused() -> None:
+    code = ".visible .entry k(\n.param .u64 k_param_0,\n.param .u64 k_param_1,\n.param .u64 k_param_2\n)\n{ %s }"
+    assert "k_param_1" not in build.without_hidden_parameters(code % "ld [k_param_0];", 1)
+    for body, parameters in (("ld [k_param_2];", 1), ("", 2), ("", 0)):
+        with pytest.raises(build.BuildError, match=r"install triton==3\.9\.0"):
+            build.without_hidden_parameters(code % body, parameters)
+
+
+def test_the_script_builds_and_says_what_is_missing(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "build_scripts/build_plugins.py"), "--target", "tensorrt", "--arch", "sm_80"]
+    environment = {**os.environ, "TRTSPEC_TENSORRT_PLUGIN_DIR": str(tmp_path)}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        f"compiled {key}: sm_80, {line['num_threads']} threads a block"
+        for key, line in json.loads((tmp_path / "manifest.json").read_text()).items()
+    ]
+    hidden = tmp_path / "triton"  # a package that cannot be imported stands before the real one
+    hidden.mkdir()
+    (hidden / "__init__.py").write_text("raise ImportError('hidden')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(script, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Triton is missing (hidden): pip install 'trtspec[triton]'" in done.stderr
+    shutil.rmtree(hidden)
+
+
+def test_without_a_gpu_the_architecture_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtspec_plugins.tensorrt import aot
+
+    monkeypatch.delenv("TRTSPEC_CUDA_ARCH")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="set TRTSPEC_CUDA_ARCH"):
+        aot._architecture()
