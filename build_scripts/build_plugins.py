@@ -14,11 +14,14 @@ if __name__ == "__main__":
     parser.add_argument(
         "--arch", nargs="+", default=[], metavar="SM", help=f"tensorrt: {' '.join(tensorrt.ARCHITECTURES)}"
     )
+    parser.add_argument(
+        "--kernels", nargs="+", default=[], metavar="NAME", help="tensorrt: SpecAccept, SpecAttention-bf16-d64-g3, ..."
+    )
     arguments = parser.parse_args()
     if arguments.target == "tensorrt":
         if arguments.sanitize:
             parser.error("--sanitize is for --target cpu")
-        sys.exit(tensorrt.main(arguments.arch))
-    if arguments.arch:
-        parser.error("--arch is for --target tensorrt; the CPU's kernels are built for every instruction set")
+        sys.exit(tensorrt.main(arguments.arch, arguments.kernels))
+    if arguments.arch or arguments.kernels:
+        parser.error("--arch and --kernels are for --target tensorrt; of the CPU's kernels all are built")
     sys.exit(cpu.main())

@@ -1,8 +1,8 @@
 """The plugins' AOT form: a kernel as PTX with how to launch it, which TensorRT keeps in the engine.
 
-SpecSample, SpecSampleVocab and SpecAccept have one; the other plugins have the JIT form alone. The PTX is compiled
-beforehand, by `build_scripts/build_plugins.py --target tensorrt`, for the GPU that builds the engine or for
-$TRTSPEC_CUDA_ARCH (sm_90, say).
+SpecAttention, SpecSample, SpecSampleVocab and SpecAccept have one; ProcessLogits and KvCompact have the JIT form alone.
+The PTX is compiled beforehand, by `build_scripts/build_plugins.py --target tensorrt`, for the GPU that builds the
+engine or for $TRTSPEC_CUDA_ARCH (sm_90, say); SpecAttention's for the model's dtype, head size and heads per KV head.
 
 TensorRT launches a kernel with the inputs' pointers, the integers given here, and the outputs' pointers, in that order
 (tensorrt.plugin.aot_impl's documentation; integers are 32 bits wide). That the PTX declares just these is tested; that
@@ -16,11 +16,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import tensorrt as trt
 import tensorrt.plugin as trtp
 import torch
 from trtspec_plugins.tensorrt import jit  # noqa: F401  (registers what is completed here)
 from trtspec_plugins.tensorrt.build import compiled_for, folder
+from trtspec_plugins.triton.launch import float_bits, left_rows
 
+_SPELLED = {trt.float32: "fp32", trt.float16: "fp16", trt.bfloat16: "bf16"}
 Launch = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
 
 
@@ -33,17 +36,39 @@ def _architecture() -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
-def _launch(plugin: str, programs: Any, integers: Sequence[Any]) -> Launch:
-    """One block of threads per program."""
-    compiled = compiled_for(plugin, _architecture())
+def _launch(kernel: str, programs: Any, integers: Sequence[Any], heads: Any = 1) -> Launch:
+    """One block of threads per program; integers are numbers or expressions of dimensions."""
+    compiled = compiled_for(kernel, _architecture())
     parameters = trtp.KernelLaunchParams()
     parameters.grid_x = programs
+    parameters.grid_y = heads
     parameters.block_x = compiled.num_threads
     parameters.shared_mem = compiled.shared_bytes
     arguments = trtp.SymIntExprs(len(integers))
     for index, integer in enumerate(integers):
         arguments[index] = trtp.SymInt32(integer)
     return compiled.entry, (folder() / compiled.file).read_text(encoding="utf-8"), parameters, arguments
+
+
+@trtp.aot_impl("trtspec::SpecAttention")
+def _(
+    q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, scale: float, window: int, softcap: float,
+    outputs, tactic,
+) -> Launch:  # fmt: skip
+    T, Hq, D = (q.shape_expr[axis] for axis in range(3))
+    num_blocks, block_size, Hkv = (k_cache.shape_expr[axis] for axis in range(3))
+    B, columns = block_tables.shape_expr[0], block_tables.shape_expr[1]
+    if not (Hq.is_constant and D.is_constant and Hkv.is_constant):
+        raise ValueError("SpecAttention wants fixed numbers of heads and a fixed head size in q and k_cache")
+    if q.dtype not in _SPELLED or k_cache.dtype != q.dtype:
+        raise TypeError(
+            f"SpecAttention wants q and caches of one dtype, FLOAT, HALF or BF16: {q.dtype}, {k_cache.dtype}"
+        )
+    group = Hq.constant_value() // Hkv.constant_value()
+    kernel = f"SpecAttention-{_SPELLED[q.dtype]}-d{D.constant_value()}-g{group}"
+    rows = left_rows(group) // group  # of a program; requests begin programs of their own
+    integers = [B, columns, num_blocks, block_size, Hkv, float_bits(scale), window, float_bits(softcap)]
+    return _launch(kernel, trtp.cdiv(T, rows) + B, integers, Hkv)
 
 
 @trtp.aot_impl("trtspec::SpecAccept")

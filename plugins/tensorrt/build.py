@@ -18,6 +18,7 @@ from typing import Any
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 PTX_VERSION = 87  # CUDA 12.8: old enough for every driver that TensorRT 11 runs with, new enough for sm_120
+COMMON_ATTENTION = tuple(f"SpecAttention-bf16-d{head_dim}-g{group}" for head_dim in (64, 128) for group in (1, 2, 4, 8))
 _SOURCES = Path(__file__).parent
 _HIDDEN = 2  # pointers that Triton appends to a kernel's parameters: global scratch and profile scratch
 
@@ -61,20 +62,20 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def compiled_for(plugin: str, architecture: str) -> Compiled:
-    """What a plugin's kernel was compiled to for "sm_90", or else for an older one whose PTX serves newer GPUs too.
+def compiled_for(name: str, architecture: str) -> Compiled:
+    """What a kernel was compiled to for "sm_90", or else for an older one whose PTX serves newer GPUs too.
 
     LookupError, with the command that helps, where there is none or it is out of date.
     """
-    command = f"run build_scripts/build_plugins.py --target tensorrt --arch {architecture}"
-    ours = {key: line for key, line in manifest().items() if key.startswith(f"{plugin}-")}
-    exact = ours.get(f"{plugin}-{architecture}")
+    command = f"run build_scripts/build_plugins.py --target tensorrt --arch {architecture} --kernels {name}"
+    ours = {key: line for key, line in manifest().items() if key.startswith(f"{name}-sm_")}
+    exact = ours.get(f"{name}-{architecture}")
     portable = [
         line for line in ours.values() if line.target[-1].isdigit() and _number(line.target) <= _number(architecture)
     ]
     found = exact or max(portable, key=lambda line: _number(line.target), default=None)
     if found is None:
-        raise LookupError(f"the kernel of trtspec::{plugin} is not compiled for {architecture}: {command}")
+        raise LookupError(f"the kernel {name} is not compiled for {architecture}: {command}")
     if not found.digest.startswith(sources_digest()):
         raise LookupError(f"{found.file} was compiled from other sources than the present: {command}")
     return found
@@ -85,9 +86,14 @@ def _number(architecture: str) -> int:
 
 
 def build(
-    architectures: Sequence[str] = ARCHITECTURES, report: Callable[[str], None] = lambda line: None
+    architectures: Sequence[str] = ARCHITECTURES,
+    names: Sequence[str] = (),
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Compiled]:
-    """Compile every kernel for every architecture ("sm_90") unless that is done; returns the manifest. BuildError."""
+    """Compile kernels for each architecture ("sm_90") unless that is done; returns the manifest. BuildError.
+
+    names: which of kernels.py; else those that serve every model, and SpecAttention's of COMMON_ATTENTION.
+    """
     wrong = [name for name in architectures if not re.fullmatch(r"sm_\d{2,3}", name)]
     if wrong:
         raise BuildError(f"{', '.join(wrong)}: an architecture is written like sm_90")
@@ -97,17 +103,21 @@ def build(
         raise BuildError(f"Triton is missing ({error}): pip install 'trtspec[triton]'") from error
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise BuildError("TRITON_INTERPRET=1 asks for the interpreter, which compiles nothing: unset it")
-    from trtspec_plugins.tensorrt.kernels import KERNELS
+    from trtspec_plugins.tensorrt.kernels import KERNELS, kernel
 
     done, digest = manifest(), f"{sources_digest()}-triton-{triton.__version__}"
     folder().mkdir(parents=True, exist_ok=True)
     for architecture in architectures:
-        for name, kernel in KERNELS.items():
+        for name in names or (*KERNELS, *COMMON_ATTENTION):
             key = f"{name}-{architecture}"
             if key in done and done[key].digest == digest and (folder() / done[key].file).is_file():
                 report(f"{key} is up to date")
                 continue
-            ptx, compiled = _compile(kernel, architecture, f"{key}.ptx", digest)
+            try:
+                wanted = kernel(name)
+            except LookupError as error:
+                raise BuildError(f"no such kernel: {error}") from error
+            ptx, compiled = _compile(wanted, architecture, f"{key}.ptx", digest)
             _write(folder() / compiled.file, ptx)
             done[key] = compiled
             lines = {key: asdict(line) for key, line in sorted(done.items())}
@@ -122,7 +132,8 @@ def _compile(kernel: Any, architecture: str, file: str, digest: str) -> tuple[st
     from triton.compiler import ASTSource
 
     constants = kernel.constants
-    source = ASTSource(kernel.function, {**kernel.signature, **dict.fromkeys(constants, "constexpr")}, constants)
+    types = {**kernel.signature, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(kernel.function, types, constants)
     options = {"num_warps": kernel.num_warps, "ptx_version": PTX_VERSION, **kernel.options}
     try:
         made = triton.compile(source, target=GPUTarget("cuda", int(architecture[3:]), 32), options=options)
@@ -164,10 +175,10 @@ def _write(path: Path, text: str) -> None:
     os.replace(file.name, path)
 
 
-def main(architectures: Sequence[str] = ()) -> int:
+def main(architectures: Sequence[str] = (), names: Sequence[str] = ()) -> int:
     """`build_scripts/build_plugins.py --target tensorrt`."""
     try:
-        build(architectures or ARCHITECTURES, report=print)
+        build(architectures or ARCHITECTURES, names, print)
     except (BuildError, OSError) as error:
         print(f"the TensorRT plugins' kernels were not built: {error}", file=sys.stderr)
         return 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtspec_plugins.triton import accept, sample
+import triton
+from trtspec_plugins.triton import accept, attention, sample
+from trtspec_plugins.triton.launch import left_rows
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,10 @@ class Kernel:
     constants: dict[str, Any]
     num_warps: int = 4
     options: dict[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})  # roundings: see triton/
+
+    @property
+    def num_integers(self) -> int:
+        return sum(not spelled.startswith("*") for spelled in self.signature.values())
 
 
 _SAMPLE = {"logits": "*fp32", "greedy": "*i1", "seeds": "*i64", "positions": "*i64"}
@@ -51,4 +58,31 @@ KERNELS: dict[str, Kernel] = {
         sample.NUM_WARPS,
     ),
 }
-"""Plugin name -> kernel."""
+"""Kernel name -> kernel, of the plugins that have one for every model; it is called as the plugin is."""
+
+_ATTENTION = re.compile(r"SpecAttention-(bf16|fp16|fp32)-d(\d+)-g(\d+)")
+_CACHES = ("k_cache", "v_cache")
+_INTEGERS = ("B", "columns", "num_blocks", "block_size", "Hkv", "scale_bits", "window", "softcap_bits")
+
+
+def kernel(name: str) -> Kernel:
+    """The kernel of that name; SpecAttention's have the dtype (bf16, fp16, fp32), the head size and the number of query
+    heads per KV head in theirs, as in SpecAttention-bf16-d128-g4. LookupError."""
+    if name in KERNELS:
+        return KERNELS[name]
+    shape = _ATTENTION.fullmatch(name)
+    if shape is None:
+        raise LookupError(f"{name}: there are {', '.join(KERNELS)} and SpecAttention-bf16-d128-g4 with its likes")
+    dtype, head_dim, group = shape[1], int(shape[2]), int(shape[3])
+    floats = dict.fromkeys(("q", "k", "v", *_CACHES), f"*{dtype}")
+    metadata = dict.fromkeys(("cu_q_lens", "kv_lens", "block_tables"), "*i32")
+    outputs = dict.fromkeys(("out", *(f"new_{cache}" for cache in _CACHES)), f"*{dtype}")
+    constants = {
+        "D": head_dim,
+        "D_PADDED": max(16, triton.next_power_of_2(head_dim)),
+        "GROUP": group,
+        "BLOCK_M": left_rows(group),
+        "TILE": attention.TILE,
+    }
+    signature = {**floats, **metadata, **dict.fromkeys(_INTEGERS, "i32"), **outputs}
+    return Kernel(attention.spec_attention_kernel, signature, constants, attention.NUM_WARPS)

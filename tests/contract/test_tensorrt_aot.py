@@ -21,12 +21,11 @@ triton = pytest.importorskip("triton", reason="Triton is not installed here: mak
 
 import trtspec_plugins.tensorrt.build as build  # noqa: E402
 from trtspec_plugins.tensorrt import register  # noqa: E402
-from trtspec_plugins.tensorrt.kernels import KERNELS  # noqa: E402
+from trtspec_plugins.tensorrt.kernels import KERNELS, kernel  # noqa: E402
 from trtspec_plugins.tensorrt.signatures import PLUGINS  # noqa: E402
 
 import trtspec.ops  # noqa: E402
 from tests.contract.fake_builder import (  # noqa: E402
-    TRT_DTYPES,
     Dimension,
     create,
     describe,
@@ -39,16 +38,28 @@ assert trtspec.ops is not None
 ROOT = Path(__file__).parents[2]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_120")
 F32, I32, I64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
-# plugin -> dtypes and shapes of inputs, (grid, integers) at SIZES
-LAUNCHES: dict[str, tuple[list[Any], tuple[int, list[int]]]] = {
-    "SpecAccept": ([(I64, ["B", 4]), (I64, ["B", 3]), (I32, ["B"]), (I32, ["B"]), (BOOL, ["B"])], (5, [3])),
-    "SpecSample": ([(F32, ["R", 32000]), (BOOL, ["R"]), (I64, ["S"]), (I64, ["R"])], (6, [32000, 7])),
+BF16 = torch.bfloat16
+ATTENTION = "SpecAttention-bf16-d64-g4"
+NAMES = (*KERNELS, ATTENTION)
+# plugin -> dtypes and shapes of inputs, (grid, heads, integers) at SIZES
+LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
+    "SpecAttention": (
+        [
+            (BF16, ["T", 8, 64]), (BF16, ["T", 2, 64]), (BF16, ["T", 2, 64]),
+            (BF16, ["N", 16, 2, 64]), (BF16, ["N", 16, 2, 64]), (I32, ["B1"]), (I32, ["B"]), (I32, ["B", "M"]),
+        ],
+        # 4 rows a program: 3 programs hold 9 rows, and each of 5 requests may leave one unfinished
+        (8, 2, [5, 3, 17, 16, 2, 0x3E000000, 7, 0x41F00000]),
+    ),
+    "SpecAccept": ([(I64, ["B", 4]), (I64, ["B", 3]), (I32, ["B"]), (I32, ["B"]), (BOOL, ["B"])], (5, 1, [3])),
+    "SpecSample": ([(F32, ["R", 32000]), (BOOL, ["R"]), (I64, ["S"]), (I64, ["R"])], (6, 1, [32000, 7])),
     "SpecSampleVocab": (
         [(F32, ["R", "V"]), (BOOL, ["R"]), (I64, ["S"]), (I64, ["R"]), (I64, ["V"])],
-        (6, [999, 7]),
+        (6, 1, [999, 7]),
     ),
-}
-SIZES = {"B": 5, "R": 6, "S": 7, "V": 999}
+}  # fmt: skip
+ATTRIBUTES = {"SpecAttention": {"scale": 0.125, "window": 7, "softcap": 30.0}}
+SIZES = {"B": 5, "R": 6, "S": 7, "V": 999, "T": 9, "N": 17, "B1": 6, "M": 3}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,20 +67,20 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRTSPEC_TENSORRT_PLUGIN_DIR", str(tmp_path_factory.mktemp("ptx")))
         patch.setenv("TRTSPEC_CUDA_ARCH", "sm_90")
-        yield build.build(ARCHITECTURES)
+        yield build.build(ARCHITECTURES, NAMES)
 
 
 def ptx(built: dict[str, Any], key: str) -> str:
     return (build.folder() / built[key].file).read_text(encoding="utf-8")
 
 
-@pytest.fixture(params=[f"{name}-{arch}" for name in KERNELS for arch in ARCHITECTURES])
+@pytest.fixture(params=[f"{name}-{arch}" for name in NAMES for arch in ARCHITECTURES])
 def key(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def test_the_table_of_kernels_is_complete() -> None:
-    assert set(KERNELS) == set(LAUNCHES) <= set(PLUGINS)
+    assert {*KERNELS, "SpecAttention"} == set(LAUNCHES) <= set(PLUGINS)
 
 
 def test_kernels_take_inputs_then_integers_then_outputs(built: dict[str, Any], key: str) -> None:
@@ -79,17 +90,20 @@ def test_kernels_take_inputs_then_integers_then_outputs(built: dict[str, Any], k
     assert declared is not None
     pointers = [".u64" in line for line in declared[1].split(",")]
     assert len(pointers) == built[key].parameters
-    inputs, integers, outputs = len(PLUGINS[name].inputs), len(LAUNCHES[name][1][1]), 2 if name == "SpecAccept" else 1
+    inputs, integers = len(PLUGINS[name].inputs), len(LAUNCHES[name][1][2])
+    outputs = {"SpecAttention": 3, "SpecAccept": 2}.get(name, 1)
     assert pointers == [True] * inputs + [False] * integers + [True] * outputs
-    assert tuple(KERNELS[name].signature)[:inputs] == PLUGINS[name].inputs
+    assert tuple(kernel(key.rsplit("-", 1)[0]).signature)[:inputs] == PLUGINS[name].inputs
 
 
-def test_every_rounding_is_written_out(built: dict[str, Any], key: str) -> None:
+@pytest.mark.parametrize("name", ["SpecSample", "SpecSampleVocab"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_rounding_of_the_noise_is_written_out(built: dict[str, Any], name: str, architecture: str) -> None:
     """mul.f32 without a rounding may be fused with the addition after it when the driver compiles the PTX, and
     approximations are another result altogether."""
-    arithmetic = re.findall(r"^\s+((?:add|sub|mul|fma|mad|div|lg2|ex2|rcp)\.\S*f32)", ptx(built, key), re.MULTILINE)
-    assert set(arithmetic) <= {"add.rn.f32", "sub.rn.f32", "mul.rn.f32"}
-    assert bool(arithmetic) == ("Sample" in key)
+    code = ptx(built, f"{name}-{architecture}")
+    arithmetic = re.findall(r"^\s+((?:add|sub|mul|fma|mad|div|lg2|ex2|rcp)\.\S*f32)", code, re.MULTILINE)
+    assert set(arithmetic) == {"add.rn.f32", "sub.rn.f32", "mul.rn.f32"}
 
 
 def test_an_assembler_takes_the_ptx(built: dict[str, Any], key: str, tmp_path: Path) -> None:
@@ -106,7 +120,7 @@ def test_an_assembler_takes_the_ptx(built: dict[str, Any], key: str, tmp_path: P
 def test_plugins_with_a_kernel_are_created_ahead_of_time_and_others_are_refused() -> None:
     for name, signature in PLUGINS.items():
         attributes = {"scale": 1.0, "window": 0, "softcap": 0.0} if signature.attributes else {}
-        if name in KERNELS:
+        if name in LAUNCHES:
             plugin = create(name, attributes, trt.QuickPluginCreationRequest.STRICT_AOT)
             assert type(plugin).__name__ == "_TemplateAOTPlugin"
         else:
@@ -119,11 +133,12 @@ def test_plugins_with_a_kernel_are_created_ahead_of_time_and_others_are_refused(
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_launches_are_those_of_the_shapes(built: dict[str, Any], name: str) -> None:
     """Through TensorRT's own get_launch_params and get_kernel."""
-    inputs, (grid, integers) = LAUNCHES[name]
+    inputs, (grid, heads, integers) = LAUNCHES[name]
     dtypes, shapes = [dtype for dtype, _ in inputs], [shape for _, shape in inputs]
-    plugin = create(name, {}, trt.QuickPluginCreationRequest.STRICT_AOT)
+    plugin = create(name, ATTRIBUTES.get(name, {}), trt.QuickPluginCreationRequest.STRICT_AOT)
     outputs = [
-        torch.empty([size.at(SIZES) for size in shape], dtype=I64) for shape in output_shapes(plugin, dtypes, shapes)
+        torch.empty([size.at(SIZES) for size in shape], dtype=BF16 if name == "SpecAttention" else I64)
+        for shape in output_shapes(plugin, dtypes, shapes)
     ]
     concrete = [torch.empty([SIZES.get(size, size) for size in shape], dtype=dtype) for dtype, shape in inputs]
     descriptions = []
@@ -136,17 +151,16 @@ def test_launches_are_those_of_the_shapes(built: dict[str, Any], name: str) -> N
     with expressions() as builder:
         dimensions = [[Dimension(size) for size in shape] for shape in shapes]
         plugin.get_launch_params(dimensions, descriptions, len(inputs), launch, extra, builder)
-    line = built[f"{name}-sm_90"]
+    line = built[f"{ATTENTION if name == 'SpecAttention' else name}-sm_90"]
     got = {key: value.expr.at(SIZES) for key, value in vars(launch).items()}
     assert got == {
-        "grid_x": grid, "grid_y": 1, "grid_z": 1, "block_x": line.num_threads, "block_y": 1, "block_z": 1,
+        "grid_x": grid, "grid_y": heads, "grid_z": 1, "block_x": line.num_threads, "block_y": 1, "block_z": 1,
         "shared_mem": line.shared_bytes,
     }  # fmt: skip
     assert [extra[index].expr.at(SIZES) for index in range(extra.nbSymExprs)] == integers
     entry, code = plugin.get_kernel([describe(tensor) for tensor in concrete], [describe(tensor) for tensor in outputs])
     assert f".entry {entry}(" in code.decode()
     assert re.search(r"^\.reqntid (\d+)", code.decode(), re.MULTILINE)[1] == str(line.num_threads)
-    assert TRT_DTYPES[I64] == plugin.get_output_data_types([TRT_DTYPES[d] for d in dtypes], [1] * len(dtypes))[0]
 
 
 class _Arguments(dict[int, Any]):
@@ -158,8 +172,8 @@ class _Arguments(dict[int, Any]):
 
 def test_building_again_does_nothing_until_a_source_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    build.build(["sm_90"], lines.append)
-    assert lines == [f"{name}-sm_90 is up to date" for name in KERNELS]
+    build.build(["sm_90"], NAMES, lines.append)
+    assert lines == [f"{name}-sm_90 is up to date" for name in NAMES]
     monkeypatch.setattr(build, "sources_digest", lambda: "0" * 16)
     with pytest.raises(LookupError, match="was compiled from other sources"):
         build.compiled_for("SpecAccept", "sm_90")
@@ -170,7 +184,7 @@ def test_a_missing_file_is_compiled_again(built: dict[str, Any]) -> None:
     before = path.read_text(encoding="utf-8")
     path.unlink()
     lines: list[str] = []
-    build.build(["sm_80"], lines.append)
+    build.build(["sm_80"], NAMES, lines.append)
     assert [line for line in lines if "up to date" not in line] == [
         "compiled SpecAccept-sm_80: sm_80, 32 threads a block"
     ]
@@ -188,6 +202,8 @@ def test_ptx_of_an_older_gpu_serves_a_newer_one_if_it_may() -> None:
 def test_an_unknown_architecture_is_refused() -> None:
     with pytest.raises(build.BuildError, match="hopper: an architecture is written like sm_90"):
         build.build(["hopper"])
+    with pytest.raises(build.BuildError, match="no such kernel: SpecAttention-d64: there are SpecAccept"):
+        build.build(["sm_90"], ["SpecAttention-d64"])
 
 
 def test_hidden_parameters_that_are_used_are_refused() -> None:
@@ -200,6 +216,7 @@ def test_hidden_parameters_that_are_used_are_refused() -> None:
 
 def test_the_script_builds_and_says_what_is_missing(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "build_scripts/build_plugins.py"), "--target", "tensorrt", "--arch", "sm_80"]
+    script += ["--kernels", "SpecAccept", ATTENTION]
     environment = {**os.environ, "TRTSPEC_TENSORRT_PLUGIN_DIR": str(tmp_path)}
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [

@@ -1,0 +1,17 @@
+"""Arithmetic of launches that needs no Triton: PTX that was compiled elsewhere is enough to build an engine."""
+
+from __future__ import annotations
+
+import struct
+
+LEAST_LEFT_ROWS = 16  # what a matrix product of the GPU takes
+
+
+def left_rows(group: int) -> int:
+    """Rows of attention's left matrix: a power of two, 16 at least, that holds the query heads of a row."""
+    return max(LEAST_LEFT_ROWS, 1 << (group - 1).bit_length())
+
+
+def float_bits(value: float) -> int:
+    """An fp32 number as an int32: kernels in an engine take integers alone."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
