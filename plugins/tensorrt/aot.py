@@ -67,7 +67,7 @@ def _(
     group = Hq.constant_value() // Hkv.constant_value()
     kernel = f"SpecAttention-{_SPELLED[q.dtype]}-d{D.constant_value()}-g{group}"
     rows = left_rows(group) // group  # of a program; requests begin programs of their own
-    integers = [B, columns, num_blocks, block_size, Hkv, float_bits(scale), window, float_bits(softcap)]
+    integers = [T, B, columns, num_blocks, block_size, Hkv, float_bits(scale), window, float_bits(softcap)]
     return _launch(kernel, trtp.cdiv(T, rows) + B, integers, Hkv)
 
 

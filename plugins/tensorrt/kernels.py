@@ -62,7 +62,7 @@ KERNELS: dict[str, Kernel] = {
 
 _ATTENTION = re.compile(r"SpecAttention-(bf16|fp16|fp32)-d(\d+)-g(\d+)")
 _CACHES = ("k_cache", "v_cache")
-_INTEGERS = ("B", "columns", "num_blocks", "block_size", "Hkv", "scale_bits", "window", "softcap_bits")
+_INTEGERS = ("T", "B", "columns", "num_blocks", "block_size", "Hkv", "scale_bits", "window", "softcap_bits")
 
 
 def kernel(name: str) -> Kernel:

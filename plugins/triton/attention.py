@@ -5,6 +5,8 @@ writes: new keys come from k and v, older ones from the cache. Tiles of keys sta
 and what a row does not see adds an exact zero, so that a row's bits depend on its own tokens alone, as long as the GPU
 gives a row of a matrix product the same bits wherever it lies in the matrix.
 
+No metadata, however wrong, makes it read or write past a tensor: TensorRT may time a kernel on whatever is in memory.
+
 Within a program the `group` query heads of each row lie side by side in the left matrix of the products.
 """
 
@@ -29,6 +31,7 @@ def spec_attention_kernel(
     cu_q_lens,  # [B+1] int32
     kv_lens,  # [B] int32
     block_tables,  # [B, columns] int32
+    T,
     B,
     columns,
     num_blocks,
@@ -64,7 +67,7 @@ def spec_attention_kernel(
         m = tl.arange(0, BLOCK_M)
         d = tl.arange(0, D_PADDED)
         row = first + piece * ROWS + m // GROUP
-        real = (m < ROWS * GROUP) & (row < last)
+        real = (m < ROWS * GROUP) & (row < last) & (row >= 0) & (row < T)
         position = committed + row - first  # [BLOCK_M]
         wide = row.to(tl.int64)
         q_place = (wide * Hkv + head) * GROUP + m % GROUP
@@ -72,11 +75,12 @@ def spec_attention_kernel(
         queries = tl.load(q + q_place[:, None] * D + d[None, :], mask=element, other=0.0)
 
         # The rows of this piece go into the cache; what no column covers, into scratch block 0.
-        column = position // block_size
-        covered = real & (column < columns)
+        place = tl.maximum(position, 0)
+        column = place // block_size
+        covered = real & (position >= 0) & (column < columns)
         block = tl.load(block_tables + request.to(tl.int64) * columns + column, mask=covered, other=0)
         block = tl.minimum(tl.maximum(block, 0), num_blocks - 1)
-        slot = block.to(tl.int64) * block_size + position % block_size
+        slot = block.to(tl.int64) * block_size + place % block_size
         once = element & (m % GROUP == 0)[:, None]
         source = (wide * Hkv + head)[:, None] * D + d[None, :]
         target = (slot * Hkv + head)[:, None] * D + d[None, :]
@@ -88,6 +92,7 @@ def spec_attention_kernel(
         poisoned = tl.zeros((BLOCK_M,), tl.int32)
         sums = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
         end = tl.minimum(length, committed + (piece + 1) * ROWS)
+        end = tl.minimum(end, columns * block_size + T)
         for start in range(0, end, TILE):
             key = start + tl.arange(0, TILE)
             old = key < committed
@@ -96,12 +101,13 @@ def spec_attention_kernel(
             key_block = tl.load(block_tables + request.to(tl.int64) * columns + key_column, mask=listed, other=0)
             key_block = tl.minimum(tl.maximum(key_block, 0), num_blocks - 1)
             key_slot = key_block.to(tl.int64) * block_size + key % block_size
-            fresh = (first + key - committed).to(tl.int64)
+            fresh = first.to(tl.int64) + key - committed
+            known = (key < end) & (old | ((fresh >= 0) & (fresh < T)))
             in_cache = (key_slot * Hkv + head) * D
             in_step = (fresh * Hkv + head) * D
             k_row = tl.where(old, k_cache + in_cache, k + in_step)  # [TILE] pointers
             v_row = tl.where(old, v_cache + in_cache, v + in_step)
-            inside = (key < end)[:, None] & (d < D)[None, :]
+            inside = known[:, None] & (d < D)[None, :]
             keys = tl.load(k_row[:, None] + d[None, :], mask=inside, other=0.0)
             values = tl.load(v_row[:, None] + d[None, :], mask=inside, other=0.0)
             # 0 * NaN is NaN: values that are not finite go, and mark the rows that see them.
@@ -152,7 +158,7 @@ def spec_attention_(
     out, width = torch.empty_like(q), left_rows(group)
     spec_attention_kernel[(triton.cdiv(T, width // group) + B, Hkv)](
         q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables,
-        B, block_tables.shape[1], num_blocks, block_size, Hkv, float_bits(scale), window, float_bits(softcap),
+        T, B, block_tables.shape[1], num_blocks, block_size, Hkv, float_bits(scale), window, float_bits(softcap),
         out, k_cache, v_cache,
         D=D, D_PADDED=max(16, triton.next_power_of_2(D)), GROUP=group, BLOCK_M=width, TILE=TILE, num_warps=NUM_WARPS,
     )  # fmt: skip

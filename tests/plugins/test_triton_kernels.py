@@ -143,3 +143,24 @@ def test_rows_that_no_column_covers_go_to_scratch() -> None:
     assert torch.equal(batch["k_cache"][0, 199 % 16], batch["k"][0])
     assert torch.equal(batch["k_cache"][0, :7], before[0, :7])
     assert out.isfinite().all()
+
+
+anything = st.integers(-(2**31), 2**31 - 1) | st.integers(-100, 300)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_no_metadata_leads_past_the_tensors(data: st.DataObject) -> None:
+    """Wild numbers change nothing but the tensors that are written to; a stray access would end this process."""
+    B, T, columns = 2, 3, 2
+    guarded = torch.full((4, 5, 4, 1, 16), 7.0)  # between two walls each: k_cache, v_cache
+    q = torch.ones(T, 2, 16)
+    arguments = {
+        name: torch.tensor([data.draw(anything) for _ in range(count)], dtype=torch.int64).to(torch.int32)
+        for name, count in (("cu_q_lens", B + 1), ("kv_lens", B), ("block_tables", B * columns))
+    }
+    arguments["block_tables"] = arguments["block_tables"].view(B, columns)
+    spec_attention_(q, q[:, :1].clone(), q[:, :1].clone(), guarded[1], guarded[2], **arguments, scale=1.0)
+    assert (guarded[0] == 7).all()
+    assert (guarded[3] == 7).all()
+    assert ((guarded == 7) | (guarded == 1)).all()
