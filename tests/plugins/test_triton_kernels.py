@@ -56,6 +56,28 @@ def test_flat_logits_draw_by_noise_alone() -> None:
     assert torch.equal(spec_sample(**arguments), trtspec.ops.spec_sample(**arguments))
 
 
+@pytest.mark.parametrize("own_ids", [False, True])
+def test_ties_go_to_the_lowest_id(own_ids: bool) -> None:
+    """Within a counter, a block and across blocks."""
+    vocab = 9000
+    ids = torch.randperm(3 * vocab, generator=torch.Generator().manual_seed(1))[:vocab]
+    logits = torch.zeros(4, vocab)
+    logits[1, 1000:] = 1
+    logits[2, 3] = logits[2, 2] = logits[2, 8999] = 2
+    logits[3, 8999] = logits[3, 5000] = 2
+    arguments = {
+        "logits": logits,
+        "greedy": torch.ones(4, dtype=torch.bool),
+        "seeds": torch.arange(4),
+        "positions": torch.arange(4),
+        "vocab_ids": ids if own_ids else NONE,
+    }
+    drawn = spec_sample(**arguments)
+    assert torch.equal(drawn, trtspec.ops.spec_sample(**arguments))
+    if not own_ids:
+        assert drawn.tolist() == [0, 1000, 2, 5000]
+
+
 # --- attention: the reference adds in another order, so equal within a tolerance --------------------------------------
 
 NO_MASK, NO_SINKS = torch.empty(0, dtype=torch.int32), torch.empty(0)
