@@ -1,0 +1,105 @@
+"""What a TensorRT engine is built for: its options, and the shapes of its inputs. Nothing here needs TensorRT.
+
+One network has two optimisation profiles: `mixed` takes any batch, `generation` batches of generations alone, for which
+kernels are picked at max_batch_size requests of K + 1 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trtspec.backends.export import INPUT_SHAPES
+from trtspec.errors import ConfigError
+
+MAX_BANS = 64
+"""Ids that a row may have banned at a time (stop ids before min_tokens)."""
+
+ATTENTIONS = ("plugin", "native")
+HARDWARE = ("none", "ampere_plus", "same_compute_capability")
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRTOptions:
+    """Beside EngineConfig, what `trtspec build --backend tensorrt` takes; names are those of trtllm-build where it has
+    them. ConfigError for values that are none of those.
+
+    opt_num_tokens: rows that the mixed profile is tuned for, None = half of max_num_tokens. workers: ranks built at a
+    time. attention: our "plugin" over the paged cache, or "native", TensorRT's own over a linear one.
+    """
+
+    opt_num_tokens: int | None = None
+    workers: int = 1
+    input_timing_cache: str | None = None
+    output_timing_cache: str | None = None
+    attention: str = "plugin"
+    weight_streaming: bool = False
+    refit: bool = False
+    strip_plan: bool = False
+    version_compatible: bool = False
+    hardware_compatibility: str = "none"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("attention", ATTENTIONS), ("hardware_compatibility", HARDWARE)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} = {getattr(self, name)!r}; use one of {', '.join(allowed)}")
+        for name in ("workers", "opt_num_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} = {value} must be 1 or more")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The open sizes of a step's graphs at their largest. rows: T; draft_len: K, of a target that verifies drafts of a
+    drafter beside it, too."""
+
+    batch_size: int
+    rows: int
+    draft_len: int
+    columns: int  # of block tables
+    blocks: int  # of the cache, scratch included
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Input -> its least, usual and largest shape."""
+
+    name: str
+    shapes: Mapping[str, tuple[Shape, Shape, Shape]]
+
+
+def profiles(
+    inputs: Sequence[str], kv: Sequence[tuple[int, int]], sizes: Sizes, opt_num_tokens: int | None = None
+) -> tuple[Profile, Profile]:
+    """The two profiles of a ragged graph with these inputs and KV layers of (kv heads, head size)."""
+    B, K = sizes.batch_size, sizes.draft_len
+    draws = B * (K + 1)
+    usual_rows = min(opt_num_tokens or max(sizes.rows // 2, 1), sizes.rows)
+    columns, bans = (1, max(sizes.columns // 2, 1), sizes.columns), (1, 1, MAX_BANS)
+    blocks = (sizes.blocks,) * 3  # the cache is allocated once
+    fixed = {"K": (K,) * 3, "0": (0,) * 3, "columns": columns, "bans": bans, "blocks": blocks}
+    mixed = {"T": (1, usual_rows, sizes.rows), "B": (1, B, B), "G": (0, B, B), "R": (1, draws, draws), **fixed}
+    generation = {"T": (1, draws, draws), "B": (1, B, B), "G": (0, B, B), "R": (1, draws, draws), **fixed}
+    return tuple(  # type: ignore[return-value]
+        Profile(name, {**_inputs(inputs, found), **_caches(kv, sizes)})
+        for name, found in (("mixed", mixed), ("generation", generation))
+    )
+
+
+def _inputs(inputs: Sequence[str], sizes: Mapping[str, tuple[int, int, int]]) -> dict[str, tuple[Shape, Shape, Shape]]:
+    return {
+        name: tuple(tuple(sizes[dim][i] for dim in INPUT_SHAPES[name]) for i in range(3))  # type: ignore[misc]
+        for name in inputs
+    }
+
+
+def _caches(kv: Sequence[tuple[int, int]], sizes: Sizes) -> dict[str, tuple[Shape, Shape, Shape]]:
+    return {
+        f"{part}_cache_{layer}": ((sizes.blocks, sizes.block_size, heads, width),) * 3
+        for layer, (heads, width) in enumerate(kv)
+        for part in "kv"
+    }
