@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import onnx
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.e2e.conformance import (
     CASES,
@@ -24,7 +27,7 @@ from tests.e2e.conformance import (
     speculation,
 )
 from tests.e2e.tiny import Outcome, run_alone
-from trtspec import LLM
+from trtspec import LLM, SamplingParams
 from trtspec.backends.onnx import OnnxExecutable
 from trtspec.backends.onnx_export import DOMAIN, OPSET
 from trtspec.backends.onnx_functions import with_bodies
@@ -85,6 +88,24 @@ def test_uniform_and_ragged_graphs_both_ran(engine: Callable[[str], Path]) -> No
     assert used == {False, True}
 
 
+def test_hidden_states_are_those_of_eager(engine: Callable[[str], Path], models: Path) -> None:
+    """SAVE_HIDDEN_STATES."""
+    saved = {}
+    for backend in ("onnx", "eager"):
+        shutil.rmtree(models / "saved", ignore_errors=True)
+        if backend == "onnx":
+            llm = LLM(engine("hidden"), **TIGHT)
+        else:
+            llm = LLM(models / "target", speculation("hidden", models), **LIMITS, **TIGHT)
+        with llm:
+            llm.generate([[1, 2, 3, 4], [5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)
+        saved[backend] = {file.name: load_file(file) for file in sorted((models / "saved").glob("*.safetensors"))}
+    assert saved["onnx"].keys() == saved["eager"].keys() != set()
+    for name, tensors in saved["onnx"].items():
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(tensor, saved["eager"][name][key], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: Path, kind: str) -> None:
     config = EngineConfig(backend="onnx", quantization=kind, **LIMITS)
@@ -133,8 +154,6 @@ def test_half_precision_is_refused(models: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_a_damaged_graph_is_named(engine: Callable[[str], Path], tmp_path: Path) -> None:
-    import shutil
-
     folder = shutil.copytree(engine("none"), tmp_path / "engine")
     file = folder / "target" / "ragged_k0.onnx"
     file.write_bytes(b"x" * file.stat().st_size)
