@@ -27,6 +27,8 @@ PACKAGES = [
     f"tensorrt_cu13_bindings=={VERSION}",
     f"tensorrt_lean_cu13_libs=={VERSION}",
     "triton==3.9.0",
+    "cuda-bindings==13.5.0",
+    "cuda-pathfinder==1.9.0",
 ]
 LIBRARIES = {"libnvinfer.so.11": "INFER", "libnvinfer_plugin.so.11": "PLUGIN", "libnvonnxparser.so.11": "PARSER"}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from trtspec.backends.export import INPUT_DTYPES, INPUT_SHAPES, graph_reader
 from trtspec.core import KVLayer, PhaseMethod, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
 from trtspec.errors import CheckpointError, DependencyError, EngineError
+from trtspec.kv.pool import allocate_layers
 from trtspec.ops import kernel_interface
 
 WEIGHTS = "weights.safetensors"
@@ -51,6 +52,7 @@ class CompiledStep:
     vocab_size: int
     weight_bytes: int  # that one launch reads
     kernels: str  # ops.kernel_interface that graphs were compiled for: "" = they call torch's dispatcher
+    made_for: Mapping[str, str] = field(default_factory=dict)  # what a backend's code asks for where it runs
 
     @property
     def draft_lens(self) -> tuple[int, ...]:
@@ -84,7 +86,7 @@ class CompiledStep:
             graphs = tuple(Graph(g["file"], g["draft_len"], g["uniform"], tuple(g["inputs"])) for g in data["graphs"])
             kv = tuple((heads, size) for heads, size in data["kv"])
             rest = {name: data[name] for name in ("dtype", "vocab_size", "weight_bytes", "kernels")}
-            return cls(graphs, tuple(data["outputs"]), kv, **rest)
+            return cls(graphs, tuple(data["outputs"]), kv, **rest, made_for=dict(data.get("made_for", {})))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the engine's config.json does not describe its graphs ({error!r}); rebuild it"
@@ -129,6 +131,13 @@ class CompiledExecutable(ABC):
         self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
         self._neutral = {name: torch.empty(0) for name in _NEUTRAL}
         self._last_draft_lens = (0, 0), torch.empty(0, dtype=torch.int32)  # (B, K) and B times K
+
+    @classmethod
+    def allocate_kv(
+        cls, shapes: Sequence[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> Sequence[KVLayer]:
+        """KV layers of (kv heads, head size), zeroed, where the graphs want them: on the host, unless overridden."""
+        return allocate_layers(shapes, num_blocks, block_size, dtype)
 
     @abstractmethod
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:

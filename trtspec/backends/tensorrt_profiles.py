@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trtspec.backends.export import INPUT_SHAPES
+from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError
 
 MAX_BANS = 64
@@ -62,6 +63,13 @@ class Sizes:
     columns: int  # of block tables
     blocks: int  # of the cache, scratch included
     block_size: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_seq_len: int, draft_len: int, blocks: int) -> Sizes:
+        """From the limits: a sequence's table covers the drafts of this step and the next, too."""
+        reserved = max_seq_len + 2 * draft_len
+        columns = -(-reserved // config.block_size)
+        return cls(config.max_batch_size, config.max_num_tokens, draft_len, columns, blocks, config.block_size)
 
 
 @dataclass(frozen=True)

@@ -146,10 +146,10 @@ class Assembly:
 
     def _compiled(self, built: EngineFolder, role: str) -> Executable:
         compiled = CompiledStep.from_dict(built.data["executables"][role])
-        kv = allocate_layers(compiled.kv, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
+        executable = BACKENDS[built.backend].load_executable()
+        kv = executable.allocate_kv(compiled.kv, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
         if compiled.makes_drafts:
             self.graph_draft_lens = compiled.draft_lens
-        executable = BACKENDS[built.backend].load_executable()
         return self._timed(executable(compiled, built.path / role, kv), compiled.weight_bytes, kv)
 
     def _timed(self, executable: Executable, weight_bytes: int, kv: Sequence[KVLayer]) -> Executable:

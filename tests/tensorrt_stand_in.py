@@ -1,0 +1,262 @@
+"""TensorRT's and CUDA's run-time side for machines without a GPU: device memory is host memory, and a "plan" is a step
+module that runs on the addresses it is bound to.
+
+Methods have the names and parameters of the real bindings (tests/contract/test_tensorrt_runtime_api.py compares them)
+and refuse what those document as wrong: shapes outside the profile, tensors without an address, work that was not
+bound, a capture of what never ran. What is computed is not TensorRT's; who is bound to what, when, is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtspec.backends.export import INPUT_DTYPES, GraphStep, Step
+from trtspec.backends.tensorrt_profiles import Profile
+
+_OUTPUT_DTYPES = {"next_kv_lens": torch.int32, "hidden_states": torch.float32}
+
+
+class CudaRuntime:
+    """cuda.bindings.runtime, as far as Cuda asks for it. What is queued runs at once, unless it is captured."""
+
+    cudaStreamNonBlocking = 1
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
+    cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
+
+    def __init__(self, memory: int = 2**30, driver: int = 13000, devices: int = 1) -> None:
+        self.blocks: dict[int, Any] = {}
+        self.memory, self.driver, self.devices = memory, driver, devices
+        self.capturing: list[Callable[[], None]] | None = None
+        self.launched_graphs = 0
+        self.capture_fails = False
+
+    def cudaDriverGetVersion(self) -> tuple[int, int]:
+        return 0, self.driver
+
+    def cudaGetDeviceCount(self) -> tuple[int, int | None]:
+        return (0, self.devices) if self.devices else (100, None)
+
+    def cudaGetErrorString(self, error: int) -> tuple[int, bytes]:
+        return 0, {2: b"out of memory", 100: b"no CUDA-capable device is detected"}.get(error, b"error %d" % error)
+
+    def cudaGetDeviceProperties(self, device: int) -> tuple[int, Any]:
+        return 0, SimpleNamespace(name=b"Stand-in\0\0", major=9, minor=0)
+
+    def cudaMemGetInfo(self) -> tuple[int, int, int]:
+        used = sum(len(block) for block in self.blocks.values())
+        return 0, self.memory - used, self.memory
+
+    def cudaMalloc(self, size: int) -> tuple[int, int | None]:
+        if size > self.cudaMemGetInfo()[1]:
+            return 2, None
+        block = (ctypes.c_char * size)()
+        ctypes.memset(block, 0xA5, size)  # as little use as what a GPU's memory holds
+        self.blocks[ctypes.addressof(block)] = block
+        return 0, ctypes.addressof(block)
+
+    def cudaFree(self, devPtr: int) -> tuple[int]:
+        del self.blocks[devPtr]
+        return (0,)
+
+    def cudaMemsetAsync(self, devPtr: int, value: int, count: int, stream: int) -> tuple[int]:
+        self.owns(devPtr, count)
+        ctypes.memset(devPtr, value, count)
+        return (0,)
+
+    def cudaMemcpyAsync(self, dst: int, src: int, count: int, kind: int, stream: int) -> tuple[int]:
+        self.owns(dst if kind == 1 else src, count)
+        ctypes.memmove(dst, src, count)
+        return (0,)
+
+    def cudaStreamCreateWithFlags(self, flags: int) -> tuple[int, int]:
+        return 0, 77
+
+    def cudaStreamSynchronize(self, stream: int) -> tuple[int]:
+        return (0,)
+
+    def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[int]:
+        self.capturing = []
+        return (0,)
+
+    def cudaStreamEndCapture(self, stream: int) -> tuple[int, Any]:
+        found, self.capturing = self.capturing, None
+        return (900, None) if self.capture_fails else (0, found)
+
+    def cudaGraphInstantiate(self, graph: Any, flags: int) -> tuple[int, Any]:
+        return 0, list(graph)
+
+    def cudaGraphDestroy(self, graph: Any) -> tuple[int]:
+        return (0,)
+
+    def cudaGraphLaunch(self, graphExec: Any, stream: int) -> tuple[int]:
+        self.launched_graphs += 1
+        for call in graphExec:
+            call()
+        return (0,)
+
+    def owns(self, address: int, count: int) -> None:
+        """Fails unless all of that memory was handed out, by one allocation."""
+        assert any(start <= address and address + count <= start + len(block) for start, block in self.blocks.items())
+
+    def queue(self, call: Callable[[], None]) -> None:
+        if self.capturing is None:
+            call()
+        else:
+            self.capturing.append(call)
+
+
+class TensorRT:
+    """The module. plans: contents of a plan's file -> what it stands for."""
+
+    __version__ = "11.4.0.106"
+    int32, int64, float32, float16, bfloat16 = "int32", "int64", "float32", "float16", "bfloat16"
+    ExecutionContextAllocationStrategy = SimpleNamespace(STATIC=0, USER_MANAGED=2)
+
+    def __init__(self, cuda: CudaRuntime) -> None:
+        self.cuda = cuda
+        self.plans: dict[bytes, tuple[GraphStep, Sequence[str], Sequence[str], Sequence[Profile]]] = {}
+
+    class Logger:
+        WARNING = 2
+
+        def __init__(self, min_severity: int) -> None: ...
+
+    def Runtime(self, logger: Any) -> Any:
+        return Runtime(self)
+
+    def add_plan(self, step: Step, next_draft_len: int, inputs: Sequence[str], profiles: Sequence[Profile]) -> bytes:
+        """A plan of a ragged graph; returns its file's contents."""
+        contents = b"plan %d" % len(self.plans)
+        self.plans[contents] = GraphStep(step, next_draft_len, 0).eval(), inputs, step.outputs, profiles
+        return contents
+
+
+class Runtime:
+    def __init__(self, trt: TensorRT) -> None:
+        self.trt = trt
+
+    def deserialize_cuda_engine(self, serialized_engine: bytes) -> Engine | None:
+        plan = self.trt.plans.get(serialized_engine)
+        return None if plan is None else Engine(self.trt, *plan)
+
+
+class Engine:
+    device_memory_size_v2 = 1024
+    num_optimization_profiles = 2
+
+    def __init__(
+        self,
+        trt: TensorRT,
+        graph: GraphStep,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        profiles: Sequence[Profile],
+    ) -> None:
+        self.trt, self.graph, self.inputs, self.outputs, self.profiles = trt, graph, inputs, outputs, profiles
+        self.caches = [name for name in profiles[0].shapes if "_cache_" in name]
+        self.names = [*inputs, *self.caches, *outputs, *(f"new_{name}" for name in self.caches)]
+        self.num_io_tensors = len(self.names)
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.names[index]
+
+    def get_tensor_dtype(self, name: str) -> str:
+        return str(self.dtype(name)).removeprefix("torch.")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return INPUT_DTYPES.get(name) or _OUTPUT_DTYPES.get(name, torch.float32 if "_cache_" in name else torch.int64)
+
+    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, ...]]:
+        return list(self.profiles[profile_index].shapes[name])
+
+    def create_execution_context(self, strategy: int = 0) -> Context:
+        return Context(self, strategy)
+
+
+class Context:
+    def __init__(self, engine: Engine, strategy: int) -> None:
+        self.engine, self.strategy = engine, strategy
+        self.profile: Mapping[str, Any] | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.work = 0
+        self.results: dict[str, tuple[int, ...]] = {}
+        self.ran = False
+
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        self.profile = self.engine.profiles[profile_index].shapes
+        return True
+
+    def set_device_memory(self, memory: int, size: int) -> None:
+        assert size >= self.engine.device_memory_size_v2
+        self.engine.trt.cuda.owns(memory, size)
+        self.work = size
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> bool:
+        assert self.profile is not None, "no profile was set"
+        least, _, most = self.profile[name]
+        fits = len(shape) == len(least) and all(a <= b <= c for a, b, c in zip(least, shape, most, strict=True))
+        if fits:
+            self.shapes[name] = tuple(shape)
+        return fits
+
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        assert name in self.engine.names
+        self.addresses[name] = memory
+        return True
+
+    def get_max_output_size(self, name: str) -> int:
+        if self.shapes.keys() != {*self.engine.inputs, *self.engine.caches}:
+            return -1
+        assert self.profile is not None
+        most = {key: shapes[2] for key, shapes in self.profile.items()}
+        R, B, K = most["gather_ids"][0], most["kv_lens"][0], most.get("draft_tokens", (0, 0))[1]
+        T = most["input_ids"][0]
+        sizes = {"tokens": R, "num_tokens": B, "next_kv_lens": B, "next_draft_tokens": B * K, "hidden_states": T * 999}
+        return sizes.get(name, B * (K + 1)) * self.engine.dtype(name).itemsize
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        R, B = self.shapes["gather_ids"][0], self.shapes["kv_lens"][0]
+        K = self.shapes.get("draft_tokens", (0, 0))[1]
+        return {"tokens": (R,), "num_tokens": (B,), "next_kv_lens": (B,), "next_draft_tokens": (B, K)}.get(
+            name, (B, K + 1)
+        )
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        cuda = self.engine.trt.cuda
+        assert self.strategy == 0 or self.work, "no memory to work in"
+        assert self.ran or cuda.capturing is None, "TensorRT wants to have run before it is captured"
+        shapes, addresses = dict(self.shapes), dict(self.addresses)
+        if shapes.keys() != {*self.engine.inputs, *self.engine.caches} or addresses.keys() != set(self.engine.names):
+            return False
+        cuda.queue(lambda: self._compute(shapes, addresses))
+        self.ran = True
+        return True
+
+    @torch.no_grad()
+    def _compute(self, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
+        engine = self.engine
+
+        def over(name: str, shape: tuple[int, ...]) -> Tensor:
+            dtype, count = engine.dtype(name), math.prod(shape)
+            if not count:
+                return torch.empty(shape, dtype=dtype)
+            engine.trt.cuda.owns(addresses[name], count * dtype.itemsize)
+            memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(addresses[name])
+            return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+        tensors = {name: over(name, shapes[name]).clone() for name in engine.inputs}
+        tensors["tree_mask"] = torch.empty(0, dtype=torch.int32)
+        for name in engine.caches:
+            assert addresses[name] == addresses[f"new_{name}"], "a new cache is not bound to the old one's memory"
+        flat = [over(name, shapes[name]) for name in engine.caches]
+        results, _ = engine.graph(tensors, list(zip(flat[::2], flat[1::2], strict=True)))
+        for name, result in results.items():
+            over(name, tuple(result.shape)).copy_(result)

@@ -1,0 +1,164 @@
+"""Device memory, streams and CUDA graphs by way of cuda-python, every call checked.
+
+Nothing but `Cuda.open` has run anywhere yet, for want of a GPU; tests run the rest on a stand-in that keeps device
+memory on the host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtspec.errors import CapacityError, DependencyError, EngineError
+
+LEAST_DRIVER = 13000
+"""What CUDA 13's runtime, which TensorRT 11 is built with, wants of the driver: 1000 * major + 10 * minor."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device, given back when the object goes."""
+
+    address: int
+    nbytes: int
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+@dataclass(frozen=True)
+class DeviceTensor:
+    """A contiguous tensor on the device; as much of torch.Tensor as caches are asked for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    memory: Memory
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def data_ptr(self) -> int:
+        return self.memory.address
+
+
+class Cuda:
+    """The first GPU, through `runtime`: cuda.bindings.runtime, or what has its functions."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+
+    @classmethod
+    def open(cls) -> Cuda:
+        """DependencyError where cuda-python, a driver that is new enough, or a GPU is missing."""
+        try:
+            from cuda.bindings import runtime
+        except ImportError as error:
+            raise DependencyError(
+                f"the tensorrt backend needs cuda-python ({error}): pip install 'trtspec[tensorrt]'"
+            ) from error
+        cuda = cls(runtime)
+        driver = cuda.driver_version
+        if driver == 0:
+            raise DependencyError(
+                "there is no NVIDIA driver here, and so no GPU for the tensorrt backend; install the driver, or use "
+                "the backend aoti or onnx"
+            )
+        if driver < LEAST_DRIVER:
+            raise DependencyError(
+                f"the NVIDIA driver serves CUDA {_spelled(driver)}, and TensorRT 11 needs {_spelled(LEAST_DRIVER)} or "
+                "newer: update the driver"
+            )
+        status, count = runtime.cudaGetDeviceCount()
+        if int(status) != 0 or not count:
+            raise DependencyError(f"the driver shows no GPU ({cuda._said(status)}); check CUDA_VISIBLE_DEVICES")
+        return cuda
+
+    @property
+    def driver_version(self) -> int:
+        """1000 * major + 10 * minor; 0 where there is no driver."""
+        return int(self._call("cudaDriverGetVersion"))
+
+    def device(self) -> dict[str, str]:
+        """Name and compute capability."""
+        properties = self._call("cudaGetDeviceProperties", 0)
+        name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
+        return {"gpu": name.rstrip("\0"), "compute_capability": f"{properties.major}.{properties.minor}"}
+
+    def free_memory(self) -> int:
+        """Bytes."""
+        free, _ = self._call("cudaMemGetInfo")
+        return int(free)
+
+    def allocate(self, nbytes: int) -> Memory:
+        """CapacityError where there is not so much."""
+        error, address = self._runtime.cudaMalloc(max(nbytes, 1))
+        if int(error) != 0:
+            raise CapacityError(
+                f"{nbytes / 1e9:.2f} GB of device memory were refused ({self._said(error)}); lower kv_cache_memory, "
+                "max_batch_size or max_num_tokens"
+            )
+        memory = Memory(int(address), nbytes)
+        weakref.finalize(memory, self._runtime.cudaFree, int(address))
+        return memory
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, stream: int) -> DeviceTensor:
+        """A tensor of zeros."""
+        count = 1
+        for size in shape:
+            count *= size
+        tensor = DeviceTensor(shape, dtype, self.allocate(count * dtype.itemsize))
+        self._call("cudaMemsetAsync", tensor.data_ptr(), 0, tensor.nbytes, stream)
+        return tensor
+
+    def stream(self) -> int:
+        """A new stream, which lives as long as the process."""
+        return int(self._call("cudaStreamCreateWithFlags", self._runtime.cudaStreamNonBlocking))
+
+    def to_device(self, address: int, tensor: Tensor, stream: int) -> None:
+        """Queue a copy of a contiguous host tensor, which must stay as it is until the stream is through."""
+        if tensor.nbytes:
+            kind = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+            self._call("cudaMemcpyAsync", address, tensor.data_ptr(), tensor.nbytes, kind, stream)
+
+    def to_host(self, tensor: Tensor, address: int, stream: int) -> None:
+        """Queue a copy into a contiguous host tensor."""
+        if tensor.nbytes:
+            kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+            self._call("cudaMemcpyAsync", tensor.data_ptr(), address, tensor.nbytes, kind, stream)
+
+    def synchronize(self, stream: int) -> None:
+        """Wait for all that was queued."""
+        self._call("cudaStreamSynchronize", stream)
+
+    def capture(self, stream: int, launch: Callable[[], None]) -> Callable[[], None]:
+        """What `launch` queues, as a CUDA graph: a function that queues it again. Nothing runs meanwhile."""
+        mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._call("cudaStreamBeginCapture", stream, mode)
+        try:
+            launch()
+        finally:
+            graph = self._call("cudaStreamEndCapture", stream)
+        executable = self._call("cudaGraphInstantiate", graph, 0)
+        self._call("cudaGraphDestroy", graph)
+        return lambda: self._call("cudaGraphLaunch", executable, stream)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """EngineError that names the function; else what it gives beside the error code."""
+        error, *values = getattr(self._runtime, name)(*arguments)
+        if int(error) != 0:
+            raise EngineError(f"{name}: {self._said(error)}")
+        return values[0] if len(values) == 1 else tuple(values) if values else None
+
+    def _said(self, error: Any) -> str:
+        _, text = self._runtime.cudaGetErrorString(error)
+        return text.decode() if isinstance(text, bytes) else str(text)
+
+
+def _spelled(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
