@@ -106,6 +106,23 @@ def test_hidden_states_are_those_of_eager(engine: Callable[[str], Path], models:
             torch.testing.assert_close(tensor, saved["eager"][name][key], rtol=1e-5, atol=1e-5)
 
 
+def test_no_cache_is_copied(engine: Callable[[str], Path]) -> None:
+    """A draft layer that runs K times writes its cache as often: every state of it is in the cache's own memory."""
+    folder = engine("eagle3")
+    llm = LLM(folder, **TIGHT)
+    executable = llm.engine.loop.target.inner
+    packed(llm)
+    ours = {tensor.data_ptr() for tensor in executable._flat_kv}
+    for graph in executable._graphs:
+        bound = graph.run.__self__
+        file = folder / "target" / f"{'uniform' if graph.uniform else 'ragged'}_k{graph.draft_len}.onnx"
+        nodes = onnx.load(file, load_external_data=False).graph.node
+        passes = sum(node.op_type == "SpecAttention" for node in nodes)
+        assert passes == 3 + K  # the target's layers, and one draft layer
+        addresses = [value.data_ptr() for value in bound.binding.get_outputs()]
+        assert sum(address in ours for address in addresses) == 2 * passes
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: Path, kind: str) -> None:
     config = EngineConfig(backend="onnx", quantization=kind, **LIMITS)

@@ -2,7 +2,8 @@
 ops (onnx_functions.py), and a backend where no C++ compiler is. See onnx_compile.py for what is in a folder.
 
 Caches are bound as input and as output, the same memory: a graph's new cache is the old one with the step's rows
-written, and ONNX Runtime's ScatterND copies nothing where both are one buffer.
+written, and ONNX Runtime's ScatterND copies nothing where both are one buffer. A draft layer that runs several times
+writes its cache as often; what it writes in between is made an output, too, and bound to that memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.compiled import CompiledExecutable, Graph
+from trtspec.backends.onnx_builder import DOMAIN
 from trtspec.backends.onnx_functions import with_bodies
 from trtspec.errors import CheckpointError
 
@@ -41,28 +43,59 @@ class OnnxExecutable(CompiledExecutable):
         options.log_severity_level = 3  # errors
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         try:
-            model = with_bodies(onnx.load(folder / graph.file, load_external_data=False))
+            model = onnx.load(folder / graph.file, load_external_data=False)
+            caches = name_caches(model)
+            model = with_bodies(model)
             session = onnxruntime.InferenceSession(
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # ONNX Runtime raises types of its own, and a damaged file other ones
             raise CheckpointError(f"{folder / graph.file} cannot be loaded ({error}); rebuild the engine") from error
-        return _BoundGraph(session, graph, self.compiled.outputs, self._flat_kv).run
+        return _BoundGraph(session, graph, self.compiled.outputs, caches, self._flat_kv).run
+
+
+_CACHES = {"SpecAttention": {3: 1, 4: 2}, "KvCompact": {0: 0, 1: 1}}
+"""Op -> which input is the cache before, and which output the cache after."""
+
+
+def name_caches(model: onnx.ModelProto) -> dict[str, str]:
+    """Every state of every cache -> the graph's input that it begins as, inputs included. States in between are made
+    outputs of the graph, in place, so that they can be bound to memory.
+
+    All states may share memory: what reads one is an attention whose result the rows of the next state depend on, so
+    it has read before they are written.
+    """
+    graph = model.graph
+    known = {value.name: value for value in graph.output}
+    caches = {value.name: value for value in graph.input if "_cache_" in value.name}
+    states = {name: name for name in caches}
+    for node in graph.node:
+        if node.domain != DOMAIN:
+            continue
+        for before, after in _CACHES.get(node.op_type, {}).items():
+            name = node.output[after]
+            states[name] = states[node.input[before]]
+            if name not in known:
+                graph.output.add(name=name, type=caches[states[name]].type)
+    return states
 
 
 class _BoundGraph:
     """A session whose caches are bound for good."""
 
-    def __init__(self, session: Any, graph: Graph, outputs: tuple[str, ...], flat_kv: list[Tensor]) -> None:
+    def __init__(
+        self, session: Any, graph: Graph, outputs: tuple[str, ...], caches: dict[str, str], flat_kv: list[Tensor]
+    ) -> None:
+        """caches: see name_caches."""
         self.session = session
         self.inputs = graph.inputs
         self.outputs = outputs
         self.binding = session.io_binding()
-        for i, tensor in enumerate(flat_kv):
-            name = f"{'kv'[i % 2]}_cache_{i // 2}"
-            where = ("cpu", 0, _NUMPY[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
-            self.binding.bind_input(name, *where)
-            self.binding.bind_output(f"new_{name}", *where)
+        memory = {f"{'kv'[i % 2]}_cache_{i // 2}": tensor for i, tensor in enumerate(flat_kv)}
+        for state, name in caches.items():
+            tensor = memory[name]
+            bind = self.binding.bind_input if state == name else self.binding.bind_output
+            bind(state, "cpu", 0, _NUMPY[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         """graph.inputs -> the step's outputs; the bound caches are changed."""
