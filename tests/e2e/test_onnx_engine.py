@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from trtspec.backends.onnx_functions import with_bodies
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
 from trtspec.engine.build import build_engine
-from trtspec.errors import CheckpointError, UnsupportedError
+from trtspec.errors import CheckpointError, DependencyError, UnsupportedError
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,28 @@ def test_a_damaged_graph_is_named(engine: Callable[[str], Path], tmp_path: Path)
     file.write_bytes(b"x" * file.stat().st_size)
     with pytest.raises(CheckpointError, match=r"ragged_k0\.onnx cannot be loaded.*rebuild"):
         LLM(folder)
+
+
+def test_a_graph_of_other_layers_is_refused(engine: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(engine("none"), tmp_path / "engine")
+    facts = json.loads((folder / "config.json").read_text())
+    facts["executables"]["target"]["kv"].pop()
+    (folder / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match=r"ragged_k0\.onnx has 6 caches, config.json says 4; rebuild"):
+        LLM(folder)
+
+
+def test_an_onnxruntime_that_is_missing_or_too_old(
+    engine: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("onnxruntime.__version__", "1.9.1")
+    with pytest.raises(DependencyError, match=r"needs onnxruntime 1\.22 or newer, this is 1\.9\.1"):
+        LLM(engine("none"))
+    monkeypatch.delitem(sys.modules, "trtspec.backends.onnx")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    for command in (["verify", str(engine("none"))], ["generate", "--model", str(engine("none")), "--prompt", "a"]):
+        assert main(command) == 1
+        assert "needs the package onnxruntime: pip install 'trtspec[onnx]'" in capsys.readouterr().err
 
 
 def test_the_widest_step_is_what_it_was_built_for(engine: Callable[[str], Path]) -> None:

@@ -21,7 +21,10 @@ from torch import Tensor
 from trtspec.backends.compiled import CompiledExecutable, Graph
 from trtspec.backends.onnx_builder import DOMAIN
 from trtspec.backends.onnx_functions import with_bodies
-from trtspec.errors import CheckpointError
+from trtspec.errors import CheckpointError, DependencyError
+
+_OLDEST = (1, 22)
+"""ONNX Runtime: the first whose MatMulNBits takes 8 bits."""
 
 _NUMPY = {
     torch.int64: np.int64,
@@ -35,6 +38,11 @@ class OnnxExecutable(CompiledExecutable):
     """See compiled.CompiledExecutable."""
 
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
+        if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < _OLDEST:
+            raise DependencyError(
+                f"backend onnx needs onnxruntime {'.'.join(map(str, _OLDEST))} or newer, this is "
+                f"{onnxruntime.__version__}: pip install --upgrade 'trtspec[onnx]'"
+            )
         return {graph: self._load_graph(folder, graph) for graph in self.compiled.graphs}
 
     def _load_graph(self, folder: Path, graph: Graph) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -51,6 +59,11 @@ class OnnxExecutable(CompiledExecutable):
             )
         except Exception as error:  # ONNX Runtime raises types of its own, and a damaged file other ones
             raise CheckpointError(f"{folder / graph.file} cannot be loaded ({error}); rebuild the engine") from error
+        if len(set(caches.values())) != len(self._flat_kv):
+            raise CheckpointError(
+                f"{folder / graph.file} has {len(set(caches.values()))} caches, config.json says {len(self._flat_kv)}; "
+                "rebuild the engine"
+            )
         return _BoundGraph(session, graph, self.compiled.outputs, caches, self._flat_kv).run
 
 

@@ -75,11 +75,12 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(namespace: argparse.Namespace) -> int:
-    """Hash every file."""
+    """Hash every file, and find what runs them."""
     engine = EngineFolder.open(namespace.engine)
     if engine is None:
         raise ConfigError(f"{namespace.engine} is no engine folder; build one with trtspec build")
     engine.verify()
+    BACKENDS[engine.backend].load_executable()
     load_plugins()
     for executable in engine.data["executables"].values():
         CompiledStep.from_dict(executable).check_kernels()
