@@ -124,6 +124,21 @@ def test_no_cache_is_copied(engine: Callable[[str], Path]) -> None:
         assert sum(address in ours for address in addresses) == 2 * passes
 
 
+def test_threads_do_not_spin_between_steps(engine: Callable[[str], Path]) -> None:
+    """Each graph has its own; on two cores, two threads that spin made a step take twice as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        llm = LLM(engine("eagle3"), **TIGHT)
+    finally:
+        torch.set_num_threads(before)
+    for graph in llm.engine.loop.target.inner._graphs:
+        options = graph.run.__self__.session.get_session_options()
+        assert options.intra_op_num_threads == 2
+        assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    packed(llm)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: Path, kind: str) -> None:
     config = EngineConfig(backend="onnx", quantization=kind, **LIMITS)

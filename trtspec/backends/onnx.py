@@ -49,6 +49,8 @@ class OnnxExecutable(CompiledExecutable):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3  # errors
+        # Each graph has threads of its own: those of the last one must not spin while another runs, or the host works.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         try:
             model = onnx.load(folder / graph.file, load_external_data=False)
