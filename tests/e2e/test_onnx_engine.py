@@ -194,6 +194,18 @@ def test_a_damaged_graph_is_named(engine: Callable[[str], Path], tmp_path: Path)
         LLM(folder)
 
 
+def test_files_may_be_links(engine: Callable[[str], Path], tmp_path: Path) -> None:
+    """As in a download cache: names lead to files of other names in another folder."""
+    folder = shutil.copytree(engine("none"), tmp_path / "snapshot")
+    (tmp_path / "blobs").mkdir()
+    for i, file in enumerate(sorted(file for file in folder.rglob("*") if file.is_file())):
+        file.rename(tmp_path / "blobs" / str(i))
+        file.symlink_to(tmp_path / "blobs" / str(i))
+    params = SamplingParams(temperature=0, max_tokens=8)
+    ours, copied = (LLM(path, **TIGHT).generate("ab", params)[0].outputs[0] for path in (engine("none"), folder))
+    assert ours.token_ids == copied.token_ids
+
+
 def test_a_graph_of_other_layers_is_refused(engine: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(engine("none"), tmp_path / "engine")
     facts = json.loads((folder / "config.json").read_text())

@@ -4,6 +4,9 @@ ops (onnx_functions.py), and a backend where no C++ compiler is. See onnx_compil
 Caches are bound as input and as output, the same memory: a graph's new cache is the old one with the step's rows
 written, and ONNX Runtime's ScatterND copies nothing where both are one buffer. A draft layer that runs several times
 writes its cache as often; what it writes in between is made an output, too, and bound to that memory.
+
+Memory: ONNX Runtime repacks the matrices of every graph that it loads, each for itself. With EAGLE3 and one K, two
+graphs, they are held twice; a schedule of draft lengths adds two more for each K.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import onnxruntime
 import torch
 from torch import Tensor
 
-from trtspec.backends.compiled import CompiledExecutable, Graph
+from trtspec.backends.compiled import WEIGHTS, CompiledExecutable, Graph
 from trtspec.backends.onnx_builder import DOMAIN
 from trtspec.backends.onnx_functions import with_bodies
 from trtspec.errors import CheckpointError, DependencyError
@@ -51,10 +54,13 @@ class OnnxExecutable(CompiledExecutable):
         options.log_severity_level = 3  # errors
         # Each graph has threads of its own: those of the last one must not spin while another runs, or the host works.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        # May be a link, in a download cache say: ONNX Runtime follows none out of the folder that it is given.
+        weights = (folder / WEIGHTS).resolve()
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights.parent))
         try:
             model = onnx.load(folder / graph.file, load_external_data=False)
             caches = name_caches(model)
+            _read_weights_from(model, weights.name)
             model = with_bodies(model)
             session = onnxruntime.InferenceSession(
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -93,6 +99,13 @@ def name_caches(model: onnx.ModelProto) -> dict[str, str]:
             if name not in known:
                 graph.output.add(name=name, type=caches[states[name]].type)
     return states
+
+
+def _read_weights_from(model: onnx.ModelProto, file_name: str) -> None:
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = file_name
 
 
 class _BoundGraph:
