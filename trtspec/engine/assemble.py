@@ -36,10 +36,11 @@ from trtspec.errors import CapacityError, ConfigError, UnsupportedError
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.pool import allocate_layers
 from trtspec.kv.reuse import PrefixReuse
+from trtspec.models.decoder import Decoder
 from trtspec.models.hidden_shards import ShardFacts
 from trtspec.models.packing import pack_decoder
 from trtspec.models.specs import DecoderSpec, dense_spec
-from trtspec.models.weights import DTYPES, load_decoder
+from trtspec.models.weights import DTYPES, describe_decoder, load_decoder
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.ops import load_plugins
 from trtspec.text import Tokenizer
@@ -65,6 +66,7 @@ class Assembly:
     max_seq_len: int
     pack: bool  # weights are kept in the kernels' layout
     functional: bool = False  # steps change no KV tensor in place
+    reads_weights: bool = True  # False: steps are on torch's meta device, for plans
     built: EngineFolder | None = None  # where graphs and weights come from, if not from the checkpoints
     num_blocks: int = 0
     executables: list[TimedExecutable] = field(default_factory=list)
@@ -96,7 +98,7 @@ class Assembly:
 
     def target_step(self) -> tuple[Step, list[DecoderSpec]]:
         """The target, with the mode's worker in its graph if it has one; whose layers keep KV, in order."""
-        decoder = load_decoder(self.target, self.dtype(self.target), "target", self.max_seq_len)
+        decoder = self._decoder(self.target, "target")
         path = None if self.resolved is None else self.resolved.mode.traits.worker
         if self.mode.is_save_hidden_states():
             return self._packed(CaptureStep(decoder, self.speculation.capture_layers, self.functional)), [decoder.spec]
@@ -111,8 +113,12 @@ class Assembly:
     def draft_step(self) -> tuple[Step, list[DecoderSpec]]:
         """The draft checkpoint as a model of its own."""
         assert self.draft is not None
-        decoder = load_decoder(self.draft, self.dtype(self.draft), "draft", self.max_seq_len)
+        decoder = self._decoder(self.draft, "draft")
         return self._packed(DecodeStep(decoder, self.functional), decoder), [decoder.spec]
+
+    def _decoder(self, model: ModelConfig, role: str) -> Decoder:
+        make = load_decoder if self.reads_weights else describe_decoder
+        return make(model, self.dtype(model), role, self.max_seq_len)
 
     def _packed(self, step: Step, draft: nn.Module | None = None) -> Step:
         """The step with its weights as the kernels want them, those of `draft` quantised as speculation asks."""
@@ -164,6 +170,7 @@ def plan_assembly(
     config: EngineConfig,
     pack: bool,
     functional: bool = False,
+    reads_weights: bool = True,
 ) -> Assembly:
     """Read the configs and check that they fit together; nothing is loaded yet.
 
@@ -190,7 +197,7 @@ def plan_assembly(
             f"engine {built.path} was built without speculation, and {resolved.mode.name} needs graphs of its own; "
             "build an engine with it: trtspec build --speculative_decoding_mode"
         )
-    assembly = Assembly(config, target, draft, resolved, max_seq_len, pack, functional, built)
+    assembly = Assembly(config, target, draft, resolved, max_seq_len, pack, functional, reads_weights, built)
     for role, checkpoint, kind in zip(("target", "draft"), (target, draft), assembly.quantizations, strict=True):
         if checkpoint is not None and checkpoint.quantization is not None:
             checkpoint.quantization.check_request(kind, role)
@@ -358,9 +365,14 @@ def plan_kv_blocks(assembly: Assembly) -> int:
                 f"kv_cache_memory = {config.kv_cache_memory} bytes is less than two KV blocks of {per_block}; raise it"
             )
         return blocks
-    wanted = config.max_batch_size * -(-assembly.max_seq_len // config.block_size) + 1
     affordable = free_memory() // 4 // per_block
-    return max(min(wanted, affordable), 2)
+    return max(min(full_kv_blocks(assembly), affordable), 2)
+
+
+def full_kv_blocks(assembly: Assembly) -> int:
+    """Blocks of a cache for max_batch_size full sequences, scratch included."""
+    config = assembly.config
+    return config.max_batch_size * -(-assembly.max_seq_len // config.block_size) + 1
 
 
 def kv_bytes_per_token(assembly: Assembly) -> int:

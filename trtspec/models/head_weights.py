@@ -8,6 +8,8 @@ The layout: `midlayer.*` (some exporters write `layers.0.*`, some put `model.` b
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +22,16 @@ from trtspec.models.heads import Eagle3Head, Eagle3Spec
 from trtspec.models.layers import unallocated
 from trtspec.models.slots import Slot, layer_slots
 from trtspec.models.specs import dense_spec
-from trtspec.models.weights import checkpoint_tensors, load_weights, tensors_of
+from trtspec.models.weights import (
+    check_shapes,
+    checkpoint_shapes,
+    checkpoint_tensors,
+    load_weights,
+    missing_weights,
+    tensors_of,
+)
+
+_T = TypeVar("_T")
 
 
 def head_slots(spec: Eagle3Spec) -> dict[str, Slot]:
@@ -47,27 +58,40 @@ def load_eagle3(
     """
     facts = Eagle3Facts.of(config)
     _fits(config, facts, target)
-    tensors = _public_tensors(config, role)
-    _check_fused(config, tensors.get("fc.weight"), facts.target_hidden_size, num_captured)
+    tensors = _by_public_name(config, checkpoint_tensors(config.path, role))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    spec = _spec(config, facts, target, num_captured, shapes)
     offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    spec = Eagle3Spec(
-        layer=dataclasses.replace(
-            dense_spec(config), qk_norm=any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in tensors)
-        ),
-        target_hidden_size=facts.target_hidden_size,
-        num_captured=num_captured,
-        draft_vocab_size=facts.draft_vocab_size,
-        norm_before_residual=facts.norm_before_residual,
-        own_embedding="embed_tokens.weight" in tensors or config.hidden_size != target.spec.hidden_size,
-        own_head="lm_head.weight" in tensors
-        or config.hidden_size != target.spec.hidden_size
-        or facts.draft_vocab_size != config.vocab_size,
-    )
     with unallocated(target.embedding.weight.dtype):
         head = Eagle3Head(spec, target.spec.num_layers, max_position)
     one_by_one = ((name, tensors.pop(name)) for name in [*tensors])  # keeping none that is loaded
     load_weights(head, head_slots(spec), one_by_one, config.path, role)
     head.set_vocabulary(_target_ids(config, facts, offsets, used))
+    head.share(target.embedding, target.head)
+    return head.eval().requires_grad_(False)
+
+
+def describe_eagle3(
+    config: ModelConfig, target: Decoder, num_captured: int, max_position: int | None = None, role: str = "draft"
+) -> Eagle3Head:
+    """The head that `load_eagle3` gives, without values, on torch's meta device.
+
+    The folder needs its config.json alone: then the head counts as having an lm_head of its own, as public ones have,
+    no norms of queries and keys, and an embedding only if it must. Where there are weights, their headers say, and are
+    checked.
+    """
+    facts = Eagle3Facts.of(config)
+    _fits(config, facts, target)
+    there = not missing_weights(config.path, role)
+    shapes = _by_public_name(config, checkpoint_shapes(config.path, role)) if there else {}
+    spec = _spec(config, facts, target, num_captured, shapes)
+    if there:
+        _check_vocabulary(config, facts, shapes.pop("d2t", None), shapes.pop("t2d", None))
+        check_shapes(head_slots(spec), shapes.items(), config.path, role)
+    else:
+        spec = dataclasses.replace(spec, own_head=True)
+    with torch.device("meta"), unallocated(target.embedding.weight.dtype):
+        head = Eagle3Head(spec, target.spec.num_layers, max_position)
     head.share(target.embedding, target.head)
     return head.eval().requires_grad_(False)
 
@@ -80,9 +104,30 @@ def eagle3_tensors(head: Eagle3Head) -> dict[str, Tensor]:
     return tensors
 
 
-def _public_tensors(config: ModelConfig, role: str) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in checkpoint_tensors(config.path, role):
+def _spec(
+    config: ModelConfig, facts: Eagle3Facts, target: Decoder, num_captured: int, shapes: Mapping[str, tuple[int, ...]]
+) -> Eagle3Spec:
+    """Of a checkpoint with these tensors."""
+    _check_fused(config, shapes.get("fc.weight"), facts.target_hidden_size, num_captured)
+    return Eagle3Spec(
+        layer=dataclasses.replace(
+            dense_spec(config), qk_norm=any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in shapes)
+        ),
+        target_hidden_size=facts.target_hidden_size,
+        num_captured=num_captured,
+        draft_vocab_size=facts.draft_vocab_size,
+        norm_before_residual=facts.norm_before_residual,
+        own_embedding="embed_tokens.weight" in shapes or config.hidden_size != target.spec.hidden_size,
+        own_head="lm_head.weight" in shapes
+        or config.hidden_size != target.spec.hidden_size
+        or facts.draft_vocab_size != config.vocab_size,
+    )
+
+
+def _by_public_name(config: ModelConfig, found: Iterable[tuple[str, _T]]) -> dict[str, _T]:
+    """Of tensors, or what else there is one of for each tensor of the checkpoint."""
+    tensors: dict[str, _T] = {}
+    for name, tensor in found:
         public = name.removeprefix("model.")
         if public.startswith("layers.0."):
             public = "midlayer." + public.removeprefix("layers.0.")
@@ -94,13 +139,13 @@ def _public_tensors(config: ModelConfig, role: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_fused(config: ModelConfig, fc: Tensor | None, size: int, num_captured: int) -> None:
+def _check_fused(config: ModelConfig, fc: tuple[int, ...] | None, size: int, num_captured: int) -> None:
     """Apart from other shapes, as the remedy is another: it is the number of captured layers that is wrong."""
-    if fc is None or fc.ndim != 2 or fc.shape[1] % size or fc.shape[1] == num_captured * size:
+    if fc is None or len(fc) != 2 or fc[1] % size or fc[1] == num_captured * size:
         return
-    wanted = fc.shape[1] // size
+    wanted = fc[1] // size
     raise WeightsError(
-        f"draft weights in {config.path}: fc.weight is {tuple(fc.shape)}, expected "
+        f"draft weights in {config.path}: fc.weight is {fc}, expected "
         f"({config.hidden_size}, {num_captured * size}): it fuses {wanted} hidden states of {size}, but "
         f"{num_captured} hidden states are captured; set capture_layers to the {wanted} layers it was trained on"
     )
@@ -118,16 +163,28 @@ def _fits(config: ModelConfig, facts: Eagle3Facts, target: Decoder) -> None:
             )
 
 
+def _check_vocabulary(
+    config: ModelConfig, facts: Eagle3Facts, d2t: tuple[int, ...] | None, t2d: tuple[int, ...] | None
+) -> None:
+    """By their shapes alone."""
+    where, size, vocab = f"draft weights in {config.path}: ", facts.draft_vocab_size, config.vocab_size
+    if d2t is None and size != vocab:
+        raise WeightsError(
+            f"{where}d2t ({size},) is missing; a draft vocabulary of {size} ids for a target's {vocab} needs it"
+        )
+    if d2t is not None and d2t != (size,):
+        raise WeightsError(f"{where}d2t is {d2t}, expected ({size},) of integers")
+    if t2d is not None and t2d != (vocab,):
+        raise WeightsError(f"{where}t2d is {t2d}, expected ({vocab},)")
+
+
 def _target_ids(config: ModelConfig, facts: Eagle3Facts, offsets: Tensor | None, used: Tensor | None) -> Tensor:
     """[Vd] int64, checked."""
     where, size, vocab = f"draft weights in {config.path}: ", facts.draft_vocab_size, config.vocab_size
+    _check_vocabulary(config, facts, *(None if t is None else tuple(t.shape) for t in (offsets, used)))
     if offsets is None:
-        if size != vocab:
-            raise WeightsError(
-                f"{where}d2t ({size},) is missing; a draft vocabulary of {size} ids for a target's {vocab} needs it"
-            )
         offsets = torch.zeros(size, dtype=torch.int64)
-    if offsets.shape != (size,) or offsets.is_floating_point():
+    if offsets.is_floating_point():
         raise WeightsError(f"{where}d2t is {tuple(offsets.shape)} {offsets.dtype}, expected ({size},) of integers")
     ids = torch.arange(size) + offsets.long()
     bad = ((ids < 0) | (ids >= vocab)).nonzero()
@@ -144,9 +201,6 @@ def _target_ids(config: ModelConfig, facts: Eagle3Facts, offsets: Tensor | None,
                 f"{where}d2t gives the draft ids {firsts[token]} and {i} the same target id {token}; it must be one to "
                 "one. Check that d2t holds offsets (target id - draft id), not ids"
             )
-    if used is not None:
-        if used.shape != (vocab,):
-            raise WeightsError(f"{where}t2d is {tuple(used.shape)}, expected ({vocab},)")
-        if not torch.equal(used.bool().nonzero()[:, 0], ids.sort().values):
-            raise WeightsError(f"{where}t2d and d2t name different tokens; they must come from the same training run")
+    if used is not None and not torch.equal(used.bool().nonzero()[:, 0], ids.sort().values):
+        raise WeightsError(f"{where}t2d and d2t name different tokens; they must come from the same training run")
     return ids

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -144,8 +145,12 @@ class QuantizedLinears:
 
     def ignorable(self, name: str, tensor: Tensor) -> bool:
         """Early GPTQ writers gave every linear a bias, of zeros where the model has none."""
+        return self.is_spare_bias(name) and not tensor.any()
+
+    def is_spare_bias(self, name: str) -> bool:
+        """Whether it is one of those, if it is of zeros."""
         module, _, kind = name.rpartition(".")
-        return kind == "bias" and module in self._modules and not tensor.any()
+        return kind == "bias" and module in self._modules
 
     def take(self, name: str, tensor: Tensor, into: nn.Module) -> None:
         """One of the tensors, in its right shape. The last one that a linear of the module `into` awaited packs it.
@@ -182,8 +187,7 @@ class QuantizedLinears:
             self._pack(parameter, module)
         if self._error is not None:
             raise self._error
-        rounding = self._rounding
-        if rounding.count:
+        if (rounding := self._rounding).count:
             logger.warning(
                 "%s: %d scales do not fit fp16 and were rounded; a weight moves by at most %.2g, a scale by %.2g of "
                 "its value",
@@ -192,6 +196,21 @@ class QuantizedLinears:
                 _LARGEST_STEPS * rounding.most,
                 rounding.most_relative,
             )
+
+    def describe(self, module: nn.Module) -> None:
+        """Give the linears of `module` that are quantised the tensors they will hold, on torch's meta device."""
+        for parameter, parts in self._parts.items():
+            linear = cast(Linear, module.get_submodule(parameter.removesuffix(".weight")))
+            N, K = sum(part.slot.shape[0] for part in parts), parts[0].slot.shape[1]
+            values = torch.empty(N, K, dtype=torch.int8, device="meta")
+            sorts = any(part.scheme.ordered and part.group_size < K for part in parts)
+            order = values[0].long() if sorts else None
+            if parts[0].scheme.bits == 8:
+                linear.hold(*pack_int8(values, values[:, 0]), order=order)
+                continue
+            scales = values[:, : K // min(part.held_group_size for part in parts)].half()
+            zeros = None if all(part.scheme.symmetric for part in parts) else scales.byte()
+            linear.hold(*pack_int4(values.byte(), scales, zeros), order=order)
 
     def num_bytes(self, itemsize: int) -> int:
         """Of all weights once they are loaded, those in floating point at `itemsize` bytes."""
@@ -209,8 +228,8 @@ class QuantizedLinears:
     def _pack(self, parameter: str, module: nn.Module) -> None:
         """An error waits for `finish`: if tensors are missing or mis-shaped, the caller has that to say first."""
         del self._awaited[parameter]
-        linear, parts = module.get_submodule(parameter.removesuffix(".weight")), self._parts[parameter]
-        assert isinstance(linear, Linear)
+        linear = cast(Linear, module.get_submodule(parameter.removesuffix(".weight")))
+        parts = self._parts[parameter]
         try:
             matrices = [self._matrix(part) for part in sorted(parts, key=lambda part: part.slot.start)]
             self._hold(linear, parts, matrices)
@@ -337,9 +356,8 @@ class _Rounding:
 
 def _fields(words: Tensor, bits: int) -> Tensor:
     """[R, C] int32 -> [R, C * 32 / bits] uint8, the lowest bits of a word first."""
-    octets = (
-        words.flatten().view(torch.uint8).view(len(words), -1)
-    )  # contiguous() may leave a stride to a single column
+    # contiguous() may leave a stride to a single column
+    octets = words.flatten().view(torch.uint8).view(len(words), -1)
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)
 
 

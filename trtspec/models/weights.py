@@ -43,6 +43,23 @@ def load_decoder(
     return decoder.eval().requires_grad_(False)
 
 
+def describe_decoder(
+    config: ModelConfig, dtype: torch.dtype, role: str = "target", max_position: int | None = None
+) -> Decoder:
+    """The Decoder that `load_decoder` gives, without values: all of it is on torch's meta device and takes no memory.
+
+    The folder needs its config.json alone. Where there are weights, their names and shapes are checked by the files'
+    headers. Linears that the checkpoint quantised are packed; one whose inputs it may have sorted counts as sorted.
+    """
+    with torch.device("meta"), unallocated(dtype):
+        decoder = Decoder(decoder_spec(config), max_position)
+    slots = weight_slots(decoder.spec)
+    if not missing_weights(config.path, role):
+        check_shapes(slots, checkpoint_shapes(config.path, role), config.path, role, config.quantization)
+    QuantizedLinears(slots, config.quantization, f"{role} weights in {config.path}").describe(decoder)
+    return decoder.eval().requires_grad_(False)
+
+
 @torch.no_grad()
 def load_weights(
     module: nn.Module,
@@ -61,34 +78,71 @@ def load_weights(
     parameters = dict(module.named_parameters())
     for slot in quantized.plain.values():
         allocate(parameters[slot.parameter])
-    required = {name: slot.shape for name, slot in quantized.plain.items()} | quantized.required
-    shapes = required | quantized.optional
-    unseen, unexpected, misshaped = set(required), [], []
+    expected = _Expected(slots, quantized)
     for name, tensor in tensors:
-        unseen.discard(name)
-        shape = shapes.get(name)
-        if shape is None:
-            if not (_ignorable(name, slots) or quantized.ignorable(name, tensor)):
-                unexpected.append(name)
-        elif tuple(tensor.shape) != shape:
-            misshaped.append(f"{name} is {tuple(tensor.shape)}, expected {shape}")
+        if not expected.fits(name, tuple(tensor.shape)):
+            if expected.is_unknown(name) and not quantized.ignorable(name, tensor):
+                expected.unexpected.append(name)
         elif name in quantized.plain:
             slot = slots[name]
             parameters[slot.parameter][slot.start : slot.start + slot.shape[0]].copy_(tensor)
         else:
             quantized.take(name, tensor, module)
-    missing = [f"{name} {required[name]}" for name in sorted(unseen)]
-    problems = [
-        f"{kind}: {_few(names)}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", misshaped))
-        if names
-    ]
-    if problems:
-        raise WeightsError(
-            f"{role} weights in {folder} do not fit its config.json: {'; '.join(problems)}. "
-            "Check that the weight files and config.json belong together"
-        )
+    expected.check(folder, role)
     quantized.finish(module)
+
+
+def check_shapes(
+    slots: Mapping[str, Slot],
+    shapes: Iterable[tuple[str, tuple[int, ...]]],
+    folder: Path,
+    role: str,
+    quantization: CheckpointQuantization | None = None,
+) -> None:
+    """What `load_weights` would say of tensors of these names and shapes: WeightsError; values are not looked at."""
+    quantized = QuantizedLinears(slots, quantization, f"{role} weights in {folder}")
+    expected = _Expected(slots, quantized)
+    for name, shape in shapes:
+        if not expected.fits(name, shape) and expected.is_unknown(name) and not quantized.is_spare_bias(name):
+            expected.unexpected.append(name)
+    expected.check(folder, role)
+
+
+class _Expected:
+    """The tensors that there must be, and what was wrong with those that came."""
+
+    def __init__(self, slots: Mapping[str, Slot], quantized: QuantizedLinears) -> None:
+        self.slots = slots
+        self.required = {name: slot.shape for name, slot in quantized.plain.items()} | quantized.required
+        self.shapes = self.required | quantized.optional
+        self.unseen = set(self.required)
+        self.unexpected: list[str] = []
+        self.misshaped: list[str] = []
+
+    def fits(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor is one of those, in its right shape."""
+        self.unseen.discard(name)
+        expected = self.shapes.get(name, shape)
+        if shape != expected:
+            self.misshaped.append(f"{name} is {shape}, expected {expected}")
+        return name in self.shapes and shape == expected
+
+    def is_unknown(self, name: str) -> bool:
+        return name not in self.shapes and not _ignorable(name, self.slots)
+
+    def check(self, folder: Path, role: str) -> None:
+        """WeightsError unless all came and nothing else did."""
+        missing = [f"{name} {self.required[name]}" for name in sorted(self.unseen)]
+        problems = [
+            f"{kind}: {_few(names)}"
+            for kind, names in (("missing", missing), ("unexpected", self.unexpected), ("wrong shape", self.misshaped))
+            if names
+        ]
+        if problems:
+            raise WeightsError(
+                f"{role} weights in {folder} do not fit its config.json: {'; '.join(problems)}. "
+                "Check that the weight files and config.json belong together"
+            )
 
 
 def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
@@ -130,6 +184,15 @@ def weight_files(folder: Path, role: str) -> list[Path]:
     raise CheckpointError(f"{role} model: no model.safetensors (or model.safetensors.index.json) in {folder}")
 
 
+def missing_weights(folder: Path, role: str) -> str | None:
+    """Why there are no weights to load, in a line; None where there are. UnsupportedError for pickle files."""
+    try:
+        weight_files(folder, role)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
 def weight_bytes(folder: Path, role: str) -> int:
     """Bytes of all weight files on disk."""
     return sum(file.stat().st_size for file in weight_files(folder, role))
@@ -155,6 +218,20 @@ def checkpoint_tensors(folder: Path, role: str) -> Iterator[tuple[str, Tensor]]:
                 tensor = shard.get_tensor(name)
                 read += tensor.nbytes
                 yield name, tensor
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{role} model: {file} is damaged or truncated ({error}); download or copy it again"
+            ) from error
+
+
+def checkpoint_shapes(folder: Path, role: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of the folder's safetensors files, from their headers."""
+    shard: Any
+    for file in weight_files(folder, role):
+        try:
+            shard = safe_open(file, framework="pt")
+            for name in shard.keys():  # noqa: SIM118  (not a dict)
+                yield name, tuple(shard.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{role} model: {file} is damaged or truncated ({error}); download or copy it again"

@@ -250,6 +250,11 @@ class WorkerResources(Protocol):
         """The draft checkpoint, if the mode has one of its own."""
         ...
 
+    @property
+    def reads_weights(self) -> bool:
+        """False: only shapes are asked for, on torch's meta device, like those of the target that is given."""
+        ...
+
 
 class BuildableWorker(Protocol):
     """A worker that a row of the modes table names."""

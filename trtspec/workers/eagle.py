@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
-from trtspec.models.head_weights import load_eagle3
+from trtspec.models.head_weights import describe_eagle3, load_eagle3
 from trtspec.models.heads import Eagle3Head
 from trtspec.models.layers import weight_bytes
 from trtspec.workers.base import SpecWorkerBase, WorkerResources
@@ -23,7 +23,8 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     ) -> None:
         super().__init__(max_draft_len, capture_layers, head.spec.layer, greedy)
         self.head = head
-        self.register_buffer("_d2t", head.target_ids - torch.arange(len(head.target_ids)), persistent=False)
+        ids = head.target_ids
+        self.register_buffer("_d2t", ids - torch.arange(len(ids), device=ids.device), persistent=False)
         self._d2t: Tensor
 
     @classmethod
@@ -31,7 +32,8 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         """See base.BuildableWorker."""
         speculation, draft = resources.speculation, resources.draft
         assert draft is not None
-        head = load_eagle3(draft, target, len(speculation.capture_layers), resources.max_seq_len)
+        make = load_eagle3 if resources.reads_weights else describe_eagle3
+        head = make(draft, target, len(speculation.capture_layers), resources.max_seq_len)
         greedy = speculation.draft_sample_method == "greedy"
         return cls(head, speculation.num_speculative_tokens, speculation.capture_layers, greedy)
 
