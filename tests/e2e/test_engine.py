@@ -381,7 +381,7 @@ def test_dry_run_shows_graphs_and_memory(models: Path, tmp_path: Path, capsys: p
     shown = capsys.readouterr().out
     for words in (
         "ragged graphs for K = 2",
-        "draft_tokens [G, K]",
+        "int64    [G, K]",
         "uniform graphs for K = 2",
         "weights of target",
         "bytes a token",

@@ -137,7 +137,7 @@ def test_dry_runs_count_and_refuse(floats: Path, tmp_path: Path, capsys: pytest.
     assert main(arguments) == 0
     decoder = decoder_of(LLM(folder, **LIMITS))
     read = weight_bytes(decoder) - decoder.embedding.weight.nbytes
-    assert f"weights of target: {read / 1e6:.1f} MB" in capsys.readouterr().out
+    assert f"a step of target reads {read / 1e6:.1f} MB of weights" in capsys.readouterr().out
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 3, "group_size": 128})
     assert main(arguments) == 1
     assert "only 4 and 8 bits are supported" in " ".join(capsys.readouterr().err.split())

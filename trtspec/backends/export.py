@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
-from trtspec.models.specs import DecoderSpec
 from trtspec.sampling_params import ResolvedSampling
 from trtspec.workers.step import DecodeStep, OneEngineStep
 
@@ -36,6 +35,16 @@ INPUT_SHAPES = {
     **dict.fromkeys(("kv_lens", "seq_lens", "draft_lens", "next_prompt_token", "forced_accept"), ("B",)),
     **dict.fromkeys(("ban_ids", "ban_until"), ("R", "bans")),
     **dict.fromkeys(("gather_ids", *(name for name in _SAMPLING if not name.startswith("ban"))), ("R",)),
+}
+
+OUTPUT_SHAPES = {
+    "tokens": ("R",),
+    "new_tokens": ("B", "K + 1"),
+    "num_tokens": ("B",),
+    "next_draft_tokens": ("B", "K"),
+    "next_new_tokens": ("B", "K + 1"),
+    "next_kv_lens": ("B",),
+    "hidden_states": ("T",),  # and a width of the model's own
 }
 
 INPUT_DTYPES = {
@@ -65,18 +74,6 @@ def input_names(step: Step, uniform: bool = False) -> tuple[str, ...]:
     """The tensors a step's graph takes, in order."""
     names = ("input_ids", *_ATTN, *step.spec_inputs, *_SAMPLING)
     return tuple(name for name in names if not (uniform and name in _KNOWN_IF_UNIFORM))
-
-
-def describe_inputs(step: Step, layers: Sequence[DecoderSpec], uniform: bool = False) -> list[str]:
-    """A line per input of the step's graphs, for people: name and shape. B requests, T rows, R logits rows, G
-    generations."""
-    lines = [f"{name} [{', '.join(INPUT_SHAPES[name])}]" for name in input_names(step, uniform)]
-    first = 0
-    for spec in layers:
-        last = first + spec.num_layers
-        lines.append(f"k, v of layers {first}..{last - 1} [blocks, block_size, {spec.num_kv_heads}, {spec.head_dim}]")
-        first = last
-    return lines
 
 
 class GraphStep(nn.Module):

@@ -20,7 +20,7 @@ from trtspec.backends.export import Step, example_batch, graph_kinds
 from trtspec.backends.onnx_export import export_onnx
 from trtspec.backends.onnx_linear import write_linears
 from trtspec.core import KVLayer
-from trtspec.errors import EngineError, UnsupportedError
+from trtspec.errors import EngineError
 
 _INLINE = 1024
 """Bytes up to which a constant stays in its graph's file."""
@@ -39,13 +39,8 @@ def compile_step(
     report: Callable[[str], None] = lambda what: None,
 ) -> CompiledStep:
     """Export a functional `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a
-    uniform one if it makes drafts. `report` hears what is being done. UnsupportedError for half precision."""
+    uniform one if it makes drafts. `report` hears what is being done."""
     dtype = step.decoder.norm.weight.dtype
-    if dtype != torch.float32:
-        raise UnsupportedError(
-            f"dtype = {str(dtype).removeprefix('torch.')!r}: ONNX Runtime computes in float32 on a CPU; ask for dtype "
-            "float32, with quantization int8 or int4 if memory is short"
-        )
     models: dict[str, ir.Model] = {}
     graphs = []
     for K, (kind, uniform) in itertools.product(sorted(draft_lens), graph_kinds(step).items()):

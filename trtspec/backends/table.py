@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
 
+import torch
+
 from trtspec.backends.compiled import CompiledExecutable
-from trtspec.errors import DependencyError
+from trtspec.errors import DependencyError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -17,22 +19,41 @@ class Backend:
     """One row."""
 
     name: str
-    executable: str  # "module:class", a CompiledExecutable
-    compiler: str  # module with `require()`, which complains where it cannot compile here, and `compile_step`
+    executable: str | None  # "module:class", a CompiledExecutable; None = not built yet
+    compiler: str | None  # module with `require()`, which complains where it cannot compile here, and `compile_step`
     functional: bool  # graphs give new KV tensors rather than changing those they are given
     packs: bool  # weights are compiled in the layouts of ops.packing, whether quantised or not
     extra: str | None  # what `pip install 'trtspec[...]'` brings its dependencies
+    profiles: bool = False  # one graph, ragged, with TensorRT's optimisation profiles, also for uniform batches
+    only_float32: bool = False
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """UnsupportedError for a model's dtype that its graphs cannot compute in."""
+        if self.only_float32 and dtype != torch.float32:
+            raise UnsupportedError(
+                f"dtype = {str(dtype).removeprefix('torch.')!r}: ONNX Runtime computes in float32 on a CPU; ask for "
+                "dtype float32, with quantization int8 or int4 if memory is short"
+            )
 
     def load_executable(self) -> type[CompiledExecutable]:
-        """DependencyError where a package is missing."""
-        module, _, name = self.executable.partition(":")
+        """DependencyError where a package is missing, UnsupportedError where it is not built yet."""
+        module, _, name = self._built(self.executable).partition(":")
         return cast("type[CompiledExecutable]", getattr(self._import(module), name))
 
     def load_compiler(self) -> Callable[..., Any]:
-        """Its compile_step, once `require` has agreed. DependencyError where something is missing."""
-        module = self._import(self.compiler)
+        """Its compile_step, once `require` has agreed. DependencyError where something is missing, UnsupportedError
+        where it is not built yet."""
+        module = self._import(self._built(self.compiler))
         module.require()
         return cast("Callable[..., Any]", module.compile_step)
+
+    def _built(self, where: str | None) -> str:
+        if where is None:
+            raise UnsupportedError(
+                f"backend {self.name}: building and running its engines is not there yet; trtspec build --dry_run "
+                "shows what an engine would be"
+            )
+        return where
 
     def _import(self, module: str) -> ModuleType:
         try:
@@ -50,6 +71,15 @@ BACKENDS = {
     row.name: row
     for row in (
         Backend("aoti", f"{_AOTI}:AotiExecutable", f"{_AOTI}_compile", functional=False, packs=True, extra=None),
-        Backend("onnx", f"{_ONNX}:OnnxExecutable", f"{_ONNX}_compile", functional=True, packs=False, extra="onnx"),
+        Backend(
+            "onnx",
+            f"{_ONNX}:OnnxExecutable",
+            f"{_ONNX}_compile",
+            functional=True,
+            packs=False,
+            extra="onnx",
+            only_float32=True,
+        ),
+        Backend("tensorrt", None, None, functional=True, packs=False, extra="tensorrt", profiles=True),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from rich.console import Console
 from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.table import BACKENDS
 from trtspec.cli.options import add_speculation, speculation
+from trtspec.cli.show_plan import show_plan
+from trtspec.cli.tensorrt_options import add_tensorrt, tensorrt_options
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
-from trtspec.engine.build import BuildPlan, build_engine, plan_build, refuse_taken
+from trtspec.engine.build import build_engine, refuse_taken
+from trtspec.engine.plan import plan_build
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.ops import load_plugins
 
@@ -29,8 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--quantization", help="int8, int4, int4_g64 or int4_g128 (default: none)")
     parser.add_argument("--kv_dtype", default="auto", help="auto: that of the model")
-    parser.add_argument("--dry_run", action="store_true", help="show graphs, inputs and memory; compile nothing")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="show graphs, inputs and memory, from config.json files; compile nothing"
+    )
+    parser.add_argument("--json", metavar="FILE", help="with --dry_run: write what it shows, sizes in bytes")
     parser.add_argument("--replace", action="store_true", help="replace an engine that is at --output_dir")
+    add_tensorrt(parser)
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -39,6 +47,9 @@ def run(namespace: argparse.Namespace) -> int:
         raise UnsupportedError(f"--backend {namespace.backend}: built: {', '.join(BACKENDS)}")
     if namespace.kv_dtype != "auto":
         raise UnsupportedError(f"--kv_dtype {namespace.kv_dtype} is not built; KV is kept in the model's dtype (auto)")
+    if namespace.json is not None and not namespace.dry_run:
+        raise ConfigError(f"--json {namespace.json} is for the plan that --dry_run makes; give both, or leave it out")
+    options = tensorrt_options(namespace)
     names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "block_size")
     limits = {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
     config = EngineConfig(
@@ -54,7 +65,10 @@ def run(namespace: argparse.Namespace) -> int:
     output = Path(namespace.output_dir)
     refuse_taken(output, namespace.replace)
     if namespace.dry_run:
-        _show(plan_build(namespace.checkpoint_dir, speculative, config, report), console)
+        plan = plan_build(namespace.checkpoint_dir, speculative, config, report, options)
+        show_plan(plan, console)
+        if namespace.json is not None:
+            Path(namespace.json).write_text(json.dumps(plan.to_dict(), indent=1) + "\n", encoding="utf-8")
         return 0
     engine = build_engine(
         namespace.checkpoint_dir,
@@ -86,18 +100,3 @@ def run_verify(namespace: argparse.Namespace) -> int:
         CompiledStep.from_dict(executable).check_kernels()
     Console().print(f"{namespace.engine}: {len(engine.data['files'])} files are as built, and it can run here")
     return 0
-
-
-def _show(plan: BuildPlan, console: Console) -> None:
-    for role, lengths in plan.graphs.items():
-        for kind, inputs in plan.inputs[role].items():
-            K = ", ".join(map(str, lengths))
-            console.print(f"{role}: {kind} graphs for K = {K}; each takes", highlight=False)
-            for line in inputs:
-                console.print(f"    {line}", highlight=False, markup=False)
-    for role, size in plan.weight_bytes.items():
-        console.print(f"weights of {role}: {size / 1e6:.1f} MB", highlight=False)
-    console.print(
-        f"KV: {plan.kv_bytes_per_token} bytes a token, {plan.kv_bytes / 1e6:.1f} MB for max_batch_size full sequences",
-        highlight=False,
-    )

@@ -8,7 +8,7 @@ from trtspec.errors import ConfigError, UnsupportedError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = (None, "int8", "int4", "int4_g64", "int4_g128")
-BACKENDS = ("eager", "aoti", "onnx")
+BACKENDS = ("eager", "aoti", "onnx", "tensorrt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class EngineConfig:
     channel), "int4" (a scale and zero point per 32 inputs), "int4_g64", "int4_g128"; None = kept in dtype; where the
     checkpoint is quantised already, of the linears that it left, and of its own kind. backend:
     "eager" runs a checkpoint op by op; engine folders are of "aoti" (AOTInductor, C++ kernels) or "onnx" (ONNX
-    Runtime). max_batch_size: requests in one step.
+    Runtime); those of "tensorrt" can be planned, not yet built. max_batch_size: requests in one step.
     max_num_tokens: rows of one step of the target. max_seq_len: tokens of a sequence, None = the checkpoint's;
     max_input_len: of a prompt, None = no limit of its own. kv_cache_memory: bytes for all KV layers, target and draft;
     num_kv_blocks: the same in blocks; both None = enough for max_batch_size full sequences, at most a quarter of the

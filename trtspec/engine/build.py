@@ -7,13 +7,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import PydanticSerializationError
 
-from trtspec.backends.export import Step, describe_inputs, graph_kinds
+from trtspec.backends.export import Step
 from trtspec.backends.table import BACKENDS, Backend
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder, engine_json, file_facts
@@ -21,7 +21,7 @@ from trtspec.config.model import ModelConfig
 from trtspec.config.quantized import CheckpointQuantization
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.assemble import Assembly, kv_bytes_per_token, plan_assembly
+from trtspec.engine.assemble import Assembly, plan_assembly
 from trtspec.errors import ConfigError
 from trtspec.models.specs import DecoderSpec
 from trtspec.ops import load_plugins
@@ -34,17 +34,6 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )
 _TOKENIZER_FOLDER = "additional_chat_templates"
-
-
-@dataclass(frozen=True)
-class BuildPlan:
-    """What `trtspec build --dry_run` shows. Sizes in bytes."""
-
-    graphs: dict[str, list[int]]  # executable -> the K of each of its graphs
-    inputs: dict[str, dict[str, list[str]]]  # executable -> kind of graph -> its inputs, a line each
-    weight_bytes: dict[str, int]  # executable -> what one launch reads
-    kv_bytes_per_token: int
-    kv_bytes: int  # max_batch_size full sequences
 
 
 def build_engine(
@@ -72,7 +61,7 @@ def build_engine(
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         staging = Path(scratch) / "engine"
         executables = {}
-        for role, (step, layers) in steps(assembly, report).items():
+        for role, (step, layers) in steps(assembly, backend, report).items():
             folder = staging / role
             folder.mkdir(parents=True)
             shapes = [shape for spec in layers for shape in spec.kv_shapes]
@@ -98,27 +87,6 @@ def build_engine(
     return engine
 
 
-def plan_build(
-    checkpoint: str | Path, speculative: SpeculativeConfig | None, config: EngineConfig, report: Callable[[str], None]
-) -> BuildPlan:
-    """What build_engine would make, without compiling: the checkpoint is loaded and checked."""
-    load_plugins()
-    backend = engine_backend(config)
-    assembly = plan_assembly(checkpoint, speculative, config, backend.packs, backend.functional)
-    per_token = kv_bytes_per_token(assembly)
-    made = steps(assembly, report)
-    return BuildPlan(
-        graphs={role: list(graph_draft_lens(step, assembly.resolved)) for role, (step, _) in made.items()},
-        inputs={
-            role: {kind: describe_inputs(step, layers, uniform) for kind, uniform in graph_kinds(step).items()}
-            for role, (step, layers) in made.items()
-        },
-        weight_bytes={role: step.weight_bytes_per_step for role, (step, _) in made.items()},
-        kv_bytes_per_token=per_token,
-        kv_bytes=per_token * config.max_batch_size * assembly.max_seq_len,
-    )
-
-
 def engine_backend(config: EngineConfig) -> Backend:
     """The one that config names, aoti where it names eager, which compiles nothing."""
     return BACKENDS["aoti" if config.backend == "eager" else config.backend]
@@ -136,13 +104,19 @@ def refuse_taken(output: Path, replace_existing: bool) -> None:
         raise ConfigError(f"{output} holds an engine; choose another output folder, or replace it with --replace")
 
 
-def steps(assembly: Assembly, report: Callable[[str], None]) -> dict[str, tuple[Step, list[DecoderSpec]]]:
+def steps(
+    assembly: Assembly, backend: Backend, report: Callable[[str], None]
+) -> dict[str, tuple[Step, list[DecoderSpec]]]:
     """The steps to compile, by role, with the decoders whose layers keep KV."""
-    report(f"loading {assembly.target.path}")
-    made = {"target": assembly.target_step()}
+    models = {"target": assembly.target}
     if assembly.draft is not None and not assembly.mode.use_one_engine():
-        report(f"loading {assembly.draft.path}")
-        made["draft"] = assembly.draft_step()
+        models["draft"] = assembly.draft
+    for model in models.values():
+        backend.check_dtype(assembly.dtype(model))
+    made = {}
+    for role, model in models.items():
+        report(f"{'loading' if assembly.reads_weights else 'describing'} {model.path}")
+        made[role] = assembly.target_step() if role == "target" else assembly.draft_step()
     return made
 
 

@@ -1,0 +1,411 @@
+"""`trtspec build --dry_run`: plans from config.json files alone, with the bytes of arithmetic and of real engines.
+
+The two large models are those of their publishers' config.json; sizes are computed here by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.e2e.conformance import LIMITS, K, make_models
+from trtspec.backends.describe import Calls, describe_graph
+from trtspec.backends.export import OUTPUT_SHAPES, Step, example_batch, export_step, graph_inputs, input_names
+from trtspec.backends.tensorrt_profiles import Sizes
+from trtspec.cli import main
+from trtspec.config.engine import EngineConfig
+from trtspec.config.engine_folder import EngineFolder
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.assemble import plan_assembly
+from trtspec.engine.build import build_engine
+from trtspec.engine.plan import plan_build
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vocab_size": 128256,
+    "draft_vocab_size": 32000,
+}
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 64,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SMALL_QWEN = {
+    **QWEN,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "tie_word_embeddings": True,
+}
+
+# Elements, by hand: q, k, v, o; gate, up, down; norms.
+LLAMA_LINEARS = 32 * (4096 * 4096 + 2 * 1024 * 4096 + 4096 * 4096 + 3 * 14336 * 4096)
+LLAMA_REST = 32 * 2 * 4096 + 4096 + 128256 * 4096 + 128256 * 4096  # the last: embedding, lm_head
+HEAD_LINEARS = 4096 * (3 * 4096) + 4096 * 8192 + 2 * 1024 * 8192 + 4096 * 4096 + 3 * 14336 * 4096 + 32000 * 4096
+HEAD_NORMS = 4 * 4096  # of token, hidden state, MLP, output
+QWEN_WEIGHTS = (
+    64 * (8192 * 5120 + 2 * 1024 * 5120 + 5120 * 8192 + 3 * 25600 * 5120 + 2 * 5120 + 2 * 128)
+    + 2 * 151936 * 5120
+    + 5120
+)
+SMALL_QWEN_WEIGHTS = (
+    28 * (2048 * 1024 + 2 * 1024 * 1024 + 1024 * 2048 + 3 * 3072 * 1024 + 2 * 1024 + 2 * 128) + 151936 * 1024 + 1024
+)
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with a config.json and nothing else."""
+    root = tmp_path_factory.mktemp("configs")
+    for name, config in {"llama": LLAMA, "head": HEAD, "qwen": QWEN, "small-qwen": SMALL_QWEN}.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+    return root
+
+
+def dry_run(tmp_path: Path, target: Path, draft: Path, mode: str, *options: str) -> dict[str, Any]:
+    """Of 8 requests of 8192 tokens and K = 3, as a program reads it."""
+    arguments = ["--checkpoint_dir", str(target), "--output_dir", str(tmp_path / "engine"), "--dry_run"]
+    arguments += ["--speculative_decoding_mode", mode, "--speculative_model_dir", str(draft), "--max_draft_len", "3"]
+    arguments += ["--max_batch_size", "8", "--max_seq_len", "8192", "--json", str(tmp_path / "plan.json")]
+    assert main(["build", *arguments, *options]) == 0
+    assert not (tmp_path / "engine").exists()
+    plan: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text())
+    return plan
+
+
+@pytest.mark.parametrize(("backend", "size"), [("aoti", 2), ("tensorrt", 2), ("onnx", 4)])
+def test_llama_and_eagle3(
+    configs: Path, tmp_path: Path, backend: str, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--backend", backend, *(["--dtype", "float32"] if backend == "onnx" else [])]
+    plan = dry_run(tmp_path, configs / "llama", configs / "head", "EAGLE3_ONE_MODEL", *options)
+    assert LLAMA_LINEARS + LLAMA_REST == 8_030_261_248  # as published
+    target = plan["executables"]["target"]
+    assert target["weights"] == {
+        "target": (LLAMA_LINEARS + LLAMA_REST) * size,
+        "head": (HEAD_LINEARS + HEAD_NORMS) * size,
+    }
+    each = HEAD_LINEARS - 4096 * (3 * 4096) + 4096 + 3 * 4096  # fc runs once, everything else for each of 3 drafts
+    read = LLAMA_LINEARS + LLAMA_REST - 128256 * 4096 + 4096 * (3 * 4096) + 3 * each
+    assert target["weights_per_step"] == read * size
+    assert plan["kv_bytes_per_token"] == (32 + 1) * 2 * 8 * 128 * size
+    blocks = 8 * (8192 // 16) + 1
+    assert target["kv"]["blocks"] == blocks
+    assert target["kv"]["bytes"] == plan["memory"]["kv"] == blocks * 16 * 33 * 2 * 8 * 128 * size
+    # cos and sin of target and head; ids of drafts, their distance, and the way back
+    assert target["tables"] == 2 * 2 * 8192 * 128 * 4 + (2 * 32000 + 128256) * 8
+    activations = {part["name"]: (part["shape"], part["bytes"]) for part in target["activations"]}
+    assert activations["logits"] == ([8 * 4, 128256], 8 * 4 * 128256 * 4)
+    assert activations["hidden states"] == ([2048, 4096], 2048 * 4096 * size)
+    assert activations["captured hidden states"] == ([2048, 3 * 4096], 2048 * 3 * 4096 * size)
+    assert activations["logits of drafts"] == ([8, 32000], 8 * 32000 * 4)
+    assert plan["memory"]["total"] == sum(plan["memory"][part] for part in ("weights", "tables", "kv", "activations"))
+    assert len(plan["missing"]) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"not there yet: target model: no model.safetensors (or model.safetensors.index.json) in {configs}" in shown
+    assert f"weights of target │ {(LLAMA_LINEARS + LLAMA_REST) * size / 1e6:.1f}" in shown
+
+
+@pytest.mark.parametrize(
+    ("quantization", "per_element"),
+    [("int8", 1 + 4 / 4096), ("int4", 1 / 2 + 3 / 32), ("int4_g64", 1 / 2 + 3 / 64), ("int4_g128", 1 / 2 + 3 / 128)],
+)
+def test_quantised_llama(configs: Path, tmp_path: Path, quantization: str, per_element: float) -> None:
+    """Integers, and an fp32 scale per output, or an fp16 scale and a byte of zero point per group."""
+    plan = dry_run(tmp_path, configs / "llama", configs / "head", "EAGLE3_ONE_MODEL", "--quantization", quantization)
+    linears = LLAMA_LINEARS * per_element
+    if quantization == "int8":  # down alone has other than 4096 inputs
+        linears = LLAMA_LINEARS + 32 * 4 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    weights = plan["executables"]["target"]["weights"]
+    assert weights["target"] == linears + LLAMA_REST * 2
+    assert weights["head"] == (HEAD_LINEARS + HEAD_NORMS) * 2  # speculative_config has a quantization of its own
+
+
+@pytest.mark.parametrize("backend", ["aoti", "tensorrt"])
+def test_qwen_and_a_draft_model(configs: Path, tmp_path: Path, backend: str) -> None:
+    plan = dry_run(tmp_path, configs / "qwen", configs / "small-qwen", "DRAFT_TARGET", "--backend", backend)
+    assert SMALL_QWEN_WEIGHTS == 596_049_920  # as published
+    target, draft = plan["executables"]["target"], plan["executables"]["draft"]
+    assert target["weights"] == {"target": QWEN_WEIGHTS * 2}
+    assert draft["weights"] == {"draft": SMALL_QWEN_WEIGHTS * 2}
+    assert target["weights_per_step"] == (QWEN_WEIGHTS - 151936 * 5120) * 2
+    assert draft["weights_per_step"] == SMALL_QWEN_WEIGHTS * 2  # tied: the embedding is the lm_head
+    assert target["kv"]["bytes_per_token"] == 64 * 2 * 8 * 128 * 2
+    assert draft["kv"]["bytes_per_token"] == 28 * 2 * 8 * 128 * 2
+    assert target["kv"]["bytes_per_block"] == 16 * 64 * 2 * 8 * 128 * 2
+    blocks = 8 * (8192 // 16) + 1
+    assert plan["memory"]["kv"] == blocks * 16 * (64 + 28) * 2 * 8 * 128 * 2
+    assert plan["memory"]["weights"] == (QWEN_WEIGHTS + SMALL_QWEN_WEIGHTS) * 2
+
+
+def test_profiles_and_plugins(configs: Path, tmp_path: Path) -> None:
+    plan = dry_run(
+        tmp_path, configs / "llama", configs / "head", "EAGLE3_ONE_MODEL", "--backend", "tensorrt", "--opt_num_tokens",
+        "512", "--refit", "--workers", "2", "--output_timing_cache", "cache.bin",
+    )  # fmt: skip
+    assert plan["options"] == {
+        "opt_num_tokens": 512,
+        "workers": 2,
+        "input_timing_cache": None,
+        "output_timing_cache": "cache.bin",
+        "attention": "plugin",
+        "weight_streaming": False,
+        "refit": True,
+        "strip_plan": False,
+        "version_compatible": False,
+        "hardware_compatibility": "none",
+    }
+    target = plan["executables"]["target"]
+    [graph] = target["graphs"]
+    mixed, generation = target["profiles"]["3"]
+    assert (graph["kind"], mixed["name"], generation["name"]) == ("ragged", "mixed", "generation")
+    shapes = {tensor["name"]: (tensor["dtype"], tensor["shape"]) for tensor in graph["inputs"]}
+    assert mixed["shapes"].keys() == shapes.keys() | set(target["kv"]["inputs"])
+    assert shapes["draft_tokens"] == ("int64", ["G", "K"])
+    assert mixed["shapes"]["input_ids"] == [[1], [512], [2048]]
+    assert generation["shapes"]["input_ids"] == [[1], [32], [32]]  # 8 requests of K + 1 rows
+    assert mixed["shapes"]["block_tables"] == [[1, 1], [8, 256], [8, 512]]
+    assert mixed["shapes"]["v_cache_32"] == [[4097, 16, 8, 128]] * 3
+    assert {call["name"]: call["count"] for call in target["plugins"]} == {
+        "trtspec::SpecAttention": 32 + 3,
+        "trtspec::ProcessLogits": 1 + 3,
+        "trtspec::SpecSample": 1,
+        "trtspec::SpecSampleVocab": 3,
+        "trtspec::SpecAccept": 1,
+    }
+
+
+def test_no_memory_is_taken(configs: Path) -> None:
+    """66 GB of weights, 62 GB of KV: the process that plans them grows by less than 1 % of that."""
+    code = f"""
+import resource
+from trtspec.cli.main import main
+from trtspec.engine.plan import plan_build
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+wishes = {{"method": "draft_model", "model": {str(configs / "small-qwen")!r}, "num_speculative_tokens": 4}}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+plan_build({str(configs / "qwen")!r}, SpeculativeConfig.from_any(wishes), EngineConfig(backend="tensorrt"))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 512e6
+
+
+# -- against what is really built -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+WISHES = {
+    "none": None,
+    "draft": {"method": "draft_model", "model": "draft", "num_speculative_tokens": K},
+    "eagle3": {"method": "eagle3", "model": "head", "num_speculative_tokens": K},
+}
+
+
+def wanted(models: Path, mode: str) -> SpeculativeConfig | None:
+    wishes = WISHES[mode]
+    return wishes and SpeculativeConfig.from_any({**wishes, "model": str(models / str(wishes["model"]))})
+
+
+def test_a_graph_for_each_draft_length_of_a_schedule(models: Path) -> None:
+    wishes = {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": 3}
+    speculative = SpeculativeConfig.from_any({**wishes, "draft_len_schedule": {5: 3, 7: 1}})
+    for backend, kinds in (("aoti", ("ragged", "uniform")), ("tensorrt", ("ragged",))):
+        plan = plan_build(models / "target", speculative, EngineConfig(backend=backend, **LIMITS))
+        made = plan.executables["target"]
+        assert [(graph.draft_len, graph.kind) for graph in made.graphs] == [(n, k) for n in (0, 1, 3) for k in kinds]
+    assert [made.profiles[n][1].shapes["input_ids"][2] for n in (0, 1, 3)] == [(8,), (16,), (32,)]
+    assert made.profiles[0][0].shapes["draft_tokens"][1] == (8, 0)
+
+
+@pytest.mark.parametrize(("mode", "backend"), [("eagle3", "aoti"), ("eagle3", "onnx"), ("draft", "onnx")])
+def test_the_engine_is_as_planned(models: Path, tmp_path: Path, mode: str, backend: str) -> None:
+    config = EngineConfig(backend=backend, dtype="float32", **LIMITS)
+    plan = plan_build(models / "target", wanted(models, mode), config)
+    assert plan.missing == ()
+    build_engine(models / "target", tmp_path / "engine", wanted(models, mode), config)
+    engine = EngineFolder.open(tmp_path / "engine")
+    assert engine is not None
+    built = engine.data["executables"]
+    assert plan.executables.keys() == built.keys()
+    for role, made in plan.executables.items():
+        graphs = [(g["draft_len"], "uniform" if g["uniform"] else "ragged", g["inputs"]) for g in built[role]["graphs"]]
+        assert [(g.draft_len, g.kind, [i.name for i in g.inputs]) for g in made.graphs] == graphs
+        assert [output.name for output in made.graphs[0].outputs] == built[role]["outputs"]
+        assert [list(shape) for shape in made.kv.layers] == built[role]["kv"]
+        assert made.kv.dtype == built[role]["dtype"]
+        assert made.weights_per_step == built[role]["weight_bytes"]
+        with safe_open(tmp_path / "engine" / role / "weights.safetensors", framework="pt") as file:
+            written = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118  (not a dict)
+        if backend == "aoti":
+            unread = 13 * 8  # a head's target_ids: graphs read their distance, d2t
+            assert sum(written.values()) == sum(made.weights.values()) + made.tables - unread
+        else:  # what is small is inside the graphs: norms, of 32 fp32; tables are folded with what follows them
+            norms = {"target": 7, "draft": 7}[role] + (4 if mode == "eagle3" else 0)
+            weights = sum(size for name, size in written.items() if name.endswith(".weight"))
+            assert weights == sum(made.weights.values()) - norms * 32 * 4
+
+
+def test_a_plan_complains_of_headers_as_a_build_would(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "target").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "target" / name).write_bytes((models / "target" / name).read_bytes())
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    (tmp_path / "target" / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 4, "layer_types": None})
+    )
+    arguments = ["build", "--checkpoint_dir", str(tmp_path / "target"), "--output_dir", str(tmp_path / "engine")]
+    said = []
+    for more in ([], ["--dry_run"]):
+        assert main([*arguments, *more]) == 1
+        said.append(capsys.readouterr().err)
+    assert "missing: model.layers.3.input_layernorm.weight" in said[0]
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("functional", [False, True], ids=["mutating", "functional"])
+@pytest.mark.parametrize(("mode", "kind"), [("none", "ragged"), ("eagle3", "ragged"), ("eagle3", "uniform")])
+def test_graphs_are_as_described(models: Path, mode: str, kind: str, functional: bool) -> None:
+    """What runs gives what was said, and the exported graph calls what was said."""
+
+    def step_of(reads_weights: bool) -> tuple[Step, list[tuple[int, int]]]:
+        config = EngineConfig(dtype="float32", **LIMITS)
+        made = plan_assembly(
+            models / "target", wanted(models, mode), config, False, functional, reads_weights
+        ).target_step()
+        return made[0], [shape for spec in made[1] for shape in spec.kv_shapes]
+
+    bare, shapes = step_of(False)
+    draft_len = K if mode == "eagle3" else 0
+    sizes = Sizes(batch_size=8, rows=32, draft_len=draft_len, columns=9, blocks=30, block_size=4)
+    described = describe_graph(bare, shapes, sizes, kind, draft_len, functional)
+
+    step, _ = step_of(True)
+    uniform = kind == "uniform"
+    example = example_batch(draft_len, 4, uniform)
+    blocks = int(example.attn.block_tables.max()) + 1
+    kv = [(torch.zeros(blocks, 4, heads, width), torch.zeros(blocks, 4, heads, width)) for heads, width in shapes]
+    program = export_step(step, example, kv, uniform)
+    assert calls_of(program.graph) == Counter({call.name: call.count for call in merged(described.calls)})
+    tensors = graph_inputs(example, input_names(step, uniform))
+    given, _ = program.module()(tensors, kv)
+    B, R = len(tensors["kv_lens"]), len(tensors["temperatures"])
+    known = {"B": B, "R": R, "T": len(tensors["input_ids"]), "K": draft_len, "K + 1": draft_len + 1}
+    for output in described.outputs:
+        tensor = given[output.name]
+        assert tuple(known.get(str(size), size) for size in output.shape) == tuple(tensor.shape)
+        assert str(tensor.dtype) == f"torch.{output.dtype}"
+    assert {output.name for output in described.outputs} == given.keys()
+
+
+def merged(calls: tuple[Calls, ...]) -> list[Calls]:
+    counts = Counter(dict.fromkeys((call.name for call in calls), 0))
+    for call in calls:
+        counts[call.name] += call.count
+    return [Calls(name, (), count) for name, count in counts.items()]
+
+
+def calls_of(graph: torch.fx.Graph) -> Counter[str]:
+    targets = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return Counter(t._schema.name.removeprefix("trtspec::") for t in targets if t.namespace == "trtspec")
+
+
+def test_every_output_has_a_shape(models: Path) -> None:
+    step, _ = plan_assembly(models / "target", None, EngineConfig(**LIMITS), False, reads_weights=False).target_step()
+    assert set(step.outputs) <= OUTPUT_SHAPES.keys()
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "tensorrt is not built": (["--backend", "tensorrt"], "--dry_run shows what an engine would be"),
+    "options of tensorrt": (["--refit", "--workers", "2", "--dry_run"], "--workers, --refit: for --backend tensorrt"),
+    "native attention": (["--backend", "tensorrt", "--attention", "native", "--dry_run"], "'native' is not built"),
+    "unknown attention": (["--backend", "tensorrt", "--attention", "flash", "--dry_run"], "plugin, native"),
+    "no plan to write": (["--json", "plan.json"], "--json plan.json is for the plan that --dry_run makes"),
+    "half precision on onnx": (["--backend", "onnx", "--dry_run"], "ask for dtype float32"),
+    "kv_dtype": (["--kv_dtype", "fp8", "--backend", "tensorrt", "--dry_run"], "--kv_dtype fp8 is not built"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(configs: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options, message = REFUSED[case]
+    arguments = ["--checkpoint_dir", str(configs / "llama"), "--output_dir", str(tmp_path / "engine")]
+    assert main(["build", *arguments, *options]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())

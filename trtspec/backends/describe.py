@@ -1,0 +1,145 @@
+"""What a step's graphs take, call and give, by running them on tensors that have shapes alone.
+
+Nothing is exported: on torch's meta device a whole step of a large model takes a fraction of a second and no memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trtspec.backends.export import INPUT_DTYPES, INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, Step, input_names
+from trtspec.backends.tensorrt_profiles import Sizes
+from trtspec.core import KVLayer
+from trtspec.errors import UnsupportedError
+
+_LINEARS = ("packed_linear", "packed_embedding")
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """An input or output. Open sizes of its shape are names: B requests, T rows, R logits rows, G generations, K."""
+
+    name: str
+    dtype: str
+    shape: tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How often a graph calls one of trtspec.ops, or a plugin for it, with these of its tensors."""
+
+    name: str
+    inputs: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """One graph, without the KV layers that it takes too. kind: see export.graph_kinds."""
+
+    kind: str
+    draft_len: int
+    inputs: tuple[TensorPlan, ...]
+    outputs: tuple[TensorPlan, ...]
+    calls: tuple[Calls, ...]
+
+
+def describe_graph(
+    step: Step, kv_shapes: Sequence[tuple[int, int]], sizes: Sizes, kind: str, draft_len: int, functional: bool
+) -> GraphPlan:
+    """The graph of kind "ragged" or "uniform" and K = draft_len, at its largest: sizes of its launches. `step` is one
+    on the meta device. What a functional graph does not read, a tree mask, it does not take."""
+    uniform = kind == "uniform"
+    names = input_names(step, uniform)
+    R = sizes.batch_size * (sizes.draft_len + 1)
+    open_sizes = {"T": R if uniform else sizes.rows, "R": R, "B": sizes.batch_size, "G": sizes.batch_size}
+    open_sizes |= {"K": draft_len, "columns": sizes.columns, "bans": 1, "0": 0}
+    dtype = step.decoder.norm.weight.dtype
+    with torch.device("meta"), torch.no_grad(), _Recorder() as recorder:
+        tensors = {
+            name: torch.empty([open_sizes[size] for size in INPUT_SHAPES[name]], dtype=INPUT_DTYPES[name])
+            for name in names
+        }
+        shapes = [(sizes.blocks, sizes.block_size, heads, width) for heads, width in kv_shapes]
+        kv: list[KVLayer] = [(torch.empty(s, dtype=dtype), torch.empty(s, dtype=dtype)) for s in shapes]
+        given, _ = GraphStep(step, draft_len, draft_len + 1 if uniform else 0).eval()(tensors, kv)
+    return GraphPlan(
+        kind,
+        draft_len,
+        tuple(
+            TensorPlan(
+                name, _name(INPUT_DTYPES[name]), tuple(0 if size == "0" else size for size in INPUT_SHAPES[name])
+            )
+            for name in names
+            if not (functional and "0" in INPUT_SHAPES[name])
+        ),
+        tuple(_output(name, given[name]) for name in step.outputs),
+        recorder.calls(),
+    )
+
+
+def plugins(calls: Sequence[Calls]) -> tuple[Calls, ...]:
+    """The TensorRT plugins that stand for a graph's calls; linears and embeddings are layers of TensorRT's own.
+
+    UnsupportedError for a call that has no plugin.
+    """
+    signatures: Any = importlib.import_module("trtspec_plugins.tensorrt.signatures")  # wants no TensorRT
+    made = []
+    for call in calls:
+        if call.name not in _LINEARS:
+            op = call.name.title().replace("_", "")
+            try:
+                name = signatures.plugin_of(op, call.inputs)
+            except LookupError as error:
+                raise UnsupportedError(f"backend tensorrt: {error}") from error
+            made.append(Calls(f"trtspec::{name}", tuple(signatures.PLUGINS[name].inputs), call.count))
+    return tuple(made)
+
+
+def at_draft_len(sizes: Sizes, step: Step, draft_len: int) -> Sizes:
+    """Of a graph that makes its own drafts, those for its K; other targets verify whatever they are given."""
+    return replace(sizes, draft_len=draft_len) if "draft_tokens" in step.spec_inputs else sizes
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts calls of our ops by the tensors that they are given; an optional one that is left out is of no elements
+    and one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "trtspec":
+            arguments = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(arguments, args, strict=False)) | dict(kwargs or {})
+            present = tuple(name for name in arguments if _is_used(given.get(name)))
+            self._counts[func._schema.name.removeprefix("trtspec::"), present] += 1
+        return func(*args, **(kwargs or {}))
+
+    def calls(self) -> tuple[Calls, ...]:
+        """In the order of their first."""
+        return tuple(Calls(name, inputs, count) for (name, inputs), count in self._counts.items())
+
+
+def _is_used(value: object) -> bool:
+    return isinstance(value, Tensor) and not (value.ndim == 1 and value.numel() == 0)
+
+
+def _output(name: str, tensor: Tensor) -> TensorPlan:
+    known = OUTPUT_SHAPES[name]
+    return TensorPlan(name, _name(tensor.dtype), (*known, *tensor.shape[len(known) :]))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

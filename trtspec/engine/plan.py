@@ -1,0 +1,262 @@
+"""What `trtspec build --dry_run` shows: the engine that would be built, from config.json files, without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtspec.backends.describe import Calls, GraphPlan, at_draft_len, describe_graph, plugins
+from trtspec.backends.export import Step, graph_kinds
+from trtspec.backends.table import Backend
+from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, profiles
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.assemble import Assembly, full_kv_blocks, plan_assembly
+from trtspec.engine.build import engine_backend, graph_draft_lens, steps
+from trtspec.errors import UnsupportedError
+from trtspec.models.layers import Linear, weight_bytes
+from trtspec.models.specs import DecoderSpec
+from trtspec.models.weights import missing_weights
+from trtspec.workers.capture import CaptureStep
+from trtspec.workers.step import OneEngineStep
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """The KV layers of an executable: (kv heads, head size) of each; a block holds block_size tokens of all of them.
+
+    inputs, outputs: names of the caches, k and v of each layer in turn; no outputs: graphs change their inputs.
+    """
+
+    layers: tuple[tuple[int, int], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dtype: str
+    block_size: int
+    blocks: int  # for max_batch_size full sequences, and one of scratch
+    bytes_per_token: int
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.block_size * self.bytes_per_token
+
+    @property
+    def bytes(self) -> int:
+        return self.blocks * self.bytes_per_block
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A large tensor inside a launch of the largest size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype, *shape: int) -> Activation:
+        return cls(name, str(dtype).removeprefix("torch."), shape, prod(shape) * dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class ExecutablePlan:
+    """One set of graphs over the same weights. Sizes in bytes.
+
+    weights: in memory, as the layouts of ops.packing hold them where they are packed, by model: the executable's own
+    and, where it is drafted inside, the head's. weights_per_step: read by one launch. tables: rotary positions, and
+    which ids a draft vocabulary has. profiles: of TensorRT, for each K; plugins: for the largest.
+    """
+
+    graphs: tuple[GraphPlan, ...]
+    kv: KVPlan
+    weights: Mapping[str, int]
+    weights_per_step: int
+    tables: int
+    activations: tuple[Activation, ...]
+    profiles: Mapping[int, tuple[Profile, Profile]] = field(default_factory=dict)
+    plugins: tuple[Calls, ...] = ()
+
+    @property
+    def calls(self) -> tuple[Calls, ...]:
+        """Of the graph with the longest drafts: our ops."""
+        return self.graphs[-1].calls
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """limits: as in EngineConfig, max_seq_len found out. draft_len: K; quantization: of target and draft. missing: a
+    line for each checkpoint that has no weights yet. options: of TensorRT."""
+
+    backend: str
+    dtype: str
+    mode: str
+    draft_len: int
+    quantization: tuple[str | None, str | None]
+    limits: Mapping[str, int | None]
+    missing: tuple[str, ...]
+    executables: Mapping[str, ExecutablePlan]
+    options: Mapping[str, Any] | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(made.kv.bytes_per_token for made in self.executables.values())
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by what they are for, and their sum. A runtime takes more: for its code, and smaller activations."""
+        made = self.executables.values()
+        parts = {
+            "weights": sum(sum(one.weights.values()) for one in made),
+            "tables": sum(one.tables for one in made),
+            "kv": sum(one.kv.bytes for one in made),
+            "activations": sum(part.bytes for one in made for part in one.activations),
+        }
+        return {**parts, "total": sum(parts.values())}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For json: the fields, and what follows from them."""
+        data = asdict(self)
+        for role, made in self.executables.items():
+            data["executables"][role]["kv"] |= {"bytes_per_block": made.kv.bytes_per_block, "bytes": made.kv.bytes}
+        return {**data, "kv_bytes_per_token": self.kv_bytes_per_token, "memory": self.memory}
+
+
+def plan_build(
+    checkpoint: str | Path,
+    speculative: SpeculativeConfig | None,
+    config: EngineConfig,
+    report: Callable[[str], None] = lambda what: None,
+    options: TensorRTOptions | None = None,
+) -> BuildPlan:
+    """What build_engine would make. Folders need their config.json alone; weights that are there are checked by the
+    headers of their files.
+
+    Raises what build_engine would of configs and headers; UnsupportedError for native attention, which is not built.
+    """
+    backend = engine_backend(config)
+    if backend.profiles:
+        options = options or TensorRTOptions()
+        if options.attention != "plugin":
+            raise UnsupportedError(f"attention = {options.attention!r} is not built; use 'plugin'")
+    assembly = plan_assembly(checkpoint, speculative, config, backend.packs, backend.functional, reads_weights=False)
+    checkpoints = {"target": assembly.target, "draft": assembly.draft}
+    missing = [missing_weights(model.path, role) for role, model in checkpoints.items() if model is not None]
+    limits = {name: getattr(config, name) for name in ("max_batch_size", "max_num_tokens", "max_input_len")}
+    return BuildPlan(
+        backend=backend.name,
+        dtype=_name(assembly.dtype(assembly.target)),
+        mode=assembly.mode.name,
+        draft_len=assembly.max_draft_len,
+        quantization=assembly.quantizations,
+        limits={**limits, "max_seq_len": assembly.max_seq_len, "block_size": config.block_size},
+        missing=tuple(line for line in missing if line),
+        executables={
+            role: _executable(step, layers, assembly, role, backend, options)
+            for role, (step, layers) in steps(assembly, backend, report).items()
+        },
+        options=asdict(options) if options is not None and backend.profiles else None,
+    )
+
+
+def _executable(
+    step: Step,
+    layers: list[DecoderSpec],
+    assembly: Assembly,
+    role: str,
+    backend: Backend,
+    options: TensorRTOptions | None,
+) -> ExecutablePlan:
+    shapes = [shape for spec in layers for shape in spec.kv_shapes]
+    sizes = _sizes(assembly, role)
+    lengths = graph_draft_lens(step, assembly.resolved)
+    kinds = ["ragged"] if backend.profiles else [*graph_kinds(step)]
+    graphs = tuple(
+        describe_graph(step, shapes, at_draft_len(sizes, step, K), kind, K, backend.functional)
+        for K in lengths
+        for kind in kinds
+    )
+    dtype = step.decoder.norm.weight.dtype
+    caches = tuple(f"{part}_cache_{layer}" for layer in range(len(shapes)) for part in "kv")
+    own = weight_bytes(step.decoder)
+    weights = {role: own}
+    if isinstance(step, OneEngineStep):
+        weights["head"] = weight_bytes(step) - own
+    return ExecutablePlan(
+        graphs=graphs,
+        kv=KVPlan(
+            layers=tuple(shapes),
+            inputs=caches,
+            outputs=tuple(f"new_{name}" for name in caches) if backend.functional else (),
+            dtype=_name(dtype),
+            block_size=sizes.block_size,
+            blocks=sizes.blocks,
+            bytes_per_token=sum(2 * heads * width for heads, width in shapes) * dtype.itemsize,
+        ),
+        weights=weights,
+        weights_per_step=step.weight_bytes_per_step,
+        tables=_table_bytes(step),
+        activations=_activations(step, sizes),
+        profiles={
+            graph.draft_len: profiles(
+                [tensor.name for tensor in graph.inputs],
+                shapes,
+                at_draft_len(sizes, step, graph.draft_len),
+                None if options is None else options.opt_num_tokens,
+            )
+            for graph in graphs
+            if backend.profiles
+        },
+        plugins=plugins(graphs[-1].calls) if backend.profiles else (),
+    )
+
+
+def _sizes(assembly: Assembly, role: str) -> Sizes:
+    """Of the largest launch. A draft of its own draws one token a request."""
+    config = assembly.config
+    return Sizes(
+        batch_size=config.max_batch_size,
+        rows=config.max_num_tokens,
+        draft_len=assembly.max_draft_len if role == "target" else 0,
+        columns=-(-assembly.max_seq_len // config.block_size),
+        blocks=full_kv_blocks(assembly),
+        block_size=config.block_size,
+    )
+
+
+def _activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
+    spec, dtype = step.decoder.spec, step.decoder.norm.weight.dtype
+    B, T, R = sizes.batch_size, sizes.rows, sizes.batch_size * (sizes.draft_len + 1)
+    found = [
+        Activation.of("logits", torch.float32, R, spec.vocab_size),
+        Activation.of("hidden states", dtype, T, spec.hidden_size),
+        Activation.of("gate and up of an MLP", dtype, T, 2 * spec.intermediate_size),
+    ]
+    if isinstance(step, OneEngineStep):
+        captured = len(step.worker.capture_layers)
+        found.append(Activation.of("captured hidden states", dtype, T, captured * spec.hidden_size))
+        found.append(Activation.of("logits of drafts", torch.float32, B, len(step.worker.d2t)))
+    if isinstance(step, CaptureStep):
+        width = (len(step.capture_layers) + 1) * spec.hidden_size
+        found.append(Activation.of("captured hidden states", dtype, T, width))
+    return tuple(found)
+
+
+def _table_bytes(step: Step) -> int:
+    """Of buffers that belong to no weight, each once."""
+    weights = {
+        id(tensor)
+        for part in step.modules()
+        if isinstance(part, Linear)
+        for tensor in (part.scales, part.zeros, part.order)
+    }
+    return sum(tensor.nbytes for tensor in step.buffers() if id(tensor) not in weights)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
