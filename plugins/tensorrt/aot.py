@@ -1,8 +1,9 @@
 """The plugins' AOT form: a kernel as PTX with how to launch it, which TensorRT keeps in the engine.
 
-SpecAttention, SpecSample, SpecSampleVocab and SpecAccept have one; ProcessLogits and KvCompact have the JIT form alone.
-The PTX is compiled beforehand, by `build_scripts/build_plugins.py --target tensorrt`, for the GPU that builds the
-engine or for $TRTSPEC_CUDA_ARCH (sm_90, say); SpecAttention's for the model's dtype, head size and heads per KV head.
+All have one but ProcessLogits, which has the JIT form alone. The PTX is compiled beforehand, by
+`build_scripts/build_plugins.py --target tensorrt`, for the GPU that builds the engine or for $TRTSPEC_CUDA_ARCH (sm_90,
+say); SpecAttention's for the model's dtype, head size and heads per KV head, KvCompact's for the caches' dtype and the
+length of the path.
 
 TensorRT launches a kernel with the inputs' pointers, the integers given here, and the outputs' pointers, in that order
 (tensorrt.plugin.aot_impl's documentation; integers are 32 bits wide). That the PTX declares just these is tested; that
@@ -21,7 +22,7 @@ import tensorrt.plugin as trtp
 import torch
 from trtspec_plugins.tensorrt import jit  # noqa: F401  (registers what is completed here)
 from trtspec_plugins.tensorrt.build import compiled_for, folder
-from trtspec_plugins.triton.launch import float_bits, left_rows
+from trtspec_plugins.triton.launch import float_bits, left_rows, path_tile
 
 _SPELLED = {trt.float32: "fp32", trt.float16: "fp16", trt.bfloat16: "bf16"}
 Launch = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
@@ -87,3 +88,17 @@ def _(logits, greedy, seeds, positions, outputs, tactic) -> Launch:
 def _(logits, greedy, seeds, positions, vocab_ids, outputs, tactic) -> Launch:
     R, V = logits.shape_expr[0], logits.shape_expr[1]
     return _launch("SpecSampleVocab", R, [V, seeds.shape_expr[0]])
+
+
+@trtp.aot_impl("trtspec::KvCompact")
+def _(k_cache, v_cache, block_tables, starts, path, outputs, tactic) -> Launch:
+    num_blocks, block_size, Hkv, D = (k_cache.shape_expr[axis] for axis in range(4))
+    B, L = path.shape_expr[0], path.shape_expr[1]
+    if not (Hkv.is_constant and D.is_constant and L.is_constant):
+        raise ValueError("KvCompact wants a fixed number of heads and head size in k_cache, and a fixed length of path")
+    if k_cache.dtype not in _SPELLED:
+        raise TypeError(f"KvCompact wants caches of FLOAT, HALF or BF16: {k_cache.dtype}")
+    width = Hkv.constant_value() * D.constant_value()
+    rows, elements = path_tile(L.constant_value())
+    integers = [block_tables.shape_expr[1], num_blocks, block_size, width, L]
+    return _launch(f"KvCompact-{_SPELLED[k_cache.dtype]}-l{rows}", B, integers, -(-width // elements))

@@ -19,6 +19,7 @@ from typing import Any
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 PTX_VERSION = 87  # CUDA 12.8: old enough for every driver that TensorRT 11 runs with, new enough for sm_120
 COMMON_ATTENTION = tuple(f"SpecAttention-bf16-d{head_dim}-g{group}" for head_dim in (64, 128) for group in (1, 2, 4, 8))
+COMMON_COMPACTION = tuple(f"KvCompact-bf16-l{length}" for length in (8, 16, 32, 64))
 _SOURCES = Path(__file__).parent
 _HIDDEN = 2  # pointers that Triton appends to a kernel's parameters: global scratch and profile scratch
 
@@ -92,7 +93,7 @@ def build(
 ) -> dict[str, Compiled]:
     """Compile kernels for each architecture ("sm_90") unless that is done; returns the manifest. BuildError.
 
-    names: which of kernels.py; else those that serve every model, and SpecAttention's of COMMON_ATTENTION.
+    names: which of kernels.py; else those that serve every model, COMMON_ATTENTION and COMMON_COMPACTION.
     """
     wrong = [name for name in architectures if not re.fullmatch(r"sm_\d{2,3}", name)]
     if wrong:
@@ -108,7 +109,7 @@ def build(
     done, digest = manifest(), f"{sources_digest()}-triton-{triton.__version__}"
     folder().mkdir(parents=True, exist_ok=True)
     for architecture in architectures:
-        for name in names or (*KERNELS, *COMMON_ATTENTION):
+        for name in names or (*KERNELS, *COMMON_ATTENTION, *COMMON_COMPACTION):
             key = f"{name}-{architecture}"
             if key in done and done[key].digest == digest and (folder() / done[key].file).is_file():
                 report(f"{key} is up to date")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import triton
-from trtspec_plugins.triton import accept, attention, sample
-from trtspec_plugins.triton.launch import left_rows
+from trtspec_plugins.triton import accept, attention, compact, sample
+from trtspec_plugins.triton.launch import left_rows, path_tile
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,28 @@ KERNELS: dict[str, Kernel] = {
 """Kernel name -> kernel, of the plugins that have one for every model; it is called as the plugin is."""
 
 _ATTENTION = re.compile(r"SpecAttention-(bf16|fp16|fp32)-d(\d+)-g(\d+)")
+_COMPACT = re.compile(r"KvCompact-(bf16|fp16|fp32)-l(\d+)")
 _CACHES = ("k_cache", "v_cache")
-_INTEGERS = ("T", "B", "columns", "num_blocks", "block_size", "Hkv", "scale_bits", "window", "softcap_bits")
+_ATTENTION_INTEGERS = ("T", "B", "columns", "num_blocks", "block_size", "Hkv", "scale_bits", "window", "softcap_bits")
+_COMPACT_INTEGERS = ("columns", "num_blocks", "block_size", "width", "L")
 
 
 def kernel(name: str) -> Kernel:
-    """The kernel of that name; SpecAttention's have the dtype (bf16, fp16, fp32), the head size and the number of query
-    heads per KV head in theirs, as in SpecAttention-bf16-d128-g4. LookupError."""
+    """The kernel of that name. Those that are compiled for shapes have them in theirs: SpecAttention-bf16-d128-g4 the
+    dtype (bf16, fp16, fp32), the head size and the number of query heads per KV head; KvCompact-bf16-l8 the dtype and
+    the length of the path, rounded up to a power of two, 8 at least. LookupError."""
     if name in KERNELS:
         return KERNELS[name]
-    shape = _ATTENTION.fullmatch(name)
-    if shape is None:
-        raise LookupError(f"{name}: there are {', '.join(KERNELS)} and SpecAttention-bf16-d128-g4 with its likes")
-    dtype, head_dim, group = shape[1], int(shape[2]), int(shape[3])
+    if shape := _ATTENTION.fullmatch(name):
+        return _attention(shape[1], int(shape[2]), int(shape[3]))
+    if (shape := _COMPACT.fullmatch(name)) and path_tile(int(shape[2]))[0] == int(shape[2]):
+        return _compact(shape[1], int(shape[2]))
+    raise LookupError(
+        f"{name}: there are {', '.join(KERNELS)}, SpecAttention-bf16-d128-g4 and KvCompact-bf16-l8 with their likes"
+    )
+
+
+def _attention(dtype: str, head_dim: int, group: int) -> Kernel:
     floats = dict.fromkeys(("q", "k", "v", *_CACHES), f"*{dtype}")
     metadata = dict.fromkeys(("cu_q_lens", "kv_lens", "block_tables"), "*i32")
     outputs = dict.fromkeys(("out", *(f"new_{cache}" for cache in _CACHES)), f"*{dtype}")
@@ -84,5 +93,14 @@ def kernel(name: str) -> Kernel:
         "BLOCK_M": left_rows(group),
         "TILE": attention.TILE,
     }
-    signature = {**floats, **metadata, **dict.fromkeys(_INTEGERS, "i32"), **outputs}
+    signature = {**floats, **metadata, **dict.fromkeys(_ATTENTION_INTEGERS, "i32"), **outputs}
     return Kernel(attention.spec_attention_kernel, signature, constants, attention.NUM_WARPS)
+
+
+def _compact(dtype: str, length: int) -> Kernel:
+    caches = dict.fromkeys(_CACHES, f"*{dtype}")
+    metadata = {"block_tables": "*i32", "starts": "*i32", "path": "*i64"}
+    outputs = dict.fromkeys((f"new_{cache}" for cache in _CACHES), f"*{dtype}")
+    signature = {**caches, **metadata, **dict.fromkeys(_COMPACT_INTEGERS, "i32"), **outputs}
+    rows, elements = path_tile(length)
+    return Kernel(compact.kv_compact_kernel, signature, {"ROWS": rows, "ELEMENTS": elements}, compact.NUM_WARPS)

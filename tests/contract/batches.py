@@ -107,13 +107,18 @@ def accept(draw: st.DrawFn) -> Arguments:
 
 @st.composite
 def compact(draw: st.DrawFn) -> Arguments:
-    """B requests that keep a path of 0 to L tree rows, in any order."""
+    """B requests that keep a path of 0 to L tree rows: mostly in rising order, as trees have them, or in any."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype, block_size = draw(st.sampled_from(CACHE_DTYPES)), draw(st.sampled_from([4, 16]))
     B, length, tree = draw(st.integers(1, 5)), draw(st.integers(1, 6)), 12
     starts = torch.randint(0, 20, (B,), generator=g, dtype=torch.int32)
     columns = -(-(20 + tree) // block_size)
-    path = torch.stack([torch.randperm(tree, generator=g)[:length].sort().values for _ in range(B)])
+    path = torch.stack([torch.randperm(tree, generator=g)[:length] for _ in range(B)])
+    order = draw(st.sampled_from(["rising", "rising", "any", "repeated"]))
+    if order == "rising":
+        path = path.sort().values
+    elif order == "repeated":
+        path = torch.randint(0, length, (B, length), generator=g)
     kept = torch.randint(0, length + 1, (B,), generator=g)
     path[torch.arange(length) >= kept[:, None]] = -1
     shape = (B * columns + 1, block_size, 2, 8)

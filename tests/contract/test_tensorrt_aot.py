@@ -40,7 +40,9 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_120")
 F32, I32, I64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
 BF16 = torch.bfloat16
 ATTENTION = "SpecAttention-bf16-d64-g4"
-NAMES = (*KERNELS, ATTENTION)
+COMPACTION = "KvCompact-bf16-l8"
+NAMES = (*KERNELS, ATTENTION, COMPACTION)
+FULL_NAMES = {name: name for name in KERNELS} | {"SpecAttention": ATTENTION, "KvCompact": COMPACTION}
 # plugin -> dtypes and shapes of inputs, (grid, heads, integers) at SIZES
 LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
     "SpecAttention": (
@@ -56,6 +58,10 @@ LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
     "SpecSampleVocab": (
         [(F32, ["R", "V"]), (BOOL, ["R"]), (I64, ["S"]), (I64, ["R"]), (I64, ["V"])],
         (6, 1, [999, 7]),
+    ),
+    "KvCompact": (
+        [(BF16, ["N", 16, 2, 64 * 5]), (BF16, ["N", 16, 2, 64 * 5]), (I32, ["B", "M"]), (I32, ["B"]), (I64, ["B", 4])],
+        (5, 3, [3, 17, 16, 640, 4]),  # 256 elements of a row a program
     ),
 }  # fmt: skip
 ATTRIBUTES = {"SpecAttention": {"scale": 0.125, "window": 7, "softcap": 30.0}}
@@ -80,7 +86,7 @@ def key(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_table_of_kernels_is_complete() -> None:
-    assert {*KERNELS, "SpecAttention"} == set(LAUNCHES) <= set(PLUGINS)
+    assert set(FULL_NAMES) == set(LAUNCHES) <= set(PLUGINS)
 
 
 def test_kernels_take_inputs_then_integers_then_outputs(built: dict[str, Any], key: str) -> None:
@@ -91,7 +97,7 @@ def test_kernels_take_inputs_then_integers_then_outputs(built: dict[str, Any], k
     pointers = [".u64" in line for line in declared[1].split(",")]
     assert len(pointers) == built[key].parameters
     inputs, integers = len(PLUGINS[name].inputs), len(LAUNCHES[name][1][2])
-    outputs = {"SpecAttention": 3, "SpecAccept": 2}.get(name, 1)
+    outputs = {"SpecAttention": 3, "SpecAccept": 2, "KvCompact": 2}.get(name, 1)
     assert pointers == [True] * inputs + [False] * integers + [True] * outputs
     assert tuple(kernel(key.rsplit("-", 1)[0]).signature)[:inputs] == PLUGINS[name].inputs
 
@@ -104,6 +110,15 @@ def test_every_rounding_of_the_noise_is_written_out(built: dict[str, Any], name:
     code = ptx(built, f"{name}-{architecture}")
     arithmetic = re.findall(r"^\s+((?:add|sub|mul|fma|mad|div|lg2|ex2|rcp)\.\S*f32)", code, re.MULTILINE)
     assert set(arithmetic) == {"add.rn.f32", "sub.rn.f32", "mul.rn.f32"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compaction_stores_nothing_before_all_is_loaded(built: dict[str, Any], architecture: str) -> None:
+    """A row is loaded by some threads and stored over by others: the whole block waits in between."""
+    code = re.findall(r"\b(ld\.global|bar\.sync|st\.global)", ptx(built, f"{COMPACTION}-{architecture}"))
+    barrier = len(code) - 1 - code[::-1].index("bar.sync")
+    assert "st.global" not in code[:barrier]
+    assert set(code[barrier + 1 :]) == {"st.global"}
 
 
 def test_an_assembler_takes_the_ptx(built: dict[str, Any], key: str, tmp_path: Path) -> None:
@@ -137,7 +152,7 @@ def test_launches_are_those_of_the_shapes(built: dict[str, Any], name: str) -> N
     dtypes, shapes = [dtype for dtype, _ in inputs], [shape for _, shape in inputs]
     plugin = create(name, ATTRIBUTES.get(name, {}), trt.QuickPluginCreationRequest.STRICT_AOT)
     outputs = [
-        torch.empty([size.at(SIZES) for size in shape], dtype=BF16 if name == "SpecAttention" else I64)
+        torch.empty([size.at(SIZES) for size in shape], dtype=BF16 if dtypes[0] == BF16 else I64)
         for shape in output_shapes(plugin, dtypes, shapes)
     ]
     concrete = [torch.empty([SIZES.get(size, size) for size in shape], dtype=dtype) for dtype, shape in inputs]
@@ -151,7 +166,7 @@ def test_launches_are_those_of_the_shapes(built: dict[str, Any], name: str) -> N
     with expressions() as builder:
         dimensions = [[Dimension(size) for size in shape] for shape in shapes]
         plugin.get_launch_params(dimensions, descriptions, len(inputs), launch, extra, builder)
-    line = built[f"{ATTENTION if name == 'SpecAttention' else name}-sm_90"]
+    line = built[f"{FULL_NAMES[name]}-sm_90"]
     got = {key: value.expr.at(SIZES) for key, value in vars(launch).items()}
     assert got == {
         "grid_x": grid, "grid_y": heads, "grid_z": 1, "block_x": line.num_threads, "block_y": 1, "block_z": 1,
@@ -204,6 +219,8 @@ def test_an_unknown_architecture_is_refused() -> None:
         build.build(["hopper"])
     with pytest.raises(build.BuildError, match="no such kernel: SpecAttention-d64: there are SpecAccept"):
         build.build(["sm_90"], ["SpecAttention-d64"])
+    with pytest.raises(build.BuildError, match="no such kernel: KvCompact-bf16-l7: there are SpecAccept"):
+        build.build(["sm_90"], ["KvCompact-bf16-l7"])
 
 
 def test_hidden_parameters_that_are_used_are_refused() -> None:

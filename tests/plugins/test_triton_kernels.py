@@ -16,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from trtspec_plugins.triton.accept import spec_accept
 from trtspec_plugins.triton.attention import spec_attention_
+from trtspec_plugins.triton.compact import kv_compact_
 from trtspec_plugins.triton.sample import spec_sample
 
 import trtspec.ops
@@ -186,3 +187,82 @@ def test_no_metadata_leads_past_the_tensors(data: st.DataObject) -> None:
     assert (guarded[0] == 7).all()
     assert (guarded[3] == 7).all()
     assert ((guarded == 7) | (guarded == 1)).all()
+
+
+# --- compaction -------------------------------------------------------------------------------------------------------
+
+
+def check_compaction(arguments: dict[str, Tensor]) -> None:
+    """All but scratch block 0, where the reference lets padding land."""
+    wanted = trtspec.ops.kv_compact(**arguments)
+    mine = {name: value.clone() for name, value in arguments.items()}
+    kv_compact_(**mine)
+    for cache, expected in zip((mine["k_cache"], mine["v_cache"]), wanted, strict=True):
+        assert torch.equal(cache[1:], expected[1:])
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches.compact())
+def test_compaction_is_the_reference_s(arguments: dict[str, Tensor]) -> None:
+    check_compaction(interpretable(arguments))
+
+
+def wide_paths(length: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Rows of 3 heads of 200, which several programs share, of requests that reverse, rotate and thin out a path."""
+    columns, block_size = -(-2 * length // 7) + 1, 7
+    caches = torch.randn(2, 3 * columns + 1, block_size, 3, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    line = torch.arange(length)
+    return {
+        "k_cache": caches[0].clone(),
+        "v_cache": caches[1].clone(),
+        "block_tables": (torch.arange(3 * columns).flip(0) + 1).view(3, columns).to(torch.int32),
+        "starts": torch.tensor([0, 3, 1], dtype=torch.int32),
+        "path": torch.stack([line.flip(0), line.roll(1), line * 2]),
+    }
+
+
+@pytest.mark.parametrize("length", [1, 5, 8, 9, 64, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_move_over_each_other(length: int, dtype: torch.dtype) -> None:
+    check_compaction(wide_paths(length, dtype))
+
+
+def test_what_no_column_covers_is_in_scratch() -> None:
+    """Rows 7 and 8 of 9, as sources and as targets; of one request, as all share scratch."""
+    arguments = wide_paths(9)
+    arguments |= {name: arguments[name][:1].clone() for name in ("starts", "path")}
+    arguments["block_tables"] = arguments["block_tables"][:1, :1].clone()
+    wanted = trtspec.ops.kv_compact(**arguments)
+    kv_compact_(**arguments)
+    assert torch.equal(arguments["k_cache"], wanted[0])
+    assert torch.equal(arguments["v_cache"], wanted[1])
+
+
+def test_padding_is_not_written() -> None:
+    arguments = wide_paths(5)
+    arguments["path"].fill_(-1)
+    before = [arguments[name].clone() for name in ("k_cache", "v_cache")]
+    kv_compact_(**arguments)
+    assert all(torch.equal(arguments[name], old) for name, old in zip(("k_cache", "v_cache"), before, strict=True))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_no_path_leads_past_the_caches(data: st.DataObject) -> None:
+    guarded = torch.full((4, 5, 4, 1, 16), 7.0)  # between two walls each: k_cache, v_cache
+    guarded[1:3] = 1
+    far = anything | st.sampled_from([2**63 - 1, -(2**63), 2**62])
+    numbers = {
+        name: torch.tensor([data.draw(far if name == "path" else anything) for _ in range(count)], dtype=torch.int64)
+        for name, count in (("block_tables", 4), ("starts", 2), ("path", 6))
+    }
+    kv_compact_(
+        guarded[1],
+        guarded[2],
+        numbers["block_tables"].to(torch.int32).view(2, 2),
+        numbers["starts"].to(torch.int32),
+        numbers["path"].view(2, 3),
+    )
+    assert (guarded[0] == 7).all()
+    assert (guarded[3] == 7).all()
+    assert (guarded[1:3] == 1).all()
