@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -246,16 +246,18 @@ def test_padding_is_not_written() -> None:
     assert all(torch.equal(arguments[name], old) for name, old in zip(("k_cache", "v_cache"), before, strict=True))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(st.data())
 def test_no_path_leads_past_the_caches(data: st.DataObject) -> None:
-    guarded = torch.full((4, 5, 4, 1, 16), 7.0)  # between two walls each: k_cache, v_cache
-    guarded[1:3] = 1
-    far = anything | st.sampled_from([2**63 - 1, -(2**63), 2**62])
-    numbers = {
-        name: torch.tensor([data.draw(far if name == "path" else anything) for _ in range(count)], dtype=torch.int64)
-        for name, count in (("block_tables", 4), ("starts", 2), ("path", 6))
+    guarded = torch.arange(4 * 5 * 4 * 16.0).view(4, 5, 4, 1, 16)  # between two walls each: k_cache, v_cache
+    before = guarded.clone()
+    near = st.integers(-1, 8)
+    draws = {
+        "block_tables": (4, anything | st.integers(-3, 8)),
+        "starts": (2, near | anything),
+        "path": (6, near | anything | st.sampled_from([2**63 - 1, -(2**63), 2**62])),
     }
+    numbers = {name: torch.tensor([data.draw(of) for _ in range(count)]) for name, (count, of) in draws.items()}
     kv_compact_(
         guarded[1],
         guarded[2],
@@ -263,6 +265,9 @@ def test_no_path_leads_past_the_caches(data: st.DataObject) -> None:
         numbers["starts"].to(torch.int32),
         numbers["path"].view(2, 3),
     )
-    assert (guarded[0] == 7).all()
-    assert (guarded[3] == 7).all()
-    assert (guarded[1:3] == 1).all()
+    assert torch.equal(guarded[0], before[0])
+    assert torch.equal(guarded[3], before[3])
+    assert guarded[1].min() >= before[1].min()  # nothing came from a wall, or from the other cache
+    assert guarded[1].max() <= before[1].max()
+    assert guarded[2].min() >= before[2].min()
+    assert guarded[2].max() <= before[2].max()
