@@ -14,8 +14,8 @@ SpecAttention's attributes are scale (float), window (int) and softcap (float). 
 come in several combinations has a plugin for each of those that step graphs use; `signatures.plugin_of` names the one
 for a node, or says that there is none. New caches alias the old ones.
 
-Each plugin has a JIT form (jit.py: Python at run time) and, but for ProcessLogits, an AOT form (aot.py: a kernel that
-the engine holds, no Python at run time). What an engine takes is asked for per network, by
+Each plugin has a JIT form (jit.py: Python at run time) and an AOT form (aot.py: a kernel that the engine holds, no
+Python at run time). What an engine takes is asked for per network, by
 NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS or PREFER_JIT_PYTHON_PLUGINS, or per ONNX node, by the
 attribute aot = 1 or 0.
 

@@ -1,9 +1,8 @@
 """The plugins' AOT form: a kernel as PTX with how to launch it, which TensorRT keeps in the engine.
 
-All have one but ProcessLogits, which has the JIT form alone. The PTX is compiled beforehand, by
-`build_scripts/build_plugins.py --target tensorrt`, for the GPU that builds the engine or for $TRTSPEC_CUDA_ARCH (sm_90,
-say); SpecAttention's for the model's dtype, head size and heads per KV head, KvCompact's for the caches' dtype and the
-length of the path.
+Every plugin has one. The PTX is compiled beforehand, by `build_scripts/build_plugins.py --target tensorrt`, for the GPU
+that builds the engine or for $TRTSPEC_CUDA_ARCH (sm_90, say); SpecAttention's for the model's dtype, head size and
+heads per KV head, KvCompact's for the caches' dtype and the length of the path.
 
 TensorRT launches a kernel with the inputs' pointers, the integers given here, and the outputs' pointers, in that order
 (tensorrt.plugin.aot_impl's documentation; integers are 32 bits wide). That the PTX declares just these is tested; that
@@ -70,6 +69,13 @@ def _(
     rows = left_rows(group) // group  # of a program; requests begin programs of their own
     integers = [T, B, columns, num_blocks, block_size, Hkv, float_bits(scale), window, float_bits(softcap)]
     return _launch(kernel, trtp.cdiv(T, rows) + B, integers, Hkv)
+
+
+@trtp.aot_impl("trtspec::ProcessLogits")
+def _(logits, positions, ban_ids, ban_until, temperatures, top_ks, top_ps, min_ps, outputs, tactic) -> Launch:
+    R, V = logits.shape_expr[0], logits.shape_expr[1]
+    sizes = [group.shape_expr[0] for group in (ban_ids, temperatures, top_ks, top_ps, min_ps)]
+    return _launch("ProcessLogits", R, [V, ban_ids.shape_expr[1], *sizes])
 
 
 @trtp.aot_impl("trtspec::SpecAccept")

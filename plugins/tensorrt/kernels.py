@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import triton
-from trtspec_plugins.triton import accept, attention, compact, sample
+from trtspec_plugins.triton import accept, attention, compact, logits, sample
 from trtspec_plugins.triton.launch import left_rows, path_tile
 
 
@@ -29,7 +29,23 @@ class Kernel:
 _SAMPLE = {"logits": "*fp32", "greedy": "*i1", "seeds": "*i64", "positions": "*i64"}
 _SAMPLE_REST = {"V": "i32", "num_seeds": "i32", "tokens": "*i64"}
 
+_GROUPS = {"temperatures": "*fp32", "top_ks": "*i32", "top_ps": "*fp32", "min_ps": "*fp32"}
+
 KERNELS: dict[str, Kernel] = {
+    "ProcessLogits": Kernel(
+        logits.process_logits_kernel,
+        {
+            "logits": "*fp32",
+            "positions": "*i64",
+            "ban_ids": "*i32",
+            "ban_until": "*i64",
+            **_GROUPS,
+            **dict.fromkeys(("V", "M", "num_bans", *(f"num_{group}" for group in _GROUPS)), "i32"),
+            "out": "*fp32",
+        },
+        {"BLOCK": logits.BLOCK},
+        logits.NUM_WARPS,
+    ),
     "SpecAccept": Kernel(
         accept.spec_accept_kernel,
         {

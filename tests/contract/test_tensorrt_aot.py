@@ -26,6 +26,7 @@ from trtspec_plugins.tensorrt.signatures import PLUGINS  # noqa: E402
 
 import trtspec.ops  # noqa: E402
 from tests.contract.fake_builder import (  # noqa: E402
+    TRT_DTYPES,
     Dimension,
     create,
     describe,
@@ -53,6 +54,13 @@ LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
         # 4 rows a program: 3 programs hold 9 rows, and each of 5 requests may leave one unfinished
         (8, 2, [9, 5, 3, 17, 16, 2, 0x3E000000, 7, 0x41F00000]),
     ),
+    "ProcessLogits": (
+        [
+            (F32, ["R", 32000]), (I64, ["R"]), (I32, ["P", "M"]), (I64, ["P", "M"]),
+            (F32, ["T"]), (I32, ["B"]), (F32, ["S"]), (F32, ["N"]),
+        ],
+        (6, 1, [32000, 3, 2, 9, 5, 7, 17]),
+    ),
     "SpecAccept": ([(I64, ["B", 4]), (I64, ["B", 3]), (I32, ["B"]), (I32, ["B"]), (BOOL, ["B"])], (5, 1, [3])),
     "SpecSample": ([(F32, ["R", 32000]), (BOOL, ["R"]), (I64, ["S"]), (I64, ["R"])], (6, 1, [32000, 7])),
     "SpecSampleVocab": (
@@ -65,7 +73,7 @@ LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
     ),
 }  # fmt: skip
 ATTRIBUTES = {"SpecAttention": {"scale": 0.125, "window": 7, "softcap": 30.0}}
-SIZES = {"B": 5, "R": 6, "S": 7, "V": 999, "T": 9, "N": 17, "B1": 6, "M": 3}
+SIZES = {"B": 5, "R": 6, "S": 7, "V": 999, "T": 9, "N": 17, "B1": 6, "M": 3, "P": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,7 +94,7 @@ def key(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_table_of_kernels_is_complete() -> None:
-    assert set(FULL_NAMES) == set(LAUNCHES) <= set(PLUGINS)
+    assert set(FULL_NAMES) == set(LAUNCHES) == set(PLUGINS)
 
 
 def test_kernels_take_inputs_then_integers_then_outputs(built: dict[str, Any], key: str) -> None:
@@ -113,6 +121,26 @@ def test_every_rounding_of_the_noise_is_written_out(built: dict[str, Any], name:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_divided_as_the_reference_divides(built: dict[str, Any], architecture: str) -> None:
+    """And sums are of roundings that nothing fuses, so that one row's are the same everywhere in a batch."""
+    code = ptx(built, f"ProcessLogits-{architecture}")
+    arithmetic = re.findall(r"^\s+((?:add|sub|mul|fma|mad|div|lg2|ex2|rcp)\.\S*f32)", code, re.MULTILINE)
+    assert set(arithmetic) == {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32", "ex2.approx.f32"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_read_again_after_all_threads_have_written_them(built: dict[str, Any], architecture: str) -> None:
+    """The block waits before bans are written over the row, and before that is searched; the last writes are each
+    thread's own."""
+    code = re.findall(r"\b(ld\.global|bar\.sync|st\.global)", ptx(built, f"ProcessLogits-{architecture}"))
+    divided, banned, *searched, filtered = " ".join(code).split("bar.sync")
+    assert "st.global" in divided
+    assert re.fullmatch(r" (ld\.global )+(st\.global )+", banned)
+    assert "st.global" not in "".join(searched)
+    assert re.fullmatch(r" (ld\.global )+(st\.global ?)+", filtered)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compaction_stores_nothing_before_all_is_loaded(built: dict[str, Any], architecture: str) -> None:
     """A row is loaded by some threads and stored over by others: the whole block waits in between."""
     code = re.findall(r"\b(ld\.global|bar\.sync|st\.global)", ptx(built, f"{COMPACTION}-{architecture}"))
@@ -132,30 +160,20 @@ def test_an_assembler_takes_the_ptx(built: dict[str, Any], key: str, tmp_path: P
     assert (tmp_path / "kernel.cubin").stat().st_size > 0
 
 
-def test_plugins_with_a_kernel_are_created_ahead_of_time_and_others_are_refused() -> None:
-    for name, signature in PLUGINS.items():
-        attributes = {"scale": 1.0, "window": 0, "softcap": 0.0} if signature.attributes else {}
-        if name in LAUNCHES:
-            plugin = create(name, attributes, trt.QuickPluginCreationRequest.STRICT_AOT)
-            assert type(plugin).__name__ == "_TemplateAOTPlugin"
-        else:
-            with pytest.raises(Exception, match="AOT"):
-                create(name, attributes, trt.QuickPluginCreationRequest.STRICT_AOT)
-            plugin = create(name, attributes, trt.QuickPluginCreationRequest.PREFER_AOT)
-            assert type(plugin).__name__ == "_TemplateJITPlugin"
-
-
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_launches_are_those_of_the_shapes(built: dict[str, Any], name: str) -> None:
-    """Through TensorRT's own get_launch_params and get_kernel."""
-    inputs, (grid, heads, integers) = LAUNCHES[name]
-    dtypes, shapes = [dtype for dtype, _ in inputs], [shape for _, shape in inputs]
+@pytest.mark.parametrize("name", PLUGINS)
+def test_plugins_are_created_ahead_of_time(name: str) -> None:
     plugin = create(name, ATTRIBUTES.get(name, {}), trt.QuickPluginCreationRequest.STRICT_AOT)
-    outputs = [
-        torch.empty([size.at(SIZES) for size in shape], dtype=BF16 if dtypes[0] == BF16 else I64)
-        for shape in output_shapes(plugin, dtypes, shapes)
-    ]
+    assert type(plugin).__name__ == "_TemplateAOTPlugin"
+
+
+def launched(plugin: Any, inputs: list[Any]) -> tuple[dict[str, int], list[int], str, str]:
+    """(launch parameters, integers, entry, PTX) through TensorRT's own get_launch_params and get_kernel."""
+    dtypes, shapes = [dtype for dtype, _ in inputs], [shape for _, shape in inputs]
     concrete = [torch.empty([SIZES.get(size, size) for size in shape], dtype=dtype) for dtype, shape in inputs]
+    sizes = [[size.at(SIZES) for size in shape] for shape in output_shapes(plugin, dtypes, shapes)]
+    types = plugin.get_output_data_types([TRT_DTYPES[dtype] for dtype in dtypes], [len(shape) for shape in shapes])
+    spelled = {trt_dtype: dtype for dtype, trt_dtype in TRT_DTYPES.items()}
+    outputs = [torch.empty(shape, dtype=spelled[kind]) for shape, kind in zip(sizes, types, strict=True)]
     descriptions = []
     for tensor in (*concrete, *outputs):
         dynamic = trt.DynamicPluginTensorDesc()
@@ -166,16 +184,35 @@ def test_launches_are_those_of_the_shapes(built: dict[str, Any], name: str) -> N
     with expressions() as builder:
         dimensions = [[Dimension(size) for size in shape] for shape in shapes]
         plugin.get_launch_params(dimensions, descriptions, len(inputs), launch, extra, builder)
+    entry, code = plugin.get_kernel([describe(tensor) for tensor in concrete], [describe(tensor) for tensor in outputs])
+    integers = [extra[index].expr.at(SIZES) for index in range(extra.nbSymExprs)]
+    return {key: value.expr.at(SIZES) for key, value in vars(launch).items()}, integers, entry, code.decode()
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_are_those_of_the_shapes(built: dict[str, Any], name: str) -> None:
+    inputs, (grid, heads, integers) = LAUNCHES[name]
+    plugin = create(name, ATTRIBUTES.get(name, {}), trt.QuickPluginCreationRequest.STRICT_AOT)
+    launch, passed, entry, code = launched(plugin, inputs)
     line = built[f"{FULL_NAMES[name]}-sm_90"]
-    got = {key: value.expr.at(SIZES) for key, value in vars(launch).items()}
-    assert got == {
+    assert launch == {
         "grid_x": grid, "grid_y": heads, "grid_z": 1, "block_x": line.num_threads, "block_y": 1, "block_z": 1,
         "shared_mem": line.shared_bytes,
     }  # fmt: skip
-    assert [extra[index].expr.at(SIZES) for index in range(extra.nbSymExprs)] == integers
-    entry, code = plugin.get_kernel([describe(tensor) for tensor in concrete], [describe(tensor) for tensor in outputs])
-    assert f".entry {entry}(" in code.decode()
-    assert re.search(r"^\.reqntid (\d+)", code.decode(), re.MULTILINE)[1] == str(line.num_threads)
+    assert passed == integers
+    assert f".entry {entry}(" in code
+    assert re.search(r"^\.reqntid (\d+)", code, re.MULTILINE)[1] == str(line.num_threads)
+
+
+def test_compaction_refuses_what_no_kernel_can_be_chosen_for() -> None:
+    plugin = create("KvCompact", {}, trt.QuickPluginCreationRequest.STRICT_AOT)
+    [k_cache, v_cache, *metadata, (_, path)], _ = LAUNCHES["KvCompact"]
+    with pytest.raises(ValueError, match="a fixed length of path"):
+        launched(plugin, [k_cache, v_cache, *metadata, (I64, ["B", "M"])])
+    with pytest.raises(TypeError, match=r"caches of FLOAT, HALF or BF16: DataType\.INT32"):
+        launched(plugin, [(I32, k_cache[1]), (I32, v_cache[1]), *metadata, (I64, path)])
+    with pytest.raises(LookupError, match="KvCompact-bf16-l16 is not compiled for sm_90: run"):
+        launched(plugin, [k_cache, v_cache, *metadata, (I64, ["B", 9])])
 
 
 class _Arguments(dict[int, Any]):
@@ -217,9 +254,13 @@ def test_ptx_of_an_older_gpu_serves_a_newer_one_if_it_may() -> None:
 def test_an_unknown_architecture_is_refused() -> None:
     with pytest.raises(build.BuildError, match="hopper: an architecture is written like sm_90"):
         build.build(["hopper"])
-    with pytest.raises(build.BuildError, match="no such kernel: SpecAttention-d64: there are SpecAccept"):
+    with pytest.raises(
+        build.BuildError, match="no such kernel: SpecAttention-d64: there are ProcessLogits, SpecAccept"
+    ):
         build.build(["sm_90"], ["SpecAttention-d64"])
-    with pytest.raises(build.BuildError, match="no such kernel: KvCompact-bf16-l7: there are SpecAccept"):
+    with pytest.raises(
+        build.BuildError, match="no such kernel: KvCompact-bf16-l7: there are ProcessLogits, SpecAccept"
+    ):
         build.build(["sm_90"], ["KvCompact-bf16-l7"])
 
 
