@@ -25,10 +25,9 @@ NUM_WARPS = 16
 
 @triton.jit
 def _key(x):
-    """int32 that orders as the floats: NaN above all, the zeros as one."""
+    """int32 that orders as the floats: NaN above all, and -0 next to 0."""
     bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return tl.where(x != x, 0x7FFFFFFF, key)
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
@@ -55,16 +54,15 @@ def _lowest(row, V, lo, hi, bound, least, top, MASS: tl.constexpr, BLOCK: tl.con
         over = tl.full((BLOCK,), 2147483647, tl.int32)
         for start in range(0, V, BLOCK):
             v = start + tl.arange(0, BLOCK)
-            x = tl.load(row + v, mask=v < V, other=0.0)
+            x = tl.load(row + v, mask=v < V, other=float("nan"))  # which is never below the highest key
             key = _key(x)
-            low = (v < V) & (key <= middle)
-            high = (v < V) & (key > middle)
+            low = key <= middle
             if MASS:
                 sums += tl.where(low, _weight(x, least, top), 0.0)
             else:
                 sums += low.to(tl.int32)
             under = tl.maximum(under, tl.where(low, key, -2147483648))
-            over = tl.minimum(over, tl.where(high, key, 2147483647))
+            over = tl.minimum(over, tl.where(low, 2147483647, key))
         # Where no token lies between, the answer is not either.
         if tl.sum(sums, axis=0) > bound:
             hi = tl.max(under, axis=0).to(tl.int64)
@@ -144,7 +142,7 @@ def process_logits_kernel(
             lo = tl.full((), -2147483648, tl.int64)
             least = _float(_lowest(row, V, lo, top_key.to(tl.int64), V - k, 0.0, 0.0, False, BLOCK))
         floor = 0.0  # as is what weighs less
-        if (top > float("-inf")) & (top < float("inf")):  # else there are no probabilities, and nothing more goes
+        if tl.abs(top) < float("inf"):  # else there are no probabilities, and nothing more goes
             if p < 1:
                 weights = tl.zeros((BLOCK,), tl.float32)
                 for start in range(0, V, BLOCK):

@@ -163,6 +163,19 @@ def test_ties_with_the_kth_and_the_most_likely_stay() -> None:
     assert torch.equal(got > -INF, x > -1)  # a tie is kept or goes as a whole, and zeros of both signs are one
 
 
+@pytest.mark.parametrize("first", [1.0, -1.0, -1e-44])
+def test_logits_that_are_each_other_s_next(first: float) -> None:
+    """Of 24 floats with none between them, also through zero, k keeps k, p a little below k/24 too, and both together
+    k again where p keeps all that k has left."""
+    chain = [torch.tensor(first)]
+    for _ in range(23):
+        chain.append(chain[-1].nextafter(torch.tensor(INF)))
+    x, k = torch.stack(chain).repeat(24, 1), torch.arange(1, 25)
+    for groups in ({"top_ks": k}, {"top_ps": k / 24 - 0.02}, {"top_ks": k, "top_ps": torch.full((24,), 0.999)}):
+        got = check({"logits": x, **groups})
+        assert (got > -INF).sum(1).tolist() == k.tolist()
+
+
 def test_top_p_s_mass_is_of_what_top_k_left() -> None:
     """Of 0.4, 0.3, 0.2 and 0.1, p = 0.5 keeps two, but one of the two most likely, 4/7 and 3/7."""
     x = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(2, 1)
