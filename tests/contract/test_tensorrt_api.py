@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 trt = pytest.importorskip("tensorrt", reason="TensorRT is not installed here: make contract-tensorrt")
 
 from tests.contract.api_names import parameters, problems, uses  # noqa: E402
+from tests.contract.record_api import FILE, record, text  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [file for folder in ("trtspec", "plugins") for file in sorted((ROOT / folder).rglob("*.py"))]
@@ -66,3 +69,10 @@ def test_a_mistake_is_found(code: str, said: str) -> None:
 
 def test_what_methods_take_is_read_from_their_docstrings() -> None:
     assert {"self", "name", "dtype", "shape"} in (parameters(trt.INetworkDefinition.add_input) or [])
+
+
+def test_the_recorded_api_is_that_of_these_bindings() -> None:
+    """What stands in for TensorRT in the ordinary tests has TensorRT's methods, parameters and properties."""
+    if os.environ.get("TRTSPEC_RECORD"):
+        FILE.write_text(text(record()), encoding="utf-8")
+    assert json.loads(FILE.read_text(encoding="utf-8")) == record()

@@ -18,6 +18,9 @@ from trtspec_plugins.tensorrt.signatures import PLUGINS, plugin_of  # noqa: E402
 import trtspec.ops  # noqa: E402
 from tests.contract import batches  # noqa: E402
 from tests.contract.fake_builder import TRT_DTYPES, create, enqueue, output_shapes  # noqa: E402
+from tests.fake_tensorrt.api import DataType  # noqa: E402
+from tests.fake_tensorrt.layer import FakeTensor  # noqa: E402
+from tests.fake_tensorrt.plugins import FakePlugin  # noqa: E402
 
 register()
 F32, BF16, I32, I64, BOOL = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool
@@ -100,6 +103,23 @@ def test_outputs_have_the_ops_dtypes_shapes_and_aliases(name: str) -> None:
     shapes = output_shapes(plugin, [dtype for dtype, _ in inputs], [shape for _, shape in inputs])
     expected = [[SIZES.get(size, size) for size in shape] for _, shape in outputs]
     assert [[size.at(SIZES) for size in shape] for shape in shapes] == expected
+
+
+@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "KvCompact"])  # no step's network has it
+def test_the_stand_in_of_the_ordinary_tests_declares_the_same(name: str) -> None:
+    attributes, inputs, outputs, aliases = DECLARED[name]
+
+    def described(declared: list[Any]) -> list[Any]:
+        kinds = [getattr(DataType, TRT_DTYPES[dtype].name) for dtype, _ in declared]
+        return [
+            (kind, tuple(size if isinstance(size, int) else -1 for size in shape))
+            for kind, (_, shape) in zip(kinds, declared, strict=True)
+        ]
+
+    plugin = FakePlugin(name, attributes)
+    tensors = [FakeTensor(None, 0, kind, shape) for kind, shape in described(inputs)]
+    assert plugin.describe(None, *tensors) == described(outputs)
+    assert [plugin.aliases.get(index, -1) for index in range(len(outputs))] == aliases
 
 
 def test_attributes_of_an_onnx_node_arrive() -> None:

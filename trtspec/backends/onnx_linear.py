@@ -2,6 +2,8 @@
 
 plain weights     Gemm with the matrix [N, K] as it is
 int8, int4        for ONNX Runtime: MatMulNBits (com.microsoft), which rounds rows of x to int8 per block of inputs
+                  for TensorRT: DequantizeLinear and Gemm, with x as it is. TensorRT has no zero points: weights whose
+                  zeros are not in the middle (int4 that this package quantised from a plain checkpoint) are refused
 
 A packed matrix is unpacked here, at export: files hold what the runtime reads.
 """
@@ -23,9 +25,10 @@ _INT8_BLOCK = 32
 """MatMulNBits wants a scale per block of inputs, also where a column has one for all."""
 
 
-def write_linears(model: ir.Model) -> None:
-    """Rewrite, in place, each PackedLinear and PackedEmbedding for ONNX Runtime."""
-    matrices = _Matrices(model)
+def write_linears(model: ir.Model, runtime: str = "onnxruntime") -> None:
+    """Rewrite, in place, each PackedLinear and PackedEmbedding for a runtime: "onnxruntime" or "tensorrt".
+    UnsupportedError for weights that it does not take."""
+    matrices = _RUNTIMES[runtime](model)
     rewrites: dict[str, Callable[[ir.Node], list[ir.Node]]] = {
         "PackedLinear": matrices.linear,
         "PackedEmbedding": matrices.embedding,
@@ -59,12 +62,23 @@ class _Matrices:
             if held.ndim != 2:
                 matrix = self._constant(f"{weight.name}.matrix", lambda: unpack_values(held)[:N, :K].contiguous())
             out = ir.node("Gemm", [x, matrix, bias] if bias is not None else [x, matrix], {"transB": 1})
-            if node.attributes["float_out"].as_int() and held.dtype != torch.float32:
-                return [out, ir.node("Cast", [out.outputs[0]], {"to": ir.DataType.FLOAT})]
-            return [out]
+            return [out, *self._as_float(node, out, held.dtype)]
         assert scales is not None
-        none = torch.empty(0)
-        scale, zero = _tensor(scales), none if zeros is None else _tensor(zeros)
+        scale, zero = _tensor(scales), torch.empty(0) if zeros is None else _tensor(zeros)
+        return self.quantised(node, held, scale, zero)
+
+    def _as_float(self, node: ir.Node, out: ir.Node, dtype: torch.dtype) -> list[ir.Node]:
+        """What follows a linear that computes in `dtype` where its result is to be fp32."""
+        if node.attributes["float_out"].as_int() and dtype != torch.float32:
+            return [ir.node("Cast", [out.outputs[0]], {"to": ir.DataType.FLOAT})]
+        return []
+
+    def quantised(self, node: ir.Node, held: Tensor, scale: Tensor, zero: Tensor) -> list[ir.Node]:
+        """A linear of integers, for ONNX Runtime."""
+        x, weight, bias = node.inputs[0], node.inputs[1], (*node.inputs, None, None, None)[4]
+        assert x is not None
+        assert weight is not None
+        N, K = node.attributes["out_features"].as_int(), _depth(x)
         parts: Callable[[], tuple[Tensor, Tensor, Tensor]]
         if held.dtype == torch.int8:
             bits, block, parts = 8, _INT8_BLOCK, lambda: _eight_bits(held, scale, N, K)
@@ -107,7 +121,9 @@ class _Matrices:
         return self.graph.initializers[name]
 
     def _register(self, name: str, made: Tensor) -> None:
-        tensor = ir.tensor(made.numpy(), name=name)
+        self._register_tensor(name, ir.tensor(made.contiguous(), name=name))
+
+    def _register_tensor(self, name: str, tensor: ir.TensorProtocol) -> None:
         value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
         self.graph.register_initializer(value)
 
@@ -116,6 +132,59 @@ class _Matrices:
         for name, value in list(self.graph.initializers.items()):
             if not value.uses():
                 del self.graph.initializers[name]
+
+
+class _TensorRTMatrices(_Matrices):
+    """For TensorRT."""
+
+    def quantised(self, node: ir.Node, held: Tensor, scale: Tensor, zero: Tensor) -> list[ir.Node]:
+        """DequantizeLinear of [N, K] in x's dtype, with a scale a row (int8) or a row and group (int4), and Gemm.
+
+        int4 scales are rounded to x's dtype. A scale of 0, of a row or group of zeros, becomes 1: TensorRT wants them
+        positive."""
+        x, weight, bias = node.inputs[0], node.inputs[1], (*node.inputs, None, None, None)[4]
+        assert x is not None
+        assert weight is not None
+        N, K = node.attributes["out_features"].as_int(), _depth(x)
+        dtype = _TORCH[x.dtype]
+        matrix, scales = f"{weight.name}.matrix", f"{weight.name}.scales"
+        if held.dtype == torch.int8:
+            attributes = {"axis": 0}
+            if matrix not in self.graph.initializers:
+                self._register(matrix, unpack_values(held)[:N, :K].contiguous())
+                self._register_scales(scales, scale.flatten()[:N], dtype)
+        else:
+            attributes = {"axis": 1, "block_size": K // scale.shape[1]}
+            if matrix not in self.graph.initializers:
+                if zero.numel() and not bool((unpack_groups(scale, zero)[1][:N] == 8).all()):
+                    raise UnsupportedError(
+                        f"{weight.name}: TensorRT takes 4-bit weights without zero points only; use quantization int8, "
+                        "or a checkpoint that was quantised symmetrically (GPTQ with sym = true)"
+                    )
+                values = unpack_values(held)[:N, :K].to(torch.int16) - 8
+                packed = _pairs((values & 15).to(torch.uint8)).flatten()
+                tensor = ir.PackedTensor(packed.numpy(), ir.DataType.INT4, shape=ir.Shape((N, K)), name=matrix)
+                self._register_tensor(matrix, tensor)
+                self._register_scales(scales, unpack_groups(scale, zero)[0][:N], dtype)
+        whole = ir.node(
+            "DequantizeLinear", [self.graph.initializers[matrix], self.graph.initializers[scales]], attributes
+        )
+        inputs = [x, whole.outputs[0], *([] if bias is None else [bias])]
+        out = ir.node("Gemm", inputs, {"transB": 1})
+        return [whole, out, *self._as_float(node, out, dtype)]
+
+    def _register_scales(self, name: str, scale: Tensor, dtype: torch.dtype) -> None:
+        scale = scale.to(dtype)
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale).contiguous()
+        self._register_tensor(name, ir.tensor(scale, name=name))
+
+
+_RUNTIMES: dict[str, type[_Matrices]] = {"onnxruntime": _Matrices, "tensorrt": _TensorRTMatrices}
+_TORCH = {
+    ir.DataType.FLOAT: torch.float32,
+    ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.BFLOAT16: torch.bfloat16,
+}
 
 
 def _eight_bits(held: Tensor, scales: Tensor, N: int, K: int) -> tuple[Tensor, Tensor, Tensor]:

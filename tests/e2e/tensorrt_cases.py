@@ -1,0 +1,32 @@
+"""Networks of a step, written into the stand-in for TensorRT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from tests.fake_tensorrt.builder import FakeTensorRT
+from tests.fake_tensorrt.network import FakeNetwork
+from tests.fake_tensorrt.plugins import fake_plugin_of
+from trtspec.backends.export import Step, example_batch
+from trtspec.backends.onnx_export import export_onnx
+from trtspec.backends.onnx_linear import write_linears
+from trtspec.backends.tensorrt_network import write_network
+from trtspec.core import KVLayer
+
+
+def written(
+    step: Step, kv_shapes: Sequence[tuple[int, int]], block_size: int, draft_len: int, uniform: bool = False
+) -> FakeNetwork:
+    """The network of a functional step, each layer's dtypes and shapes checked."""
+    example = example_batch(draft_len, block_size, uniform)
+    blocks, dtype = int(example.attn.block_tables.max()) + 1, step.decoder.norm.weight.dtype
+    kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in kv_shapes]
+    model = export_onnx(step, example, cast("list[KVLayer]", kv), uniform)
+    write_linears(model, "tensorrt")
+    network = FakeNetwork()
+    _, network._kept = write_network(FakeTensorRT(), network, model, fake_plugin_of)
+    network._check()
+    return network

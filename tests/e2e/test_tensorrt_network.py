@@ -1,0 +1,91 @@
+"""A step's TensorRT network, computed layer by layer as TensorRT documents: it gives what the eager step gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from tests.checkpoints import ARCHS, make_checkpoint
+from tests.e2e.recorded import K, Recorder, cases_of
+from tests.e2e.tensorrt_cases import written
+from tests.fake_tensorrt.builder import FakeTensorRT
+from tests.fake_tensorrt.network import FakeNetwork
+from tests.fake_tensorrt.plugins import fake_plugin_of
+from trtspec.backends.compiled import _NEUTRAL
+from trtspec.backends.export import INPUT_DTYPES, example_batch, graph_inputs, graph_outputs, input_names
+from trtspec.backends.tensorrt_network import write_network
+from trtspec.config.engine import EngineConfig
+from trtspec.engine.assemble import plan_assembly
+from trtspec.engine.build import steps
+from trtspec.errors import UnsupportedError
+from trtspec.workers.step import OneEngineStep
+
+
+@pytest.mark.parametrize("uniform", [False, True], ids=["ragged", "uniform"])
+def test_an_eagle3_step_is_what_its_network_computes(recorders: dict[str, Recorder], uniform: bool) -> None:
+    """Every recorded batch: requests alone and together, contexts, chunks, greedy and sampled."""
+    eager = recorders["sampled"].inner.step
+    step = OneEngineStep(eager.decoder, eager.worker, functional=True)
+    kv = recorders["sampled"].steps[0][1]
+    shapes = [tuple(k.shape[2:]) for k, _ in kv]
+    network = written(step, shapes, kv[0][0].shape[1], K, uniform)
+    sizes = set()
+    for name in ("greedy", "sampled"):
+        for inputs, before, outputs, after in cases_of(recorders[name], uniform):
+            tensors = graph_inputs(inputs, input_names(step, uniform))
+            rows = inputs.spec.gather_ids.shape[0]
+            for field, neutral in _NEUTRAL.items():
+                if tensors[field].numel() == 0:
+                    shape = (rows, 1) if field.startswith("ban") else (rows,)
+                    tensors[field] = torch.full(shape, neutral, dtype=INPUT_DTYPES[field])
+            caches = {f"{part}_cache_{i}": layer[j] for i, layer in enumerate(before) for j, part in enumerate("kv")}
+            got = network._run(tensors | caches)
+            for output, want in graph_outputs(outputs).items():
+                assert torch.equal(got[output], want), output
+            for i, layer in enumerate(after):
+                for part, want in zip("kv", layer, strict=True):
+                    torch.testing.assert_close(got[f"new_{part}_cache_{i}"], want, rtol=1e-4, atol=1e-5)
+            sizes.add((inputs.spec.num_contexts, inputs.spec.num_generations))
+    assert (0, 1) in sizes
+    assert len(sizes) >= (4 if uniform else 9)
+
+
+VARIANTS = [*((arch, "float32") for arch in ARCHS), ("qwen3", "bfloat16")]
+
+
+@pytest.mark.parametrize(("arch", "dtype"), VARIANTS)
+def test_a_plain_step_is_what_its_network_computes(tmp_path: Path, arch: str, dtype: str) -> None:
+    """Of every kind of model: rotary embeddings, biases, windows, norms of q and k, a tied embedding."""
+    tied = {"tie_word_embeddings": True} if arch == "qwen3" else {}
+    config = EngineConfig(backend="onnx", dtype=dtype, max_batch_size=4, max_num_tokens=16, block_size=4)
+    assembly = plan_assembly(make_checkpoint(tmp_path, arch, **tied), None, config, False, True)
+    [(step, layers)] = steps(assembly, lambda what: None).values()
+    shapes = [shape for spec in layers for shape in spec.kv_shapes]
+    network = written(step, shapes, 4, 0)
+    inputs = example_batch(0, 4)
+    inputs = replace(inputs, input_ids=torch.arange(inputs.input_ids.shape[0]) % 9)
+    g, element = torch.Generator().manual_seed(0), getattr(torch, dtype)
+    blocks = int(inputs.attn.block_tables.max()) + 1
+    before = [tuple(torch.randn(blocks, 4, h, d, generator=g).to(element) for _ in "kv") for h, d in shapes]
+    after = list(before)
+    with torch.no_grad():
+        tokens = step(inputs, after).tokens
+    caches = {f"{part}_cache_{i}": layer[j] for i, layer in enumerate(before) for j, part in enumerate("kv")}
+    got = network._run(graph_inputs(inputs, input_names(step)) | caches)
+    assert torch.equal(got["tokens"], tokens)
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.05, "atol": 0.05}
+    for i, layer in enumerate(after):
+        for part, want in zip("kv", layer, strict=True):
+            torch.testing.assert_close(got[f"new_{part}_cache_{i}"], want, **close)
+
+
+def test_an_operator_that_is_not_known_is_named() -> None:
+    x = ir.Value(name="x", shape=ir.Shape([2, 3]), type=ir.TensorType(ir.DataType.FLOAT))
+    node = ir.node("Softmax", [x], name="odd")
+    model = ir.Model(ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 21}), ir_version=10)
+    with pytest.raises(UnsupportedError, match=r"operator Softmax \(node 'odd'\), which is not written"):
+        write_network(FakeTensorRT(), FakeNetwork(), model, fake_plugin_of)
