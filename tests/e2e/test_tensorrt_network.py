@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
 import pytest
 import torch
+from torch import Tensor
 
 from tests.checkpoints import ARCHS, make_checkpoint
 from tests.e2e.recorded import K, Recorder, cases_of
@@ -19,6 +21,7 @@ from trtspec.backends.compiled import _NEUTRAL
 from trtspec.backends.export import INPUT_DTYPES, example_batch, graph_inputs, graph_outputs, input_names
 from trtspec.backends.tensorrt_network import write_network
 from trtspec.config.engine import EngineConfig
+from trtspec.core import KVLayer
 from trtspec.engine.assemble import plan_assembly
 from trtspec.engine.build import steps
 from trtspec.errors import UnsupportedError
@@ -42,16 +45,41 @@ def test_an_eagle3_step_is_what_its_network_computes(recorders: dict[str, Record
                 if tensors[field].numel() == 0:
                     shape = (rows, 1) if field.startswith("ban") else (rows,)
                     tensors[field] = torch.full(shape, neutral, dtype=INPUT_DTYPES[field])
-            caches = {f"{part}_cache_{i}": layer[j] for i, layer in enumerate(before) for j, part in enumerate("kv")}
-            got = network._run(tensors | caches)
+            got = network._run(tensors | caches_of(before))
             for output, want in graph_outputs(outputs).items():
                 assert torch.equal(got[output], want), output
-            for i, layer in enumerate(after):
-                for part, want in zip("kv", layer, strict=True):
-                    torch.testing.assert_close(got[f"new_{part}_cache_{i}"], want, rtol=1e-4, atol=1e-5)
+            assert_close_kv(got, after)
             sizes.add((inputs.spec.num_contexts, inputs.spec.num_generations))
     assert (0, 1) in sizes
     assert len(sizes) >= (4 if uniform else 9)
+
+
+def test_a_step_that_neither_verifies_nor_makes_drafts(recorders: dict[str, Recorder]) -> None:
+    """K = 0, for which a schedule of draft lengths asks: the drafts' inputs and outputs have no elements."""
+    eager = recorders["sampled"].inner.step
+    step = OneEngineStep(eager.decoder, eager.worker, functional=True)
+    shapes = [tuple(k.shape[2:]) for k, _ in recorders["sampled"].steps[0][1]]
+    network = written(step, shapes, 4, 0)
+    inputs = example_batch(0, 4)
+    blocks = int(inputs.attn.block_tables.max()) + 1
+    before = [tuple(torch.zeros(blocks, 4, h, d) for _ in "kv") for h, d in shapes]
+    after = list(before)
+    with torch.no_grad():
+        outputs = graph_outputs(step(inputs, after))
+    got = network._run(graph_inputs(inputs, input_names(step)) | caches_of(before))
+    assert got["next_draft_tokens"].shape == (4, 0)
+    for output, want in outputs.items():
+        assert torch.equal(got[output], want), output
+    assert_close_kv(got, after)
+
+
+def caches_of(kv: Sequence[KVLayer]) -> dict[str, Tensor]:
+    return {f"{part}_cache_{i}": layer[j] for i, layer in enumerate(kv) for j, part in enumerate("kv")}
+
+
+def assert_close_kv(got: dict[str, Tensor], kv: Sequence[KVLayer], rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    for name, want in caches_of(kv).items():
+        torch.testing.assert_close(got[f"new_{name}"], want, rtol=rtol, atol=atol)
 
 
 VARIANTS = [*((arch, "float32") for arch in ARCHS), ("qwen3", "bfloat16")]
@@ -74,13 +102,9 @@ def test_a_plain_step_is_what_its_network_computes(tmp_path: Path, arch: str, dt
     after = list(before)
     with torch.no_grad():
         tokens = step(inputs, after).tokens
-    caches = {f"{part}_cache_{i}": layer[j] for i, layer in enumerate(before) for j, part in enumerate("kv")}
-    got = network._run(graph_inputs(inputs, input_names(step)) | caches)
+    got = network._run(graph_inputs(inputs, input_names(step)) | caches_of(before))
     assert torch.equal(got["tokens"], tokens)
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.05, "atol": 0.05}
-    for i, layer in enumerate(after):
-        for part, want in zip("kv", layer, strict=True):
-            torch.testing.assert_close(got[f"new_{part}_cache_{i}"], want, **close)
+    assert_close_kv(got, after, *((1e-4, 1e-5) if dtype == "float32" else (0.05, 0.05)))
 
 
 def test_an_operator_that_is_not_known_is_named() -> None:

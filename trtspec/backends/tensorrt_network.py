@@ -76,15 +76,19 @@ def _write_plugin(w: Writer, node: ir.Node, plugin_of: PluginOf) -> None:
     w.node = node.name or node.op_type
     names = [parameter.name for parameter in onnx.defs.get_schema(node.op_type, domain=DOMAIN).inputs]
     given = {name: value for name, value in zip(names, node.inputs, strict=False) if value is not None}
+    tensors = {name: w.get(value) for name, value in given.items()}
+    if node.op_type == "SpecAccept" and "draft_tokens" not in tensors:  # K = 0, so that it never has elements
+        sampled = tensors["sampled"]
+        tensors["draft_tokens"] = w.slice(sampled, [0, 0], [w.size(sampled, 0), 0], [1, 1])
     attributes = {
         name: one.as_float() if one.type == ir.AttributeType.FLOAT else one.as_int()
         for name, one in node.attributes.items()
     }
     try:
-        plugin, order = plugin_of(node.op_type, list(given), attributes)
+        plugin, order = plugin_of(node.op_type, list(tensors), attributes)
     except LookupError as error:
         raise UnsupportedError(f"{error.args[0]} (node {w.node!r})") from error
-    layer = w.network.add_plugin_v3([w.get(given[name]) for name in order], [], plugin)
+    layer = w.network.add_plugin_v3([tensors[name] for name in order], [], plugin)
     w.out(layer)
     for i, output in enumerate(node.outputs):
         w.set(output, layer.get_output(i))

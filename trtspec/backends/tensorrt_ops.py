@@ -194,12 +194,24 @@ def _expand(w: Writer, node: ir.Node) -> list[Any]:
     shape = w.get(node.inputs[1])
     rank = int(shape.shape[0])
     x = w.get(node.inputs[0], rank)
-    if rank < 0 or any(size != 1 for size in x.shape):
+    if any(size != 1 for size in x.shape):
         raise UnsupportedError(f"TensorRT: node {w.node!r} expands more than one number; please report this")
+    return [_repeated(w, x, shape)]
+
+
+def _constant_of_shape(w: Writer, node: ir.Node) -> list[Any]:
+    shape, held = w.get(node.inputs[0]), node.attributes["value"].as_tensor()
+    number = w.get(ir.Value(name=f"{w.node}.value", const_value=held))  # [1]
+    return [_repeated(w, w.lift(number, int(shape.shape[0])), shape)]
+
+
+def _repeated(w: Writer, x: Any, shape: Any) -> Any:
+    """One number, with as many dimensions as `shape` says, everywhere in that shape."""
+    rank = len(x.shape)
     layer = w.network.add_slice(x, (0,) * rank, (0,) * rank, (0,) * rank)
     out = w.out(layer)
     layer.set_input(2, shape)
-    return [out]
+    return out
 
 
 def _reshape(w: Writer, node: ir.Node) -> list[Any]:
@@ -322,6 +334,7 @@ OPS: dict[str, Op] = {
     "CastLike": _cast_like,
     "Clip": _clip,
     "Concat": _concat,
+    "ConstantOfShape": _constant_of_shape,
     "CumSum": _cumulative_sum,
     "DequantizeLinear": _dequantize,
     "Equal": _equal,

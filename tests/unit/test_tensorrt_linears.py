@@ -1,0 +1,87 @@
+"""Linears as TensorRT takes them: every layout of weights, computed through the stand-in's layers."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fake_tensorrt.builder import FakeTensorRT
+from tests.fake_tensorrt.network import FakeNetwork
+from tests.fake_tensorrt.plugins import fake_plugin_of
+from trtspec.backends.onnx_linear import write_linears
+from trtspec.backends.tensorrt_network import write_network
+from trtspec.errors import UnsupportedError
+from trtspec.ops.packing import pack_int4, pack_panels, quantize_int4, quantize_int8, unpack
+
+N, K, GROUP = 40, 64, 32
+DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
+
+
+def constant(name: str, tensor: Tensor) -> ir.Value:
+    held = ir.tensor(tensor, name=name)
+    return ir.Value(name=name, shape=held.shape, type=ir.TensorType(held.dtype), const_value=held)
+
+
+def linear(dtype: torch.dtype, weight: tuple[Tensor, ...], bias: Tensor | None, float_out: bool) -> FakeNetwork:
+    """The network of x [rows, K] through one PackedLinear."""
+    x = ir.Value(name="x", shape=ir.Shape(["rows", K]), type=ir.TensorType(DTYPES[dtype]))
+    names = ("weight", "scales", "zeros")
+    held = [constant(name, part) if part.numel() else None for name, part in zip(names, weight, strict=False)]
+    held += [None] * (3 - len(held))
+    if bias is not None:
+        held.append(constant("bias", bias))
+    attributes = {"out_features": N, "float_out": int(float_out)}
+    node = ir.Node("trtspec", "PackedLinear", [x, *held], [ir.AttrInt64(k, v) for k, v in attributes.items()])
+    node.outputs[0].name = "out"
+    constants = [value for value in held if value is not None]
+    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=constants, opset_imports={"": 21, "trtspec": 1})
+    model = ir.Model(graph, ir_version=10)
+    write_linears(model, "tensorrt")
+    network = FakeNetwork()
+    _, network._kept = write_network(FakeTensorRT(), network, model, fake_plugin_of)
+    network._check()
+    return network
+
+
+def layouts(kind: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(0)
+    matrix = torch.randn(N, K, generator=g)
+    if kind == "int8":
+        matrix[3] = 0  # a row whose scale is 0
+        return quantize_int8(matrix)
+    if kind == "int4":
+        values = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
+        return pack_int4(values, torch.rand(N, K // GROUP, generator=g) + 0.1, None)
+    return (matrix.to(dtype),) if kind == "plain" else (pack_panels(matrix.to(dtype)),)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "panels", "int8", "int4"])
+@pytest.mark.parametrize(("biased", "float_out"), [(False, False), (True, False), (False, True)])
+def test_a_linear_is_the_product_with_its_matrix(kind: str, dtype: torch.dtype, biased: bool, float_out: bool) -> None:
+    weight = layouts(kind, dtype)
+    bias = torch.linspace(-1, 1, N).to(dtype) if biased else None
+    network = linear(dtype, weight, bias, float_out)
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1)).to(dtype)
+    none = torch.empty(0)
+    parts = (*weight, none, none)[:3]
+    if parts[2].numel() == 0 and kind == "int4":
+        parts = (parts[0], parts[1], torch.empty(0, dtype=torch.uint8))
+    expected = x.float() @ unpack(*parts, N, K).T + (0 if bias is None else bias.float())
+    got = network._run({"x": x})["out"]
+    assert got.dtype == (torch.float32 if float_out else dtype)
+    close = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.3}
+    torch.testing.assert_close(got.float(), expected, **close)
+
+
+def test_zero_points_are_refused() -> None:
+    weight = quantize_int4(torch.randn(N, K, generator=torch.Generator().manual_seed(0)).abs(), GROUP)
+    with pytest.raises(UnsupportedError, match=r"weight: TensorRT takes 4-bit weights without zero points only; use"):
+        linear(torch.float32, weight, None, False)
+
+
+def test_weights_are_named_for_a_refit() -> None:
+    network = linear(torch.float32, layouts("int8", torch.float32), None, False)
+    assert {"weight.matrix", "weight.scales"} <= set(network._weight_names)
