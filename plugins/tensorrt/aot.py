@@ -12,33 +12,23 @@ TensorRT reads the annotations as objects: no `from __future__ import annotation
 of a plugin's attributes, in order.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import tensorrt as trt
 import tensorrt.plugin as trtp
-import torch
 from trtspec_plugins.tensorrt import jit  # noqa: F401  (registers what is completed here)
 from trtspec_plugins.tensorrt.build import compiled_for, folder
+from trtspec_plugins.tensorrt.device import architecture
 from trtspec_plugins.triton.launch import float_bits, left_rows, path_tile
 
 _SPELLED = {trt.float32: "fp32", trt.float16: "fp16", trt.bfloat16: "bf16"}
 Launch = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
 
 
-def _architecture() -> str:
-    asked = os.environ.get("TRTSPEC_CUDA_ARCH")
-    if asked:
-        return asked
-    if not torch.cuda.is_available():
-        raise RuntimeError("torch sees no GPU to compile an engine for: set TRTSPEC_CUDA_ARCH (sm_90, say)")
-    return "sm_{}{}".format(*torch.cuda.get_device_capability())
-
-
 def _launch(kernel: str, programs: Any, integers: Sequence[Any], heads: Any = 1) -> Launch:
     """One block of threads per program; integers are numbers or expressions of dimensions."""
-    compiled = compiled_for(kernel, _architecture())
+    compiled = compiled_for(kernel, architecture())
     parameters = trtp.KernelLaunchParams()
     parameters.grid_x = programs
     parameters.grid_y = heads

@@ -292,9 +292,9 @@ def test_the_script_builds_and_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_the_architecture_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtspec_plugins.tensorrt import aot
+    from trtspec_plugins.tensorrt.device import architecture
 
     monkeypatch.delenv("TRTSPEC_CUDA_ARCH")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="set TRTSPEC_CUDA_ARCH"):
-        aot._architecture()
+        architecture()

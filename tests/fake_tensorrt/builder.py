@@ -35,6 +35,7 @@ class FakeConfig(Stand):
 
     def __init__(self) -> None:
         self._flags: list[str] = []
+        self._cleared: list[str] = []
         self._features: list[str] = []
         self._profiles: list[FakeProfile] = []
         self._cache: FakeTimingCache | None = None
@@ -42,6 +43,9 @@ class FakeConfig(Stand):
 
     def _set_flag(self, flag: Any) -> None:
         self._flags.append(ENUMS["BuilderFlag"](flag).name)
+
+    def _clear_flag(self, flag: Any) -> None:
+        self._cleared.append(ENUMS["BuilderFlag"](flag).name)
 
     def _set_preview_feature(self, feature: Any, enable: bool) -> None:
         if enable:
@@ -56,7 +60,7 @@ class FakeConfig(Stand):
 
     def _set_timing_cache(self, cache: FakeTimingCache, ignore_mismatch: bool) -> bool:
         self._cache = cache
-        return True
+        return cache._held != b"of another GPU"
 
     def _get_timing_cache(self) -> FakeTimingCache | None:
         return self._cache
@@ -66,14 +70,14 @@ class FakeConfig(Stand):
 
 
 class FakeBuilder(Stand):
-    """A Builder whose plan is a line of text: nothing can be built here. `last` is what it was asked to build."""
+    """A Builder whose plan is a line of text: nothing can be built here. `_built` is what was asked for last."""
 
     _cls = "Builder"
+    _built: tuple[FakeNetwork, FakeConfig] | None = None
     _refuses = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bind("Builder", "__init__", args, kwargs)
-        self._last: tuple[FakeNetwork, FakeConfig] | None = None
 
     def _create_network(self, flags: int = 0) -> FakeNetwork:
         return FakeNetwork(flags)
@@ -88,6 +92,8 @@ class FakeBuilder(Stand):
         if self._refuses:
             return None
         network._check()
+        if "ALIASED_PLUGIN_IO_10_03" not in config._features and network._aliases():
+            raise Misuse("plugins alias their inputs: set PreviewFeature.ALIASED_PLUGIN_IO_10_03")
         for profile in config._profiles:
             for tensor in network._inputs:
                 if -1 not in tensor.shape:
@@ -103,8 +109,6 @@ class FakeBuilder(Stand):
                 raise Misuse(f"a profile has {strange}, which are no inputs")
         type(self)._built = network, config
         return b"a plan"
-
-    _built: tuple[FakeNetwork, FakeConfig] | None = None
 
 
 class FakeLogger(Stand):

@@ -1,0 +1,203 @@
+"""What TensorRT's builder is asked for, by a stand-in with its signatures, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx_ir as ir
+import onnxscript
+import pytest
+import torch
+
+from tests.e2e.conformance import LIMITS, K, make_models, wishes
+from tests.fake_tensorrt.builder import FakeBuilder, FakeConfig, FakeTensorRT
+from tests.fake_tensorrt.plugins import fake_plugin_of
+from tests.fake_tensorrt.summary import summary
+from trtspec.backends.compiled import CompiledStep
+from trtspec.backends.tensorrt_compile import build_plan, compile_step, driver_version, require
+from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, profiles
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.assemble import plan_assembly
+from trtspec.engine.build import steps
+from trtspec.errors import ConfigError, DependencyError, EngineError
+
+GOLDEN = Path(__file__).with_name("golden")
+SIZES = Sizes(batch_size=8, rows=32, draft_len=K, columns=26, blocks=41, block_size=4)
+MADE_WITH = f"torch {torch.__version__.split('+')[0]}, onnxscript {onnxscript.__version__}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+def compiled(
+    models: Path,
+    folder: Path,
+    mode: str = "none",
+    role: str = "target",
+    options: TensorRTOptions | None = None,
+    draft_lens: Sequence[int] = (0,),
+) -> CompiledStep:
+    config = EngineConfig(backend="onnx", dtype="float32", **LIMITS)
+    wanted = SpeculativeConfig.from_any(wishes(mode, models, False))
+    assembly = plan_assembly(models / "target", wanted, config, False, True)
+    step, layers = steps(assembly, lambda what: None)[role]
+    shapes = [shape for spec in layers for shape in spec.kv_shapes]
+    sizes = SIZES if mode != "none" else replace(SIZES, draft_len=0)
+    given = {"sizes": sizes, "options": options, "trt": FakeTensorRT(), "plugin_of": fake_plugin_of}
+    return compile_step(step, shapes, LIMITS["block_size"], draft_lens, folder, **given)
+
+
+@pytest.mark.parametrize(
+    ("mode", "role"),
+    [("none", "target"), ("ngram", "target"), ("draft", "target"), ("draft", "draft"), ("eagle3", "target")],
+)
+def test_what_is_asked_for_is_what_is_written_down(models: Path, tmp_path: Path, mode: str, role: str) -> None:
+    """TRTSPEC_GOLDEN=1 in the environment writes it anew. Another exporter may write other nodes for the same step."""
+    made = compiled(models, tmp_path, mode, role, draft_lens=(K,) if mode == "eagle3" else (0,))
+    assert [graph.file for graph in made.graphs] == ["rank0.engine"]
+    assert FakeBuilder._built is not None
+    network, _ = FakeBuilder._built
+    caches = {tensor.name for tensor in network._inputs if "_cache_" in tensor.name}
+    assert len(caches) == 2 * len(made.kv)
+    assert network._aliases() == {f"new_{name}": name for name in caches}  # through chains of draft steps, too
+    text = f"{mode}, {role}; {MADE_WITH}\n{summary(*FakeBuilder._built)}"
+    file = GOLDEN / f"tensorrt_{mode}_{role}.txt"
+    if os.environ.get("TRTSPEC_GOLDEN"):
+        file.write_text(text, encoding="utf-8")
+    golden = file.read_text(encoding="utf-8")
+    if golden.split("\n")[0] != text.split("\n")[0]:
+        pytest.skip(f"recorded with {golden.split(chr(10))[0].partition('; ')[2]}; here is {MADE_WITH}")
+    assert text == golden
+
+
+def test_each_draft_length_has_an_engine(models: Path, tmp_path: Path) -> None:
+    made = compiled(models, tmp_path, "eagle3", draft_lens=(0, K))
+    assert [(graph.file, graph.draft_len) for graph in made.graphs] == [
+        ("rank0_k0.engine", 0),
+        ("rank0.engine", K),
+    ]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank0.engine", "rank0_k0.engine"]
+    assert not any(graph.uniform or "tree_mask" in graph.inputs for graph in made.graphs)
+    assert CompiledStep.from_dict(made.to_dict()) == made
+    assert FakeBuilder._built is not None
+    network, _ = FakeBuilder._built  # the last, for K = 0
+    assert {tensor.name: tensor.shape for tensor in network._inputs}["draft_tokens"] == (-1, 0)
+
+
+@pytest.fixture(scope="module")
+def exported() -> tuple[ir.Model, tuple[Profile, ...]]:
+    """A graph to build that takes no time to export, and its profiles."""
+    x = ir.Value(name="kv_lens", shape=ir.Shape(["B"]), type=ir.TensorType(ir.DataType.INT32))
+    node = ir.node("Add", [x, x])
+    node.outputs[0].name = "twice"
+    model = ir.Model(ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 21}), ir_version=10)
+    return model, profiles(("kv_lens", "tree_mask"), (), SIZES)
+
+
+def planned(exported: tuple[ir.Model, tuple[Profile, ...]], **options: Any) -> FakeConfig:
+    """The config that a plan was built with."""
+    plan = build_plan(FakeTensorRT(), *exported, TensorRTOptions(**options), fake_plugin_of)
+    assert plan == b"a plan"
+    assert FakeBuilder._built is not None
+    return FakeBuilder._built[1]
+
+
+def test_options_become_flags(exported: tuple[ir.Model, tuple[Profile, ...]]) -> None:
+    config = planned(
+        exported,
+        weight_streaming=True,
+        refit=True,
+        strip_plan=True,
+        version_compatible=True,
+        hardware_compatibility="ampere_plus",
+    )
+    assert config._flags == ["WEIGHT_STREAMING", "REFIT", "STRIP_PLAN", "VERSION_COMPATIBLE"]
+    assert config.hardware_compatibility_level.name == "AMPERE_PLUS"
+    assert planned(exported)._flags == []
+
+
+def test_timing_caches_are_files(exported: tuple[ir.Model, tuple[Profile, ...]], tmp_path: Path) -> None:
+    known, out = tmp_path / "known", tmp_path / "new" / "out"
+    known.write_bytes(b"known")
+    planned(exported, input_timing_cache=str(known), output_timing_cache=str(out))
+    assert out.read_bytes() == b"known+"  # the stand-in adds a plus for what it has timed
+    known.write_bytes(b"of another GPU")
+    with pytest.raises(ConfigError, match="is of another TensorRT or GPU; leave it away"):
+        planned(exported, input_timing_cache=str(known))
+    with pytest.raises(ConfigError, match=r"input_timing_cache: .*leave it away for the first build"):
+        planned(exported, input_timing_cache=str(tmp_path / "none"))
+
+
+def test_what_the_builder_refuses_is_an_error(
+    exported: tuple[ir.Model, tuple[Profile, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeBuilder, "_refuses", True)
+    with pytest.raises(EngineError, match="TensorRT did not build the engine; its log says why"):
+        planned(exported)
+
+
+def test_native_attention_is_refused(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="attention = 'native' is not built for TensorRT; use 'plugin'"):
+        compiled(models, tmp_path, options=TensorRTOptions(attention="native"))
+
+
+# --- what is needed
+
+
+def test_without_tensorrt_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # as if it were not installed, where it is
+    with pytest.raises(DependencyError, match=r"TensorRT is missing .*pip install 'trtspec\[tensorrt\]'"):
+        require()
+
+
+def test_an_old_tensorrt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="10.13.2"))
+    with pytest.raises(DependencyError, match=r"TensorRT 10.13.2 is too old, 11.x is needed: pip install --upgrade"):
+        require()
+
+
+def driver(folder: Path, status: int, version: int) -> str:
+    """A library that answers as a driver does."""
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    source = folder / "driver.c"
+    source.write_text(
+        f"int cuInit(unsigned flags) {{ return {status}; }}\n"
+        f"int cuDriverGetVersion(int* version) {{ *version = {version}; return 0; }}\n"
+    )
+    library = folder / f"libcuda-{status}-{version}.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return str(library)
+
+
+def test_the_driver_says_its_version(tmp_path: Path) -> None:
+    assert driver_version(driver(tmp_path, 0, 13020)) == 13020
+
+
+def test_without_a_driver_or_a_gpu_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DependencyError, match=r"no NVIDIA driver here \(.*\); build the engine on the machine"):
+        driver_version(str(tmp_path / "libcuda.so.1"))
+    with pytest.raises(DependencyError, match=r"finds no GPU it can use \(cuInit gives 100\)"):
+        driver_version(driver(tmp_path, 100, 13020))
+
+
+def test_an_old_driver_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtspec.backends import tensorrt_compile
+
+    found = driver_version(driver(tmp_path, 0, 12080))
+    monkeypatch.setattr(tensorrt_compile, "driver_version", lambda: found)
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="11.4.0"))
+    with pytest.raises(DependencyError, match=r"driver is for CUDA 12.8, TensorRT 11.4.0 needs one for CUDA 13.0 or"):
+        require()

@@ -1,0 +1,258 @@
+"""Build TensorRT engines of a step: `rank0.engine`, and `rank0_k<K>.engine` for further draft lengths.
+
+One network takes every batch of a K; its second optimisation profile is for batches of generations alone
+(tensorrt_profiles.py). Weights are inside the engines. Networks of TensorRT 11 are always strongly typed: each layer
+computes in the dtype that the step has there.
+
+No engine has been built or run by this code: no machine at hand has TensorRT's builder. Shown by tests: which calls are
+made, with the signatures of TensorRT 11.4's Python bindings; that the network computes what the step does, layer by
+layer as documented; that the bindings' own plugin registry makes the plugins. Not shown: that TensorRT's builder takes
+the network and the chain of aliased caches in it, how long a build takes, what an engine costs to run, and whether
+a row's result is the same in batches of different sizes, for which TensorRT may pick different kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import onnx_ir as ir
+import torch
+
+from trtspec.backends.compiled import CompiledStep, Graph
+from trtspec.backends.export import Step, example_batch
+from trtspec.backends.onnx_export import DOMAIN, export_onnx
+from trtspec.backends.onnx_linear import write_linears
+from trtspec.backends.tensorrt_network import Attributes, PluginOf, write_network
+from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, profiles
+from trtspec.core import KVLayer
+from trtspec.errors import ConfigError, DependencyError, EngineError
+
+OLDEST = 11
+"""Major version of TensorRT whose API this is written for."""
+OLDEST_DRIVER = 13000
+"""CUDA 13.0, as cuDriverGetVersion says it: what the packages tensorrt-cu13 are made for."""
+
+_BITS = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
+
+
+def require() -> Any:
+    """The module `tensorrt`. DependencyError where TensorRT or a GPU is missing, or too old."""
+    try:
+        import tensorrt as trt
+    except ImportError as error:
+        raise DependencyError(f"TensorRT is missing ({error}): pip install 'trtspec[tensorrt]'") from error
+    if int(trt.__version__.split(".")[0]) < OLDEST:
+        raise DependencyError(
+            f"TensorRT {trt.__version__} is too old, {OLDEST}.x is needed: pip install --upgrade 'trtspec[tensorrt]'"
+        )
+    version = driver_version()
+    if version < OLDEST_DRIVER:
+        raise DependencyError(
+            f"the NVIDIA driver is for CUDA {_spelled(version)}, TensorRT {trt.__version__} needs one for CUDA "
+            f"{_spelled(OLDEST_DRIVER)} or newer; update the driver"
+        )
+    return trt
+
+
+def driver_version(library: str = "libcuda.so.1") -> int:
+    """1000 * major + 10 * minor of the newest CUDA that the driver serves. DependencyError without driver or GPU."""
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError as error:
+        raise DependencyError(
+            f"there is no NVIDIA driver here ({error}); build the engine on the machine with the GPU it is for"
+        ) from error
+    status = driver.cuInit(0)
+    if status != 0:
+        raise DependencyError(f"the NVIDIA driver finds no GPU it can use (cuInit gives {status}); see nvidia-smi")
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+def _spelled(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def registered_plugins(trt: Any) -> PluginOf:
+    """Makes plugins by TensorRT's registry, in which ours are registered: the AOT form of those that have one."""
+    from trtspec_plugins.tensorrt import register
+    from trtspec_plugins.tensorrt.signatures import PLUGINS, plugin_of
+
+    register()
+    registry = trt.get_plugin_registry()
+
+    def make(op: str, present: Collection[str], attributes: Attributes) -> tuple[Any, tuple[str, ...]]:
+        name = plugin_of(op, present)
+        creator = registry.get_creator(name, "1", "trtspec")
+        fields = [_field(trt, one, attributes[one]) for one in PLUGINS[name].attributes]  # alive until copied
+        prefers = trt.QuickPluginCreationRequest.PREFER_AOT
+        collection = trt.PluginFieldCollection(fields)
+        plugin = creator.create_plugin(name, "trtspec", collection, trt.TensorRTPhase.BUILD, prefers)
+        if plugin is None:
+            raise EngineError(f"TensorRT made no plugin trtspec::{name}; its log says why. Please report this")
+        return plugin, PLUGINS[name].inputs
+
+    return make
+
+
+def _field(trt: Any, name: str, value: float) -> Any:
+    import numpy as np
+
+    if isinstance(value, int):
+        return trt.PluginField(name, np.array([value], np.int32), trt.PluginFieldType.INT32)
+    return trt.PluginField(name, np.array([value], np.float32), trt.PluginFieldType.FLOAT32)
+
+
+def check_kernels(model: ir.Model) -> None:
+    """DependencyError, with the command that compiles it, where a kernel of the plugins is missing for the GPU."""
+    from trtspec_plugins.tensorrt.build import compiled_for
+    from trtspec_plugins.tensorrt.device import architecture
+
+    try:
+        for name in sorted(aot_kernels(model)):
+            compiled_for(name, architecture())
+    except (LookupError, RuntimeError) as error:
+        raise DependencyError(f"TensorRT plugins: {error.args[0]}") from error
+
+
+def aot_kernels(model: ir.Model) -> set[str]:
+    """Names, as build_scripts/build_plugins.py has them, of the kernels that a network of this graph calls."""
+    found = set()
+    for node in model.graph:
+        if node.domain == DOMAIN and node.op_type == "SpecAttention":
+            q, k = node.inputs[0], node.inputs[1]
+            assert q is not None
+            assert k is not None
+            heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
+            found.add(f"SpecAttention-{_BITS[q.dtype]}-d{width}-g{heads // kv_heads}")
+        elif node.domain == DOMAIN and node.op_type in ("SpecSample", "SpecAccept"):
+            found.add("SpecSampleVocab" if node.op_type == "SpecSample" and len(node.inputs) > 4 else node.op_type)
+    return found
+
+
+def build_plan(
+    trt: Any, model: ir.Model, shapes: Sequence[Profile], options: TensorRTOptions, plugin_of: PluginOf
+) -> bytes:
+    """The plan of an engine: what the file of an engine holds. `shapes` may name inputs that the graph does not read.
+
+    EngineError where TensorRT does not build it; ConfigError for a timing cache that is of another TensorRT or GPU.
+    """
+    builder = trt.Builder(trt.Logger(trt.Logger.WARNING))
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS))
+    _, kept = write_network(trt, network, model, plugin_of)
+    config = builder.create_builder_config()
+    _set_flags(trt, config, options)
+    inputs = [str(value.name) for value in model.graph.inputs]
+    for profile in shapes:
+        made = builder.create_optimization_profile()
+        for name in inputs:
+            made.set_shape(name, *profile.shapes[name])
+        if config.add_optimization_profile(made) < 0:
+            raise EngineError(f"TensorRT refused the profile {profile.name}; its log says why. Please report this")
+    _read_timing_cache(config, options)
+    plan = builder.build_serialized_network(network, config)
+    del kept  # only now may the constants' memory go
+    if plan is None:
+        raise EngineError("TensorRT did not build the engine; its log says why")
+    if options.output_timing_cache is not None:
+        _write(Path(options.output_timing_cache), bytes(config.get_timing_cache().serialize()))
+    return bytes(plan)
+
+
+def _set_flags(trt: Any, config: Any, options: TensorRTOptions) -> None:
+    flag = trt.BuilderFlag
+    config.clear_flag(flag.TF32)  # which would round the factors of fp32 products to 10 bits
+    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)  # caches are changed in place
+    for wanted, one in (
+        (options.weight_streaming, flag.WEIGHT_STREAMING),
+        (options.refit, flag.REFIT),
+        (options.strip_plan, flag.STRIP_PLAN),
+        (options.version_compatible, flag.VERSION_COMPATIBLE),
+    ):
+        if wanted:
+            config.set_flag(one)
+    level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
+    config.hardware_compatibility_level = level
+
+
+def _read_timing_cache(config: Any, options: TensorRTOptions) -> None:
+    held = b""
+    if options.input_timing_cache is not None:
+        try:
+            held = Path(options.input_timing_cache).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"input_timing_cache: {error}; leave it away for the first build") from error
+    if not config.set_timing_cache(config.create_timing_cache(held), False):
+        raise ConfigError(
+            f"input_timing_cache = {options.input_timing_cache!r} is of another TensorRT or GPU; leave it away"
+        )
+
+
+def _write(path: Path, data: bytes) -> None:
+    """So that nobody reads half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    os.replace(file.name, path)
+
+
+def compile_step(
+    step: Step,
+    kv_shapes: Sequence[tuple[int, int]],
+    block_size: int,
+    draft_lens: Sequence[int],
+    folder: Path,
+    report: Callable[[str], None] = lambda what: None,
+    *,
+    sizes: Sizes,
+    options: TensorRTOptions | None = None,
+    trt: Any = None,
+    plugin_of: PluginOf | None = None,
+) -> CompiledStep:
+    """Build a functional `step` for each K of `draft_lens` into `folder` (it must exist): an engine of the longest as
+    rank0.engine, of others as rank0_k<K>.engine. `report` hears what is being done.
+
+    sizes: the largest that the engines must take, whose draft_len holds for a step that makes no drafts. `trt` and
+    `plugin_of` are TensorRT and its registry, unless given. DependencyError where a plugin's kernel is not compiled,
+    UnsupportedError for weights that TensorRT does not take, EngineError where it does not build the engine.
+    """
+    options = options or TensorRTOptions()
+    if options.attention != "plugin":
+        raise ConfigError(f"attention = {options.attention!r} is not built for TensorRT; use 'plugin'")
+    dtype = step.decoder.norm.weight.dtype
+    makes_drafts = "draft_tokens" in step.spec_inputs
+    real = plugin_of is None
+    trt = trt or require()
+    plugin_of = plugin_of or registered_plugins(trt)
+    graphs = []
+    for i, K in enumerate(sorted(draft_lens, reverse=True)):
+        report(f"graph for K = {K}: exporting")
+        example = example_batch(K, block_size)
+        blocks = int(example.attn.block_tables.max()) + 1
+        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in kv_shapes]
+        model = export_onnx(step, example, cast("list[KVLayer]", kv))
+        write_linears(model, "tensorrt")
+        if real:
+            check_kernels(model)
+        names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(kv)])
+        largest = Sizes(**{**vars(sizes), "draft_len": K}) if makes_drafts else sizes
+        shapes = profiles(names, kv_shapes, largest, options.opt_num_tokens)
+        report(f"graph for K = {K}: building")
+        file = "rank0.engine" if i == 0 else f"rank0_k{K}.engine"
+        (folder / file).write_bytes(build_plan(trt, model, shapes, options, plugin_of))
+        graphs.append(Graph(file, K, False, names))
+    return CompiledStep(
+        graphs=tuple(reversed(graphs)),
+        outputs=step.outputs,
+        kv=tuple(kv_shapes),
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=step.decoder.spec.vocab_size,
+        weight_bytes=step.weight_bytes_per_step,
+        kernels="",
+    )
