@@ -218,15 +218,8 @@ def _executable(
 
 def _sizes(assembly: Assembly, role: str) -> Sizes:
     """Of the largest launch. A draft of its own draws one token a request."""
-    config = assembly.config
-    return Sizes(
-        batch_size=config.max_batch_size,
-        rows=config.max_num_tokens,
-        draft_len=assembly.max_draft_len if role == "target" else 0,
-        columns=-(-assembly.max_seq_len // config.block_size),
-        blocks=full_kv_blocks(assembly),
-        block_size=config.block_size,
-    )
+    draft_len = assembly.max_draft_len if role == "target" else 0
+    return Sizes.of(assembly.config, assembly.max_seq_len, draft_len, full_kv_blocks(assembly))
 
 
 def _activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
