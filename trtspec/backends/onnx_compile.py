@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ from trtspec.errors import EngineError
 
 _INLINE = 1024
 """Bytes up to which a constant stays in its graph's file."""
+
+_OWN = "step."
+"""How names of a step's own constants begin (GraphStep.step): the same in all its graphs."""
 
 
 def require() -> None:
@@ -72,6 +76,7 @@ def save_models(models: dict[str, ir.Model], folder: Path) -> None:
     which the graphs refer to as ONNX external data."""
     tensors: dict[str, ir.TensorProtocol] = {}
     for model in models.values():
+        _name_made_constants(model)
         for name, value in model.graph.initializers.items():
             held = value.const_value
             assert held is not None
@@ -97,6 +102,26 @@ def save_models(models: dict[str, ir.Model], folder: Path) -> None:
                     base_dir=str(folder),
                 )
         onnx.save(ir.to_proto(model), folder / file)
+
+
+def _name_made_constants(model: ir.Model) -> None:
+    """Call constants that the exporter made after what they hold: it counts them (val_59), in every graph anew."""
+    constants = model.graph.initializers
+    for name, value in list(constants.items()):
+        held = value.const_value
+        assert held is not None
+        if name.startswith(_OWN) or held.nbytes <= _INLINE:
+            continue
+        array = np.ascontiguousarray(held.numpy())
+        content = f"{held.dtype.name}{list(array.shape)}".encode() + array.tobytes()
+        named = f"made.{hashlib.sha256(content).hexdigest()[:32]}"
+        if named not in constants:
+            tensor = ir.tensor(array, dtype=held.dtype, name=named)
+            model.graph.register_initializer(
+                ir.Value(name=named, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+            )
+        ir.convenience.replace_all_uses_with(value, constants[named])
+        del constants[name]
 
 
 def _places(file: Path) -> dict[str, tuple[int, int]]:
