@@ -80,6 +80,12 @@ def test_the_words_are_those_of_eager(
     assert_words_are_those_of_eager(engine(mode), models, mode, plain("eager"))
 
 
+def test_a_schedule_of_draft_lengths(models: Path, tmp_path: Path, plain: Callable[[str], list[Outcome]]) -> None:
+    """Graphs for K, 1 and 0, whose constants share one file and some of their names."""
+    folder = build(models, tmp_path / "engine", "onnx", "eagle3", "float32", schedule=True)
+    assert_words_are_those_of_eager(folder, models, "eagle3", plain("eager"), schedule=True)
+
+
 def test_uniform_and_ragged_graphs_both_ran(engine: Callable[[str], Path]) -> None:
     executable = LLM(engine("eagle3"), **TIGHT)
     used = set()

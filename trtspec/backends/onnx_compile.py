@@ -88,7 +88,8 @@ def save_models(models: dict[str, ir.Model], folder: Path) -> None:
     places = _places(folder / WEIGHTS)
     for file, model in models.items():
         for name, value in model.graph.initializers.items():
-            if name in tensors:
+            small = cast(ir.TensorProtocol, value.const_value)
+            if small.nbytes > _INLINE:  # a small one may have the name of another graph's large one
                 offset, length = places[name]
                 held = tensors[name]
                 shape = cast(ir.Shape, held.shape)

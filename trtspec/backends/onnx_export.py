@@ -39,6 +39,8 @@ _IR_TYPES = {
     torch.bfloat16: ir.DataType.BFLOAT16,
     torch.int64: ir.DataType.INT64,
 }
+_NEEDED = ("draft_tokens",)
+"""Inputs that stay though they never have elements: [B, 0] of a step without drafts says B."""
 _TYPES = ("float", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
 
 
@@ -96,7 +98,7 @@ def _translation(kind: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
 
     def write(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        inputs = [_unless_empty(given[argument.name]) for argument in tensors]
+        inputs = [_unless_empty(given[one.name]) if one.name not in _NEEDED else given[one.name] for one in tensors]
         while inputs[-1] is None:
             inputs.pop()
         attributes = {argument.name: given[argument.name] for argument in numbers}

@@ -77,9 +77,6 @@ def _write_plugin(w: Writer, node: ir.Node, plugin_of: PluginOf) -> None:
     names = [parameter.name for parameter in onnx.defs.get_schema(node.op_type, domain=DOMAIN).inputs]
     given = {name: value for name, value in zip(names, node.inputs, strict=False) if value is not None}
     tensors = {name: w.get(value) for name, value in given.items()}
-    if node.op_type == "SpecAccept" and "draft_tokens" not in tensors:  # K = 0, so that it never has elements
-        sampled = tensors["sampled"]
-        tensors["draft_tokens"] = w.slice(sampled, [0, 0], [w.size(sampled, 0), 0], [1, 1])
     attributes = {
         name: one.as_float() if one.type == ir.AttributeType.FLOAT else one.as_int()
         for name, one in node.attributes.items()
