@@ -36,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 def make_engine(folder: Path, speculative: dict[str, Any] | None, draft: str | None = None) -> Path:
     """What an engine folder says of itself; graphs and weights are not looked at."""
-    facts = {"executables": {}, "files": {}, "build_config": {}, "machine": machine()}
+    facts = {"executables": {}, "files": {}, "build_config": {"backend": "aoti"}, "machine": machine("aoti")}
     folder.mkdir()
     (folder / "config.json").write_text(
         json.dumps({"trtspec_engine": FORMAT, "speculative_config": speculative, **facts})

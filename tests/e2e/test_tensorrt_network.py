@@ -17,6 +17,7 @@ from tests.e2e.tensorrt_cases import written
 from tests.fake_tensorrt.builder import FakeTensorRT
 from tests.fake_tensorrt.network import FakeNetwork
 from tests.fake_tensorrt.plugins import fake_plugin_of
+from trtspec.backends.table import BACKENDS
 from trtspec.backends.compiled import _NEUTRAL
 from trtspec.backends.export import INPUT_DTYPES, example_batch, graph_inputs, graph_outputs, input_names
 from trtspec.backends.tensorrt_network import write_network
@@ -91,7 +92,7 @@ def test_a_plain_step_is_what_its_network_computes(tmp_path: Path, arch: str, dt
     tied = {"tie_word_embeddings": True} if arch == "qwen3" else {}
     config = EngineConfig(backend="onnx", dtype=dtype, max_batch_size=4, max_num_tokens=16, block_size=4)
     assembly = plan_assembly(make_checkpoint(tmp_path, arch, **tied), None, config, False, True)
-    [(step, layers)] = steps(assembly, lambda what: None).values()
+    [(step, layers)] = steps(assembly, BACKENDS["tensorrt"], lambda what: None).values()
     shapes = [shape for spec in layers for shape in spec.kv_shapes]
     network = written(step, shapes, 4, 0)
     inputs = example_batch(0, 4)

@@ -21,8 +21,18 @@ from tests.e2e.conformance import LIMITS, K, make_models, wishes
 from tests.fake_tensorrt.builder import FakeBuilder, FakeConfig, FakeTensorRT
 from tests.fake_tensorrt.plugins import fake_plugin_of
 from tests.fake_tensorrt.summary import summary
+from trtspec.backends.table import BACKENDS
 from trtspec.backends.compiled import CompiledStep
-from trtspec.backends.tensorrt_compile import build_plan, compile_step, driver_version, require
+from trtspec.backends.export import example_batch
+from trtspec.backends.onnx_export import export_onnx
+from trtspec.backends.tensorrt_compile import (
+    aot_kernels,
+    build_plan,
+    check_kernels,
+    compile_step,
+    driver_version,
+    require,
+)
 from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, profiles
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
@@ -51,7 +61,7 @@ def compiled(
     config = EngineConfig(backend="onnx", dtype="float32", **LIMITS)
     wanted = SpeculativeConfig.from_any(wishes(mode, models, False))
     assembly = plan_assembly(models / "target", wanted, config, False, True)
-    step, layers = steps(assembly, lambda what: None)[role]
+    step, layers = steps(assembly, BACKENDS["tensorrt"], lambda what: None)[role]
     shapes = [shape for spec in layers for shape in spec.kv_shapes]
     sizes = SIZES if mode != "none" else replace(SIZES, draft_len=0)
     given = {"sizes": sizes, "options": options, "trt": FakeTensorRT(), "plugin_of": fake_plugin_of}
@@ -150,6 +160,20 @@ def test_what_the_builder_refuses_is_an_error(
 def test_native_attention_is_refused(models: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="attention = 'native' is not built for TensorRT; use 'plugin'"):
         compiled(models, tmp_path, options=TensorRTOptions(attention="native"))
+
+
+def test_kernels_that_are_not_compiled_are_named(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(backend="onnx", dtype="bfloat16", **LIMITS)
+    wanted = SpeculativeConfig.from_any(wishes("eagle3", models, False))
+    assembly = plan_assembly(models / "target", wanted, config, False, True)
+    step, layers = steps(assembly, BACKENDS["tensorrt"], lambda what: None)["target"]
+    kv = [(torch.zeros(24, 4, h, d, dtype=torch.bfloat16),) * 2 for spec in layers for h, d in spec.kv_shapes]
+    model = export_onnx(step, example_batch(1, 4), kv)
+    assert aot_kernels(model) == {"SpecAttention-bf16-d8-g2", "SpecAccept", "SpecSample", "SpecSampleVocab"}
+    monkeypatch.setenv("TRTSPEC_TENSORRT_PLUGIN_DIR", str(tmp_path))
+    monkeypatch.setenv("TRTSPEC_CUDA_ARCH", "sm_90")
+    with pytest.raises(DependencyError, match=r"run build_scripts/build_plugins.py --target tensorrt --arch sm_90"):
+        check_kernels(model)
 
 
 # --- what is needed
