@@ -232,7 +232,7 @@ def test_profiles_and_plugins(configs: Path, tmp_path: Path) -> None:
     assert shapes["draft_tokens"] == ("int64", ["G", "K"])
     assert mixed["shapes"]["input_ids"] == [[1], [512], [2048]]
     assert generation["shapes"]["input_ids"] == [[1], [32], [32]]  # 8 requests of K + 1 rows
-    assert mixed["shapes"]["block_tables"] == [[1, 1], [8, 256], [8, 512]]
+    assert mixed["shapes"]["block_tables"] == [[1, 1], [8, 256], [8, 513]]  # 8192 tokens, and drafts past the last
     assert mixed["shapes"]["v_cache_32"] == [[4097, 16, 8, 128]] * 3
     assert {call["name"]: call["count"] for call in target["plugins"]} == {
         "trtspec::SpecAttention": 32 + 3,

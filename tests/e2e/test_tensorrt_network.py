@@ -17,9 +17,9 @@ from tests.e2e.tensorrt_cases import written
 from tests.fake_tensorrt.builder import FakeTensorRT
 from tests.fake_tensorrt.network import FakeNetwork
 from tests.fake_tensorrt.plugins import fake_plugin_of
-from trtspec.backends.table import BACKENDS
 from trtspec.backends.compiled import _NEUTRAL
 from trtspec.backends.export import INPUT_DTYPES, example_batch, graph_inputs, graph_outputs, input_names
+from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt_network import write_network
 from trtspec.config.engine import EngineConfig
 from trtspec.core import KVLayer

@@ -69,7 +69,11 @@ def test_the_code_is_all_that_compiling_and_packing_import() -> None:
     workers = [f"workers.{file.stem}" for file in (PACKAGE / "workers").glob("*.py")]
     reached = set(imported([f"trtspec.{name}" for name in (*modules, *workers)]))
     assert len(reached) > 30
-    assert reached - set(build_code()) <= {PACKAGE / "errors.py", PACKAGE / "kv" / "memory.py", PACKAGE / "kv" / "pool.py"}
+    assert reached - set(build_code()) <= {
+        PACKAGE / "errors.py",
+        PACKAGE / "kv" / "memory.py",
+        PACKAGE / "kv" / "pool.py",
+    }
     names = {file.relative_to(PACKAGE).as_posix() for file in build_code()}
     assert {"workers/step.py", "core.py", "engine/build.py"} <= names
     assert not {"engine/step.py", "llm.py", "cli/build.py"} & names

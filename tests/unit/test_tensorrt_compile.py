@@ -21,10 +21,10 @@ from tests.e2e.conformance import LIMITS, K, make_models, wishes
 from tests.fake_tensorrt.builder import FakeBuilder, FakeConfig, FakeTensorRT
 from tests.fake_tensorrt.plugins import fake_plugin_of
 from tests.fake_tensorrt.summary import summary
-from trtspec.backends.table import BACKENDS
 from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.export import example_batch
 from trtspec.backends.onnx_export import export_onnx
+from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt_compile import (
     aot_kernels,
     build_plan,
