@@ -80,7 +80,7 @@ def _spelled(version: int) -> str:
 
 
 def registered_plugins(trt: Any) -> PluginOf:
-    """Makes plugins by TensorRT's registry, in which ours are registered: the AOT form of those that have one."""
+    """Makes plugins by TensorRT's registry, in which ours are registered: their AOT form."""
     from trtspec_plugins.tensorrt import register
     from trtspec_plugins.tensorrt.signatures import PLUGINS, plugin_of
 
@@ -131,7 +131,7 @@ def aot_kernels(model: ir.Model) -> set[str]:
             assert k is not None
             heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
             found.add(f"SpecAttention-{_BITS[q.dtype]}-d{width}-g{heads // kv_heads}")
-        elif node.domain == DOMAIN and node.op_type in ("SpecSample", "SpecAccept"):
+        elif node.domain == DOMAIN and node.op_type in ("ProcessLogits", "SpecSample", "SpecAccept"):
             found.add("SpecSampleVocab" if node.op_type == "SpecSample" and len(node.inputs) > 4 else node.op_type)
     return found
 
