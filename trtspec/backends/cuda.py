@@ -71,8 +71,8 @@ class Cuda:
             )
         if driver < LEAST_DRIVER:
             raise DependencyError(
-                f"the NVIDIA driver serves CUDA {_spelled(driver)}, and TensorRT 11 needs {_spelled(LEAST_DRIVER)} or "
-                "newer: update the driver"
+                f"the NVIDIA driver serves CUDA {cuda_version(driver)}, and TensorRT 11 needs "
+                f"{cuda_version(LEAST_DRIVER)} or newer: update the driver"
             )
         status, count = runtime.cudaGetDeviceCount()
         if int(status) != 0 or not count:
@@ -160,5 +160,6 @@ class Cuda:
         return text.decode() if isinstance(text, bytes) else str(text)
 
 
-def _spelled(version: int) -> str:
+def cuda_version(version: int) -> str:
+    """13000 -> "13.0": of 1000 * major + 10 * minor, as the driver counts."""
     return f"{version // 1000}.{version % 1000 // 10}"

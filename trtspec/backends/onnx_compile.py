@@ -14,12 +14,11 @@ import onnx
 import onnx_ir as ir
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.export import Step, example_batch, graph_kinds
 from trtspec.backends.onnx_export import export_onnx
-from trtspec.backends.onnx_linear import write_linears
+from trtspec.backends.onnx_linear import as_torch, write_linears
 from trtspec.core import KVLayer
 from trtspec.errors import EngineError
 
@@ -84,7 +83,8 @@ def save_models(models: dict[str, ir.Model], folder: Path) -> None:
                 known = tensors.setdefault(name, held)
                 if known is not held and not np.array_equal(known.numpy(), held.numpy()):
                     raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
-    save_file({name: _as_torch(held) for name, held in tensors.items()}, folder / WEIGHTS)
+    # copies, as safetensors refuses tensors that share memory
+    save_file({name: as_torch(held).contiguous().clone() for name, held in tensors.items()}, folder / WEIGHTS)
     places = _places(folder / WEIGHTS)
     for file, model in models.items():
         for name, value in model.graph.initializers.items():
@@ -133,9 +133,3 @@ def _places(file: Path) -> dict[str, tuple[int, int]]:
     header.pop("__metadata__", None)
     offsets = {name: entry["data_offsets"] for name, entry in header.items()}
     return {name: (8 + size + first, last - first) for name, (first, last) in offsets.items()}
-
-
-def _as_torch(held: ir.TensorProtocol) -> Tensor:
-    raw = getattr(held, "raw", None)
-    tensor = raw.detach() if isinstance(raw, Tensor) else torch.from_numpy(np.asarray(held.numpy()))
-    return tensor.contiguous().clone()  # safetensors refuses tensors that share memory

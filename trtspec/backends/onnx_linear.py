@@ -218,10 +218,12 @@ def _depth(x: ir.Value) -> int:
 
 
 def _tensor(value: ir.Value) -> Tensor:
-    """A constant as torch sees it, without copying."""
-    held = value.const_value
-    assert held is not None
-    raw = held.raw if hasattr(held, "raw") else None
-    if isinstance(raw, Tensor):
-        return raw.detach()
-    return torch.from_numpy(np.asarray(held.numpy()))
+    assert value.const_value is not None
+    return as_torch(value.const_value)
+
+
+def as_torch(held: ir.TensorProtocol) -> Tensor:
+    """A constant as a torch tensor of its shape and dtype, over the same memory: the step's own, where it is one of
+    its weights."""
+    raw = getattr(held, "raw", None)
+    return raw.detach() if isinstance(raw, Tensor) else torch.from_numpy(np.asarray(held.numpy()))

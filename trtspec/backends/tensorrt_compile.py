@@ -24,6 +24,7 @@ import onnx_ir as ir
 import torch
 
 from trtspec.backends.compiled import CompiledStep, Graph
+from trtspec.backends.cuda import LEAST_DRIVER, cuda_version
 from trtspec.backends.export import Step, example_batch
 from trtspec.backends.onnx_export import DOMAIN, export_onnx
 from trtspec.backends.onnx_linear import write_linears
@@ -34,8 +35,6 @@ from trtspec.errors import ConfigError, DependencyError, EngineError
 
 OLDEST = 11
 """Major version of TensorRT whose API this is written for."""
-OLDEST_DRIVER = 13000
-"""CUDA 13.0, as cuDriverGetVersion says it: what the packages tensorrt-cu13 are made for."""
 
 _BITS = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 
@@ -51,10 +50,10 @@ def require() -> Any:
             f"TensorRT {trt.__version__} is too old, {OLDEST}.x is needed: pip install --upgrade 'trtspec[tensorrt]'"
         )
     version = driver_version()
-    if version < OLDEST_DRIVER:
+    if version < LEAST_DRIVER:
         raise DependencyError(
-            f"the NVIDIA driver is for CUDA {_spelled(version)}, TensorRT {trt.__version__} needs one for CUDA "
-            f"{_spelled(OLDEST_DRIVER)} or newer; update the driver"
+            f"the NVIDIA driver is for CUDA {cuda_version(version)}, TensorRT {trt.__version__} needs one for CUDA "
+            f"{cuda_version(LEAST_DRIVER)} or newer; update the driver"
         )
     return trt
 
@@ -73,10 +72,6 @@ def driver_version(library: str = "libcuda.so.1") -> int:
     version = ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(version))
     return version.value
-
-
-def _spelled(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def registered_plugins(trt: Any) -> PluginOf:
