@@ -148,7 +148,6 @@ class Load:
         self.last = batch
         for row in batch:
             self.finish(row.request, row.num_rows, row.draft_len, row.emits)
-        self.scheduler.publish()
 
     last: Batch = ()
     before: tuple[StepInputs, dict[str, Tensor]] | None = None

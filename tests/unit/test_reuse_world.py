@@ -99,7 +99,6 @@ class World:
         if self.mode != SHIFTED:
             for request in emitted:
                 self._propose(request)
-        self.scheduler.publish()
 
     def abort(self, request: Request) -> None:
         request.abort()

@@ -203,7 +203,6 @@ def run_step(scheduler: Scheduler) -> Batch:
             scheduler.release_siblings(row.request)
         if row.request.finished:
             scheduler.remove(row.request)
-    scheduler.publish()
     scheduler.allocator.check(scheduler.live())
     return batch
 

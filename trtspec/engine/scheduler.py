@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from trtspec.engine.request import Request
@@ -97,6 +97,8 @@ class Scheduler:
             else:
                 num_drafts = len(request.drafts)  # none, if there was no room for them
                 generations.append(Scheduled(request, 1 + num_drafts, num_drafts, False))
+        if self.waiting and len(self.running) < self.max_batch_size and room > 0:
+            self._publish(self.running)  # not after every step: nobody would look, and hashing takes time
         while self.waiting and len(self.running) < self.max_batch_size and room > 0:
             if num_preemptions != self.num_preemptions:
                 break  # a request that was just preempted must not take the room it made
@@ -120,12 +122,6 @@ class Scheduler:
                 sibling.kv = self.allocator.fork(leader.kv, leader.prompt_len - 1)  # one row is always computed
             self.waiting.appendleft(sibling)
 
-    def publish(self) -> None:
-        """The step is over, draft KV is up to date: others may find what the running requests have computed."""
-        if self.reuse is not None:
-            for request in self.running:
-                self.reuse.publish(request.kv, request.tokens)
-
     def remove(self, request: Request) -> None:
         """The request has ended: its blocks are free, or can be found and evicted."""
         self.release_siblings(request)
@@ -133,7 +129,7 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        self._publish(request)
+        self._publish([request])
         self.allocator.release(request.kv)
 
     def drop_sibling(self, request: Request) -> bool:
@@ -144,9 +140,11 @@ class Scheduler:
                 return True
         return False
 
-    def _publish(self, request: Request) -> None:
+    def _publish(self, requests: Sequence[Request]) -> None:
+        """Others may find what these have computed."""
         if self.reuse is not None:
-            self.reuse.publish(request.kv, request.tokens)
+            for request in requests:
+                self.reuse.publish(request.kv, request.tokens)
 
     def _admit(self, request: Request, room: int) -> int:
         """Take the published blocks a waiting request begins with, reserve the rest, return how many rows it runs now.
@@ -194,7 +192,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Free the request's blocks; its tokens stay, and what is evicted meanwhile is computed again at its turn."""
-        self._publish(request)
+        self._publish([request])
         self.allocator.release(request.kv)
         request.drafts = []
         self.running.remove(request)

@@ -58,7 +58,6 @@ class StepLoop:
         # drafts only for those still running
         running = [e.request for e in emissions if e.tokens and e.request.finish_reason is None]
         self.proposer.propose(running, self.scheduler)
-        self.scheduler.publish()  # not earlier: drafting has just brought draft KV up to date
         return emissions
 
     def launch(self, batch: Batch) -> StepOutputs:
