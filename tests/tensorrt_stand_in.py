@@ -1,5 +1,5 @@
-"""TensorRT's and CUDA's run-time side for machines without a GPU: device memory is host memory, and a "plan" is a step
-module that runs on the addresses it is bound to.
+"""TensorRT's and CUDA's run-time side for machines without a GPU: device memory is host memory, and a "plan" is a
+network of tests/fake_tensorrt that runs on the addresses it is bound to.
 
 Methods have the names and parameters of the real bindings (tests/contract/test_tensorrt_runtime_api.py compares them)
 and refuse what those document as wrong: shapes outside the profile, tensors without an address, work that was not
@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtspec.backends.export import INPUT_DTYPES, GraphStep, Step
-from trtspec.backends.tensorrt_profiles import Profile
-
-_OUTPUT_DTYPES = {"next_kv_lens": torch.int32, "hidden_states": torch.float32}
+from tests.fake_tensorrt.api import TORCH
+from tests.fake_tensorrt.builder import FakeBuilder, FakeConfig, FakeTensorRT
+from tests.fake_tensorrt.network import FakeNetwork
 
 
 class CudaRuntime:
@@ -112,57 +111,91 @@ class CudaRuntime:
             self.capturing.append(call)
 
 
-class TensorRT:
-    """The module. plans: contents of a plan's file -> what it stands for."""
+class TensorRT(FakeTensorRT):
+    """The module, builder and all. plans: contents of a plan's file -> what it stands for."""
 
-    __version__ = "11.4.0.106"
     int32, int64, float32, float16, bfloat16 = "int32", "int64", "float32", "float16", "bfloat16"
     ExecutionContextAllocationStrategy = SimpleNamespace(STATIC=0, USER_MANAGED=2)
 
     def __init__(self, cuda: CudaRuntime) -> None:
         self.cuda = cuda
-        self.plans: dict[bytes, tuple[GraphStep, Sequence[str], Sequence[str], Sequence[Profile]]] = {}
-
-    class Logger:
-        WARNING = 2
-
-        def __init__(self, min_severity: int) -> None: ...
+        self.plans: dict[bytes, tuple[FakeNetwork, FakeConfig]] = {}
 
     def Runtime(self, logger: Any) -> Any:
         return Runtime(self)
 
-    def add_plan(self, step: Step, next_draft_len: int, inputs: Sequence[str], profiles: Sequence[Profile]) -> bytes:
-        """A plan of a ragged graph; returns its file's contents."""
-        contents = b"plan %d" % len(self.plans)
-        self.plans[contents] = GraphStep(step, next_draft_len, 0).eval(), inputs, step.outputs, profiles
-        return contents
+    def Refitter(self, engine: Engine, logger: Any) -> Any:
+        return Refitter(engine, logger)
+
+    @property
+    def Builder(self) -> Any:
+        plans = self.plans
+
+        class Builder(FakeBuilder):
+            def _build_serialized_network(self, network: FakeNetwork, config: FakeConfig) -> bytes:
+                assert super()._build_serialized_network(network, config)
+                network._copy_weights()
+                contents = b"plan %d" % len(plans)
+                plans[contents] = network, config
+                return contents
+
+        return Builder
 
 
 class Runtime:
     def __init__(self, trt: TensorRT) -> None:
         self.trt = trt
+        self.engine_host_code_allowed = False
 
     def deserialize_cuda_engine(self, serialized_engine: bytes) -> Engine | None:
         plan = self.trt.plans.get(serialized_engine)
-        return None if plan is None else Engine(self.trt, *plan)
+        if plan is None or ("VERSION_COMPATIBLE" in plan[1]._flags and not self.engine_host_code_allowed):
+            return None
+        return Engine(self.trt, *plan)
+
+
+class Refitter:
+    """Weights that are not in the plan are `missing` until somebody brings the very same."""
+
+    def __init__(self, engine: Engine, logger: Any) -> None:
+        self.engine = engine
+
+    def get_missing_weights(self) -> list[str]:
+        return sorted(self.engine.missing)
+
+    def get_weights_prototype(self, weights_name: str) -> Any:
+        weights = self.engine.missing[weights_name]._arguments["weights"]
+        return SimpleNamespace(dtype=weights._type, size=weights._count)
+
+    def set_named_weights(self, name: str, weights: Any) -> bool:
+        layer = self.engine.missing[name]
+        same = torch.equal(weights._read(tuple(layer._arguments["shape"])), layer._value())
+        if same:
+            del self.engine.missing[name]
+        return same
+
+    def refit_cuda_engine(self) -> bool:
+        return not self.engine.missing
 
 
 class Engine:
     device_memory_size_v2 = 1024
     num_optimization_profiles = 2
+    weight_streaming_budget_v2 = 0
 
-    def __init__(
-        self,
-        trt: TensorRT,
-        graph: GraphStep,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        profiles: Sequence[Profile],
-    ) -> None:
-        self.trt, self.graph, self.inputs, self.outputs, self.profiles = trt, graph, inputs, outputs, profiles
-        self.caches = [name for name in profiles[0].shapes if "_cache_" in name]
-        self.names = [*inputs, *self.caches, *outputs, *(f"new_{name}" for name in self.caches)]
+    def __init__(self, trt: TensorRT, network: FakeNetwork, config: FakeConfig) -> None:
+        self.trt, self.network = trt, network
+        self.profiles = [profile._shapes for profile in config._profiles]
+        self.tensors = {tensor.name: tensor for tensor in (*network._inputs, *network._outputs)}
+        self.names = list(self.tensors)
+        self.inputs = [tensor.name for tensor in network._inputs]
+        self.aliases = network._aliases()
         self.num_io_tensors = len(self.names)
+        self.missing = network._constants() if "STRIP_PLAN" in config._flags else {}
+        self.streamable_weights_size = 4096 * ("WEIGHT_STREAMING" in config._flags)
+
+    def get_weight_streaming_automatic_budget(self) -> int:
+        return 2048
 
     def get_tensor_name(self, index: int) -> str:
         return self.names[index]
@@ -171,10 +204,10 @@ class Engine:
         return str(self.dtype(name)).removeprefix("torch.")
 
     def dtype(self, name: str) -> torch.dtype:
-        return INPUT_DTYPES.get(name) or _OUTPUT_DTYPES.get(name, torch.float32 if "_cache_" in name else torch.int64)
+        return TORCH[self.tensors[name].dtype]
 
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, ...]]:
-        return list(self.profiles[profile_index].shapes[name])
+        return list(self.profiles[profile_index][name])
 
     def create_execution_context(self, strategy: int = 0) -> Context:
         return Context(self, strategy)
@@ -191,7 +224,7 @@ class Context:
         self.ran = False
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
-        self.profile = self.engine.profiles[profile_index].shapes
+        self.profile = self.engine.profiles[profile_index]
         return True
 
     def set_device_memory(self, memory: int, size: int) -> None:
@@ -213,18 +246,22 @@ class Context:
         return True
 
     def get_max_output_size(self, name: str) -> int:
-        if self.shapes.keys() != {*self.engine.inputs, *self.engine.caches}:
+        if self.shapes.keys() != set(self.engine.inputs):
             return -1
         assert self.profile is not None
         most = {key: shapes[2] for key, shapes in self.profile.items()}
         R, B, K = most["gather_ids"][0], most["kv_lens"][0], most.get("draft_tokens", (0, 0))[1]
         T = most["input_ids"][0]
-        sizes = {"tokens": R, "num_tokens": B, "next_kv_lens": B, "next_draft_tokens": B * K, "hidden_states": T * 999}
+        sizes = {"tokens": R, "num_tokens": B, "next_kv_lens": B, "next_draft_tokens": B * K}
+        if name == "hidden_states":
+            return T * self.engine.tensors[name].shape[1] * self.engine.dtype(name).itemsize
         return sizes.get(name, B * (K + 1)) * self.engine.dtype(name).itemsize
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         R, B = self.shapes["gather_ids"][0], self.shapes["kv_lens"][0]
         K = self.shapes.get("draft_tokens", (0, 0))[1]
+        if name == "hidden_states":
+            return self.shapes["input_ids"][0], self.engine.tensors[name].shape[1]
         return {"tokens": (R,), "num_tokens": (B,), "next_kv_lens": (B,), "next_draft_tokens": (B, K)}.get(
             name, (B, K + 1)
         )
@@ -232,9 +269,10 @@ class Context:
     def execute_async_v3(self, stream_handle: int) -> bool:
         cuda = self.engine.trt.cuda
         assert self.strategy == 0 or self.work, "no memory to work in"
+        assert not self.engine.missing, "weights are missing"
         assert self.ran or cuda.capturing is None, "TensorRT wants to have run before it is captured"
         shapes, addresses = dict(self.shapes), dict(self.addresses)
-        if shapes.keys() != {*self.engine.inputs, *self.engine.caches} or addresses.keys() != set(self.engine.names):
+        if shapes.keys() != set(self.engine.inputs) or addresses.keys() != set(self.engine.names):
             return False
         cuda.queue(lambda: self._compute(shapes, addresses))
         self.ran = True
@@ -252,11 +290,8 @@ class Context:
             memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(addresses[name])
             return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-        tensors = {name: over(name, shapes[name]).clone() for name in engine.inputs}
-        tensors["tree_mask"] = torch.empty(0, dtype=torch.int32)
-        for name in engine.caches:
-            assert addresses[name] == addresses[f"new_{name}"], "a new cache is not bound to the old one's memory"
-        flat = [over(name, shapes[name]) for name in engine.caches]
-        results, _ = engine.graph(tensors, list(zip(flat[::2], flat[1::2], strict=True)))
+        for new, old in engine.aliases.items():
+            assert addresses[new] == addresses[old], f"{new} is not bound to the memory of {old}"
+        results = engine.network._run({name: over(name, shapes[name]).clone() for name in engine.inputs})
         for name, result in results.items():
             over(name, tuple(result.shape)).copy_(result)

@@ -20,10 +20,11 @@ from tests.contract.api_names import parameters  # noqa: E402
 from trtspec.backends.cuda import Cuda  # noqa: E402
 from trtspec.errors import DependencyError  # noqa: E402
 
-OWN = {"dtype", "add_plan", "owns", "queue"}
+OWN = {"dtype", "owns", "queue"}
 PAIRS = [
     (stand_in.Runtime, trt.Runtime),
     (stand_in.Engine, trt.ICudaEngine),
+    (stand_in.Refitter, trt.Refitter),
     (stand_in.Context, trt.IExecutionContext),
     (stand_in.TensorRT, trt),
 ]
@@ -41,8 +42,11 @@ def test_names_and_parameters_are_tensorrts(ours: type, theirs: Any) -> None:
             taken = [{*names} for names in parameters(getattr(theirs, name)) or []]
             wanted = set(inspect.signature(value).parameters)
             assert any(wanted <= names for names in taken), f"{name}: {wanted} of {taken}"
-    for name in ("num_io_tensors", "num_optimization_profiles", "device_memory_size_v2"):
+    for name in ("num_io_tensors", "num_optimization_profiles", "device_memory_size_v2", "streamable_weights_size"):
         assert hasattr(trt.ICudaEngine, name)
+    for name in ("dtype", "size"):
+        assert hasattr(trt.Weights, name)
+    assert hasattr(trt.Runtime, "engine_host_code_allowed")
     assert trt.ExecutionContextAllocationStrategy.USER_MANAGED
     assert trt.Logger.WARNING
 

@@ -22,6 +22,7 @@ from tests.e2e.tiny import (
     run_together,
 )
 from trtspec import LLM
+from trtspec.backends.table import BACKENDS
 from trtspec.config.engine import EngineConfig
 from trtspec.config.model import ModelConfig
 from trtspec.config.speculative import SpeculativeConfig
@@ -82,7 +83,8 @@ def wishes(mode: str, models: Path, schedule: bool) -> dict[str, Any] | None:
 
 def build(models: Path, output: Path, backend: str, mode: str, dtype: str, schedule: bool = False) -> Path:
     """An engine folder."""
-    config = EngineConfig(backend=backend, dtype=dtype, **LIMITS)
+    cache = TIGHT if BACKENDS[backend].profiles else {}  # its size is part of such an engine
+    config = EngineConfig(backend=backend, dtype=dtype, **LIMITS, **cache)
     build_engine(models / "target", output, SpeculativeConfig.from_any(wishes(mode, models, schedule)), config)
     return output
 

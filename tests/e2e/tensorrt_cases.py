@@ -27,6 +27,6 @@ def written(
     model = export_onnx(step, example, cast("list[KVLayer]", kv), uniform)
     write_linears(model, "tensorrt")
     network = FakeNetwork()
-    _, network._kept = write_network(FakeTensorRT(), network, model, fake_plugin_of)
+    network._kept = write_network(FakeTensorRT(), network, model, fake_plugin_of)
     network._check()
     return network

@@ -393,7 +393,8 @@ def test_every_output_has_a_shape(models: Path) -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "tensorrt is not built": (["--backend", "tensorrt"], "--dry_run shows what an engine would be"),
+    "no tensorrt": (["--backend", "tensorrt"], "TensorRT is missing"),
+    "the cache of others": (["--num_kv_blocks", "99"], "--num_kv_blocks: for --backend tensorrt alone"),
     "options of tensorrt": (["--refit", "--workers", "2", "--dry_run"], "--workers, --refit: for --backend tensorrt"),
     "native attention": (["--backend", "tensorrt", "--attention", "native", "--dry_run"], "'native' is not built"),
     "unknown attention": (["--backend", "tensorrt", "--attention", "flash", "--dry_run"], "plugin, native"),

@@ -1,7 +1,7 @@
-"""The TensorRT runtime on stand-ins for TensorRT and CUDA (tests/tensorrt_stand_in.py): what it binds, where, when.
+"""TensorRT engines on stand-ins for TensorRT and CUDA (tests/tensorrt_stand_in.py): built, loaded and run.
 
-The conformance suite's requests run through it as through any backend, so bindings, profiles, buffers and CUDA graphs
-are right for every batch that the engine makes. That TensorRT computes what a step does is not shown here.
+The conformance suite's requests run through them as through any backend, so networks, bindings, profiles, buffers and
+CUDA graphs are right for every batch that the engine makes, as far as TensorRT does what it documents.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, build, make_models, packed, speculation
-from tests.e2e.tiny import run_alone
+from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, build, make_models, packed, speculation, wishes
+from tests.e2e.tiny import run_alone, run_together
+from tests.fake_tensorrt.plugins import fake_plugin_of
 from tests.tensorrt_stand_in import CudaRuntime, TensorRT
 from trtspec import LLM
-from trtspec.backends import table, tensorrt
-from trtspec.backends.compiled import CompiledStep, Graph
+from trtspec.backends import tensorrt, tensorrt_compile
 from trtspec.backends.cuda import Cuda
-from trtspec.backends.export import Step, example_batch, input_names
-from trtspec.backends.table import Backend
-from trtspec.backends.tensorrt_profiles import Sizes, profiles
-from trtspec.config import engine as engine_config
-from trtspec.config import engine_folder
+from trtspec.backends.export import example_batch
+from trtspec.backends.tensorrt_profiles import TensorRTOptions
+from trtspec.cli.main import main
 from trtspec.config.engine import EngineConfig
-from trtspec.config.model import ModelConfig
-from trtspec.errors import CapacityError, CheckpointError, DependencyError, EngineError
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.build import build_engine
+from trtspec.errors import CapacityError, CheckpointError, ConfigError, DependencyError, EngineError
 
-BACKENDS = ("eager", "tensorrt")
+CONFIG = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS, **TIGHT)
+CHECK_KERNELS = tensorrt_compile.check_kernels
 
 
 @pytest.fixture(scope="module")
@@ -45,35 +46,14 @@ def cuda() -> CudaRuntime:
 
 
 @pytest.fixture
-def trt(cuda: CudaRuntime, models: Path, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
-    """Stand-ins in the places of TensorRT, CUDA and what compiles plans."""
-    max_seq_len = ModelConfig.from_folder(models / "target").max_seq_len
-    found = TensorRT(cuda)
-    monkeypatch.setattr(tensorrt, "load_tensorrt", lambda: found)
-    monkeypatch.setattr(tensorrt, "_cuda", lambda: Cuda(cuda))
-    for module in (engine_config, engine_folder):
-        monkeypatch.setattr(module, "BACKENDS", BACKENDS)
-    row = Backend(
-        "tensorrt", "trtspec.backends.tensorrt:TensorRTExecutable", "", functional=False, packs=False, extra="tensorrt"
-    )
-    monkeypatch.setitem(table.BACKENDS, "tensorrt", row)
-
-    def compile_step(
-        step: Step, kv_shapes: Any, block_size: int, draft_lens: Any, folder: Path, report: Callable[[str], None]
-    ) -> CompiledStep:
-        names = tuple(name for name in input_names(step) if name != "tree_mask")
-        graphs = []
-        for length in draft_lens:
-            width = length if "draft_tokens" in names else K
-            sizes = Sizes.of(EngineConfig(**LIMITS), max_seq_len, width, TIGHT["num_kv_blocks"])
-            file = folder / f"rank0_k{length}.engine"
-            file.write_bytes(found.add_plan(step, length, names, profiles(names, kv_shapes, sizes)))
-            graphs.append(Graph(file.name, length, False, names))
-        where = tensorrt.made_for(found, Cuda(cuda))
-        vocab_size = step.decoder.spec.vocab_size
-        return CompiledStep(tuple(graphs), step.outputs, tuple(kv_shapes), "float32", vocab_size, 1, "", where)
-
-    monkeypatch.setattr(Backend, "load_compiler", lambda self: compile_step)
+def trt(cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
+    """Stand-ins in the places of TensorRT, CUDA, and our plugins in TensorRT's registry."""
+    found, gpu = TensorRT(cuda), Cuda(cuda)
+    for module in (tensorrt, tensorrt_compile):
+        monkeypatch.setattr(module, "load_tensorrt", lambda: found)
+        monkeypatch.setattr(module, "open_cuda", lambda: gpu)
+    monkeypatch.setattr(tensorrt_compile, "registered_plugins", lambda trt: fake_plugin_of)
+    monkeypatch.setattr(tensorrt_compile, "check_kernels", lambda model: None)
     return found
 
 
@@ -90,6 +70,20 @@ def test_batches_of_every_kind(trt: TensorRT, cuda: CudaRuntime, models: Path, t
 
     gc.collect()
     assert len(cuda.blocks) == before
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_integers(trt: TensorRT, models: Path, tmp_path: Path, quantization: str) -> None:
+    """Weights of 8 and 4 bits: speculation changes nothing."""
+    made = {}
+    for mode in ("none", "eagle3"):
+        config = replace(CONFIG, quantization=quantization)
+        speculation = SpeculativeConfig.from_any(wishes(mode, models, False))
+        build_engine(models / "target", tmp_path / mode, speculation, config)
+        layers = [type(layer).__name__ for layer in list(trt.plans.values())[-1][0]._layers]
+        assert "Dequantize" in layers
+        made[mode] = run_together(LLM(tmp_path / mode).engine, CASES[:12]).outcomes
+    assert made["none"] == made["eagle3"]
 
 
 def executable(models: Path, tmp_path: Path) -> Any:
@@ -168,9 +162,89 @@ def test_plans_of_another_version_or_card_are_refused(
 
 def test_a_plan_that_tensorrt_cannot_read_is_named(trt: TensorRT, models: Path, tmp_path: Path) -> None:
     folder = build(models, tmp_path / "engine", "tensorrt", "none", "float32")
-    (folder / "target" / "rank0_k0.engine").write_bytes(b"plan X")
-    with pytest.raises(CheckpointError, match=r"TensorRT 11.4.0.106 cannot read .*rank0_k0\.engine"):
+    (folder / "target" / "rank0.engine").write_bytes(b"plan X")
+    with pytest.raises(CheckpointError, match=r"TensorRT 11.4.0.106 cannot read .*rank0\.engine"):
         LLM(folder, **TIGHT)
+
+
+def test_plans_may_be_built_for_later_versions(
+    trt: TensorRT, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = TensorRTOptions(version_compatible=True)
+    build_engine(models / "target", tmp_path / "engine", None, CONFIG, options=options)
+    monkeypatch.setattr(TensorRT, "__version__", "11.5.0.1")
+    assert LLM(tmp_path / "engine").generate([[1, 2, 3]], use_tqdm=False)[0].finished
+    monkeypatch.setattr(TensorRT, "__version__", "12.0.0.1")
+    with pytest.raises(CheckpointError, match="built for tensorrt major version 11, this is 12"):
+        LLM(tmp_path / "engine")
+
+
+def test_stripped_plans_get_their_weights_from_beside_them(trt: TensorRT, models: Path, tmp_path: Path) -> None:
+    options = TensorRTOptions(strip_plan=True, weight_streaming=True)
+    speculation = SpeculativeConfig.from_any(wishes("eagle3", models, True))
+    config = replace(CONFIG, quantization="int4")
+    build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
+    assert len(list((tmp_path / "engine" / "target").glob("rank0*.engine"))) == 3
+    llm = LLM(tmp_path / "engine")
+    assert llm.generate([[1, 2, 3]], use_tqdm=False)[0].finished
+    for graph in llm.engine.loop.target.inner._graphs:
+        assert graph.run.__self__.engine.weight_streaming_budget_v2 == 2048
+    file = tmp_path / "engine" / "target" / "weights.safetensors"
+    size = file.stat().st_size
+    save_file(
+        {name: ~tensor if tensor.dtype == torch.uint8 else tensor + 1 for name, tensor in load_file(file).items()}, file
+    )
+    assert file.stat().st_size == size
+    with pytest.raises(EngineError, match=r"rank0.*\.engine: TensorRT did not take its weights"):
+        LLM(tmp_path / "engine")
+
+
+def test_the_cache_is_as_large_as_the_plan_says(trt: TensorRT, models: Path, tmp_path: Path) -> None:
+    build_engine(models / "target", tmp_path / "engine", None, CONFIG)
+    for option in ({}, TIGHT, {"kv_cache_memory": 2**30}):
+        assert LLM(tmp_path / "engine", **option).engine.loop.scheduler.allocator.num_blocks == 41
+    for option in ({"num_kv_blocks": 42}, {"kv_cache_memory": 30_000}):
+        with pytest.raises(ConfigError, match=r"num_kv_blocks = 41, which take \d+ bytes; \d+ were asked for: rebuild"):
+            LLM(tmp_path / "engine", **option)
+
+
+def test_kernels_that_are_not_compiled_stop_a_build(
+    trt: TensorRT, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before TensorRT is asked for anything; nothing is left behind."""
+    monkeypatch.setattr(tensorrt_compile, "check_kernels", CHECK_KERNELS)
+    monkeypatch.setenv("TRTSPEC_TENSORRT_PLUGIN_DIR", str(tmp_path / "plugins"))
+    monkeypatch.setenv("TRTSPEC_CUDA_ARCH", "sm_90")
+    message = r"TensorRT plugins: .*run build_scripts/build_plugins.py --target tensorrt --arch sm_90"
+    with pytest.raises(DependencyError, match=message):
+        build_engine(models / "target", tmp_path / "engine", None, CONFIG)
+    assert not trt.plans
+    assert not list(tmp_path.iterdir())
+
+
+def test_from_the_command_line(
+    trt: TensorRT, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, cache = tmp_path / "engine", tmp_path / "timing"
+    options = {
+        "checkpoint_dir": models / "target", "output_dir": engine, "backend": "tensorrt", "dtype": "float32",
+        "max_batch_size": 4, "max_num_tokens": 32, "block_size": 4, "num_kv_blocks": 41, "opt_num_tokens": 8,
+        "output_timing_cache": cache,
+    }  # fmt: skip
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert main(["build", *arguments]) == 0
+    assert cache.is_file()
+    [(_, config)] = trt.plans.values()
+    assert config._profiles[tensorrt.MIXED]._shapes["input_ids"] == ((1,), (8,), (32,))
+    assert main(["verify", str(engine)]) == 0
+    assert main(["generate", "--model", str(engine), "--prompt", "a b", "--max-tokens", "4"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(TensorRT, "__version__", "11.5.0.1")
+    assert main(["verify", str(engine)]) == 1
+    assert "built for tensorrt 11.4.0.106" in " ".join(capsys.readouterr().err.split())
+    (engine / "target" / "rank0.engine").write_bytes(b"plan 1")
+    assert main(["verify", str(engine)]) == 1
+    assert "rank0.engine is not what was built (its SHA-256 differs)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_too_little_device_memory_is_a_capacity_error(cuda: CudaRuntime) -> None:

@@ -30,8 +30,11 @@ class Constant(FakeLayer):
         return True
 
     def _value(self) -> Tensor:
-        held: Tensor = self._arguments["weights"]._read(tuple(self._arguments["shape"]))
+        weights, shape = self._arguments["weights"], tuple(self._arguments["shape"])
+        held: Tensor = weights._read(shape) if self._copy is None else self._copy
         return held
+
+    _copy: Tensor | None = None  # what a plan holds: the memory may be gone
 
 
 class Shape(FakeLayer):

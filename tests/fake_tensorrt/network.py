@@ -46,7 +46,8 @@ class FakeNetwork(Stand):
         self._layers: list[Any] = []
         self._inputs: list[FakeTensor] = []
         self._outputs: list[FakeTensor] = []
-        self._weight_names: list[str] = []
+        self._weights: dict[str, Weights] = {}  # those that have names
+        self._refittable: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         if name in LAYERS and name in _members(self._cls, "methods"):
@@ -74,10 +75,27 @@ class FakeNetwork(Stand):
         self._outputs.append(tensor)
 
     def _set_weights_name(self, weights: Weights, name: str) -> bool:
-        if name in self._weight_names:
+        if name in self._weights:
             raise Misuse(f"two weights {name}")
-        self._weight_names.append(name)
+        self._weights[name] = weights
         return True
+
+    def _mark_weights_refittable(self, name: str) -> bool:
+        if name not in self._weights:
+            raise Misuse(f"there are no weights {name}")
+        self._refittable.add(name)
+        return True
+
+    def _copy_weights(self) -> None:
+        """From the memory that constants refer to: from here on it may go."""
+        for layer in self._layers:
+            if isinstance(layer, arithmetic.Constant):
+                layer._copy = layer._value()
+
+    def _constants(self) -> dict[str, Any]:
+        """The layers of refittable weights, by name."""
+        layers = {id(one._arguments["weights"]): one for one in self._layers if isinstance(one, arithmetic.Constant)}
+        return {name: layers[id(self._weights[name])] for name in self._refittable}
 
     def _check(self) -> None:
         """Every layer's dtypes and shapes."""

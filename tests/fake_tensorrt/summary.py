@@ -23,7 +23,7 @@ def summary(network: FakeNetwork, config: FakeConfig) -> str:
     counts = Counter(kind(layer) for layer in network._layers if not isinstance(layer, Constant))
     lines += [f"  {count:4} {name}" for name, count in sorted(counts.items())]
     constants = [layer for layer in network._layers if isinstance(layer, Constant)]
-    lines.append(f"  {len(constants):4} IConstantLayer, {len(network._weight_names)} named for a refit")
+    lines.append(f"  {len(constants):4} IConstantLayer, {len(network._weights)} named for a refit")
     lines.append("plugins")
     for layer in network._layers:
         if isinstance(layer, Plugin):

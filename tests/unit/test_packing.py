@@ -67,6 +67,18 @@ def test_int4_is_off_by_half_a_step(width: int, groups: int, group_size: int, of
     check_rows(*packed, matrix)
 
 
+@given(width=widths, groups=st.integers(1, 4), group_size=group_sizes)
+def test_symmetric_int4_is_off_by_half_a_step(width: int, groups: int, group_size: int) -> None:
+    """A seventh of the largest of a group is a step; plus what rounding the scale costs, 7 steps' 2^-11."""
+    weight = random_weight(width, groups * group_size)
+    packed = quantize_int4(weight, group_size, symmetric=True)
+    assert packed[2].numel() == 0
+    matrix = unpack(*packed, width, groups * group_size)
+    step = weight.unflatten(1, (groups, -1)).abs().amax(2) / 7
+    assert ((matrix - weight).abs().unflatten(1, (groups, -1)) <= 0.505 * step[:, :, None]).all()
+    check_rows(*packed, matrix)
+
+
 @given(width=widths, groups=st.integers(1, 4), group_size=group_sizes, with_zeros=st.booleans())
 def test_int4_keeps_values_that_are_four_bits_already(
     width: int, groups: int, group_size: int, with_zeros: bool

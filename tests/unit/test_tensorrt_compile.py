@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,16 +19,18 @@ from tests.e2e.conformance import LIMITS, K, make_models, wishes
 from tests.fake_tensorrt.builder import FakeBuilder, FakeConfig, FakeTensorRT
 from tests.fake_tensorrt.plugins import fake_plugin_of
 from tests.fake_tensorrt.summary import summary
+from tests.tensorrt_stand_in import CudaRuntime
 from trtspec.backends.compiled import CompiledStep
+from trtspec.backends.cuda import Cuda
 from trtspec.backends.export import example_batch
 from trtspec.backends.onnx_export import export_onnx
 from trtspec.backends.table import BACKENDS
+from trtspec.backends.tensorrt import load_tensorrt
 from trtspec.backends.tensorrt_compile import (
     aot_kernels,
     build_plan,
     check_kernels,
     compile_step,
-    driver_version,
     require,
 )
 from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, profiles
@@ -64,8 +64,8 @@ def compiled(
     step, layers = steps(assembly, BACKENDS["tensorrt"], lambda what: None)[role]
     shapes = [shape for spec in layers for shape in spec.kv_shapes]
     sizes = SIZES if mode != "none" else replace(SIZES, draft_len=0)
-    given = {"sizes": sizes, "options": options, "trt": FakeTensorRT(), "plugin_of": fake_plugin_of}
-    return compile_step(step, shapes, LIMITS["block_size"], draft_lens, folder, **given)
+    given = {"trt": FakeTensorRT(), "cuda": Cuda(CudaRuntime()), "plugin_of": fake_plugin_of}
+    return compile_step(step, shapes, LIMITS["block_size"], draft_lens, folder, sizes=sizes, options=options, **given)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def exported() -> tuple[ir.Model, tuple[Profile, ...]]:
 
 def planned(exported: tuple[ir.Model, tuple[Profile, ...]], **options: Any) -> FakeConfig:
     """The config that a plan was built with."""
-    plan = build_plan(FakeTensorRT(), *exported, TensorRTOptions(**options), fake_plugin_of)
+    plan, _ = build_plan(FakeTensorRT(), *exported, TensorRTOptions(**options), fake_plugin_of)
     assert plan == b"a plan"
     assert FakeBuilder._built is not None
     return FakeBuilder._built[1]
@@ -132,7 +132,7 @@ def test_options_become_flags(exported: tuple[ir.Model, tuple[Profile, ...]]) ->
         version_compatible=True,
         hardware_compatibility="ampere_plus",
     )
-    assert config._flags == ["WEIGHT_STREAMING", "REFIT", "STRIP_PLAN", "VERSION_COMPATIBLE"]
+    assert config._flags == ["WEIGHT_STREAMING", "REFIT_INDIVIDUAL", "STRIP_PLAN", "VERSION_COMPATIBLE"]
     assert config.hardware_compatibility_level.name == "AMPERE_PLUS"
     assert planned(exported)._flags == []
 
@@ -157,9 +157,15 @@ def test_what_the_builder_refuses_is_an_error(
         planned(exported)
 
 
-def test_native_attention_is_refused(models: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="attention = 'native' is not built for TensorRT; use 'plugin'"):
-        compiled(models, tmp_path, options=TensorRTOptions(attention="native"))
+def test_what_an_engine_needs_where_it_runs(models: Path, tmp_path: Path) -> None:
+    """The very version and card, unless it was built to run with others."""
+    needs = compiled(models, tmp_path).made_for
+    assert needs == {"tensorrt": "11.4.0.106", "gpu": "Stand-in", "compute_capability": "9.0"}
+    lenient = TensorRTOptions(version_compatible=True, hardware_compatibility="same_compute_capability")
+    needs = compiled(models, tmp_path, options=lenient).made_for
+    assert needs == {"tensorrt major version": "11", "compute_capability": "9.0"}
+    lenient = TensorRTOptions(hardware_compatibility="ampere_plus")
+    assert compiled(models, tmp_path, options=lenient).made_for == {"tensorrt": "11.4.0.106"}
 
 
 def test_kernels_that_are_not_compiled_are_named(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,47 +193,13 @@ def test_kernels_that_are_not_compiled_are_named(models: Path, tmp_path: Path, m
 
 def test_without_tensorrt_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)  # as if it were not installed, where it is
+    load_tensorrt.cache_clear()
     with pytest.raises(DependencyError, match=r"TensorRT is missing .*pip install 'trtspec\[tensorrt\]'"):
         require()
 
 
 def test_an_old_tensorrt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="10.13.2"))
+    load_tensorrt.cache_clear()
     with pytest.raises(DependencyError, match=r"TensorRT 10.13.2 is too old, 11.x is needed: pip install --upgrade"):
-        require()
-
-
-def driver(folder: Path, status: int, version: int) -> str:
-    """A library that answers as a driver does."""
-    compiler = shutil.which(os.environ.get("CC") or "cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    source = folder / "driver.c"
-    source.write_text(
-        f"int cuInit(unsigned flags) {{ return {status}; }}\n"
-        f"int cuDriverGetVersion(int* version) {{ *version = {version}; return 0; }}\n"
-    )
-    library = folder / f"libcuda-{status}-{version}.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    return str(library)
-
-
-def test_the_driver_says_its_version(tmp_path: Path) -> None:
-    assert driver_version(driver(tmp_path, 0, 13020)) == 13020
-
-
-def test_without_a_driver_or_a_gpu_it_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DependencyError, match=r"no NVIDIA driver here \(.*\); build the engine on the machine"):
-        driver_version(str(tmp_path / "libcuda.so.1"))
-    with pytest.raises(DependencyError, match=r"finds no GPU it can use \(cuInit gives 100\)"):
-        driver_version(driver(tmp_path, 100, 13020))
-
-
-def test_an_old_driver_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtspec.backends import tensorrt_compile
-
-    found = driver_version(driver(tmp_path, 0, 12080))
-    monkeypatch.setattr(tensorrt_compile, "driver_version", lambda: found)
-    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="11.4.0"))
-    with pytest.raises(DependencyError, match=r"driver is for CUDA 12.8, TensorRT 11.4.0 needs one for CUDA 13.0 or"):
         require()

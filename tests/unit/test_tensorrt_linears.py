@@ -27,7 +27,7 @@ def constant(name: str, tensor: Tensor) -> ir.Value:
 def linear(dtype: torch.dtype, weight: tuple[Tensor, ...], bias: Tensor | None, float_out: bool) -> FakeNetwork:
     """The network of x [rows, K] through one PackedLinear."""
     x = ir.Value(name="x", shape=ir.Shape(["rows", K]), type=ir.TensorType(DTYPES[dtype]))
-    names = ("weight", "scales", "zeros")
+    names = ("step.weight", "step.scales", "step.zeros")
     held = [constant(name, part) if part.numel() else None for name, part in zip(names, weight, strict=False)]
     held += [None] * (3 - len(held))
     if bias is not None:
@@ -40,7 +40,7 @@ def linear(dtype: torch.dtype, weight: tuple[Tensor, ...], bias: Tensor | None, 
     model = ir.Model(graph, ir_version=10)
     write_linears(model, "tensorrt")
     network = FakeNetwork()
-    _, network._kept = write_network(FakeTensorRT(), network, model, fake_plugin_of)
+    network._kept = write_network(FakeTensorRT(), network, model, fake_plugin_of)
     network._check()
     return network
 
@@ -51,6 +51,8 @@ def layouts(kind: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
     if kind == "int8":
         matrix[3] = 0  # a row whose scale is 0
         return quantize_int8(matrix)
+    if kind == "symmetric":
+        return quantize_int4(matrix, GROUP, symmetric=True)
     if kind == "int4":
         values = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
         return pack_int4(values, torch.rand(N, K // GROUP, generator=g) + 0.1, None)
@@ -58,7 +60,7 @@ def layouts(kind: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["plain", "panels", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["plain", "panels", "int8", "int4", "symmetric"])
 @pytest.mark.parametrize(("biased", "float_out"), [(False, False), (True, False), (False, True)])
 def test_a_linear_is_the_product_with_its_matrix(kind: str, dtype: torch.dtype, biased: bool, float_out: bool) -> None:
     weight = layouts(kind, dtype)
@@ -67,7 +69,7 @@ def test_a_linear_is_the_product_with_its_matrix(kind: str, dtype: torch.dtype, 
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(1)).to(dtype)
     none = torch.empty(0)
     parts = (*weight, none, none)[:3]
-    if parts[2].numel() == 0 and kind == "int4":
+    if parts[2].numel() == 0 and kind in ("int4", "symmetric"):
         parts = (parts[0], parts[1], torch.empty(0, dtype=torch.uint8))
     expected = x.float() @ unpack(*parts, N, K).T + (0 if bias is None else bias.float())
     got = network._run({"x": x})["out"]
@@ -84,4 +86,4 @@ def test_zero_points_are_refused() -> None:
 
 def test_weights_are_named_for_a_refit() -> None:
     network = linear(torch.float32, layouts("int8", torch.float32), None, False)
-    assert {"weight.matrix", "weight.scales"} <= set(network._weight_names)
+    assert {"step.weight.matrix", "step.weight.scales"} <= set(network._weights)

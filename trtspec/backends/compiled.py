@@ -53,6 +53,7 @@ class CompiledStep:
     weight_bytes: int  # that one launch reads
     kernels: str  # ops.kernel_interface that graphs were compiled for: "" = they call torch's dispatcher
     made_for: Mapping[str, str] = field(default_factory=dict)  # what a backend's code asks for where it runs
+    kv_blocks: int | None = None  # of the cache that graphs take; None: of any
 
     @property
     def draft_lens(self) -> tuple[int, ...]:
@@ -86,7 +87,8 @@ class CompiledStep:
             graphs = tuple(Graph(g["file"], g["draft_len"], g["uniform"], tuple(g["inputs"])) for g in data["graphs"])
             kv = tuple((heads, size) for heads, size in data["kv"])
             rest = {name: data[name] for name in ("dtype", "vocab_size", "weight_bytes", "kernels")}
-            return cls(graphs, tuple(data["outputs"]), kv, **rest, made_for=dict(data.get("made_for", {})))
+            made_for, kv_blocks = dict(data.get("made_for", {})), data.get("kv_blocks")
+            return cls(graphs, tuple(data["outputs"]), kv, **rest, made_for=made_for, kv_blocks=kv_blocks)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the engine's config.json does not describe its graphs ({error!r}); rebuild it"
@@ -116,7 +118,6 @@ class CompiledExecutable(ABC):
     def __init__(self, compiled: CompiledStep, folder: Path, kv: Sequence[KVLayer]) -> None:
         self.compiled = compiled
         self.kv = kv
-        compiled.check_kernels()
         self._flat_kv = [tensor for layer in kv for tensor in layer]
         num_blocks, block_size = kv[0][0].shape[:2]
         ranges = {
@@ -131,6 +132,11 @@ class CompiledExecutable(ABC):
         self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
         self._neutral = {name: torch.empty(0) for name in _NEUTRAL}
         self._last_draft_lens = (0, 0), torch.empty(0, dtype=torch.int32)  # (B, K) and B times K
+
+    @classmethod
+    def check(cls, compiled: CompiledStep) -> None:
+        """DependencyError or CheckpointError where its graphs cannot run here; they are not loaded."""
+        compiled.check_kernels()
 
     @classmethod
     def allocate_kv(

@@ -17,16 +17,13 @@ from safetensors.torch import save_file
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.export import Step, example_batch, graph_kinds
-from trtspec.backends.onnx_export import export_onnx
+from trtspec.backends.onnx_export import OWN, export_onnx
 from trtspec.backends.onnx_linear import as_torch, write_linears
 from trtspec.core import KVLayer
 from trtspec.errors import EngineError
 
 _INLINE = 1024
 """Bytes up to which a constant stays in its graph's file."""
-
-_OWN = "step."
-"""How names of a step's own constants begin (GraphStep.step): the same in all its graphs."""
 
 
 def require() -> None:
@@ -111,7 +108,7 @@ def _name_made_constants(model: ir.Model) -> None:
     for name, value in list(constants.items()):
         held = value.const_value
         assert held is not None
-        if name.startswith(_OWN) or held.nbytes <= _INLINE:
+        if name.startswith(OWN) or held.nbytes <= _INLINE:
             continue
         array = np.ascontiguousarray(held.numpy())
         content = f"{held.dtype.name}{list(array.shape)}".encode() + array.tobytes()

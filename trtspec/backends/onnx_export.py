@@ -27,6 +27,8 @@ from trtspec.backends.export import INPUT_SHAPES, Step, export_step, input_names
 from trtspec.core import KVLayer, StepInputs
 
 DOMAIN = "trtspec"
+OWN = "step."
+"""How names of a step's own constants begin (GraphStep.step): the same in all its graphs."""
 OPSET = 21
 """Of the standard operators: the first whose DequantizeLinear takes blocks of 4-bit weights."""
 

@@ -3,7 +3,7 @@
 plain weights     Gemm with the matrix [N, K] as it is
 int8, int4        for ONNX Runtime: MatMulNBits (com.microsoft), which rounds rows of x to int8 per block of inputs
                   for TensorRT: DequantizeLinear and Gemm, with x as it is. TensorRT has no zero points: weights whose
-                  zeros are not in the middle (int4 that this package quantised from a plain checkpoint) are refused
+                  zeros are not in the middle are refused
 
 A packed matrix is unpacked here, at export: files hold what the runtime reads.
 """
@@ -158,8 +158,8 @@ class _TensorRTMatrices(_Matrices):
             if matrix not in self.graph.initializers:
                 if zero.numel() and not bool((unpack_groups(scale, zero)[1][:N] == 8).all()):
                     raise UnsupportedError(
-                        f"{weight.name}: TensorRT takes 4-bit weights without zero points only; use quantization int8, "
-                        "or a checkpoint that was quantised symmetrically (GPTQ with sym = true)"
+                        f"{weight.name}: TensorRT takes 4-bit weights without zero points only; use a checkpoint that "
+                        "was quantised symmetrically (GPTQ with sym = true), or a plain one with quantization int4"
                     )
                 values = unpack_values(held)[:N, :K].to(torch.int16) - 8
                 packed = _pairs((values & 15).to(torch.uint8)).flatten()

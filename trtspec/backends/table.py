@@ -19,12 +19,14 @@ class Backend:
     """One row."""
 
     name: str
-    executable: str | None  # "module:class", a CompiledExecutable; None = not built yet
-    compiler: str | None  # module with `require()`, which complains where it cannot compile here, and `compile_step`
+    executable: str  # "module:class", a CompiledExecutable
+    compiler: str  # module with `require()`, which complains where it cannot compile here, and `compile_step`
     functional: bool  # graphs give new KV tensors rather than changing those they are given
     packs: bool  # weights are compiled in the layouts of ops.packing, whether quantised or not
     extra: str | None  # what `pip install 'trtspec[...]'` brings its dependencies
-    profiles: bool = False  # one graph, ragged, with TensorRT's optimisation profiles, also for uniform batches
+    # TensorRT's: one graph a K, ragged, with optimisation profiles, also for uniform batches; the cache's size is fixed
+    profiles: bool = False
+    symmetric: bool = False  # 4-bit weights without zero points
     only_float32: bool = False
 
     def check_dtype(self, dtype: torch.dtype) -> None:
@@ -36,24 +38,15 @@ class Backend:
             )
 
     def load_executable(self) -> type[CompiledExecutable]:
-        """DependencyError where a package is missing, UnsupportedError where it is not built yet."""
-        module, _, name = self._built(self.executable).partition(":")
+        """DependencyError where a package is missing."""
+        module, _, name = self.executable.partition(":")
         return cast("type[CompiledExecutable]", getattr(self._import(module), name))
 
     def load_compiler(self) -> Callable[..., Any]:
-        """Its compile_step, once `require` has agreed. DependencyError where something is missing, UnsupportedError
-        where it is not built yet."""
-        module = self._import(self._built(self.compiler))
+        """Its compile_step, once `require` has agreed. DependencyError where something is missing."""
+        module = self._import(self.compiler)
         module.require()
         return cast("Callable[..., Any]", module.compile_step)
-
-    def _built(self, where: str | None) -> str:
-        if where is None:
-            raise UnsupportedError(
-                f"backend {self.name}: building and running its engines is not there yet; trtspec build --dry_run "
-                "shows what an engine would be"
-            )
-        return where
 
     def _import(self, module: str) -> ModuleType:
         try:
@@ -66,7 +59,7 @@ class Backend:
             ) from error
 
 
-_AOTI, _ONNX = "trtspec.backends.aoti", "trtspec.backends.onnx"
+_AOTI, _ONNX, _TENSORRT = "trtspec.backends.aoti", "trtspec.backends.onnx", "trtspec.backends.tensorrt"
 BACKENDS = {
     row.name: row
     for row in (
@@ -80,6 +73,15 @@ BACKENDS = {
             extra="onnx",
             only_float32=True,
         ),
-        Backend("tensorrt", None, None, functional=True, packs=False, extra="tensorrt", profiles=True),
+        Backend(
+            "tensorrt",
+            f"{_TENSORRT}:TensorRTExecutable",
+            f"{_TENSORRT}_compile",
+            functional=True,
+            packs=False,
+            extra="tensorrt",
+            profiles=True,
+            symmetric=True,
+        ),
     )
 }

@@ -20,9 +20,10 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
-from trtspec.backends.compiled import CompiledExecutable, CompiledStep, Graph
+from trtspec.backends.compiled import WEIGHTS, CompiledExecutable, CompiledStep, Graph
 from trtspec.backends.cuda import Cuda, DeviceTensor, Memory
 from trtspec.core import KVLayer
 from trtspec.errors import CheckpointError, DependencyError, EngineError
@@ -43,23 +44,34 @@ _RAISE = {  # size of INPUT_SHAPES that grows with it -> option of trtspec build
 }
 
 
+OLDEST = 11
+"""Major version of TensorRT whose API this is written for."""
+
+
 @functools.cache
 def load_tensorrt() -> Any:
-    """The module. DependencyError where it is not installed."""
+    """The module. DependencyError where it is not installed, or too old."""
     try:
-        return importlib.import_module("tensorrt")
+        trt = importlib.import_module("tensorrt")
     except ImportError as error:
         raise DependencyError(f"TensorRT is missing ({error}): pip install 'trtspec[tensorrt]'") from error
+    if int(trt.__version__.split(".")[0]) < OLDEST:
+        raise DependencyError(
+            f"TensorRT {trt.__version__} is too old, {OLDEST}.x is needed: pip install --upgrade 'trtspec[tensorrt]'"
+        )
+    return trt
 
 
 @functools.cache
-def _cuda() -> Cuda:
+def open_cuda() -> Cuda:
+    """The GPU, once for all engines. See cuda.Cuda.open."""
     return Cuda.open()
 
 
 def made_for(trt: Any, cuda: Cuda) -> dict[str, str]:
-    """What a plan depends on: version of TensorRT, name and compute capability of the card."""
-    return {"tensorrt": str(trt.__version__), **cuda.device()}
+    """What a plan may depend on: version of TensorRT, name and compute capability of the card."""
+    version = str(trt.__version__)
+    return {"tensorrt": version, "tensorrt major version": version.split(".")[0], **cuda.device()}
 
 
 class TensorRTExecutable(CompiledExecutable):
@@ -67,22 +79,26 @@ class TensorRTExecutable(CompiledExecutable):
     EngineError for inputs larger than a plan was built for."""
 
     def __init__(self, compiled: CompiledStep, folder: Path, kv: Sequence[KVLayer]) -> None:
-        self._trt, self._cuda = load_tensorrt(), _cuda()
-        here = made_for(self._trt, self._cuda)
+        self._trt, self._cuda = load_tensorrt(), open_cuda()
+        super().__init__(compiled, folder, kv)
+
+    @classmethod
+    def check(cls, compiled: CompiledStep) -> None:
+        """See compiled.CompiledExecutable."""
+        here = made_for(load_tensorrt(), open_cuda())
         for what, value in compiled.made_for.items():
             if value != here.get(what):
                 raise CheckpointError(
-                    f"engine {folder.parent} was built for {what} {value}, this is {here.get(what)}; rebuild it here "
-                    "with trtspec build"
+                    f"the engine was built for {what} {value}, this is {here.get(what)}; rebuild it here with "
+                    "trtspec build"
                 )
-        super().__init__(compiled, folder, kv)
 
     @classmethod
     def allocate_kv(
         cls, shapes: Sequence[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> Sequence[KVLayer]:
         """Zeros on the device. See compiled.CompiledExecutable."""
-        cuda = _cuda()
+        cuda = open_cuda()
         stream = cuda.stream()
         sizes = [(num_blocks, block_size, heads, width) for heads, width in shapes]
         layers = [(cuda.zeros(size, dtype, stream), cuda.zeros(size, dtype, stream)) for size in sizes]
@@ -92,7 +108,11 @@ class TensorRTExecutable(CompiledExecutable):
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
         trt, cuda = self._trt, self._cuda
         runtime, stream = trt.Runtime(trt.Logger(trt.Logger.WARNING)), cuda.stream()
+        if "tensorrt" not in self.compiled.made_for:
+            runtime.engine_host_code_allowed = True  # plans for later versions, too, bring a runtime of their own
         caches = {f"{'kv'[i % 2]}_cache_{i // 2}": cast(DeviceTensor, kv) for i, kv in enumerate(self._flat_kv)}
+        stripped = (folder / WEIGHTS).is_file()
+        weights = load_file(folder / WEIGHTS) if stripped else {}
         found = {}
         for graph in self.compiled.graphs:
             engine = runtime.deserialize_cuda_engine((folder / graph.file).read_bytes())
@@ -101,9 +121,26 @@ class TensorRTExecutable(CompiledExecutable):
                     f"TensorRT {trt.__version__} cannot read {folder / graph.file}, its messages say why; copy the "
                     "file again, or rebuild the engine with trtspec build"
                 )
+            if weights:
+                _refit(trt, engine, weights, folder / graph.file)
+            if engine.streamable_weights_size:  # weights that the device has no room for stay on the host
+                engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
             found[graph] = _Plan(trt, cuda, engine, graph, self.compiled.outputs, caches, stream).run
         self._runtime = runtime  # engines need it as long as they are there
         return found
+
+
+def _refit(trt: Any, engine: Any, weights: Mapping[str, Tensor], file: Path) -> None:
+    """Give a stripped plan the weights that lie beside it."""
+    refitter = trt.Refitter(engine, trt.Logger(trt.Logger.WARNING))
+    for name in refitter.get_missing_weights():
+        wanted = refitter.get_weights_prototype(name)
+        in_a_byte = 2 if wanted.dtype == trt.DataType.INT4 else 1
+        if name not in weights or weights[name].numel() * in_a_byte != wanted.size:
+            raise CheckpointError(f"{file} wants {wanted.size} weights {name}, which are not there; rebuild the engine")
+        refitter.set_named_weights(name, trt.Weights(wanted.dtype, weights[name].data_ptr(), wanted.size))
+    if not refitter.refit_cuda_engine():
+        raise EngineError(f"{file}: TensorRT did not take its weights, its messages say why")
 
 
 class _Plan:

@@ -1,8 +1,8 @@
 """Build TensorRT engines of a step: `rank0.engine`, and `rank0_k<K>.engine` for further draft lengths.
 
 One network takes every batch of a K; its second optimisation profile is for batches of generations alone
-(tensorrt_profiles.py). Weights are inside the engines. Networks of TensorRT 11 are always strongly typed: each layer
-computes in the dtype that the step has there.
+(tensorrt_profiles.py). Weights are inside the engines or, of stripped ones, once beside them. Networks of TensorRT 11
+are always strongly typed: each layer computes in the dtype that the step has there.
 
 No engine has been built or run by this code: no machine at hand has TensorRT's builder. Shown by tests: which calls are
 made, with the signatures of TensorRT 11.4's Python bindings; that the network computes what the step does, layer by
@@ -13,65 +13,34 @@ a row's result is the same in batches of different sizes, for which TensorRT may
 
 from __future__ import annotations
 
-import ctypes
 import os
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import onnx_ir as ir
 import torch
+from safetensors.torch import save_file
 
-from trtspec.backends.compiled import CompiledStep, Graph
-from trtspec.backends.cuda import LEAST_DRIVER, cuda_version
+from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
+from trtspec.backends.cuda import Cuda
 from trtspec.backends.export import Step, example_batch
 from trtspec.backends.onnx_export import DOMAIN, export_onnx
 from trtspec.backends.onnx_linear import write_linears
+from trtspec.backends.tensorrt import load_tensorrt, made_for, open_cuda
 from trtspec.backends.tensorrt_network import Attributes, PluginOf, write_network
 from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, profiles
 from trtspec.core import KVLayer
 from trtspec.errors import ConfigError, DependencyError, EngineError
 
-OLDEST = 11
-"""Major version of TensorRT whose API this is written for."""
-
 _BITS = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 
 
-def require() -> Any:
-    """The module `tensorrt`. DependencyError where TensorRT or a GPU is missing, or too old."""
-    try:
-        import tensorrt as trt
-    except ImportError as error:
-        raise DependencyError(f"TensorRT is missing ({error}): pip install 'trtspec[tensorrt]'") from error
-    if int(trt.__version__.split(".")[0]) < OLDEST:
-        raise DependencyError(
-            f"TensorRT {trt.__version__} is too old, {OLDEST}.x is needed: pip install --upgrade 'trtspec[tensorrt]'"
-        )
-    version = driver_version()
-    if version < LEAST_DRIVER:
-        raise DependencyError(
-            f"the NVIDIA driver is for CUDA {cuda_version(version)}, TensorRT {trt.__version__} needs one for CUDA "
-            f"{cuda_version(LEAST_DRIVER)} or newer; update the driver"
-        )
-    return trt
-
-
-def driver_version(library: str = "libcuda.so.1") -> int:
-    """1000 * major + 10 * minor of the newest CUDA that the driver serves. DependencyError without driver or GPU."""
-    try:
-        driver = ctypes.CDLL(library)
-    except OSError as error:
-        raise DependencyError(
-            f"there is no NVIDIA driver here ({error}); build the engine on the machine with the GPU it is for"
-        ) from error
-    status = driver.cuInit(0)
-    if status != 0:
-        raise DependencyError(f"the NVIDIA driver finds no GPU it can use (cuInit gives {status}); see nvidia-smi")
-    version = ctypes.c_int()
-    driver.cuDriverGetVersion(ctypes.byref(version))
-    return version.value
+def require() -> None:
+    """DependencyError where TensorRT, its driver or a GPU is missing, or too old."""
+    load_tensorrt()
+    open_cuda()
 
 
 def registered_plugins(trt: Any) -> PluginOf:
@@ -133,14 +102,18 @@ def aot_kernels(model: ir.Model) -> set[str]:
 
 def build_plan(
     trt: Any, model: ir.Model, shapes: Sequence[Profile], options: TensorRTOptions, plugin_of: PluginOf
-) -> bytes:
-    """The plan of an engine: what the file of an engine holds. `shapes` may name inputs that the graph does not read.
+) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """The plan of an engine, what the file of an engine holds, and the weights that it can be refitted with, by name.
+    `shapes` may name inputs that the graph does not read.
 
     EngineError where TensorRT does not build it; ConfigError for a timing cache that is of another TensorRT or GPU.
     """
     builder = trt.Builder(trt.Logger(trt.Logger.WARNING))
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS))
-    _, kept = write_network(trt, network, model, plugin_of)
+    written = write_network(trt, network, model, plugin_of)
+    if options.refit or options.strip_plan:
+        for name in written.weights:
+            network.mark_weights_refittable(name)  # and no sizes and indices, which TensorRT has to know when it builds
     config = builder.create_builder_config()
     _set_flags(trt, config, options)
     inputs = [str(value.name) for value in model.graph.inputs]
@@ -152,12 +125,11 @@ def build_plan(
             raise EngineError(f"TensorRT refused the profile {profile.name}; its log says why. Please report this")
     _read_timing_cache(config, options)
     plan = builder.build_serialized_network(network, config)
-    del kept  # only now may the constants' memory go
     if plan is None:
         raise EngineError("TensorRT did not build the engine; its log says why")
     if options.output_timing_cache is not None:
         _write(Path(options.output_timing_cache), bytes(config.get_timing_cache().serialize()))
-    return bytes(plan)
+    return bytes(plan), written.weights  # only now may the other constants' memory go
 
 
 def _set_flags(trt: Any, config: Any, options: TensorRTOptions) -> None:
@@ -166,7 +138,7 @@ def _set_flags(trt: Any, config: Any, options: TensorRTOptions) -> None:
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)  # caches are changed in place
     for wanted, one in (
         (options.weight_streaming, flag.WEIGHT_STREAMING),
-        (options.refit, flag.REFIT),
+        (options.refit or options.strip_plan, flag.REFIT_INDIVIDUAL),
         (options.strip_plan, flag.STRIP_PLAN),
         (options.version_compatible, flag.VERSION_COMPATIBLE),
     ):
@@ -208,24 +180,25 @@ def compile_step(
     sizes: Sizes,
     options: TensorRTOptions | None = None,
     trt: Any = None,
+    cuda: Cuda | None = None,
     plugin_of: PluginOf | None = None,
 ) -> CompiledStep:
     """Build a functional `step` for each K of `draft_lens` into `folder` (it must exist): an engine of the longest as
     rank0.engine, of others as rank0_k<K>.engine. `report` hears what is being done.
 
-    sizes: the largest that the engines must take, whose draft_len holds for a step that makes no drafts. `trt` and
-    `plugin_of` are TensorRT and its registry, unless given. DependencyError where a plugin's kernel is not compiled,
-    UnsupportedError for weights that TensorRT does not take, EngineError where it does not build the engine.
+    sizes: the largest that the engines must take, whose draft_len holds for a step that makes no drafts. `trt`, `cuda`
+    and `plugin_of` are TensorRT, the GPU and TensorRT's registry, unless given. DependencyError where a plugin's kernel
+    is not compiled, UnsupportedError for weights that TensorRT does not take, EngineError where it does not build the
+    engine.
     """
     options = options or TensorRTOptions()
-    if options.attention != "plugin":
-        raise ConfigError(f"attention = {options.attention!r} is not built for TensorRT; use 'plugin'")
     dtype = step.decoder.norm.weight.dtype
     makes_drafts = "draft_tokens" in step.spec_inputs
     real = plugin_of is None
-    trt = trt or require()
+    trt, cuda = trt or load_tensorrt(), cuda or open_cuda()
     plugin_of = plugin_of or registered_plugins(trt)
     graphs = []
+    weights: dict[str, torch.Tensor] = {}  # of all graphs, which share them
     for i, K in enumerate(sorted(draft_lens, reverse=True)):
         report(f"graph for K = {K}: exporting")
         example = example_batch(K, block_size)
@@ -240,8 +213,15 @@ def compile_step(
         shapes = profiles(names, kv_shapes, largest, options.opt_num_tokens)
         report(f"graph for K = {K}: building")
         file = "rank0.engine" if i == 0 else f"rank0_k{K}.engine"
-        (folder / file).write_bytes(build_plan(trt, model, shapes, options, plugin_of))
+        plan, used = build_plan(trt, model, shapes, options, plugin_of)
+        (folder / file).write_bytes(plan)
+        if options.strip_plan:
+            if any(name in weights and not torch.equal(weights[name], tensor) for name, tensor in used.items()):
+                raise EngineError("graphs of two draft lengths have other weights of one name; please report this")
+            weights |= used
         graphs.append(Graph(file, K, False, names))
+    if weights:
+        _save(weights, folder / WEIGHTS)
     return CompiledStep(
         graphs=tuple(reversed(graphs)),
         outputs=step.outputs,
@@ -250,4 +230,26 @@ def compile_step(
         vocab_size=step.decoder.spec.vocab_size,
         weight_bytes=step.weight_bytes_per_step,
         kernels="",
+        made_for=_needs(made_for(trt, cuda), options),
+        kv_blocks=sizes.blocks,
     )
+
+
+def _save(weights: Mapping[str, torch.Tensor], file: Path) -> None:
+    """As safetensors, which refuses tensors that share memory: a tied embedding is written twice."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in weights.items():
+        apart[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
+        seen.add(tensor.data_ptr())
+    save_file(apart, file)
+
+
+def _needs(here: Mapping[str, str], options: TensorRTOptions) -> dict[str, str]:
+    """What of this machine a plan needs where it runs."""
+    free = {"tensorrt" if options.version_compatible else "tensorrt major version"}
+    if options.hardware_compatibility != "none":
+        free.add("gpu")
+    if options.hardware_compatibility == "ampere_plus":
+        free.add("compute_capability")
+    return {what: value for what, value in here.items() if what not in free}

@@ -30,12 +30,11 @@ PluginOf = Callable[[str, Collection[str], Attributes], tuple[Any, tuple[str, ..
 LookupError where there is no plugin for that."""
 
 
-def write_network(trt: Any, network: Any, model: ir.Model, plugin_of: PluginOf) -> tuple[list[str], list[Any]]:
+def write_network(trt: Any, network: Any, model: ir.Model, plugin_of: PluginOf) -> Writer:
     """Write `model` into `network`, an empty INetworkDefinition of the module `trt`.
 
-    Returns the names of the network's outputs in order, and what holds the memory of its constants: keep that until the
-    engine is built. UnsupportedError for an operator that is not known or an op that has no plugin, EngineError where
-    TensorRT refuses a layer.
+    Returns what holds the memory of its constants: keep it until the engine is built. UnsupportedError for an operator
+    that is not known or an op that has no plugin, EngineError where TensorRT refuses a layer.
     """
     w = Writer(trt, network)
     for value in model.graph.inputs:
@@ -46,7 +45,9 @@ def write_network(trt: Any, network: Any, model: ir.Model, plugin_of: PluginOf) 
             _write_plugin(w, node, plugin_of)
         else:
             write_node(w, node)
-    return [_output(w, value) for value in model.graph.outputs], w.kept
+    for value in model.graph.outputs:
+        _output(w, value)
+    return w
 
 
 def _input(w: Writer, value: ir.Value) -> Any:
@@ -62,14 +63,13 @@ def _input(w: Writer, value: ir.Value) -> Any:
     return tensor
 
 
-def _output(w: Writer, value: ir.Value) -> str:
+def _output(w: Writer, value: ir.Value) -> None:
     tensor = w.get(value)
     if tensor.is_network_input or tensor.is_network_output:  # two names of one tensor
         w.node = f"{value.name}_again"
         tensor = w.out(w.network.add_identity(tensor))
     tensor.name = str(value.name)
     w.network.mark_output(tensor)
-    return str(value.name)
 
 
 def _write_plugin(w: Writer, node: ir.Node, plugin_of: PluginOf) -> None:

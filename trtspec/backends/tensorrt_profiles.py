@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trtspec.backends.export import INPUT_SHAPES
 from trtspec.config.engine import EngineConfig
-from trtspec.errors import ConfigError
+from trtspec.errors import ConfigError, UnsupportedError
 
 MAX_BANS = 64
 """Ids that a row may have banned at a time (stop ids before min_tokens)."""
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True, kw_only=True)
 class TensorRTOptions:
     """Beside EngineConfig, what `trtspec build --backend tensorrt` takes; names are those of trtllm-build where it has
-    them. ConfigError for values that are none of those.
+    them. ConfigError for values that are none of those, UnsupportedError for native attention, which is not built.
 
     opt_num_tokens: rows that the mixed profile is tuned for, None = half of max_num_tokens. workers: ranks built at a
     time. attention: our "plugin" over the paged cache, or "native", TensorRT's own over a linear one.
@@ -46,6 +46,8 @@ class TensorRTOptions:
         for name, allowed in (("attention", ATTENTIONS), ("hardware_compatibility", HARDWARE)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} = {getattr(self, name)!r}; use one of {', '.join(allowed)}")
+        if self.attention == "native":
+            raise UnsupportedError("attention = 'native' is not built; use 'plugin'")
         for name in ("workers", "opt_num_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

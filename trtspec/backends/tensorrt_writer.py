@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from trtspec.backends.onnx_export import OWN
 from trtspec.errors import EngineError, UnsupportedError
 
 Size = Any
@@ -32,17 +33,28 @@ _DTYPES = {
 """ONNX's name of a dtype -> TensorRT's."""
 
 
+_TORCH = {
+    "FLOAT": torch.float32,
+    "FLOAT16": torch.float16,
+    "BFLOAT16": torch.bfloat16,
+    "INT8": torch.int8,
+    "INT4": torch.uint8,  # two to a byte
+}
+"""What weights may be."""
+
+
 class Writer:
     """Writes into one INetworkDefinition. `trt` is the module `tensorrt`.
 
     `kept` holds the memory that the network's constants refer to: TensorRT copies it only when an engine is built, so
-    it has to live until then.
+    it has to live until then. `weights`: those of it that are the step's own, by the names that a refit knows them by.
     """
 
     def __init__(self, trt: Any, network: Any) -> None:
         self.trt = trt
         self.network = network
         self.kept: list[Any] = []
+        self.weights: dict[str, torch.Tensor] = {}
         self.node = ""  # whose layers are being written, for their names and for complaints
         self._tensors: dict[ir.Value, Any] = {}
         self._constants: dict[tuple[str, int], Any] = {}
@@ -121,8 +133,10 @@ class Writer:
         weights = self.trt.Weights(self.dtype(held.dtype), raw.data_ptr(), int(np.prod(shape, dtype=np.int64)))
         lifted = len(shape) > len(held.shape)
         tensor = self.out(self.network.add_constant(shape, weights), name=f"{value.name}{f':{len(shape)}d' * lifted}")
-        if not lifted:
-            self.network.set_weights_name(weights, str(value.name))  # for a refit
+        name, kind = str(value.name), _TORCH.get(held.dtype.name)
+        if name.startswith(OWN) and kind is not None and not lifted:
+            self.network.set_weights_name(weights, name)
+            self.weights[name] = raw if raw.dtype == kind else raw.view(kind)
         return tensor
 
     def dtype(self, dtype: Any) -> Any:

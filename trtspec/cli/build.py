@@ -13,7 +13,7 @@ from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.table import BACKENDS
 from trtspec.cli.options import add_speculation, speculation
 from trtspec.cli.show_plan import show_plan
-from trtspec.cli.tensorrt_options import add_tensorrt, tensorrt_options
+from trtspec.cli.tensorrt_options import add_tensorrt, cache_limits, tensorrt_options
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
 from trtspec.engine.build import build_engine, refuse_taken
@@ -52,6 +52,7 @@ def run(namespace: argparse.Namespace) -> int:
     options = tensorrt_options(namespace)
     names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "block_size")
     limits = {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
+    limits |= cache_limits(namespace)
     config = EngineConfig(
         backend=namespace.backend, dtype=namespace.dtype, quantization=namespace.quantization, **limits
     )
@@ -77,6 +78,7 @@ def run(namespace: argparse.Namespace) -> int:
         config,
         replace_existing=namespace.replace,
         report=report,
+        options=options,
     )
     size = sum(facts["size"] for facts in engine.data["files"].values())
     report(f"built {output}, {size / 1e6:.1f} MB")
@@ -94,9 +96,9 @@ def run_verify(namespace: argparse.Namespace) -> int:
     if engine is None:
         raise ConfigError(f"{namespace.engine} is no engine folder; build one with trtspec build")
     engine.verify()
-    BACKENDS[engine.backend].load_executable()
+    executable = BACKENDS[engine.backend].load_executable()
     load_plugins()
-    for executable in engine.data["executables"].values():
-        CompiledStep.from_dict(executable).check_kernels()
+    for compiled in engine.data["executables"].values():
+        executable.check(CompiledStep.from_dict(compiled))
     Console().print(f"{namespace.engine}: {len(engine.data['files'])} files are as built, and it can run here")
     return 0

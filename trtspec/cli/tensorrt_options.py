@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from typing import Any
 
 from trtspec.backends.tensorrt_profiles import ATTENTIONS, HARDWARE, TensorRTOptions
 from trtspec.errors import ConfigError
@@ -18,22 +19,33 @@ def add_tensorrt(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output_timing_cache", metavar="FILE", help="where to keep what was measured")
     group.add_argument("--attention", help=f"{' or '.join(ATTENTIONS)} (default {ATTENTIONS[0]})")
     for name, does in (
-        ("weight_streaming", "let weights stay in host memory, as far as asked for at run time"),
-        ("refit", "let weights be replaced in the built engine"),
-        ("strip_plan", "leave weights out of the engine file"),
-        ("version_compatible", "let later versions of TensorRT run it"),
+        ("weight_streaming", "weights that do not fit into the GPU's memory stay in the host's"),
+        ("refit", "weights can be replaced in the built engine"),
+        ("strip_plan", "weights are not in engine files, but once beside those of all draft lengths"),
+        ("version_compatible", "later versions of TensorRT 11 run it"),
     ):
         group.add_argument(f"--{name}", action="store_true", default=None, help=does)
+    group.add_argument("--num_kv_blocks", type=int, help="of the KV cache (default: for max_batch_size full sequences)")
+    group.add_argument("--kv_cache_memory", type=int, help="the same in bytes")
     group.add_argument("--hardware_compatibility", help=f"{', '.join(HARDWARE)} (default {HARDWARE[0]})")
 
 
 def tensorrt_options(namespace: argparse.Namespace) -> TensorRTOptions | None:
     """What was given; None for another backend, for which nothing may be given: ConfigError."""
-    names = [field.name for field in fields(TensorRTOptions)]
-    given = {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
+    given = _given(namespace, [field.name for field in fields(TensorRTOptions)])
     if namespace.backend == "tensorrt":
         return TensorRTOptions(**given)
+    given |= cache_limits(namespace)
     if given:
         options = ", ".join(f"--{name}" for name in given)
         raise ConfigError(f"{options}: for --backend tensorrt alone, this one is {namespace.backend}; leave it out")
     return None
+
+
+def cache_limits(namespace: argparse.Namespace) -> dict[str, int]:
+    """Fields of EngineConfig that other backends take when an engine is loaded: TensorRT's have caches of one size."""
+    return _given(namespace, ["num_kv_blocks", "kv_cache_memory"])
+
+
+def _given(namespace: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    return {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}

@@ -17,15 +17,15 @@ class EngineConfig:
 
     dtype: "auto" = the checkpoint's. quantization: of all weights but embedding and lm_head: "int8" (a scale per output
     channel), "int4" (a scale and zero point per 32 inputs), "int4_g64", "int4_g128"; None = kept in dtype; where the
-    checkpoint is quantised already, of the linears that it left, and of its own kind. backend:
-    "eager" runs a checkpoint op by op; engine folders are of "aoti" (AOTInductor, C++ kernels) or "onnx" (ONNX
-    Runtime); those of "tensorrt" can be planned, not yet built. max_batch_size: requests in one step.
-    max_num_tokens: rows of one step of the target. max_seq_len: tokens of a sequence, None = the checkpoint's;
-    max_input_len: of a prompt, None = no limit of its own. kv_cache_memory: bytes for all KV layers, target and draft;
-    num_kv_blocks: the same in blocks; both None = enough for max_batch_size full sequences, at most a quarter of the
-    free memory. block_size: tokens per KV block. enable_prefix_caching: a prompt that begins like an earlier request
-    takes over its KV blocks, as far as they are still there. seed: of requests that bring none. generation_config:
-    "auto" = unset sampling fields come from the checkpoint's generation_config.json, "off" = they do not.
+    checkpoint is quantised already, of the linears that it left, and of its own kind. backend: "eager" runs a
+    checkpoint op by op; engine folders are of "aoti" (AOTInductor, C++ kernels), "onnx" (ONNX Runtime) or "tensorrt".
+    max_batch_size: requests in one step. max_num_tokens: rows of one step of the target. max_seq_len: tokens of a
+    sequence, None = the checkpoint's; max_input_len: of a prompt, None = no limit of its own. kv_cache_memory: bytes
+    for all KV layers, target and draft; num_kv_blocks: the same in blocks; both None = enough for max_batch_size full
+    sequences, at most a quarter of the free memory; an engine of "tensorrt" fixes it. block_size: tokens per KV block.
+    enable_prefix_caching: a prompt that begins like an earlier request takes over its KV blocks, as far as they are
+    still there. seed: of requests that bring none. generation_config: "auto" = unset sampling fields come from the
+    checkpoint's generation_config.json, "off" = they do not.
     force_num_accepted_tokens: drafts counted as accepted per step whatever they are (lossy, for benchmarks; no prefix
     caching then); None = the environment's TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, where 0 means off.
     """

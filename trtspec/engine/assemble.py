@@ -67,6 +67,7 @@ class Assembly:
     pack: bool  # weights are kept in the kernels' layout
     functional: bool = False  # steps change no KV tensor in place
     reads_weights: bool = True  # False: steps are on torch's meta device, for plans
+    symmetric: bool = False  # what is quantised to 4 bits has no zero points
     built: EngineFolder | None = None  # where graphs and weights come from, if not from the checkpoints
     num_blocks: int = 0
     executables: list[TimedExecutable] = field(default_factory=list)
@@ -125,7 +126,7 @@ class Assembly:
         if self.pack or self.quantizations != (None, None):
             target_kind, draft_kind = self.quantizations
             try:
-                pack_decoder(step, target_kind, draft, draft_kind)
+                pack_decoder(step, target_kind, draft, draft_kind, self.symmetric)
             except ValueError as error:
                 kinds = f"quantization = {target_kind!r}, of the draft {draft_kind!r}"
                 raise UnsupportedError(f"{kinds}: {error}") from error
@@ -153,6 +154,7 @@ class Assembly:
     def _compiled(self, built: EngineFolder, role: str) -> Executable:
         compiled = CompiledStep.from_dict(built.data["executables"][role])
         executable = BACKENDS[built.backend].load_executable()
+        executable.check(compiled)
         kv = executable.allocate_kv(compiled.kv, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
         if compiled.makes_drafts:
             self.graph_draft_lens = compiled.draft_lens
@@ -171,6 +173,7 @@ def plan_assembly(
     pack: bool,
     functional: bool = False,
     reads_weights: bool = True,
+    symmetric: bool = False,
 ) -> Assembly:
     """Read the configs and check that they fit together; nothing is loaded yet.
 
@@ -197,7 +200,7 @@ def plan_assembly(
             f"engine {built.path} was built without speculation, and {resolved.mode.name} needs graphs of its own; "
             "build an engine with it: trtspec build --speculative_decoding_mode"
         )
-    assembly = Assembly(config, target, draft, resolved, max_seq_len, pack, functional, reads_weights, built)
+    assembly = Assembly(config, target, draft, resolved, max_seq_len, pack, functional, reads_weights, symmetric, built)
     for role, checkpoint, kind in zip(("target", "draft"), (target, draft), assembly.quantizations, strict=True):
         if checkpoint is not None and checkpoint.quantization is not None:
             checkpoint.quantization.check_request(kind, role)
@@ -353,26 +356,49 @@ def _own_drafter(own: Any) -> Drafter:
 
 
 def plan_kv_blocks(assembly: Assembly) -> int:
-    """Blocks of the cache, scratch included."""
-    config = assembly.config
-    per_block = config.block_size * kv_bytes_per_token(assembly)
-    if config.num_kv_blocks is not None:
+    """Blocks of the cache, scratch included: those that graphs take, if they take no others."""
+    wanted, fixed = wanted_kv_blocks(assembly), fixed_kv_blocks(assembly)
+    if fixed is None:
+        affordable = free_memory() // 4 // _bytes_per_block(assembly)
+        return wanted or max(min(full_kv_blocks(assembly), affordable), 2)
+    if wanted is None or wanted == fixed or (assembly.config.kv_cache_memory is not None and wanted > fixed):
+        return fixed
+    needed = fixed * _bytes_per_block(assembly)
+    raise ConfigError(
+        f"the engine was built with num_kv_blocks = {fixed}, which take {needed} bytes; {wanted} were asked for: "
+        f"rebuild it with --num_kv_blocks {wanted}, or leave num_kv_blocks and kv_cache_memory unset"
+    )
+
+
+def wanted_kv_blocks(assembly: Assembly) -> int | None:
+    """As many as num_kv_blocks or kv_cache_memory ask for. CapacityError if that is not enough for anything."""
+    config, per_block = assembly.config, _bytes_per_block(assembly)
+    if config.kv_cache_memory is None:
         return config.num_kv_blocks
-    if config.kv_cache_memory is not None:
-        blocks = config.kv_cache_memory // per_block
-        if blocks < 2:
-            raise CapacityError(
-                f"kv_cache_memory = {config.kv_cache_memory} bytes is less than two KV blocks of {per_block}; raise it"
-            )
-        return blocks
-    affordable = free_memory() // 4 // per_block
-    return max(min(full_kv_blocks(assembly), affordable), 2)
+    blocks = config.kv_cache_memory // per_block
+    if blocks < 2:
+        raise CapacityError(
+            f"kv_cache_memory = {config.kv_cache_memory} bytes is less than two KV blocks of {per_block}; raise it"
+        )
+    return blocks
 
 
 def full_kv_blocks(assembly: Assembly) -> int:
     """Blocks of a cache for max_batch_size full sequences, scratch included."""
     config = assembly.config
     return config.max_batch_size * -(-assembly.max_seq_len // config.block_size) + 1
+
+
+def fixed_kv_blocks(assembly: Assembly) -> int | None:
+    """What the graphs of a built engine were compiled for; None where they take any number."""
+    if assembly.built is None:
+        return None
+    executables = assembly.built.data["executables"].values()
+    return next((CompiledStep.from_dict(one).kv_blocks for one in executables), None)
+
+
+def _bytes_per_block(assembly: Assembly) -> int:
+    return assembly.config.block_size * kv_bytes_per_token(assembly)
 
 
 def kv_bytes_per_token(assembly: Assembly) -> int:

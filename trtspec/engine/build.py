@@ -15,13 +15,14 @@ from pydantic_core import PydanticSerializationError
 
 from trtspec.backends.export import Step
 from trtspec.backends.table import BACKENDS, Backend
+from trtspec.backends.tensorrt_profiles import Sizes, TensorRTOptions
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder, engine_json, file_facts
 from trtspec.config.model import ModelConfig
 from trtspec.config.quantized import CheckpointQuantization
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.assemble import Assembly, plan_assembly
+from trtspec.engine.assemble import Assembly, full_kv_blocks, plan_assembly, wanted_kv_blocks
 from trtspec.errors import ConfigError
 from trtspec.models.specs import DecoderSpec
 from trtspec.ops import load_plugins
@@ -44,8 +45,10 @@ def build_engine(
     *,
     replace_existing: bool = False,
     report: Callable[[str], None] = lambda what: None,
+    options: TensorRTOptions | None = None,
 ) -> EngineFolder:
-    """Compile `checkpoint` (and the draft that `speculative` names) into the folder `output`.
+    """Compile `checkpoint` (and the draft that `speculative` names) into the folder `output`. options: of the backend
+    tensorrt alone.
 
     Nothing is at `output` until all of it is. Raises ConfigError where the folder is taken, DependencyError where there
     is no compiler, and whatever `LLM` would raise for such a model and config.
@@ -56,7 +59,9 @@ def build_engine(
     compile_step = backend.load_compiler()
     stored = _storable(speculative)
     load_plugins()
-    assembly = plan_assembly(checkpoint, speculative, config, backend.packs, backend.functional)
+    assembly = plan_assembly(
+        checkpoint, speculative, config, backend.packs, backend.functional, symmetric=backend.symmetric
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         staging = Path(scratch) / "engine"
@@ -65,6 +70,7 @@ def build_engine(
             folder = staging / role
             folder.mkdir(parents=True)
             shapes = [shape for spec in layers for shape in spec.kv_shapes]
+            fixed = {"sizes": largest_sizes(assembly, role), "options": options} if backend.profiles else {}
             compiled = compile_step(
                 step,
                 shapes,
@@ -72,6 +78,7 @@ def build_engine(
                 graph_draft_lens(step, assembly.resolved),
                 folder,
                 lambda what, role=role: report(f"{role}: {what}"),
+                **fixed,
             )
             executables[role] = compiled.to_dict()
         _copy_checkpoint_facts(assembly, staging)
@@ -118,6 +125,13 @@ def steps(
         report(f"{'loading' if assembly.reads_weights else 'describing'} {model.path}")
         made[role] = assembly.target_step() if role == "target" else assembly.draft_step()
     return made
+
+
+def largest_sizes(assembly: Assembly, role: str) -> Sizes:
+    """Of the largest launch. A draft of its own draws one token a request."""
+    draft_len = assembly.max_draft_len if role == "target" else 0
+    blocks = wanted_kv_blocks(assembly) or full_kv_blocks(assembly)
+    return Sizes.of(assembly.config, assembly.max_seq_len, draft_len, blocks)
 
 
 def checkpoint_quantizations(assembly: Assembly) -> dict[str, CheckpointQuantization]:

@@ -16,9 +16,8 @@ from trtspec.backends.table import Backend
 from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, profiles
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.assemble import Assembly, full_kv_blocks, plan_assembly
-from trtspec.engine.build import engine_backend, graph_draft_lens, steps
-from trtspec.errors import UnsupportedError
+from trtspec.engine.assemble import Assembly, plan_assembly
+from trtspec.engine.build import engine_backend, graph_draft_lens, largest_sizes, steps
 from trtspec.models.layers import Linear, weight_bytes
 from trtspec.models.specs import DecoderSpec
 from trtspec.models.weights import missing_weights
@@ -38,7 +37,7 @@ class KVPlan:
     outputs: tuple[str, ...]
     dtype: str
     block_size: int
-    blocks: int  # for max_batch_size full sequences, and one of scratch
+    blocks: int  # as asked for, or for max_batch_size full sequences, and one of scratch
     bytes_per_token: int
 
     @property
@@ -137,14 +136,14 @@ def plan_build(
     """What build_engine would make. Folders need their config.json alone; weights that are there are checked by the
     headers of their files.
 
-    Raises what build_engine would of configs and headers; UnsupportedError for native attention, which is not built.
+    Raises what build_engine would of configs and headers.
     """
     backend = engine_backend(config)
     if backend.profiles:
         options = options or TensorRTOptions()
-        if options.attention != "plugin":
-            raise UnsupportedError(f"attention = {options.attention!r} is not built; use 'plugin'")
-    assembly = plan_assembly(checkpoint, speculative, config, backend.packs, backend.functional, reads_weights=False)
+    assembly = plan_assembly(
+        checkpoint, speculative, config, backend.packs, backend.functional, False, backend.symmetric
+    )
     checkpoints = {"target": assembly.target, "draft": assembly.draft}
     missing = [missing_weights(model.path, role) for role, model in checkpoints.items() if model is not None]
     limits = {name: getattr(config, name) for name in ("max_batch_size", "max_num_tokens", "max_input_len")}
@@ -173,7 +172,7 @@ def _executable(
     options: TensorRTOptions | None,
 ) -> ExecutablePlan:
     shapes = [shape for spec in layers for shape in spec.kv_shapes]
-    sizes = _sizes(assembly, role)
+    sizes = largest_sizes(assembly, role)
     lengths = graph_draft_lens(step, assembly.resolved)
     kinds = ["ragged"] if backend.profiles else [*graph_kinds(step)]
     graphs = tuple(
@@ -214,12 +213,6 @@ def _executable(
         },
         plugins=plugins(graphs[-1].calls) if backend.profiles else (),
     )
-
-
-def _sizes(assembly: Assembly, role: str) -> Sizes:
-    """Of the largest launch. A draft of its own draws one token a request."""
-    draft_len = assembly.max_draft_len if role == "target" else 0
-    return Sizes.of(assembly.config, assembly.max_seq_len, draft_len, full_kv_blocks(assembly))
 
 
 def _activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:

@@ -70,9 +70,10 @@ class Linear(nn.Module):
     def is_packed(self) -> bool:
         return self.weight.ndim != 2
 
-    def pack(self, quantization: str | None = None) -> None:
+    def pack(self, quantization: str | None = None, symmetric: bool = False) -> None:
         """Replace the weight by panels (see ops.packing) of its own dtype, or quantised: "int8", "int4" (groups of 32),
-        "int4_g64", "int4_g128". Do this last: `.to(dtype)` would convert scales, and there is no way back to training.
+        "int4_g64", "int4_g128", in which groups have zero points unless `symmetric`. Do this last: `.to(dtype)` would
+        convert scales, and there is no way back to training.
         """
         if self.is_packed:
             raise ValueError("this linear is packed already")
@@ -84,7 +85,7 @@ class Linear(nn.Module):
         elif quantization == "int8":
             panels, self.scales = packing.quantize_int8(weight)
         else:
-            panels, self.scales, self.zeros = packing.quantize_int4(weight, QUANTIZATIONS[quantization])
+            panels, self.scales, self.zeros = packing.quantize_int4(weight, QUANTIZATIONS[quantization], symmetric)
         self.weight = nn.Parameter(panels, requires_grad=False)
 
     def hold(self, panels: Tensor, scales: Tensor, zeros: Tensor | None = None, order: Tensor | None = None) -> None:

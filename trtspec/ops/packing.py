@@ -59,10 +59,17 @@ def pack_int8(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return _to_panels(values), _columns_to_panels(scales.float())
 
 
-def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """weight [N, K] -> (panels uint8, scales fp16, zeros uint8), each group spread from its minimum to its maximum."""
+def quantize_int4(weight: Tensor, group_size: int, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """weight [N, K] -> (panels uint8, scales fp16, zeros uint8), each group spread from its minimum to its maximum.
+
+    symmetric: to as much on both sides of 0, without zero points: zeros has no elements, as in `pack_int4`.
+    """
     _check_group_size(weight.shape[1], group_size)
     groups = weight.detach().float().reshape(weight.shape[0], -1, group_size)  # [N, K/g, g]
+    if symmetric:
+        scales = (groups.abs().amax(dim=2) / 7).clamp(min=_SMALLEST_HALF).to(torch.float16)
+        values = (groups / scales.float()[:, :, None]).round_().add_(8).clamp_(0, 15)
+        return pack_int4(values.to(torch.uint8).flatten(1), scales, None)
     low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)  # 0 is always a value of its own
     scales = ((high - low) / 15).clamp(min=_SMALLEST_HALF).to(torch.float16)
     zeros = (-low / scales.float()).round_().clamp_(0, 15)
