@@ -15,17 +15,18 @@ from typing import Any
 
 FILE = Path(__file__).with_name("tensorrt_api.json")
 CLASSES = (
-    "Builder", "IBuilderConfig", "ICastLayer", "IConcatenationLayer", "IConstantLayer", "ICumulativeLayer",
-    "IDequantizeLayer", "IElementWiseLayer", "IFillLayer", "IGatherLayer", "IHostMemory", "IIdentityLayer", "ILayer",
-    "IMatrixMultiplyLayer", "INetworkDefinition", "IOptimizationProfile", "IPluginRegistry", "IPluginV3Layer",
-    "IReduceLayer", "ISelectLayer", "IShapeLayer", "IShuffleLayer", "ISliceLayer", "ISqueezeLayer", "ITensor",
-    "ITimingCache", "IUnaryLayer", "IUnsqueezeLayer", "Logger", "PluginField", "PluginFieldCollection", "Weights",
+    "Builder", "IAttention", "IBuilderConfig", "ICastLayer", "IConcatenationLayer", "IConstantLayer",
+    "ICumulativeLayer", "IDequantizeLayer", "IElementWiseLayer", "IFillLayer", "IGatherLayer", "IHostMemory",
+    "IIdentityLayer", "IKVCacheUpdateLayer", "ILayer", "IMatrixMultiplyLayer", "INetworkDefinition",
+    "IOptimizationProfile", "IPluginRegistry", "IPluginV3Layer", "IReduceLayer", "IScatterLayer", "ISelectLayer",
+    "IShapeLayer", "IShuffleLayer", "ISliceLayer", "ISqueezeLayer", "ITensor", "ITimingCache", "IUnaryLayer",
+    "IUnsqueezeLayer", "Logger", "PluginField", "PluginFieldCollection", "Weights",
 )  # fmt: skip
 ENUMS = (
-    "BuilderFlag", "CumulativeOperation", "DataType", "ElementWiseOperation", "FillOperation", "GatherMode",
-    "HardwareCompatibilityLevel", "MatrixOperation", "MemoryPoolType", "NetworkDefinitionCreationFlag",
-    "PluginFieldType", "PreviewFeature", "QuickPluginCreationRequest", "ReduceOperation", "SampleMode",
-    "TensorRTPhase", "UnaryOperation",
+    "AttentionIOForm", "AttentionNormalizationOp", "BuilderFlag", "CausalMaskKind", "CumulativeOperation",
+    "DataType", "ElementWiseOperation", "FillOperation", "GatherMode", "HardwareCompatibilityLevel", "KVCacheMode",
+    "MatrixOperation", "MemoryPoolType", "NetworkDefinitionCreationFlag", "PluginFieldType", "PreviewFeature",
+    "QuickPluginCreationRequest", "ReduceOperation", "SampleMode", "ScatterMode", "TensorRTPhase", "UnaryOperation",
 )  # fmt: skip
 _SIGNATURE = re.compile(r"^(?:\d+\. )?\w+\((?P<parameters>.*)\) -> (?P<returns>.+)$", re.MULTILINE)
 

@@ -206,6 +206,19 @@ def test_qwen_and_a_draft_model(configs: Path, tmp_path: Path, backend: str) -> 
     assert plan["memory"]["weights"] == (QWEN_WEIGHTS + SMALL_QWEN_WEIGHTS) * 2
 
 
+def test_attention_of_tensorrts_own(configs: Path, tmp_path: Path) -> None:
+    """No plugin for it, and a cache of 8 whole sequences: 8192 tokens, and drafts of this step and the next."""
+    options = ["--backend", "tensorrt", "--attention", "native"]
+    plan = dry_run(tmp_path, configs / "qwen", configs / "small-qwen", "DRAFT_TARGET", *options)
+    tokens = 8192 + 2 * 3 + 2  # in whole eights
+    assert plan["memory"]["kv"] == 8 * tokens * (64 + 28) * 2 * 8 * 128 * 2
+    for made in plan["executables"].values():
+        assert "trtspec::SpecAttention" not in {plugin["name"] for plugin in made["plugins"]}
+        for profile in made["profiles"]["0"]:
+            assert profile["shapes"]["k_cache_0"] == [[8, 8, tokens, 128]] * 3
+            assert profile["shapes"]["block_tables"] == [[1, 1], [8, 1], [8, 1]]
+
+
 def test_profiles_and_plugins(configs: Path, tmp_path: Path) -> None:
     plan = dry_run(
         tmp_path, configs / "llama", configs / "head", "EAGLE3_ONE_MODEL", "--backend", "tensorrt", "--opt_num_tokens",
@@ -393,10 +406,13 @@ def test_every_output_has_a_shape(models: Path) -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[list[str], str]] = {
+    "native attention and the cache's size": (
+        ["--backend", "tensorrt", "--attention", "native", "--num_kv_blocks", "99", "--dry_run"],
+        "leave num_kv_blocks and kv_cache_memory unset",
+    ),
     "no tensorrt": (["--backend", "tensorrt"], "TensorRT is missing"),
     "the cache of others": (["--num_kv_blocks", "99"], "--num_kv_blocks: for --backend tensorrt alone"),
     "options of tensorrt": (["--refit", "--workers", "2", "--dry_run"], "--workers, --refit: for --backend tensorrt"),
-    "native attention": (["--backend", "tensorrt", "--attention", "native", "--dry_run"], "'native' is not built"),
     "unknown attention": (["--backend", "tensorrt", "--attention", "flash", "--dry_run"], "plugin, native"),
     "no plan to write": (["--json", "plan.json"], "--json plan.json is for the plan that --dry_run makes"),
     "half precision on onnx": (["--backend", "onnx", "--dry_run"], "ask for dtype float32"),

@@ -6,6 +6,8 @@ CUDA graphs are right for every batch that the engine makes, as far as TensorRT 
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, build, make_mo
 from tests.e2e.tiny import run_alone, run_together
 from tests.fake_tensorrt.plugins import fake_plugin_of
 from tests.tensorrt_stand_in import CudaRuntime, TensorRT
-from trtspec import LLM
+from trtspec import LLM, SamplingParams
 from trtspec.backends import tensorrt, tensorrt_compile
 from trtspec.backends.cuda import Cuda
 from trtspec.backends.export import example_batch
@@ -29,7 +31,7 @@ from trtspec.cli.main import main
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.build import build_engine
-from trtspec.errors import CapacityError, CheckpointError, ConfigError, DependencyError, EngineError
+from trtspec.errors import CapacityError, CheckpointError, ConfigError, DependencyError, EngineError, UnsupportedError
 
 CONFIG = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS, **TIGHT)
 CHECK_KERNELS = tensorrt_compile.check_kernels
@@ -53,7 +55,7 @@ def trt(cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
         monkeypatch.setattr(module, "load_tensorrt", lambda: found)
         monkeypatch.setattr(module, "open_cuda", lambda: gpu)
     monkeypatch.setattr(tensorrt_compile, "registered_plugins", lambda trt: fake_plugin_of)
-    monkeypatch.setattr(tensorrt_compile, "check_kernels", lambda model: None)
+    monkeypatch.setattr(tensorrt_compile, "check_kernels", lambda model, native: None)
     return found
 
 
@@ -70,6 +72,41 @@ def test_batches_of_every_kind(trt: TensorRT, cuda: CudaRuntime, models: Path, t
 
     gc.collect()
     assert len(cuda.blocks) == before
+
+
+@pytest.mark.parametrize("mode", ["none", "ngram", "draft"])
+def test_attention_of_tensorrts_own(trt: TensorRT, models: Path, tmp_path: Path, mode: str) -> None:
+    """A linear cache, no attention plugin: the words of eager decoding, one request at a time."""
+    config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
+    speculation = SpeculativeConfig.from_any(wishes(mode, models, False))
+    options = TensorRTOptions(attention="native")
+    build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
+    for network, _ in trt.plans.values():
+        assert not [layer for layer in network._layers if getattr(layer._settings.get("plugin"), "aliases", None)]
+    llm = LLM(tmp_path / "engine")
+    assert llm.engine.loop.scheduler.allocator.num_blocks == LIMITS["max_batch_size"] + 1
+    assert [cache.shape[0] for cache in llm.engine.loop.target.inner.kv[0]] == [LIMITS["max_batch_size"]] * 2
+    run = run_together(llm.engine, CASES)
+    assert run.outcomes == run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, CASES)
+    assert run.num_mixed_steps > 0 or mode == "none"
+
+
+def test_what_attention_of_tensorrts_own_cannot_do(trt: TensorRT, models: Path, tmp_path: Path) -> None:
+    options = TensorRTOptions(attention="native")
+    config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
+    speculation = SpeculativeConfig.from_any(wishes("eagle3", models, False))
+    with pytest.raises(
+        UnsupportedError, match=r"EAGLE3_ONE_MODEL with 3 drafts writes the draft layers' cache 3 times"
+    ):
+        build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
+    with pytest.raises(ConfigError, match="leave num_kv_blocks and kv_cache_memory unset"):
+        build_engine(models / "target", tmp_path / "engine", None, CONFIG, options=options)
+    facts = json.loads((models / "target" / "config.json").read_text())
+    windows = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
+    shutil.copytree(models / "target", tmp_path / "windows")
+    (tmp_path / "windows" / "config.json").write_text(json.dumps({**facts, **windows}))
+    with pytest.raises(UnsupportedError, match="without sliding windows"):
+        build_engine(tmp_path / "windows", tmp_path / "engine", None, config, options=options)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -115,6 +152,15 @@ def test_generations_have_a_profile_of_their_own(trt: TensorRT, models: Path, tm
     assert plan._profile(shapes) == tensorrt.MIXED
 
 
+def test_sequences_may_be_as_long_as_a_plan_says(trt: TensorRT, models: Path, tmp_path: Path) -> None:
+    """Block tables that the engine made wider than those of the longest sequence, to grow into."""
+    config = replace(CONFIG, max_seq_len=40)
+    build_engine(models / "target", tmp_path / "engine", None, config)
+    prompt = [1 + i % 14 for i in range(32)]
+    [output] = LLM(tmp_path / "engine").generate([prompt], SamplingParams(ignore_eos=True), use_tqdm=False)
+    assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("length", 8)
+
+
 def plan_inputs(found: Any, inputs: Any) -> list[torch.Tensor]:
     return list(found._graphs[0].read(replace(inputs, spec=replace(inputs.spec))))
 
@@ -123,7 +169,7 @@ def test_what_a_plan_was_not_built_for_is_named(trt: TensorRT, models: Path, tmp
     found = executable(models, tmp_path)
     inputs = example_batch(K, LIMITS["block_size"])
     most = found._graphs[0].run.__self__.largest[tensorrt.MIXED]["block_tables"][1]
-    tables = torch.zeros(4, most + 8, dtype=torch.int32)
+    tables = torch.ones(4, most + 8, dtype=torch.int32)
     tables[:, : inputs.attn.block_tables.shape[1]] = inputs.attn.block_tables
     message = (
         rf"block_tables has the shape \[4, {most + 8}\], 8 more along axis 1 than .* \[8, {most}\]; .*--max_seq_len"

@@ -134,7 +134,7 @@ class Reduce(FakeLayer):
 
     def _value(self, x: Tensor) -> Tensor:
         function = {"SUM": torch.sum, "AVG": torch.mean}[self._settings["op"].name]
-        result: Tensor = function(x, self._axes(x.ndim), keepdim=self._settings["keep_dims"])
+        result: Tensor = function(x, self._axes(x.ndim), keepdim=self._settings["keep_dims"], dtype=x.dtype)
         return result
 
 

@@ -78,6 +78,20 @@ class Slice(FakeLayer):
         return x if fill is None else torch.where(inside, x, fill)
 
 
+class Scatter(FakeLayer):
+    takes = ("data", "indices", "updates")
+
+    def _describe(self, data: FakeTensor, indices: FakeTensor, updates: FakeTensor) -> list[Described]:
+        if self._settings["mode"].name != "ELEMENT" or indices.dtype not in INTEGERS:
+            self._refuse(f"mode {self._settings['mode'].name}, indices of {indices.dtype.name}")
+        if len({len(one.shape) for one in (data, indices, updates)}) != 1:
+            self._refuse(f"{data.shape}, {indices.shape}, {updates.shape}")
+        return [(one_dtype(self, data, updates), data.shape)]
+
+    def _value(self, data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+        return data.scatter(0, indices.long(), updates)
+
+
 class Gather(FakeLayer):
     takes = ("input", "indices")
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.fake_tensorrt import arithmetic, moves
+from tests.fake_tensorrt import arithmetic, attention, moves
 from tests.fake_tensorrt.api import TORCH, DataType, Misuse, Stand, Weights, _members, bind
 from tests.fake_tensorrt.layer import FakeLayer, FakeTensor
 
 LAYERS: dict[str, type[FakeLayer]] = {
+    "add_attention_v2": attention.Attention,
     "add_cast": arithmetic.Cast,
     "add_concatenation": moves.Concatenation,
     "add_constant": arithmetic.Constant,
@@ -22,9 +23,11 @@ LAYERS: dict[str, type[FakeLayer]] = {
     "add_gather": moves.Gather,
     "add_gather_v2": moves.Gather,
     "add_identity": arithmetic.Identity,
+    "add_kv_cache_update": attention.KVCacheUpdate,
     "add_matrix_multiply": arithmetic.MatrixMultiply,
     "add_plugin_v3": arithmetic.Plugin,
     "add_reduce": arithmetic.Reduce,
+    "add_scatter": moves.Scatter,
     "add_select": arithmetic.Select,
     "add_shape": arithmetic.Shape,
     "add_shuffle": moves.Shuffle,
@@ -101,6 +104,8 @@ class FakeNetwork(Stand):
         """Every layer's dtypes and shapes."""
         for layer in self._layers:
             layer._infer()
+            if isinstance(layer, attention.KVCacheUpdate):
+                layer._check_ends()
 
     def _aliases(self) -> dict[str, str]:
         """Output -> the input whose memory it is, through any number of plugins."""

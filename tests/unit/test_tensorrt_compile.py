@@ -57,6 +57,7 @@ def compiled(
     role: str = "target",
     options: TensorRTOptions | None = None,
     draft_lens: Sequence[int] = (0,),
+    linear: bool = False,
 ) -> CompiledStep:
     config = EngineConfig(backend="onnx", dtype="float32", **LIMITS)
     wanted = SpeculativeConfig.from_any(wishes(mode, models, False))
@@ -64,17 +65,30 @@ def compiled(
     step, layers = steps(assembly, BACKENDS["tensorrt"], lambda what: None)[role]
     shapes = [shape for spec in layers for shape in spec.kv_shapes]
     sizes = SIZES if mode != "none" else replace(SIZES, draft_len=0)
+    if linear:
+        sizes = replace(sizes, linear=True, blocks=9, block_size=104, columns=1)
     given = {"trt": FakeTensorRT(), "cuda": Cuda(CudaRuntime()), "plugin_of": fake_plugin_of}
     return compile_step(step, shapes, LIMITS["block_size"], draft_lens, folder, sizes=sizes, options=options, **given)
 
 
 @pytest.mark.parametrize(
-    ("mode", "role"),
-    [("none", "target"), ("ngram", "target"), ("draft", "target"), ("draft", "draft"), ("eagle3", "target")],
+    ("mode", "role", "attention"),
+    [
+        ("none", "target", "plugin"),
+        ("ngram", "target", "plugin"),
+        ("draft", "target", "plugin"),
+        ("draft", "draft", "plugin"),
+        ("draft", "draft", "native"),
+        ("eagle3", "target", "plugin"),
+    ],
 )
-def test_what_is_asked_for_is_what_is_written_down(models: Path, tmp_path: Path, mode: str, role: str) -> None:
+def test_what_is_asked_for_is_what_is_written_down(
+    models: Path, tmp_path: Path, mode: str, role: str, attention: str
+) -> None:
     """TRTSPEC_GOLDEN=1 in the environment writes it anew. Another exporter may write other nodes for the same step."""
-    made = compiled(models, tmp_path, mode, role, draft_lens=(K,) if mode == "eagle3" else (0,))
+    native = attention == "native"
+    made = compiled(models, tmp_path, mode, role, draft_lens=(K,) if mode == "eagle3" else (0,), linear=native)
+    assert (made.linear, made.kv_blocks) == ((True, 9) if native else (False, SIZES.blocks))
     assert [graph.file for graph in made.graphs] == ["rank0.engine"]
     assert FakeBuilder._built is not None
     network, _ = FakeBuilder._built
@@ -82,7 +96,7 @@ def test_what_is_asked_for_is_what_is_written_down(models: Path, tmp_path: Path,
     assert len(caches) == 2 * len(made.kv)
     assert network._aliases() == {f"new_{name}": name for name in caches}  # through chains of draft steps, too
     text = f"{mode}, {role}; {MADE_WITH}\n{summary(*FakeBuilder._built)}"
-    file = GOLDEN / f"tensorrt_{mode}_{role}.txt"
+    file = GOLDEN / f"tensorrt_{mode}_{role}{'_native' * native}.txt"
     if os.environ.get("TRTSPEC_GOLDEN"):
         file.write_text(text, encoding="utf-8")
     golden = file.read_text(encoding="utf-8")

@@ -54,6 +54,7 @@ class CompiledStep:
     kernels: str  # ops.kernel_interface that graphs were compiled for: "" = they call torch's dispatcher
     made_for: Mapping[str, str] = field(default_factory=dict)  # what a backend's code asks for where it runs
     kv_blocks: int | None = None  # of the cache that graphs take; None: of any
+    linear: bool = False  # caches are [blocks - 1, kv heads, tokens, head size]: no scratch, a block for a sequence
 
     @property
     def draft_lens(self) -> tuple[int, ...]:
@@ -86,9 +87,9 @@ class CompiledStep:
         try:
             graphs = tuple(Graph(g["file"], g["draft_len"], g["uniform"], tuple(g["inputs"])) for g in data["graphs"])
             kv = tuple((heads, size) for heads, size in data["kv"])
-            rest = {name: data[name] for name in ("dtype", "vocab_size", "weight_bytes", "kernels")}
-            made_for, kv_blocks = dict(data.get("made_for", {})), data.get("kv_blocks")
-            return cls(graphs, tuple(data["outputs"]), kv, **rest, made_for=made_for, kv_blocks=kv_blocks)
+            names = ("dtype", "vocab_size", "weight_bytes", "kernels", "made_for", "kv_blocks", "linear")
+            rest = {name: data[name] for name in names}
+            return cls(graphs, tuple(data["outputs"]), kv, **rest)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the engine's config.json does not describe its graphs ({error!r}); rebuild it"
@@ -119,7 +120,8 @@ class CompiledExecutable(ABC):
         self.compiled = compiled
         self.kv = kv
         self._flat_kv = [tensor for layer in kv for tensor in layer]
-        num_blocks, block_size = kv[0][0].shape[:2]
+        shape = kv[0][0].shape
+        num_blocks, block_size = (shape[0] + 1, shape[2]) if compiled.linear else shape[:2]
         ranges = {
             "input_ids": (0, compiled.vocab_size - 1),
             "block_tables": (0, num_blocks - 1),
@@ -140,10 +142,10 @@ class CompiledExecutable(ABC):
 
     @classmethod
     def allocate_kv(
-        cls, shapes: Sequence[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype
+        cls, compiled: CompiledStep, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> Sequence[KVLayer]:
-        """KV layers of (kv heads, head size), zeroed, where the graphs want them: on the host, unless overridden."""
-        return allocate_layers(shapes, num_blocks, block_size, dtype)
+        """The step's KV layers, zeroed, where the graphs want them: on the host, unless overridden."""
+        return allocate_layers(compiled.kv, num_blocks, block_size, dtype)
 
     @abstractmethod
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:

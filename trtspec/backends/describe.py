@@ -86,15 +86,16 @@ def describe_graph(
     )
 
 
-def plugins(calls: Sequence[Calls]) -> tuple[Calls, ...]:
-    """The TensorRT plugins that stand for a graph's calls; linears and embeddings are layers of TensorRT's own.
+def plugins(calls: Sequence[Calls], native: bool = False) -> tuple[Calls, ...]:
+    """The TensorRT plugins that stand for a graph's calls; linears and embeddings are layers of TensorRT's own, and so
+    is attention if it is to be native.
 
     UnsupportedError for a call that has no plugin.
     """
     signatures: Any = importlib.import_module("trtspec_plugins.tensorrt.signatures")  # wants no TensorRT
     made = []
     for call in calls:
-        if call.name not in _LINEARS:
+        if call.name not in _LINEARS and not (native and call.name == "spec_attention"):
             op = call.name.title().replace("_", "")
             try:
                 name = signatures.plugin_of(op, call.inputs)

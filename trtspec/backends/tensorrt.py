@@ -25,6 +25,7 @@ from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledExecutable, CompiledStep, Graph
 from trtspec.backends.cuda import Cuda, DeviceTensor, Memory
+from trtspec.backends.tensorrt_profiles import cache_shape
 from trtspec.core import KVLayer
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 
@@ -95,12 +96,12 @@ class TensorRTExecutable(CompiledExecutable):
 
     @classmethod
     def allocate_kv(
-        cls, shapes: Sequence[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype
+        cls, compiled: CompiledStep, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> Sequence[KVLayer]:
         """Zeros on the device. See compiled.CompiledExecutable."""
         cuda = open_cuda()
         stream = cuda.stream()
-        sizes = [(num_blocks, block_size, heads, width) for heads, width in shapes]
+        sizes = [cache_shape(num_blocks, block_size, *shape, compiled.linear) for shape in compiled.kv]
         layers = [(cuda.zeros(size, dtype, stream), cuda.zeros(size, dtype, stream)) for size in sizes]
         cuda.synchronize(stream)
         return cast("Sequence[KVLayer]", layers)
@@ -203,11 +204,14 @@ class _Plan:
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         """graph.inputs -> the step's outputs, on the host; the caches are changed."""
+        i = self.graph.inputs.index("block_tables")
+        tables, columns = tensors[i], self.largest[MIXED]["block_tables"][1]
+        if not tables[:, columns:].any():  # columns to grow into
+            tables = tables[:, :columns].contiguous()
+        tensors = [*tensors[:i], tables, *tensors[i + 1 :]]
         profile = self._profile([tuple(tensor.shape) for tensor in tensors])
         if profile == GENERATION:  # tables grow with sequences, and shapes are what CUDA graphs are kept by
-            i = self.graph.inputs.index("block_tables")
-            columns = self.largest[GENERATION]["block_tables"][1]
-            tensors = [*tensors[:i], F.pad(tensors[i], (0, columns - tensors[i].shape[1])), *tensors[i + 1 :]]
+            tensors[i] = F.pad(tables, (0, columns - tables.shape[1]))
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         buffers, self.turn = self.sets[self.turn], 1 - self.turn
         for name, tensor in zip(self.graph.inputs, tensors, strict=True):

@@ -73,23 +73,26 @@ def _field(trt: Any, name: str, value: float) -> Any:
     return trt.PluginField(name, np.array([value], np.float32), trt.PluginFieldType.FLOAT32)
 
 
-def check_kernels(model: ir.Model) -> None:
+def check_kernels(model: ir.Model, native: bool = False) -> None:
     """DependencyError, with the command that compiles it, where a kernel of the plugins is missing for the GPU."""
     from trtspec_plugins.tensorrt.build import compiled_for
     from trtspec_plugins.tensorrt.device import architecture
 
     try:
-        for name in sorted(aot_kernels(model)):
+        for name in sorted(aot_kernels(model, native)):
             compiled_for(name, architecture())
     except (LookupError, RuntimeError) as error:
         raise DependencyError(f"TensorRT plugins: {error.args[0]}") from error
 
 
-def aot_kernels(model: ir.Model) -> set[str]:
-    """Names, as build_scripts/build_plugins.py has them, of the kernels that a network of this graph calls."""
+def aot_kernels(model: ir.Model, native: bool = False) -> set[str]:
+    """Names, as build_scripts/build_plugins.py has them, of the kernels that a network of this graph calls. native:
+    attention is TensorRT's own."""
     found = set()
     for node in model.graph:
         if node.domain == DOMAIN and node.op_type == "SpecAttention":
+            if native:
+                continue
             q, k = node.inputs[0], node.inputs[1]
             assert q is not None
             assert k is not None
@@ -101,16 +104,21 @@ def aot_kernels(model: ir.Model) -> set[str]:
 
 
 def build_plan(
-    trt: Any, model: ir.Model, shapes: Sequence[Profile], options: TensorRTOptions, plugin_of: PluginOf
+    trt: Any,
+    model: ir.Model,
+    shapes: Sequence[Profile],
+    options: TensorRTOptions,
+    plugin_of: PluginOf,
+    linear: tuple[int, int] | None = None,
 ) -> tuple[bytes, dict[str, torch.Tensor]]:
     """The plan of an engine, what the file of an engine holds, and the weights that it can be refitted with, by name.
-    `shapes` may name inputs that the graph does not read.
+    `shapes` may name inputs that the graph does not read. linear: see write_network.
 
     EngineError where TensorRT does not build it; ConfigError for a timing cache that is of another TensorRT or GPU.
     """
     builder = trt.Builder(trt.Logger(trt.Logger.WARNING))
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS))
-    written = write_network(trt, network, model, plugin_of)
+    written = write_network(trt, network, model, plugin_of, linear)
     if options.refit or options.strip_plan:
         for name in written.weights:
             network.mark_weights_refittable(name)  # and no sizes and indices, which TensorRT has to know when it builds
@@ -201,19 +209,22 @@ def compile_step(
     weights: dict[str, torch.Tensor] = {}  # of all graphs, which share them
     for i, K in enumerate(sorted(draft_lens, reverse=True)):
         report(f"graph for K = {K}: exporting")
+        if sizes.linear:
+            block_size = 16  # of the example: the network's caches are others, and need not be allocated here
         example = example_batch(K, block_size)
         blocks = int(example.attn.block_tables.max()) + 1
         kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in kv_shapes]
         model = export_onnx(step, example, cast("list[KVLayer]", kv))
         write_linears(model, "tensorrt")
         if real:
-            check_kernels(model)
+            check_kernels(model, sizes.linear)
         names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(kv)])
         largest = Sizes(**{**vars(sizes), "draft_len": K}) if makes_drafts else sizes
         shapes = profiles(names, kv_shapes, largest, options.opt_num_tokens)
         report(f"graph for K = {K}: building")
         file = "rank0.engine" if i == 0 else f"rank0_k{K}.engine"
-        plan, used = build_plan(trt, model, shapes, options, plugin_of)
+        linear = (sizes.blocks - 1, sizes.block_size) if sizes.linear else None
+        plan, used = build_plan(trt, model, shapes, options, plugin_of, linear)
         (folder / file).write_bytes(plan)
         if options.strip_plan:
             if any(name in weights and not torch.equal(weights[name], tensor) for name, tensor in used.items()):
@@ -232,6 +243,7 @@ def compile_step(
         kernels="",
         made_for=_needs(made_for(trt, cuda), options),
         kv_blocks=sizes.blocks,
+        linear=sizes.linear,
     )
 
 

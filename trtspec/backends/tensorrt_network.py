@@ -20,6 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from trtspec.backends.onnx_export import DOMAIN
+from trtspec.backends.tensorrt_native import NativeAttention
 from trtspec.backends.tensorrt_ops import write_node
 from trtspec.backends.tensorrt_writer import Writer
 from trtspec.errors import EngineError, UnsupportedError
@@ -30,18 +31,24 @@ PluginOf = Callable[[str, Collection[str], Attributes], tuple[Any, tuple[str, ..
 LookupError where there is no plugin for that."""
 
 
-def write_network(trt: Any, network: Any, model: ir.Model, plugin_of: PluginOf) -> Writer:
-    """Write `model` into `network`, an empty INetworkDefinition of the module `trt`.
+def write_network(
+    trt: Any, network: Any, model: ir.Model, plugin_of: PluginOf, linear: tuple[int, int] | None = None
+) -> Writer:
+    """Write `model` into `network`, an empty INetworkDefinition of the module `trt`. linear: with TensorRT's own
+    attention instead of our plugin, over caches of that many (slots, tokens).
 
     Returns what holds the memory of its constants: keep it until the engine is built. UnsupportedError for an operator
     that is not known or an op that has no plugin, EngineError where TensorRT refuses a layer.
     """
     w = Writer(trt, network)
+    native = NativeAttention(w, linear[0]) if linear is not None else None
     for value in model.graph.inputs:
-        w.set(value, _input(w, value))
+        w.set(value, _input(w, value, linear))
     model.graph.sort()
     for node in model.graph:
-        if node.domain == DOMAIN:
+        if node.domain == DOMAIN and node.op_type == "SpecAttention" and native is not None:
+            native.write(node)
+        elif node.domain == DOMAIN:
             _write_plugin(w, node, plugin_of)
         else:
             write_node(w, node)
@@ -50,14 +57,17 @@ def write_network(trt: Any, network: Any, model: ir.Model, plugin_of: PluginOf) 
     return w
 
 
-def _input(w: Writer, value: ir.Value) -> Any:
-    """Open sizes are -1; those of one name are equal, which TensorRT is told."""
+def _input(w: Writer, value: ir.Value, linear: tuple[int, int] | None) -> Any:
+    """Open sizes are -1; those of one name are equal, which TensorRT is told. Linear caches have none."""
     assert value.shape is not None
-    sizes = [size if isinstance(size, int) else -1 for size in value.shape]
+    dims = list(value.shape)
+    if linear is not None and "_cache_" in str(value.name):
+        dims = [linear[0], dims[2], linear[1], dims[3]]
+    sizes = [size if isinstance(size, int) else -1 for size in dims]
     tensor = w.network.add_input(str(value.name), w.dtype(value.dtype), tuple(sizes))
     if tensor is None:
         raise EngineError(f"TensorRT refused the input {value.name}; its log says why. Please report this")
-    for i, size in enumerate(value.shape):
+    for i, size in enumerate(dims):
         if not isinstance(size, int) and str(size.value).isidentifier():
             tensor.set_dimension_name(i, str(size.value))
     return tensor

@@ -182,7 +182,7 @@ def _pad(w: Writer, node: ir.Node) -> list[Any]:
         raise UnsupportedError(f"TensorRT: node {w.node!r} pads some axes by name; please report this")
     pads = w.known(node.inputs[1], "pads")
     value = node.inputs[2] if len(node.inputs) > 2 else None
-    fill = w.scalar(0, x) if value is None else w.get(value)
+    fill = w.number(0, x) if value is None else w.get(value)
     sizes = [w.combine("SUM", size, pads[i] + pads[rank + i]) for i, size in enumerate(w.sizes(x))]
     return [w.slice(x, [-before for before in pads[:rank]], sizes, [1] * rank, fill)]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trtspec.backends.export import INPUT_SHAPES
 from trtspec.config.engine import EngineConfig
-from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.errors import ConfigError
 
 MAX_BANS = 64
 """Ids that a row may have banned at a time (stop ids before min_tokens)."""
@@ -25,10 +25,11 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True, kw_only=True)
 class TensorRTOptions:
     """Beside EngineConfig, what `trtspec build --backend tensorrt` takes; names are those of trtllm-build where it has
-    them. ConfigError for values that are none of those, UnsupportedError for native attention, which is not built.
+    them. ConfigError for values that are none of those.
 
     opt_num_tokens: rows that the mixed profile is tuned for, None = half of max_num_tokens. workers: ranks built at a
-    time. attention: our "plugin" over the paged cache, or "native", TensorRT's own over a linear one.
+    time. attention: our "plugin" over the paged cache, or "native", TensorRT's own over a linear one
+    (see tensorrt_native.py).
     """
 
     opt_num_tokens: int | None = None
@@ -46,8 +47,6 @@ class TensorRTOptions:
         for name, allowed in (("attention", ATTENTIONS), ("hardware_compatibility", HARDWARE)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} = {getattr(self, name)!r}; use one of {', '.join(allowed)}")
-        if self.attention == "native":
-            raise UnsupportedError("attention = 'native' is not built; use 'plugin'")
         for name in ("workers", "opt_num_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -65,6 +64,7 @@ class Sizes:
     columns: int  # of block tables
     blocks: int  # of the cache, scratch included
     block_size: int
+    linear: bool = False  # caches as TensorRT's own attention wants them; see tensorrt_native.py
 
     @classmethod
     def of(cls, config: EngineConfig, max_seq_len: int, draft_len: int, blocks: int) -> Sizes:
@@ -72,6 +72,11 @@ class Sizes:
         reserved = max_seq_len + 2 * draft_len
         columns = -(-reserved // config.block_size)
         return cls(config.max_batch_size, config.max_num_tokens, draft_len, columns, blocks, config.block_size)
+
+
+def cache_shape(blocks: int, block_size: int, heads: int, width: int, linear: bool) -> Shape:
+    """Of a cache; a linear one has a slot for each block but the scratch."""
+    return (blocks - 1, heads, block_size, width) if linear else (blocks, block_size, heads, width)
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def _inputs(inputs: Sequence[str], sizes: Mapping[str, tuple[int, int, int]]) ->
 
 def _caches(kv: Sequence[tuple[int, int]], sizes: Sizes) -> dict[str, tuple[Shape, Shape, Shape]]:
     return {
-        f"{part}_cache_{layer}": ((sizes.blocks, sizes.block_size, heads, width),) * 3
+        f"{part}_cache_{layer}": (cache_shape(sizes.blocks, sizes.block_size, heads, width, sizes.linear),) * 3
         for layer, (heads, width) in enumerate(kv)
         for part in "kv"
     }

@@ -33,14 +33,9 @@ _DTYPES = {
 """ONNX's name of a dtype -> TensorRT's."""
 
 
-_TORCH = {
-    "FLOAT": torch.float32,
-    "FLOAT16": torch.float16,
-    "BFLOAT16": torch.bfloat16,
-    "INT8": torch.int8,
-    "INT4": torch.uint8,  # two to a byte
-}
-"""What weights may be."""
+_FLOATS = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
+_NUMBERS = {**_FLOATS, "INT64": torch.int64, "INT32": torch.int32}
+_WEIGHTS = {**_FLOATS, "INT8": torch.int8, "INT4": torch.uint8}  # INT4: two to a byte
 
 
 class Writer:
@@ -108,19 +103,19 @@ class Writer:
             self._constants[key] = self._constant(torch.tensor(list(numbers), dtype=dtype), (len(numbers),))
         return self._constants[key]
 
-    def scalar(self, number: float, like: Any) -> Any:
-        """A tensor of no dimensions, of the dtype of `like`."""
-        dtypes = {self.trt.DataType.INT64: torch.int64, self.trt.DataType.INT32: torch.int32}
-        dtype = dtypes.get(like.dtype)
+    def number(self, number: float, like: Any, rank: int = 0) -> Any:
+        """One number, with `rank` dimensions of 1, of the dtype of `like`."""
+        names = {name: getattr(self.trt.DataType, _DTYPES[name]) for name in _NUMBERS}
+        dtype = next((_NUMBERS[name] for name, kind in names.items() if kind == like.dtype), None)
         if dtype is None:
-            raise UnsupportedError(f"TensorRT: node {self.node!r} pads a tensor of {like.dtype}; please report this")
-        key = (f"{dtype}{number}", 0)
+            raise UnsupportedError(f"TensorRT: node {self.node!r} has a number of {like.dtype}; please report this")
+        key = (f"{dtype}{number}", rank)
         if key not in self._constants:
-            self._constants[key] = self._constant(torch.tensor(number, dtype=dtype), ())
+            self._constants[key] = self._constant(torch.tensor(number, dtype=dtype), (1,) * rank)
         return self._constants[key]
 
     def _constant(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> Any:
-        kinds = {torch.int64: self.trt.DataType.INT64, torch.int32: self.trt.DataType.INT32}
+        kinds = {dtype: getattr(self.trt.DataType, _DTYPES[name]) for name, dtype in _NUMBERS.items()}
         self.kept.append(tensor)
         weights = self.trt.Weights(kinds[tensor.dtype], tensor.data_ptr(), tensor.numel())
         return self.out(self.network.add_constant(shape, weights), name=f"constant_{tensor.tolist()}")
@@ -133,7 +128,7 @@ class Writer:
         weights = self.trt.Weights(self.dtype(held.dtype), raw.data_ptr(), int(np.prod(shape, dtype=np.int64)))
         lifted = len(shape) > len(held.shape)
         tensor = self.out(self.network.add_constant(shape, weights), name=f"{value.name}{f':{len(shape)}d' * lifted}")
-        name, kind = str(value.name), _TORCH.get(held.dtype.name)
+        name, kind = str(value.name), _WEIGHTS.get(held.dtype.name)
         if name.startswith(OWN) and kind is not None and not lifted:
             self.network.set_weights_name(weights, name)
             self.weights[name] = raw if raw.dtype == kind else raw.view(kind)
@@ -174,6 +169,28 @@ class Writer:
         """With leading dimensions of 1 up to `rank`."""
         missing = 0 if rank is None else rank - len(x.shape)
         return x if missing <= 0 else self.unsqueeze(x, range(missing))
+
+    def gather(self, x: Any, indices: Any) -> Any:
+        """Along the first dimension."""
+        return self.out(self.network.add_gather(x, indices, 0))
+
+    def sum(self, x: Any, axis: int) -> Any:
+        """Over one dimension, which goes."""
+        return self.out(self.network.add_reduce(x, self.trt.ReduceOperation.SUM, 1 << axis, False))
+
+    def cumulative_sum(self, x: Any) -> Any:
+        """Of [n] integers."""
+        kind = self.trt.CumulativeOperation.SUM
+        return self.out(self.network.add_cumulative(x, self.number(0, x), kind, False, False))
+
+    def count(self, size: Size, like: Any) -> Any:
+        """0, 1, ... [size] integers of the dtype of `like`."""
+        given = self.vector([size]), self.number(0, like), self.number(1, like, 1)
+        layer = self.network.add_fill((0,), self.trt.FillOperation.LINSPACE, like.dtype)
+        out = self.out(layer)
+        for index, tensor in enumerate(given):
+            layer.set_input(index, tensor)
+        return out
 
     def unsqueeze(self, x: Any, axes: Sequence[int]) -> Any:
         return self.out(self.network.add_unsqueeze(x, self.integers(list(axes))))

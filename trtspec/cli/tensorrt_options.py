@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from trtspec.backends.tensorrt_profiles import ATTENTIONS, HARDWARE, TensorRTOptions
+from trtspec.backends.tensorrt_profiles import HARDWARE, TensorRTOptions
 from trtspec.errors import ConfigError
 
 
@@ -14,10 +14,14 @@ def add_tensorrt(parser: argparse.ArgumentParser) -> None:
     """All unset by default, so that one which was given can be told."""
     group = parser.add_argument_group("TensorRT", "for --backend tensorrt alone")
     group.add_argument("--opt_num_tokens", type=int, help="rows of a step to tune for (default: half of the largest)")
-    group.add_argument("--workers", type=int, help="ranks built at a time (default 1)")
+    group.add_argument(
+        "--workers", type=int, help="ranks built at a time (default 1; without tensor parallelism there is one)"
+    )
     group.add_argument("--input_timing_cache", metavar="FILE", help="measured kernels of an earlier build, to start on")
     group.add_argument("--output_timing_cache", metavar="FILE", help="where to keep what was measured")
-    group.add_argument("--attention", help=f"{' or '.join(ATTENTIONS)} (default {ATTENTIONS[0]})")
+    group.add_argument(
+        "--attention", help="plugin, ours over a paged cache (default), or native, TensorRT's own over a linear one"
+    )
     for name, does in (
         ("weight_streaming", "weights that do not fit into the GPU's memory stay in the host's"),
         ("refit", "weights can be replaced in the built engine"),

@@ -155,7 +155,7 @@ class Assembly:
         compiled = CompiledStep.from_dict(built.data["executables"][role])
         executable = BACKENDS[built.backend].load_executable()
         executable.check(compiled)
-        kv = executable.allocate_kv(compiled.kv, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
+        kv = executable.allocate_kv(compiled, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
         if compiled.makes_drafts:
             self.graph_draft_lens = compiled.draft_lens
         return self._timed(executable(compiled, built.path / role, kv), compiled.weight_bytes, kv)

@@ -23,8 +23,8 @@ from trtspec.config.quantized import CheckpointQuantization
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import Assembly, full_kv_blocks, plan_assembly, wanted_kv_blocks
-from trtspec.errors import ConfigError
-from trtspec.models.specs import DecoderSpec
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.models.specs import DecoderSpec, dense_spec
 from trtspec.ops import load_plugins
 
 _TOKENIZER_FILES = (
@@ -48,7 +48,7 @@ def build_engine(
     options: TensorRTOptions | None = None,
 ) -> EngineFolder:
     """Compile `checkpoint` (and the draft that `speculative` names) into the folder `output`. options: of the backend
-    tensorrt alone.
+    tensorrt alone; with native attention block_size is what fits.
 
     Nothing is at `output` until all of it is. Raises ConfigError where the folder is taken, DependencyError where there
     is no compiler, and whatever `LLM` would raise for such a model and config.
@@ -62,6 +62,9 @@ def build_engine(
     assembly = plan_assembly(
         checkpoint, speculative, config, backend.packs, backend.functional, symmetric=backend.symmetric
     )
+    if options is not None and options.attention == "native":
+        use_linear_cache(assembly)
+    config = assembly.config
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         staging = Path(scratch) / "engine"
@@ -70,7 +73,7 @@ def build_engine(
             folder = staging / role
             folder.mkdir(parents=True)
             shapes = [shape for spec in layers for shape in spec.kv_shapes]
-            fixed = {"sizes": largest_sizes(assembly, role), "options": options} if backend.profiles else {}
+            fixed = {"sizes": largest_sizes(assembly, role, options), "options": options} if backend.profiles else {}
             compiled = compile_step(
                 step,
                 shapes,
@@ -127,11 +130,35 @@ def steps(
     return made
 
 
-def largest_sizes(assembly: Assembly, role: str) -> Sizes:
+def use_linear_cache(assembly: Assembly) -> None:
+    """A KV block is a whole sequence, one for each request that can run, as TensorRT's own attention wants it.
+
+    UnsupportedError for steps and models that it cannot do; ConfigError where the cache's size was asked for.
+    """
+    config, K = assembly.config, assembly.max_draft_len
+    if assembly.mode.use_one_engine() and K > 1:
+        raise UnsupportedError(
+            f"attention = 'native': {assembly.mode.name} with {K} drafts writes the draft layers' cache {K} times in a "
+            "launch, TensorRT's own attention writes a cache once; use attention = 'plugin', or 1 draft"
+        )
+    models = [dense_spec(model) for model in (assembly.target, assembly.draft) if model is not None]
+    if any(window is not None for spec in models for window in spec.windows):
+        raise UnsupportedError("attention = 'native' is built without sliding windows; use attention = 'plugin'")
+    if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
+        raise ConfigError(
+            "attention = 'native' has a cache of max_batch_size whole sequences; leave num_kv_blocks and "
+            "kv_cache_memory unset"
+        )
+    tokens = -(-(assembly.max_seq_len + 2 * K) // 8) * 8
+    assembly.config = replace(config, block_size=tokens, num_kv_blocks=config.max_batch_size + 1)
+
+
+def largest_sizes(assembly: Assembly, role: str, options: TensorRTOptions | None) -> Sizes:
     """Of the largest launch. A draft of its own draws one token a request."""
     draft_len = assembly.max_draft_len if role == "target" else 0
     blocks = wanted_kv_blocks(assembly) or full_kv_blocks(assembly)
-    return Sizes.of(assembly.config, assembly.max_seq_len, draft_len, blocks)
+    linear = options is not None and options.attention == "native"
+    return replace(Sizes.of(assembly.config, assembly.max_seq_len, draft_len, blocks), linear=linear)
 
 
 def checkpoint_quantizations(assembly: Assembly) -> dict[str, CheckpointQuantization]:

@@ -17,7 +17,7 @@ from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, 
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import Assembly, plan_assembly
-from trtspec.engine.build import engine_backend, graph_draft_lens, largest_sizes, steps
+from trtspec.engine.build import engine_backend, graph_draft_lens, largest_sizes, steps, use_linear_cache
 from trtspec.models.layers import Linear, weight_bytes
 from trtspec.models.specs import DecoderSpec
 from trtspec.models.weights import missing_weights
@@ -144,6 +144,9 @@ def plan_build(
     assembly = plan_assembly(
         checkpoint, speculative, config, backend.packs, backend.functional, False, backend.symmetric
     )
+    if options is not None and options.attention == "native":
+        use_linear_cache(assembly)
+    config = assembly.config
     checkpoints = {"target": assembly.target, "draft": assembly.draft}
     missing = [missing_weights(model.path, role) for role, model in checkpoints.items() if model is not None]
     limits = {name: getattr(config, name) for name in ("max_batch_size", "max_num_tokens", "max_input_len")}
@@ -172,7 +175,7 @@ def _executable(
     options: TensorRTOptions | None,
 ) -> ExecutablePlan:
     shapes = [shape for spec in layers for shape in spec.kv_shapes]
-    sizes = largest_sizes(assembly, role)
+    sizes = largest_sizes(assembly, role, options)
     lengths = graph_draft_lens(step, assembly.resolved)
     kinds = ["ragged"] if backend.profiles else [*graph_kinds(step)]
     graphs = tuple(
@@ -194,7 +197,7 @@ def _executable(
             outputs=tuple(f"new_{name}" for name in caches) if backend.functional else (),
             dtype=_name(dtype),
             block_size=sizes.block_size,
-            blocks=sizes.blocks,
+            blocks=sizes.blocks - sizes.linear,  # which has no scratch
             bytes_per_token=sum(2 * heads * width for heads, width in shapes) * dtype.itemsize,
         ),
         weights=weights,
@@ -211,7 +214,7 @@ def _executable(
             for graph in graphs
             if backend.profiles
         },
-        plugins=plugins(graphs[-1].calls) if backend.profiles else (),
+        plugins=plugins(graphs[-1].calls, sizes.linear) if backend.profiles else (),
     )
 
 
