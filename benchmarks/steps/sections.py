@@ -181,6 +181,7 @@ def demo(bench: Bench) -> Result:
     with opened(str(folder)) as engine, opened(str(folder)) as replayed:
         target = replayed.executables[0]
         target.inner = recorded = Recorded(target.inner)
+        target.weight_bytes = 0
         one, many = model.prompts(1, INPUT_LEN), model.prompts(DEMO_BATCH, INPUT_LEN)
         contestants = [
             Contestant("batch 1", engine, one, bench.steps, K),
