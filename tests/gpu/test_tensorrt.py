@@ -11,12 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, assert_speculation_changes_nothing, build, make_models
+from tests.e2e.conformance import (
+    CASES,
+    LIMITS,
+    MODES,
+    TIGHT,
+    assert_speculation_changes_nothing,
+    build,
+    make_models,
+    wishes,
+)
 from tests.e2e.near_ties import first_gaps
-from tests.e2e.tiny import Outcome, run_alone
+from tests.e2e.tiny import Outcome, run_alone, run_together
 from trtspec import LLM, SamplingParams
 from trtspec.backends.cuda import Cuda
 from trtspec.backends.tensorrt import GENERATION, TensorRTExecutable, load_tensorrt
+from trtspec.backends.tensorrt_profiles import TensorRTOptions
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.build import build_engine
@@ -63,6 +73,17 @@ def test_it_differs_from_eager_in_near_ties_at_most(models: Path, plain: list[Ou
     ours = run_alone(eager.engine, CASES)
     gaps = first_gaps(eager.engine, CASES, ours, plain)
     assert max(gaps.values(), default=0.0) <= NEAR_TIE
+
+
+@pytest.mark.parametrize("mode", ["none", "ngram", "draft"])
+def test_attention_of_tensorrts_own(models: Path, tmp_path: Path, mode: str) -> None:
+    """In fp32, over a linear cache: eager's words."""
+    config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
+    speculation = SpeculativeConfig.from_any(wishes(mode, models, False))
+    options = TensorRTOptions(attention="native")
+    build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
+    run = run_together(LLM(tmp_path / "engine").engine, CASES)
+    assert run.outcomes == run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, CASES)
 
 
 def test_the_demo(tmp_path: Path) -> None:
