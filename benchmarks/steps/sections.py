@@ -180,17 +180,25 @@ def demo(bench: Bench) -> Result:
     folder = bench.workshop.engine("demo-eagle3", model.folder, speculation, **limits)
     with opened(str(folder)) as engine, opened(str(folder)) as replayed:
         target = replayed.executables[0]
-        target.inner = recorded = Recorded(target.inner)
+        recorded = {size: Recorded(target.inner) for size in (1, DEMO_BATCH)}
         target.weight_bytes = 0
+
+        def replay(size: int) -> None:
+            target.inner = recorded[size]
+            recorded[size].rewind()
+
         one, many = model.prompts(1, INPUT_LEN), model.prompts(DEMO_BATCH, INPUT_LEN)
         contestants = [
             Contestant("batch 1", engine, one, bench.steps, K),
             Contestant("batch 1, with text", engine, one, bench.steps, K, text=True),
             Contestant(f"batch {DEMO_BATCH}", engine, many, bench.steps, K),
-            Contestant(f"batch {DEMO_BATCH}, no graph", replayed, many, bench.steps, K, prepare=recorded.rewind),
+            *(
+                Contestant(f"batch {size}, no graph", replayed, prompts, bench.steps, K, prepare=partial(replay, size))
+                for size, prompts in ((1, one), (DEMO_BATCH, many))
+            ),
         ]
         turns = bench.take_turns("demo", contestants)
-    alone, with_text, batch, without = (contestant.name for contestant in contestants)
+    alone, with_text, batch, *without = (contestant.name for contestant in contestants)
 
     def host(name: str) -> list[float]:
         return [1e6 * value for value in per_round(turns, name, lambda turn: turn.host)]
@@ -202,7 +210,7 @@ def demo(bench: Bench) -> Result:
             Figure(f"host's part of a step, {alone}", host(alone), "us", 80),
             Figure(f"host's part of a step, {with_text}", host(with_text), "us"),
             Figure(f"host's part of a step, {batch}", host(batch), "us", 300),
-            Figure(f"host's part of a step, {without}", host(without), "us"),
+            *(Figure(f"host's part of a step, {name}", host(name), "us") for name in without),
         ],
         turns,
         [
