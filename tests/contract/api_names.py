@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import types
 from typing import Any
 
 import tensorrt as trt
 import tensorrt.plugin as trtp
 
+from tests.contract.record_api import SIGNATURE, split
+
 _MODULES = {"tensorrt": trt, "tensorrt.plugin": trtp}
-_SIGNATURE = re.compile(r"^(?:\d+\. )?\w+\((?P<parameters>.*)\) -> (?P<returns>.+)$", re.MULTILINE)
 
 
 def problems(source: str) -> list[str]:
@@ -41,26 +41,14 @@ def parameters(function: Any) -> list[set[str]] | None:
     """The parameter names of each overload of a function or class; None where they are not said."""
     if isinstance(function, type) and function.__module__.startswith("tensorrt_bindings.tensorrt"):
         function = function.__init__
-    overloads = [match["parameters"] for match in _SIGNATURE.finditer(inspect.getdoc(function) or "")]
+    overloads = [match["parameters"] for match in SIGNATURE.finditer(inspect.getdoc(function) or "")]
     overloads = [text for text in overloads if text != "*args, **kwargs"]
     if overloads:
-        return [{part.split(":")[0].split("=")[0].strip() for part in _split(text)} for text in overloads]
+        return [{part.split(":")[0].split("=")[0].strip() for part in split(text)} for text in overloads]
     try:
         return [set(inspect.signature(function).parameters)]
     except (TypeError, ValueError):
         return None
-
-
-def _split(text: str) -> list[str]:
-    """A list of parameters at the commas that are in no bracket."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part for part in parts if part.strip()]
 
 
 def _roots(tree: ast.AST, missing: list[str]) -> dict[str, Any]:
@@ -133,7 +121,7 @@ def _resolve(node: ast.AST | None, known: dict[str, Any], found: list[str]) -> A
         function = _resolve(node.func, known, [])
         if isinstance(function, type):
             return _Instance(function)
-        for match in _SIGNATURE.finditer(inspect.getdoc(function) or "") if function is not None else ():
+        for match in SIGNATURE.finditer(inspect.getdoc(function) or "") if function is not None else ():
             returned = getattr(trt, match["returns"].rsplit(".", 1)[-1], None)
             if isinstance(returned, type):
                 return _Instance(returned)

@@ -28,7 +28,7 @@ ENUMS = (
     "MatrixOperation", "MemoryPoolType", "NetworkDefinitionCreationFlag", "PluginFieldType", "PreviewFeature",
     "QuickPluginCreationRequest", "ReduceOperation", "SampleMode", "ScatterMode", "TensorRTPhase", "UnaryOperation",
 )  # fmt: skip
-_SIGNATURE = re.compile(r"^(?:\d+\. )?\w+\((?P<parameters>.*)\) -> (?P<returns>.+)$", re.MULTILINE)
+SIGNATURE = re.compile(r"^(?:\d+\. )?\w+\((?P<parameters>.*)\) -> (?P<returns>.+)$", re.MULTILINE)
 
 
 def record() -> dict[str, Any]:
@@ -69,9 +69,9 @@ def _class(cls: type) -> dict[str, Any]:
 
 def _overloads(function: Any) -> list[dict[str, Any]]:
     found = []
-    for match in _SIGNATURE.finditer(inspect.getdoc(function) or ""):
+    for match in SIGNATURE.finditer(inspect.getdoc(function) or ""):
         if match["parameters"] != "*args, **kwargs":
-            parts = [part.strip() for part in _split(match["parameters"])]
+            parts = [part.strip() for part in split(match["parameters"])]
             taken = [[part.split(":")[0].split("=")[0].strip(), "=" in part] for part in parts]
             found.append(
                 {"takes": [one for one in taken if one[0] != "self"], "gives": match["returns"].split(".")[-1]}
@@ -79,7 +79,7 @@ def _overloads(function: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _split(text: str) -> list[str]:
+def split(text: str) -> list[str]:
     """A list of parameters at the commas that are in no bracket."""
     parts, depth = [""], 0
     for character in text:

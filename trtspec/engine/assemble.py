@@ -28,18 +28,19 @@ from trtspec.drafters.base import BuildableDrafter
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.core import EngineCore
 from trtspec.engine.hidden_states import HiddenStateCollector, ShardWriter
+from trtspec.engine.kv_plan import plan_kv_blocks
 from trtspec.engine.propose import Proposer
 from trtspec.engine.scheduler import Scheduler
 from trtspec.engine.stats import TimedExecutable
 from trtspec.engine.step import StepLoop
-from trtspec.errors import CapacityError, ConfigError, UnsupportedError
+from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.pool import allocate_layers
 from trtspec.kv.reuse import PrefixReuse
 from trtspec.models.decoder import Decoder
 from trtspec.models.hidden_shards import ShardFacts
 from trtspec.models.packing import pack_decoder
-from trtspec.models.specs import DecoderSpec, dense_spec
+from trtspec.models.specs import DecoderSpec
 from trtspec.models.weights import DTYPES, describe_decoder, load_decoder
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.ops import load_plugins
@@ -353,67 +354,6 @@ def _own_drafter(own: Any) -> Drafter:
     if missing:
         raise ConfigError(f"drafter={own!r} has no {' and no '.join(missing)}; give it the methods of core.Drafter")
     return cast(Drafter, drafter)
-
-
-def plan_kv_blocks(assembly: Assembly) -> int:
-    """Blocks of the cache, scratch included: those that graphs take, if they take no others."""
-    wanted, fixed = wanted_kv_blocks(assembly), fixed_kv_blocks(assembly)
-    if fixed is None:
-        affordable = free_memory() // 4 // _bytes_per_block(assembly)
-        return wanted or max(min(full_kv_blocks(assembly), affordable), 2)
-    if wanted is None or wanted == fixed or (assembly.config.kv_cache_memory is not None and wanted > fixed):
-        return fixed
-    needed = fixed * _bytes_per_block(assembly)
-    raise ConfigError(
-        f"the engine was built with num_kv_blocks = {fixed}, which take {needed} bytes; {wanted} were asked for: "
-        f"rebuild it with --num_kv_blocks {wanted}, or leave num_kv_blocks and kv_cache_memory unset"
-    )
-
-
-def wanted_kv_blocks(assembly: Assembly) -> int | None:
-    """As many as num_kv_blocks or kv_cache_memory ask for. CapacityError if that is not enough for anything."""
-    config, per_block = assembly.config, _bytes_per_block(assembly)
-    if config.kv_cache_memory is None:
-        return config.num_kv_blocks
-    blocks = config.kv_cache_memory // per_block
-    if blocks < 2:
-        raise CapacityError(
-            f"kv_cache_memory = {config.kv_cache_memory} bytes is less than two KV blocks of {per_block}; raise it"
-        )
-    return blocks
-
-
-def full_kv_blocks(assembly: Assembly) -> int:
-    """Blocks of a cache for max_batch_size full sequences, scratch included."""
-    config = assembly.config
-    return config.max_batch_size * -(-assembly.max_seq_len // config.block_size) + 1
-
-
-def fixed_kv_blocks(assembly: Assembly) -> int | None:
-    """What the graphs of a built engine were compiled for; None where they take any number."""
-    if assembly.built is None:
-        return None
-    executables = assembly.built.data["executables"].values()
-    return next((CompiledStep.from_dict(one).kv_blocks for one in executables), None)
-
-
-def _bytes_per_block(assembly: Assembly) -> int:
-    return assembly.config.block_size * kv_bytes_per_token(assembly)
-
-
-def kv_bytes_per_token(assembly: Assembly) -> int:
-    """Bytes of K and V that one token takes in all layers of target and draft."""
-    dtype, draft = assembly.dtype(assembly.target), assembly.draft
-    size = dense_spec(assembly.target).kv_elements_per_token * dtype.itemsize
-    if draft is None:
-        return size
-    fused = assembly.speculation.mode.use_one_engine()  # draft layers compute in the target's dtype
-    return size + dense_spec(draft).kv_elements_per_token * (dtype if fused else assembly.dtype(draft)).itemsize
-
-
-def free_memory() -> int:
-    """Bytes the system could hand out now."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _load(path: str) -> Any:

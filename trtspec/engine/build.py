@@ -22,7 +22,8 @@ from trtspec.config.model import ModelConfig
 from trtspec.config.quantized import CheckpointQuantization
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.assemble import Assembly, full_kv_blocks, plan_assembly, wanted_kv_blocks
+from trtspec.engine.assemble import Assembly, plan_assembly
+from trtspec.engine.kv_plan import full_kv_blocks, wanted_kv_blocks
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.models.specs import DecoderSpec, dense_spec
 from trtspec.ops import load_plugins

@@ -186,9 +186,8 @@ def _executable(
     dtype = step.decoder.norm.weight.dtype
     caches = tuple(f"{part}_cache_{layer}" for layer in range(len(shapes)) for part in "kv")
     own = weight_bytes(step.decoder)
-    weights = {role: own}
-    if isinstance(step, OneEngineStep):
-        weights["head"] = weight_bytes(step) - own
+    head = weight_bytes(step) - own
+    weights = {role: own, "head": head} if head else {role: own}
     return ExecutablePlan(
         graphs=graphs,
         kv=KVPlan(

@@ -1,0 +1,74 @@
+"""How large the KV cache of an engine is: as asked for, as its graphs want it, or as memory allows."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from trtspec.backends.compiled import CompiledStep
+from trtspec.errors import CapacityError, ConfigError
+from trtspec.models.specs import dense_spec
+
+if TYPE_CHECKING:
+    from trtspec.engine.assemble import Assembly
+
+
+def plan_kv_blocks(assembly: Assembly) -> int:
+    """Blocks of the cache, scratch included: those that graphs take, if they take no others."""
+    wanted, fixed = wanted_kv_blocks(assembly), fixed_kv_blocks(assembly)
+    if fixed is None:
+        affordable = free_memory() // 4 // _bytes_per_block(assembly)
+        return wanted or max(min(full_kv_blocks(assembly), affordable), 2)
+    if wanted is None or wanted == fixed or (assembly.config.kv_cache_memory is not None and wanted > fixed):
+        return fixed
+    needed = fixed * _bytes_per_block(assembly)
+    raise ConfigError(
+        f"the engine was built with num_kv_blocks = {fixed}, which take {needed} bytes; {wanted} were asked for: "
+        f"rebuild it with --num_kv_blocks {wanted}, or leave num_kv_blocks and kv_cache_memory unset"
+    )
+
+
+def wanted_kv_blocks(assembly: Assembly) -> int | None:
+    """As many as num_kv_blocks or kv_cache_memory ask for. CapacityError if that is not enough for anything."""
+    config, per_block = assembly.config, _bytes_per_block(assembly)
+    if config.kv_cache_memory is None:
+        return config.num_kv_blocks
+    blocks = config.kv_cache_memory // per_block
+    if blocks < 2:
+        raise CapacityError(
+            f"kv_cache_memory = {config.kv_cache_memory} bytes is less than two KV blocks of {per_block}; raise it"
+        )
+    return blocks
+
+
+def full_kv_blocks(assembly: Assembly) -> int:
+    """Blocks of a cache for max_batch_size full sequences, scratch included."""
+    config = assembly.config
+    return config.max_batch_size * -(-assembly.max_seq_len // config.block_size) + 1
+
+
+def fixed_kv_blocks(assembly: Assembly) -> int | None:
+    """What the graphs of a built engine were compiled for; None where they take any number."""
+    if assembly.built is None:
+        return None
+    executables = assembly.built.data["executables"].values()
+    return next((CompiledStep.from_dict(one).kv_blocks for one in executables), None)
+
+
+def _bytes_per_block(assembly: Assembly) -> int:
+    return assembly.config.block_size * kv_bytes_per_token(assembly)
+
+
+def kv_bytes_per_token(assembly: Assembly) -> int:
+    """Bytes of K and V that one token takes in all layers of target and draft."""
+    dtype, draft = assembly.dtype(assembly.target), assembly.draft
+    size = dense_spec(assembly.target).kv_elements_per_token * dtype.itemsize
+    if draft is None:
+        return size
+    fused = assembly.speculation.mode.use_one_engine()  # draft layers compute in the target's dtype
+    return size + dense_spec(draft).kv_elements_per_token * (dtype if fused else assembly.dtype(draft)).itemsize
+
+
+def free_memory() -> int:
+    """Bytes the system could hand out now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
