@@ -13,10 +13,10 @@ class SpeculationStats:
     outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Steps by (tokens emitted, bonus included; drafts offered)."""
 
-    def observe(self, num_tokens: int, draft_len: int) -> None:
-        """One generation step that emitted `num_tokens` of `draft_len` + 1."""
+    def observe(self, num_tokens: int, draft_len: int, steps: int = 1) -> None:
+        """Generation steps that emitted `num_tokens` of `draft_len` + 1 each."""
         outcome = (num_tokens, draft_len)
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + steps
 
     @property
     def steps(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from benchmarks.peers.checkpoints import Model
 from benchmarks.steps.engines import Workshop
 from benchmarks.steps.results import Figure, Result, per_round, ratios
-from benchmarks.steps.rounds import Contestant, take_turns
+from benchmarks.steps.rounds import Contestant, Turn, take_turns
 from benchmarks.steps.start import start
 from trtspec import LLM
 from trtspec.core import DraftRequest, Executable, PhaseMethod, Proposal, StepInputs, StepOutputs
@@ -200,8 +200,8 @@ def demo(bench: Bench) -> Result:
         turns = bench.take_turns("demo", contestants)
     alone, with_text, batch, *without = (contestant.name for contestant in contestants)
 
-    def host(name: str) -> list[float]:
-        return [1e6 * value for value in per_round(turns, name, lambda turn: turn.host)]
+    def host(name: str, of: Callable[[Turn], float] = lambda turn: turn.host) -> list[float]:
+        return [1e6 * value for value in per_round(turns, name, of)]
 
     return Result(
         "demo",
@@ -210,6 +210,7 @@ def demo(bench: Bench) -> Result:
             Figure(f"host's part of a step, {alone}", host(alone), "us", 80),
             Figure(f"host's part of a step, {with_text}", host(with_text), "us"),
             Figure(f"host's part of a step, {batch}", host(batch), "us", 300),
+            Figure(f"host's part of a step, {batch}, mean", host(batch, lambda turn: turn.mean_host), "us"),
             *(Figure(f"host's part of a step, {name}", host(name), "us") for name in without),
         ],
         turns,

@@ -95,6 +95,7 @@ class Watch:
     incomplete: list[tuple[int, int, int]] = field(default_factory=list)  # request, its draft_len, committed
 
     def __call__(self, emissions: list[Emission]) -> None:
+        self.llm.engine.settle()
         for request in self.llm.engine.loop.scheduler.running:
             if request.kv.draft_len != request.kv.committed:
                 self.incomplete.append((request.request_id, request.kv.draft_len, request.kv.committed))

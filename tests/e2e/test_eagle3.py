@@ -428,6 +428,7 @@ def test_draft_kv_with_a_gap_is_not_used(make: Make, reference: Callable[[str], 
         (broken,), (other,) = (engine.add_request(case.prompt, case.params) for _ in range(2))
         for _ in range(3):
             engine.step()
+        engine.settle()
         assert broken.drafts
         broken.kv.draft_len, broken.drafts = 0, []
         for _ in range(4):
@@ -436,6 +437,7 @@ def test_draft_kv_with_a_gap_is_not_used(make: Make, reference: Callable[[str], 
             assert not broken.drafts
             assert other.drafts
         assert engine.stats.stale_drafts == 4
+        engine.settle()
         engine.loop.scheduler._preempt(broken)
         engine.step()
         assert broken.drafts

@@ -15,6 +15,7 @@ from trtspec.bench.decode import versions
 from trtspec.core import PhaseMethod
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.core import EngineCore
+from trtspec.engine.steady import SteadyBatch
 from trtspec.engine.step import StepLoop
 from trtspec.llm import LLM
 from trtspec.sampling_params import SamplingParams
@@ -53,10 +54,13 @@ def measured(engine: EngineCore, clock: Clock) -> Iterator[None]:
     methods: list[PhaseMethod] = [
         (loop.scheduler, "schedule", "inputs"),
         (BatchAssembler, "__call__", "inputs"),  # looked up in the class, whatever the instance holds
+        (BatchAssembler, "go_on", "inputs"),
+        (SteadyBatch, "can_go_on", "inputs"),
         (loop.target, "run", "verify"),
         *loop.target.phases(),
         (loop_module, "accept", "accept"),
-        (StepLoop, "update", "deliver"),  # the loop is frozen
+        (SteadyBatch, "take", "deliver"),
+        *((StepLoop, name, "deliver") for name in ("update", "settle")),
         (loop.proposer, "propose", "deliver"),
     ]
     if loop.proposer.drafter is not None:

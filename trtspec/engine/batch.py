@@ -7,8 +7,10 @@ the same contents: those are made once per `_Layout`. What changes is written in
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -53,8 +55,13 @@ class _Frame:
             sampling=replace(spec.sampling, positions=tensor(self.positions)),
         )
         self.inputs = StepInputs(tensor(self.input_ids), attn, spec)
+        written = (self.input_ids, self.positions, self.kv_lens, self.draft_tokens)
+        self.memory = [one.data.cast("B") for one in written if one.size]  # for go_on
+        self.has_version = not attn.kv_lens.is_inference()
         self.blocks: list[list[int]] = [[]] * B  # the list in each row of tables, ...
         self.num_blocks = [0] * B  # ... and how much of it is there
+        self.stale = True  # tables may not be what the requests have, and go_on is to look, or ...
+        self.grown: list[tuple[int, int, int]] = []  # ... only these are missing: row, column, block
 
     def fill(self, batch: Batch) -> StepInputs:
         """The batch's tokens, lengths and blocks as they are now."""
@@ -72,13 +79,49 @@ class _Frame:
                 ids += request.drafts
             if kv.blocks is not self.blocks[b] or len(kv.blocks) != self.num_blocks[b]:
                 self._write_table(b, kv.blocks)
+        self.stale = False
         self.input_ids[:] = ids
         self.kv_lens[:] = ends
         self.input_ids.take(self.layout.draft_rows, out=self.draft_tokens)
         np.add(self.kv_lens[self.layout.owners], self.layout.back, out=self.positions)
-        if not self.inputs.attn.kv_lens.is_inference():
-            increment_version(self.inputs.attn.kv_lens)  # changed by numpy: who keeps what follows from it must know
+        return self._changed()
+
+    def go_on(self, ids: list[int], ends: list[int]) -> StepInputs:
+        """ids [B * (K+1)] and ends [B] of the same batch of generations, whose requests are not looked at. After a
+        launch that has swept the CPU's caches every new object costs, and an array function more to fetch than to run:
+        there are few of both."""
+        if self.stale:
+            for b, row in enumerate(self.layout.batch):
+                self._write_table(b, row.request.kv.blocks)
+            self.stale = False
+        else:
+            for b, place, block in self.grown:
+                self._add_block(b, place, block)
+        self.grown.clear()
+        width = len(ids) // len(ends)
+        rows = map(range, [end - width + 1 for end in ends], [end + 1 for end in ends])
+        values = [array("q", ids), array("q", list(chain.from_iterable(rows))), array("i", ends)]
+        if width > 1:
+            drafts = ids.copy()
+            del drafts[::width]
+            values.append(array("q", drafts))
+        for memory, new in zip(self.memory, values, strict=False):
+            memory[:] = memoryview(new).cast("B")
+        return self._changed()
+
+    def _changed(self) -> StepInputs:
+        """By way of numpy, which torch does not see: who keeps what follows from lengths or tables must know."""
+        if self.has_version:
+            increment_version(self.inputs.attn.kv_lens)
         return self.inputs
+
+    def _add_block(self, b: int, place: int, block: int) -> None:
+        """Write a row's new block to column `place`."""
+        if place < self.tables.shape[1]:
+            self.tables[b, place] = block
+            self.num_blocks[b] = place + 1
+        else:
+            self._write_table(b, self.blocks[b])
 
     def _write_table(self, b: int, blocks: list[int]) -> None:
         """Bring a row of the block tables up to date; there are always some columns of scratch to grow into."""
@@ -121,11 +164,36 @@ class BatchAssembler:
         layout = self._layout
         if layout is None or layout.batch != batch or layout.spec.next_draft_len != next_draft_len:
             layout = self._layout = self._make_layout(batch, next_draft_len)
-        frame, last = self._frames
-        if frame is None or frame.layout is not layout:
-            frame = _Frame(layout)
-        self._frames = last, frame
-        return frame.fill(batch)
+        return self._next_frame(layout).fill(batch)
+
+    def go_on(self, ids: list[int], ends: list[int]) -> StepInputs:
+        """The last batch again, all generations, with the same layout: ids [B * (K+1)] of tokens to read in, ends [B]
+        the length of each sequence with them. What becomes of their blocks is told beforehand: look_again, add_blocks.
+        """
+        assert self._layout is not None
+        return self._next_frame(self._layout).go_on(ids, ends)
+
+    def look_again(self) -> None:
+        """Requests of the last batch may have other blocks than in its steps so far: go_on is to look at them once."""
+        assert self._layout is not None
+        self._frames = (self._frame(self._frames[0], self._layout), self._frame(self._frames[1], self._layout))
+        for frame in self._frames:
+            frame.stale = True
+
+    def add_blocks(self, b: int, start: int, blocks: list[int]) -> None:
+        """For go_on: row b of the last batch has these blocks more, from column `start` of its table."""
+        for frame in self._frames:
+            assert frame is not None
+            frame.grown += [(b, start + i, block) for i, block in enumerate(blocks)]
+
+    def _next_frame(self, layout: _Layout) -> _Frame:
+        """The frame of the step before the last; from now on that of the last."""
+        frame = self._frame(self._frames[0], layout)
+        self._frames = self._frames[1], frame
+        return frame
+
+    def _frame(self, frame: _Frame | None, layout: _Layout) -> _Frame:
+        return frame if frame is not None and frame.layout is layout else _Frame(layout)
 
     def _make_layout(self, batch: Batch, next_draft_len: int) -> _Layout:
         B, C = len(batch), sum([row.is_context for row in batch])

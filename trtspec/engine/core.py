@@ -103,7 +103,7 @@ class EngineCore:
         self.stats.launch_time = sum([executable.seconds for executable in self.executables])
         for emission in emissions:
             self.stats.output_tokens += len(emission.tokens)
-            if emission.request.finish_reason is not None:
+            if emission.finished:
                 self._count(emission.request)
         self._count_saved()
         if not self.has_work:
@@ -131,6 +131,7 @@ class EngineCore:
         request = self._requests.get(request_id)
         if request is None or request.finished:
             return None
+        self.loop.settle()
         shown, context = len(request.shown_text), request.is_context
         if error is None:
             request.abort()
@@ -139,7 +140,12 @@ class EngineCore:
         if not self.loop.scheduler.drop_sibling(request):
             self.loop.remove(request)
         self._count(request)
-        return Emission(request, [], request.shown_text[shown:], 0, 0, context)
+        return Emission(request, [], request.shown_text[shown:], 0, 0, context, finished=True)
+
+    def settle(self) -> None:
+        """Whoever looks at requests between steps calls this first: those of a batch that goes on as it is (see
+        engine.steady) hear of their steps later. Finished ones are always up to date."""
+        self.loop.settle()
 
     @property
     def has_work(self) -> bool:

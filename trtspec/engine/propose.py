@@ -28,6 +28,11 @@ class Proposer:
         """K of the next step, as the number of running requests has it."""
         return 0 if self.speculation is None else draft_len_for_batch(self.speculation, len(scheduler.running))
 
+    def longest(self, scheduler: Scheduler) -> int:
+        """Tokens that a request may have and still be given drafts: the draft model's context ends somewhere."""
+        assert self.speculation is not None
+        return self.speculation.max_model_len - self.draft_len(scheduler)
+
     def propose(self, requests: Sequence[Request], scheduler: Scheduler) -> None:
         """Fill `drafts` of the requests that may speculate in the next step; those the launch made are there already,
         and are cut to what may be used."""
@@ -54,9 +59,8 @@ class Proposer:
 
     def _draft_lens(self, requests: Sequence[Request], scheduler: Scheduler) -> list[int]:
         """Drafts each can use: within the draft's context, the request's own end, and its reserved blocks."""
-        assert self.speculation is not None
         K, block_size = self.draft_len(scheduler), scheduler.allocator.block_size
-        longest = self.speculation.max_model_len - K
+        longest = self.longest(scheduler)
         lengths = []
         for request in requests:
             length = len(request.tokens)

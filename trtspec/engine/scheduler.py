@@ -114,6 +114,11 @@ class Scheduler:
             room -= rows
         return (*contexts, *generations)
 
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Blocks for the request's first `num_tokens` tokens. False, and nothing changed, if there are not enough."""
+        most = request.length_limit  # nothing past it is ever written to a block
+        return self.allocator.reserve(request.kv, min(num_tokens, most))
+
     def release_siblings(self, leader: Request) -> None:
         """The leader has read its prompt in (or has ended): its siblings share its full blocks (unless they are to
         compute every row) and queue up."""
@@ -165,8 +170,7 @@ class Scheduler:
         return rows
 
     def _reserve(self, request: Request, rows: int) -> bool:
-        most = request.length_limit  # nothing past it is ever written to a block
-        return self.allocator.reserve(request.kv, min(request.kv.committed + rows + self.num_draft_tokens, most))
+        return self.reserve(request, request.kv.committed + rows + self.num_draft_tokens)
 
     def _reserve_or_preempt(self, request: Request, rows: int) -> bool:
         """Room for the rows: without drafts if need be, then at the cost of newer requests. False: it was preempted."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from trtspec.core import Executable, StepOutputs
+from trtspec.core import Executable, StepInputs, StepOutputs
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.faults import launch_isolated
 from trtspec.engine.hidden_states import HiddenStateCollector
 from trtspec.engine.propose import Proposer
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch, Scheduled, Scheduler
+from trtspec.engine.steady import SteadyBatch
 from trtspec.errors import EngineError
 from trtspec.kv import rewind
 from trtspec.verify.strict import accept
@@ -27,11 +28,13 @@ class Emission(NamedTuple):
     num_drafts: int
     draft_len: int
     is_context: bool  # the first token(s) after reading in a prompt, or none yet
+    finished: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepLoop:
-    """The parts of the loop; all state is in the scheduler, the requests and the cache."""
+    """The parts of the loop. All state is in the scheduler, the requests and the cache, and in `steady`, if there is a
+    batch that goes on as it is: then its requests lag behind, until settle()."""
 
     scheduler: Scheduler
     assemble: BatchAssembler
@@ -39,33 +42,78 @@ class StepLoop:
     proposer: Proposer
     vocab_size: int
     collector: HiddenStateCollector | None = None  # wants the hidden states that the launch hands out
+    steady: SteadyBatch | None = field(default=None, init=False)
 
     def step(self) -> list[Emission]:
         """One round for every request that can run: verify and draw, commit, finish, draft."""
-        batch = self.scheduler.schedule()  # which requests, how many rows each; KV reserved
-        done, failed = launch_isolated(batch, self.launch) if batch else ([], [])
-        emissions = [self.fail(request, error) for request, error in failed]
-        for part, outputs in done:
-            assert outputs.verdict is not None
-            if self.collector is not None:
-                assert outputs.hidden_states is not None
-                self.collector.collect(part, outputs.hidden_states)
-            tokens, counts = outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist()
-            made = [None] * len(part) if outputs.proposal is None else outputs.proposal.draft_tokens.tolist()
-            for row, drawn, count, drafts in zip(part, tokens, counts, made, strict=True):
-                emissions.append(self.update(row, drawn[:count], drafts))
-
-        # drafts only for those still running
-        running = [e.request for e in emissions if e.tokens and e.request.finish_reason is None]
-        self.proposer.propose(running, self.scheduler)
+        emissions = None if self.steady is None else self.go_on(self.steady)
+        if emissions is None:
+            self.settle()
+            batch = self.scheduler.schedule()  # which requests, how many rows each; KV reserved
+            done, failed = launch_isolated(batch, self.launch) if batch else ([], [])
+            emissions = [self.fail(request, error) for request, error in failed] + self.conclude(done)
         return emissions
 
     def launch(self, batch: Batch) -> StepOutputs:
         """One launch of the target: K+1 rows per generating request verified at once. Commits nothing."""
         wanted = self.proposer.draft_len(self.scheduler) if any(row.emits for row in batch) else 0
-        inputs = self.assemble(batch, wanted)
+        return self.verify(self.assemble(batch, wanted))
+
+    def verify(self, inputs: StepInputs) -> StepOutputs:
+        """Run the target; a one-engine step has accepted already."""
         outputs = self.target.run(inputs)
         return outputs if outputs.verdict is not None else replace(outputs, verdict=accept(outputs, inputs.spec))
+
+    def conclude(self, done: list[tuple[Batch, StepOutputs]]) -> list[Emission]:
+        """Every request gets what its launch gave it, and drafts for the next step if it goes on."""
+        emissions = []
+        for batch, outputs in done:
+            assert outputs.verdict is not None
+            if self.collector is not None:
+                assert outputs.hidden_states is not None
+                self.collector.collect(batch, outputs.hidden_states)
+            tokens, counts = outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist()
+            made = [None] * len(batch) if outputs.proposal is None else outputs.proposal.draft_tokens.tolist()
+            for row, drawn, count, drafts in zip(batch, tokens, counts, made, strict=True):
+                emissions.append(self.update(row, drawn[:count], drafts))
+        self.proposer.propose([e.request for e in emissions if e.tokens and not e.finished], self.scheduler)
+        if len(done) == 1 and self.collector is None:
+            self.steady = SteadyBatch.after(*done[0], self.scheduler, self.proposer)
+            if self.steady is not None:
+                self.assemble.look_again()
+        return emissions
+
+    def go_on(self, steady: SteadyBatch) -> list[Emission] | None:
+        """A step of a steady batch. None, and nothing done, if its requests are to be looked at first, or if its launch
+        fails: who is to blame shows when it is launched as others are."""
+        if not steady.can_go_on(self.scheduler, self.assemble):
+            return None
+        try:
+            outputs = self.verify(self.assemble.go_on(*steady.rows()))
+        except Exception:
+            return None
+        given = steady.take(outputs, self.vocab_size)
+        if given is None:  # there is a token that may end a request
+            self.settle()
+            return self.conclude([(steady.batch, outputs)])
+        emissions = [
+            Emission(request, tokens, "", len(tokens) - 1, steady.draft_len, False)
+            for request, tokens in zip(steady.requests, given, strict=True)
+        ]
+        for b in steady.texts:  # is made at once; it may end its request
+            drafts = None if outputs.proposal is None else outputs.proposal.draft_tokens[b].tolist()
+            emissions[b] = self.update(steady.batch[b], given[b], drafts)
+        if any(emissions[b].finished for b in steady.texts):
+            self.settle()
+        return emissions
+
+    def settle(self) -> None:
+        """Bring the requests of a steady batch up to date; the next step looks at every one of them."""
+        steady, self.steady = self.steady, None
+        if steady is not None:
+            steady.tell()
+            running = [request for request in steady.requests if request.finish_reason is None]
+            self.proposer.propose(running, self.scheduler)
 
     def update(self, row: Scheduled, tokens: list[int], made: list[int] | None) -> Emission:
         """Commit one request's verdict: keep the accepted rows, rewind the rest, append the tokens. `made`: the drafts
@@ -96,14 +144,15 @@ class StepLoop:
         if request.finish_reason is not None:
             self.remove(request)
         num_drafts = min(len(tokens) - 1, len(taken)) if len(tokens) > 1 else 0
-        return Emission(request, taken, "" if text is None else text.text[shown:], num_drafts, draft_len, is_context)
+        news, finished = "" if text is None else text.text[shown:], request.finish_reason is not None
+        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished)
 
     def fail(self, request: Request, error: Exception) -> Emission:
         """End a request that cannot be launched."""
         context = request.is_context
         request.fail(error)
         self.remove(request)
-        return Emission(request, [], "", 0, 0, context)
+        return Emission(request, [], "", 0, 0, context, finished=True)
 
     def remove(self, request: Request) -> None:
         """The request has ended: its blocks are free, its drafter forgets it."""

@@ -1,0 +1,128 @@
+"""Steps that do not look at the requests: while the same ones generate, with as many drafts each.
+
+What a step wants to know of a request lies in thirty places of memory, and a launch leaves none of them in the CPU's
+caches: with many requests, fetching them is most of what the host does. But a step after which nobody comes, ends or
+waits for blocks needs nothing from them. The last launch gave the tokens to read in, and how many there are is a sum.
+So that is all a SteadyBatch keeps. Its requests hear of their tokens, KV and counts once in a while and when it ends,
+and are then as if every step had been theirs.
+
+Code is fetched like data: the first array operation after a launch takes longer than a loop over short lists. Hence
+the lists.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from itertools import chain
+from operator import add, gt
+
+from torch import Tensor
+
+from trtspec.core import StepOutputs
+from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.propose import Proposer
+from trtspec.engine.scheduler import Batch, Scheduler
+from trtspec.kv import rewind
+
+MAX_STEPS = 32
+"""Steps until the requests hear of them: what they are told then takes time, too."""
+
+
+class SteadyBatch:
+    """B generations with K drafts each, and what they were given since their requests last heard of it.
+
+    `batch` and `outputs` are those of a step that is over, its requests up to date.
+    """
+
+    def __init__(self, batch: Batch, outputs: StepOutputs, scheduler: Scheduler, proposer: Proposer) -> None:
+        K = batch[0].draft_len
+        self.batch = batch
+        self.draft_len = K
+        self.requests = [row.request for row in batch]
+        self.texts = [b for b, request in enumerate(self.requests) if request.text is not None]  # never lag behind
+        self.stops = frozenset().union(*[request.eos_ids | request.stop_token_ids for request in self.requests])
+        self.read: list[list[int]] = _read_next(outputs).tolist()  # [B, K+1] last token and drafts
+        self.known = [len(request.tokens) for request in self.requests]
+        # A step that begins with more tokens may be a request's last, or the one before the last, which has fewer
+        # drafts; and a draft model can only see so many.
+        longest = proposer.longest(scheduler) if K > 0 else sys.maxsize
+        self._most = [min(request.length_limit - K - 2, longest) for request in self.requests]
+        self._ahead = K + scheduler.num_draft_tokens  # a step writes KV of its drafts, and drafting writes some more
+        block_size = scheduler.allocator.block_size
+        self._room = [len(request.kv.blocks) * block_size - self._ahead for request in self.requests]
+        self._drafts_inside = outputs.proposal is not None
+        self._given: list[list[list[int]]] = []  # by step and request
+
+    @classmethod
+    def after(cls, batch: Batch, outputs: StepOutputs, scheduler: Scheduler, proposer: Proposer) -> SteadyBatch | None:
+        """The batch of the step that is just over, if the next step is to have the same requests and shapes."""
+        assert outputs.verdict is not None
+        K = batch[0].draft_len
+        same_shapes = outputs.verdict.tokens.shape[1] == K + 1 == _read_next(outputs).shape[1]
+        everybody = len(batch) == len(scheduler.running) and not batch[0].is_context  # contexts come first
+        if proposer.drafter is not None or not everybody or not same_shapes:
+            return None
+        for request, _, draft_len, _ in batch:
+            if draft_len != K or len(request.drafts) != K or request.finish_reason is not None:
+                return None
+        return cls(batch, outputs, scheduler, proposer)
+
+    def can_go_on(self, scheduler: Scheduler, assemble: BatchAssembler) -> bool:
+        """Whether nobody can come in the next step or end by its length, and all have blocks, reserved here."""
+        if scheduler.waiting and len(scheduler.running) < scheduler.max_batch_size:
+            return False
+        if any(map(gt, self.known, self._most)):
+            return False
+        if any(map(gt, self.known, self._room)):
+            for b, known in enumerate(self.known):
+                if known > self._room[b]:
+                    blocks, wanted = self.requests[b].kv.blocks, known + self._ahead
+                    start = len(blocks)
+                    if not scheduler.reserve(self.requests[b], wanted):
+                        return False
+                    assemble.add_blocks(b, start, blocks[start:])
+                    room = len(blocks) * scheduler.allocator.block_size
+                    self._room[b] = room - self._ahead if room >= wanted else sys.maxsize  # all it can ever need
+        return True
+
+    def rows(self) -> tuple[list[int], list[int]]:
+        """What the next step is to read in: tokens [B * (K+1)], and the length of each sequence with them."""
+        return list(chain.from_iterable(self.read)), [known + self.draft_len for known in self.known]
+
+    def take(self, outputs: StepOutputs, vocab_size: int) -> list[list[int]] | None:
+        """Keep what a launch gave, and return each request's tokens. None, and nothing kept, if somebody may end with
+        it: there is a stop token, or one that is none."""
+        assert outputs.verdict is not None
+        counts = outputs.verdict.num_tokens.tolist()
+        given = [drawn[:count] for drawn, count in zip(outputs.verdict.tokens.tolist(), counts, strict=True)]
+        flat = list(chain.from_iterable(given))
+        if max(flat) >= vocab_size or not self.stops.isdisjoint(flat):
+            return None
+        if len(self._given) == MAX_STEPS:
+            self.tell()
+        self._given.append(given)
+        self.known = list(map(add, self.known, counts))
+        self.read = _read_next(outputs).tolist()
+        return given
+
+    def tell(self) -> None:
+        """The requests are as if every step had been theirs; their drafts are those of the last."""
+        if not self._given:
+            return
+        for b, (request, steps) in enumerate(zip(self.requests, zip(*self._given, strict=True), strict=True)):
+            if request.text is not None:
+                continue
+            known = len(request.tokens)
+            request.tokens += chain.from_iterable(steps)
+            rewind.commit(request.kv, 1, len(request.tokens) - known, 0, self._drafts_inside)  # as if of one step
+            request.drafts = self.read[b][1:]
+            for count, times in Counter(map(len, steps)).items():
+                request.stats.observe(count, self.draft_len, times)
+        self._given.clear()
+
+
+def _read_next(outputs: StepOutputs) -> Tensor:
+    """[B, K+1] what the next step is to read in: last tokens and drafts."""
+    assert outputs.verdict is not None
+    return outputs.verdict.tokens if outputs.next_new_tokens is None else outputs.next_new_tokens
