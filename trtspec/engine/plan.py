@@ -21,8 +21,6 @@ from trtspec.engine.build import engine_backend, graph_draft_lens, largest_sizes
 from trtspec.models.layers import Linear, weight_bytes
 from trtspec.models.specs import DecoderSpec
 from trtspec.models.weights import missing_weights
-from trtspec.workers.capture import CaptureStep
-from trtspec.workers.step import OneEngineStep
 
 
 @dataclass(frozen=True)
@@ -225,13 +223,10 @@ def _activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
         Activation.of("hidden states", dtype, T, spec.hidden_size),
         Activation.of("gate and up of an MLP", dtype, T, 2 * spec.intermediate_size),
     ]
-    if isinstance(step, OneEngineStep):
-        captured = len(step.worker.capture_layers)
-        found.append(Activation.of("captured hidden states", dtype, T, captured * spec.hidden_size))
-        found.append(Activation.of("logits of drafts", torch.float32, B, len(step.worker.d2t)))
-    if isinstance(step, CaptureStep):
-        width = (len(step.capture_layers) + 1) * spec.hidden_size
-        found.append(Activation.of("captured hidden states", dtype, T, width))
+    if step.num_captured:
+        found.append(Activation.of("captured hidden states", dtype, T, step.num_captured * spec.hidden_size))
+    if step.draft_vocab_size:
+        found.append(Activation.of("logits of drafts", torch.float32, B, step.draft_vocab_size))
     return tuple(found)
 
 

@@ -29,3 +29,8 @@ class CaptureStep(DecodeStep):
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.capture_layers)
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
         return StepOutputs(draw(logits, inputs.spec.sampling), hidden_states=torch.cat((captured, hidden), dim=-1))
+
+    @property
+    def num_captured(self) -> int:
+        """See DecodeStep; the last normed states are one of them."""
+        return len(self.capture_layers) + 1

@@ -46,6 +46,16 @@ class DecodeStep(nn.Module):
         """Bytes of weights one launch reads."""
         return self.decoder.weight_bytes_per_step
 
+    @property
+    def num_captured(self) -> int:
+        """Hidden states that are kept of every row, in streams of the model's width."""
+        return 0
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Ids that the draft layers inside tell apart; 0 = there are none."""
+        return 0
+
 
 class OneEngineStep(nn.Module):
     """The whole step in one graph: target, lm_head, draw, accept, rewind, draft layers. KV: the target's layers, then
@@ -93,3 +103,13 @@ class OneEngineStep(nn.Module):
     def weight_bytes_per_step(self) -> int:
         """Bytes of weights one launch with the longest drafts reads."""
         return self.decoder.weight_bytes_per_step + self.worker.weight_bytes_per_step
+
+    @property
+    def num_captured(self) -> int:
+        """See DecodeStep."""
+        return len(self.worker.capture_layers)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """See DecodeStep."""
+        return len(self.worker.d2t)
