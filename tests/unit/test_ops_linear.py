@@ -122,5 +122,5 @@ def test_bias_is_optional() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_opcheck(bias: bool) -> None:
     x, weight, b = random_layer(torch.float32, 3, 32, 16, bias)
-    args = (x, weight, x.new_empty(0), x.new_empty(0), b, 16, False)
+    args = (x, weight, x.new_empty(0), x.new_empty(0), b, None, 16, False)
     torch.library.opcheck(torch.ops.trtspec.packed_linear.default, args, test_utils=("test_schema", "test_faketensor"))

@@ -12,7 +12,7 @@ from trtspec.models.layers import Linear, PackedEmbedding, weight_bytes
 from trtspec.models.packing import pack_decoder
 from trtspec.ops import packed_linear
 from trtspec.ops.linear import _reference
-from trtspec.ops.packing import pack_int4, pack_panels, packed_rows, quantize_int4, quantize_int8, unpack
+from trtspec.ops.packing import pack_fp8, pack_int4, pack_panels, packed_rows, quantize_int4, quantize_int8, unpack
 
 NONE = torch.empty(0)
 floats = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -95,6 +95,16 @@ def test_int4_keeps_values_that_are_four_bits_already(
     check_rows(*packed, matrix)
 
 
+@given(width=widths, depth=depths)
+def test_fp8_keeps_values_and_scales(width: int, depth: int) -> None:
+    values, scales = random_weight(width, depth).to(torch.float8_e4m3fn), torch.rand(width)
+    packed = (*pack_fp8(values, scales), NONE)
+    assert packed[0].shape == (-(-width // 32), -(-depth // 4), 32, 4)
+    matrix = unpack(*packed, width, depth)
+    assert torch.equal(matrix, values.float() * scales[:, None])
+    check_rows(*packed, matrix)
+
+
 def test_where_an_input_lies() -> None:
     """The layouts as the contract words them, one element each."""
     weight = random_weight(70, 64)
@@ -105,6 +115,8 @@ def test_where_an_input_lies() -> None:
     assert panels[1, k // 4, 13, k % 4] == (weight[column, k] / scales[1, 13]).round()
     values = torch.randint(16, (70, 64), dtype=torch.uint8)
     panels = pack_int4(values, torch.ones(70, 2), None)[0]
+    eighth = weight.to(torch.float8_e4m3fn)
+    assert pack_fp8(eighth, torch.ones(70))[0][1, k // 4, 13, k % 4] == eighth[column, k]
     assert panels[1, 3, 13, 2] == values[column, 24 + 2] | values[column, 24 + 4 + 2] << 4
 
 
@@ -125,8 +137,8 @@ def test_the_reference_computes_panels_as_a_plain_weight(
     dtype: torch.dtype, rows: int, width: int, depth: int, float_out: bool
 ) -> None:
     weight, x, bias = random_weight(width, depth, dtype), torch.randn(rows, depth).to(dtype), torch.randn(width)
-    plain = _reference(x, weight, NONE, NONE, bias.to(dtype), width, float_out)
-    packed = _reference(x, pack_panels(weight), NONE, NONE, bias.to(dtype), width, float_out)
+    plain = _reference(x, weight, NONE, NONE, bias.to(dtype), None, width, float_out)
+    packed = _reference(x, pack_panels(weight), NONE, NONE, bias.to(dtype), None, width, float_out)
     assert plain.dtype == (torch.float32 if float_out else dtype)
     assert torch.equal(packed, plain)
 
@@ -138,10 +150,22 @@ def test_reference_rows_of_integer_weights_do_not_know_of_each_other(
 ) -> None:
     weight, x = random_weight(width, 32 * groups), torch.randn(rows, 32 * groups)
     packed = quantize_int4(weight, 32) if bits == 4 else (*quantize_int8(weight), NONE)
-    together = _reference(x, *packed, None, width, True)
-    assert torch.equal(torch.cat([_reference(row, *packed, None, width, True) for row in x.split(1)]), together)
+    together = _reference(x, *packed, None, None, width, True)
+    assert torch.equal(torch.cat([_reference(row, *packed, None, None, width, True) for row in x.split(1)]), together)
     error = together.double() - x.double() @ unpack(*packed, width, 32 * groups).double().T
     assert (error.abs() <= 0.02 * (x.norm(dim=1)[:, None] * weight.norm(dim=1)) + 1e-6).all()
+
+
+@settings(deadline=None)
+@given(rows=st.integers(1, 30), width=widths, depth=depths, static=st.booleans())
+def test_reference_rows_of_fp8_weights_do_not_know_of_each_other(
+    rows: int, width: int, depth: int, static: bool
+) -> None:
+    weight, x = random_weight(width, depth).to(torch.float8_e4m3fn), torch.randn(rows, depth)
+    packed, x_scale = (*pack_fp8(weight, torch.rand(width)), NONE), torch.tensor([0.01]) if static else None
+    together = _reference(x, *packed, None, x_scale, width, True)
+    alone = [_reference(row, *packed, None, x_scale, width, True) for row in x.split(1)]
+    assert torch.equal(torch.cat(alone), together)
 
 
 def test_a_packed_weight_needs_its_width() -> None:

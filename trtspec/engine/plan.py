@@ -232,12 +232,7 @@ def _activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
 
 def _table_bytes(step: Step) -> int:
     """Of buffers that belong to no weight, each once."""
-    weights = {
-        id(tensor)
-        for part in step.modules()
-        if isinstance(part, Linear)
-        for tensor in (part.scales, part.zeros, part.order)
-    }
+    weights = {id(tensor) for part in step.modules() if isinstance(part, Linear) for tensor in part.beside}
     return sum(tensor.nbytes for tensor in step.buffers() if id(tensor) not in weights)
 
 

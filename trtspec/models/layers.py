@@ -55,6 +55,7 @@ class Linear(nn.Module):
 
     scales: Tensor  # of a quantised weight, else of no elements, as zeros
     zeros: Tensor
+    x_scale: Tensor  # [1] fp32: fp8 weights want x as multiples of it; of no elements where they take x as it is
     order: Tensor  # [K] int64: the weight's inputs are x[:, order]; of no elements where they are x as it is
 
     def __init__(self, in_features: int, out_features: int, bias: bool, float_out: bool = False) -> None:
@@ -64,6 +65,7 @@ class Linear(nn.Module):
         self.bias = _unloaded(out_features) if bias else None
         self.register_buffer("scales", torch.empty(0), persistent=False)
         self.register_buffer("zeros", torch.empty(0), persistent=False)
+        self.register_buffer("x_scale", torch.empty(0), persistent=False)
         self.register_buffer("order", torch.empty(0, dtype=torch.int64), persistent=False)
 
     @property
@@ -88,13 +90,25 @@ class Linear(nn.Module):
             panels, self.scales, self.zeros = packing.quantize_int4(weight, QUANTIZATIONS[quantization], symmetric)
         self.weight = nn.Parameter(panels, requires_grad=False)
 
-    def hold(self, panels: Tensor, scales: Tensor, zeros: Tensor | None = None, order: Tensor | None = None) -> None:
-        """Take a weight that is packed already, of one of the integer layouts of ops.packing, in the place of ours."""
+    def hold(
+        self,
+        panels: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        order: Tensor | None = None,
+        x_scale: Tensor | None = None,
+    ) -> None:
+        """Take a weight that is packed already, of one of the quantised layouts of ops.packing, in the place of
+        ours."""
         self.weight, self.scales = nn.Parameter(panels, requires_grad=False), scales
-        if zeros is not None:
-            self.zeros = zeros
-        if order is not None:
-            self.order = order
+        for name, given in (("zeros", zeros), ("order", order), ("x_scale", x_scale)):
+            if given is not None:
+                setattr(self, name, given)
+
+    @property
+    def beside(self) -> tuple[Tensor, ...]:
+        """What a quantised weight is not complete without."""
+        return self.scales, self.zeros, self.x_scale, self.order
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and not self.is_packed:
@@ -108,6 +122,7 @@ class Linear(nn.Module):
             self.bias,
             scales=self.scales,
             zeros=self.zeros,
+            x_scale=self.x_scale if self.x_scale.numel() else None,
             out_features=self.out_features,
             float_out=self.float_out,
         )
@@ -137,7 +152,7 @@ def weight_bytes(*modules: nn.Module) -> int:
             tensors[id(parameter)] = parameter.nbytes
         for part in module.modules():
             if isinstance(part, Linear):
-                tensors |= {id(tensor): tensor.nbytes for tensor in (part.scales, part.zeros, part.order)}
+                tensors |= {id(tensor): tensor.nbytes for tensor in part.beside}
     return sum(tensors.values())
 
 

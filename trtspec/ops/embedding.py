@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from trtspec.ops.dispatch import define
-from trtspec.ops.packing import packed_rows
+from trtspec.ops.packing import FLOATS, packed_rows
 
 
 def _fake(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_features: int) -> Tensor:
-    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    dtype = weight.dtype if weight.dtype in FLOATS else torch.float32
     return weight.new_empty(ids.shape[0], in_features, dtype=dtype)
 
 
@@ -26,7 +26,7 @@ _op = define(
 def packed_embedding(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_features: int) -> Tensor:
     """Rows `ids` [n] int64 of a matrix [N, K = in_features] in one of the layouts of `trtspec.ops.packing`: [n, K].
 
-    In the weight's dtype, or fp32 where that is int8 or int4. Ids are 0..N-1; those up to the end of the last panel
+    In the weight's dtype, or fp32 where that is quantised. Ids are 0..N-1; those up to the end of the last panel
     give zeros, and the kernel raises for any other.
 
     An op of its own, since a row of a panel is spread over as many cache lines as it has words: compilers would read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -23,16 +24,25 @@ _SMALL_GEMM = 16**3
 TINY = 1e-30
 """Rows (or groups) of x whose largest magnitude is below this count as zero when x is quantised."""
 
+E4M3_LARGEST = 448.0
+"""Of torch.float8_e4m3fn."""
+
 _EXACT_DEPTH = 1024
 """Sums of this many products of two int8 are below 2^24, so that fp32 holds them exactly in whatever order."""
 
 
 def _reference(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out_features: int, float_out: bool
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_features: int,
+    float_out: bool,
 ) -> Tensor:
-    if weight.dtype in (torch.int8, torch.uint8):
-        out = _int8(x, weight, scales) if weight.dtype == torch.int8 else _int4(x, weight, scales, zeros)
-        out = out[:, :out_features]
+    if weight.dtype in _QUANTISED:
+        out = _QUANTISED[weight.dtype](x, weight, scales, zeros, x_scale)[:, :out_features]
         if bias is not None:
             out = out + bias.float()
         return out if float_out else out.to(x.dtype)
@@ -54,7 +64,7 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.contiguous(), weight, bias)  # a view's rows may be unaligned, too
 
 
-def _int8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+def _int8(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tensor | None) -> Tensor:
     """[T, 32 P] fp32. Only the last line rounds: integer sums are exact."""
     values = unpack_values(weight)
     x_values, x_scales = _quantize(F.pad(x, (0, values.shape[1] - x.shape[1]))[:, None])
@@ -65,7 +75,7 @@ def _int8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return dot.float() * (x_scales * scales.flatten())
 
 
-def _int4(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+def _int4(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tensor | None) -> Tensor:
     """[T, 32 P] fp32. Groups are added one after the other, as the kernels do it."""
     scale, zero = unpack_groups(scales, zeros)  # [32 P, K/g]
     groups = scale.shape[1]
@@ -77,6 +87,31 @@ def _int4(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         dot = x_group @ values[:, i].T - x_group.sum(1, keepdim=True) * zero[:, i]  # exact: below 2^24
         out = out + dot * (x_scales[:, i, None] * scale[:, i])
     return out
+
+
+def _fp8(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tensor | None) -> Tensor:
+    """[T, 32 P] fp32: a product in fp32 of what is stored, scaled by both scales at once."""
+    values = unpack_values(weight).float()
+    x, scale = x.float(), scales.flatten()
+    if x_scale is not None and x_scale.numel():
+        x, scale = round_e4m3(x, x_scale), scale * x_scale
+    return _plain(F.pad(x, (0, values.shape[1] - x.shape[1])), values, None) * scale
+
+
+def round_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale [1] in fp32, held within +-448 and rounded to the nearest e4m3, ties to even: multiples of the scale.
+
+    Infinities are held, too; NaN stays.
+    """
+    return (x.float() / scale).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).float()
+
+
+_QUANTISED: dict[torch.dtype, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]] = {
+    torch.int8: _int8,
+    torch.uint8: _int4,
+    torch.float8_e4m3fn: _fp8,
+}
+"""By the weight's dtype: (x, weight, scales, zeros, x_scale) -> [T, 32 P] fp32."""
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,14 +129,21 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fake(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out_features: int, float_out: bool
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_features: int,
+    float_out: bool,
 ) -> Tensor:
     return x.new_empty(x.shape[0], out_features, dtype=torch.float32 if float_out else x.dtype)
 
 
 _op = define(
-    "packed_linear(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, int out_features, "
-    "bool float_out) -> Tensor",
+    "packed_linear(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, Tensor? x_scale, "
+    "int out_features, bool float_out) -> Tensor",
     _reference,
     _fake,
 )
@@ -114,18 +156,21 @@ def packed_linear(
     *,
     scales: Tensor | None = None,
     zeros: Tensor | None = None,
+    x_scale: Tensor | None = None,
     out_features: int | None = None,
     float_out: bool = False,
 ) -> Tensor:
     """x [T, K] @ weight^T + bias [N] -> [T, N] in x's dtype, or fp32. Row t depends on x[t] alone, bit for bit.
 
     weight, scales, zeros: one of the layouts of `trtspec.ops.packing`, which the weight's shape and dtype tell; where
-    there are none, scales and zeros are None or have no elements. A floating-point weight and the bias have x's dtype.
+    there are none, scales and zeros are None or have no elements. A weight that is not quantised and the bias have x's
+    dtype. x_scale: [1] fp32 for fp8 weights whose x is rounded, too; None or of no elements: x as it is.
     out_features: N, needed for a packed weight, whose panels are padded.
     float_out: fp32 results as they were accumulated, not rounded to x's dtype.
 
     int8 and int4 weights multiply rows of x rounded to int8, with one scale a row (int8) or a row and group (int4).
-    Sums are exact integers within a group; int4 adds the groups, scaled in fp32, in order.
+    Sums are exact integers within a group; int4 adds the groups, scaled in fp32, in order. fp8 weights multiply x in
+    fp32, or `round_e4m3(x, x_scale)`; the sum in fp32 is scaled by scales and x_scale.
     """
     if out_features is None:
         if weight.ndim != 2:
@@ -133,4 +178,4 @@ def packed_linear(
         out_features = weight.shape[0]
     scales = x.new_empty(0) if scales is None else scales
     zeros = x.new_empty(0) if zeros is None else zeros
-    return cast(Tensor, _op(x, weight, scales, zeros, bias, out_features, float_out))
+    return cast(Tensor, _op(x, weight, scales, zeros, bias, x_scale, out_features, float_out))

@@ -1,9 +1,10 @@
 """The packed layouts of `packed_linear`: matrices [N, K] rearranged so that few rows of x cost one pass over them.
 
 Every layout is made of 32-bit words. A word holds one output column's next few inputs: one fp32, two bf16 or fp16,
-four int8, or eight 4-bit values. Words of 32 neighbouring columns lie side by side (128 bytes, a *step*), and all steps
-of these 32 columns follow each other (a *panel*). So a kernel reads memory straight ahead, broadcasts a word of x and
-multiplies it with a vector of columns. P = ceil(N / 32) panels; columns and inputs that do not exist are zeros.
+four int8 or fp8, or eight 4-bit values. Words of 32 neighbouring columns lie side by side (128 bytes, a *step*), and
+all steps of these 32 columns follow each other (a *panel*). So a kernel reads memory straight ahead, broadcasts a word
+of x and multiplies it with a vector of columns. P = ceil(N / 32) panels; columns and inputs that do not exist are
+zeros.
 
     layout    weight                              scales                zeros
     plain     [N, K] of x's dtype                 none                  none
@@ -11,6 +12,7 @@ multiplies it with a vector of columns. P = ceil(N / 32) panels; columns and inp
     bf16/fp16 [P, ceil(K/2), 32, 2]               none                  none
     int8      [P, ceil(K/4), 32, 4] int8          [P, 32] fp32          none
     int4      [P, K/8, 32, 4] uint8               [P, K/g, 32] fp16     [P, K/g, 32] uint8, or none: 8 everywhere
+    fp8       [P, ceil(K/4), 32, 4] float8_e4m3fn [P, 32] fp32          none
 
 "none" is a tensor of no elements. Byte j of an int4 word s holds input 8s + j in its low and 8s + 4 + j in its high
 four bits; a value q stands for scale * (q - zero), with a scale and a zero for every g inputs of a column.
@@ -31,13 +33,17 @@ PANEL = 32
 GROUP_SIZES = (32, 64, 128)
 """Inputs that share a scale in int4."""
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Weights that are not quantised."""
+
+_BY_COLUMN = (torch.int8, torch.float8_e4m3fn)  # a scale for each output column
 _SMALLEST_HALF = 2.0**-14  # the smallest normal fp16: smaller scales would lose bits
 _BYTES_PER_WORD = 4
 
 
 def pack_panels(weight: Tensor) -> Tensor:
     """weight [N, K] fp32, bf16 or fp16 -> panels [P, K, 32] fp32 or [P, ceil(K/2), 32, 2]."""
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype not in FLOATS:
         raise TypeError(f"pack_panels: weight is {weight.dtype}; want float32, bfloat16 or float16")
     panels = _to_panels(weight)
     return panels.squeeze(-1) if weight.dtype == torch.float32 else panels
@@ -57,6 +63,15 @@ def pack_int8(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     Returns (panels [P, ceil(K/4), 32, 4] int8, scales [P, 32] fp32).
     """
     return _to_panels(values), _columns_to_panels(scales.float())
+
+
+def pack_fp8(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """values [N, K] float8_e4m3fn, scales [N].
+
+    Returns (panels [P, ceil(K/4), 32, 4] float8_e4m3fn, scales [P, 32] fp32).
+    """
+    # as bytes: torch pads and copies few dtypes of 8 bits
+    return _to_panels(values.view(torch.uint8)).view(values.dtype), _columns_to_panels(scales.float())
 
 
 def quantize_int4(weight: Tensor, group_size: int, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +111,7 @@ def unpack(weight: Tensor, scales: Tensor, zeros: Tensor, out_features: int, in_
     if weight.ndim == 2:
         return weight.float()
     values = unpack_values(weight)[:out_features, :in_features].float()
-    if weight.dtype == torch.int8:
+    if weight.dtype in _BY_COLUMN:
         return values * scales.flatten()[:out_features, None]
     if weight.dtype == torch.uint8:
         scale, zero = (t[:out_features] for t in unpack_groups(scales, zeros))
@@ -110,9 +125,9 @@ def packed_rows(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_f
         return weight[ids]
     panel, column = ids // PANEL, ids % PANEL
     rows = weight[panel, :, column]  # [n, steps] or [n, steps, values of a word]
-    if weight.is_floating_point():
+    if weight.dtype in FLOATS:
         return rows.flatten(1)[:, :in_features]
-    if weight.dtype == torch.int8:
+    if weight.dtype in _BY_COLUMN:
         return rows.flatten(1)[:, :in_features].float() * scales[panel, column][:, None]
     scale = scales[panel, :, column].float()  # [n, K/g]
     zero = zeros[panel, :, column].float() if zeros.numel() else torch.full_like(scale, 8.0)

@@ -18,12 +18,15 @@ extern "C" {
 
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle weight,
                                                               AtenTensorHandle scales, AtenTensorHandle zeros,
-                                                              AtenTensorHandle* bias, int64_t out_features,
-                                                              int32_t float_out, AtenTensorHandle* out) {
+                                                              AtenTensorHandle* bias, AtenTensorHandle* x_scale,
+                                                              int64_t out_features, int32_t float_out,
+                                                              AtenTensorHandle* out) {
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
     const trtspec::OwnThreads own_threads;
     *out = new_tensor_handle(trtspec::packed_linear(tensor(x), tensor(weight), tensor(scales), tensor(zeros),
-                                                    pointer_to_optional<at::Tensor>(bias), out_features, float_out != 0));
+                                                    pointer_to_optional<at::Tensor>(bias),
+                                                    pointer_to_optional<at::Tensor>(x_scale), out_features,
+                                                    float_out != 0));
   });
 }
 

@@ -52,6 +52,15 @@ void float_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, i
   }
 }
 
+void fp8_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
+  float_panel<Fp8Weights>(args, panel, rows, x, row_bytes, sums);
+  const float unit = (args.x_scale != 0 ? args.x_scale : 1.0f) * Fp8Weights::UNIT;
+  const float* scales = static_cast<const float*>(args.scales) + panel * PANEL;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t lane = 0; lane < PANEL; lane += LANES)
+      store(sums[r] + lane, load(sums[r] + lane) * (load(scales + lane) * unit));
+}
+
 // Integer panels are not sliced: a whole one fits in L2.
 template <class Format>
 void int_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
@@ -160,6 +169,24 @@ template <class T> void quantize_row(const LinearArgs& args, const T* x, int per
   }
 }
 
+// To the nearest e4m3 number, ties to even, of at most 448; NaN stays NaN.
+INLINE Vec round_e4m3(Vec v) {
+  const Vec held = min(splat(448.0f), max(splat(-448.0f), v));
+  const UVec exponent = (UVec)held >> 23 & 0xff, least = UVec{} + 121;  // of 2^-6, the smallest normal number
+  // 1.5 * 2^20 * 2^exponent: adding it leaves three bits behind the leading one
+  const Vec round = (Vec)(((exponent > least ? exponent : least) + 20) << 23 | 0x400000u);
+  return held + round - round;
+}
+
+INLINE void round_row_e4m3(float* x, int64_t count, float scale) {
+  for (int64_t k = 0; k < count; k += LANES) {
+    const int n = count - k < LANES ? int(count - k) : LANES;
+    const Vec rounded = round_e4m3(load_up_to(x + k, n) / splat(scale));
+    if (n < LANES) store(x + k, rounded, n);
+    else store(x + k, rounded);
+  }
+}
+
 template <class T> void prepare_row(const LinearArgs& args, int64_t row, char* to) {
   const T* x = static_cast<const T*>(args.x) + row * args.x_step;
   const auto widen = [&]<class Format>(Format) {
@@ -168,6 +195,11 @@ template <class T> void prepare_row(const LinearArgs& args, int64_t row, char* t
   };
   if (args.format == WeightFormat::int8) return quantize_row(args, x, Int8Weights::PER_STEP, to);
   if (args.format == WeightFormat::int4) return quantize_row(args, x, Int4Weights::PER_STEP, to);
+  if (args.format == WeightFormat::fp8) {
+    widen(Fp8Weights{});
+    if (args.x_scale != 0) round_row_e4m3(reinterpret_cast<float*>(to), args.depth, args.x_scale);
+    return;
+  }
   if constexpr (std::is_same_v<T, float>) widen(Fp32Weights{});
   else if constexpr (std::is_same_v<T, BFloat16>) widen(Bf16Weights{});
   else widen(Fp16Weights{});
@@ -184,6 +216,7 @@ int64_t linear_row_bytes(const LinearArgs& args) {
     case WeightFormat::fp32: return float_row_bytes<Fp32Weights>(args);
     case WeightFormat::bf16: return float_row_bytes<Bf16Weights>(args);
     case WeightFormat::fp16: return float_row_bytes<Fp16Weights>(args);
+    case WeightFormat::fp8: return float_row_bytes<Fp8Weights>(args);
     case WeightFormat::int8: return IntRow(args, Int8Weights::PER_STEP).bytes();
     default: return IntRow(args, Int4Weights::PER_STEP).bytes();
   }
@@ -202,6 +235,7 @@ INLINE auto panel_kernel(const LinearArgs& args) {
     case WeightFormat::fp32: return &float_panel<Fp32Weights>;
     case WeightFormat::bf16: return &float_panel<Bf16Weights>;
     case WeightFormat::fp16: return &float_panel<Fp16Weights>;
+    case WeightFormat::fp8: return &fp8_panel;
     case WeightFormat::int8: return &int_panel<Int8Weights>;
     default: return &int_panel<Int4Weights>;
   }

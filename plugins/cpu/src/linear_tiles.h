@@ -80,6 +80,31 @@ struct Bf16Weights : WideWeights {
 };
 #endif
 
+// Four fp8 (e4m3) numbers a word. As an fp16 number the bits of one mean 2^-8 of it, also below its normal numbers.
+struct Fp8Weights {
+  using Input = float;
+  static constexpr int PER_STEP = 4;
+  static constexpr float UNIT = 256.0f;
+  struct Weights { Vec inputs[PER_STEP]; };
+
+  static INLINE Weights load_weights(const char* from) {
+    const UVec words = load_as<UVec>(from);
+    Weights w;
+#pragma GCC unroll 4
+    for (int i = 0; i < PER_STEP; ++i) {
+      const UVec byte = words >> (8 * i);
+      const HVec half = __builtin_convertvector((byte & 0x80u) << 8 | (byte & 0x7fu) << 7, HVec);
+      w.inputs[i] = load(reinterpret_cast<const Half*>(&half));
+    }
+    return w;
+  }
+  static INLINE Vec multiply(Vec acc, const Weights& w, const Input* x) {
+#pragma GCC unroll 4
+    for (int i = 0; i < PER_STEP; ++i) acc = fma(splat(x[i]), w.inputs[i], acc);
+    return acc;
+  }
+};
+
 // sums += x * panel over some steps, for ROWS rows. `x` is the prepared rows at the first of these steps; `once`: no
 // other tile wants these weights. All loops over rows are unrolled: with one that is not GCC keeps acc in memory.
 template <class Format, int ROWS>

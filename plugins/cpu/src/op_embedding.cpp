@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "kernels.h"
@@ -22,13 +23,13 @@ struct FloatWords {
   static constexpr int64_t bytes = sizeof(uint32_t);
 };
 
-struct Int8Words {
+template <class Value> struct ByteWords {
   const float scale;
 
   static constexpr int64_t bytes = 4 * sizeof(float);
   void expand(uint32_t word, int64_t, char* to) const {
     float values[4];
-    for (int i = 0; i < 4; ++i) values[i] = float(int8_t(word >> (8 * i))) * scale;
+    for (int i = 0; i < 4; ++i) values[i] = float(std::bit_cast<Value>(uint8_t(word >> (8 * i)))) * scale;
     std::memcpy(to, values, sizeof values);
   }
 };
@@ -92,7 +93,8 @@ Tensor trtspec::packed_embedding(const Tensor& ids_, const Tensor& weight_, cons
               ids_.scalar_type(), "; want [n] int64");
   if (weight_.dim() == 2) return weight_.index_select(0, ids_);
   const Tensor ids = ids_.contiguous(), weight = weight_.contiguous();
-  const bool floating = weight.is_floating_point(), int4 = weight.scalar_type() == at::kByte;
+  const bool int4 = weight.scalar_type() == at::kByte, fp8 = weight.scalar_type() == at::kFloat8_e4m3fn;
+  const bool floating = weight.is_floating_point() && !fp8;
   const int64_t panels = weight.size(0), steps = weight.dim() > 1 ? weight.size(1) : 0;
   TORCH_CHECK(weight.dim() >= 3 && weight.size(2) == PANEL && int64_t(weight.nbytes()) == panels * steps * STEP_BYTES,
               "packed_embedding: weight is ", weight.sizes(), " ", weight.scalar_type(), "; want panels");
@@ -117,8 +119,10 @@ Tensor trtspec::packed_embedding(const Tensor& ids_, const Tensor& weight_, cons
       const uint8_t* zero = zeros.numel() ? zeros.const_data_ptr<uint8_t>() + first_scale : nullptr;
       const Int4Words expanded{scales.const_data_ptr<at::Half>() + first_scale, zero, steps / groups};
       expand_column(words, steps, expanded, row, row_bytes);
+    } else if (const float scale = scales.const_data_ptr<float>()[first_scale]; fp8) {
+      expand_column(words, steps, ByteWords<at::Float8_e4m3fn>{scale}, row, row_bytes);
     } else {
-      expand_column(words, steps, Int8Words{scales.const_data_ptr<float>()[first_scale]}, row, row_bytes);
+      expand_column(words, steps, ByteWords<int8_t>{scale}, row, row_bytes);
     }
   }
   return out;

@@ -48,8 +48,9 @@ static Element element_of(const Tensor& x) {
 static WeightFormat weight_format(const Tensor& x, const Tensor& weight) {
   if (weight.scalar_type() == at::kChar) return WeightFormat::int8;
   if (weight.scalar_type() == at::kByte) return WeightFormat::int4;
+  if (weight.scalar_type() == at::kFloat8_e4m3fn) return WeightFormat::fp8;
   TORCH_CHECK(weight.scalar_type() == x.scalar_type(), "packed_linear: weight is ", weight.scalar_type(),
-              ", x ", x.scalar_type(), "; want the same type, int8 or uint8 (int4)");
+              ", x ", x.scalar_type(), "; want the same type, int8, uint8 (int4) or float8_e4m3fn");
   return x.scalar_type() == at::kFloat      ? WeightFormat::fp32
          : x.scalar_type() == at::kBFloat16 ? WeightFormat::bf16
                                             : WeightFormat::fp16;
@@ -59,7 +60,7 @@ static int64_t inputs_per_step(WeightFormat format) {
   switch (format) {
     case WeightFormat::fp32: return 1;
     case WeightFormat::bf16: case WeightFormat::fp16: return 2;
-    case WeightFormat::int8: return 4;
+    case WeightFormat::int8: case WeightFormat::fp8: return 4;
     default: return 8;
   }
 }
@@ -74,14 +75,28 @@ static void check_weight(const LinearArgs& args, const Tensor& weight, int64_t p
               per_step == 1 ? "" : per_step == 2 ? ", 2" : ", 4", "] (see trtspec.ops.packing)");
 }
 
-// int8: one scale a column; its depth keeps sums of (unsigned byte * signed byte) below 2^31.
-static void check_int8(const LinearArgs& args, const Tensor& scales, const Tensor& zeros, int64_t panels) {
-  TORCH_CHECK(args.depth <= 65536, "packed_linear: int8 has at most 65536 inputs, not ", args.depth);
+// int8 and fp8: one scale a column.
+static void check_columns(const char* format, const Tensor& scales, const Tensor& zeros, int64_t panels) {
   TORCH_CHECK(scales.scalar_type() == at::kFloat && scales.sizes() == at::IntArrayRef({panels, PANEL}) &&
                   scales.is_contiguous(),
-              "packed_linear: scales is ", scales.sizes(), " ", scales.scalar_type(), "; int8 wants [", panels,
+              "packed_linear: scales is ", scales.sizes(), " ", scales.scalar_type(), "; ", format, " wants [", panels,
               ", 32] float32, contiguous");
-  TORCH_CHECK(zeros.numel() == 0, "packed_linear: zeros is ", zeros.sizes(), "; int8 wants no elements");
+  TORCH_CHECK(zeros.numel() == 0, "packed_linear: zeros is ", zeros.sizes(), "; ", format, " wants no elements");
+}
+
+// Its depth keeps sums of (unsigned byte * signed byte) below 2^31.
+static void check_int8(const LinearArgs& args, const Tensor& scales, const Tensor& zeros, int64_t panels) {
+  TORCH_CHECK(args.depth <= 65536, "packed_linear: int8 has at most 65536 inputs, not ", args.depth);
+  check_columns("int8", scales, zeros, panels);
+}
+
+// The scale of x as fp8 weights want it, 0 for none.
+static float scale_of_x(WeightFormat format, const std::optional<Tensor>& x_scale) {
+  if (!x_scale || x_scale->numel() == 0) return 0;
+  TORCH_CHECK(format == WeightFormat::fp8 && x_scale->numel() == 1 && x_scale->scalar_type() == at::kFloat,
+              "packed_linear: x_scale is ", x_scale->sizes(), " ", x_scale->scalar_type(),
+              "; want [1] float32, for float8_e4m3fn weights alone");
+  return *x_scale->const_data_ptr<float>();
 }
 
 static void check_int4(const LinearArgs& args, const Tensor& scales, const Tensor& zeros, int64_t panels) {
@@ -124,7 +139,8 @@ static void run(LinearArgs& args, int64_t panels) {
 }
 
 Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tensor& scales, const Tensor& zeros,
-                            const std::optional<Tensor>& bias_, int64_t out_features, bool float_out) {
+                            const std::optional<Tensor>& bias_, const std::optional<Tensor>& x_scale,
+                            int64_t out_features, bool float_out) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;  // no gradients are kept of anything in here
   TORCH_CHECK(x_.dim() == 2 && x_.size(1) > 0 && out_features > 0, "packed_linear: x is ", x_.sizes(), " for ",
               out_features, " outputs; want [rows, inputs], one input and one output at least");
@@ -149,6 +165,7 @@ Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tens
   check_weight(args, weight, panels);
   if (args.format == WeightFormat::int8) check_int8(args, scales, zeros, panels);
   if (args.format == WeightFormat::int4) check_int4(args, scales, zeros, panels);
+  if (args.format == WeightFormat::fp8) check_columns("fp8", scales, zeros, panels);
   TORCH_CHECK(!bias.defined() || (bias.scalar_type() == x.scalar_type() && bias.numel() == out_features),
               "packed_linear: bias is ", bias.defined() ? bias.sizes() : at::IntArrayRef(), "; want [", out_features,
               "] of x's type, ", x.scalar_type());
@@ -160,6 +177,7 @@ Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tens
   args.weight = weight.const_data_ptr();
   args.scales = scales.const_data_ptr();
   args.zeros = zeros.numel() > 0 ? zeros.const_data_ptr<uint8_t>() : nullptr;
+  args.x_scale = scale_of_x(args.format, x_scale);
   args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
   args.out = out.mutable_data_ptr();
   run(args, panels);

@@ -15,8 +15,8 @@ at::Tensor spec_attention_(const at::Tensor& q, const at::Tensor& k, const at::T
                            double scale, int64_t window, double softcap);
 
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales,
-                         const at::Tensor& zeros, const std::optional<at::Tensor>& bias, int64_t out_features,
-                         bool float_out);
+                         const at::Tensor& zeros, const std::optional<at::Tensor>& bias,
+                         const std::optional<at::Tensor>& x_scale, int64_t out_features, bool float_out);
 
 at::Tensor packed_embedding(const at::Tensor& ids, const at::Tensor& weight, const at::Tensor& scales,
                             const at::Tensor& zeros, int64_t in_features);
