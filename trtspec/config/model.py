@@ -54,7 +54,7 @@ class ModelConfig:
     `eos_token_ids` is the union of config.json and generation_config.json; the tokenizer may add its own.
     `generation_defaults` holds those of temperature, top_k, top_p, min_p that generation_config.json sets with
     `do_sample`; it is empty for a checkpoint that means to be greedy or does not say. `raw` is config.json as read.
-    `quantization` says which weights are integers already.
+    `quantization` says which weights are quantised already.
     """
 
     path: Path
@@ -100,6 +100,8 @@ class ModelConfig:
         generation = Reader(
             read_json(folder / "generation_config.json", role, required=False), folder / "generation_config.json", role
         )
+        beside = folder / "hf_quant_config.json"
+        quantization = Reader(read_json(beside, role, required=False), beside, role)
         model_type = read.string("model_type", "")
         vocab_size = read.positive_int("vocab_size")
         hidden_size = read.positive_int("hidden_size")
@@ -140,7 +142,7 @@ class ModelConfig:
             pad_token_id=_token_id(read, generation, "pad_token_id"),
             generation_defaults=_generation_defaults(generation),
             raw=read.data,
-            quantization=CheckpointQuantization.read(read),
+            quantization=CheckpointQuantization.read(read, quantization),
         )
 
     @property

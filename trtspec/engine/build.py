@@ -228,6 +228,6 @@ def _copy_checkpoint_facts(assembly: Assembly, staging: Path) -> None:
     for role, model in models:
         if model is not None:
             (staging / role).mkdir(exist_ok=True)
-            for name in ("config.json", "generation_config.json"):
+            for name in ("config.json", "generation_config.json", "hf_quant_config.json"):
                 if (model.path / name).is_file():
                     shutil.copyfile(model.path / name, staging / role / name)

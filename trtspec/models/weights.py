@@ -1,6 +1,7 @@
 """Strict loading: every tensor of the checkpoint lands in exactly one place, and every place is filled.
 
-`slots` says which rows of which parameter a checkpoint tensor is; `quantized` reads weights that are integers already.
+`slots` says which rows of which parameter a checkpoint tensor is; `quantized` reads weights that are quantised
+already.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def check_shapes(
     quantized = QuantizedLinears(slots, quantization, f"{role} weights in {folder}")
     expected = _Expected(slots, quantized)
     for name, shape in shapes:
-        if not expected.fits(name, shape) and expected.is_unknown(name) and not quantized.is_spare_bias(name):
+        if not expected.fits(name, shape) and expected.is_unknown(name) and not quantized.is_spare(name):
             expected.unexpected.append(name)
     expected.check(folder, role)
 
@@ -123,6 +124,8 @@ class _Expected:
         """Whether a tensor is one of those, in its right shape."""
         self.unseen.discard(name)
         expected = self.shapes.get(name, shape)
+        if not shape and expected == (1,):
+            shape = expected  # one number; writers differ
         if shape != expected:
             self.misshaped.append(f"{name} is {shape}, expected {expected}")
         return name in self.shapes and shape == expected
