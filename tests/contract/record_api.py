@@ -18,9 +18,9 @@ CLASSES = (
     "Builder", "IAttention", "IBuilderConfig", "ICastLayer", "IConcatenationLayer", "IConstantLayer",
     "ICumulativeLayer", "IDequantizeLayer", "IElementWiseLayer", "IFillLayer", "IGatherLayer", "IHostMemory",
     "IIdentityLayer", "IKVCacheUpdateLayer", "ILayer", "IMatrixMultiplyLayer", "INetworkDefinition",
-    "IOptimizationProfile", "IPluginRegistry", "IPluginV3Layer", "IReduceLayer", "IScatterLayer", "ISelectLayer",
-    "IShapeLayer", "IShuffleLayer", "ISliceLayer", "ISqueezeLayer", "ITensor", "ITimingCache", "IUnaryLayer",
-    "IUnsqueezeLayer", "Logger", "PluginField", "PluginFieldCollection", "Weights",
+    "IOptimizationProfile", "IPluginRegistry", "IPluginV3Layer", "IQuantizeLayer", "IReduceLayer", "IScatterLayer",
+    "ISelectLayer", "IShapeLayer", "IShuffleLayer", "ISliceLayer", "ISqueezeLayer", "ITensor", "ITimingCache",
+    "IUnaryLayer", "IUnsqueezeLayer", "Logger", "PluginField", "PluginFieldCollection", "Weights",
 )  # fmt: skip
 ENUMS = (
     "AttentionIOForm", "AttentionNormalizationOp", "BuilderFlag", "CausalMaskKind", "CumulativeOperation",

@@ -41,6 +41,7 @@ TORCH = {
     DataType.INT32: torch.int32,
     DataType.INT8: torch.int8,
     DataType.INT4: torch.int8,  # unpacked
+    DataType.FP8: torch.float8_e4m3fn,
     DataType.BOOL: torch.bool,
 }
 

@@ -176,17 +176,37 @@ class MatrixMultiply(FakeLayer):
         return a @ (b.T if self._settings["op1"].name == "TRANSPOSE" else b)
 
 
+def positive_scale(layer: FakeLayer, scale: FakeTensor) -> None:
+    if not isinstance(scale._layer, Constant):
+        layer._refuse("a scale that is no constant")
+    if not bool((scale._layer._value() > 0).all()):
+        layer._refuse("scales must be positive")
+
+
+class Quantize(FakeLayer):
+    takes = ("input", "scale")
+
+    def _describe(self, x: FakeTensor, scale: FakeTensor) -> list[Described]:
+        positive_scale(self, scale)
+        if one_dtype(self, x, scale) not in FLOATS or scale.shape or self._settings["output_type"] != DataType.FP8:
+            self._refuse(f"{x.dtype.name} with scales {scale.shape}")
+        return [(DataType.FP8, x.shape)]
+
+    def _value(self, x: Tensor, scale: Tensor) -> Tensor:
+        """castToFp8(clip(x / s, -448, 448)), to nearest, ties to even."""
+        return (x.float() / scale.float()).clip(-448, 448).to(torch.float8_e4m3fn)
+
+
 class Dequantize(FakeLayer):
     takes = ("input", "scale")
 
     def _describe(self, x: FakeTensor, scale: FakeTensor) -> list[Described]:
-        if x.dtype not in (DataType.INT8, DataType.INT4) or not isinstance(scale._layer, Constant):
-            self._refuse(f"{x.dtype.name}, or a scale that is no constant")
+        positive_scale(self, scale)
+        if x.dtype not in (DataType.INT8, DataType.INT4, DataType.FP8):
+            self._refuse(x.dtype.name)
         block = self._settings.get("block_shape")
         if block is not None and scale.shape != tuple(n // b for n, b in zip(x.shape, block, strict=True)):
             self._refuse(f"blocks {block} of {x.shape} with scales {scale.shape}")
-        if not bool((scale._layer._value() > 0).all()):
-            self._refuse("scales must be positive")
         return [(self._settings["output_type"], x.shape)]
 
     def _compute(self, given: list[Tensor | None]) -> list[Tensor]:
@@ -196,7 +216,7 @@ class Dequantize(FakeLayer):
         if "block_shape" in self._settings:
             for axis, block in enumerate(self._settings["block_shape"]):
                 scale = scale.repeat_interleave(block, axis)
-        else:
+        elif scale.ndim:
             axis = self._settings.get("axis")
             if axis is None or scale.shape != (x.shape[axis],):
                 self._refuse(f"{tuple(scale.shape)} scales along axis {axis} of {tuple(x.shape)}")

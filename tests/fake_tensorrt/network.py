@@ -26,6 +26,7 @@ LAYERS: dict[str, type[FakeLayer]] = {
     "add_kv_cache_update": attention.KVCacheUpdate,
     "add_matrix_multiply": arithmetic.MatrixMultiply,
     "add_plugin_v3": arithmetic.Plugin,
+    "add_quantize": arithmetic.Quantize,
     "add_reduce": arithmetic.Reduce,
     "add_scatter": moves.Scatter,
     "add_select": arithmetic.Select,

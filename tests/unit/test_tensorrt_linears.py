@@ -13,10 +13,12 @@ from tests.fake_tensorrt.plugins import fake_plugin_of
 from trtspec.backends.onnx_linear import write_linears
 from trtspec.backends.tensorrt_network import write_network
 from trtspec.errors import UnsupportedError
-from trtspec.ops.packing import pack_int4, pack_panels, quantize_int4, quantize_int8, unpack
+from trtspec.ops.linear import round_e4m3
+from trtspec.ops.packing import pack_fp8, pack_int4, pack_panels, quantize_int4, quantize_int8, unpack
 
 N, K, GROUP = 40, 64, 32
 DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
+ALL_DTYPES = {**DTYPES, torch.float16: ir.DataType.FLOAT16}
 
 
 def constant(name: str, tensor: Tensor) -> ir.Value:
@@ -24,14 +26,18 @@ def constant(name: str, tensor: Tensor) -> ir.Value:
     return ir.Value(name=name, shape=held.shape, type=ir.TensorType(held.dtype), const_value=held)
 
 
-def linear(dtype: torch.dtype, weight: tuple[Tensor, ...], bias: Tensor | None, float_out: bool) -> FakeNetwork:
+def linear(
+    dtype: torch.dtype, weight: tuple[Tensor, ...], bias: Tensor | None, float_out: bool, x_scale: Tensor | None = None
+) -> FakeNetwork:
     """The network of x [rows, K] through one PackedLinear."""
-    x = ir.Value(name="x", shape=ir.Shape(["rows", K]), type=ir.TensorType(DTYPES[dtype]))
+    x = ir.Value(name="x", shape=ir.Shape(["rows", K]), type=ir.TensorType(ALL_DTYPES[dtype]))
     names = ("step.weight", "step.scales", "step.zeros")
     held = [constant(name, part) if part.numel() else None for name, part in zip(names, weight, strict=False)]
     held += [None] * (3 - len(held))
-    if bias is not None:
-        held.append(constant("bias", bias))
+    if bias is not None or x_scale is not None:
+        held.append(None if bias is None else constant("bias", bias))
+    if x_scale is not None:
+        held.append(constant("x_scale", x_scale))
     attributes = {"out_features": N, "float_out": int(float_out)}
     node = ir.Node("trtspec", "PackedLinear", [x, *held], [ir.AttrInt64(k, v) for k, v in attributes.items()])
     node.outputs[0].name = "out"
@@ -51,6 +57,9 @@ def layouts(kind: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
     if kind == "int8":
         matrix[3] = 0  # a row whose scale is 0
         return quantize_int8(matrix)
+    if kind in ("fp8", "fp8_columns"):
+        scales = torch.rand(N, generator=g) + 0.1 if kind == "fp8_columns" else torch.full((N,), 0.3)
+        return pack_fp8(matrix.to(torch.float8_e4m3fn), scales)
     if kind == "symmetric":
         return quantize_int4(matrix, GROUP, symmetric=True)
     if kind == "int4":
@@ -60,7 +69,7 @@ def layouts(kind: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["plain", "panels", "int8", "int4", "symmetric"])
+@pytest.mark.parametrize("kind", ["plain", "panels", "int8", "int4", "symmetric", "fp8", "fp8_columns"])
 @pytest.mark.parametrize(("biased", "float_out"), [(False, False), (True, False), (False, True)])
 def test_a_linear_is_the_product_with_its_matrix(kind: str, dtype: torch.dtype, biased: bool, float_out: bool) -> None:
     weight = layouts(kind, dtype)
@@ -76,6 +85,30 @@ def test_a_linear_is_the_product_with_its_matrix(kind: str, dtype: torch.dtype, 
     assert got.dtype == (torch.float32 if float_out else dtype)
     close = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.3}
     torch.testing.assert_close(got.float(), expected, **close)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_columns"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_fp8_weights_multiply_is_rounded(kind: str, biased: bool) -> None:
+    """x to multiples of x_scale, some of it held; all in one quantisation of x and two layers that undo one."""
+    weight, x_scale = layouts(kind, torch.float32), torch.tensor([0.005])
+    bias = torch.linspace(-1, 1, N) if biased else None
+    network = linear(torch.float32, weight, bias, False, x_scale)
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+    assert (x.abs() > 448 * 0.005).any()
+    expected = (round_e4m3(x, x_scale) * x_scale) @ unpack(*weight, torch.empty(0), N, K).T
+    expected = expected if bias is None else expected + bias
+    torch.testing.assert_close(network._run({"x": x})["out"], expected, rtol=1e-5, atol=1e-4)
+    assert [layer._cls for layer in network._layers if "quantize" in layer._cls.lower()] == [
+        "IQuantizeLayer", "IDequantizeLayer", "IDequantizeLayer",
+    ]  # fmt: skip
+    assert {"step.weight.matrix", "step.weight.scales", "step.weight.x_scale"} <= set(network._weights)
+
+
+def test_fp8_scales_that_fp16_lacks_are_refused() -> None:
+    weight = pack_fp8(torch.ones(N, K).to(torch.float8_e4m3fn), torch.full((N,), 1e-7))
+    with pytest.raises(UnsupportedError, match=r"weight: its fp8 scales do not fit torch\.float16; use dtype bfloat16"):
+        linear(torch.float16, weight, None, False)
 
 
 def test_zero_points_are_refused() -> None:

@@ -43,7 +43,7 @@ _IR_TYPES = {
 }
 _NEEDED = ("draft_tokens",)
 """Inputs that stay though they never have elements: [B, 0] of a step without drafts says B."""
-_TYPES = ("float", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
+_TYPES = ("float", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "float8e4m3fn", "bool")
 
 
 def export_onnx(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False) -> ir.Model:

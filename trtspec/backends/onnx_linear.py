@@ -4,6 +4,7 @@ plain weights     Gemm with the matrix [N, K] as it is
 int8, int4        for ONNX Runtime: MatMulNBits (com.microsoft), which rounds rows of x to int8 per block of inputs
                   for TensorRT: DequantizeLinear and Gemm, with x as it is. TensorRT has no zero points: weights whose
                   zeros are not in the middle are refused
+fp8               DequantizeLinear and Gemm; where x is rounded, it goes through QuantizeLinear and DequantizeLinear
 
 A packed matrix is unpacked here, at export: files hold what the runtime reads.
 """
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.errors import UnsupportedError
-from trtspec.ops.packing import unpack_groups, unpack_values
+from trtspec.ops.packing import FLOATS, unpack_groups, unpack_values
 
 _INT8_BLOCK = 32
 """MatMulNBits wants a scale per block of inputs, also where a column has one for all."""
@@ -51,13 +52,13 @@ class _Matrices:
         self.graph = model.graph
 
     def linear(self, node: ir.Node) -> list[ir.Node]:
-        """PackedLinear(x, weight, scales?, zeros?, bias?) -> nodes, the last of which gives its result."""
-        x, weight, scales, zeros, bias = (*node.inputs, None, None, None)[:5]
+        """PackedLinear(x, weight, scales?, zeros?, bias?, x_scale?) -> nodes, the last of which gives its result."""
+        x, weight, scales, zeros, bias, x_scale = (*node.inputs, *[None] * 4)[:6]
         assert x is not None
         assert weight is not None
         N, K = node.attributes["out_features"].as_int(), _depth(x)
         held = _tensor(weight)
-        if held.is_floating_point():
+        if held.dtype in FLOATS:
             matrix = weight
             if held.ndim != 2:
                 matrix = self._constant(f"{weight.name}.matrix", lambda: unpack_values(held)[:N, :K].contiguous())
@@ -65,7 +66,32 @@ class _Matrices:
             return [out, *self._as_float(node, out, held.dtype)]
         assert scales is not None
         scale, zero = _tensor(scales), torch.empty(0) if zeros is None else _tensor(zeros)
+        if held.dtype == torch.float8_e4m3fn:
+            return self.fp8(node, held, scale, None if x_scale is None else _tensor(x_scale))
         return self.quantised(node, held, scale, zero)
+
+    def fp8(self, node: ir.Node, held: Tensor, scale: Tensor, x_scale: Tensor | None) -> list[ir.Node]:
+        """DequantizeLinear of [N, K] with one scale, or one a row where they differ, and Gemm in x's dtype. x is first
+        rounded to multiples of x_scale, if there is one. Scales are rounded to x's dtype, as the operators want."""
+        x, weight, bias = node.inputs[0], node.inputs[1], (*node.inputs, *[None] * 3)[4]
+        assert x is not None
+        assert weight is not None
+        N, K, dtype = node.attributes["out_features"].as_int(), _depth(x), _TORCH[x.dtype]
+        columns = scale.flatten()[:N]
+        single = bool((columns == columns[0]).all())
+        matrix = self._constant(f"{weight.name}.matrix", lambda: unpack_values(held)[:N, :K])
+        scales = self._constant(
+            f"{weight.name}.scales", lambda: _rounded(columns[0] if single else columns, dtype, weight)
+        )
+        written = []
+        if x_scale is not None:
+            step = self._constant(f"{weight.name}.x_scale", lambda: _rounded(x_scale[0], dtype, weight))
+            eighths = ir.node("QuantizeLinear", [x, step], {"output_dtype": ir.DataType.FLOAT8E4M3FN})
+            back = ir.node("DequantizeLinear", [eighths.outputs[0], step])
+            written, x = [eighths, back], back.outputs[0]
+        whole = ir.node("DequantizeLinear", [matrix, scales], {} if single else {"axis": 0})
+        out = ir.node("Gemm", [x, whole.outputs[0], *([] if bias is None else [bias])], {"transB": 1})
+        return [*written, whole, out, *self._as_float(node, out, dtype)]
 
     def _as_float(self, node: ir.Node, out: ir.Node, dtype: torch.dtype) -> list[ir.Node]:
         """What follows a linear that computes in `dtype` where its result is to be fp32."""
@@ -100,8 +126,10 @@ class _Matrices:
         ids, weight = node.inputs[:2]
         assert weight is not None
         held, K = _tensor(weight), node.attributes["in_features"].as_int()
-        if not held.is_floating_point():
-            raise UnsupportedError(f"{weight.name}: an embedding of integers is not built for ONNX; untie the lm_head")
+        if held.dtype not in FLOATS:
+            raise UnsupportedError(
+                f"{weight.name}: an embedding of quantised numbers is not built for ONNX; untie the lm_head"
+            )
         matrix = weight
         if held.ndim != 2:
             rows = self._rows(weight)
@@ -208,6 +236,14 @@ def _pairs(values: Tensor) -> Tensor:
     """uint8 0..15 [..., n] -> two to a byte, the first in the low half, [..., n / 2]."""
     pairs = values.reshape(*values.shape[:-1], -1, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
+
+
+def _rounded(scale: Tensor, dtype: torch.dtype, weight: ir.Value) -> Tensor:
+    """A scale in x's dtype. UnsupportedError where that is too far from it: of fp16, for very small or large ones."""
+    rounded = scale.to(dtype)
+    if ((rounded.float() - scale).abs() > scale * 2.0**-8).any():
+        raise UnsupportedError(f"{weight.name}: its fp8 scales do not fit {dtype}; use dtype bfloat16 or float32")
+    return rounded
 
 
 def _depth(x: ir.Value) -> int:

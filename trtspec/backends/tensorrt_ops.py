@@ -301,8 +301,14 @@ def _gemm(w: Writer, node: ir.Node) -> list[Any]:
     return [out]
 
 
+def _quantize(w: Writer, node: ir.Node) -> list[Any]:
+    """With one scale."""
+    x, scale = (w.get(value) for value in node.inputs)
+    return [w.out(w.network.add_quantize(x, scale, w.dtype(ir.DataType(_number(node, "output_dtype")))))]
+
+
 def _dequantize(w: Writer, node: ir.Node) -> list[Any]:
-    """Symmetric weights: one scale a row, or one for every block of a row's inputs."""
+    """Of symmetric numbers: one scale, one a row, or one for every block of a row's inputs."""
     x, scale = (w.get(value) for value in node.inputs[:2])
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         raise UnsupportedError(f"TensorRT: node {w.node!r} has zero points; quantise symmetrically")
@@ -310,6 +316,8 @@ def _dequantize(w: Writer, node: ir.Node) -> list[Any]:
     out = w.out(layer)
     block = _number(node, "block_size")
     axis = _axis(_number(node, "axis", 1), len(x.shape))
+    if not len(scale.shape):
+        return [out]
     if block:
         layer.block_shape = tuple(block if i == axis else 1 for i in range(len(x.shape)))
     else:
@@ -343,6 +351,7 @@ OPS: dict[str, Op] = {
     "GatherElements": partial(_gather_mode, "ELEMENT"),
     "GatherND": partial(_gather_mode, "ND"),
     "Gemm": _gemm,
+    "QuantizeLinear": _quantize,
     "GreaterOrEqual": partial(_or_equal, "GREATER"),
     "LessOrEqual": partial(_or_equal, "LESS"),
     "Mod": _mod,

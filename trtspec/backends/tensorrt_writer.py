@@ -28,6 +28,7 @@ _DTYPES = {
     "INT32": "INT32",
     "INT8": "INT8",
     "INT4": "INT4",
+    "FLOAT8E4M3FN": "FP8",
     "BOOL": "BOOL",
 }
 """ONNX's name of a dtype -> TensorRT's."""
@@ -35,7 +36,8 @@ _DTYPES = {
 
 _FLOATS = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
 _NUMBERS = {**_FLOATS, "INT64": torch.int64, "INT32": torch.int32}
-_WEIGHTS = {**_FLOATS, "INT8": torch.int8, "INT4": torch.uint8}  # INT4: two to a byte
+_WEIGHTS = {**_FLOATS, "INT8": torch.int8, "FLOAT8E4M3FN": torch.float8_e4m3fn, "INT4": torch.uint8}
+"""Of constants that may be the step's own. INT4: two to a byte."""
 
 
 class Writer:

@@ -23,6 +23,7 @@ _SAFETENSORS_DTYPES = {
     "I32": torch.int32,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
     "BOOL": torch.bool,
 }
 _ALIGNMENT = 64  # bytes: a cache line, a vector register

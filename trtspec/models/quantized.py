@@ -41,7 +41,8 @@ class QuantizedLinears:
         self._modules: dict[str, Part[Any]] = {}  # by the checkpoint's name
         self._awaited: dict[str, set[str]] = {}  # our parameter, until it is packed -> tensors that may yet come for it
         self._tensors: dict[str, dict[str, Tensor]] = {}  # linear of the checkpoint, not packed yet -> what came for it
-        self._kv_scales: set[str] = set()
+        self._kv_scales: set[str] = set()  # where there may be some
+        self._has_kv_scales = False
         self._error: TrtSpecError | None = None
         for name, slot in slots.items():
             module, _, kind = name.rpartition(".")
@@ -70,7 +71,10 @@ class QuantizedLinears:
     def ignorable(self, name: str, tensor: Tensor) -> bool:
         """Whether the tensor is spare: early GPTQ writers gave every linear a bias, of zeros where the model has none,
         and scales of keys and values are for caches of another dtype."""
-        return name in self._kv_scales or (self.is_spare(name) and not tensor.any())
+        if name in self._kv_scales:
+            self._has_kv_scales = True
+            return True
+        return self.is_spare(name) and not tensor.any()
 
     def is_spare(self, name: str) -> bool:
         """Whether a tensor of this name may be one of those."""
@@ -106,6 +110,8 @@ class QuantizedLinears:
             raise self._error
         for form in self._formats.values():
             form.finish(self.where)
+        if self._has_kv_scales:
+            logger.warning("%s: scales of an fp8 KV cache are not used, as ours is in the model's dtype", self.where)
 
     def describe(self, module: nn.Module) -> None:
         """Give the linears of `module` that are quantised the tensors they will hold, on torch's meta device."""

@@ -56,8 +56,8 @@ class Fp8(Format[Fp8Scheme]):
         scales, x_scales = [], []
         for part, given in zip(parts, tensors, strict=True):
             scale = given["weight_scale"].float().flatten()
-            if not (scale.isfinite() & (scale >= 0)).all():
-                raise part.damaged("has a weight_scale that is negative or not finite")
+            if not (scale.isfinite() & (scale > 0)).all():
+                raise part.damaged("has a weight_scale that is not positive and finite")
             if ((given["weight"].view(torch.uint8) & 0x7F) == 0x7F).any():
                 raise part.damaged("has weights that are NaN")
             scales.append(scale.expand(part.slot.shape[0]))
