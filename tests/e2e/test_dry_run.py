@@ -6,6 +6,7 @@ The two large models are those of their publishers' config.json; sizes are compu
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +17,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.checkpoints import edit_config
 from tests.e2e.conformance import LIMITS, K, make_models
+from tests.fp8_checkpoints import Fp8Kind
 from trtspec.backends.describe import Calls, describe_graph
 from trtspec.backends.export import OUTPUT_SHAPES, Step, example_batch, export_step, graph_inputs, input_names
 from trtspec.backends.tensorrt_profiles import Sizes
@@ -187,6 +190,19 @@ def test_quantised_llama(configs: Path, tmp_path: Path, quantization: str, per_e
     weights = plan["executables"]["target"]["weights"]
     assert weights["target"] == linears + LLAMA_REST * 2
     assert weights["head"] == (HEAD_LINEARS + HEAD_NORMS) * 2  # speculative_config has a quantization of its own
+
+
+@pytest.mark.parametrize("backend", ["aoti", "tensorrt"])
+def test_llama_in_fp8(configs: Path, tmp_path: Path, backend: str) -> None:
+    """A byte a weight, an fp32 scale per output, and one for the inputs of each of a layer's four matrices."""
+    folder = tmp_path / "fp8"
+    shutil.copytree(configs / "llama", folder)
+    edit_config(folder, quantization_config=Fp8Kind("modelopt").config())
+    plan = dry_run(tmp_path, folder, configs / "head", "EAGLE3_ONE_MODEL", "--backend", backend)
+    scales = 32 * (4 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096) + 4 * 4)
+    weights = plan["executables"]["target"]["weights"]
+    assert weights["target"] == LLAMA_LINEARS + scales + LLAMA_REST * 2
+    assert weights["head"] == (HEAD_LINEARS + HEAD_NORMS) * 2
 
 
 @pytest.mark.parametrize("backend", ["aoti", "tensorrt"])

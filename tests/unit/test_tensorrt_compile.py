@@ -19,6 +19,7 @@ from tests.e2e.conformance import LIMITS, K, make_models, wishes
 from tests.fake_tensorrt.builder import FakeBuilder, FakeConfig, FakeTensorRT
 from tests.fake_tensorrt.plugins import fake_plugin_of
 from tests.fake_tensorrt.summary import summary
+from tests.fp8_checkpoints import Fp8Kind, fp8
 from tests.tensorrt_stand_in import CudaRuntime
 from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.cuda import Cuda
@@ -58,10 +59,12 @@ def compiled(
     options: TensorRTOptions | None = None,
     draft_lens: Sequence[int] = (0,),
     linear: bool = False,
+    checkpoint: Path | None = None,
+    dtype: str = "float32",
 ) -> CompiledStep:
-    config = EngineConfig(backend="onnx", dtype="float32", **LIMITS)
+    config = EngineConfig(backend="onnx", dtype=dtype, **LIMITS)
     wanted = SpeculativeConfig.from_any(wishes(mode, models, False))
-    assembly = plan_assembly(models / "target", wanted, config, False, True)
+    assembly = plan_assembly(checkpoint or models / "target", wanted, config, False, True)
     step, layers = steps(assembly, BACKENDS["tensorrt"], lambda what: None)[role]
     shapes = [shape for spec in layers for shape in spec.kv_shapes]
     sizes = SIZES if mode != "none" else replace(SIZES, draft_len=0)
@@ -85,7 +88,6 @@ def compiled(
 def test_what_is_asked_for_is_what_is_written_down(
     models: Path, tmp_path: Path, mode: str, role: str, attention: str
 ) -> None:
-    """TRTSPEC_GOLDEN=1 in the environment writes it anew. Another exporter may write other nodes for the same step."""
     native = attention == "native"
     made = compiled(models, tmp_path, mode, role, draft_lens=(K,) if mode == "eagle3" else (0,), linear=native)
     assert (made.linear, made.kv_blocks) == ((True, 9) if native else (False, SIZES.blocks))
@@ -95,8 +97,19 @@ def test_what_is_asked_for_is_what_is_written_down(
     caches = {tensor.name for tensor in network._inputs if "_cache_" in tensor.name}
     assert len(caches) == 2 * len(made.kv)
     assert network._aliases() == {f"new_{name}": name for name in caches}  # through chains of draft steps, too
-    text = f"{mode}, {role}; {MADE_WITH}\n{summary(*FakeBuilder._built)}"
-    file = GOLDEN / f"tensorrt_{mode}_{role}{'_native' * native}.txt"
+    assert_golden(f"{mode}, {role}", f"tensorrt_{mode}_{role}{'_native' * native}.txt")
+
+
+def test_what_is_asked_for_of_an_fp8_checkpoint(models: Path, tmp_path: Path) -> None:
+    """For each linear of a layer: a layer that rounds x, one that undoes it, one for the weights."""
+    folder, _, _ = fp8(models / "target", tmp_path, Fp8Kind("modelopt"))
+    compiled(models, tmp_path, checkpoint=folder, dtype="bfloat16")
+    assert_golden("none, target, fp8 weights and inputs", "tensorrt_none_target_fp8.txt")
+
+
+def assert_golden(what: str, name: str) -> None:
+    """TRTSPEC_GOLDEN=1 in the environment writes it anew. Another exporter may write other nodes for the same step."""
+    text, file = f"{what}; {MADE_WITH}\n{summary(*FakeBuilder._built)}", GOLDEN / name
     if os.environ.get("TRTSPEC_GOLDEN"):
         file.write_text(text, encoding="utf-8")
     golden = file.read_text(encoding="utf-8")
