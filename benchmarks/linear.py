@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.ops import load_plugins, packed_linear
-from trtspec.ops.packing import pack_int4, pack_panels, quantize_int8
+from trtspec.ops.packing import pack_fp8, pack_int4, pack_panels, quantize_int8
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB, QKV = 1024, 2816, 16, 32000, (16 + 2 * 4) * 64
 SHAPES = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)] * LAYERS
 SHAPES += [(VOCAB, HIDDEN)]
-FORMATS = ("bf16", "int8", "int4 g=32", "int4 g=128")
+FORMATS = ("bf16", "fp8", "int8", "int4 g=32", "int4 g=128")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ def random_layer(name: str, out_features: int, in_features: int) -> Layer:
         zeros = torch.randint(0, 16, (out_features, groups), dtype=torch.uint8)
         return Layer(out_features, in_features, *pack_int4(values, torch.rand(out_features, groups), zeros))
     weight = torch.randn(out_features, in_features, dtype=torch.bfloat16)
+    if name == "fp8":
+        return Layer(out_features, in_features, *pack_fp8(weight.to(torch.float8_e4m3fn), weight[:, 0].abs()), none)
     if name == "int8":
         return Layer(out_features, in_features, *quantize_int8(weight), none)
     return Layer(out_features, in_features, pack_panels(weight), none, none)
@@ -59,7 +61,7 @@ def random_layer(name: str, out_features: int, in_features: int) -> Layer:
 def run(layers: list[Layer], x: dict[int, Tensor]) -> None:
     op = torch.ops.trtspec.packed_linear.default
     for layer in layers:
-        op(x[layer.in_features], layer.weight, layer.scales, layer.zeros, None, layer.out_features, False)
+        op(x[layer.in_features], layer.weight, layer.scales, layer.zeros, None, None, layer.out_features, False)
 
 
 def seconds(work: Callable[[], object]) -> float:
