@@ -220,6 +220,29 @@ def counted(scheduler: Scheduler) -> tuple[int, int]:
     return scheduler.prefix_query_tokens, scheduler.prefix_hit_tokens
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "limit", "held"),
+    [
+        (42, 100, 5),  # plenty: three more than the two it needs
+        (42, 11, 3),  # never more than it can fill
+        (33, 100, 2),  # not while others may want them
+    ],
+)
+def test_blocks_come_a_few_at_a_time_while_there_are_plenty(num_blocks: int, limit: int, held: int) -> None:
+    allocator = BlockAllocator(num_blocks, 4)
+    scheduler = Scheduler(allocator, 4, 64, num_draft_tokens=0)
+    one = make_request(0, 5, limit - 5)
+    assert scheduler.reserve(one, 5)
+    assert len(one.kv.blocks) == held
+
+
+def test_what_is_needed_is_given_even_if_no_more_is_left() -> None:
+    scheduler = Scheduler(BlockAllocator(43, 4), 4, 200, num_draft_tokens=0)  # 42 blocks
+    one = make_request(0, 160, 840)
+    assert scheduler.reserve(one, 160)
+    assert len(one.kv.blocks) == 40
+
+
 def test_rows_of_an_earlier_request_are_not_computed_again() -> None:
     scheduler = reusing(20)
     assert run_alone(scheduler, make_request(0, 10, 3)) == 12  # nobody needs the KV of the last token

@@ -115,9 +115,14 @@ class Scheduler:
         return (*contexts, *generations)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for the request's first `num_tokens` tokens. False, and nothing changed, if there are not enough."""
-        most = request.length_limit  # nothing past it is ever written to a block
-        return self.allocator.reserve(request.kv, min(num_tokens, most))
+        """Blocks for the request's first `num_tokens` tokens, and some more while there are plenty, so that not every
+        step asks for some. False, and nothing changed, if there are not enough."""
+        allocator, most = self.allocator, request.length_limit  # nothing past it is ever written to a block
+        if allocator.num_free > _PLENTY * self.max_batch_size:
+            more = num_tokens + _SPARE_BLOCKS * allocator.block_size
+            if allocator.reserve(request.kv, min(more, most)):
+                return True
+        return allocator.reserve(request.kv, min(num_tokens, most))
 
     def release_siblings(self, leader: Request) -> None:
         """The leader has read its prompt in (or has ended): its siblings share its full blocks (unless they are to
@@ -202,3 +207,7 @@ class Scheduler:
         self.running.remove(request)
         self.waiting.appendleft(request)
         self.num_preemptions += 1
+
+
+_SPARE_BLOCKS = 3  # a request is given, beyond those it needs now, while ...
+_PLENTY = 8  # ... more than so many for each request that may run are free

@@ -94,15 +94,15 @@ class SteadyBatch:
         """Keep what a launch gave, and return each request's tokens. None, and nothing kept, if somebody may end with
         it: there is a stop token, or one that is none."""
         assert outputs.verdict is not None
-        counts = outputs.verdict.num_tokens.tolist()
-        given = [drawn[:count] for drawn, count in zip(outputs.verdict.tokens.tolist(), counts, strict=True)]
+        drawn = outputs.verdict.tokens.tolist()  # -1 past a request's tokens
+        given = [tokens if tokens[-1] >= 0 else tokens[: tokens.index(-1)] for tokens in drawn]
         flat = list(chain.from_iterable(given))
         if max(flat) >= vocab_size or not self.stops.isdisjoint(flat):
             return None
         if len(self._given) == MAX_STEPS:
             self.tell()
         self._given.append(given)
-        self.known = list(map(add, self.known, counts))
+        self.known = list(map(add, self.known, map(len, given)))
         self.read = _read_next(outputs).tolist()
         return given
 
