@@ -221,6 +221,11 @@ class SpecMetadata:
         """Logits rows [R] -> [B, K+1]."""
         return rows[self.logits_rows()]
 
+    def row_owners(self) -> Tensor:
+        """Whose each logits row is, [R] int64: the inverse of `logits_rows`."""
+        row, C = torch.arange(self.gather_ids.shape[0], device=self.gather_ids.device), self.num_contexts
+        return torch.where(row < C, row, C + (row - C) // (self.runtime_draft_len + 1))
+
     def drafts_per_request(self) -> Tensor:
         """Draft tokens of every request, [B, K] int64; -1 for contexts."""
         if self.runtime_draft_len == 0:
@@ -239,6 +244,35 @@ class StepInputs:
     input_ids: Tensor  # [T] int64
     attn: AttnMetadata
     spec: SpecMetadata
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What a step takes from the outputs of the step that was launched just before it, so that it can be launched
+    before the host has seen those.
+
+    Of requests with `kept` >= 0 the step's own inputs are placeholders: input_ids and draft_tokens are anything, and
+    sampling.positions are those that go with the kv_lens there.
+    """
+
+    tokens: Tensor  # [T] int64, row * (max_draft_len + 1) + column of next_new_tokens; -1 = input_ids has it
+    kept: Tensor  # [B] int64, row of next_kv_lens; -1 = attn.kv_lens has it
+
+    def apply(self, inputs: StepInputs, new_tokens: Tensor, kept_lens: Tensor, vocab_size: int) -> StepInputs:
+        """The inputs as they would be if the host had waited: new_tokens [N, max_draft_len + 1] int64 and kept_lens [N]
+        int32 of the step before. Where nothing could be drawn the id is past the vocabulary: any other will do, as the
+        request ends there."""
+        attn, spec = inputs.attn, inputs.spec
+        carried = new_tokens.flatten()[self.tokens.clamp(min=0)].clamp(max=vocab_size - 1)
+        ids = torch.where(self.tokens >= 0, carried, inputs.input_ids)
+        grown = kept_lens[self.kept.clamp(min=0)] + spec.seq_lens
+        lens = torch.where(self.kept >= 0, grown, attn.kv_lens)
+        positions = spec.sampling.positions + (lens - attn.kv_lens)[spec.row_owners()]
+        if spec.runtime_draft_len:
+            rows = spec.gather_ids[spec.num_contexts :].view(-1, spec.runtime_draft_len + 1)[:, 1:]
+            spec = replace(spec, draft_tokens=ids[rows])
+        sampling = replace(spec.sampling, positions=positions)
+        return StepInputs(ids, replace(attn, kv_lens=lens), replace(spec, sampling=sampling))
 
 
 @dataclass(frozen=True)
@@ -284,6 +318,25 @@ class Executable(Protocol):
 
     def phases(self) -> Sequence[PhaseMethod]:
         """What runs inside `run` and is not verification; empty where that cannot be told apart."""
+        ...
+
+
+class Launch(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> StepOutputs:
+        """Its outputs, in the host's memory, once it is over; or the error that it ended with."""
+        ...
+
+
+class AsyncExecutable(Executable, Protocol):
+    """An executable that need not be waited for: steps run one after the other, in the order of their launches."""
+
+    def launch(self, inputs: StepInputs, carry: Carry | None = None) -> Launch:
+        """As `run`, but it returns before the step is over. `inputs` stay as they are until then.
+
+        carry: what the step takes from the outputs of the launch before this one.
+        """
         ...
 
 

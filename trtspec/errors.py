@@ -37,3 +37,7 @@ class DependencyError(TrtSpecError, ImportError):
 
 class EngineError(TrtSpecError, RuntimeError):
     """The engine failed or was shut down while a request was in flight."""
+
+
+class DeviceError(EngineError):
+    """The device failed: nothing can run on it any more, whoever is to blame."""

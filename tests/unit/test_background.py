@@ -71,6 +71,10 @@ class CountingCore:
         self.inside.release()
         return None if request is None else Emission(request, [], "", 0, 0, False)
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running)
+
     def _alone(self) -> None:
         assert self.inside.acquire(blocking=False), "two threads in the core"
 

@@ -262,3 +262,31 @@ def test_commit_never_gives_blocks_back(verdict: tuple[SequenceKV, int, int, int
     kv.blocks = [3, 1, 2]
     rewind.commit(kv, known + drafts, num_tokens, drafts)
     assert kv.blocks == [3, 1, 2]
+
+
+def test_debug_mode_sees_a_block_freed_in_flight() -> None:
+    """A shared block stays while anybody holds it; one that becomes free must not be part of a step in flight."""
+    allocator = BlockAllocator(9, 2, debug=True)
+    kv = SequenceKV()
+    allocator.reserve(kv, 6)
+    kv.committed = 4
+    sibling = allocator.fork(kv, 4)
+    for _ in range(2):  # two steps in flight
+        allocator.pin(kv)
+    allocator.release(sibling)
+    with pytest.raises(AssertionError, match="in flight"):
+        allocator.release(kv)
+    allocator = BlockAllocator(9, 2, debug=True)
+    allocator.reserve(kv := SequenceKV(), 6)
+    for _ in range(2):
+        allocator.pin(kv)
+        allocator.reserve(kv, len(kv.blocks) * 2 + 2)
+    allocator.unpin(kv)
+    with pytest.raises(AssertionError, match="in flight"):
+        allocator.release(kv)
+    allocator = BlockAllocator(9, 2, debug=True)
+    allocator.reserve(kv := SequenceKV(), 6)
+    allocator.pin(kv)
+    allocator.unpin(kv)
+    allocator.release(kv)
+    assert allocator.num_free == 8

@@ -212,7 +212,7 @@ class EngineThread:
             self.engine.queue(samples)
         self._deliver(filter(None, map(self.engine.abort, aborted)))
         with self._lock:
-            if not self._running:
+            if not self._running and not self.engine.has_work:  # a last step may be in flight
                 self._thread = None
             return self._thread is not None
 

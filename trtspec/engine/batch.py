@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.core import AttnMetadata, Carry, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.engine.scheduler import Batch
 from trtspec.modes import SpeculativeDecodingMode
 
@@ -68,12 +68,14 @@ class _Frame:
         ids: list[int] = []
         ends: list[int] = []
         for b, (request, num_rows, _, is_context) in enumerate(batch):
-            kv, tokens = request.kv, request.tokens
-            end = kv.committed + num_rows
+            kv, tokens, start = request.kv, request.tokens, request.reach
+            end = start + num_rows
             ends.append(end)
             if is_context:
-                ids += tokens[kv.committed : end]
+                ids += tokens[start:end]
                 self.next_prompt_token[b] = tokens[end] if end < len(tokens) else -1
+            elif request.is_ahead:
+                ids += [0] * num_rows  # the step in flight knows them, see carry()
             else:
                 ids.append(tokens[-1])
                 ids += request.drafts
@@ -165,6 +167,18 @@ class BatchAssembler:
         if layout is None or layout.batch != batch or layout.spec.next_draft_len != next_draft_len:
             layout = self._layout = self._make_layout(batch, next_draft_len)
         return self._next_frame(layout).fill(batch)
+
+    def carry(self, batch: Batch, last: Batch) -> Carry:
+        """What the batch takes from the outputs of `last`, which is in flight."""
+        places = {id(row.request): b for b, row in enumerate(last)}
+        tokens: list[int] = []
+        kept = []
+        for request, num_rows, _, _ in batch:
+            place = places[id(request)] if request.is_ahead else -1
+            kept.append(place)
+            start = place * (self.max_draft_len + 1)
+            tokens += range(start, start + num_rows) if request.is_ahead else [-1] * num_rows
+        return Carry(torch.tensor(tokens), torch.tensor(kept))
 
     def go_on(self, ids: list[int], ends: list[int]) -> StepInputs:
         """The last batch again, all generations, with the same layout: ids [B * (K+1)] of tokens to read in, ends [B]

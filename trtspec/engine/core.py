@@ -149,7 +149,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.loop.scheduler.has_work
+        return self.loop.has_work
 
     def check(self) -> None:
         """Account for every KV block; EngineError if one leaked."""

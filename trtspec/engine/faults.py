@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch
+from trtspec.errors import DeviceError
 
 Outputs = TypeVar("Outputs")
 
@@ -20,6 +21,8 @@ def launch_isolated(
     """Outputs of the (part) batches that ran, and the requests that cannot run, each with its exception."""
     try:
         return [(batch, launch(batch))], []
+    except DeviceError:
+        raise  # there is nothing left to try on
     except Exception as error:
         if len(batch) == 1:
             return [], [(batch[0].request, error)]

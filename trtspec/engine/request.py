@@ -27,6 +27,8 @@ class Request:
     text: TextStream | None  # None: no tokenizer, or the caller wants ids only
     kv: SequenceKV = field(default_factory=SequenceKV)
     drafts: list[int] = field(default_factory=list)  # proposal for the next step; do not change the list
+    pending: int = 0  # rows in steps that are in flight: launched, their outputs not seen yet
+    pending_drafts: int = 0  # drafts which the last of these makes for the step after it
     speculates: bool = True  # False once its drafter failed it
     reuses_prefix: bool = True  # False: every row is computed, because the caller wants what only computing gives
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -48,14 +50,36 @@ class Request:
         return "" if self.text is None else self.text.text
 
     @property
+    def reach(self) -> int:
+        """Tokens whose KV is committed, or will be if all that is in flight is accepted."""
+        return self.kv.committed + self.pending
+
+    @property
     def num_uncomputed(self) -> int:
         """Known tokens without KV: 1 while generating, more while a prompt (or a preempted request) is read in."""
-        return len(self.tokens) - self.kv.committed
+        return len(self.tokens) - self.reach
+
+    @property
+    def is_ahead(self) -> bool:
+        """What it reads in next is drawn by a step that is in flight."""
+        return self.pending > 0 and self.num_uncomputed <= 0
 
     @property
     def is_context(self) -> bool:
+        if self.is_ahead:
+            return False
         known = len(self.tokens)
-        return known == self.prompt_len or known - self.kv.committed > 1
+        return known == self.prompt_len or known - self.reach > 1
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that its next step verifies."""
+        return self.pending_drafts if self.pending else len(self.drafts)
+
+    @property
+    def surely_ends(self) -> bool:
+        """With the step that is in flight: the one token that it gives at least is its last."""
+        return self.is_ahead and len(self.tokens) + 1 >= self.length_limit
 
     @property
     def finished(self) -> bool:

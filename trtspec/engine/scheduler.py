@@ -21,8 +21,8 @@ class Scheduled(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence once the rows are appended."""
-        return self.request.kv.committed + self.num_rows
+        """Tokens of the sequence once the rows are appended, if all that is in flight is accepted."""
+        return self.request.reach + self.num_rows
 
     @property
     def emits(self) -> bool:
@@ -57,6 +57,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.siblings: dict[int, list[Request]] = {}  # leader's id -> samples that wait for its prefill
+        self.departing: list[Request] = []  # ended, yet part of a step in flight, which writes to their blocks
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -69,33 +70,41 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.departing)
 
     def live(self) -> Iterator[SequenceKV]:
         """Every sequence that may hold blocks."""
-        return (request.kv for request in (*self.running, *self.waiting))
+        return (request.kv for request in (*self.running, *self.waiting, *self.departing))
 
-    def schedule(self) -> Batch:
-        """Reserve and return the next step's batch; empty if there is nothing to do."""
+    def schedule(self) -> Batch | None:
+        """Reserve and return the next step's batch; empty if there is nothing to do.
+
+        With a step in flight, as if all of its drafts were accepted: who has more room than needed loses nothing. None:
+        there are too few blocks for that; land the step, then ask again.
+        """
         contexts: list[Scheduled] = []
         generations: list[Scheduled] = []
         # Every running generation gets its rows; contexts share what is left of the step.
-        running = [(request, request.is_context) for request in self.running]
-        room = self.max_num_tokens - sum([1 + len(request.drafts) for request, is_context in running if not is_context])
+        running = [(request, request.is_context) for request in self.running if not request.surely_ends]
+        room = self.max_num_tokens - sum([1 + request.num_drafts for request, is_context in running if not is_context])
         num_preemptions, ahead, block_size = self.num_preemptions, self.num_draft_tokens, self.allocator.block_size
         for request, is_context in running:
             if num_preemptions != self.num_preemptions and request not in self.running:
                 continue  # preempted for an older one, in this very loop
-            rows = min(request.num_uncomputed, room) if is_context else 1 + len(request.drafts)
-            # most steps fit into blocks that are there: then nothing is asked for
-            fits = request.kv.committed + rows + ahead <= len(request.kv.blocks) * block_size
-            if rows == 0 or not (fits or self._reserve_or_preempt(request, rows)):
+            rows = min(request.num_uncomputed, room) if is_context else 1 + request.num_drafts
+            if rows == 0:
                 continue
+            # most steps fit into blocks that are there: then nothing is asked for
+            if request.reach + rows + ahead > len(request.kv.blocks) * block_size and not self._reserve(request, rows):
+                if self._in_flight:
+                    return None
+                if not self._take_from_others(request, rows):
+                    continue
             if is_context:
                 contexts.append(Scheduled(request, rows, 0, True))
                 room -= rows
             else:
-                num_drafts = len(request.drafts)  # none, if there was no room for them
+                num_drafts = request.num_drafts  # none, if there was no room for them
                 generations.append(Scheduled(request, 1 + num_drafts, num_drafts, False))
         if self.waiting and len(self.running) < self.max_batch_size and room > 0:
             self._publish(self.running)  # not after every step: nobody would look, and hashing takes time
@@ -140,7 +149,26 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         self._publish([request])
-        self.allocator.release(request.kv)
+        if request.pending:
+            self.departing.append(request)
+        else:
+            self.allocator.release(request.kv)
+
+    def took_off(self, batch: Batch, num_drafts: Sequence[int]) -> None:
+        """The batch is in flight; it makes so many drafts for each request."""
+        for row, drafts in zip(batch, num_drafts, strict=True):
+            row.request.pending += row.num_rows
+            row.request.pending_drafts = drafts
+            self.allocator.pin(row.request.kv)
+
+    def landed(self, batch: Batch) -> None:
+        """The batch is in flight no more; its verdict is yet to be committed."""
+        for row in batch:
+            row.request.pending -= row.num_rows
+            self.allocator.unpin(row.request.kv)
+        for request in [request for request in self.departing if not request.pending]:
+            self.departing.remove(request)
+            self.allocator.release(request.kv)
 
     def drop_sibling(self, request: Request) -> bool:
         """Forget a sample that still waits for its leader's prefill; False if it is not one."""
@@ -174,10 +202,15 @@ class Scheduler:
             self.prefix_hit_tokens += request.kv.committed
         return rows
 
-    def _reserve(self, request: Request, rows: int) -> bool:
-        return self.reserve(request, request.kv.committed + rows + self.num_draft_tokens)
+    @property
+    def _in_flight(self) -> bool:
+        """Blocks of a step in flight cannot be taken from anybody, and some will be free once it has landed."""
+        return bool(self.departing) or any(request.pending for request in self.running)
 
-    def _reserve_or_preempt(self, request: Request, rows: int) -> bool:
+    def _reserve(self, request: Request, rows: int) -> bool:
+        return self.reserve(request, request.reach + rows + self.num_draft_tokens)
+
+    def _take_from_others(self, request: Request, rows: int) -> bool:
         """Room for the rows: without drafts if need be, then at the cost of newer requests. False: it was preempted."""
         while not self._reserve(request, rows):
             if self.allocator.reserve(request.kv, request.kv.committed + rows - len(request.drafts)):

@@ -54,6 +54,11 @@ class StepLoop:
             emissions = [self.fail(request, error) for request, error in failed] + self.conclude(done)
         return emissions
 
+    @property
+    def has_work(self) -> bool:
+        """False: no request is there, and nothing is in flight."""
+        return self.scheduler.has_work
+
     def launch(self, batch: Batch) -> StepOutputs:
         """One launch of the target: K+1 rows per generating request verified at once. Commits nothing."""
         wanted = self.proposer.draft_len(self.scheduler) if any(row.emits for row in batch) else 0
@@ -68,20 +73,27 @@ class StepLoop:
         """Every request gets what its launch gave it, and drafts for the next step if it goes on."""
         emissions = []
         for batch, outputs in done:
-            assert outputs.verdict is not None
             if self.collector is not None:
                 assert outputs.hidden_states is not None
                 self.collector.collect(batch, outputs.hidden_states)
-            tokens, counts = outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist()
-            made = [None] * len(batch) if outputs.proposal is None else outputs.proposal.draft_tokens.tolist()
-            for row, drawn, count, drafts in zip(batch, tokens, counts, made, strict=True):
-                emissions.append(self.update(row, drawn[:count], drafts))
+            emissions += self.deliver(batch, outputs)
         self.proposer.propose([e.request for e in emissions if e.tokens and not e.finished], self.scheduler)
         if len(done) == 1 and self.collector is None:
             self.steady = SteadyBatch.after(*done[0], self.scheduler, self.proposer)
             if self.steady is not None:
                 self.assemble.look_again()
         return emissions
+
+    def deliver(self, batch: Batch, outputs: StepOutputs) -> list[Emission]:
+        """To those requests of the batch that have not ended meanwhile."""
+        assert outputs.verdict is not None
+        tokens, counts = outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist()
+        made = [None] * len(batch) if outputs.proposal is None else outputs.proposal.draft_tokens.tolist()
+        return [
+            self.update(row, drawn[:count], drafts)
+            for row, drawn, count, drafts in zip(batch, tokens, counts, made, strict=True)
+            if row.request.finish_reason is None
+        ]
 
     def go_on(self, steady: SteadyBatch) -> list[Emission] | None:
         """A step of a steady batch. None, and nothing done, if its requests are to be looked at first, or if its launch

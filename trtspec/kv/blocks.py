@@ -23,16 +23,19 @@ class BlockAllocator:
     """Blocks 1..num_blocks-1, shared by reference count; block 0 is scratch and belongs to nobody.
 
     A published block is found by its key, also after its last owner has left, until somebody needs the room.
+    `debug`: watch that no block becomes free while a step that includes its owner is in flight (AssertionError).
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, debug: bool = False) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.debug = debug
         self._free = list(range(num_blocks - 1, 0, -1))
         self._references = [0] * num_blocks
         self._published: dict[bytes, int] = {}  # key -> block
         self._keys: dict[int, bytes] = {}  # block -> key, the same pairs
         self._evictable: dict[int, None] = {}  # published blocks without an owner, least recently used first
+        self._pinned: dict[int, list[list[int]]] = {}  # debug: of each sequence, its blocks in every step in flight
 
     @property
     def num_free(self) -> int:
@@ -99,12 +102,31 @@ class BlockAllocator:
         for block in reversed(kv.blocks):  # tail first: without its head a tail is never found, so it goes earlier
             self._references[block] -= 1
             if self._references[block] == 0:
+                if self.debug:
+                    self._check_landed(block)
                 if block in self._keys:
                     self._evictable[block] = None
                 else:
                     self._free.append(block)
         kv.blocks = []
         kv.committed = kv.draft_len = kv.published = 0
+
+    def pin(self, kv: SequenceKV) -> None:
+        """A step in flight includes the sequence, with the blocks it has now. Nothing is kept unless `debug`."""
+        if self.debug:
+            self._pinned.setdefault(id(kv), []).append(list(kv.blocks))
+
+    def unpin(self, kv: SequenceKV) -> None:
+        """The oldest of these steps is over."""
+        if self.debug:
+            pins = self._pinned[id(kv)]
+            pins.pop(0)
+            if not pins:
+                del self._pinned[id(kv)]
+
+    def _check_landed(self, block: int) -> None:
+        if any(block in pinned for pins in self._pinned.values() for pinned in pins):
+            raise AssertionError(f"KV block {block} becomes free while a step that includes its owner is in flight")
 
     def check(self, live: Iterable[SequenceKV]) -> None:
         """Account for every block: free, evictable, or held by exactly as many live sequences as it has references.

@@ -1,0 +1,112 @@
+"""An executable that need not be waited for, on the CPU: a thread runs the launches one after the other, as late as it
+likes.
+
+It sees what a device would see. Inputs are read when a launch is run, not when it is asked for, so that a host that
+writes to them too early spoils them, and is found out.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtspec.core import Carry, Executable, PhaseMethod, StepInputs, StepOutputs
+
+
+class ThreadLaunch:
+    """See core.Launch."""
+
+    def __init__(self) -> None:
+        self.outputs: Future[StepOutputs] = Future()
+
+    def wait(self) -> StepOutputs:
+        return self.outputs.result(timeout=60)
+
+
+class ThreadedExecutable:
+    """`inner` in a thread of its own. `delay` says how many seconds each launch waits before it starts; `before` is
+    called with the inputs as they are then, and may raise: then the launch fails, and those that read its outputs."""
+
+    def __init__(
+        self,
+        inner: Executable,
+        max_draft_len: int,
+        vocab_size: int,
+        delay: Callable[[], float] = lambda: 0.0,
+        before: Callable[[StepInputs], None] = lambda inputs: None,
+    ) -> None:
+        self.inner, self.delay, self.before = inner, delay, before
+        self.max_draft_len, self.vocab_size = max_draft_len, vocab_size
+        self.new_tokens = torch.zeros(0, max_draft_len + 1, dtype=torch.int64)
+        self.kept_lens = torch.zeros(0, dtype=torch.int32)
+        self.queue: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.waiting = self.most_waiting = self.failures = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def launch(self, inputs: StepInputs, carry: Carry | None = None) -> ThreadLaunch:
+        launch, copy = ThreadLaunch(), tensors_of(inputs)
+        self.waiting += 1
+        self.most_waiting = max(self.most_waiting, self.waiting)
+
+        def work() -> None:
+            time.sleep(self.delay())
+            try:
+                self.before(inputs)
+                outputs = self._step(inputs, carry)
+                assert all(map(torch.equal, copy, tensors_of(inputs))), "inputs were written to while in flight"
+            except BaseException as error:
+                self.failures += 1
+                self.new_tokens, self.kept_lens = torch.zeros(0, self.max_draft_len + 1), torch.zeros(0)
+                launch.outputs.set_exception(error)
+            else:
+                launch.outputs.set_result(outputs)
+            self.waiting -= 1
+
+        self.queue.put(work)
+        return launch
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        return self.launch(inputs).wait()
+
+    def phases(self) -> list[PhaseMethod]:
+        return []
+
+    def _step(self, inputs: StepInputs, carry: Carry | None) -> StepOutputs:
+        if carry is not None:
+            inputs = carry.apply(inputs, self.new_tokens, self.kept_lens, self.vocab_size)
+        outputs = self.inner.run(inputs)
+        new_tokens, kept_lens = outputs.next_new_tokens, outputs.next_kv_lens
+        if new_tokens is None or kept_lens is None:  # no drafts are made
+            new_tokens, kept_lens = outputs.tokens[:, None], inputs.attn.kv_lens
+        missing = self.max_draft_len + 1 - new_tokens.shape[1]
+        self.new_tokens = torch.nn.functional.pad(new_tokens, (0, missing), value=-99)
+        self.kept_lens = kept_lens.clone()
+        return outputs
+
+    def _run(self) -> None:
+        while True:
+            self.queue.get()()
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Copies of all tensors in a step value."""
+    if isinstance(value, Tensor):
+        return [value.clone()]
+    if is_dataclass(value):
+        return [tensor for field in fields(value) for tensor in tensors_of(getattr(value, field.name))]
+    return []
+
+
+def random_delay(seed: int, most: float = 0.004) -> Callable[[], float]:
+    """Often none, sometimes long enough that the host is far ahead."""
+    rng = random.Random(seed)
+    return lambda: rng.choice((0.0, 0.0, rng.random() * most))
