@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -110,3 +110,72 @@ def random_delay(seed: int, most: float = 0.004) -> Callable[[], float]:
     """Often none, sometimes long enough that the host is far ahead."""
     rng = random.Random(seed)
     return lambda: rng.choice((0.0, 0.0, rng.random() * most))
+
+
+class HostQueue:
+    """backends.device.WorkQueue on the CPU: a thread does the pieces of work, each as late as it likes. What fails is
+    reported at the next mark, and once; a graph is work that is done again."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, delay: Callable[[], float] = lambda: 0.0) -> None:
+        self.delay = delay
+        self.queue: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.error: BaseException | None = None
+        self.num_captured = self.num_replayed = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        def late() -> None:
+            time.sleep(self.delay())
+            try:
+                work()
+            except BaseException as error:
+                self.error = error
+
+        self.queue.put(late)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.num_captured += 1
+        self.submit(work)
+        self.mark().wait()
+
+        def replay() -> None:
+            self.num_replayed += 1
+            work()
+
+        return replay
+
+    def mark(self) -> HostMark:
+        reached: Future[None] = Future()
+
+        def reach() -> None:
+            error, self.error = self.error, None
+            if error is None:
+                reached.set_result(None)
+            else:
+                reached.set_exception(error)
+
+        self.queue.put(reach)
+        return HostMark(reached)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def _run(self) -> None:
+        while True:
+            self.queue.get()()
+
+
+@dataclass(frozen=True)
+class HostMark:
+    reached: Future[None]
+
+    def wait(self) -> None:
+        self.reached.result(timeout=60)

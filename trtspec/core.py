@@ -167,17 +167,17 @@ class SpecMetadata:
     @classmethod
     def plain(cls, request_ids: Sequence[int], attn: AttnMetadata, sampling: SamplingTensors) -> SpecMetadata:
         """A batch without drafts: every request draws one token, after its last row."""
-        B = attn.batch_size
+        B, new = attn.batch_size, attn.kv_lens.new_full
         return cls(
             spec_dec_mode=SpeculativeDecodingMode.NONE,
             max_draft_len=0,
             request_ids=tuple(request_ids),
             seq_lens=attn.cu_q_lens[1:] - attn.cu_q_lens[:-1],
             gather_ids=attn.cu_q_lens[1:].long() - 1,
-            draft_tokens=torch.empty(0, 0, dtype=torch.int64),
-            draft_lens=torch.zeros(B, dtype=torch.int32),
-            next_prompt_token=torch.full((B,), -1),
-            forced_accept=torch.full((B,), -1, dtype=torch.int32),
+            draft_tokens=new((0, 0), 0, dtype=torch.int64),
+            draft_lens=new((B,), 0),
+            next_prompt_token=new((B,), -1, dtype=torch.int64),
+            forced_accept=new((B,), -1),
             sampling=sampling,
         )
 
@@ -263,16 +263,23 @@ class Carry:
         int32 of the step before. Where nothing could be drawn the id is past the vocabulary: any other will do, as the
         request ends there."""
         attn, spec = inputs.attn, inputs.spec
-        carried = new_tokens.flatten()[self.tokens.clamp(min=0)].clamp(max=vocab_size - 1)
-        ids = torch.where(self.tokens >= 0, carried, inputs.input_ids)
-        grown = kept_lens[self.kept.clamp(min=0)] + spec.seq_lens
-        lens = torch.where(self.kept >= 0, grown, attn.kv_lens)
+        ids = self.read_ids(inputs.input_ids, new_tokens, vocab_size)
+        lens = self.read_lens(attn.kv_lens, kept_lens, spec.seq_lens)
         positions = spec.sampling.positions + (lens - attn.kv_lens)[spec.row_owners()]
         if spec.runtime_draft_len:
             rows = spec.gather_ids[spec.num_contexts :].view(-1, spec.runtime_draft_len + 1)[:, 1:]
             spec = replace(spec, draft_tokens=ids[rows])
         sampling = replace(spec.sampling, positions=positions)
         return StepInputs(ids, replace(attn, kv_lens=lens), replace(spec, sampling=sampling))
+
+    def read_ids(self, input_ids: Tensor, new_tokens: Tensor, vocab_size: int) -> Tensor:
+        """The input_ids [T]; arguments as of `apply`."""
+        carried = new_tokens.flatten()[self.tokens.clamp(min=0)].clamp(max=vocab_size - 1)
+        return torch.where(self.tokens >= 0, carried, input_ids)
+
+    def read_lens(self, kv_lens: Tensor, kept_lens: Tensor, num_rows: Tensor | int) -> Tensor:
+        """The kv_lens [B] int32; num_rows: of each request in the step."""
+        return torch.where(self.kept >= 0, kept_lens[self.kept.clamp(min=0)] + num_rows, kv_lens)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class CompiledStep:
             ) from error
 
 
-class _LoadedGraph:
+class LoadedGraph:
     """A graph in memory and what its inputs must be. ranges: lowest and highest value of inputs by name."""
 
     def __init__(
@@ -128,7 +128,7 @@ class CompiledExecutable(ABC):
             "kv_lens": (1, num_blocks * block_size),
             "next_prompt_token": (-1, compiled.vocab_size - 1),
         }
-        self._graphs = [_LoadedGraph(graph, run, ranges) for graph, run in self._load(folder).items()]
+        self._graphs = [LoadedGraph(graph, run, ranges) for graph, run in self._load(folder).items()]
         # uniform graphs first, as they take less work to feed and to run
         self._graphs.sort(key=lambda graph: (graph.draft_len, not graph.uniform))
         self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
@@ -162,21 +162,20 @@ class CompiledExecutable(ABC):
         """See core.Executable: the graph itself is one piece."""
         return (self, "_checked", "inputs"), (self, "_outputs", "deliver")
 
-    def _graph_for(self, inputs: StepInputs) -> _LoadedGraph:
+    def _graph_for(self, inputs: StepInputs) -> LoadedGraph:
         """The one for the step's K, which is no less than the number of drafts it is to make."""
         spec, uniform = inputs.spec, self._check_layout(inputs)
-        if not self.compiled.makes_drafts:
-            return self._graphs[0]
         K, wanted = spec.runtime_draft_len, spec.next_draft_len
         for graph in self._graphs:
-            if graph.draft_len == K >= wanted and (uniform or not graph.uniform):
+            any_length = not (self.compiled.makes_drafts or graph.uniform)
+            if (any_length or graph.draft_len == K >= wanted) and (uniform or not graph.uniform):
                 return graph
         lengths = ", ".join(map(str, self.compiled.draft_lens))
         raise EngineError(
             f"the engine has graphs for K = {lengths}; a step has {K} columns of draft_tokens and wants {wanted} drafts"
         )
 
-    def _checked(self, inputs: StepInputs) -> tuple[_LoadedGraph, list[Tensor]]:
+    def _checked(self, inputs: StepInputs) -> tuple[LoadedGraph, list[Tensor]]:
         """What to run, on what."""
         graph = self._graph_for(inputs)
         tensors = list(graph.read(inputs))
@@ -199,7 +198,7 @@ class CompiledExecutable(ABC):
             self._check_range(graph.names[i], tensors[i], lowest, highest)
         return graph, tensors
 
-    def _check_shapes(self, inputs: StepInputs, graph: _LoadedGraph, shapes: list[torch.Size]) -> None:
+    def _check_shapes(self, inputs: StepInputs, graph: LoadedGraph, shapes: list[torch.Size]) -> None:
         spec = inputs.spec
         B, G, R, T = spec.batch_size, spec.num_generations, spec.gather_ids.shape[0], inputs.input_ids.shape[0]
         if self.compiled.makes_drafts and not B - G + G * (graph.draft_len + 1) == R >= B:

@@ -26,6 +26,7 @@ Step = DecodeStep | OneEngineStep
 
 _ATTN = ("kv_lens", "block_tables", "tree_mask")  # cu_q_lens follows from seq_lens, and so its size from B
 _SAMPLING = tuple(field.name for field in fields(SamplingTensors))
+_OF_SPEC = {field.name for field in fields(SpecMetadata)} - {"spec_dec_mode", "sampling"}
 _KNOWN_IF_UNIFORM = {"seq_lens", "gather_ids", "draft_tokens", "draft_lens", "next_prompt_token", "positions"}
 INPUT_SHAPES = {
     "input_ids": ("T",),
@@ -93,33 +94,37 @@ class GraphStep(nn.Module):
         none)."""
         kv = list(kv)
         old = list(kv)
-        outputs = self.step(self._inputs(tensors), kv)
+        outputs = self.step(step_inputs(tensors, self.next_draft_len, self.width), kv)
         changed = [new for new, before in zip(kv, old, strict=True) if new is not before]
         return graph_outputs(outputs), changed
 
-    def _inputs(self, tensors: dict[str, Tensor]) -> StepInputs:
-        if self.width:
-            tensors = tensors | self._known(tensors["input_ids"], tensors["kv_lens"])
-            cu_q_lens = torch.arange(tensors["kv_lens"].shape[0] + 1, dtype=torch.int32) * self.width
-        else:
-            cu_q_lens = F.pad(tensors["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
-        attn = AttnMetadata(cu_q_lens=cu_q_lens, **{name: tensors[name] for name in _ATTN}, width=self.width)
-        spec: dict[str, Any] = {name: tensors[name] for name in self.step.spec_inputs}
-        plain = SpecMetadata.plain((), attn, SamplingTensors(**{name: tensors[name] for name in _SAMPLING}))
-        return StepInputs(tensors["input_ids"], attn, replace(plain, next_draft_len=self.next_draft_len, **spec))
 
-    def _known(self, input_ids: Tensor, kv_lens: Tensor) -> dict[str, Tensor]:
-        """The inputs that a uniform graph does not take: input_ids [B * W], kv_lens [B] of generations."""
-        B, W = kv_lens.shape[0], self.width
-        first = kv_lens[:, None].long() - W + 1  # of the tokens that a request's rows draw, where they stand
-        return {
-            "seq_lens": torch.full_like(kv_lens, W),
-            "gather_ids": torch.arange(B * W),
-            "draft_tokens": input_ids.view(B, W)[:, 1:].contiguous(),
-            "draft_lens": torch.full_like(kv_lens, W - 1),
-            "next_prompt_token": torch.full((B,), -1),
-            "positions": (first + torch.arange(W)).view(-1),
-        }
+def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: int = 0) -> StepInputs:
+    """From the tensors of `input_names`, those of a uniform graph if `width` is given."""
+    lens = tensors["kv_lens"]
+    if width:
+        tensors = {**tensors, **_known_if_uniform(tensors["input_ids"], lens, width)}
+        cu_q_lens = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=lens.device) * width
+    else:
+        cu_q_lens = F.pad(tensors["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
+    attn = AttnMetadata(cu_q_lens=cu_q_lens, **{name: tensors[name] for name in _ATTN}, width=width)
+    plain = SpecMetadata.plain((), attn, SamplingTensors(**{name: tensors[name] for name in _SAMPLING}))
+    spec: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in _OF_SPEC}
+    return StepInputs(tensors["input_ids"], attn, replace(plain, next_draft_len=next_draft_len, **spec))
+
+
+def _known_if_uniform(input_ids: Tensor, kv_lens: Tensor, width: int) -> dict[str, Tensor]:
+    """The inputs that a uniform graph does not take: input_ids [B * W], kv_lens [B] of generations."""
+    B, W = kv_lens.shape[0], width
+    first = kv_lens[:, None].long() - W + 1  # of the tokens that a request's rows draw, where they stand
+    return {
+        "seq_lens": torch.full_like(kv_lens, W),
+        "gather_ids": torch.arange(B * W, device=kv_lens.device),
+        "draft_tokens": input_ids.view(B, W)[:, 1:].contiguous(),
+        "draft_lens": torch.full_like(kv_lens, W - 1),
+        "next_prompt_token": torch.full((B,), -1, device=kv_lens.device),
+        "positions": (first + torch.arange(W, device=kv_lens.device)).view(-1),
+    }
 
 
 def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, ...]]:

@@ -1,0 +1,170 @@
+"""What can be shown of the GPU's path without a GPU: that every tensor of a step is on the device that its inputs are
+on, and what is said where there is no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.checkpoints import make_checkpoint, make_eagle3
+from trtspec.backends import device
+from trtspec.backends.export import GraphStep, Step, example_batch, graph_inputs, input_names
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.core import Carry
+from trtspec.engine.assemble import plan_assembly
+from trtspec.errors import CapacityError, DependencyError, DeviceError, UnsupportedError
+
+
+def elsewhere(value: Any) -> Any:
+    """A step value with tensors of the same shapes that are not on the CPU."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: elsewhere(getattr(value, field.name)) for field in fields(value)})
+    return value
+
+
+class OneDevice(TorchDispatchMode):
+    """No op may be given a tensor of the CPU, unless it is a number."""
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            assert not isinstance(value, Tensor) or value.is_meta or value.dim() == 0, f"{op} is given a CPU tensor"
+        return op(*args, **(kwargs or {}))
+
+
+def fake_step(folder: Path, mode: str) -> tuple[Step, list[tuple[int, int]]]:
+    target = make_checkpoint(folder, "llama")
+    speculation = None
+    if mode == "eagle3":
+        head = make_eagle3(folder, target, (0, 1), tuple(range(11)))
+        speculation = SpeculativeConfig.from_any({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
+    assembly = plan_assembly(target, speculation, EngineConfig(), pack=False)
+    step, layers = assembly.target_step()
+    return step, [shape for spec in layers for shape in spec.kv_shapes]
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("mode", ["none", "eagle3"])
+def test_a_step_mixes_no_devices(tmp_path: Path, mode: str, uniform: bool) -> None:
+    """On tensors without memory, and not the CPU's: what a step makes itself must be where its inputs are."""
+    step, shapes = fake_step(tmp_path, mode)
+    K = 3 if mode == "eagle3" else 0
+    module = GraphStep(step, K, K + 1 if uniform else 0)
+    weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    example = example_batch(K, 16, uniform)
+    with torch.no_grad(), OneDevice():
+        inputs, there = elsewhere(example), {name: elsewhere(weight) for name, weight in weights.items()}
+        kv = [tuple(torch.empty(9, 16, *shape, device="meta") for _ in "kv") for shape in shapes]
+        T, B = inputs.input_ids.shape[0], inputs.spec.batch_size
+        numbers = torch.empty(T, dtype=torch.int64, device="meta")
+        kept = torch.empty(B, dtype=torch.int32, device="meta")
+        last = torch.empty(B, K + 1, dtype=torch.int64, device="meta")
+        inputs = Carry(numbers, kept.long()).apply(inputs, last, kept, 100)
+        given = graph_inputs(inputs, input_names(step, uniform))
+        outputs, _ = torch.func.functional_call(module, there, (given, kv))
+    assert set(outputs) == set(step.outputs)
+    assert all(tensor.is_meta for tensor in outputs.values())
+
+
+# --- what is said where there is no GPU, or one that will not do ------------------------------------------------------
+
+
+def gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] = (9, 0),
+    built_for: tuple[str, ...] = ("sm_80", "sm_90", "compute_90"),
+    toolkit: str | None = "13.0",
+    driver: int | None = 13000,
+    visible: bool = True,
+) -> None:
+    """What torch says of the machine."""
+    monkeypatch.setattr(torch.version, "cuda", toolkit)
+    monkeypatch.setattr(device, "driver_version", lambda: driver)
+    answers = {
+        "is_available": visible,
+        "current_device": 0,
+        "get_device_capability": capability,
+        "get_device_name": "Some GPU",
+        "get_arch_list": list(built_for),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+
+
+def test_a_gpu_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch)
+    assert device.open_gpu() == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("machine", "error", "says"),
+    [
+        ({"toolkit": None}, DependencyError, "built without CUDA"),
+        ({"visible": False, "driver": None}, DependencyError, "no NVIDIA driver"),
+        ({"visible": False, "driver": 12080}, DependencyError, "serves CUDA 12.8, and torch is built with CUDA 13.0"),
+        ({"visible": False}, DependencyError, "CUDA_VISIBLE_DEVICES"),
+        ({"visible": False, "driver": 13020, "toolkit": "13.1"}, DependencyError, "CUDA_VISIBLE_DEVICES"),
+        ({"capability": (7, 5)}, UnsupportedError, "compute capability 7.5, and the kernels want 8.0"),
+        ({"capability": (12, 0)}, None, ""),  # by compute_90's PTX
+        ({"capability": (12, 0), "built_for": ("sm_80", "sm_90")}, UnsupportedError, "built for sm_80, sm_90"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any], error: type[Exception] | None, says: str
+) -> None:
+    gpu(monkeypatch, **machine)
+    if error is None:
+        device.open_gpu()
+    else:
+        with pytest.raises(error, match=says):
+            device.open_gpu()
+
+
+def test_this_build_of_torch_has_no_gpu() -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("it may have one")
+    with pytest.raises(DependencyError, match="built without CUDA"):
+        device.open_gpu()
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "runs"),
+    [
+        ((8, 6), ["sm_80"], True),  # within a major version newer GPUs run older code
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 0), ["sm_90a", "compute_90a"], False),
+        ((10, 3), ["sm_100"], True),
+        ((12, 1), ["sm_100", "sm_120"], True),
+        ((12, 0), ["compute_80"], True),
+    ],
+)
+def test_which_code_runs_where(capability: tuple[int, int], built_for: list[str], runs: bool) -> None:
+    """See https://docs.nvidia.com/cuda/cuda-c-programming-guide, binary and PTX compatibility."""
+    assert device.runs_on(capability, built_for) == runs
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), CapacityError, "memory is full"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access"), DeviceError, "illegal memory access"),
+        (RuntimeError("shapes do not fit"), RuntimeError, "shapes do not fit"),
+    ],
+)
+def test_errors_of_the_device(raised: Exception, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says) as caught, device.device_errors():
+        raise raised
+    assert type(caught.value) is error
