@@ -9,26 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.async_stand_in import HostQueue, random_delay
 from tests.checkpoints import make_eagle3
-from tests.e2e.heads import step_of
-from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, run_alone, run_together
-from trtspec import LLM
-from trtspec.backends.cudagraph import LaunchLimits, ModuleOnCuda, module_graphs
+from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, perturbed, run_alone, run_together
+from trtspec import LLM, SamplingParams
+from trtspec.backends.cudagraph import LaunchLimits
 from trtspec.core import SamplingTensors
+from trtspec.engine import assemble
 from trtspec.engine.overlap import OverlapLoop
-from trtspec.engine.stats import TimedExecutable
 from trtspec.workers.eagle import Eagle3OneModelWorker
 
 K = 3
 LIMITS: dict[str, Any] = {"max_batch_size": 5, "max_num_tokens": 48, "block_size": 4, "num_kv_blocks": 90}
-
-
-@pytest.fixture(scope="module")
-def folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_eagle3(tmp_path_factory.mktemp("cuda"), target, (0, 1), tuple(range(11)))
 
 
 class Teller(Eagle3OneModelWorker):
@@ -60,53 +55,102 @@ def signed(seed: int | None) -> int:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def on_queue(llm: LLM, work: HostQueue, overlaps: bool) -> ModuleOnCuda:
-    """The engine's target, on a queue."""
-    loop = llm.engine.loop
-    timed = loop.target
-    assert isinstance(timed, TimedExecutable)
-    step, kv = timed.inner.step, timed.inner.kv
-    shapes = [tuple(layer[0].shape[2:]) for layer in kv]
-    compiled = module_graphs(step, shapes, range(loop.assemble.max_draft_len + 1))
-    limits = LaunchLimits(LIMITS["max_batch_size"], max_columns=50)
-    executable = ModuleOnCuda(step, compiled, kv, work, limits)
-    fields = {field.name: getattr(loop, field.name) for field in dataclasses.fields(loop) if field.init}
-    loop.scheduler.allocator.debug = True
-    if compiled.makes_drafts:
-        loop.assemble.graph_draft_lens = compiled.draft_lens
-    kind = OverlapLoop if overlaps else type(loop)
-    llm.engine.loop = kind(**{**fields, "target": executable})
-    return executable
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> HostQueue:
+    """What backend "cuda" takes for a GPU."""
+    queue = HostQueue(random_delay(1, 0.002))
+    monkeypatch.setattr(assemble, "open_gpu", lambda: queue.device)
+    monkeypatch.setattr(assemble, "CudaQueue", lambda: queue)
+    monkeypatch.setattr(assemble, "free_memory", lambda device: 10**9)
+    return queue
+
+
+SPECULATION = {
+    "none": None,
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": K},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": K},
+    "ngram": {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def models(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("cuda")
+    return {
+        "target": target,
+        "eagle3": make_eagle3(folder, target, (0, 1), tuple(range(11))),
+        "draft_model": perturbed(target, 0.1, folder),
+    }
+
+
+def speculation(models: dict[str, Path], mode: str) -> dict[str, Any] | None:
+    fields = SPECULATION[mode]
+    return {**fields, "model": str(models[mode])} if fields and mode in models else fields
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize("mode", ["none", "eagle3", "ngram"])
-def test_ids_are_those_of_eager_decoding(target: Path, folder: Path, mode: str, overlaps: bool) -> None:
-    if mode == "ngram" and overlaps:
-        pytest.skip("its drafts come from the host")
+@pytest.mark.parametrize("mode", list(SPECULATION))
+def test_ids_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueue, mode: str, overlaps: bool) -> None:
+    """Requests of all kinds come and go; who has drafts from the host waits for every step."""
     cases = draw_cases(24, 5, most_prompt=60, most_tokens=70)
-    with LLM(target, enable_prefix_caching=False, num_kv_blocks=500) as llm:
+    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
         outcomes = run_alone(llm.engine, cases)
-    speculation = {
-        "none": None,
-        "eagle3": {"method": "eagle3", "model": str(folder), "num_speculative_tokens": K},
-        "ngram": {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1},
-    }[mode]
-    with LLM(target, speculation, **LIMITS) as llm:
-        work = HostQueue(random_delay(1, 0.002))
-        if mode == "eagle3":
-            step = step_of(llm)
-            assert isinstance(step.worker, Eagle3OneModelWorker)
-            step.worker = Teller(step.worker, cases, outcomes)
-        executable = on_queue(llm, work, overlaps)
-        executable.capture()
+    options = {**LIMITS, "backend": "cuda", "debug": True, "disable_overlap_scheduler": not overlaps}
+    with LLM(models["target"], speculation(models, mode), **options) as llm:
+        assert isinstance(llm.engine.loop, OverlapLoop) == (overlaps and mode in ("none", "eagle3"))
         captured = work.num_captured
+        if mode == "eagle3":
+            step = llm.engine.loop.target.inner.step
+            step.worker = Teller(step.worker, cases, outcomes)
         run = run_together(llm.engine, cases)
         assert run.outcomes == outcomes
         assert_all_blocks_free(llm)
-    assert captured >= 2 * len(executable._limits.buckets)
+    assert captured >= 2 * len(LaunchLimits(LIMITS["max_batch_size"], 1).buckets)
     assert work.num_replayed >= 10
     if mode != "none":
         accepted = run.speculation.acceptance_per_position
         assert len(accepted) == K
         assert all(0 < rate < 1 for rate in accepted)
+
+
+def test_without_graphs_the_same_runs_kernel_by_kernel(models: dict[str, Path], work: HostQueue) -> None:
+    cases = draw_cases(8, 7, most_prompt=30)
+    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
+        outcomes = run_alone(llm.engine, cases)
+    with LLM(models["target"], backend="cuda", enable_cuda_graph=False, **LIMITS) as llm:
+        assert run_together(llm.engine, cases).outcomes == outcomes
+    assert work.num_captured == 0
+
+
+def test_hidden_states_are_saved(models: dict[str, Path], work: HostQueue, tmp_path: Path) -> None:
+    """They are of every row of a step, whose number no graph knows; every step is waited for."""
+    saved = {}
+    for backend in ("eager", "cuda"):
+        fields = {"method": "extract_hidden_states", "output_directory": str(tmp_path / backend), "capture_layers": [1]}
+        with LLM(models["target"], fields, backend=backend, **LIMITS) as llm:
+            llm.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+            assert not isinstance(llm.engine.loop, OverlapLoop)
+        (shard,) = (tmp_path / backend).glob("*.safetensors")
+        saved[backend] = load_file(shard)
+    assert saved["eager"].keys() == saved["cuda"].keys()
+    assert all(torch.equal(saved["eager"][name], saved["cuda"][name]) for name in saved["eager"])
+
+
+def test_a_graph_that_is_captured_late_spoils_no_step_in_flight(models: dict[str, Path], work: HostQueue) -> None:
+    """Bans come with the second request, while a step of the first is in flight, whose outputs the next one reads."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    late = dataclasses.replace(params, ignore_eos=False, min_tokens=30, stop_token_ids=[3])
+    prompts = [([1, 2, 3], params), ([3, 4], late)]
+    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
+        outcomes = run_alone(llm.engine, [Case(*prompt) for prompt in prompts])
+    with LLM(models["target"], backend="cuda", **LIMITS) as llm:
+        before = work.num_captured
+        requests = []
+        for prompt in prompts:
+            requests += llm.engine.add_request(*prompt)
+            for _ in range(4):
+                llm.engine.step()
+        while llm.engine.has_work:
+            llm.engine.step()
+        assert work.num_captured > before
+        assert [Outcome.of(request) for request in requests] == outcomes

@@ -238,7 +238,8 @@ class CompiledExecutable(ABC):
         most = [0] * C + [min(count - 1, K) for count in counts[C:]]
         if len(drafts) != len(counts) or not all(0 <= n <= top for n, top in zip(drafts, most, strict=True)):
             raise EngineError(f"draft_lens is {drafts}; allowed are 0..{most}")
-        uniform = C == 0 and set(drafts) == {K} and set(counts) == {K + 1} and gathered == list(range(rows))
+        generations = C == 0 or (K == 0 and not self.compiled.makes_drafts)  # a row each: whose is all the same
+        uniform = generations and set(drafts) == {K} and set(counts) == {K + 1} and gathered == list(range(rows))
         self._last_layout = tensors, versions, sizes, uniform
         return uniform
 

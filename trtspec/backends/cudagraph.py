@@ -372,15 +372,18 @@ class ModuleOnCuda(CudaExecutable):
         return run
 
 
-def module_graphs(step: Step, kv_shapes: Sequence[tuple[int, int]], draft_lens: Sequence[int]) -> CompiledStep:
-    """What `ModuleOnCuda` runs: for each K a graph for any batch, and one for generations alone. draft_lens: K that a
-    step may verify, which are those that it makes for the next one, if it makes any."""
-    graphs = [
-        Graph("", K, uniform, input_names(step, uniform))
-        for K in draft_lens
-        for uniform in (False, True)
-        if uniform or "draft_tokens" in step.spec_inputs or max(draft_lens) == K  # else one ragged graph takes every K
-    ]
+def module_graphs(
+    step: Step, kv_shapes: Sequence[tuple[int, int]], draft_lens: Sequence[int], uniform: bool = True
+) -> CompiledStep:
+    """What `ModuleOnCuda` runs: for each K a graph for any batch and, if `uniform`, one for generations alone.
+
+    draft_lens: K that a step may verify, which are those that it makes for the next one, if it makes any.
+    """
+    drafts = "draft_tokens" in step.spec_inputs
+    ragged = draft_lens if drafts else (max(draft_lens),)  # without drafts inside one takes every K
+    graphs = [Graph("", K, False, input_names(step)) for K in ragged]
+    if uniform and "hidden_states" not in step.outputs:  # which are as many as a batch has rows
+        graphs += [Graph("", K, True, input_names(step, uniform=True)) for K in draft_lens]
     return CompiledStep(
         graphs=tuple(graphs),
         outputs=step.outputs,

@@ -161,6 +161,11 @@ def open_gpu() -> torch.device:
     return device
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes of the GPU's memory that nobody has."""
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
 def runs_on(capability: tuple[int, int], built_for: list[str]) -> bool:
     """Whether code for these architectures ("sm_90", "compute_90": PTX) runs on a GPU of that compute capability."""
     for architecture in built_for:

@@ -8,7 +8,8 @@ from trtspec.errors import ConfigError, UnsupportedError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = (None, "int8", "int4", "int4_g64", "int4_g128")
-BACKENDS = ("eager", "aoti", "onnx", "tensorrt")
+BACKENDS = ("eager", "cuda", "aoti", "onnx", "tensorrt")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,9 @@ class EngineConfig:
     dtype: "auto" = the checkpoint's. quantization: of all weights but embedding and lm_head: "int8" (a scale per output
     channel), "int4" (a scale and zero point per 32 inputs), "int4_g64", "int4_g128"; None = kept in dtype; where the
     checkpoint is quantised already, of the linears that it left, and of its own kind. backend: "eager" runs a
-    checkpoint op by op; engine folders are of "aoti" (AOTInductor, C++ kernels), "onnx" (ONNX Runtime) or "tensorrt".
+    checkpoint op by op on the CPU, "cuda" on the GPU that torch sees first (CUDA_VISIBLE_DEVICES), generations as CUDA
+    graphs; engine folders are of "aoti" (AOTInductor, C++ kernels), "onnx" (ONNX Runtime) or "tensorrt". device: what
+    the backend runs on; it need not be said.
     max_batch_size: requests in one step. max_num_tokens: rows of one step of the target. max_seq_len: tokens of a
     sequence, None = the checkpoint's; max_input_len: of a prompt, None = no limit of its own. kv_cache_memory: bytes
     for all KV layers, target and draft; num_kv_blocks: the same in blocks; both None = enough for max_batch_size full
@@ -26,6 +29,9 @@ class EngineConfig:
     enable_prefix_caching: a prompt that begins like an earlier request takes over its KV blocks, as far as they are
     still there. seed: of requests that bring none. generation_config: "auto" = unset sampling fields come from the
     checkpoint's generation_config.json, "off" = they do not.
+    disable_overlap_scheduler: of backend "cuda", which otherwise prepares a step while the last one runs, where drafts
+    are made inside the launch or not at all. enable_cuda_graph: False runs its generation steps kernel by kernel, too.
+    debug: account for the KV blocks after every step, not only when idle; slow.
     force_num_accepted_tokens: drafts counted as accepted per step whatever they are (lossy, for benchmarks; no prefix
     caching then); None = the environment's TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, where 0 means off.
     """
@@ -44,6 +50,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     seed: int = 0
     generation_config: str = "auto"
+    disable_overlap_scheduler: bool = False
+    enable_cuda_graph: bool = True
+    debug: bool = False
     force_num_accepted_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,8 +73,14 @@ class EngineConfig:
         check_quantization(self.quantization)
         if self.backend not in BACKENDS:
             raise UnsupportedError(f"backend = {self.backend!r} is not built; built: {', '.join(BACKENDS)}")
-        if self.device not in ("auto", "cpu"):
-            raise UnsupportedError(f"device = {self.device!r} is not built yet; use 'cpu'")
+        if self.device not in DEVICES:
+            raise ConfigError(f"device = {self.device!r}; use one of {', '.join(DEVICES)}")
+        on_gpu = self.backend in ("cuda", "tensorrt")
+        if self.device != "auto" and (self.device == "cuda") != on_gpu:
+            raise ConfigError(
+                f"device = {self.device!r}, and backend {self.backend!r} runs on the {'GPU' if on_gpu else 'CPU'}; "
+                "leave device unset, or choose another backend"
+            )
         if self.generation_config not in ("auto", "off"):
             raise ConfigError(f"generation_config = {self.generation_config!r}; use 'auto' or 'off'")
 

@@ -14,28 +14,33 @@ import torch
 from torch import nn
 
 from trtspec.backends.compiled import CompiledStep
+from trtspec.backends.cudagraph import LaunchLimits, ModuleOnCuda, module_graphs
+from trtspec.backends.device import CudaQueue, WorkQueue, free_memory, open_gpu
 from trtspec.backends.eager import EagerExecutable
 from trtspec.backends.export import Step
 from trtspec.backends.table import BACKENDS
+from trtspec.backends.tensorrt_profiles import Sizes
 from trtspec.config.eagle import EAGLE3_ARCHITECTURES, Eagle3Facts
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.core import Drafter, Executable, KVLayer
+from trtspec.core import AsyncExecutable, Drafter, Executable, KVLayer
 from trtspec.drafters.base import BuildableDrafter
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.core import EngineCore
+from trtspec.engine.gpu_plan import plan_gpu_blocks
 from trtspec.engine.hidden_states import HiddenStateCollector, ShardWriter
 from trtspec.engine.kv_plan import plan_kv_blocks
+from trtspec.engine.overlap import OverlapLoop
 from trtspec.engine.propose import Proposer
 from trtspec.engine.scheduler import Scheduler
-from trtspec.engine.stats import TimedExecutable
+from trtspec.engine.stats import TimedAsyncExecutable, TimedExecutable
 from trtspec.engine.step import StepLoop
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.kv.blocks import BlockAllocator
-from trtspec.kv.pool import allocate_layers
+from trtspec.kv.pool import allocate_layers, allocate_on
 from trtspec.kv.reuse import PrefixReuse
 from trtspec.models.decoder import Decoder
 from trtspec.models.hidden_shards import ShardFacts
@@ -70,6 +75,8 @@ class Assembly:
     reads_weights: bool = True  # False: steps are on torch's meta device, for plans
     symmetric: bool = False  # what is quantised to 4 bits has no zero points
     built: EngineFolder | None = None  # where graphs and weights come from, if not from the checkpoints
+    gpu: WorkQueue | None = None  # where steps run, if not on the CPU
+    report: Progress = lambda message: None
     num_blocks: int = 0
     executables: list[TimedExecutable] = field(default_factory=list)
     graph_draft_lens: tuple[int, ...] = ()  # K of the graphs there are; empty: any K
@@ -141,16 +148,35 @@ class Assembly:
 
     def target_model(self) -> Executable:
         """What verifies, on the configured backend."""
-        return self._eager(*self.target_step()) if self.built is None else self._compiled(self.built, "target")
+        return self._module(*self.target_step()) if self.built is None else self._compiled(self.built, "target")
 
     def draft_model(self) -> Executable:
         """See drafters.base.DraftResources."""
-        return self._eager(*self.draft_step()) if self.built is None else self._compiled(self.built, "draft")
+        return self._module(*self.draft_step()) if self.built is None else self._compiled(self.built, "draft")
 
-    def _eager(self, step: Step, layers: Sequence[DecoderSpec]) -> Executable:
+    def _module(self, step: Step, layers: Sequence[DecoderSpec]) -> Executable:
         shapes = [shape for spec in layers for shape in spec.kv_shapes]
+        if self.gpu is not None:
+            return self._on_gpu(step, shapes, self.gpu)
         kv = allocate_layers(shapes, self.num_blocks, self.config.block_size, step.decoder.norm.weight.dtype)
         return self._timed(EagerExecutable(step, kv), step.weight_bytes_per_step, kv)
+
+    def _on_gpu(self, step: Step, shapes: list[tuple[int, int]], gpu: WorkQueue) -> Executable:
+        config, dtype = self.config, step.decoder.norm.weight.dtype
+        step.to(gpu.device)
+        kv = allocate_on(gpu.device, shapes, self.num_blocks, config.block_size, dtype)
+        role = "draft" if self.executables else "target"
+        draft_len = self.max_draft_len if role == "target" else 0
+        compiled = module_graphs(step, shapes, range(draft_len + 1), config.enable_cuda_graph)
+        if compiled.makes_drafts:
+            self.graph_draft_lens = compiled.draft_lens
+        sizes = Sizes.of(config, self.max_seq_len, draft_len, self.num_blocks)
+        executable = ModuleOnCuda(step, compiled, kv, gpu, LaunchLimits(config.max_batch_size, sizes.columns))
+        executable.capture(lambda done, total: self.report(f"capturing CUDA graphs of the {role}: {done} of {total}"))
+        kv_bytes = sum(tensor.nbytes for layer in kv for tensor in layer)
+        timed = TimedAsyncExecutable(executable, step.weight_bytes_per_step, kv_bytes)
+        self.executables.append(timed)
+        return timed
 
     def _compiled(self, built: EngineFolder, role: str) -> Executable:
         compiled = CompiledStep.from_dict(built.data["executables"][role])
@@ -222,16 +248,23 @@ def assemble_engine(
     progress: Progress = lambda message: None,
 ) -> EngineCore:
     """Load, plan memory, wire up. `model` is a checkpoint or an engine. `progress` hears what is being done."""
-    if config.backend != "eager" and not isinstance(model, EngineFolder):
+    if config.backend not in ("eager", "cuda") and not isinstance(model, EngineFolder):
         raise ConfigError(
             f"backend = {config.backend!r} runs engine folders, {model} is a checkpoint; build an engine first: "
             f"trtspec build --checkpoint_dir {model} --output_dir DIR --backend {config.backend}"
         )
-    assembly = plan_assembly(model, speculative, config, pack=bool(load_plugins()))
+    on_gpu = config.backend == "cuda"
+    gpu = open_gpu() if on_gpu else None
+    assembly = plan_assembly(model, speculative, config, pack=bool(load_plugins()) and not on_gpu)
+    assembly.report = progress
     mode, target, draft, resolved = assembly.mode, assembly.target, assembly.draft, assembly.resolved
     K = assembly.max_draft_len
     drafting = resolved if K else None
-    assembly.num_blocks = plan_kv_blocks(assembly)
+    if gpu is None:
+        assembly.num_blocks = plan_kv_blocks(assembly)
+    else:
+        assembly.num_blocks = plan_gpu_blocks(assembly, free_memory(gpu))
+        assembly.gpu = CudaQueue()
     collector = hidden_state_collector(assembly)  # complains before anything is loaded
 
     progress(f"loading {target.path}")
@@ -244,13 +277,15 @@ def assemble_engine(
         forced = get_force_num_accepted_tokens() or -1
     if forced >= 0:
         logger.warning("acceptance is forced to %d drafts a step: the output is NOT the model's (lossy)", forced)
-    allocator = BlockAllocator(assembly.num_blocks, config.block_size)
+    allocator = BlockAllocator(assembly.num_blocks, config.block_size, config.debug)
     reuse = prefix_reuse(allocator, mode) if config.enable_prefix_caching and forced < 0 else None
     scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, K, reuse)
-    loop = StepLoop(
+    # Who looks at tokens or states on the host between two steps cannot let the next one start before.
+    overlaps = assembly.gpu is not None and drafter is None and collector is None
+    loop = (OverlapLoop if overlaps and not config.disable_overlap_scheduler else StepLoop)(
         scheduler,
         BatchAssembler(mode, K, forced, assembly.graph_draft_lens),
-        executable,
+        cast("AsyncExecutable", executable),
         Proposer(drafter, drafting, target.vocab_size),
         target.vocab_size,
         collector,
@@ -264,6 +299,7 @@ def assemble_engine(
         config.seed,
         use_generation_config=config.generation_config == "auto",
         executables=assembly.executables,
+        debug=config.debug,
     )
 
 

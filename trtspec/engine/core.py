@@ -28,6 +28,7 @@ class EngineCore:
         seed: int,
         use_generation_config: bool,
         executables: Sequence[TimedExecutable],
+        debug: bool = False,
     ) -> None:
         self.loop = loop
         self.model = model
@@ -37,6 +38,7 @@ class EngineCore:
         self.seed = seed
         self.defaults = dict(model.generation_defaults) if use_generation_config else {}
         self.executables = executables  # target first, then the draft's
+        self.debug = debug
         self.stats = EngineStats()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         self.eos_ids = model.eos_token_ids | (frozenset() if tokenizer_eos is None else {tokenizer_eos})
@@ -106,7 +108,7 @@ class EngineCore:
             if emission.finished:
                 self._count(emission.request)
         self._count_saved()
-        if not self.has_work:
+        if self.debug or not self.has_work:
             self.check()
         return emissions
 

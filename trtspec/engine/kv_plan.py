@@ -17,11 +17,11 @@ def plan_kv_blocks(assembly: Assembly) -> int:
     """Blocks of the cache, scratch included: those that graphs take, if they take no others."""
     wanted, fixed = wanted_kv_blocks(assembly), fixed_kv_blocks(assembly)
     if fixed is None:
-        affordable = free_memory() // 4 // _bytes_per_block(assembly)
+        affordable = free_memory() // 4 // bytes_per_block(assembly)
         return wanted or max(min(full_kv_blocks(assembly), affordable), 2)
     if wanted is None or wanted == fixed or (assembly.config.kv_cache_memory is not None and wanted > fixed):
         return fixed
-    needed = fixed * _bytes_per_block(assembly)
+    needed = fixed * bytes_per_block(assembly)
     raise ConfigError(
         f"the engine was built with num_kv_blocks = {fixed}, which take {needed} bytes; {wanted} were asked for: "
         f"rebuild it with --num_kv_blocks {wanted}, or leave num_kv_blocks and kv_cache_memory unset"
@@ -30,7 +30,7 @@ def plan_kv_blocks(assembly: Assembly) -> int:
 
 def wanted_kv_blocks(assembly: Assembly) -> int | None:
     """As many as num_kv_blocks or kv_cache_memory ask for. CapacityError if that is not enough for anything."""
-    config, per_block = assembly.config, _bytes_per_block(assembly)
+    config, per_block = assembly.config, bytes_per_block(assembly)
     if config.kv_cache_memory is None:
         return config.num_kv_blocks
     blocks = config.kv_cache_memory // per_block
@@ -55,7 +55,8 @@ def fixed_kv_blocks(assembly: Assembly) -> int | None:
     return next((CompiledStep.from_dict(one).kv_blocks for one in executables), None)
 
 
-def _bytes_per_block(assembly: Assembly) -> int:
+def bytes_per_block(assembly: Assembly) -> int:
+    """Of K and V in all layers of target and draft."""
     return assembly.config.block_size * kv_bytes_per_token(assembly)
 
 

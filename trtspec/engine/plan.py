@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 from trtspec.backends.describe import Calls, GraphPlan, at_draft_len, describe_graph, plugins
 from trtspec.backends.export import Step, graph_kinds
 from trtspec.backends.table import Backend
-from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, profiles
+from trtspec.backends.tensorrt_profiles import Profile, TensorRTOptions, profiles
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import Assembly, plan_assembly
 from trtspec.engine.build import engine_backend, graph_draft_lens, largest_sizes, steps, use_linear_cache
-from trtspec.models.layers import Linear, weight_bytes
+from trtspec.engine.memory import Activation, activations, table_bytes
+from trtspec.models.layers import weight_bytes
 from trtspec.models.specs import DecoderSpec
 from trtspec.models.weights import missing_weights
 
@@ -45,20 +45,6 @@ class KVPlan:
     @property
     def bytes(self) -> int:
         return self.blocks * self.bytes_per_block
-
-
-@dataclass(frozen=True)
-class Activation:
-    """A large tensor inside a launch of the largest size."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-
-    @classmethod
-    def of(cls, name: str, dtype: torch.dtype, *shape: int) -> Activation:
-        return cls(name, str(dtype).removeprefix("torch."), shape, prod(shape) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -199,8 +185,8 @@ def _executable(
         ),
         weights=weights,
         weights_per_step=step.weight_bytes_per_step,
-        tables=_table_bytes(step),
-        activations=_activations(step, sizes),
+        tables=table_bytes(step),
+        activations=activations(step, sizes),
         profiles={
             graph.draft_len: profiles(
                 [tensor.name for tensor in graph.inputs],
@@ -213,27 +199,6 @@ def _executable(
         },
         plugins=plugins(graphs[-1].calls, sizes.linear) if backend.profiles else (),
     )
-
-
-def _activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
-    spec, dtype = step.decoder.spec, step.decoder.norm.weight.dtype
-    B, T, R = sizes.batch_size, sizes.rows, sizes.batch_size * (sizes.draft_len + 1)
-    found = [
-        Activation.of("logits", torch.float32, R, spec.vocab_size),
-        Activation.of("hidden states", dtype, T, spec.hidden_size),
-        Activation.of("gate and up of an MLP", dtype, T, 2 * spec.intermediate_size),
-    ]
-    if step.num_captured:
-        found.append(Activation.of("captured hidden states", dtype, T, step.num_captured * spec.hidden_size))
-    if step.draft_vocab_size:
-        found.append(Activation.of("logits of drafts", torch.float32, B, step.draft_vocab_size))
-    return tuple(found)
-
-
-def _table_bytes(step: Step) -> int:
-    """Of buffers that belong to no weight, each once."""
-    weights = {id(tensor) for part in step.modules() if isinstance(part, Linear) for tensor in part.beside}
-    return sum(tensor.nbytes for tensor in step.buffers() if id(tensor) not in weights)
 
 
 def _name(dtype: torch.dtype) -> str:

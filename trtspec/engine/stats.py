@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trtspec.core import Executable, PhaseMethod, StepInputs, StepOutputs
+from trtspec.core import AsyncExecutable, Carry, Executable, Launch, PhaseMethod, StepInputs, StepOutputs
 from trtspec.outputs import SpeculationStats
 
 
@@ -35,6 +35,36 @@ class TimedExecutable:
     def phases(self) -> Sequence[PhaseMethod]:
         """See core.Executable."""
         return self.inner.phases()
+
+
+class TimedAsyncExecutable(TimedExecutable):
+    """As TimedExecutable; of a launch that is not waited for at once, the seconds are those of the host."""
+
+    inner: AsyncExecutable
+
+    def __init__(self, inner: AsyncExecutable, weight_bytes: int, kv_bytes: int) -> None:
+        super().__init__(inner, weight_bytes, kv_bytes)
+
+    def launch(self, inputs: StepInputs, carry: Carry | None = None) -> Launch:
+        """See core.AsyncExecutable."""
+        start = time.perf_counter()
+        try:
+            return _TimedLaunch(self, self.inner.launch(inputs, carry))
+        finally:
+            self.launches += 1
+            self.seconds += time.perf_counter() - start
+
+
+class _TimedLaunch:
+    def __init__(self, owner: TimedAsyncExecutable, inner: Launch) -> None:
+        self.owner, self.inner = owner, inner
+
+    def wait(self) -> StepOutputs:
+        start = time.perf_counter()
+        try:
+            return self.inner.wait()
+        finally:
+            self.owner.seconds += time.perf_counter() - start
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trtspec.core import KVLayer
 from trtspec.errors import CapacityError
@@ -38,3 +39,14 @@ def allocate_layers(
         tensors.append(pool[start : start + length].view(shape))
         start += step
     return tuple(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def allocate_on(
+    device: torch.device, shapes: Sequence[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype
+) -> tuple[KVLayer, ...]:
+    """As allocate_layers, on a GPU, where whoever asks has counted what there is."""
+
+    def zeros(heads: int, head_dim: int) -> Tensor:
+        return torch.zeros(num_blocks, block_size, heads, head_dim, dtype=dtype, device=device)
+
+    return tuple((zeros(*shape), zeros(*shape)) for shape in shapes)

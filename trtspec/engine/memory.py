@@ -1,0 +1,48 @@
+"""What a step takes of memory beside its KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from trtspec.backends.export import Step
+from trtspec.backends.tensorrt_profiles import Sizes
+from trtspec.models.layers import Linear
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A large tensor inside a launch of the largest size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype, *shape: int) -> Activation:
+        return cls(name, str(dtype).removeprefix("torch."), shape, prod(shape) * dtype.itemsize)
+
+
+def activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
+    """Those of a launch of these sizes that are large."""
+    spec, dtype = step.decoder.spec, step.decoder.norm.weight.dtype
+    B, T, R = sizes.batch_size, sizes.rows, sizes.batch_size * (sizes.draft_len + 1)
+    found = [
+        Activation.of("logits", torch.float32, R, spec.vocab_size),
+        Activation.of("hidden states", dtype, T, spec.hidden_size),
+        Activation.of("gate and up of an MLP", dtype, T, 2 * spec.intermediate_size),
+    ]
+    if step.num_captured:
+        found.append(Activation.of("captured hidden states", dtype, T, step.num_captured * spec.hidden_size))
+    if step.draft_vocab_size:
+        found.append(Activation.of("logits of drafts", torch.float32, B, step.draft_vocab_size))
+    return tuple(found)
+
+
+def table_bytes(step: Step) -> int:
+    """Of buffers that belong to no weight, each once."""
+    weights = {id(tensor) for part in step.modules() if isinstance(part, Linear) for tensor in part.beside}
+    return sum(tensor.nbytes for tensor in step.buffers() if id(tensor) not in weights)
