@@ -1,0 +1,87 @@
+"""What a GPU's memory is planned for, and what is said where it is too little. No GPU is asked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_checkpoint, make_eagle3
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.assemble import Assembly, plan_assembly
+from trtspec.engine.gpu_plan import gpu_memory, plan_gpu_blocks
+from trtspec.engine.kv_plan import bytes_per_block
+from trtspec.errors import CapacityError
+from trtspec.models.layers import weight_bytes
+
+MUCH = 10**10
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half of its 1.6 MB are in linears that can be quantised."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 400, "num_hidden_layers": 2, "head_dim": 32}
+    return make_checkpoint(tmp_path_factory.mktemp("gpu_plan"), "llama", **sizes)
+
+
+def assembly(target: Path, speculation: dict[str, Any] | None = None, **options: Any) -> Assembly:
+    fields = {"max_batch_size": 4, "max_num_tokens": 256, "max_seq_len": 128, "backend": "cuda", **options}
+    return plan_assembly(target, SpeculativeConfig.from_any(speculation), EngineConfig(**fields), pack=False)
+
+
+def parts(model: Assembly, free: int = MUCH) -> int:
+    """All but the cache and the margin."""
+    return sum(size for name, size in gpu_memory(model, free).items() if name != "margin")
+
+
+@pytest.mark.parametrize("mode", ["none", "eagle3", "draft_model"])
+def test_weights_are_counted_as_they_will_be_loaded(target: Path, tmp_path: Path, mode: str) -> None:
+    speculation = None
+    if mode != "none":
+        head = make_eagle3(tmp_path, target, (0, 1), tuple(range(11))) if mode == "eagle3" else target
+        speculation = {"method": mode, "model": str(head), "num_speculative_tokens": 2}
+    model = assembly(target, speculation)
+    loaded = weight_bytes(model.target_step()[0])
+    if mode == "draft_model":
+        loaded += weight_bytes(model.draft_step()[0])
+    assert gpu_memory(model, MUCH)["weights"] == loaded > 10**6
+
+
+def test_the_cache_takes_what_is_left_up_to_full_sequences(target: Path) -> None:
+    model = assembly(target)
+    assert plan_gpu_blocks(model, MUCH) == 4 * 128 // 16 + 1
+    for blocks in (5, 9, 20):
+        free = -(-(parts(model) + blocks * bytes_per_block(model)) * 100 // 95) + 100
+        assert plan_gpu_blocks(model, free) == blocks
+    assert plan_gpu_blocks(assembly(target, num_kv_blocks=7), MUCH) == 7
+    assert plan_gpu_blocks(assembly(target, num_kv_blocks=3), MUCH) == 3
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(target: Path) -> None:
+    model = assembly(target, num_kv_blocks=1000)
+    free = (parts(model) + 500 * bytes_per_block(model)) * 100 // 95
+    with pytest.raises(CapacityError, match=r"1000 KV blocks of 16 tokens take .* num_kv_blocks = (\d+) fit") as error:
+        plan_gpu_blocks(model, free)
+    fitting = int(re.findall(r"num_kv_blocks = (\d+)", str(error.value))[0])
+    assert 495 <= fitting <= 500
+    assert plan_gpu_blocks(assembly(target, num_kv_blocks=fitting), free) == fitting
+
+
+def test_what_would_fit_is_said_and_does(target: Path) -> None:
+    """Every setting that is named does fit; with graphs off there is more room, too."""
+    model = assembly(target, max_num_tokens=2048)
+    needed = parts(model) + 5 * bytes_per_block(model)
+    with pytest.raises(CapacityError, match="these would fit: ") as error:
+        plan_gpu_blocks(model, needed)
+    named = re.findall(r"(quantization|max_num_tokens|max_batch_size) = ('\w+'|\d+)", str(error.value))
+    assert {name for name, _ in named} >= {"quantization", "max_num_tokens"}
+    for name, value in named:
+        change = {"max_num_tokens": 2048, name: value.strip("'") if "'" in value else int(value)}
+        assert plan_gpu_blocks(assembly(target, **change), needed) >= 2
+    with pytest.raises(CapacityError, match="no smaller setting of this model fits"):
+        plan_gpu_blocks(model, 10**5)
+    less = parts(assembly(target, enable_cuda_graph=False))
+    assert less < parts(assembly(target))
