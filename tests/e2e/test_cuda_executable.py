@@ -16,9 +16,13 @@ from tests.async_stand_in import HostQueue, random_delay
 from tests.checkpoints import make_eagle3
 from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, perturbed, run_alone, run_together
 from trtspec import LLM, SamplingParams
+from trtspec.backends import cuda_aoti
 from trtspec.backends.cudagraph import LaunchLimits
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import SamplingTensors
 from trtspec.engine import assemble
+from trtspec.engine.build import build_engine
 from trtspec.engine.overlap import OverlapLoop
 from trtspec.workers.eagle import Eagle3OneModelWorker
 
@@ -111,6 +115,26 @@ def test_ids_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueu
         accepted = run.speculation.acceptance_per_position
         assert len(accepted) == K
         assert all(0 < rate < 1 for rate in accepted)
+
+
+@pytest.mark.slow
+def test_an_engine_folder(
+    models: dict[str, Path], work: HostQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of AOTInductor's graphs, compiled for the CPU that stands in for the GPU."""
+    monkeypatch.setattr(cuda_aoti, "open_gpu", lambda: work.device)
+    cases = draw_cases(16, 5, most_prompt=60, most_tokens=40)
+    config = EngineConfig(backend="cuda", max_batch_size=5, max_num_tokens=48, block_size=4)
+    eagle3 = SpeculativeConfig.from_any(speculation(models, "eagle3"))
+    build_engine(models["target"], tmp_path / "engine", eagle3, config)
+    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
+        outcomes = run_alone(llm.engine, cases)
+    with LLM(tmp_path / "engine", num_kv_blocks=90, debug=True) as llm:
+        assert isinstance(llm.engine.loop, OverlapLoop)
+        assert isinstance(llm.engine.loop.target.inner, cuda_aoti.AotiOnCuda)
+        assert run_together(llm.engine, cases).outcomes == outcomes
+        assert_all_blocks_free(llm)
+    assert work.num_replayed >= 10
 
 
 def test_without_graphs_the_same_runs_kernel_by_kernel(models: dict[str, Path], work: HostQueue) -> None:

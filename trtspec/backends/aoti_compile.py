@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import Step, example_batch, export_step, graph_kinds, input_names
+from trtspec.backends.export import Step, example_batch, export_step, graph_kinds, input_names, moved
 from trtspec.core import KVLayer
 from trtspec.errors import DependencyError, EngineError
 from trtspec.ops import graph_calls, kernel_interface
@@ -50,15 +50,29 @@ def compile_step(
 ) -> CompiledStep:
     """Compile `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a uniform one if it
     makes drafts. `report` hears what is being done."""
-    dtype = step.decoder.norm.weight.dtype
+    wanted = list(itertools.product(sorted(draft_lens), graph_kinds(step).values()))
+    return compile_graphs(step, kv_shapes, block_size, wanted, folder, report)
+
+
+def compile_graphs(
+    step: Step,
+    kv_shapes: Sequence[tuple[int, int]],
+    block_size: int,
+    wanted: Sequence[tuple[int, bool]],
+    folder: Path,
+    report: Callable[[str], None],
+) -> CompiledStep:
+    """Graphs for these (K, uniform), for the device that the step is on."""
+    norm = step.decoder.norm.weight
     weights: dict[str, Tensor] = {}
     graphs = []
     direct = graph_calls()
-    for K, (kind, uniform) in itertools.product(sorted(draft_lens), graph_kinds(step).items()):
+    for K, uniform in wanted:
+        kind = "uniform" if uniform else "ragged"
         report(f"{kind} graph for K = {K}: tracing")
-        example = example_batch(K, block_size, uniform)
+        example = moved(example_batch(K, block_size, uniform), norm.device)
         blocks = int(example.attn.block_tables.max()) + 1
-        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in kv_shapes]
+        kv = [tuple(norm.new_zeros(blocks, block_size, h, d) for _ in "kv") for h, d in kv_shapes]
         program = export_step(step, example, cast("list[KVLayer]", kv), uniform)
         report(f"{kind} graph for K = {K}: compiling")
         file = folder / f"{kind}_k{K}.pt2"
@@ -75,12 +89,12 @@ def compile_step(
             weights[name] = tensor
         graphs.append(Graph(file.name, K, uniform, input_names(step, uniform)))
     report("writing weights")
-    save_file({name: tensor.contiguous().clone() for name, tensor in weights.items()}, folder / WEIGHTS)
+    save_file({name: tensor.contiguous().clone().cpu() for name, tensor in weights.items()}, folder / WEIGHTS)
     return CompiledStep(
         graphs=tuple(graphs),
         outputs=step.outputs,
         kv=tuple(kv_shapes),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(norm.dtype).removeprefix("torch."),
         vocab_size=step.decoder.spec.vocab_size,
         weight_bytes=step.weight_bytes_per_step,
         kernels=kernel_interface(),

@@ -9,7 +9,7 @@ functional step, with functional ones (ONNX, TensorRT), whose new KV tensors are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any, cast
 
@@ -138,6 +138,15 @@ def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, .
 def graph_inputs(inputs: StepInputs, names: Sequence[str]) -> dict[str, Tensor]:
     """A step's inputs as the graph takes them."""
     return dict(zip(names, graph_reader(names)(inputs), strict=True))
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A step value with all of its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
+    return value
 
 
 def graph_outputs(outputs: StepOutputs) -> dict[str, Tensor]:

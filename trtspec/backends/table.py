@@ -28,6 +28,7 @@ class Backend:
     profiles: bool = False
     symmetric: bool = False  # 4-bit weights without zero points
     only_float32: bool = False
+    on_gpu: bool = False  # through torch: executables are cudagraph.CudaExecutables
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """UnsupportedError for a model's dtype that its graphs cannot compute in."""
@@ -63,6 +64,15 @@ _AOTI, _ONNX, _TENSORRT = "trtspec.backends.aoti", "trtspec.backends.onnx", "trt
 BACKENDS = {
     row.name: row
     for row in (
+        Backend(
+            "cuda",
+            "trtspec.backends.cuda_aoti:AotiOnCuda",
+            "trtspec.backends.cuda_aoti",
+            functional=False,
+            packs=False,
+            extra=None,
+            on_gpu=True,
+        ),
         Backend("aoti", f"{_AOTI}:AotiExecutable", f"{_AOTI}_compile", functional=False, packs=True, extra=None),
         Backend(
             "onnx",

@@ -192,8 +192,12 @@ def sha256(file: Path) -> str:
 
 
 def machine(backend: str) -> dict[str, Any]:
-    """What compiled graphs depend on. Those of aoti use every instruction of the CPU they were built on."""
+    """What compiled graphs depend on. Those of aoti use every instruction of the CPU they were built on, those of cuda
+    are code for one kind of GPU."""
     trtspec = {"trtspec": importlib.metadata.version("trtspec")}
+    if backend == "cuda":
+        gpu = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
+        return {**trtspec, "torch": str(torch.__version__), "gpu": gpu}
     if backend != "aoti":
         return trtspec
     return {

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trtspec.backends.compiled import CompiledStep
-from trtspec.backends.cudagraph import LaunchLimits, ModuleOnCuda, module_graphs
+from trtspec.backends.cudagraph import CudaExecutable, LaunchLimits, ModuleOnCuda, module_graphs
 from trtspec.backends.device import CudaQueue, WorkQueue, free_memory, open_gpu
 from trtspec.backends.eager import EagerExecutable
 from trtspec.backends.export import Step
@@ -162,26 +162,35 @@ class Assembly:
         return self._timed(EagerExecutable(step, kv), step.weight_bytes_per_step, kv)
 
     def _on_gpu(self, step: Step, shapes: list[tuple[int, int]], gpu: WorkQueue) -> Executable:
-        config, dtype = self.config, step.decoder.norm.weight.dtype
         step.to(gpu.device)
-        kv = allocate_on(gpu.device, shapes, self.num_blocks, config.block_size, dtype)
+        draft_len = 0 if self.executables else self.max_draft_len  # the target comes first
+        compiled = module_graphs(step, shapes, range(draft_len + 1), self.config.enable_cuda_graph)
+        kv = allocate_on(gpu.device, shapes, self.num_blocks, self.config.block_size, step.decoder.norm.weight.dtype)
+        return self._graphed(ModuleOnCuda(step, compiled, kv, gpu, self._limits()))
+
+    def _graphed(self, executable: CudaExecutable) -> Executable:
         role = "draft" if self.executables else "target"
-        draft_len = self.max_draft_len if role == "target" else 0
-        compiled = module_graphs(step, shapes, range(draft_len + 1), config.enable_cuda_graph)
-        if compiled.makes_drafts:
-            self.graph_draft_lens = compiled.draft_lens
-        sizes = Sizes.of(config, self.max_seq_len, draft_len, self.num_blocks)
-        executable = ModuleOnCuda(step, compiled, kv, gpu, LaunchLimits(config.max_batch_size, sizes.columns))
         executable.capture(lambda done, total: self.report(f"capturing CUDA graphs of the {role}: {done} of {total}"))
-        kv_bytes = sum(tensor.nbytes for layer in kv for tensor in layer)
-        timed = TimedAsyncExecutable(executable, step.weight_bytes_per_step, kv_bytes)
+        if executable.compiled.makes_drafts:
+            self.graph_draft_lens = executable.compiled.draft_lens
+        kv_bytes = sum(tensor.nbytes for layer in executable.kv for tensor in layer)
+        timed = TimedAsyncExecutable(executable, executable.compiled.weight_bytes, kv_bytes)
         self.executables.append(timed)
         return timed
+
+    def _limits(self) -> LaunchLimits:
+        sizes = Sizes.of(self.config, self.max_seq_len, self.max_draft_len, self.num_blocks)
+        return LaunchLimits(sizes.batch_size, sizes.columns)
 
     def _compiled(self, built: EngineFolder, role: str) -> Executable:
         compiled = CompiledStep.from_dict(built.data["executables"][role])
         executable = BACKENDS[built.backend].load_executable()
         executable.check(compiled)
+        if self.gpu is not None:
+            dtype = DTYPES[compiled.dtype]
+            there = allocate_on(self.gpu.device, compiled.kv, self.num_blocks, self.config.block_size, dtype)
+            graphed = cast("type[CudaExecutable]", executable)
+            return self._graphed(graphed(compiled, built.path / role, there, self.gpu, self._limits()))
         kv = executable.allocate_kv(compiled, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
         if compiled.makes_drafts:
             self.graph_draft_lens = compiled.draft_lens

@@ -74,12 +74,15 @@ def build_engine(
             folder = staging / role
             folder.mkdir(parents=True)
             shapes = [shape for spec in layers for shape in spec.kv_shapes]
+            draft_lens = set(graph_draft_lens(step, assembly.resolved))
+            if backend.on_gpu and role == "target" and draft_lens == {0}:
+                draft_lens.add(assembly.max_draft_len)  # those of a drafter beside it
             fixed = {"sizes": largest_sizes(assembly, role, options), "options": options} if backend.profiles else {}
             compiled = compile_step(
                 step,
                 shapes,
                 config.block_size,
-                graph_draft_lens(step, assembly.resolved),
+                sorted(draft_lens),
                 folder,
                 lambda what, role=role: report(f"{role}: {what}"),
                 **fixed,
