@@ -10,3 +10,62 @@ What is shown without a GPU: the kernels' results, in Triton's interpreter (TRIT
 That the compiled kernels give the same results on a GPU is not, and none has been timed or tuned: attention loads
 element by element, as nothing promises it aligned pointers.
 """
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+import torch
+
+OPS = {
+    "spec_sample": "sample",
+    "spec_accept": "accept",
+    "kv_compact_": "compact",
+}
+"""Op -> the file here whose function of that name, called with the op's arguments, launches its kernel."""
+
+LEAST_CAPABILITY = (8, 0)
+_libraries: list[torch.library.Library] = []  # what one registers lasts as long as it does
+
+
+def load() -> str:
+    """Register the kernels with torch for CUDA; returns what runs them, or "" where torch sees no GPU.
+
+    TRTSPEC_TRITON=interpret in the environment registers them for the CPU instead, to run in Triton's interpreter: for
+    debugging and tests, as it is slow beyond use. It wants TRITON_INTERPRET=1, too, and TRTSPEC_PLUGINS=triton, or the
+    C++ kernels are registered for the CPU as well. ImportError where the kernels cannot run.
+    """
+    asked = os.environ.get("TRTSPEC_TRITON")
+    if asked not in (None, "", "interpret"):
+        raise ImportError(f"TRTSPEC_TRITON={asked}: it may be interpret, or not be set")
+    if asked:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise ImportError("TRTSPEC_TRITON=interpret wants TRITON_INTERPRET=1 in the environment, too")
+        return f"interpreted, Triton {register('CPU')}"
+    if not torch.cuda.is_available():
+        return ""
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < LEAST_CAPABILITY:
+        least = "sm_{}{}".format(*LEAST_CAPABILITY)
+        raise ImportError(f"{torch.cuda.get_device_name()} is sm_{major}{minor}, and they want {least} or newer")
+    return f"sm_{major}{minor}, Triton {register('CUDA')}"
+
+
+def register(key: str) -> str:
+    """Register the kernels for one of torch's dispatch keys; returns Triton's version. ImportError without Triton."""
+    version: str = import_triton().__version__
+    library = torch.library.Library("trtspec", "IMPL")
+    _libraries.append(library)
+    for op, module in OPS.items():
+        library.impl(op, getattr(importlib.import_module(f"{__name__}.{module}"), op), key)
+    return version
+
+
+def import_triton() -> ModuleType:
+    """Triton, or an ImportError that says how to get it."""
+    try:
+        return importlib.import_module("triton")
+    except ImportError as error:
+        raise ImportError(f"Triton is missing ({error}): pip install 'trtspec[triton]'") from error

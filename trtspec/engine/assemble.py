@@ -264,7 +264,7 @@ def assemble_engine(
         )
     on_gpu = config.backend == "cuda"
     gpu = open_gpu() if on_gpu else None
-    assembly = plan_assembly(model, speculative, config, pack=bool(load_plugins()) and not on_gpu)
+    assembly = plan_assembly(model, speculative, config, pack="cpu" in load_plugins() and not on_gpu)
     assembly.report = progress
     mode, target, draft, resolved = assembly.mode, assembly.target, assembly.draft, assembly.resolved
     K = assembly.max_draft_len

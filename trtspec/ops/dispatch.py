@@ -33,19 +33,27 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any])
 
 @functools.cache
 def load_plugins() -> dict[str, str]:
-    """Load every installed kernel package (entry points of group `trtspec.plugins`): name -> what it says of itself.
+    """Load installed kernel packages (entry points of group `trtspec.plugins`): name -> what it says of itself.
 
-    An entry point names a function that registers kernels for a dispatch key. One that fails is reported, in one line,
-    and skipped: the references serve. TRTSPEC_PLUGINS=0 in the environment skips all of them.
+    An entry point names a function that registers kernels for a dispatch key and says which they are, or registers
+    none and returns "" where there is nothing for them to run on. One that fails is reported, in one line, and skipped:
+    the references serve. TRTSPEC_PLUGINS in the environment has the names of those to load ("cpu,triton"), or is 0 for
+    none; all are loaded if it is not set.
     """
+    found = {entry_point.name: entry_point for entry_point in importlib.metadata.entry_points(group=PLUGIN_GROUP)}
+    asked = os.environ.get("TRTSPEC_PLUGINS")
+    names = list(found) if not asked else [] if asked == "0" else [name.strip() for name in asked.split(",")]
     loaded: dict[str, str] = {}
-    if os.environ.get("TRTSPEC_PLUGINS") == "0":
-        return loaded
-    for entry_point in importlib.metadata.entry_points(group=PLUGIN_GROUP):
+    for name in names:
+        if name not in found:
+            known = ", ".join(found) or "none"
+            logger.warning("TRTSPEC_PLUGINS=%s: %r is not installed; there are: %s", asked, name, known)
+            continue
         try:
-            loaded[entry_point.name] = str(entry_point.load()())
+            if said := str(found[name].load()()):
+                loaded[name] = said
         except Exception as error:
-            logger.warning("%s kernels do not serve, the reference kernels do: %s", entry_point.name, error)
+            logger.warning("%s kernels do not serve, the reference kernels do: %s", name, error)
     return loaded
 
 
