@@ -14,18 +14,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+from trtspec_plugins.triton.compile import ARCHITECTURES, BuildError, Kernel, compile_kernel, compiler, number
+
 PTX_VERSION = 87  # CUDA 12.8: old enough for every driver that TensorRT 11 runs with, new enough for sm_120
 COMMON_ATTENTION = tuple(f"SpecAttention-bf16-d{head_dim}-g{group}" for head_dim in (64, 128) for group in (1, 2, 4, 8))
 COMMON_COMPACTION = tuple(f"KvCompact-bf16-l{length}" for length in (8, 16, 32, 64))
 _SOURCES = Path(__file__).parent
 _HIDDEN = 2  # pointers that Triton appends to a kernel's parameters: global scratch and profile scratch
-
-
-class BuildError(Exception):
-    """The kernels could not be compiled. The message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +60,16 @@ def sources_digest() -> str:
 
 
 def compiled_for(name: str, architecture: str) -> Compiled:
-    """What a kernel was compiled to for "sm_90", or else for an older one whose PTX serves newer GPUs too.
+    """What a kernel was compiled to for "sm_90" ("sm_90a"), or else for an older one whose PTX serves newer GPUs too.
 
     LookupError, with the command that helps, where there is none or it is out of date.
     """
     command = f"run build_scripts/build_plugins.py --target tensorrt --arch {architecture} --kernels {name}"
+    wanted = number(architecture)
     ours = {key: line for key, line in manifest().items() if key.startswith(f"{name}-sm_")}
-    exact = ours.get(f"{name}-{architecture}")
-    portable = [
-        line for line in ours.values() if line.target[-1].isdigit() and _number(line.target) <= _number(architecture)
-    ]
-    found = exact or max(portable, key=lambda line: _number(line.target), default=None)
+    exact = ours.get(f"{name}-sm_{wanted}")
+    portable = [line for line in ours.values() if line.target[-1].isdigit() and number(line.target) <= wanted]
+    found = exact or max(portable, key=lambda line: number(line.target), default=None)
     if found is None:
         raise LookupError(f"the kernel {name} is not compiled for {architecture}: {command}")
     if not found.digest.startswith(sources_digest()):
@@ -82,33 +77,22 @@ def compiled_for(name: str, architecture: str) -> Compiled:
     return found
 
 
-def _number(architecture: str) -> int:
-    return int(architecture[3:].rstrip("af"))
-
-
 def build(
     architectures: Sequence[str] = ARCHITECTURES,
     names: Sequence[str] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Compiled]:
-    """Compile kernels for each architecture ("sm_90") unless that is done; returns the manifest. BuildError.
+    """Compile kernels for each architecture ("sm_90", "sm_90a") unless that is done; returns the manifest. BuildError.
 
     names: which of kernels.py; else those that serve every model, COMMON_ATTENTION and COMMON_COMPACTION.
     """
-    wrong = [name for name in architectures if not re.fullmatch(r"sm_\d{2,3}", name)]
-    if wrong:
-        raise BuildError(f"{', '.join(wrong)}: an architecture is written like sm_90")
-    try:
-        import triton
-    except ImportError as error:
-        raise BuildError(f"Triton is missing ({error}): pip install 'trtspec[triton]'") from error
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise BuildError("TRITON_INTERPRET=1 asks for the interpreter, which compiles nothing: unset it")
+    numbers = [number(architecture) for architecture in architectures]
+    triton = compiler()
     from trtspec_plugins.tensorrt.kernels import KERNELS, kernel
 
     done, digest = manifest(), f"{sources_digest()}-triton-{triton.__version__}"
     folder().mkdir(parents=True, exist_ok=True)
-    for architecture in architectures:
+    for architecture in (f"sm_{wanted}" for wanted in numbers):
         for name in names or (*KERNELS, *COMMON_ATTENTION, *COMMON_COMPACTION):
             key = f"{name}-{architecture}"
             if key in done and done[key].digest == digest and (folder() / done[key].file).is_file():
@@ -127,27 +111,15 @@ def build(
     return done
 
 
-def _compile(kernel: Any, architecture: str, file: str, digest: str) -> tuple[str, Compiled]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    constants = kernel.constants
-    types = {**kernel.signature, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(kernel.function, types, constants)
-    options = {"num_warps": kernel.num_warps, "ptx_version": PTX_VERSION, **kernel.options}
-    try:
-        made = triton.compile(source, target=GPUTarget("cuda", int(architecture[3:]), 32), options=options)
-    except Exception as error:
-        raise BuildError(f"{file}: Triton {triton.__version__} did not compile it: {error}") from error
-    scratch = made.metadata.global_scratch_size or made.metadata.profile_scratch_size
-    if scratch:
-        raise BuildError(f"{file}: the kernel wants {scratch} bytes of scratch memory, which TensorRT does not give it")
-    ptx = without_hidden_parameters(made.asm["ptx"], len(kernel.signature))
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert target is not None
-    launch = (made.metadata.num_warps * 32, made.metadata.shared)
-    return ptx, Compiled(file, made.metadata.name, len(kernel.signature), *launch, target[1], digest)
+def _compile(kernel: Kernel, architecture: str, file: str, digest: str) -> tuple[str, Compiled]:
+    binary = compile_kernel(kernel, architecture, ptx_version=PTX_VERSION)
+    if binary.scratch_bytes:
+        raise BuildError(
+            f"{file}: the kernel wants {binary.scratch_bytes} bytes of scratch memory, which TensorRT does not give it"
+        )
+    ptx = without_hidden_parameters(binary.ptx, len(kernel.signature))
+    launch = (binary.num_threads, binary.shared_bytes)
+    return ptx, Compiled(file, binary.entry, len(kernel.signature), *launch, binary.target, digest)
 
 
 def without_hidden_parameters(ptx: str, parameters: int) -> str:

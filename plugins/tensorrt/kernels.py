@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Any
 
 import triton
 from trtspec_plugins.triton import accept, attention, compact, logits, sample
+from trtspec_plugins.triton.compile import Kernel
 from trtspec_plugins.triton.launch import left_rows, path_tile
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel to compile ahead of time: `signature` has the types of its arguments, in Triton's spelling."""
-
-    function: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int = 4
-    options: dict[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})  # roundings: see triton/
-
-    @property
-    def num_integers(self) -> int:
-        return sum(not spelled.startswith("*") for spelled in self.signature.values())
-
 
 _SAMPLE = {"logits": "*fp32", "greedy": "*i1", "seeds": "*i64", "positions": "*i64"}
 _SAMPLE_REST = {"V": "i32", "num_seeds": "i32", "tokens": "*i64"}

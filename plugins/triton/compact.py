@@ -78,5 +78,5 @@ def kv_compact_(
         k_cache, v_cache, block_tables, starts, path,
         block_tables.shape[1], num_blocks, block_size, width, L,
         k_cache, v_cache,
-        ROWS=rows, ELEMENTS=elements, num_warps=NUM_WARPS,
+        ROWS=rows, ELEMENTS=elements, num_warps=NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
