@@ -58,10 +58,7 @@ def _compact(dtype: str, length: int) -> object:
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {
-    "spec_attention-bf16-d128-g1": lambda: _attention("bf16", 128, 1),
-    "spec_attention-bf16-d128-g4": lambda: _attention("bf16", 128, 4),
     "spec_attention-bf16-d64-g8": lambda: _attention("bf16", 64, 8),
-    "spec_attention-fp32-d64-g4": lambda: _attention("fp32", 64, 4),
     "process_logits": _logits,
     "spec_sample": lambda: _sample(own_ids=False),
     "spec_sample-own-ids": lambda: _sample(own_ids=True),
