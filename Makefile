@@ -12,6 +12,7 @@ test: .venv/.dev .venv/.plugins
 	$(BIN)/mypy
 	TRTSPEC_PLUGINS=0 $(BIN)/python -m pytest -q tests/unit/test_ops_*.py
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/plugins/test_triton_*.py || test $$? -eq 5 # none: no Triton
 
 # The kernels' tests with every instruction set this machine has, then checked for bad addresses and undefined behaviour.
 test-kernels: .venv/.dev .venv/.plugins

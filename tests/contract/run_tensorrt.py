@@ -46,12 +46,7 @@ def main(arguments: list[str]) -> int:
         return 0
     plain = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    status = subprocess.run([*command, "tests/contract"], cwd=ROOT, env=plain, check=False).returncode
-    interpreted = {**plain, "TRITON_INTERPRET": "1"}  # read when kernels are defined, so in a process of its own
-    kernels = [str(file) for file in sorted((ROOT / "tests" / "plugins").glob("test_triton_*.py"))]
-    if kernels:
-        status |= subprocess.run([*command, *kernels], cwd=ROOT, env=interpreted, check=False).returncode
-    return status
+    return subprocess.run([*command, "tests/contract"], cwd=ROOT, env=plain, check=False).returncode
 
 
 def environment() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import logging
 import os
@@ -141,6 +142,12 @@ def test_without_triton_the_command_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ImportError, match=r"Triton is missing \(.*\): pip install 'trtspec\[triton\]'"):
         triton_kernels.register("CUDA")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is there for Linux alone")
+def test_triton_is_there() -> None:
+    """Every other test of its kernels is skipped without it."""
+    assert importlib.util.find_spec("triton") is not None
 
 
 @pytest.mark.parametrize("op", triton_kernels.OPS)
