@@ -56,10 +56,11 @@ def load() -> str:
 def register(key: str) -> str:
     """Register the kernels for one of torch's dispatch keys; returns Triton's version. ImportError without Triton."""
     version: str = import_triton().__version__
-    library = torch.library.Library("trtspec", "IMPL")
+    launchers = {op: getattr(importlib.import_module(f"{__name__}.{module}"), op) for op, module in OPS.items()}
+    library = torch.library.Library("trtspec", "IMPL")  # once all are there: a part of them would serve unannounced
     _libraries.append(library)
-    for op, module in OPS.items():
-        library.impl(op, getattr(importlib.import_module(f"{__name__}.{module}"), op), key)
+    for op, launcher in launchers.items():
+        library.impl(op, launcher, key)
     return version
 
 
