@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-kernels contract-tensorrt bench lint format clean
+.PHONY: demo test test-kernels contract-tensorrt contract-flashinfer bench lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -26,6 +26,10 @@ test-kernels: .venv/.dev .venv/.plugins
 # The plugins against TensorRT's own Python bindings, in a venv under build/; no GPU, and no TensorRT in .venv.
 contract-tensorrt: .venv/.dev
 	$(BIN)/python tests/contract/run_tensorrt.py
+
+# Our calls of FlashInfer against its own signatures, likewise.
+contract-flashinfer: .venv/.dev
+	$(BIN)/python tests/contract/run_flashinfer.py
 
 bench: .venv/.dev .venv/.plugins
 	$(BIN)/python benchmarks/decode.py

@@ -20,6 +20,8 @@ _library = torch.library.Library("trtspec", "DEF")  # type: ignore[no-untyped-ca
 
 PLUGIN_GROUP = "trtspec.plugins"
 GRAPH_CALL_GROUP = "trtspec.graph_calls"
+LOADED_LAST = ("flashinfer",)
+"""They take some calls, and hand the others to the kernels that are registered when they load."""
 
 
 def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -44,7 +46,7 @@ def load_plugins() -> dict[str, str]:
     asked = os.environ.get("TRTSPEC_PLUGINS")
     names = list(found) if not asked else [] if asked == "0" else [name.strip() for name in asked.split(",")]
     loaded: dict[str, str] = {}
-    for name in names:
+    for name in sorted(names, key=LOADED_LAST.__contains__):
         if name not in found:
             known = ", ".join(found) or "none"
             logger.warning("TRTSPEC_PLUGINS=%s: %r is not installed; there are: %s", asked, name, known)
