@@ -27,6 +27,7 @@ Its samplers are not used: they draw numbers of their own, and a draw here is a 
 from __future__ import annotations
 
 import os
+import warnings
 from types import ModuleType
 
 import torch
@@ -68,7 +69,9 @@ def register(asked: list[str], flashinfer: ModuleType, key: str = "CUDA") -> tor
     for name in asked:
         op, part = PARTS[name]
         before = torch.library.get_kernel(f"trtspec::{op}", key)
-        library.impl(op, part(flashinfer, before), key, with_keyset=True, allow_override=True)
+        with warnings.catch_warnings():  # of what is meant here: a kernel in the place of another
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            library.impl(op, part(flashinfer, before), key, with_keyset=True, allow_override=True)
     return library
 
 

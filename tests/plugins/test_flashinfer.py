@@ -319,6 +319,20 @@ def test_ties_with_the_kth_and_with_the_last_of_top_p_stay() -> None:
         assert len(stand_in.calls) == 2
 
 
+def test_the_kernel_before_may_be_in_python_too() -> None:
+    """As Triton's is: what FlashInfer does not take reaches it, what it takes does not."""
+    arguments, answer = batch([80], [5]), torch.ones(80, 4, 64, dtype=torch.float16)
+    library = torch.library.Library("trtspec", "IMPL")
+    library.impl("spec_attention_", lambda *_: answer.clone(), "CPU")
+    try:
+        with serving("attention"):
+            assert torch.equal(attend({**arguments, "sinks": torch.ones(4)})[0], answer)
+            assert not torch.equal(attend(arguments)[0], answer)
+        assert torch.equal(attend(arguments)[0], answer)
+    finally:
+        library._destroy()
+
+
 def test_kernels_go_when_the_registration_goes() -> None:
     arguments = batch([80], [5])
     with serving("attention", "filter") as stand_in:
