@@ -173,9 +173,9 @@ def test_what_flashinfer_does_not_take_goes_to_the_kernel_before(case: str) -> N
 
 
 def test_rows_of_no_request_go_to_the_kernel_before() -> None:
-    """The reference has no answer for them, but it is the one to say so."""
+    """Neither the reference nor the C++ kernel, if that is loaded, has an answer for them; each says so itself."""
     arguments = {**batch([80], [5]), "cu_q_lens": torch.tensor([0, 79], dtype=torch.int32)}
-    with serving("attention") as stand_in, pytest.raises(IndexError):
+    with serving("attention") as stand_in, pytest.raises((IndexError, RuntimeError)):
         attend(arguments)
     assert stand_in.calls == []
 
