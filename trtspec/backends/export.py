@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.sampling_params import ResolvedSampling
 from trtspec.workers.step import DecodeStep, OneEngineStep
@@ -194,6 +195,19 @@ def graph_kinds(step: Step) -> dict[str, bool]:
     """The graphs made for each K: kind -> whether it is uniform."""
     makes_drafts = "draft_tokens" in step.spec_inputs
     return {"ragged": False, "uniform": True} if makes_drafts else {"ragged": False}
+
+
+def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[int, ...]:
+    """K of the graphs a step needs: one for every draft length that a schedule can ask for; (0,) if K is not in it."""
+    if resolved is None or "draft_tokens" not in step.spec_inputs:
+        return (0,)
+    K = resolved.num_speculative_tokens
+    lengths = {K}
+    lengths |= {length for _, length in resolved.draft_len_schedule or ()}
+    lengths |= {length for _, _, length in resolved.num_speculative_tokens_per_batch_size or ()}
+    if resolved.disable_by_batch_size is not None or resolved.max_concurrency is not None or len(lengths) > 1:
+        lengths.add(0)
+    return tuple(sorted(length for length in lengths if length <= K))
 
 
 def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False) -> ExportedProgram:

@@ -22,15 +22,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     speculation.add_argument("--spec-tokens", type=int, help="draft tokens per step, K")
     speculation.add_argument("--spec", help="all of it: a JSON object, or a file that holds one")
     engine = parser.add_argument_group("engine")
+    engine.add_argument("--backend", help="of a checkpoint: eager (the CPU, default) or cuda (a GPU)")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     engine.add_argument("--quantization", help="int8, int4, int4_g64 or int4_g128")
     for name in ("max-batch-size", "max-num-tokens", "max-seq-len", "num-kv-blocks", "kv-cache-memory"):
         engine.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")
+    engine.add_argument("--disable-overlap-scheduler", action="store_true", help="wait for every step (cuda)")
 
 
 def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
     """The LLM keyword arguments that were given."""
     names = (
+        "backend",
         "dtype",
         "quantization",
         "max_batch_size",
@@ -39,7 +42,10 @@ def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
         "num_kv_blocks",
         "kv_cache_memory",
     )
-    return {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
+    options = {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
+    if namespace.disable_overlap_scheduler:
+        options["disable_overlap_scheduler"] = True
+    return options
 
 
 def speculative_config(namespace: argparse.Namespace) -> dict[str, Any] | None:

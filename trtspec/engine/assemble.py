@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +16,13 @@ from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.cudagraph import CudaExecutable, LaunchLimits, ModuleOnCuda, module_graphs
 from trtspec.backends.device import CudaQueue, WorkQueue, free_memory, open_gpu
 from trtspec.backends.eager import EagerExecutable
-from trtspec.backends.export import Step
+from trtspec.backends.export import Step, graph_draft_lens
 from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt_profiles import Sizes
-from trtspec.config.eagle import EAGLE3_ARCHITECTURES, Eagle3Facts
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.model import ModelConfig
-from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
+from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import AsyncExecutable, Drafter, Executable, KVLayer
 from trtspec.drafters.base import BuildableDrafter
@@ -36,11 +34,12 @@ from trtspec.engine.kv_plan import plan_kv_blocks
 from trtspec.engine.overlap import OverlapLoop
 from trtspec.engine.propose import Proposer
 from trtspec.engine.scheduler import Scheduler
+from trtspec.engine.speculation import resolve_speculation
 from trtspec.engine.stats import TimedAsyncExecutable, TimedExecutable
 from trtspec.engine.step import StepLoop
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.kv.blocks import BlockAllocator
-from trtspec.kv.pool import allocate_layers, allocate_on
+from trtspec.kv.pool import allocate_layers, allocate_on, kv_nbytes
 from trtspec.kv.reuse import PrefixReuse
 from trtspec.models.decoder import Decoder
 from trtspec.models.hidden_shards import ShardFacts
@@ -155,32 +154,34 @@ class Assembly:
         return self._module(*self.draft_step()) if self.built is None else self._compiled(self.built, "draft")
 
     def _module(self, step: Step, layers: Sequence[DecoderSpec]) -> Executable:
-        shapes = [shape for spec in layers for shape in spec.kv_shapes]
+        shapes, dtype = [shape for spec in layers for shape in spec.kv_shapes], step.decoder.norm.weight.dtype
         if self.gpu is not None:
-            return self._on_gpu(step, shapes, self.gpu)
-        kv = allocate_layers(shapes, self.num_blocks, self.config.block_size, step.decoder.norm.weight.dtype)
+            step.to(self.gpu.device)
+            kv = allocate_on(self.gpu.device, shapes, self.num_blocks, self.config.block_size, dtype)
+            compiled = module_graphs(step, shapes, self._module_draft_lens(step), self.config.enable_cuda_graph)
+            return self._graphed(ModuleOnCuda(step, compiled, kv, self.gpu, self._limits()))
+        kv = allocate_layers(shapes, self.num_blocks, self.config.block_size, dtype)
         return self._timed(EagerExecutable(step, kv), step.weight_bytes_per_step, kv)
 
-    def _on_gpu(self, step: Step, shapes: list[tuple[int, int]], gpu: WorkQueue) -> Executable:
-        step.to(gpu.device)
-        draft_len = 0 if self.executables else self.max_draft_len  # the target comes first
-        compiled = module_graphs(step, shapes, range(draft_len + 1), self.config.enable_cuda_graph)
-        kv = allocate_on(gpu.device, shapes, self.num_blocks, self.config.block_size, step.decoder.norm.weight.dtype)
-        return self._graphed(ModuleOnCuda(step, compiled, kv, gpu, self._limits()))
-
-    def _graphed(self, executable: CudaExecutable) -> Executable:
-        role = "draft" if self.executables else "target"
-        executable.capture(lambda done, total: self.report(f"capturing CUDA graphs of the {role}: {done} of {total}"))
-        if executable.compiled.makes_drafts:
-            self.graph_draft_lens = executable.compiled.draft_lens
-        kv_bytes = sum(tensor.nbytes for layer in executable.kv for tensor in layer)
-        timed = TimedAsyncExecutable(executable, executable.compiled.weight_bytes, kv_bytes)
-        self.executables.append(timed)
-        return timed
+    def _module_draft_lens(self, step: Step) -> Sequence[int]:
+        """K that a launch of it may be asked for."""
+        if self.executables:
+            return (0,)  # a draft beside the target, which comes first
+        own = graph_draft_lens(step, self.resolved)
+        return own if own != (0,) else range(self.max_draft_len + 1)
 
     def _limits(self) -> LaunchLimits:
         sizes = Sizes.of(self.config, self.max_seq_len, self.max_draft_len, self.num_blocks)
         return LaunchLimits(sizes.batch_size, sizes.columns)
+
+    def _graphed(self, executable: CudaExecutable) -> Executable:
+        role = "draft" if self.executables else "target"  # which comes first
+        executable.capture(lambda done, total: self.report(f"capturing CUDA graphs of the {role}: {done} of {total}"))
+        if executable.compiled.makes_drafts:
+            self.graph_draft_lens = executable.compiled.draft_lens
+        weight_bytes, kv_bytes = executable.compiled.weight_bytes, kv_nbytes(executable.kv)
+        self.executables.append(TimedAsyncExecutable(executable, weight_bytes, kv_bytes))
+        return self.executables[-1]
 
     def _compiled(self, built: EngineFolder, role: str) -> Executable:
         compiled = CompiledStep.from_dict(built.data["executables"][role])
@@ -197,8 +198,7 @@ class Assembly:
         return self._timed(executable(compiled, built.path / role, kv), compiled.weight_bytes, kv)
 
     def _timed(self, executable: Executable, weight_bytes: int, kv: Sequence[KVLayer]) -> Executable:
-        kv_bytes = sum(tensor.nbytes for layer in kv for tensor in layer)
-        self.executables.append(TimedExecutable(executable, weight_bytes, kv_bytes))
+        self.executables.append(TimedExecutable(executable, weight_bytes, kv_nbytes(kv)))
         return self.executables[-1]
 
 
@@ -331,50 +331,6 @@ def prefix_reuse(allocator: BlockAllocator, mode: SpeculativeDecodingMode) -> Pr
         keeps_draft_kv=mode.use_one_engine() or mode.has_draft_model(),
         shifted=mode.use_one_engine() or mode.needs_kv_cache_recompute(),
     )
-
-
-def resolve_speculation(
-    speculative: SpeculativeConfig | None, target: ModelConfig, max_seq_len: int, config: EngineConfig
-) -> tuple[ModelConfig | None, ResolvedSpeculation | None]:
-    """The draft checkpoint, if the method has one of its own, and speculation with every question answered."""
-    if speculative is None:
-        return None, None
-    draft = None
-    if speculative.model is not None and os.path.isdir(speculative.model):
-        draft = ModelConfig.from_folder(speculative.model, "draft")
-    resolved = speculative.resolve(
-        TargetInfo(
-            model=str(target.path),
-            model_type=target.model_type,
-            vocab_size=target.vocab_size,
-            max_model_len=max_seq_len,
-            num_hidden_layers=target.num_layers,
-            max_batch_size=config.max_batch_size,
-            max_num_tokens=config.max_num_tokens,
-        ),
-        None if draft is None else draft_info(speculative, draft),
-    )
-    if not (resolved.mode.has_draft_model() or resolved.mode.need_load_draft_weights()):
-        draft = None
-    elif draft is None:
-        draft = ModelConfig.from_folder(speculative.model or "", "draft")  # says what is wrong with the folder
-    return draft, resolved
-
-
-def draft_info(speculative: SpeculativeConfig, draft: ModelConfig) -> DraftInfo:
-    """What resolution needs to know of the checkpoint that `speculative.model` names."""
-    return DraftInfo(
-        model_type=draft.model_type,
-        vocab_size=draft.vocab_size,
-        max_model_len=draft.max_seq_len,
-        is_eagle3=draft.architecture in EAGLE3_ARCHITECTURES,
-        capture_layers=Eagle3Facts.of(draft).capture_layers if _is_eagle3(speculative, draft) else None,
-    )
-
-
-def _is_eagle3(speculative: SpeculativeConfig, draft: ModelConfig) -> bool:
-    """Also where the method is left to be guessed from the folder's name."""
-    return speculative.method == "eagle3" or draft.architecture in EAGLE3_ARCHITECTURES
 
 
 def build_drafter(assembly: Assembly) -> Drafter | None:

@@ -13,14 +13,13 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError
 
-from trtspec.backends.export import Step
+from trtspec.backends.export import Step, graph_draft_lens
 from trtspec.backends.table import BACKENDS, Backend
 from trtspec.backends.tensorrt_profiles import Sizes, TensorRTOptions
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder, engine_json, file_facts
 from trtspec.config.model import ModelConfig
 from trtspec.config.quantized import CheckpointQuantization
-from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import Assembly, plan_assembly
 from trtspec.engine.kv_plan import full_kv_blocks, wanted_kv_blocks
@@ -169,19 +168,6 @@ def checkpoint_quantizations(assembly: Assembly) -> dict[str, CheckpointQuantiza
     """What the checkpoints had quantised themselves, by role."""
     models = {"target": assembly.target, "draft": assembly.draft}
     return {role: model.quantization for role, model in models.items() if model and model.quantization}
-
-
-def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[int, ...]:
-    """K of the graphs a step needs: one for every draft length that a schedule can ask for; (0,) if K is not in it."""
-    if resolved is None or "draft_tokens" not in step.spec_inputs:
-        return (0,)
-    K = resolved.num_speculative_tokens
-    lengths = {K}
-    lengths |= {length for _, length in resolved.draft_len_schedule or ()}
-    lengths |= {length for _, _, length in resolved.num_speculative_tokens_per_batch_size or ()}
-    if resolved.disable_by_batch_size is not None or resolved.max_concurrency is not None or len(lengths) > 1:
-        lengths.add(0)
-    return tuple(sorted(length for length in lengths if length <= K))
 
 
 def _publish(staging: Path, output: Path, replace_existing: bool) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from trtspec.backends.describe import Calls, GraphPlan, at_draft_len, describe_graph, plugins
-from trtspec.backends.export import Step, graph_kinds
+from trtspec.backends.export import Step, graph_draft_lens, graph_kinds
 from trtspec.backends.table import Backend
 from trtspec.backends.tensorrt_profiles import Profile, TensorRTOptions, profiles
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import Assembly, plan_assembly
-from trtspec.engine.build import engine_backend, graph_draft_lens, largest_sizes, steps, use_linear_cache
+from trtspec.engine.build import engine_backend, largest_sizes, steps, use_linear_cache
 from trtspec.engine.memory import Activation, activations, table_bytes
 from trtspec.models.layers import weight_bytes
 from trtspec.models.specs import DecoderSpec

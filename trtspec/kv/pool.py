@@ -50,3 +50,8 @@ def allocate_on(
         return torch.zeros(num_blocks, block_size, heads, head_dim, dtype=dtype, device=device)
 
     return tuple((zeros(*shape), zeros(*shape)) for shape in shapes)
+
+
+def kv_nbytes(layers: Sequence[KVLayer]) -> int:
+    """Bytes of all of them."""
+    return sum(tensor.nbytes for layer in layers for tensor in layer)
