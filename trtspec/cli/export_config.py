@@ -14,7 +14,7 @@ from trtspec.config.interop_account import FieldWarning
 from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.assemble import draft_info
+from trtspec.engine.speculation import draft_info
 from trtspec.errors import ConfigError
 
 
