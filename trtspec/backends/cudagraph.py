@@ -32,7 +32,7 @@ from trtspec.backends.export import (
     input_names,
     step_inputs,
 )
-from trtspec.core import Carry, KVLayer, SpecMetadata, StepInputs, StepOutputs
+from trtspec.core import Carry, KVLayer, PhaseMethod, SpecMetadata, StepInputs, StepOutputs
 
 _PADDING = {"greedy": 1, "top_ps": 1, "ban_ids": -1, "forced_accept": -1, "carry_tokens": -1, "carry_kept": -1}
 """What rows that fill a bucket have; 0 where nothing is said, and of kv_lens one row more than drafts."""
@@ -161,6 +161,10 @@ class CudaExecutable(CompiledExecutable):
             for name, given, tensor in zip(graph.names, read, tensors, strict=True)
         ]
         return self._run_kernels(graph, tensors, carry, spec)
+
+    def phases(self) -> Sequence[PhaseMethod]:
+        """See core.Executable: what the host does for a launch, and how long it waits for one."""
+        return (self, "launch", "inputs"), (DeviceLaunch, "wait", "verify"), (self, "_outputs", "deliver")
 
     def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Capture the graphs that most steps need: greedy ones, and those with every filter. The rest is captured when
