@@ -1,0 +1,295 @@
+"""packed_linear: x [T, K] @ W^T, the same bits for a row of x whatever the other rows and however many there are.
+
+K is cut into pieces, whose number and place follow from N and K alone (`pieces`). A piece is summed from zero, in steps
+of BLOCK_K inputs; pieces are added in order. Few rows are bound by reading the weights: a program has a tile of columns
+and one piece, so that all of the GPU reads, and the last program of a tile to finish adds the tile's pieces. Many rows
+are bound by arithmetic: a program walks over all pieces of its tile.
+
+Both multiply with mma.sync. On sm_90 and sm_100 Triton would take wgmma and tcgen05 for left matrices of 64 rows or
+more, and nothing promises that these add in the same order. So a product has at most 32 rows, and a program of many rows
+multiplies four such. tests/plugins/test_triton_linear.py reads the instructions in what is compiled.
+
+int8 sums are integers, which makes their order irrelevant; they are cut in the same manner.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from trtspec_plugins.triton.linear_quantized import int4_linear, quantize_rows, round_rows
+
+PLAIN, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+FP8_UNIT = tl.constexpr(256.0)  # an e4m3 number's bits, as those of an fp16 number, mean 2^-8 of it
+
+BLOCK_BYTES = 128  # of a row of weights, in a step: a cache line
+COLUMNS = 64  # of a program of few rows
+PROGRAMS = 264  # wanted of few rows: two for each of the 132 multiprocessors of an H200
+LEAST_STEPS = 4  # of a piece: shorter ones cost more to add than to sum
+MANY_ROWS = 64  # up to these, weights are what is moved
+MANY_PROGRAMS = 66  # of many rows, to be worth it: half the multiprocessors
+COUNTERS = 4096  # tiles of few rows in one launch, at least: rows are fewer where columns are many
+
+FEW = {"num_warps": 4, "num_stages": 7}
+MANY = {"num_warps": 8, "num_stages": 3}
+MANY_FP32 = {"num_warps": 4, "num_stages": 3}
+
+
+@triton.jit
+def _weights(weight, n, k, N, K, LAYOUT: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr):
+    """W^T [BLOCK_K, BLOCK_N] of inputs k and columns n, consecutive numbers both, of `dtype`; of integers as they are.
+
+    Past K there are zeros; past N is anything.
+    """
+    if LAYOUT == PLAIN:
+        place = tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
+        if EVEN:
+            return tl.load(weight + place)
+        return tl.load(weight + place, mask=(k < K)[:, None], other=0.0)
+    # A word is four inputs of a column, and 32 columns lie side by side: whole lines are loaded, then sorted.
+    BLOCK_K: tl.constexpr = k.shape[0]
+    BLOCK_N: tl.constexpr = n.shape[0]
+    steps = tl.cdiv(K, 4)
+    octet = tl.arange(0, 4 * BLOCK_N)
+    panel = tl.minimum(tl.min(n, axis=0) // 32 + octet // 128, tl.cdiv(N, 32) - 1)
+    step = tl.min(k, axis=0) // 4 + tl.arange(0, BLOCK_K // 4)
+    place = (panel.to(tl.int64) * steps)[None, :] * 128 + (step[:, None] * 128 + (octet % 128)[None, :])
+    if EVEN:
+        words = tl.load(weight + place)
+    else:
+        words = tl.load(weight + place, mask=(step < steps)[:, None], other=0)
+    words = tl.permute(tl.reshape(words, (BLOCK_K // 4, BLOCK_N, 4)), (0, 2, 1))
+    values = tl.reshape(words, (BLOCK_K, BLOCK_N))
+    if LAYOUT == INT8:
+        return values
+    bits = values.to(tl.int16)  # of uint8
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)
+
+
+@triton.jit
+def _rows(x, row, k, T, K, x_stride, EVEN: tl.constexpr):
+    """x [BLOCK_M, BLOCK_K]. Past K there are zeros; past T the last row comes again."""
+    place = tl.minimum(row, T - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
+    if EVEN:
+        return tl.load(x + place)
+    return tl.load(x + place, mask=(k < K)[None, :], other=0)
+
+
+@triton.jit
+def _write(
+    sums, row, n, scales, x_scales, bias, T, N, out, LAYOUT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr
+):
+    """out[row, n] = sums [BLOCK_M, BLOCK_N] scaled, + bias, rounded once: the reference's operations in its order."""
+    result = sums.to(tl.float32)
+    if LAYOUT != PLAIN:
+        scale = tl.load(scales + n, mask=n < N, other=0.0)[None, :]
+        if LAYOUT == INT8:
+            result = result * (tl.load(x_scales + row, mask=row < T, other=0.0)[:, None] * scale)
+        else:
+            if X_SCALE:
+                scale = scale * tl.load(x_scales)
+            result = (result * FP8_UNIT) * scale
+    if BIAS:
+        result = result + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    inside = (row < T)[:, None] & (n < N)[None, :]
+    place = row.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def few_rows_kernel(
+    x,  # [T, K], rows x_stride apart
+    weight,  # [N, K], or panels
+    scales,  # [P, 32] fp32, or anything where the weight is plain
+    x_scales,  # int8: [T] fp32; fp8 with X_SCALE: [1] fp32; else anything
+    bias,  # [N], or anything where not BIAS
+    T,
+    N,
+    K,
+    x_stride,
+    piece_steps,  # steps of a piece
+    partials,  # [pieces, T, N] fp32 or int32, or anything where not SPLIT
+    counters,  # [row tiles * column tiles] int32, zeros before and after
+    out,  # [T, N]
+    LAYOUT: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program for a tile of rows (they come first, so that they find the weights in the cache), columns, a piece."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    piece = tl.program_id(2)
+    kind: tl.constexpr = tl.int32 if LAYOUT == INT8 else tl.float32
+    sums = tl.zeros((BLOCK_M, BLOCK_N), kind)
+    for step in range(piece * piece_steps, tl.minimum((piece + 1) * piece_steps, tl.cdiv(K, BLOCK_K))):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        rows = _rows(x, row, k, T, K, x_stride, EVEN)
+        columns = _weights(weight, n, k, N, K, LAYOUT, EVEN, x.dtype.element_ty)
+        sums = tl.dot(rows, columns, sums, input_precision="ieee", out_dtype=kind)
+    if SPLIT:
+        place = tl.minimum(row, T - 1).to(tl.int64)[:, None] * N + tl.minimum(n, N - 1)[None, :]
+        inside = (row < T)[:, None] & (n < N)[None, :]
+        tl.store(partials + piece * T * N + place, sums, mask=inside)
+        tl.debug_barrier()  # all threads have stored when one says so
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        pieces = tl.num_programs(2)
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == pieces - 1:
+            tl.store(counters + tile, 0)  # for the next launch
+            total = tl.zeros((BLOCK_M, BLOCK_N), kind)
+            for first in range(0, pieces, 4):  # four at a time, as each takes long to come
+                for i in tl.static_range(4):
+                    there = inside & (row < tl.where(first + i < pieces, T, 0))[:, None]
+                    other = partials + (first + i) * T * N + place
+                    # Past the multiprocessor's own cache. What is not there is a zero, which changes no sum.
+                    total += tl.load(other, mask=there, other=0, cache_modifier=".cg")
+            _write(total, row, n, scales, x_scales, bias, T, N, out, LAYOUT, X_SCALE, BIAS)
+    else:
+        _write(sums, row, n, scales, x_scales, bias, T, N, out, LAYOUT, X_SCALE, BIAS)
+
+
+@triton.jit
+def many_rows_kernel(
+    x,  # all arguments as above
+    weight,
+    scales,
+    x_scales,
+    bias,
+    T,
+    N,
+    K,
+    x_stride,
+    piece_steps,
+    out,
+    LAYOUT: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # of a product, of which there are four
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program for a tile of 4 * BLOCK_M rows and of columns, which adds the pieces as it goes."""
+    row0 = tl.program_id(0) * (4 * BLOCK_M) + tl.arange(0, BLOCK_M)
+    row1, row2, row3 = row0 + BLOCK_M, row0 + 2 * BLOCK_M, row0 + 3 * BLOCK_M
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    kind: tl.constexpr = tl.int32 if LAYOUT == INT8 else tl.float32
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), kind)
+    sums0, sums1, sums2, sums3 = zeros, zeros, zeros, zeros
+    total0, total1, total2, total3 = zeros, zeros, zeros, zeros
+    for step in range(0, tl.cdiv(K, BLOCK_K)):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        columns = _weights(weight, n, k, N, K, LAYOUT, EVEN, x.dtype.element_ty)
+        x0 = _rows(x, row0, k, T, K, x_stride, EVEN)
+        x1 = _rows(x, row1, k, T, K, x_stride, EVEN)
+        x2 = _rows(x, row2, k, T, K, x_stride, EVEN)
+        x3 = _rows(x, row3, k, T, K, x_stride, EVEN)
+        sums0 = tl.dot(x0, columns, sums0, input_precision="ieee", out_dtype=kind)
+        sums1 = tl.dot(x1, columns, sums1, input_precision="ieee", out_dtype=kind)
+        sums2 = tl.dot(x2, columns, sums2, input_precision="ieee", out_dtype=kind)
+        sums3 = tl.dot(x3, columns, sums3, input_precision="ieee", out_dtype=kind)
+        if SPLIT:
+            if (step + 1) % piece_steps == 0:
+                total0, total1, total2, total3 = total0 + sums0, total1 + sums1, total2 + sums2, total3 + sums3
+                sums0, sums1, sums2, sums3 = zeros, zeros, zeros, zeros
+    if SPLIT:  # the last piece may be shorter; else a zero is added, which changes no sum
+        sums0, sums1, sums2, sums3 = total0 + sums0, total1 + sums1, total2 + sums2, total3 + sums3
+    _write(sums0, row0, n, scales, x_scales, bias, T, N, out, LAYOUT, X_SCALE, BIAS)
+    _write(sums1, row1, n, scales, x_scales, bias, T, N, out, LAYOUT, X_SCALE, BIAS)
+    _write(sums2, row2, n, scales, x_scales, bias, T, N, out, LAYOUT, X_SCALE, BIAS)
+    _write(sums3, row3, n, scales, x_scales, bias, T, N, out, LAYOUT, X_SCALE, BIAS)
+
+
+def pieces(N: int, K: int, block_k: int) -> int:
+    """Steps of block_k inputs in a piece of K: of N and K alone, since a row's bits follow from it."""
+    steps = triton.cdiv(K, block_k)
+    count = max(1, min(PROGRAMS // triton.cdiv(N, COLUMNS), steps // LEAST_STEPS))
+    return triton.cdiv(steps, count)
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros that each launch leaves as zeros. Launches that share them must not overlap: use one stream a device."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("packed_linear: run it once on this device before a CUDA graph captures it")
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, scales: Tensor, x_scales: Tensor | None, bias: Tensor | None, out: Tensor, layout: int
+) -> None:
+    """x [T, K] as the layout wants it, weight [N, K] or panels (fp8: as bytes) -> out [T, N]."""
+    (T, K), N = x.shape, out.shape[1]
+    block_k = BLOCK_BYTES // x.element_size() if layout == PLAIN.value else BLOCK_BYTES
+    piece_steps = pieces(N, K, block_k)
+    count = triton.cdiv(triton.cdiv(K, block_k), piece_steps)
+    nothing = x  # where a kernel wants a pointer that it does not use
+    arguments = (
+        x, weight, scales, nothing if x_scales is None else x_scales, nothing if bias is None else bias,
+        T, N, K, x.stride(0), piece_steps,
+    )  # fmt: skip
+    constants = {
+        "LAYOUT": layout,
+        "X_SCALE": x_scales is not None,
+        "BIAS": bias is not None,
+        "SPLIT": count > 1,
+        "EVEN": K % block_k == 0,
+        "BLOCK_K": block_k,
+        "enable_fp_fusion": False,
+    }
+    rows, columns, options = (16, 64, MANY_FP32) if x.dtype == torch.float32 else (32, 128, MANY)
+    grid = (triton.cdiv(T, 4 * rows), triton.cdiv(N, columns))
+    if T > MANY_ROWS and grid[0] * grid[1] >= MANY_PROGRAMS:
+        many_rows_kernel[grid](*arguments, out, BLOCK_M=rows, BLOCK_N=columns, **constants, **options)
+        return
+    rows = 16 if T <= 16 else 32
+    grid = (triton.cdiv(T, rows), triton.cdiv(N, COLUMNS), count)
+    partials = counters = nothing
+    if count > 1:
+        partials = x.new_empty(count, T, N, dtype=torch.int32 if layout == INT8.value else torch.float32)
+        counters = _counters(x.device)
+    few_rows_kernel[grid](*arguments, partials, counters, out, BLOCK_M=rows, BLOCK_N=COLUMNS, **constants, **FEW)
+
+
+def packed_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_features: int,
+    float_out: bool,
+) -> Tensor:
+    """The op of trtspec/ops/linear.py: [T, out_features]. Float weights are [N, K] here: their panels are the CPU's."""
+    T = x.shape[0]
+    out = x.new_empty(T, out_features, dtype=torch.float32 if float_out else x.dtype)
+    if T == 0:
+        return out
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if weight.ndim == 2:
+        _launch(x, weight, scales, None, bias, out, PLAIN.value)
+    elif weight.dtype == torch.int8:
+        values, x_scales = quantize_rows(x)
+        _launch(values, weight, scales, x_scales, bias, out, INT8.value)
+    elif weight.dtype == torch.uint8:
+        int4_linear(x, weight, scales, zeros, bias, out)
+    elif weight.dtype == torch.float8_e4m3fn:
+        given = x_scale is not None and x_scale.numel() > 0
+        rows = round_rows(x, x_scale) if given else x
+        _launch(rows, weight.view(torch.uint8), scales, x_scale if given else None, bias, out, FP8.value)
+    else:
+        raise ValueError(
+            f"packed_linear: weight is {weight.dtype} panels {tuple(weight.shape)}; on a GPU, leave weights that are "
+            "not quantised as [N, K]"
+        )
+    return out

@@ -1,0 +1,221 @@
+"""Parts of packed_linear for quantised weights: x rounded as the reference rounds it, and the product of int4 weights.
+
+The reference's operations in its order, each rounded once (enable_fp_fusion off), so that integers, scales and int4's
+results are its own, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TINY = tl.constexpr(1e-30)  # as in trtspec/ops/linear.py
+LARGEST = tl.constexpr(3.4028234663852886e38)
+TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves no bit below the units; ties go to even
+BLOCK = 1024  # inputs of a row at a time
+INT4_CHUNK = 256  # inputs that int4 reads the scales of at a time
+
+
+@triton.jit
+def _magnitude_bits(x):
+    """|x| as integers in the same order, infinity and then NaN above all."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _round(x, largest):
+    """x as integers -127..127 of largest / 127; zeros where largest is tiny or not finite."""
+    fits = (largest >= TINY) & (largest <= LARGEST)
+    inverse = tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), largest)
+    return tl.where(fits, (x * inverse + TO_INTEGER) - TO_INTEGER, 0.0)
+
+
+@triton.jit
+def quantize_row_kernel(
+    x,  # [T, K], rows x_stride apart
+    K,
+    x_stride,
+    values_stride,
+    values,  # [T, K] int8, rows values_stride apart
+    x_scales,  # [T] fp32
+    BLOCK: tl.constexpr,
+):
+    """One program a row, one scale a row."""
+    t = tl.program_id(0).to(tl.int64)
+    bits = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        bits = tl.maximum(bits, _magnitude_bits(tl.load(x + t * x_stride + k, mask=k < K, other=0.0).to(tl.float32)))
+    largest = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    tl.store(x_scales + t, tl.div_rn(largest, 127.0))
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        row = tl.load(x + t * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+        tl.store(values + t * values_stride + k, _round(row, largest).to(tl.int8), mask=k < K)
+
+
+@triton.jit
+def quantize_groups_kernel(
+    x,  # [T, groups * GROUP], rows x_stride apart
+    groups,
+    x_stride,
+    values,  # [T, groups * GROUP] int8
+    x_scales,  # [T, groups] fp32
+    x_sums,  # [T, groups] int32: of the values of a group
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for BLOCK numbers of a row, one scale a group."""
+    t = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    there = (g < groups)[:, None]
+    row = tl.load(x + t * x_stride + k, mask=there, other=0.0).to(tl.float32)  # [groups of BLOCK, GROUP]
+    largest = tl.max(_magnitude_bits(row), axis=1).to(tl.float32, bitcast=True)
+    rounded = _round(row, largest[:, None])
+    tl.store(values + t * groups * GROUP + k, rounded.to(tl.int8), mask=there)
+    tl.store(x_scales + t * groups + g, tl.div_rn(largest, 127.0), mask=g < groups)
+    tl.store(x_sums + t * groups + g, tl.sum(rounded.to(tl.int32), axis=1), mask=g < groups)
+
+
+@triton.jit
+def round_rows_kernel(
+    x,  # [T, K], rows x_stride apart
+    scale,  # [1] fp32
+    K,
+    x_stride,
+    out,  # [T, K]
+    BLOCK: tl.constexpr,
+):
+    """The reference's round_e4m3, which every dtype of x holds exactly."""
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(x + t * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    value = tl.div_rn(row, tl.load(scale))
+    value = tl.where(value > 448.0, 448.0, tl.where(value < -448.0, -448.0, value))  # NaN stays
+    # Numbers of [2^e, 2^(e+1)) are multiples of 2^(e-3), those below 2^-6 of 2^-9. 1.5 * 2^23 of these units, added and
+    # taken away, leaves the nearest multiple, ties to even.
+    exponent = tl.maximum((_magnitude_bits(value) >> 23) - 127, -6)
+    big = (((exponent - 3 + 23 + 127) << 23) | 0x400000).to(tl.float32, bitcast=True)
+    tl.store(out + t * K + k, ((value + big) - big).to(out.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def _group_numbers(start, row, panel, groups, scales, zeros, x_scales, x_sums, T, ZEROS: tl.constexpr, CHUNK: tl.constexpr):
+    """What CHUNK groups are scaled with: scale and zero [CHUNK, 32] of a panel, x's scales and sums [BLOCK_M, CHUNK].
+
+    Groups that there are not have zeros.
+    """
+    g = start + tl.arange(0, CHUNK)
+    column = (panel.to(tl.int64) * groups + g)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    there = (g < groups)[:, None]
+    scale = tl.load(scales + column, mask=there, other=0.0).to(tl.float32)
+    zero = tl.full((CHUNK, 32), 8, tl.int32)
+    if ZEROS:
+        zero = tl.load(zeros + column, mask=there, other=0).to(tl.int32)
+    place = row.to(tl.int64)[:, None] * groups + g[None, :]
+    real = (row < T)[:, None] & (g < groups)[None, :]
+    x_scale = tl.load(x_scales + place, mask=real, other=0.0)
+    return scale, zero, x_scale, tl.load(x_sums + place, mask=real, other=0)
+
+
+@triton.jit
+def int4_kernel(
+    x,  # [T, K] int8
+    weight,  # [P, K/8, 32, 4] uint8
+    scales,  # [P, K/GROUP, 32] fp16
+    zeros,  # [P, K/GROUP, 32] uint8, or anything where not ZEROS
+    x_scales,  # [T, K/GROUP] fp32
+    x_sums,  # [T, K/GROUP] int32
+    bias,  # [N], or anything where not BIAS
+    T,
+    N,
+    K,
+    out,  # [T, N]
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,  # groups whose scales are read at once, a step ahead
+):
+    """One program for a tile of rows and a panel. Groups are added in fp32, each rounded, and so by one program."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    panel = tl.program_id(1)
+    groups = K // GROUP
+    octet = tl.arange(0, 128)
+    x_row = x + tl.minimum(row, T - 1).to(tl.int64)[:, None] * K
+    words = weight + panel.to(tl.int64) * (K * 16)  # 32 columns of K / 2 bytes
+    of_group = tl.arange(0, CHUNK)
+    result = tl.zeros((BLOCK_M, 32), tl.float32)
+    scale, zero, x_scale, x_sum = _group_numbers(
+        0, row, panel, groups, scales, zeros, x_scales, x_sums, T, ZEROS, CHUNK
+    )
+    for first in range(0, groups, CHUNK):
+        next_scale, next_zero, next_x_scale, next_x_sum = _group_numbers(
+            first + CHUNK, row, panel, groups, scales, zeros, x_scales, x_sums, T, ZEROS, CHUNK
+        )
+        for i in tl.static_range(CHUNK):
+            k = (first + i) * GROUP + tl.arange(0, GROUP)
+            step = (first + i) * (GROUP // 8) + tl.arange(0, GROUP // 8)
+            rows = tl.load(x_row + k[None, :], mask=(k < K)[None, :], other=0)
+            pairs = tl.load(words + (step[:, None] * 128 + octet[None, :]), mask=(step * 8 < K)[:, None], other=0)
+            # Byte j of a word has input j low and input 4 + j high.
+            inputs = tl.reshape(tl.join(pairs & 15, pairs >> 4), (GROUP // 8, 32, 4, 2))
+            columns = tl.reshape(tl.permute(inputs, (0, 3, 2, 1)), (GROUP, 32)).to(tl.int8)
+            dot = tl.dot(rows, columns, out_dtype=tl.int32)
+            # One number of a chunk is the sum of it and zeros.
+            mine = of_group == i
+            its_scale = tl.sum(tl.where(mine[:, None], scale, 0.0), axis=0)  # [32]
+            its_zero = tl.sum(tl.where(mine[:, None], zero, 0), axis=0)
+            its_x_scale = tl.sum(tl.where(mine[None, :], x_scale, 0.0), axis=1)  # [BLOCK_M]
+            its_x_sum = tl.sum(tl.where(mine[None, :], x_sum, 0), axis=1)
+            dot -= its_x_sum[:, None] * its_zero[None, :]
+            result += dot.to(tl.float32) * (its_x_scale[:, None] * its_scale[None, :])
+        scale, zero, x_scale, x_sum = next_scale, next_zero, next_x_scale, next_x_sum
+    n = panel * 32 + tl.arange(0, 32)
+    if BIAS:
+        result = result + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    place = row.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=(row < T)[:, None] & (n < N)[None, :])
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, K] -> (integers [T, K] int8, rows of which are whole 16 bytes apart, scales [T] fp32)."""
+    T, K = x.shape
+    values = x.new_empty(T, K + -K % 16, dtype=torch.int8)[:, :K]
+    x_scales = x.new_empty(T, dtype=torch.float32)
+    quantize_row_kernel[(T,)](
+        x, K, x.stride(0), values.stride(0), values, x_scales, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+    )
+    return values, x_scales
+
+
+def round_rows(x: Tensor, scale: Tensor) -> Tensor:
+    """x [T, K] / scale [1] as e4m3 numbers, in x's dtype."""
+    T, K = x.shape
+    out = x.new_empty(T, K)
+    round_rows_kernel[(T, triton.cdiv(K, BLOCK))](
+        x, scale, K, x.stride(0), out, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+    )
+    return out
+
+
+def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """x [T, K], int4 panels -> out [T, N]."""
+    (T, K), (panels, groups) = x.shape, scales.shape[:2]
+    group = K // groups
+    values = x.new_empty(T, K, dtype=torch.int8)
+    x_scales = x.new_empty(T, groups, dtype=torch.float32)
+    x_sums = x.new_empty(T, groups, dtype=torch.int32)
+    quantize_groups_kernel[(T, triton.cdiv(groups, BLOCK // group))](
+        x, groups, x.stride(0), values, x_scales, x_sums,
+        GROUP=group, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    rows = 16 if T <= 16 else 32
+    int4_kernel[(triton.cdiv(T, rows), panels)](
+        values, weight, scales, zeros, x_scales, x_sums, x if bias is None else bias, T, out.shape[1], K, out,
+        ZEROS=zeros.numel() > 0, BIAS=bias is not None, BLOCK_M=rows, GROUP=group, CHUNK=INT4_CHUNK // group,
+        num_warps=4, num_stages=4, enable_fp_fusion=False,
+    )  # fmt: skip
