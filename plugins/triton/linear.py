@@ -6,8 +6,8 @@ and one piece, so that all of the GPU reads, and the last program of a tile to f
 are bound by arithmetic: a program walks over all pieces of its tile.
 
 Both multiply with mma.sync. On sm_90 and sm_100 Triton would take wgmma and tcgen05 for left matrices of 64 rows or
-more, and nothing promises that these add in the same order. So a product has at most 32 rows, and a program of many rows
-multiplies four such. tests/plugins/test_triton_linear.py reads the instructions in what is compiled.
+more, and nothing promises that these add in the same order. So a product has at most 32 rows, and a program of many
+rows multiplies four such. tests/plugins/test_triton_linear.py reads the instructions in what is compiled.
 
 int8 sums are integers, which makes their order irrelevant; they are cut in the same manner.
 """
@@ -20,10 +20,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from trtspec_plugins.triton.linear_quantized import int4_linear, quantize_rows, round_rows
+from trtspec_plugins.triton.linear_quantized import E4M3_UNIT, e4m3_to_fp16, int4_linear, quantize_rows, round_rows
+
+from trtspec.ops.packing import GROUP_SIZES, PANEL
 
 PLAIN, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-FP8_UNIT = tl.constexpr(256.0)  # an e4m3 number's bits, as those of an fp16 number, mean 2^-8 of it
 
 BLOCK_BYTES = 128  # of a row of weights, in a step: a cache line
 COLUMNS = 64  # of a program of few rows
@@ -57,16 +58,12 @@ def _weights(weight, n, k, N, K, LAYOUT: tl.constexpr, EVEN: tl.constexpr, dtype
     panel = tl.minimum(tl.min(n, axis=0) // 32 + octet // 128, tl.cdiv(N, 32) - 1)
     step = tl.min(k, axis=0) // 4 + tl.arange(0, BLOCK_K // 4)
     place = (panel.to(tl.int64) * steps)[None, :] * 128 + (step[:, None] * 128 + (octet % 128)[None, :])
-    if EVEN:
-        words = tl.load(weight + place)
-    else:
-        words = tl.load(weight + place, mask=(step < steps)[:, None], other=0)
+    words = tl.load(weight + place) if EVEN else tl.load(weight + place, mask=(step < steps)[:, None], other=0)
     words = tl.permute(tl.reshape(words, (BLOCK_K // 4, BLOCK_N, 4)), (0, 2, 1))
     values = tl.reshape(words, (BLOCK_K, BLOCK_N))
     if LAYOUT == INT8:
         return values
-    bits = values.to(tl.int16)  # of uint8
-    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)
+    return e4m3_to_fp16(values).to(dtype)
 
 
 @triton.jit
@@ -91,7 +88,7 @@ def _write(
         else:
             if X_SCALE:
                 scale = scale * tl.load(x_scales)
-            result = (result * FP8_UNIT) * scale
+            result = (result * E4M3_UNIT) * scale
     if BIAS:
         result = result + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     inside = (row < T)[:, None] & (n < N)[None, :]
@@ -123,7 +120,8 @@ def few_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program for a tile of rows (they come first, so that they find the weights in the cache), columns, a piece."""
+    """One program for a tile of rows, a tile of columns and a piece. Tiles of rows start side by side, so that all but
+    one of them find the weights in the cache."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     piece = tl.program_id(2)
@@ -196,7 +194,7 @@ def many_rows_kernel(
         sums1 = tl.dot(x1, columns, sums1, input_precision="ieee", out_dtype=kind)
         sums2 = tl.dot(x2, columns, sums2, input_precision="ieee", out_dtype=kind)
         sums3 = tl.dot(x3, columns, sums3, input_precision="ieee", out_dtype=kind)
-        if SPLIT:
+        if SPLIT:  # noqa: SIM102 (known when it is compiled)
             if (step + 1) % piece_steps == 0:
                 total0, total1, total2, total3 = total0 + sums0, total1 + sums1, total2 + sums2, total3 + sums3
                 sums0, sums1, sums2, sums3 = zeros, zeros, zeros, zeros
@@ -259,6 +257,45 @@ def _launch(
     few_rows_kernel[grid](*arguments, partials, counters, out, BLOCK_M=rows, BLOCK_N=COLUMNS, **constants, **FEW)
 
 
+def _check(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, x_scale: Tensor | None, N: int
+) -> None:
+    """ValueError for what the kernels would read past."""
+    K = x.shape[1]
+    P, groups = triton.cdiv(N, PANEL), scales.shape[1] if scales.ndim == 3 else 0
+    dtypes = {2: {x.dtype}, 4: {torch.int8, torch.uint8, torch.float8_e4m3fn}}.get(weight.ndim, set())
+    if weight.dtype not in dtypes:
+        raise ValueError(
+            f"packed_linear: weight is {weight.dtype} {tuple(weight.shape)}, x {x.dtype}; on a GPU want [N, K] of x's "
+            "dtype (panels of floats are the CPU's) or panels of int8, int4 or fp8"
+        )
+    shapes: dict[str, tuple[Tensor | None, list[tuple[int, ...]], torch.dtype]]
+    if weight.ndim == 2:
+        shapes = {"weight": (weight, [(N, K)], x.dtype)}
+    elif weight.dtype == torch.uint8:
+        fits = groups > 0 and K % groups == 0 and K // groups in GROUP_SIZES
+        shapes = {
+            "weight": (weight, [(P, K // 8, PANEL, 4)], torch.uint8),
+            "scales": (scales, [(P, groups, PANEL)] if fits else [], torch.float16),
+            "zeros": (zeros if zeros.numel() else None, [(P, groups, PANEL)], torch.uint8),
+        }
+    else:
+        shapes = {
+            "weight": (weight, [(P, triton.cdiv(K, 4), PANEL, 4)], weight.dtype),
+            "scales": (scales, [(P, PANEL)], torch.float32),
+        }
+    shapes["bias"] = (bias, [(N,)], x.dtype)
+    shapes["x_scale"] = (x_scale, [(0,), (1,)] if weight.dtype == torch.float8_e4m3fn else [(0,)], torch.float32)
+    for name, (tensor, wanted, dtype) in shapes.items():
+        if tensor is None or (tensor.numel() == 0 and (0,) in wanted):
+            continue
+        if tensor.shape not in wanted or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"packed_linear: {name} is {tensor.dtype} {tuple(tensor.shape)}; with x {x.dtype} {tuple(x.shape)}, "
+                f"weight {weight.dtype} {tuple(weight.shape)} and {N} outputs want contiguous {dtype} {wanted}"
+            )
+
+
 def packed_linear(
     x: Tensor,
     weight: Tensor,
@@ -270,6 +307,7 @@ def packed_linear(
     float_out: bool,
 ) -> Tensor:
     """The op of trtspec/ops/linear.py: [T, out_features]. Float weights are [N, K] here: their panels are the CPU's."""
+    _check(x, weight, scales, zeros, bias, x_scale, out_features)
     T = x.shape[0]
     out = x.new_empty(T, out_features, dtype=torch.float32 if float_out else x.dtype)
     if T == 0:
@@ -283,13 +321,8 @@ def packed_linear(
         _launch(values, weight, scales, x_scales, bias, out, INT8.value)
     elif weight.dtype == torch.uint8:
         int4_linear(x, weight, scales, zeros, bias, out)
-    elif weight.dtype == torch.float8_e4m3fn:
+    else:
         given = x_scale is not None and x_scale.numel() > 0
         rows = round_rows(x, x_scale) if given else x
         _launch(rows, weight.view(torch.uint8), scales, x_scale if given else None, bias, out, FP8.value)
-    else:
-        raise ValueError(
-            f"packed_linear: weight is {weight.dtype} panels {tuple(weight.shape)}; on a GPU, leave weights that are "
-            "not quantised as [N, K]"
-        )
     return out

@@ -14,8 +14,16 @@ from torch import Tensor
 TINY = tl.constexpr(1e-30)  # as in trtspec/ops/linear.py
 LARGEST = tl.constexpr(3.4028234663852886e38)
 TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves no bit below the units; ties go to even
+E4M3_UNIT = tl.constexpr(256.0)  # what e4m3_to_fp16 leaves to be multiplied with
 BLOCK = 1024  # inputs of a row at a time
 INT4_CHUNK = 256  # inputs that int4 reads the scales of at a time
+
+
+@triton.jit
+def e4m3_to_fp16(octets):
+    """e4m3 numbers as bytes -> 2^-8 of them: their bits in the places of fp16's. (NaN has no bits of its own there.)"""
+    bits = octets.to(tl.int16)
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -103,7 +111,9 @@ def round_rows_kernel(
 
 
 @triton.jit
-def _group_numbers(start, row, panel, groups, scales, zeros, x_scales, x_sums, T, ZEROS: tl.constexpr, CHUNK: tl.constexpr):
+def _group_numbers(
+    start, row, panel, groups, scales, zeros, x_scales, x_sums, T, ZEROS: tl.constexpr, CHUNK: tl.constexpr
+):
     """What CHUNK groups are scaled with: scale and zero [CHUNK, 32] of a panel, x's scales and sums [BLOCK_M, CHUNK].
 
     Groups that there are not have zeros.
@@ -168,7 +178,7 @@ def int4_kernel(
             # One number of a chunk is the sum of it and zeros.
             mine = of_group == i
             its_scale = tl.sum(tl.where(mine[:, None], scale, 0.0), axis=0)  # [32]
-            its_zero = tl.sum(tl.where(mine[:, None], zero, 0), axis=0)
+            its_zero = tl.sum(tl.where(mine[:, None], zero, 0), axis=0) if ZEROS else tl.full((32,), 8, tl.int32)
             its_x_scale = tl.sum(tl.where(mine[None, :], x_scale, 0.0), axis=1)  # [BLOCK_M]
             its_x_sum = tl.sum(tl.where(mine[None, :], x_sum, 0), axis=1)
             dot -= its_x_sum[:, None] * its_zero[None, :]
