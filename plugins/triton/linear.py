@@ -142,8 +142,9 @@ def few_rows_kernel(
         if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == pieces - 1:
             tl.store(counters + tile, 0)  # for the next launch
             total = tl.zeros((BLOCK_M, BLOCK_N), kind)
-            for first in range(0, pieces, 4):  # four at a time, as each takes long to come
-                for i in tl.static_range(4):
+            at_once: tl.constexpr = 64 // BLOCK_M  # pieces, as each takes long to come
+            for first in range(0, pieces, at_once):
+                for i in tl.static_range(at_once):
                     there = inside & (row < tl.where(first + i < pieces, T, 0))[:, None]
                     other = partials + (first + i) * T * N + place
                     # Past the multiprocessor's own cache. What is not there is a zero, which changes no sum.
@@ -213,6 +214,14 @@ def pieces(N: int, K: int, block_k: int) -> int:
     return triton.cdiv(steps, count)
 
 
+def tiling(T: int, N: int, dtype: torch.dtype) -> tuple[bool, int, int]:
+    """(whether the kernel of many rows serves, rows and columns of a program)."""
+    rows, columns = (64, 64) if dtype == torch.float32 else (128, 128)
+    if T > MANY_ROWS and triton.cdiv(T, rows) * triton.cdiv(N, columns) >= MANY_PROGRAMS:
+        return True, rows, columns
+    return False, 16 if T <= 16 else 32, COLUMNS
+
+
 @functools.cache
 def _counters(device: torch.device) -> Tensor:
     """Zeros that each launch leaves as zeros. Launches that share them must not overlap: use one stream a device."""
@@ -226,7 +235,7 @@ def _launch(
 ) -> None:
     """x [T, K] as the layout wants it, weight [N, K] or panels (fp8: as bytes) -> out [T, N]."""
     (T, K), N = x.shape, out.shape[1]
-    block_k = BLOCK_BYTES // x.element_size() if layout == PLAIN.value else BLOCK_BYTES
+    block_k = BLOCK_BYTES // weight.element_size()
     piece_steps = pieces(N, K, block_k)
     count = triton.cdiv(triton.cdiv(K, block_k), piece_steps)
     nothing = x  # where a kernel wants a pointer that it does not use
@@ -243,18 +252,19 @@ def _launch(
         "BLOCK_K": block_k,
         "enable_fp_fusion": False,
     }
-    rows, columns, options = (16, 64, MANY_FP32) if x.dtype == torch.float32 else (32, 128, MANY)
-    grid = (triton.cdiv(T, 4 * rows), triton.cdiv(N, columns))
-    if T > MANY_ROWS and grid[0] * grid[1] >= MANY_PROGRAMS:
-        many_rows_kernel[grid](*arguments, out, BLOCK_M=rows, BLOCK_N=columns, **constants, **options)
+    many, rows, columns = tiling(T, N, x.dtype)
+    tiles = triton.cdiv(T, rows), triton.cdiv(N, columns)
+    if many:
+        options = MANY_FP32 if x.dtype == torch.float32 else MANY
+        many_rows_kernel[tiles](*arguments, out, BLOCK_M=rows // 4, BLOCK_N=columns, **constants, **options)
         return
-    rows = 16 if T <= 16 else 32
-    grid = (triton.cdiv(T, rows), triton.cdiv(N, COLUMNS), count)
     partials = counters = nothing
     if count > 1:
         partials = x.new_empty(count, T, N, dtype=torch.int32 if layout == INT8.value else torch.float32)
         counters = _counters(x.device)
-    few_rows_kernel[grid](*arguments, partials, counters, out, BLOCK_M=rows, BLOCK_N=COLUMNS, **constants, **FEW)
+    few_rows_kernel[(*tiles, count)](
+        *arguments, partials, counters, out, BLOCK_M=rows, BLOCK_N=columns, **constants, **FEW
+    )
 
 
 def _check(
