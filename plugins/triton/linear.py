@@ -219,7 +219,7 @@ def tiling(T: int, N: int, dtype: torch.dtype) -> tuple[bool, int, int]:
     rows, columns = (64, 64) if dtype == torch.float32 else (128, 128)
     if T > MANY_ROWS and triton.cdiv(T, rows) * triton.cdiv(N, columns) >= MANY_PROGRAMS:
         return True, rows, columns
-    return False, 16 if T <= 16 else 32, COLUMNS
+    return False, 16 if T <= 16 or dtype == torch.float32 else 32, COLUMNS
 
 
 @functools.cache

@@ -16,6 +16,8 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves no bit below the units; ties go to even
 E4M3_UNIT = tl.constexpr(256.0)  # what e4m3_to_fp16 leaves to be multiplied with
 BLOCK = 1024  # inputs of a row at a time
+INT4_ROWS = 16
+INT4_STAGES = 5
 INT4_CHUNK = 256  # inputs that int4 reads the scales of at a time
 
 
@@ -223,9 +225,8 @@ def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: 
         x, groups, x.stride(0), values, x_scales, x_sums,
         GROUP=group, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    rows = 16 if T <= 16 else 32
-    int4_kernel[(triton.cdiv(T, rows), panels)](
+    int4_kernel[(triton.cdiv(T, INT4_ROWS), panels)](
         values, weight, scales, zeros, x_scales, x_sums, x if bias is None else bias, T, out.shape[1], K, out,
-        ZEROS=zeros.numel() > 0, BIAS=bias is not None, BLOCK_M=rows, GROUP=group, CHUNK=INT4_CHUNK // group,
-        num_warps=4, num_stages=4, enable_fp_fusion=False,
+        ZEROS=zeros.numel() > 0, BIAS=bias is not None, BLOCK_M=INT4_ROWS, GROUP=group, CHUNK=INT4_CHUNK // group,
+        num_warps=4, num_stages=INT4_STAGES, enable_fp_fusion=False,
     )  # fmt: skip

@@ -391,7 +391,7 @@ def test_the_same_instruction_multiplies_everywhere() -> None:
     for layout in ("bf16", "fp32", "fp8"):
         for architecture in ("sm_80", "sm_90", "sm_100", "sm_120"):
             mine = {name: of for name, of in compiled.items() if name.startswith(f"{layout} {architecture} ")}
-            assert len(mine) == 3
+            assert len(mine) == (2 if layout == "fp32" else 3)
             assert len({json.dumps(of) for of in mine.values()}) == 1, mine
             product = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
             assert next(iter(mine.values()))["instructions"] == ([] if layout == "fp32" else [product])
