@@ -223,10 +223,10 @@ def tiling(T: int, N: int, dtype: torch.dtype) -> tuple[bool, int, int]:
 
 
 @functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Zeros that each launch leaves as zeros. Launches that share them must not overlap: use one stream a device."""
+def _counters(device: torch.device, stream: int) -> Tensor:
+    """Zeros that each launch leaves as zeros: those of a stream are for its launches alone, as they never overlap."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("packed_linear: run it once on this device before a CUDA graph captures it")
+        raise RuntimeError("packed_linear: run it once on this stream before a CUDA graph captures it")
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -261,7 +261,8 @@ def _launch(
     partials = counters = nothing
     if count > 1:
         partials = x.new_empty(count, T, N, dtype=torch.int32 if layout == INT8.value else torch.float32)
-        counters = _counters(x.device)
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        counters = _counters(x.device, stream)
     few_rows_kernel[(*tiles, count)](
         *arguments, partials, counters, out, BLOCK_M=rows, BLOCK_N=columns, **constants, **FEW
     )
