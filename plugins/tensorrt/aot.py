@@ -20,7 +20,7 @@ import tensorrt.plugin as trtp
 from trtspec_plugins.tensorrt import jit  # noqa: F401  (registers what is completed here)
 from trtspec_plugins.tensorrt.build import compiled_for, folder
 from trtspec_plugins.tensorrt.device import architecture
-from trtspec_plugins.triton.launch import float_bits, left_rows, path_tile
+from trtspec_plugins.triton.launch import GENERATION_ROWS, float_bits, left_rows, path_tile
 
 _SPELLED = {trt.float32: "fp32", trt.float16: "fp16", trt.bfloat16: "bf16"}
 Launch = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
@@ -56,9 +56,13 @@ def _(
         )
     group = Hq.constant_value() // Hkv.constant_value()
     kernel = f"SpecAttention-{_SPELLED[q.dtype]}-d{D.constant_value()}-g{group}"
-    rows = left_rows(group) // group  # of a program; requests begin programs of their own
-    integers = [T, B, columns, num_blocks, block_size, Hkv, float_bits(scale), window, float_bits(softcap)]
-    return _launch(kernel, trtp.cdiv(T, rows) + B, integers, Hkv)
+    pairs = left_rows(
+        GENERATION_ROWS * group
+    )  # of a row and a head, in a program; requests begin programs of their own
+    strides = [Hq * D, Hkv * D, Hkv * D]
+    sizes = [T, B, columns, num_blocks, block_size, Hkv, *strides]
+    integers = [*sizes, float_bits(scale), window, float_bits(softcap)]
+    return _launch(kernel, trtp.cdiv(T * group, pairs) + B, integers, Hkv)
 
 
 @trtp.aot_impl("trtspec::ProcessLogits")

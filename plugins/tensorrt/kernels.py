@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 
-import triton
 from trtspec_plugins.triton import accept, attention, compact, logits, sample
 from trtspec_plugins.triton.compile import Kernel
-from trtspec_plugins.triton.launch import left_rows, path_tile
+from trtspec_plugins.triton.launch import GENERATION_ROWS, attention_options, attention_shape, left_rows, path_tile
 
 _SAMPLE = {"logits": "*fp32", "greedy": "*i1", "seeds": "*i64", "positions": "*i64"}
 _SAMPLE_REST = {"V": "i32", "num_seeds": "i32", "tokens": "*i64"}
@@ -62,7 +62,12 @@ KERNELS: dict[str, Kernel] = {
 _ATTENTION = re.compile(r"SpecAttention-(bf16|fp16|fp32)-d(\d+)-g(\d+)")
 _COMPACT = re.compile(r"KvCompact-(bf16|fp16|fp32)-l(\d+)")
 _CACHES = ("k_cache", "v_cache")
-_ATTENTION_INTEGERS = ("T", "B", "columns", "num_blocks", "block_size", "Hkv", "scale_bits", "window", "softcap_bits")
+_ATTENTION_INTEGERS = (
+    "T", "B", "columns", "num_blocks", "block_size", "Hkv", "q_stride", "k_stride", "v_stride",
+    "scale_bits", "window", "softcap_bits",
+)  # fmt: skip
+_ATTENTION_ABSENT = ("tree_mask", "sinks", "words", "chunks", "tops", "totals", "partials")
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _COMPACT_INTEGERS = ("columns", "num_blocks", "block_size", "width", "L")
 
 
@@ -85,15 +90,13 @@ def _attention(dtype: str, head_dim: int, group: int) -> Kernel:
     floats = dict.fromkeys(("q", "k", "v", *_CACHES), f"*{dtype}")
     metadata = dict.fromkeys(("cu_q_lens", "kv_lens", "block_tables"), "*i32")
     outputs = dict.fromkeys(("out", *(f"new_{cache}" for cache in _CACHES)), f"*{dtype}")
-    constants = {
-        "D": head_dim,
-        "D_PADDED": max(16, triton.next_power_of_2(head_dim)),
-        "GROUP": group,
-        "BLOCK_M": left_rows(group),
-        "TILE": attention.TILE,
-    }
+    size = _BYTES[dtype]
+    shape = attention_shape(head_dim, group, left_rows(GENERATION_ROWS * group), size)
+    align = math.gcd(16, head_dim * size)  # TensorRT's tensors begin at multiples of 256 bytes
+    constants = {**dict.fromkeys(_ATTENTION_ABSENT), **shape, "CHUNK": attention.CHUNK, "ALIGN": align}
     signature = {**floats, **metadata, **dict.fromkeys(_ATTENTION_INTEGERS, "i32"), **outputs}
-    return Kernel(attention.spec_attention_kernel, signature, constants, attention.NUM_WARPS)
+    options = attention_options(shape, split=False)
+    return Kernel(attention.spec_attention_kernel, signature, constants, options.pop("num_warps"), options)
 
 
 def _compact(dtype: str, length: int) -> Kernel:

@@ -1,138 +1,308 @@
-"""spec_attention, causal and without sinks: one program for a few rows of one request and one head of keys.
+"""spec_attention: append K/V to a paged cache, then attend, with causal or tree masks, sinks, window and softcap.
 
-Rows of a step attend to each other in the same launch that writes them to the cache. No program reads what another
-writes: new keys come from k and v, older ones from the cache. Tiles of keys start at position 0 and have a fixed size,
-and what a row does not see adds an exact zero, so that a row's bits depend on its own tokens alone, as long as the GPU
-gives a row of a matrix product the same bits wherever it lies in the matrix.
+A row's bits depend on its own tokens and positions alone, whoever shares the launch:
 
+- Keys are cut in chunks at fixed positions (chunk_start), a chunk in tiles of a fixed size from its start. A chunk is
+  reduced alone to a highest score, a sum of weights and a sum of weighted values; chunks are merged in order.
+- What a row does not see adds an exact zero, and a chunk of which it sees nothing leaves what it is merged with as it
+  is. So neighbours that see further do not matter.
+- Matrix products add in the order of keys and of head elements, whatever their size: they are mma.sync instructions.
+  From 64 rows in 4 warps on, Triton takes wgmma (sm_90) or tcgen05 (sm_100), which may add in another order; so a
+  program has 32 rows at most, for long prompts too. Weights are summed by a product as well: a reduction over a tile's
+  columns goes along threads and warps, whose layout follows from the number of rows.
+- Multiplications and additions are not fused (enable_fp_fusion), which compilers may do differently in two kernels.
+
+Two forms give the same bits. Where there are many rows, a program goes through all chunks of its rows. Where there are
+few, each chunk has a program of its own, which leaves its result in scratch memory, and a second kernel merges them.
+
+No program reads what another writes: the keys of this step's rows come from k and v, older ones from the cache.
 No metadata, however wrong, makes it read or write past a tensor: TensorRT may time a kernel on whatever is in memory.
-
-Within a program the `group` query heads of each row lie side by side in the left matrix of the products.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
-from trtspec_plugins.triton.launch import float_bits, left_rows
+from trtspec_plugins.triton.launch import attention_options, attention_shape, float_bits, left_rows
 
-TILE = 32  # keys at a time
-NUM_WARPS = 4
+CHUNK = 256  # keys of each of the first chunks; a multiple of every tile
+SPLIT_BELOW = 512  # programs; fewer leave many of a GPU's 108 to 188 SMs idle, or wait for the longest request
+MOST_SCRATCH = 256 << 20  # bytes
+
+_HIGHEST_FLOAT = tl.constexpr(3.4028234e38)
+_NOTHING = tl.constexpr(-1e30)  # the highest score where nothing is seen: finite, so that differences are
 
 
 @triton.jit
+def chunk_start(chunk, CHUNK: tl.constexpr):
+    """The first key of a chunk. They double in size after every 16, so that a long cache has few (81 up to 131072
+    tokens, where the first ones have 256) and a short one, or the end of any, enough for many programs."""
+    return CHUNK * (((16 + chunk % 16) << (chunk // 16)) - 16)
+
+
+@triton.jit
+def _last_begun(cu_q_lens, B, place, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr):
+    """The last request b whose cu_q_lens[b] * GROUP // BLOCK_M + b * STEP is not above `place`; -1 = none."""
+    begun = 0
+    for start in range(0, B, 128):
+        b = start + tl.arange(0, 128)
+        begin = tl.load(cu_q_lens + b, mask=b < B, other=0) * GROUP // BLOCK_M + b * STEP
+        begun += tl.sum(((b < B) & (begin <= place)).to(tl.int32))
+    return begun - 1
+
+
+@triton.jit
+def _merge(top, total, sums, next_top, next_total, next_sums):
+    """Two chunks' highest scores [M], sums of weights [M] and of weighted values [M, D], in order of position."""
+    higher = tl.maximum(top, next_top)
+    share, next_share = tl.exp(top - higher), tl.exp(next_top - higher)
+    total = total * share + next_total * next_share
+    return higher, total, sums * share[:, None] + next_sums * next_share[:, None]
+
+
+@triton.jit
+def _finish(top, total, sums, sinks, head):
+    """The weighted mean [M, D]; head [M] is the query head, for its sink. A row that saw a value that is not finite is
+    NaN as a whole, whichever way that reached it."""
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+        higher = tl.maximum(top, sink)
+        share = tl.exp(top - higher)
+        total = total * share + tl.exp(sink - higher)
+        sums = sums * share[:, None]
+    result = sums / total[:, None] + 0.0  # + 0.0: zeros have no sign, as adding a zero for what is unseen may change it
+    broken = tl.max((tl.abs(result) <= _HIGHEST_FLOAT).to(tl.int32) ^ 1, axis=1)
+    return tl.where(broken[:, None] != 0, float("nan"), result)
+
+
+@triton.jit(do_not_specialize=["T", "B", "columns", "num_blocks", "words", "chunks"])
 def spec_attention_kernel(
-    q,  # [T, Hkv * GROUP, D]
-    k,  # [T, Hkv, D]
-    v,  # [T, Hkv, D]
+    q,  # [T, Hkv * GROUP, D], rows q_stride apart
+    k,  # [T, Hkv, D], rows k_stride apart
+    v,  # [T, Hkv, D], rows v_stride apart
     k_cache,  # [num_blocks, block_size, Hkv, D]
     v_cache,  # the same
     cu_q_lens,  # [B+1] int32
     kv_lens,  # [B] int32
     block_tables,  # [B, columns] int32
+    tree_mask,  # [T, words] int32, or None
+    sinks,  # [Hkv * GROUP], or None
     T,
     B,
     columns,
     num_blocks,
     block_size,
     Hkv,
+    q_stride,
+    k_stride,
+    v_stride,
     scale_bits,  # fp32
     window,
-    softcap_bits,  # fp32
+    softcap_bits,  # fp32, or None
+    words,  # None without a tree mask
+    chunks,  # of the scratch tensors; None where they are
     out,  # [T, Hkv * GROUP, D]
     new_k_cache,  # the memory of k_cache
     new_v_cache,  # the memory of v_cache
+    tops,  # [T, Hkv * GROUP, chunks] fp32 scratch, or None: this program goes through all chunks
+    totals,  # the same
+    partials,  # [T, Hkv * GROUP, chunks, D] fp32 scratch, or None
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALIGN: tl.constexpr,  # bytes: rows of keys and values begin at multiples of it
 ):
-    ROWS: tl.constexpr = BLOCK_M // GROUP
+    # A program has up to BLOCK_M consecutive (row, query head) pairs of one request and KV head: its left matrix.
     scale = scale_bits.to(tl.float32, bitcast=True)
-    softcap = softcap_bits.to(tl.float32, bitcast=True)
     head = tl.program_id(1).to(tl.int64)
-    piece = tl.program_id(0)  # of ROWS rows; of its request, once that is found
-    request = -1
-    for i in range(0, B):
-        pieces = tl.cdiv(tl.load(cu_q_lens + i + 1) - tl.load(cu_q_lens + i), ROWS)
-        request = tl.where((request < 0) & (piece < pieces), i, request)
-        piece = tl.where(request < 0, piece - pieces, piece)
-    if request >= 0:
-        first = tl.load(cu_q_lens + request)
-        last = tl.load(cu_q_lens + request + 1)
-        length = tl.load(kv_lens + request)
-        committed = length - (last - first)  # positions that were in the cache before this step
-        m = tl.arange(0, BLOCK_M)
-        d = tl.arange(0, D_PADDED)
-        row = first + piece * ROWS + m // GROUP
-        real = (m < ROWS * GROUP) & (row < last) & (row >= 0) & (row < T)
-        position = committed + row - first  # [BLOCK_M]
-        wide = row.to(tl.int64)
-        q_place = (wide * Hkv + head) * GROUP + m % GROUP
-        element = real[:, None] & (d < D)[None, :]
-        queries = tl.load(q + q_place[:, None] * D + d[None, :], mask=element, other=0.0)
+    piece = tl.program_id(0)
+    request = _last_begun(cu_q_lens, B, piece, GROUP, BLOCK_M, 1)
+    if request < 0:
+        return
+    first = tl.load(cu_q_lens + request)
+    last = tl.load(cu_q_lens + request + 1)
+    length = tl.load(kv_lens + request)
+    pair = (piece - first * GROUP // BLOCK_M - request) * BLOCK_M  # of its request's
+    if pair >= (last - first) * GROUP:
+        return
+    committed = length - (last - first)  # positions that were in the cache before this step
+    m = pair + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_PADDED)
+    row = first + m // GROUP
+    real = (row < last) & (row >= 0) & (row < T)
+    position = committed + m // GROUP  # [BLOCK_M]
+    wide = row.to(tl.int64)
+    query_head = head * GROUP + m % GROUP
+    element = real[:, None] & (d < D)[None, :]
+    queries = tl.load(q + (wide * q_stride + query_head * D)[:, None] + d[None, :], mask=element, other=0.0)
+    table = block_tables + request.to(tl.int64) * columns
+    k_old, v_old, k_new, v_new = k_cache + head * D, v_cache + head * D, k + head * D, v + head * D
 
+    if tl.program_id(2) == 0:
         # The rows of this piece go into the cache; what no column covers, into scratch block 0.
         place = tl.maximum(position, 0)
         column = place // block_size
         covered = real & (position >= 0) & (column < columns)
-        block = tl.load(block_tables + request.to(tl.int64) * columns + column, mask=covered, other=0)
+        block = tl.load(table + column, mask=covered, other=0)
         block = tl.minimum(tl.maximum(block, 0), num_blocks - 1)
         slot = block.to(tl.int64) * block_size + place % block_size
         once = element & (m % GROUP == 0)[:, None]
-        source = (wide * Hkv + head)[:, None] * D + d[None, :]
-        target = (slot * Hkv + head)[:, None] * D + d[None, :]
-        tl.store(new_k_cache + target, tl.load(k + source, mask=once, other=0.0), mask=once)
-        tl.store(new_v_cache + target, tl.load(v + source, mask=once, other=0.0), mask=once)
+        target = ((slot * Hkv + head) * D)[:, None] + d[None, :]
+        in_k = (wide * k_stride + head * D)[:, None] + d[None, :]
+        in_v = (wide * v_stride + head * D)[:, None] + d[None, :]
+        tl.store(new_k_cache + target, tl.load(k + in_k, mask=once, other=0.0), mask=once)
+        tl.store(new_v_cache + target, tl.load(v + in_v, mask=once, other=0.0), mask=once)
 
-        top = tl.full((BLOCK_M,), -1e30, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        poisoned = tl.zeros((BLOCK_M,), tl.int32)
-        sums = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
-        end = tl.minimum(length, committed + (piece + 1) * ROWS)
-        end = tl.minimum(end, columns * block_size + T)
-        for start in range(0, end, TILE):
-            key = start + tl.arange(0, TILE)
-            old = key < committed
-            key_column = key // block_size
-            listed = old & (key_column < columns)
-            key_block = tl.load(block_tables + request.to(tl.int64) * columns + key_column, mask=listed, other=0)
-            key_block = tl.minimum(tl.maximum(key_block, 0), num_blocks - 1)
-            key_slot = key_block.to(tl.int64) * block_size + key % block_size
-            fresh = first.to(tl.int64) + key - committed
-            known = (key < end) & (old | ((fresh >= 0) & (fresh < T)))
-            in_cache = (key_slot * Hkv + head) * D
-            in_step = (fresh * Hkv + head) * D
-            k_row = tl.where(old, k_cache + in_cache, k + in_step)  # [TILE] pointers
-            v_row = tl.where(old, v_cache + in_cache, v + in_step)
-            inside = known[:, None] & (d < D)[None, :]
-            keys = tl.load(k_row[:, None] + d[None, :], mask=inside, other=0.0)
-            values = tl.load(v_row[:, None] + d[None, :], mask=inside, other=0.0)
-            # 0 * NaN is NaN: values that are not finite go, and mark the rows that see them.
-            broken = tl.max((tl.abs(values.to(tl.float32)) <= 3.4028234e38).to(tl.int32) ^ 1, axis=1)  # [TILE]
-            values = tl.where(broken[:, None] != 0, 0.0, values).to(v.dtype.element_ty)
+    # Some row of the piece may see keys begin .. end - 1.
+    begin = tl.maximum(tl.where(window > 0, committed + pair // GROUP - window, -1) + 1, 0)
+    end = length if tree_mask is not None else tl.minimum(length, committed + (pair + BLOCK_M - 1) // GROUP + 1)
+    end = tl.minimum(end, columns * block_size + T)
+    lowest = tl.where(window > 0, position - window, -1)  # [BLOCK_M], of what a row may see, not included
+    highest = position if tree_mask is None else tl.zeros_like(position) + (end - 1)  # included
 
-            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-            if softcap > 0:
-                # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both ends
-                scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * (scores / softcap)) + 1.0))
-            seen = (key[None, :] <= position[:, None]) & real[:, None]
-            if window > 0:
-                seen = seen & (key[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-            poisoned = poisoned | tl.max((seen & (broken != 0)[None, :]).to(tl.int32), axis=1)
-            higher = tl.maximum(top, tl.max(scores, axis=1))
-            weights = tl.exp(scores - higher[:, None])
-            shrink = tl.exp(top - higher)
-            total = total * shrink + tl.sum(weights, axis=1)
-            sums = sums * shrink[:, None]
-            sums += tl.dot(weights.to(v.dtype.element_ty), values, input_precision="ieee")
-            top = higher
-        result = sums / total[:, None]
-        result = tl.where(poisoned[:, None] != 0, float("nan"), result)
-        tl.store(out + q_place[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=element)
+    ones = tl.full((TILE, 16), 1.0, v.dtype.element_ty)
+    top = tl.full((BLOCK_M,), _NOTHING, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
+    chunk = tl.program_id(2)
+    start = chunk_start(chunk, CHUNK)
+    if partials is not None:
+        start = tl.where(chunk_start(chunk + 1, CHUNK) <= begin, end, start)  # before all windows: nobody merges it
+    while start < end:
+        stop = chunk_start(chunk + 1, CHUNK)
+        begin_tile = tl.maximum(start, begin // TILE * TILE)
+        end_tile = tl.minimum(stop, end)
+        chunk_top = tl.full((BLOCK_M,), _NOTHING, tl.float32)
+        chunk_total = tl.zeros((BLOCK_M, 16), tl.float32)  # 16 equal columns
+        chunk_sums = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
+        # 0 * NaN is NaN: where the sums are not finite, the chunk is reduced again (CLEAN), with such values cleared,
+        # and the rows that see them marked by a total of NaN. Nobody pays for this in the usual case.
+        for CLEAN in tl.static_range(2):
+            if CLEAN:
+                broken_sums = tl.max((tl.abs(chunk_sums) <= _HIGHEST_FLOAT).to(tl.int32) ^ 1)
+                if broken_sums != 0:
+                    chunk_top = tl.full((BLOCK_M,), _NOTHING, tl.float32)
+                    chunk_total = tl.zeros((BLOCK_M, 16), tl.float32)
+                    chunk_sums = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
+                else:
+                    end_tile = begin_tile
+            for tile in tl.range(begin_tile, end_tile, TILE, num_stages=1 if CLEAN else 5):
+                key = tile + tl.arange(0, TILE)
+                old = key < committed
+                key_column = key // block_size
+                listed = old & (key_column < columns)
+                key_block = tl.load(table + key_column, mask=listed, other=0)
+                key_block = tl.minimum(tl.maximum(key_block, 0), num_blocks - 1)
+                # Slots are counted in 32 bits, their elements in 64.
+                slot = (key_block * block_size + key % block_size).to(tl.int64) * (Hkv * D)
+                fresh = first + key - committed  # may wrap around where the metadata is wild
+                known = (key < end) & (old | ((fresh >= 0) & (fresh < T)))
+                k_row = tl.where(old, k_old + slot, k_new + fresh.to(tl.int64) * k_stride)  # [TILE] pointers
+                v_row = tl.where(old, v_old + slot, v_new + fresh.to(tl.int64) * v_stride)
+                inside = known[:, None] & (d < D)[None, :]
+                keys = tl.load(tl.multiple_of(k_row, ALIGN)[:, None] + d[None, :], mask=inside, other=0.0)
+                values = tl.load(tl.multiple_of(v_row, ALIGN)[:, None] + d[None, :], mask=inside, other=0.0)
+
+                scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+                if softcap_bits is not None:
+                    softcap = softcap_bits.to(tl.float32, bitcast=True)
+                    if softcap > 0:
+                        # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both ends
+                        scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * (scores / softcap)) + 1.0))
+                seen = (key[None, :] > lowest[:, None]) & (key[None, :] <= highest[:, None])
+                if tree_mask is not None:  # noqa: SIM102 (known when it is compiled, unlike the next)
+                    if tile + TILE > committed:  # there are keys of this step's rows
+                        index = key - committed  # of the request's new rows
+                        bits = tl.zeros((BLOCK_M, TILE), tl.int32)
+                        for i in tl.static_range((TILE + 31) // 32 + 1):  # that many words at most have a tile's bits
+                            word = tl.maximum(tile - committed, 0) // 32 + i
+                            in_word = tree_mask + row * words + tl.minimum(word, words - 1)  # [BLOCK_M] pointers
+                            mask = tl.load(in_word, mask=real, other=0)
+                            bits = tl.where((index // 32 == word)[None, :], mask[:, None], bits)
+                        allowed = (bits >> (tl.maximum(index, 0) % 32)[None, :]) & 1 != 0
+                        seen = seen & (allowed | (index < 0)[None, :])
+                scores = tl.where(seen, scores, float("-inf"))
+                higher = tl.maximum(chunk_top, tl.max(scores, axis=1))
+                weights = tl.exp(scores - higher[:, None]).to(v.dtype.element_ty)
+                shrink = tl.exp(chunk_top - higher)[:, None]
+                chunk_total = tl.dot(weights, ones, acc=chunk_total * shrink, input_precision="ieee")
+                if CLEAN:
+                    broken = tl.max((tl.abs(values.to(tl.float32)) <= _HIGHEST_FLOAT).to(tl.int32) ^ 1, axis=1)
+                    values = tl.where(broken[:, None] != 0, 0.0, values).to(v.dtype.element_ty)
+                    spoiled = tl.max((seen & (broken != 0)[None, :]).to(tl.int32), axis=1)
+                    chunk_total += tl.where(spoiled != 0, float("nan"), 0.0)[:, None]
+                chunk_sums = tl.dot(weights, values, acc=chunk_sums * shrink, input_precision="ieee")
+                chunk_top = higher
+        one_total = tl.max(chunk_total, axis=1)
+        if partials is None:
+            top, total, sums = _merge(top, total, sums, chunk_top, one_total, chunk_sums)
+            chunk += 1
+            start = stop
+        else:
+            entry = (wide * Hkv * GROUP + query_head) * chunks + chunk
+            tl.store(tops + entry, chunk_top, mask=real)
+            tl.store(totals + entry, one_total, mask=real)
+            tl.store(partials + entry[:, None] * D + d[None, :], chunk_sums, mask=element)
+            start = end
+    if partials is None:
+        result = _finish(top, total, sums, sinks, query_head)
+        place = (wide * Hkv * GROUP + query_head)[:, None] * D + d[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=element)
+
+
+@triton.jit(do_not_specialize=["T", "B", "chunks", "capacity"])
+def merge_chunks_kernel(
+    tops,  # [T, Hq, chunks] fp32
+    totals,  # the same
+    partials,  # [T, Hq, chunks, D] fp32
+    cu_q_lens,  # [B+1] int32
+    kv_lens,  # [B] int32
+    sinks,  # [Hq], or None
+    T,
+    B,
+    chunks,
+    capacity,  # what chunks cover
+    window,
+    out,  # [T, Hq, D]
+    TREE: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program for one row and query head: its chunks in order, those of which spec_attention_kernel left something.
+    That is all that start before the row's end, as none of its request's rows in that program ends earlier."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    request = _last_begun(cu_q_lens, B, row, 1, 1, 0)
+    if request < 0:
+        return
+    length = tl.load(kv_lens + request)
+    position = length - tl.load(cu_q_lens + request + 1) + row
+    lowest = tl.where(window > 0, position - window, -1)
+    end = tl.minimum(length if TREE else tl.minimum(position + 1, length), capacity)
+    first = 0
+    while (first < chunks) & (chunk_start(first + 1, CHUNK) <= lowest + 1):
+        first += 1
+    count = first
+    while chunk_start(count, CHUNK) < end:
+        count += 1
+
+    d = tl.arange(0, D_PADDED)[None, :]
+    pair = row.to(tl.int64) * tl.num_programs(1) + head + tl.arange(0, 1)  # [1]
+    top = tl.full((1,), _NOTHING, tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((1, D_PADDED), tl.float32)
+    for chunk in tl.range(first, count, loop_unroll_factor=8):  # so that 8 loads are under way
+        entry = pair * chunks + chunk
+        next_sums = tl.load(partials + entry[:, None] * D + d, mask=d < D, other=0.0)
+        top, total, sums = _merge(top, total, sums, tl.load(tops + entry), tl.load(totals + entry), next_sums)
+    result = _finish(top, total, sums, sinks, head + tl.arange(0, 1))
+    tl.store(out + pair[:, None] * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
 def spec_attention_(
@@ -144,22 +314,73 @@ def spec_attention_(
     cu_q_lens: torch.Tensor,
     kv_lens: torch.Tensor,
     block_tables: torch.Tensor,
+    tree_mask: torch.Tensor,
+    sinks: torch.Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Launch it on contiguous tensors: [T, Hq, D], and the caches changed. See trtspec/ops/attention.py.
+    """The op of trtspec/ops/attention.py, launched: [T, Hq, D], and the caches changed.
 
-    Weights are rounded to the values' dtype before they are multiplied with them, the reference's are fp32.
+    q, k and v may be slices of one tensor [T, heads, D]; a copy is made of what has other strides within a row.
+    Weights are rounded to the values' dtype before they are summed and multiplied, the reference's are fp32.
+
+    Which form is launched, and how wide, follows from shapes alone, so a CUDA graph may capture it: lengths are read on
+    the device. Scratch memory of the split form: T * Hq * chunks * (D + 2) * 4 bytes, with as many chunks as cover
+    columns * block_size + T tokens; MOST_SCRATCH at most, as beyond it the other form serves.
     """
     T, Hq, D = q.shape
     num_blocks, block_size, Hkv, _ = k_cache.shape
-    B, group = kv_lens.shape[0], Hq // Hkv
-    out, width = torch.empty_like(q), left_rows(group)
-    spec_attention_kernel[(triton.cdiv(T, width // group) + B, Hkv)](
-        q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables,
-        T, B, block_tables.shape[1], num_blocks, block_size, Hkv, float_bits(scale), window, float_bits(softcap),
-        out, k_cache, v_cache,
-        D=D, D_PADDED=max(16, triton.next_power_of_2(D)), GROUP=group, BLOCK_M=width, TILE=TILE, num_warps=NUM_WARPS,
+    B, columns = block_tables.shape
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("spec_attention_ writes to caches that are contiguous")
+    out = q.new_empty(q.shape)
+    if T == 0:
+        return out
+    block_tables, tree_mask = block_tables.contiguous(), tree_mask.contiguous()
+    q, k, v = (rows if rows.stride()[1:] == (D, 1) else rows.contiguous() for rows in (q, k, v))
+    tree = tree_mask if tree_mask.numel() else None
+    sink = sinks if sinks.numel() else None
+    group = Hq // Hkv
+    block_m = left_rows(triton.cdiv(T, B) * group)
+    shape = attention_shape(D, group, block_m, q.element_size())
+
+    capacity = columns * block_size + T  # rows that no column covers attend nevertheless
+    chunks = chunks_of(capacity)
+    pieces = T * group // block_m + B  # some of them empty: requests begin pieces of their own
+    scratch_bytes = T * Hq * chunks * (D + 2) * 4
+    full = triton.cdiv(T * group, block_m) * Hkv
+    split = chunks > 1 and full < SPLIT_BELOW and scratch_bytes <= MOST_SCRATCH
+    tops = totals = partials = None
+    if split:
+        tops, totals = torch.empty(2, T, Hq, chunks, dtype=torch.float32, device=q.device)
+        partials = torch.empty(T, Hq, chunks, D, dtype=torch.float32, device=q.device)
+    spec_attention_kernel[(pieces, Hkv, chunks if split else 1)](
+        q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree, sink,
+        T, B, columns, num_blocks, tl.constexpr(block_size), Hkv, q.stride(0), k.stride(0), v.stride(0),
+        float_bits(scale), window, float_bits(softcap) if softcap > 0 else None,
+        None if tree is None else tree.shape[1], chunks if split else None,
+        out, k_cache, v_cache, tops, totals, partials,
+        **shape, CHUNK=CHUNK, ALIGN=_alignment(k, v, k_cache, v_cache), **attention_options(shape, split),
     )  # fmt: skip
+    if split:
+        merge_chunks_kernel[(T, Hq)](
+            tops, totals, partials, cu_q_lens, kv_lens, sink, T, B, chunks, capacity, window, out,
+            TREE=tree is not None, D=D, D_PADDED=shape["D_PADDED"], CHUNK=CHUNK, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
+
+
+def chunks_of(length: int) -> int:
+    """How many chunks begin before `length`."""
+    count = 0
+    while chunk_start.fn(count, CHUNK) < length:
+        count += 1
+    return count
+
+
+def _alignment(*tensors: torch.Tensor) -> int:
+    """Bytes, 16 at most, at multiples of which the rows of all heads begin. The compiler sees it of single tensors, not
+    where a pointer into one of two is chosen."""
+    strides = [stride * tensor.element_size() for tensor in tensors for stride in tensor.stride()[:-1]]
+    return math.gcd(16, *strides, *(tensor.data_ptr() for tensor in tensors))

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
-LEAST_LEFT_ROWS = 16  # what a matrix product of the GPU takes
+GENERATION_ROWS = 4  # of a request, with 3 drafts: attention that is compiled for all steps suits these best
+TILE_BYTES = 16384  # of keys, and of values, in a tile: a program of attention has two of them on the way
 LEAST_PATH_ROWS = 8  # so that few kernels serve all short paths
 PATH_TILE = 2048  # elements of each cache that a program of compaction holds at a time: 16 a thread
 
 
-def left_rows(group: int) -> int:
-    """Rows of attention's left matrix: a power of two, 16 at least, that holds the query heads of a row."""
-    return max(LEAST_LEFT_ROWS, 1 << (group - 1).bit_length())
+def left_rows(pairs: int) -> int:
+    """Rows of attention's left matrix, where a request brings so many pairs of a row and a query head of one KV head:
+    16, the least that a matrix product of the GPU takes, or 32, the most that gives the same bits."""
+    return 16 if pairs <= 16 else 32
+
+
+def attention_shape(head_dim: int, group: int, rows: int, element_bytes: int) -> dict[str, int]:
+    """Sizes that attention is compiled for. A row's bits follow from TILE, the keys that a program takes at a time, so
+    that depends on the model alone."""
+    padded = max(16, 1 << (head_dim - 1).bit_length())
+    tile = min(64, max(16, TILE_BYTES // (padded * element_bytes)))
+    return {"D": head_dim, "D_PADDED": padded, "GROUP": group, "BLOCK_M": rows, "TILE": tile}
+
+
+def attention_options(shape: dict[str, int], split: bool) -> dict[str, Any]:
+    """How attention of that shape is compiled. The limit of registers is the highest: left to itself, the assembler
+    spills a few to have room for one more program on an SM, where it does so with most of these kernels."""
+    wide = shape["BLOCK_M"] * shape["D_PADDED"] > 2048
+    options = {"num_warps": 8 if wide else 4, "enable_fp_fusion": False}
+    return options if split and shape["BLOCK_M"] == 16 else {**options, "maxnreg": 255}
 
 
 def path_tile(length: int) -> tuple[int, int]:

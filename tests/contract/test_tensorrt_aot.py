@@ -52,7 +52,7 @@ LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
             (BF16, ["N", 16, 2, 64]), (BF16, ["N", 16, 2, 64]), (I32, ["B1"]), (I32, ["B"]), (I32, ["B", "M"]),
         ],
         # 4 rows a program: 3 programs hold 9 rows, and each of 5 requests may leave one unfinished
-        (8, 2, [9, 5, 3, 17, 16, 2, 0x3E000000, 7, 0x41F00000]),
+        (8, 2, [9, 5, 3, 17, 16, 2, 512, 128, 128, 0x3E000000, 7, 0x41F00000]),
     ),
     "ProcessLogits": (
         [

@@ -15,7 +15,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make contract-tensorrt", allow_module_level=True)
 
 from trtspec_plugins.triton.accept import spec_accept
-from trtspec_plugins.triton.attention import spec_attention_
 from trtspec_plugins.triton.compact import kv_compact_
 from trtspec_plugins.triton.sample import spec_sample
 
@@ -79,117 +78,12 @@ def test_ties_go_to_the_lowest_id(own_ids: bool) -> None:
         assert drawn.tolist() == [0, 1000, 2, 5000]
 
 
-# --- attention: the reference adds in another order, so equal within a tolerance --------------------------------------
-
-NO_MASK, NO_SINKS = torch.empty(0, dtype=torch.int32), torch.empty(0)
-# of values of order 1: fp32 sums of up to 26 products of up to 24; fp16 outputs and weights have 11 bits
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
-
-
-def check_attention(arguments: dict[str, Tensor], window: int = 0, softcap: float = 0.0) -> Tensor:
-    wanted = trtspec.ops.spec_attention(*arguments.values(), NO_MASK, NO_SINKS, 0.3, window, softcap)
-    mine = {name: value.clone() for name, value in arguments.items()}
-    out = spec_attention_(**mine, scale=0.3, window=window, softcap=softcap)
-    tolerance = TOLERANCE[out.dtype]
-    torch.testing.assert_close(out, wanted[0], rtol=tolerance, atol=tolerance, equal_nan=True)
-    for cache, expected in zip((mine["k_cache"], mine["v_cache"]), wanted[1:], strict=True):
-        torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
-    return out
+# --- compaction -------------------------------------------------------------------------------------------------------
 
 
 def interpretable(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
     """The interpreter gets bf16 wrong, without a word."""
     return {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in arguments.items()}
-
-
-@settings(deadline=None, max_examples=40)
-@given(batches.attention(), st.sampled_from([0, 1, 5]), st.sampled_from([0.0, 5.0]))
-def test_attention_is_the_reference_s(arguments: dict[str, Tensor], window: int, softcap: float) -> None:
-    check_attention(interpretable(arguments), window, softcap)
-
-
-def long_batch(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """4 requests of 1, 4, 9 and 70 rows, with up to 200 keys: several tiles, several programs a request."""
-    g = torch.Generator().manual_seed(3)
-    new, kv_lens = [1, 4, 9, 70], [200, 130, 64, 70]
-    tables = (torch.randperm(4 * 13, generator=g) + 1).view(4, 13).to(torch.int32)
-    cache = torch.randn(2, 53, 16, 2, 16, generator=g).to(dtype)
-    step = torch.randn(2, sum(new), 2, 16, generator=g).to(dtype)
-    return {
-        "q": torch.randn(sum(new), 6, 16, generator=g).to(dtype),
-        "k": step[0],
-        "v": step[1],
-        "k_cache": cache[0].clone(),
-        "v_cache": cache[1].clone(),
-        "cu_q_lens": torch.tensor([0, 1, 5, 14, 84], dtype=torch.int32),
-        "kv_lens": torch.tensor(kv_lens, dtype=torch.int32),
-        "block_tables": tables,
-    }
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_attention_over_several_tiles(dtype: torch.dtype) -> None:
-    check_attention(long_batch(dtype), softcap=20.0)
-    check_attention(long_batch(dtype), window=90)
-
-
-@pytest.mark.parametrize("length", [64, 129, 131])
-def test_a_row_s_bits_do_not_depend_on_its_neighbours(length: int) -> None:
-    """The first of four rows verified at once has the bits that it has alone, also where the others' keys begin another
-    tile. The interpreter's matrix product is the CPU's, which may round the matrix's other rows differently."""
-    batch = long_batch()
-    batch["kv_lens"][1] = length
-    out = spec_attention_(**{name: value.clone() for name, value in batch.items()}, scale=0.3)
-    alone = batch | {name: batch[name][1:2] for name in ("q", "k", "v")}
-    alone["cu_q_lens"] = torch.tensor([0, 1], dtype=torch.int32)
-    alone["kv_lens"] = torch.tensor([length - 3], dtype=torch.int32)
-    alone["block_tables"] = batch["block_tables"][1:2].contiguous()
-    assert torch.equal(spec_attention_(**alone, scale=0.3)[0], out[1])
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_a_later_row_holds_does_not_reach_an_earlier_one(bad: float) -> None:
-    batch = long_batch()
-    batch["v"][4] = bad  # the last of the second request's four rows
-    batch["k"][12] = bad  # a row of the third, seen by itself and the next
-    batch["v_cache"][batch["block_tables"][0, -1].long(), 9:] = bad  # past the first one's end
-    out = check_attention(batch)
-    broken = out.isnan().flatten(1).any(1)
-    assert broken.nonzero()[:, 0].tolist() == [4, 12, 13]
-
-
-def test_rows_that_no_column_covers_go_to_scratch() -> None:
-    batch = long_batch()
-    batch["block_tables"] = batch["block_tables"][:, :12].contiguous()  # 192 slots, the first request has 200 tokens
-    before = batch["k_cache"].clone()
-    out = spec_attention_(**batch, scale=0.3)
-    assert torch.equal(batch["k_cache"][0, 199 % 16], batch["k"][0])
-    assert torch.equal(batch["k_cache"][0, :7], before[0, :7])
-    assert out.isfinite().all()
-
-
-anything = st.integers(-(2**31), 2**31 - 1) | st.integers(-100, 300)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_no_metadata_leads_past_the_tensors(data: st.DataObject) -> None:
-    """Wild numbers change nothing but the tensors that are written to; a stray access would end this process."""
-    B, T, columns = 2, 3, 2
-    guarded = torch.full((4, 5, 4, 1, 16), 7.0)  # between two walls each: k_cache, v_cache
-    q = torch.ones(T, 2, 16)
-    arguments = {
-        name: torch.tensor([data.draw(anything) for _ in range(count)], dtype=torch.int64).to(torch.int32)
-        for name, count in (("cu_q_lens", B + 1), ("kv_lens", B), ("block_tables", B * columns))
-    }
-    arguments["block_tables"] = arguments["block_tables"].view(B, columns)
-    spec_attention_(q, q[:, :1].clone(), q[:, :1].clone(), guarded[1], guarded[2], **arguments, scale=1.0)
-    assert (guarded[0] == 7).all()
-    assert (guarded[3] == 7).all()
-    assert ((guarded == 7) | (guarded == 1)).all()
-
-
-# --- compaction -------------------------------------------------------------------------------------------------------
 
 
 def check_compaction(arguments: dict[str, Tensor]) -> None:
@@ -244,6 +138,9 @@ def test_padding_is_not_written() -> None:
     before = [arguments[name].clone() for name in ("k_cache", "v_cache")]
     kv_compact_(**arguments)
     assert all(torch.equal(arguments[name], old) for name, old in zip(("k_cache", "v_cache"), before, strict=True))
+
+
+anything = st.integers(-(2**31), 2**31 - 1) | st.integers(-100, 300)
 
 
 @settings(deadline=None, max_examples=60, phases=[Phase.explicit, Phase.generate])
