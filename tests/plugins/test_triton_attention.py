@@ -202,8 +202,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def exact(new: list[int], kv_lens: list[int]) -> Arguments:
-    """Scores are equal within a tile, so weights there are 1 and their sums exact. They go up or down from tile to tile,
-    by heads, so what the tiles' sums are multiplied with, and in which order they are added, shows in the bits."""
+    """Scores are equal within a tile, so weights there are 1 and their sums exact. From tile to tile they go up or
+    down, by heads, so what tiles' sums are multiplied with, and in which order they are added, shows in the bits."""
     arguments = batch(new, kv_lens, (3, 1))
     caches = arguments["k_cache"], arguments["v_cache"]
     keys, values = (cache.view(-1, 16) for cache in caches)
