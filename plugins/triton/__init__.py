@@ -7,8 +7,7 @@ references round twice. Attention adds in an order of its own, and so do the fil
 references' but for tokens within rounding errors of an edge.
 
 What is shown without a GPU: the kernels' results, in Triton's interpreter (TRITON_INTERPRET=1), and that they compile.
-That the compiled kernels give the same results on a GPU is not, and none has been timed or tuned: attention loads
-element by element, as nothing promises it aligned pointers.
+That the compiled kernels give the same results on a GPU is not, and none has been timed or tuned.
 """
 
 from __future__ import annotations

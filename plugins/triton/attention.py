@@ -65,17 +65,14 @@ def _merge(top, total, sums, next_top, next_total, next_sums):
 
 @triton.jit
 def _finish(top, total, sums, sinks, head):
-    """The weighted mean [M, D]; head [M] is the query head, for its sink. A row that saw a value that is not finite is
-    NaN as a whole, whichever way that reached it."""
+    """The weighted mean [M, D]; head [M] is the query head, for its sink."""
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
         higher = tl.maximum(top, sink)
         share = tl.exp(top - higher)
         total = total * share + tl.exp(sink - higher)
         sums = sums * share[:, None]
-    result = sums / total[:, None] + 0.0  # + 0.0: zeros have no sign, as adding a zero for what is unseen may change it
-    broken = tl.max((tl.abs(result) <= _HIGHEST_FLOAT).to(tl.int32) ^ 1, axis=1)
-    return tl.where(broken[:, None] != 0, float("nan"), result)
+    return sums / total[:, None] + 0.0  # zeros have no sign, as adding a zero for what is unseen may change it
 
 
 @triton.jit(do_not_specialize=["T", "B", "columns", "num_blocks", "words", "chunks"])
@@ -181,8 +178,8 @@ def spec_attention_kernel(
         chunk_top = tl.full((BLOCK_M,), _NOTHING, tl.float32)
         chunk_total = tl.zeros((BLOCK_M, 16), tl.float32)  # 16 equal columns
         chunk_sums = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
-        # 0 * NaN is NaN: where the sums are not finite, the chunk is reduced again (CLEAN), with such values cleared,
-        # and the rows that see them marked by a total of NaN. Nobody pays for this in the usual case.
+        # 0 * NaN is NaN: where sums are not finite, the chunk is reduced again (CLEAN), with such values cleared and the
+        # rows that see them made NaN by their total. Nobody pays for this in the usual case.
         for CLEAN in tl.static_range(2):
             if CLEAN:
                 broken_sums = tl.max((tl.abs(chunk_sums) <= _HIGHEST_FLOAT).to(tl.int32) ^ 1)

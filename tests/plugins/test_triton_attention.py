@@ -286,11 +286,14 @@ def test_a_value_that_is_not_finite_spoils_those_alone_who_see_it(split: bool) -
 
 @both_forms
 def test_rows_that_no_column_covers_go_to_scratch(split: bool) -> None:
-    arguments = batch([1, 4], [200, 130])
-    arguments["block_tables"] = arguments["block_tables"][:, :12]  # 192 slots, the first request has 200 tokens
+    """192 slots for 200 tokens. What lies behind the table in memory leads to a block of NaN."""
+    arguments = batch([4, 1], [130, 200])
+    covered, beyond = arguments["block_tables"][:, :12], arguments["block_tables"][0, 12:].repeat(20)
+    arguments["block_tables"] = torch.cat([covered.flatten(), beyond])[:24].view(2, 12)
+    arguments["k_cache"][beyond[0]] = arguments["v_cache"][beyond[0]] = float("nan")
     before = arguments["k_cache"].clone()
     out = launch(arguments, split)
-    assert torch.equal(arguments["k_cache"][0, 199 % 16], arguments["k"][0])
+    assert torch.equal(arguments["k_cache"][0, 199 % 16], arguments["k"][4])
     assert torch.equal(arguments["k_cache"][0, :7], before[0, :7])
     assert out.isfinite().all()
 
