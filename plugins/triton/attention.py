@@ -178,7 +178,7 @@ def spec_attention_kernel(
         chunk_top = tl.full((BLOCK_M,), _NOTHING, tl.float32)
         chunk_total = tl.zeros((BLOCK_M, 16), tl.float32)  # 16 equal columns
         chunk_sums = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
-        # 0 * NaN is NaN: where sums are not finite, the chunk is reduced again (CLEAN), with such values cleared and the
+        # 0 * NaN is NaN: where sums are not finite, the chunk is reduced again (CLEAN), with such values cleared and
         # rows that see them made NaN by their total. Nobody pays for this in the usual case.
         for CLEAN in tl.static_range(2):
             if CLEAN:
