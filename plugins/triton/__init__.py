@@ -19,6 +19,10 @@ from types import ModuleType
 import torch
 
 OPS = {
+    "spec_attention_": "attention",
+    "process_logits": "logits",
+    "packed_linear": "linear",
+    "packed_embedding": "embedding",
     "spec_sample": "sample",
     "spec_accept": "accept",
     "kv_compact_": "compact",

@@ -12,7 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, native_specialize_impl
-from trtspec_plugins.triton import accept, attention, compact, logits, sample
+from trtspec_plugins.triton import accept, attention, compact, embedding, linear, logits, sample
 from trtspec_plugins.triton.compile import Kernel
 
 VOCABULARY = 128256  # Llama 3's
@@ -27,18 +27,48 @@ def _of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _attention(dtype: str, head_dim: int, group: int) -> object:
+def _attention(
+    dtype: str, head_dim: int, group: int, rows: int = ROWS, columns: int = 64, all_options: bool = False
+) -> object:
+    """all_options: a tree, sinks, a window and a softcap."""
     kind, heads = _DTYPES[dtype], 8
-    rows, cache = _of(kind, ROWS, heads, head_dim), _of(kind, BLOCKS, BLOCK_SIZE, heads, head_dim)
-    metadata = (_of(_I32, REQUESTS + 1), _of(_I32, REQUESTS), _of(_I32, REQUESTS, 64))
-    queries = _of(kind, ROWS, heads * group, head_dim)
-    return attention.spec_attention_(queries, rows, rows, cache, cache, *metadata, head_dim**-0.5)
+    fresh, cache = _of(kind, rows, heads, head_dim), _of(kind, BLOCKS, BLOCK_SIZE, heads, head_dim)
+    metadata = (_of(_I32, REQUESTS + 1), _of(_I32, REQUESTS), _of(_I32, REQUESTS, columns))
+    queries = _of(kind, rows, heads * group, head_dim)
+    tree = _of(_I32, rows if all_options else 0, 1)
+    sinks = _of(kind, heads * group if all_options else 0)
+    settings = (head_dim**-0.5, 1024, 30.0) if all_options else (head_dim**-0.5,)
+    return attention.spec_attention_(queries, fresh, fresh, cache, cache, *metadata, tree, sinks, *settings)
 
 
-def _logits() -> object:
-    filters = (_of(_F32, ROWS), _of(_I32, ROWS), _of(_F32, ROWS), _of(_F32, ROWS))  # temperatures, top k, top p, min p
-    bans = (_of(_I32, ROWS, 4), _of(_I64, ROWS, 4))
-    return logits.process_logits(_of(_F32, ROWS, VOCABULARY), _of(_I64, ROWS), *bans, *filters)
+def _linear(dtype: str, layout: str, rows: int, inputs: int, outputs: int, float_out: bool = False) -> object:
+    x, bias = _of(_DTYPES[dtype], rows, inputs), _of(_DTYPES[dtype], outputs)
+    panels, none = outputs // 32, _of(_F32, 0)
+    weight, scales, zeros = {
+        "plain": (_of(_DTYPES[dtype], outputs, inputs), none, none),
+        "int8": (_of(torch.int8, panels, inputs // 4, 32, 4), _of(_F32, panels, 32), none),
+        "int4": (
+            _of(torch.uint8, panels, inputs // 8, 32, 4),
+            _of(torch.float16, panels, inputs // 32, 32),
+            _of(torch.uint8, panels, inputs // 32, 32),
+        ),
+        "fp8": (_of(torch.float8_e4m3fn, panels, inputs // 4, 32, 4), _of(_F32, panels, 32), none),
+    }[layout]
+    return linear.packed_linear(x, weight, scales, zeros, bias, none, outputs, float_out)
+
+
+def _embedding(dtype: str) -> object:
+    none = _of(_F32, 0)
+    return embedding.packed_embedding(_of(_I64, ROWS), _of(_DTYPES[dtype], VOCABULARY, 4096), none, none, 4096)
+
+
+def _logits(vocabulary: int = VOCABULARY, none: bool = False) -> object:
+    """none: of the filters; temperatures alone."""
+    R = 0 if none else ROWS
+    unused = (_of(_I32, 0), _of(_I32, 0), _of(_F32, 0), _of(_I32, 0), _of(_F32, 0))  # history to bias_values
+    bans = (_of(_I32, R, 4), _of(_I64, R, 4), _of(_I32, R, vocabulary // 32))  # ids, until, allow_mask
+    filters = (_of(_F32, ROWS), _of(_I32, R), _of(_F32, R), _of(_F32, R))  # temperatures, top k, top p, min p
+    return logits.process_logits(_of(_F32, ROWS, vocabulary), _of(_I64, ROWS), *unused, *bans, *filters)
 
 
 def _sample(own_ids: bool) -> object:
@@ -58,8 +88,25 @@ def _compact(dtype: str, length: int) -> object:
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {
-    "spec_attention-bf16-d64-g8": lambda: _attention("bf16", 64, 8),
+    "spec_attention-bf16-d128-g4": lambda: _attention("bf16", 128, 4),
+    "spec_attention-bf16-d128-g8": lambda: _attention("bf16", 128, 8),
+    "spec_attention-bf16-d64-g4": lambda: _attention("bf16", 64, 4),
+    "spec_attention-fp32-d128-g4": lambda: _attention("fp32", 128, 4),
+    "spec_attention-bf16-d128-g4-prompt": lambda: _attention("bf16", 128, 4, rows=2048),
+    "spec_attention-bf16-d128-g4-tree": lambda: _attention("bf16", 128, 4, columns=2048, all_options=True),
+    "packed_linear-bf16": lambda: _linear("bf16", "plain", 4, 4096, 6144),
+    "packed_linear-bf16-prompt": lambda: _linear("bf16", "plain", 2048, 4096, 6144),
+    "packed_linear-bf16-vocabulary": lambda: _linear("bf16", "plain", ROWS, 4096, VOCABULARY, float_out=True),
+    "packed_linear-int8": lambda: _linear("bf16", "int8", 4, 4096, 6144),
+    "packed_linear-int8-prompt": lambda: _linear("bf16", "int8", 2048, 4096, 6144),
+    "packed_linear-int4": lambda: _linear("bf16", "int4", 4, 4096, 6144),
+    "packed_linear-int4-prompt": lambda: _linear("bf16", "int4", 2048, 4096, 6144),
+    "packed_linear-fp8": lambda: _linear("bf16", "fp8", 4, 4096, 6144),
+    "packed_linear-fp8-prompt": lambda: _linear("bf16", "fp8", 2048, 4096, 6144),
+    "packed_embedding-bf16": lambda: _embedding("bf16"),
     "process_logits": _logits,
+    "process_logits-few": lambda: _logits(4096),
+    "process_logits-temperature": lambda: _logits(none=True),
     "spec_sample": lambda: _sample(own_ids=False),
     "spec_sample-own-ids": lambda: _sample(own_ids=True),
     "spec_accept": _accept,
