@@ -31,7 +31,7 @@ _MADE_OF = "made_of.txt"  # in a checkpoint's folder
 
 @dataclass(frozen=True)
 class Shape:
-    """head_dim is 64; weights are bf16; embedding and lm_head are two matrices."""
+    """Of a Llama; weights are bf16. tied: embedding and lm_head are one matrix."""
 
     hidden: int
     layers: int
@@ -39,6 +39,8 @@ class Shape:
     heads: int
     kv_heads: int
     vocab: int
+    head_dim: int = 64
+    tied: bool = False
 
 
 SHAPES = {
@@ -95,7 +97,7 @@ def open_model(name: str, folder: Path) -> Model:
     if name == "demo":
         return Model(name, DEMO / "target", DEMO / "draft", DEMO / "eagle3")
     shape = SHAPES[name]
-    made_of = digest([asdict(shape), CIRCLE, inspect.getsource(write_checkpoint), str(torch.__version__)])
+    made_of = digest([asdict(shape), CIRCLE, *map(inspect.getsource, _MAKERS), str(torch.__version__)])
     return Model(name, made(folder / name, made_of, partial(write_checkpoint, shape)), None, None)
 
 
@@ -122,53 +124,80 @@ def write_checkpoint(shape: Shape, folder: Path, seed: int = 0) -> None:
     """A Llama that counts in circles, see above."""
     generator = torch.Generator().manual_seed(seed)
 
-    def random(rows: int, columns: int, scale: float = 0.02) -> torch.Tensor:
-        return (scale * torch.randn(rows, columns, generator=generator)).bfloat16()
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
 
-    H, kv = shape.hidden, 64 * shape.kv_heads
-    embedding = random(shape.vocab, H, scale=1.0)
+    tensors = {
+        name: torch.ones(size, dtype=torch.bfloat16) if len(size) == 1 else (0.02 * random(*size)).bfloat16()
+        for name, size in llama_tensors(shape).items()
+    }
+    embedding = random(shape.vocab, shape.hidden).bfloat16()
     ids = torch.arange(shape.vocab)
     before = ids - ids % CIRCLE + (ids - 1) % CIRCLE
-    tensors = {
-        "model.embed_tokens.weight": embedding,
-        "lm_head.weight": embedding[before] * H**-0.5,
-        "model.norm.weight": torch.ones(H, dtype=torch.bfloat16),
-    }
-    sizes = {
-        "self_attn.q_proj": (64 * shape.heads, H),
-        "self_attn.k_proj": (kv, H),
-        "self_attn.v_proj": (kv, H),
-        "self_attn.o_proj": (H, 64 * shape.heads),
+    tensors["model.embed_tokens.weight"] = embedding
+    tensors["lm_head.weight"] = embedding[before] * shape.hidden**-0.5
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_config(llama_config(shape), folder)
+
+
+def llama_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Name -> size of every tensor of a checkpoint."""
+    H = shape.hidden
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, H)}
+    for layer in range(shape.layers):
+        sizes |= layer_tensors(shape, f"model.layers.{layer}", H)
+    sizes["model.norm.weight"] = (H,)
+    if not shape.tied:
+        sizes["lm_head.weight"] = (shape.vocab, H)
+    return sizes
+
+
+def layer_tensors(shape: Shape, prefix: str, read: int) -> dict[str, tuple[int, ...]]:
+    """Name -> size of a layer's tensors. read: the width of what attention reads."""
+    H, queries, keys = shape.hidden, shape.head_dim * shape.heads, shape.head_dim * shape.kv_heads
+    sizes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (H,),
+        "post_attention_layernorm": (H,),
+        "self_attn.q_proj": (queries, read),
+        "self_attn.k_proj": (keys, read),
+        "self_attn.v_proj": (keys, read),
+        "self_attn.o_proj": (H, queries),
         "mlp.gate_proj": (shape.intermediate, H),
         "mlp.up_proj": (shape.intermediate, H),
         "mlp.down_proj": (H, shape.intermediate),
     }
-    for layer in range(shape.layers):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(H, dtype=torch.bfloat16)
-        for name, size in sizes.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = random(*size)
-    config = {
+    return {f"{prefix}.{name}.weight": size for name, size in sizes.items()}
+
+
+def llama_config(shape: Shape) -> dict[str, Any]:
+    """config.json."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": shape.vocab,
-        "hidden_size": H,
+        "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
-        "head_dim": 64,
+        "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": shape.tied,
         "attention_bias": False,
         "mlp_bias": False,
         "bos_token_id": 0,
         "eos_token_id": 0,
         "torch_dtype": "bfloat16",
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_config(config: dict[str, Any], folder: Path) -> None:
+    """config.json into a checkpoint's folder."""
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+_MAKERS = (write_checkpoint, llama_tensors, layer_tensors, llama_config)  # of what open_model writes
