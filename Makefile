@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-kernels contract-tensorrt contract-flashinfer bench lint format clean
+.PHONY: demo test test-kernels contract-tensorrt contract-flashinfer bench bench-gpu lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -33,6 +33,13 @@ contract-flashinfer: .venv/.dev
 
 bench: .venv/.dev .venv/.plugins
 	$(BIN)/python benchmarks/decode.py
+
+# With the given Python, which has torch for CUDA, and without installing into it: kernels are found by the entry points
+# in trtspec.egg-info, and plugins/ under the name it is installed by.
+bench-gpu:
+	@mkdir -p build/path && ln -sfn ../../plugins build/path/trtspec_plugins
+	@$(PYTHON) -c 'from setuptools import setup; setup()' -q egg_info
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/build/path:$$PYTHONPATH" $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
