@@ -40,7 +40,7 @@ def main(description: str, argv: Sequence[str] | None = None, open_: Callable[[]
         **origin("benchmarks/gpu.py", sys.argv[1:] if argv is None else argv),
         **card.about,
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "kernels": "; ".join(load_plugins().values()) or "none: the reference kernels serve",
+        "kernels": "; ".join(map(": ".join, load_plugins().items())) or "none: the reference kernels serve",
         "steps": f"{args.steps} a case, {args.turns} turns",
     }
     bandwidth = copy_bandwidth(card, args.copy_bytes)

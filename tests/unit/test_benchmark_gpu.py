@@ -21,7 +21,7 @@ from benchmarks.gpu.main import main
 from benchmarks.gpu.results import Case, Peer, Result, report_markdown
 from benchmarks.gpu.sections import SECTIONS, floor_figure, gap_figure
 from benchmarks.gpu.steps import GREEDY, INPUT_LEN, Opened, Steps, percentile, random_prompts, step_bytes
-from benchmarks.peers.checkpoints import Shape
+from benchmarks.peers.checkpoints import Shape, llama_tensors
 from tests.async_stand_in import HostQueue
 from trtspec.engine import assemble
 from trtspec.engine.overlap import OverlapLoop
@@ -120,8 +120,6 @@ def test_tied_models_have_no_head_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_shapes_are_those_they_are_called_after() -> None:
-    from benchmarks.peers.checkpoints import llama_tensors
-
     def count(name: str) -> float:
         return sum(map(checkpoints.num_bytes, llama_tensors(SHAPES[name]).values())) / 2e9
 
@@ -153,6 +151,7 @@ def test_steps_and_gaps_of_launches_that_follow_each_other(folder: Path, card: C
         assert (len(steps.walls), steps.tokens) == (5, 15)
         # 1 token of the prompt's own step, 12 of steps that do not count; the newest is not in the cache
         assert steps.context == INPUT_LEN + 1 + 12 - 1 + 2
+        assert len(opened.queue.launches) == 5  # none of before is among them
         assert clock.held == 0
         opened.engine.check()
     opened.queue.holds = True
@@ -281,9 +280,8 @@ def test_without_a_gpu_it_says_so_and_ends(tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("benchmarks/gpu.py: ")
-    assert "backend aoti" in line
+    assert done.stderr.splitlines()[-1].startswith("benchmarks/gpu.py: ")  # torch may warn before
+    assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
