@@ -95,7 +95,7 @@ def _attention(dtype: str, head_dim: int, group: int) -> Kernel:
     align = math.gcd(16, head_dim * size)  # TensorRT's tensors begin at multiples of 256 bytes
     constants = {**dict.fromkeys(_ATTENTION_ABSENT), **shape, "CHUNK": attention.CHUNK, "ALIGN": align}
     signature = {**floats, **metadata, **dict.fromkeys(_ATTENTION_INTEGERS, "i32"), **outputs}
-    options = attention_options(shape, split=False)
+    options = attention_options(shape, split=False, element_bytes=size)
     return Kernel(attention.spec_attention_kernel, signature, constants, options.pop("num_warps"), options)
 
 

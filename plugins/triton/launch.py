@@ -7,6 +7,7 @@ from typing import Any
 
 GENERATION_ROWS = 4  # of a request, with 3 drafts: attention that is compiled for all steps suits these best
 TILE_BYTES = 16384  # of keys, and of values, in a tile: a program of attention has two of them on the way
+FP32_TILE_BYTES = 8192  # as its products, which are no mma.sync, hold both matrices in registers
 LEAST_PATH_ROWS = 8  # so that few kernels serve all short paths
 PATH_TILE = 2048  # elements of each cache that a program of compaction holds at a time: 16 a thread
 
@@ -21,14 +22,15 @@ def attention_shape(head_dim: int, group: int, rows: int, element_bytes: int) ->
     """Sizes that attention is compiled for. A row's bits follow from TILE, the keys that a program takes at a time, so
     that depends on the model alone."""
     padded = max(16, 1 << (head_dim - 1).bit_length())
-    tile = min(64, max(16, TILE_BYTES // (padded * element_bytes)))
+    tile_bytes = FP32_TILE_BYTES if element_bytes == 4 else TILE_BYTES
+    tile = min(64, max(16, tile_bytes // (padded * element_bytes)))
     return {"D": head_dim, "D_PADDED": padded, "GROUP": group, "BLOCK_M": rows, "TILE": tile}
 
 
-def attention_options(shape: dict[str, int], split: bool) -> dict[str, Any]:
+def attention_options(shape: dict[str, int], split: bool, element_bytes: int) -> dict[str, Any]:
     """How attention of that shape is compiled. The limit of registers is the highest: left to itself, the assembler
     spills a few to have room for one more program on an SM, where it does so with most of these kernels."""
-    wide = shape["BLOCK_M"] * shape["D_PADDED"] > 2048
+    wide = shape["BLOCK_M"] * shape["D_PADDED"] * element_bytes > 4096
     options = {"num_warps": 8 if wide else 4, "enable_fp_fusion": False}
     return options if split and shape["BLOCK_M"] == 16 else {**options, "maxnreg": 255}
 

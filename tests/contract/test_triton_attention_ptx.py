@@ -48,7 +48,7 @@ def compiled(architecture: int, head_dim: int, pairs: int, split: bool, tree: bo
         constants,
         {position: [["tt.divisibility", 16]] for position in aligned},
     )
-    options = {**attention_options(shape, split), "ptx_version": PTX_VERSION}
+    options = {**attention_options(shape, split, 2), "ptx_version": PTX_VERSION}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
