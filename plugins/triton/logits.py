@@ -1,14 +1,17 @@
-"""process_logits, of the groups that TensorRT's plugin takes: one program a row, thresholds in place of sorting.
+"""process_logits. Short rows: one program a row, in one launch. Long rows: many programs a row, in launches of a look.
 
-top-k keeps what is not below the k-th largest logit, top-p what is not below the smallest one that it keeps. Both are
-the lowest value with more than a bound at or below it, of tokens in the one case, of their probability in the other: a
-search over the integers that order floats as the floats themselves, which in at most 32 looks at the row finds it
-exactly.
+Both do the same steps (filters.py), and sums are exact, so both give the same bits: a row's result depends neither on
+the form nor on what other rows there are. TensorRT's plugin takes the first form, as it launches one kernel.
 
 What stays has the reference's bits: bans and temperature are the reference's operations, and filters remove or keep.
 top-k removes what the reference removes. top-p and min-p may decide otherwise about a token within rounding errors of
-the edge: exp is the GPU's, and probabilities are added lane by lane, where the reference adds them as sorted. That
-order depends on nothing but V, so a row's result is its own.
+the edge: exp is the GPU's, and the reference's sums are rounded where these are not.
+
+A row of V logits is 4 V bytes. The long form reads and writes it once to prepare it, reads it once more for its
+maximum, 8 times for top-k, 8 times for top-p, and reads and writes it to remove what goes: at most 18 launches, one
+where no row is filtered by anything. Programs whose row has a filter off leave at once. Grids follow from shapes alone
+and nothing is read back, so that CUDA graphs can hold the launches. What a launch leaves for the next has a place of
+its own: no program reads what another of its launch writes, and there are no atomics.
 
 No metadata, however wrong, makes it read or write past a tensor.
 """
@@ -18,65 +21,37 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from trtspec_plugins.triton.filters import (
+    DEPTH, LOOKS, NO_LIMIT, cut, descend, highest, number, ordinal, prepare, settings, tally,
+)  # fmt: skip
 
-BLOCK = 4096  # tokens at a time
-NUM_WARPS = 16
+from trtspec.ops.logits import add_bias, penalise
+
+ROW_LANES = 512  # threads of a program that has a whole row
+LANES = 256  # of one that has a chunk
+CHUNK = 4096  # tokens of a program; a row of no more is not split
 
 
-@triton.jit
-def _key(x):
-    """int32 that orders as the floats: NaN above all, and -0 next to 0."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
-@triton.jit
-def _float(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+# -- short rows --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _weight(x, least, top):
-    """What a token's probability is in proportion to; 0 for what is below `least`."""
-    return tl.where(x >= least, tl.exp(x - top), 0.0)
+def _search(row, V, rest, least, top, p, MASS: tl.constexpr, LANES: tl.constexpr):
+    """The ordinal with more than `rest` at or below it; the greatest of all where there is none."""
+    prefix = tl.full((), 0, tl.uint32)
+    for look in range(LOOKS):
+        tallies = tally(row, 0, V, prefix, look, least, top, MASS, LANES)
+        prefix, rest = descend(tallies, prefix, rest, look, p, MASS)
+    return prefix
 
 
 @triton.jit
-def _lowest(row, V, lo, hi, bound, least, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest key in lo < key <= hi with more than `bound` at or below it: tokens, or, if MASS, their weights.
-
-    lo and hi: int64, so that their sum fits; not more than `bound` is at lo or below, and hi is a token's key.
-    """
-    while hi - lo > 1:
-        middle = ((lo + hi) >> 1).to(tl.int32)
-        sums = tl.zeros((BLOCK,), tl.float32 if MASS else tl.int32)
-        under = tl.full((BLOCK,), -2147483648, tl.int32)
-        over = tl.full((BLOCK,), 2147483647, tl.int32)
-        for start in range(0, V, BLOCK):
-            v = start + tl.arange(0, BLOCK)
-            x = tl.load(row + v, mask=v < V, other=float("nan"))  # which is never below the highest key
-            key = _key(x)
-            low = key <= middle
-            if MASS:
-                sums += tl.where(low, _weight(x, least, top), 0.0)
-            else:
-                sums += low.to(tl.int32)
-            under = tl.maximum(under, tl.where(low, key, -2147483648))
-            over = tl.minimum(over, tl.where(low, 2147483647, key))
-        # Where no token lies between, the answer is not either.
-        if tl.sum(sums, axis=0) > bound:
-            hi = tl.max(under, axis=0).to(tl.int64)
-        else:
-            lo = tl.min(over, axis=0).to(tl.int64) - 1
-    return hi.to(tl.int32)
-
-
-@triton.jit
-def process_logits_kernel(
+def process_row_kernel(
     logits,  # [R, V] fp32
     positions,  # [R] int64
     ban_ids,  # [R, M] int32
     ban_until,  # [R, M] int64
+    allow_mask,  # [R, ceil(V / 32)] int32
     temperatures,  # [R] fp32
     top_ks,  # [R] int32
     top_ps,  # [R] fp32
@@ -84,100 +59,237 @@ def process_logits_kernel(
     V,
     M,
     num_bans,  # rows of ban_ids; as those below R, or 0 where the group is not used and its pointer may be anything
+    num_masks,
     num_temperatures,
     num_top_ks,
     num_top_ps,
     num_min_ps,
     out,  # [R, V] fp32
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     r = tl.program_id(0)
-    begin = r.to(tl.int64) * V
-    row = out + begin
-    temperature = 0.0
-    if r < num_temperatures:
-        temperature = tl.load(temperatures + r)
-    divided = temperature > 0
-    for start in range(0, V, BLOCK):
-        v = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + begin + v, mask=v < V, other=0.0)
-        if divided:
-            x = tl.div_rn(x, temperature)
-        tl.store(row + v, x, mask=v < V)
-    tl.debug_barrier()  # what comes next is written and read by other threads
-
-    if r < num_bans:
-        position = tl.load(positions + r)
-        for start in range(0, M, 32):
-            m = start + tl.arange(0, 32)
-            place = r.to(tl.int64) * M + m
-            token = tl.load(ban_ids + place, mask=m < M, other=-1)
-            until = tl.load(ban_until + place, mask=m < M, other=0)
-            banned = (token >= 0) & (token < V) & (position < until)
-            # The reference bans before it divides, which is NaN where the temperature is infinite.
-            removed = tl.where(temperature == float("inf"), float("nan"), float("-inf"))
-            tl.store(row + token, removed, mask=banned)
-        tl.debug_barrier()
-
-    k = 0
-    p = 1.0
-    min_p = 0.0
-    if r < num_top_ks:
-        k = tl.load(top_ks + r)
-    if r < num_top_ps:
-        p = tl.load(top_ps + r)
-    if r < num_min_ps:
-        min_p = tl.load(min_ps + r)
-    few = (k > 0) & (k < V)
-    if few | (p < 1) | (min_p > 0):
-        highest = tl.full((BLOCK,), -2147483648, tl.int32)
-        for start in range(0, V, BLOCK):
-            v = start + tl.arange(0, BLOCK)
-            x = tl.load(row + v, mask=v < V, other=float("-inf"))
-            highest = tl.maximum(highest, _key(x))
-        top_key = tl.max(highest, axis=0)
-        top = _float(top_key)
-        least = float("-inf")  # what is below goes
-        if few:
-            lo = tl.full((), -2147483648, tl.int64)
-            least = _float(_lowest(row, V, lo, top_key.to(tl.int64), V - k, 0.0, 0.0, False, BLOCK))
-        floor = 0.0  # as is what weighs less
+    BLOCK: tl.constexpr = DEPTH * LANES
+    prepare(
+        r, 0, V, logits, positions, ban_ids, ban_until, allow_mask, temperatures, V, M,
+        num_bans, num_masks, num_temperatures, out, BLOCK,
+    )  # fmt: skip
+    k, p, min_p = settings(r, top_ks, top_ps, min_ps, num_top_ks, num_top_ps, num_min_ps, V)
+    if (k > 0) | (p < 1) | (min_p > 0):
+        row = out + r.to(tl.int64) * V
+        last = highest(row, 0, V, BLOCK).to(tl.uint32)
+        top = number(last)
+        least = NO_LIMIT
+        zero = tl.full((), 0, tl.int64)
+        if k > 0:
+            least = number(_search(row, V, zero + (V - k), least, top, p, False, LANES))
         if tl.abs(top) < float("inf"):  # else there are no probabilities, and nothing more goes
             if p < 1:
-                weights = tl.zeros((BLOCK,), tl.float32)
-                for start in range(0, V, BLOCK):
-                    v = start + tl.arange(0, BLOCK)
-                    x = tl.load(row + v, mask=v < V, other=float("-inf"))
-                    weights += _weight(x, least, top)
-                bound = (1.0 - p) * tl.sum(weights, axis=0)
-                lo = _key(least).to(tl.int64) - 1
-                least = _float(_lowest(row, V, lo, top_key.to(tl.int64), bound, least, top, True, BLOCK))
-            if min_p > 0:
-                floor = min_p
-        for start in range(0, V, BLOCK):
-            v = start + tl.arange(0, BLOCK)
-            x = tl.load(row + v, mask=v < V, other=0.0)
-            gone = (x < least) | (_weight(x, least, top) < floor)
-            tl.store(row + v, tl.where(gone, float("-inf"), x), mask=v < V)
+                least = number(tl.minimum(_search(row, V, zero, least, top, p, True, LANES), last))
+        else:
+            min_p = 0.0
+        cut(row, 0, V, least, top, min_p, BLOCK)
 
 
-def process_logits(
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    ban_ids: torch.Tensor,
-    ban_until: torch.Tensor,
-    temperatures: torch.Tensor,
-    top_ks: torch.Tensor,
-    top_ps: torch.Tensor,
+@triton.jit
+def process_logits_kernel(
+    logits, positions, ban_ids, ban_until, temperatures, top_ks, top_ps, min_ps, V, M,
+    num_bans, num_temperatures, num_top_ks, num_top_ps, num_min_ps, out, LANES: tl.constexpr,
+):  # fmt: skip
+    """The same without allow_mask among the arguments."""
+    process_row_kernel(
+        logits, positions, ban_ids, ban_until, ban_ids, temperatures, top_ks, top_ps, min_ps, V, M,
+        num_bans, 0, num_temperatures, num_top_ks, num_top_ps, num_min_ps, out, LANES,
+    )  # fmt: skip
+
+
+# -- long rows: program (r, s) has chunk s of row r -----------------------------------------------------------------
+
+
+@triton.jit
+def prepare_kernel(
+    logits, positions, ban_ids, ban_until, allow_mask, temperatures, V, M, num_bans, num_masks, num_temperatures,
+    out,
+    maxima,  # [R, S] int64: ordinals
+    CHUNK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    r, s = tl.program_id(0), tl.program_id(1)
+    BLOCK: tl.constexpr = DEPTH * LANES
+    begin = s * CHUNK
+    end = tl.minimum(begin + CHUNK, V)
+    prepare(
+        r, begin, end, logits, positions, ban_ids, ban_until, allow_mask, temperatures, V, M,
+        num_bans, num_masks, num_temperatures, out, BLOCK,
+    )  # fmt: skip
+    tl.store(maxima + r * tl.num_programs(1) + s, highest(out + r.to(tl.int64) * V, begin, end, BLOCK))
+
+
+@triton.jit
+def _last(maxima, r, PARTS: tl.constexpr):
+    """The highest ordinal of a row."""
+    S, part = tl.num_programs(1), tl.arange(0, PARTS)
+    return tl.max(tl.load(maxima + r * S + part, mask=part < S, other=0), axis=0).to(tl.uint32)
+
+
+@triton.jit
+def _after(states, tallies, r, look, p, MASS: tl.constexpr, PARTS: tl.constexpr):
+    """(prefix, rest) after a look that an earlier launch took."""
+    S, digit = tl.num_programs(1), tl.arange(0, 16)
+    part = tl.arange(0, PARTS)[:, None]
+    place = (MASS * LOOKS + look) * tl.num_programs(0) + r
+    prefix = tl.load(states + place * 2).to(tl.uint32)
+    rest = tl.load(states + place * 2 + 1)
+    counted = tl.load(tallies + (place.to(tl.int64) * S + part) * 16 + digit, mask=part < S, other=0)
+    return descend(tl.sum(counted, axis=0), prefix, rest, look, p, MASS)
+
+
+@triton.jit(do_not_specialize=["look"])
+def look_kernel(
+    out,  # [R, V] fp32, as prepared
+    maxima,  # [R, S] int64
+    top_ks,
+    top_ps,
+    num_top_ks,
+    num_top_ps,
+    V,
+    look,
+    leasts,  # [R] fp32: what top-k keeps; written by top-p's first look
+    states,  # [2, LOOKS, R, 2] int64: (prefix, rest) of each look of top-k and of top-p
+    tallies,  # [2, LOOKS, R, S, 16] int64
+    MASS: tl.constexpr,  # top-p, not top-k
+    PARTS: tl.constexpr,  # S or more
+    CHUNK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    r, s = tl.program_id(0), tl.program_id(1)
+    k, p, _ = settings(r, top_ks, top_ps, top_ps, num_top_ks, num_top_ps, 0, V)
+    top = 0.0
+    wanted = k > 0
+    if MASS:
+        top = number(_last(maxima, r, PARTS))
+        wanted = (p < 1) & (tl.abs(top) < float("inf"))
+    if wanted:
+        least = NO_LIMIT
+        prefix = tl.full((), 0, tl.uint32)
+        rest = tl.full((), 0, tl.int64)
+        if not MASS:
+            rest += V - k
+        if look > 0:
+            prefix, rest = _after(states, tallies, r, look - 1, p, MASS, PARTS)
+        if MASS:
+            if look > 0:
+                least = tl.load(leasts + r)
+            elif k > 0:
+                least = number(_after(states, tallies, r, LOOKS - 1, p, False, PARTS)[0])
+        place = (MASS * LOOKS + look) * tl.num_programs(0) + r
+        if s == 0:
+            tl.store(states + place * 2, prefix.to(tl.int64))
+            tl.store(states + place * 2 + 1, rest)
+            if MASS:
+                if look == 0:
+                    tl.store(leasts + r, least)
+        begin = s * CHUNK
+        end = tl.minimum(begin + CHUNK, V)
+        counted = tally(out + r.to(tl.int64) * V, begin, end, prefix, look, least, top, MASS, LANES)
+        mine = (place.to(tl.int64) * tl.num_programs(1) + s) * 16
+        tl.store(tallies + mine + tl.arange(0, 16), counted)
+
+
+@triton.jit
+def cut_kernel(
+    out, maxima, top_ks, top_ps, min_ps, num_top_ks, num_top_ps, num_min_ps, V, states, tallies,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0)
+    k, p, min_p = settings(r, top_ks, top_ps, min_ps, num_top_ks, num_top_ps, num_min_ps, V)
+    if (k > 0) | (p < 1) | (min_p > 0):
+        last = _last(maxima, r, PARTS)
+        top = number(last)
+        least = NO_LIMIT
+        if k > 0:
+            least = number(_after(states, tallies, r, LOOKS - 1, p, False, PARTS)[0])
+        if tl.abs(top) < float("inf"):  # as in process_row_kernel
+            if p < 1:
+                least = number(tl.minimum(_after(states, tallies, r, LOOKS - 1, p, True, PARTS)[0], last))
+        else:
+            min_p = 0.0
+        begin = tl.program_id(1) * CHUNK
+        end = tl.minimum(begin + CHUNK, V)
+        cut(out + r.to(tl.int64) * V, begin, end, least, top, min_p, DEPTH * LANES)
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def _lanes(tokens: int, most: int) -> int:
+    """Threads of a program with so many tokens."""
+    return min(max(triton.next_power_of_2(triton.cdiv(tokens, DEPTH.value)), 32), most)
+
+
+def process_rows(
+    logits: torch.Tensor, positions: torch.Tensor, ban_ids: torch.Tensor, ban_until: torch.Tensor,
+    allow_mask: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor,
     min_ps: torch.Tensor,
-) -> torch.Tensor:
-    """Launch it on contiguous tensors: [R, V]. See trtspec/ops/logits.py; each group of inputs may be zero-size."""
+) -> torch.Tensor:  # fmt: skip
+    """Bans to min-p in one launch, on contiguous tensors: [R, V]. Each group of inputs may be zero-size."""
     R, V = logits.shape
     out = torch.empty_like(logits)
     M = ban_ids.shape[1] if ban_ids.numel() else 0
-    sizes = (ban_ids.shape[0], temperatures.shape[0], top_ks.shape[0], top_ps.shape[0], min_ps.shape[0])
-    process_logits_kernel[(R,)](
-        logits, positions, ban_ids, ban_until, temperatures, top_ks, top_ps, min_ps, V, M, *sizes, out,
-        BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
+    groups = (ban_ids, allow_mask, temperatures, top_ks, top_ps, min_ps)
+    lanes = _lanes(V, ROW_LANES)
+    process_row_kernel[(R,)](
+        logits, positions, ban_ids, ban_until, allow_mask, temperatures, top_ks, top_ps, min_ps,
+        V, M, *(group.shape[0] for group in groups), out,
+        LANES=lanes, num_warps=lanes // 32, enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+def process_spread(
+    logits: torch.Tensor, positions: torch.Tensor, ban_ids: torch.Tensor, ban_until: torch.Tensor,
+    allow_mask: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor,
+    min_ps: torch.Tensor, chunk: int = CHUNK,
+) -> torch.Tensor:  # fmt: skip
+    """The same, with a program for every `chunk` tokens of a row."""
+    R, V = logits.shape
+    S = triton.cdiv(V, chunk)
+    out, maxima = torch.empty_like(logits), positions.new_empty((R, S))
+    M = ban_ids.shape[1] if ban_ids.numel() else 0
+    lanes = _lanes(min(V, chunk), LANES)
+    options = {"CHUNK": chunk, "LANES": lanes, "num_warps": lanes // 32, "enable_fp_fusion": False}
+    prepare_kernel[(R, S)](
+        logits, positions, ban_ids, ban_until, allow_mask, temperatures,
+        V, M, ban_ids.shape[0], allow_mask.shape[0], temperatures.shape[0], out, maxima, **options,
+    )  # fmt: skip
+    num_top_ks, num_top_ps, num_min_ps = top_ks.shape[0], top_ps.shape[0], min_ps.shape[0]
+    if not (num_top_ks or num_top_ps or num_min_ps):
+        return out
+    looks, parts = LOOKS.value, triton.next_power_of_2(S)
+    leasts = logits.new_empty(R)
+    states, tallies = positions.new_empty((2, looks, R, 2)), positions.new_empty((2, looks, R, S, 16))
+    for mass in [False] * (num_top_ks > 0) + [True] * (num_top_ps > 0):
+        for look in range(looks):
+            look_kernel[(R, S)](
+                out, maxima, top_ks, top_ps, num_top_ks, num_top_ps, V, look, leasts, states, tallies,
+                MASS=mass, PARTS=parts, **options,
+            )  # fmt: skip
+    cut_kernel[(R, S)](
+        out, maxima, top_ks, top_ps, min_ps, num_top_ks, num_top_ps, num_min_ps, V, states, tallies,
+        PARTS=parts, **options,
+    )  # fmt: skip
+    return out
+
+
+def process_logits(
+    logits: torch.Tensor, positions: torch.Tensor, history: torch.Tensor, prompt_lens: torch.Tensor,
+    penalties: torch.Tensor, bias_ids: torch.Tensor, bias_values: torch.Tensor, ban_ids: torch.Tensor,
+    ban_until: torch.Tensor, allow_mask: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor,
+    top_ps: torch.Tensor, min_ps: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The op: see trtspec/ops/logits.py. Penalties and bias, which few requests ask for, are the reference's code."""
+    if penalties.numel():
+        logits = penalise(logits, history, prompt_lens, penalties)
+    if bias_ids.numel():
+        logits = add_bias(logits, bias_ids, bias_values)
+    form = process_rows if logits.shape[1] <= CHUNK else process_spread
+    groups = (positions, ban_ids, ban_until, allow_mask, temperatures, top_ks, top_ps, min_ps)
+    return form(logits.contiguous(), *(group.contiguous() for group in groups))

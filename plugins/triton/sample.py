@@ -1,6 +1,10 @@
-"""spec_sample: one program a row of logits, the noise made where it is added (its layout: trtspec/ops/sample.py).
+"""spec_sample: the noise is made where it is added (its layout: trtspec/ops/sample.py).
 
 Without vocab_ids a counter serves four tokens, as ids run through 0..V-1; with them each token has one of its own.
+
+A long row is spread over programs of PART tokens, and a second launch takes the best of their draws: 4 bytes a token
+are read once, and about a hundred integer and fp32 operations make its noise, none where nothing is left to draw. A
+short row has one program in one launch, as TensorRT's plugin has for every row. The draw is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -9,14 +13,18 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024  # counters at a time
+BLOCK = 4096  # tokens at a time
 NUM_WARPS = 8
+PART = 4096  # tokens of a program
+NONE = tl.constexpr(9223372036854775807)  # 2^63 - 1
 
 
 @triton.jit
-def _philox(k0, k1, c0, c1, c2):
-    """Philox4x32-10 with fourth counter word 0; uint32 in, four uint32 out."""
+def _philox(k0, k1, c0, t):
+    """Philox4x32-10 of counters (c0, t, t >> 32, 0); uint32 in, but for t, four uint32 out."""
     c3 = tl.zeros_like(c0)
+    c1 = c3 + t.to(tl.uint32)
+    c2 = c3 + (t >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
         a = c0.to(tl.uint64) * 0xD2511F53
         b = c2.to(tl.uint64) * 0xCD9E8D57
@@ -60,6 +68,49 @@ def _gumbel(word):
 
 
 @triton.jit
+def _best(
+    row, begin, end, logits, greedy, seeds, positions, vocab_ids, V, num_seeds,
+    OWN_IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(score, id) of the draw from tokens begin <= v < end: NaN where one is NaN, (-inf, NONE) where none is left."""
+    noisy = False
+    k0 = tl.full((), 0, tl.uint32)
+    k1 = tl.full((), 0, tl.uint32)
+    if num_seeds > 0:
+        noisy = tl.load(greedy + row) == 0
+        seed = tl.load(seeds + row)
+        k0 = seed.to(tl.uint32)
+        k1 = (seed >> 32).to(tl.uint32)
+    t = tl.load(positions + row)
+    best = tl.full((), float("-inf"), tl.float32)
+    best_id = tl.full((), NONE, tl.int64)
+    broken = tl.full((), 0, tl.int32)
+    for start in range(begin, end, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        score = tl.load(logits + row * V + v, mask=v < end, other=float("-inf"))
+        broken |= tl.max((score != score).to(tl.int32), axis=0)
+        score = tl.where(score != score, float("-inf"), score)
+        if OWN_IDS:
+            ids = tl.load(vocab_ids + v, mask=v < end, other=0)
+        else:
+            ids = v.to(tl.int64)
+        if noisy & (tl.max(score, axis=0) > float("-inf")):
+            if OWN_IDS:
+                w0, w1, w2, w3 = _philox(k0, k1, (ids >> 2).to(tl.uint32), t)
+                word = tl.where(ids & 2 == 0, tl.where(ids & 1 == 0, w0, w1), tl.where(ids & 1 == 0, w2, w3))
+            else:
+                w0, w1, w2, w3 = _philox(k0, k1, (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32), t)
+                word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+            score += _gumbel(word)
+        top = tl.max(score, axis=0)
+        token = tl.min(tl.where((score == top) & (score > float("-inf")), ids, NONE), axis=0)
+        if (top > best) | ((top == best) & (token < best_id)):
+            best = top
+            best_id = token
+    return tl.where(broken > 0, float("nan"), best), best_id
+
+
+@triton.jit
 def spec_sample_kernel(
     logits,  # [R, V] fp32
     greedy,  # [R] bool
@@ -73,56 +124,8 @@ def spec_sample_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    NONE: tl.constexpr = 9223372036854775807  # 2^63 - 1
-    noisy = False
-    k0 = tl.full((), 0, tl.uint32)
-    k1 = tl.full((), 0, tl.uint32)
-    if num_seeds > 0:
-        noisy = tl.load(greedy + row) == 0
-        seed = tl.load(seeds + row)
-        k0 = seed.to(tl.uint32)
-        k1 = (seed >> 32).to(tl.uint32)
-    t = tl.load(positions + row)
-    LANES: tl.constexpr = 1 if OWN_IDS else 4  # tokens of a counter
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_id = tl.full((BLOCK,), NONE, tl.int64)
-    broken = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, tl.cdiv(V, LANES), BLOCK):
-        counter = start + tl.arange(0, BLOCK)
-        if OWN_IDS:
-            ids = tl.load(vocab_ids + counter, mask=counter < V, other=0)
-            c0 = (ids >> 2).to(tl.uint32)
-        else:
-            ids = counter.to(tl.int64) * 4
-            c0 = counter.to(tl.uint32)
-        w0 = tl.zeros((BLOCK,), tl.uint32)
-        w1, w2, w3 = w0, w0, w0
-        if noisy:
-            c1 = tl.zeros((BLOCK,), tl.uint32) + t.to(tl.uint32)
-            c2 = tl.zeros((BLOCK,), tl.uint32) + (t >> 32).to(tl.uint32)
-            w0, w1, w2, w3 = _philox(k0, k1, c0, c1, c2)
-        for lane in tl.static_range(LANES):
-            if OWN_IDS:
-                place = counter
-                mine = ids
-                word = tl.where(ids & 2 == 0, tl.where(ids & 1 == 0, w0, w1), tl.where(ids & 1 == 0, w2, w3))
-            else:
-                place = counter * 4 + lane
-                mine = ids + lane
-                word = w0 if lane == 0 else w1 if lane == 1 else w2 if lane == 2 else w3
-            score = tl.load(logits + row * V + place, mask=place < V, other=float("-inf"))
-            if noisy:
-                score = score + _gumbel(word)
-            broken = broken | (score != score).to(tl.int32)
-            better = (score > best) | ((score == best) & (mine < best_id))
-            better = better & (score > float("-inf"))
-            best = tl.where(better, score, best)
-            best_id = tl.where(better, mine, best_id)
-    top = tl.max(best, axis=0)
-    token = tl.min(tl.where(best == top, best_id, NONE), axis=0)
-    if tl.max(broken, axis=0) > 0:
-        token = tl.full((), NONE, tl.int64)
-    tl.store(tokens + row, token)
+    score, token = _best(row, 0, V, logits, greedy, seeds, positions, vocab_ids, V, num_seeds, OWN_IDS, BLOCK)
+    tl.store(tokens + row, tl.where(score != score, NONE, token))
 
 
 @triton.jit
@@ -133,6 +136,35 @@ def spec_sample_dense_kernel(
     spec_sample_kernel(logits, greedy, seeds, positions, seeds, V, num_seeds, tokens, OWN_IDS, BLOCK)
 
 
+@triton.jit
+def sample_part_kernel(
+    logits, greedy, seeds, positions, vocab_ids, V, num_seeds,
+    scores,  # [R, S] fp32
+    ids,  # [R, S] int64
+    OWN_IDS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (r, s) draws from part s of row r; inputs as above."""
+    row, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = s * PART
+    end = tl.minimum(begin + PART, V)
+    score, token = _best(row, begin, end, logits, greedy, seeds, positions, vocab_ids, V, num_seeds, OWN_IDS, BLOCK)
+    place = row * tl.num_programs(1) + s
+    tl.store(scores + place, score)
+    tl.store(ids + place, token)
+
+
+@triton.jit
+def sample_best_kernel(scores, ids, S, tokens, PARTS: tl.constexpr):
+    """The best draw of a row's parts, of which there are no more than PARTS; equal ones go to the lowest id."""
+    row, s = tl.program_id(0), tl.arange(0, PARTS)
+    score = tl.load(scores + row * S + s, mask=s < S, other=float("-inf"))
+    token = tl.load(ids + row * S + s, mask=s < S, other=NONE)
+    broken = tl.max((score != score).to(tl.int32), axis=0) > 0
+    score = tl.where(score != score, float("-inf"), score)
+    best = tl.min(tl.where(score == tl.max(score, axis=0), token, NONE), axis=0)
+    tl.store(tokens + row, tl.where(broken, NONE, best))
+
+
 def spec_sample(
     logits: torch.Tensor,
     greedy: torch.Tensor,
@@ -140,14 +172,22 @@ def spec_sample(
     positions: torch.Tensor,
     vocab_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Launch it on contiguous tensors: tokens [R] int64. Arguments: trtspec/ops/sample.py."""
+    """The op: see trtspec/ops/sample.py. tokens [R] int64."""
     R, V = logits.shape
+    S = triton.cdiv(V, PART)
     tokens = positions.new_empty(R)
+    inputs = [tensor.contiguous() for tensor in (logits, greedy, seeds, positions, vocab_ids)]
     sizes = (V, seeds.numel())
-    options = {"BLOCK": BLOCK, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    if vocab_ids.numel():
-        arguments = (logits, greedy, seeds, positions, vocab_ids, *sizes, tokens)
-        spec_sample_kernel[(R,)](*arguments, OWN_IDS=True, **options)
-    else:
-        spec_sample_dense_kernel[(R,)](logits, greedy, seeds, positions, *sizes, tokens, OWN_IDS=False, **options)
+    options = {
+        "OWN_IDS": vocab_ids.numel() > 0,
+        "BLOCK": min(BLOCK, max(triton.next_power_of_2(V), 128)),
+        "num_warps": NUM_WARPS,
+        "enable_fp_fusion": False,
+    }
+    if S == 1:
+        spec_sample_kernel[(R,)](*inputs, *sizes, tokens, **options)
+        return tokens
+    scores, ids = logits.new_empty((R, S)), positions.new_empty((R, S))
+    sample_part_kernel[(R, S)](*inputs, *sizes, scores, ids, PART=PART, **options)
+    sample_best_kernel[(R,)](scores, ids, S, tokens, PARTS=triton.next_power_of_2(S), num_warps=1)
     return tokens

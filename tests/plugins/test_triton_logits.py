@@ -1,8 +1,8 @@
-"""The Triton kernel of process_logits against the reference, in Triton's interpreter (make contract-tensorrt runs it).
+"""The Triton kernels of process_logits against the reference, in Triton's interpreter (make contract-tensorrt runs them).
 
-What top-p and min-p keep may differ where a token is within rounding errors of the edge, as the kernel adds in another
-order: it must lie between what the reference keeps with p a little lower and a little higher. All else is equal bit for
-bit.
+What top-p and min-p keep may differ where a token is within rounding errors of the edge, as the reference's sums are
+rounded: it must lie between what the reference keeps with p a little lower and a little higher. All else is equal bit
+for bit. This is of rows with a program each; test_triton_spread.py compares those spread over programs with them.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ pytest.importorskip("triton", reason="Triton is not installed here: make contrac
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make contract-tensorrt", allow_module_level=True)
 
-from trtspec_plugins.triton.logits import BLOCK, process_logits, process_logits_kernel
+from trtspec_plugins.triton.logits import ROW_LANES, process_logits_kernel, process_rows
 
 import trtspec.ops
 from tests.contract import batches
 
+BLOCK = 8 * ROW_LANES  # tokens of a long row that a program has at a time
 INF, NAN = float("inf"), float("nan")
 DTYPES = {
     "logits": torch.float32,
     "positions": torch.int64,
     "ban_ids": torch.int32,
     "ban_until": torch.int64,
+    "allow_mask": torch.int32,
     "temperatures": torch.float32,
     "top_ks": torch.int32,
     "top_ps": torch.float32,
     "min_ps": torch.float32,
 }
-UNUSED = ("history", "prompt_lens", "penalties", "bias_ids", "bias_values", "allow_mask")
+UNUSED = ("history", "prompt_lens", "penalties", "bias_ids", "bias_values")
 
 
 def complete(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -62,7 +64,7 @@ def nudged(arguments: dict[str, Tensor], nudge: float) -> Tensor:
 def check(arguments: dict[str, Tensor], nudge: float = 1e-5) -> Tensor:
     """The kernel's result."""
     arguments = complete(arguments)
-    got, fewer, more = process_logits(**arguments), nudged(arguments, -nudge), nudged(arguments, nudge)
+    got, fewer, more = process_rows(**arguments), nudged(arguments, -nudge), nudged(arguments, nudge)
     assert ((got != -INF) | (fewer == -INF)).all()
     assert ((got == -INF) | (got == more) | (got.isnan() & more.isnan())).all()
     return got
@@ -219,7 +221,7 @@ def test_rows_without_an_answer_keep_having_none() -> None:
     assert got[2, 9] == INF
     assert got[3].isnan().all()
     assert (got[4] == -INF).all()
-    assert torch.equal(got[5:], process_logits(**complete({"logits": x[5:], **everything(1)})))
+    assert torch.equal(got[5:], process_rows(**complete({"logits": x[5:], **everything(1)})))
     assert 1 < (got[5] > -INF).sum() < 20
 
 
@@ -228,7 +230,7 @@ def test_a_group_that_is_too_short_is_not_read_past_its_end() -> None:
     short = {name: torch.full((99,), value)[:1] for name, value in (("temperatures", 0.5), ("top_ps", 0.1))}
     short |= {name: torch.full((99,), value)[:1] for name, value in (("top_ks", 2), ("min_ps", 0.9))}
     short |= {"ban_ids": torch.zeros(9, 1)[:1], "ban_until": torch.full((9, 1), 99)[:1]}
-    got = process_logits(**complete({"logits": x, **short}))
+    got = process_rows(**complete({"logits": x, **short}))
     assert torch.equal(got[1:], x[1:])
     assert 0 < (got[0] > -INF).sum() < R
 
@@ -253,7 +255,7 @@ def test_no_metadata_leads_past_the_row(data: st.DataObject) -> None:
     x[1:-1] = floats(R, V)
     process_logits_kernel[(R,)](
         x[1:], draw(ids, R), draw(ids, R, M).to(torch.int32), draw(ids, R, M), floats(R), draw(ids, R).to(torch.int32),
-        floats(R), floats(R), V, M, R, R, R, R, R, guarded[1:], BLOCK=64,
+        floats(R), floats(R), V, M, R, R, R, R, R, guarded[1:], LANES=32,
     )  # fmt: skip
     assert (guarded[0] == 7).all()
     assert (guarded[-1] == 7).all()

@@ -10,7 +10,8 @@ from torch import Tensor
 from trtspec.ops.dispatch import define
 
 
-def _penalise(logits: Tensor, history: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:
+def penalise(logits: Tensor, history: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:
+    """Logits [R, V] after repetition, presence and frequency penalties; arguments as in `process_logits`."""
     repetition, presence, frequency = penalties.unbind(1)
     real = history >= 0
     columns = history.clamp(min=0).long()
@@ -21,6 +22,12 @@ def _penalise(logits: Tensor, history: Tensor, prompt_lens: Tensor, penalties: T
     logits = torch.where(seen, scaled, logits)
     logits = logits - output_count * frequency[:, None]
     return logits - (output_count > 0).to(logits.dtype) * presence[:, None]
+
+
+def add_bias(logits: Tensor, bias_ids: Tensor, bias_values: Tensor) -> Tensor:
+    """Logits [R, V] with bias_values [R, M] added at bias_ids [R, M], of which -1 is padding."""
+    values = bias_values.masked_fill(bias_ids < 0, 0.0)
+    return logits.scatter_add(1, bias_ids.clamp(min=0).long(), values)
 
 
 def _ban(logits: Tensor, ban_ids: Tensor, ban_until: Tensor, positions: Tensor) -> Tensor:
@@ -66,10 +73,9 @@ def _reference(
 ) -> Tensor:  # fmt: skip
     out = logits.clone()
     if penalties.numel():
-        out = _penalise(out, history, prompt_lens, penalties)
+        out = penalise(out, history, prompt_lens, penalties)
     if bias_ids.numel():
-        values = bias_values.masked_fill(bias_ids < 0, 0.0)
-        out = out.scatter_add(1, bias_ids.clamp(min=0).long(), values)
+        out = add_bias(out, bias_ids, bias_values)
     if ban_ids.numel():
         out = _ban(out, ban_ids, ban_until, positions)
     if allow_mask.numel():
