@@ -26,8 +26,8 @@ KERNELS: dict[str, Kernel] = {
             **dict.fromkeys(("V", "M", "num_bans", *(f"num_{group}" for group in _GROUPS)), "i32"),
             "out": "*fp32",
         },
-        {"LANES": logits.ROW_LANES},
-        logits.ROW_LANES // 32,
+        {"LANES": logits.LANES},
+        logits.LANES // 32,
     ),
     "SpecAccept": Kernel(
         accept.spec_accept_kernel,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 LOOKS = tl.constexpr(8)  # of 4 bits
-DEPTH = tl.constexpr(8)  # tokens of a lane at a time
+DEPTH = tl.constexpr(4)  # tokens of a lane that are tallied at a time
 NO_LIMIT = tl.constexpr(float("-inf"))  # as the least logit that stays
 
 
@@ -106,11 +106,15 @@ def tally(row, begin, end, prefix, look, least, top, MASS: tl.constexpr, LANES: 
     sums = tl.zeros((16, LANES), tl.int64 if MASS else tl.int32)
     sixteenths = tl.arange(0, 16)[:, None, None]
     shift = 28 - 4 * look
-    for start in range(begin, end, DEPTH * LANES):
-        v = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]  # [DEPTH, LANES]
-        x = tl.load(row + v, mask=v < end, other=float("-inf"))
+    v = begin + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]  # [DEPTH, LANES]
+    following = tl.load(row + v, mask=v < end, other=float("-inf"))
+    for _ in range(begin, end, DEPTH * LANES):
+        x = following
+        inside = v < end
+        v += DEPTH * LANES
+        following = tl.load(row + v, mask=v < end, other=float("-inf"))  # under way while the present is looked at
         digit = (ordinal(x) - prefix) >> shift  # wraps: what is below the interval is above all digits
-        inside = (digit < 16) & (v < end)
+        inside &= digit < 16
         if MASS:
             inside &= x >= least
         if tl.max(tl.max(inside.to(tl.int32), axis=1), axis=0) > 0:  # after some looks mostly nothing is
@@ -129,9 +133,8 @@ def descend(tallies, prefix, rest, look, p, MASS: tl.constexpr):
     prefix: where an interval starts; rest: what of the bound lies in it. Top-p's bound follows from the first look.
     """
     if MASS:
-        if look == 0:
-            total = tl.max(tallies, axis=0)
-            rest = ((1.0 - p).to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+        bound = ((1.0 - p).to(tl.float64) * tl.max(tallies, axis=0).to(tl.float64)).to(tl.int64)
+        rest = tl.where(look == 0, bound, rest)
     passed = tallies <= rest
     digit = tl.minimum(tl.sum(passed.to(tl.int32), axis=0), 15)
     rest -= tl.max(tl.where(passed, tallies, 0), axis=0)

@@ -22,13 +22,21 @@ import torch
 import triton
 import triton.language as tl
 from trtspec_plugins.triton.filters import (
-    DEPTH, LOOKS, NO_LIMIT, cut, descend, highest, number, ordinal, prepare, settings, tally,
-)  # fmt: skip
+    DEPTH,
+    LOOKS,
+    NO_LIMIT,
+    cut,
+    descend,
+    highest,
+    number,
+    prepare,
+    settings,
+    tally,
+)
 
 from trtspec.ops.logits import add_bias, penalise
 
-ROW_LANES = 512  # threads of a program that has a whole row
-LANES = 256  # of one that has a chunk
+LANES = 256  # threads of a program
 CHUNK = 4096  # tokens of a program; a row of no more is not split
 
 
@@ -68,7 +76,7 @@ def process_row_kernel(
     LANES: tl.constexpr,
 ):
     r = tl.program_id(0)
-    BLOCK: tl.constexpr = DEPTH * LANES
+    BLOCK: tl.constexpr = 16 * LANES
     prepare(
         r, 0, V, logits, positions, ban_ids, ban_until, allow_mask, temperatures, V, M,
         num_bans, num_masks, num_temperatures, out, BLOCK,
@@ -113,7 +121,7 @@ def prepare_kernel(
     CHUNK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     r, s = tl.program_id(0), tl.program_id(1)
-    BLOCK: tl.constexpr = DEPTH * LANES
+    BLOCK: tl.constexpr = 16 * LANES
     begin = s * CHUNK
     end = tl.minimum(begin + CHUNK, V)
     prepare(
@@ -184,9 +192,8 @@ def look_kernel(
         if s == 0:
             tl.store(states + place * 2, prefix.to(tl.int64))
             tl.store(states + place * 2 + 1, rest)
-            if MASS:
-                if look == 0:
-                    tl.store(leasts + r, least)
+            if MASS & (look == 0):
+                tl.store(leasts + r, least)
         begin = s * CHUNK
         end = tl.minimum(begin + CHUNK, V)
         counted = tally(out + r.to(tl.int64) * V, begin, end, prefix, look, least, top, MASS, LANES)
@@ -214,15 +221,15 @@ def cut_kernel(
             min_p = 0.0
         begin = tl.program_id(1) * CHUNK
         end = tl.minimum(begin + CHUNK, V)
-        cut(out + r.to(tl.int64) * V, begin, end, least, top, min_p, DEPTH * LANES)
+        cut(out + r.to(tl.int64) * V, begin, end, least, top, min_p, 16 * LANES)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def _lanes(tokens: int, most: int) -> int:
+def _lanes(tokens: int) -> int:
     """Threads of a program with so many tokens."""
-    return min(max(triton.next_power_of_2(triton.cdiv(tokens, DEPTH.value)), 32), most)
+    return min(max(triton.next_power_of_2(triton.cdiv(tokens, DEPTH.value)), 32), LANES)
 
 
 def process_rows(
@@ -235,7 +242,7 @@ def process_rows(
     out = torch.empty_like(logits)
     M = ban_ids.shape[1] if ban_ids.numel() else 0
     groups = (ban_ids, allow_mask, temperatures, top_ks, top_ps, min_ps)
-    lanes = _lanes(V, ROW_LANES)
+    lanes = _lanes(V)
     process_row_kernel[(R,)](
         logits, positions, ban_ids, ban_until, allow_mask, temperatures, top_ks, top_ps, min_ps,
         V, M, *(group.shape[0] for group in groups), out,
@@ -254,7 +261,7 @@ def process_spread(
     S = triton.cdiv(V, chunk)
     out, maxima = torch.empty_like(logits), positions.new_empty((R, S))
     M = ban_ids.shape[1] if ban_ids.numel() else 0
-    lanes = _lanes(min(V, chunk), LANES)
+    lanes = _lanes(min(V, chunk))
     options = {"CHUNK": chunk, "LANES": lanes, "num_warps": lanes // 32, "enable_fp_fusion": False}
     prepare_kernel[(R, S)](
         logits, positions, ban_ids, ban_until, allow_mask, temperatures,

@@ -90,10 +90,7 @@ def _best(
         score = tl.load(logits + row * V + v, mask=v < end, other=float("-inf"))
         broken |= tl.max((score != score).to(tl.int32), axis=0)
         score = tl.where(score != score, float("-inf"), score)
-        if OWN_IDS:
-            ids = tl.load(vocab_ids + v, mask=v < end, other=0)
-        else:
-            ids = v.to(tl.int64)
+        ids = tl.load(vocab_ids + v, mask=v < end, other=0) if OWN_IDS else v.to(tl.int64)
         if noisy & (tl.max(score, axis=0) > float("-inf")):
             if OWN_IDS:
                 w0, w1, w2, w3 = _philox(k0, k1, (ids >> 2).to(tl.uint32), t)

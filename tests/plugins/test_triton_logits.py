@@ -1,4 +1,4 @@
-"""The Triton kernels of process_logits against the reference, in Triton's interpreter (make contract-tensorrt runs them).
+"""The Triton kernels of process_logits against the reference, in Triton's interpreter (make contract-tensorrt).
 
 What top-p and min-p keep may differ where a token is within rounding errors of the edge, as the reference's sums are
 rounded: it must lie between what the reference keeps with p a little lower and a little higher. All else is equal bit
@@ -19,12 +19,12 @@ pytest.importorskip("triton", reason="Triton is not installed here: make contrac
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make contract-tensorrt", allow_module_level=True)
 
-from trtspec_plugins.triton.logits import ROW_LANES, process_logits_kernel, process_rows
+from trtspec_plugins.triton.logits import LANES, process_logits_kernel, process_rows
 
 import trtspec.ops
 from tests.contract import batches
 
-BLOCK = 8 * ROW_LANES  # tokens of a long row that a program has at a time
+BLOCK = 8 * LANES  # tokens of a long row that a program has at a time
 INF, NAN = float("inf"), float("nan")
 DTYPES = {
     "logits": torch.float32,

@@ -1,0 +1,166 @@
+"""process_logits and spec_sample of rows that are spread over programs, in Triton's interpreter: the bits of rows that
+have a program each, which test_triton_logits.py compares with the reference."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed here: make contract-tensorrt")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make contract-tensorrt", allow_module_level=True)
+
+from trtspec_plugins.triton import logits as kernels
+from trtspec_plugins.triton.logits import CHUNK, process_logits, process_rows, process_spread
+from trtspec_plugins.triton.sample import PART, spec_sample
+
+import trtspec.ops
+from tests.contract import batches
+from tests.plugins.test_triton_logits import awkward, check, complete, everything, ramp, spread
+
+INF = float("inf")
+NO_IDS = torch.empty(0, dtype=torch.int64)
+NO_GROUPS = {
+    "history": torch.empty(0, dtype=torch.int32),
+    "prompt_lens": torch.empty(0, dtype=torch.int32),
+    "penalties": torch.empty(0),
+    "bias_ids": torch.empty(0, dtype=torch.int32),
+    "bias_values": torch.empty(0),
+}
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    """Bit for bit."""
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
+
+
+def masked(arguments: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """With a mask that allows about half of the tokens, and with all of them in some rows."""
+    rows, vocab = arguments["logits"].shape
+    g = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=g)
+    words[torch.rand(rows, generator=g) < 0.3] = -1
+    return arguments | {"allow_mask": words}
+
+
+GROUPS = st.sets(st.sampled_from(["ban_ids", "temperatures", "top_ks", "top_ps", "min_ps"]), max_size=2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(awkward(), GROUPS, st.integers(1, 4), st.integers(0, 99))
+def test_rows_have_the_same_bits_however_they_are_split(
+    arguments: dict[str, Tensor], without: set[str], parts: int, seed: int
+) -> None:
+    """Whatever the row and the groups, and chunks of any length."""
+    arguments = masked(arguments, seed) if seed % 2 else arguments
+    without |= {"ban_until"} if "ban_ids" in without else set()
+    arguments = complete({name: value for name, value in arguments.items() if name not in without})
+    chunk = -(-arguments["logits"].shape[1] // parts)
+    assert same(process_spread(**arguments, chunk=chunk), process_rows(**arguments))
+
+
+@settings(deadline=None, max_examples=25)
+@given(batches.logits(), st.integers(0, 99))
+def test_allowed_tokens_are_the_reference_s(arguments: dict[str, Tensor], seed: int) -> None:
+    check(masked(arguments, seed))
+
+
+@pytest.mark.parametrize("vocab", [CHUNK, CHUNK + 1, 2 * CHUNK + 17])
+def test_long_rows_are_spread(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op, which chooses the form by the length of a row."""
+    arguments = complete({"logits": ramp(2, vocab), **everything(2), "top_ps": torch.tensor([0.9, 0.2])})
+    wanted = check(arguments)
+    monkeypatch.delattr(kernels, "process_row_kernel" if vocab > CHUNK else "look_kernel")
+    assert same(process_logits(**arguments, **NO_GROUPS), wanted)
+
+
+def test_a_row_is_its_own_whatever_the_others_are() -> None:
+    x = spread(5, 5, 300)
+    groups = everything(5) | {"top_ks": torch.tensor([20, 0, 7, 300, 1]), "top_ps": torch.tensor([0.9, 0.5, 1, 0.3, 0])}
+    whole = process_spread(**complete({"logits": x, **groups}), chunk=120)
+    for row in range(5):
+        alone = {name: value[row : row + 1] for name, value in groups.items()}
+        assert same(whole[row : row + 1], process_spread(**complete({"logits": x[row : row + 1], **alone}), chunk=120))
+
+
+def test_rows_that_nothing_filters_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(kernels, "look_kernel")
+    monkeypatch.delattr(kernels, "cut_kernel")
+    x = spread(1, 2, 100)
+    got = process_spread(**complete({"logits": x, "temperatures": torch.full((2,), 0.5)}), chunk=64)
+    assert torch.equal(got, x / 0.5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(batches.logits(), st.integers(0, 2**31), st.booleans(), st.booleans())
+def test_penalties_and_bias_come_first(arguments: dict[str, Tensor], seed: int, penalised: bool, biased: bool) -> None:
+    """The op with all 14 arguments in their order."""
+    arguments = complete(arguments)
+    rows, vocab = arguments["logits"].shape
+    g = torch.Generator().manual_seed(seed)
+    extra = dict(NO_GROUPS)
+    if penalised:
+        extra |= {
+            "history": torch.randint(-1, vocab, (rows, 9), generator=g, dtype=torch.int32),
+            "prompt_lens": torch.randint(0, 9, (rows,), generator=g, dtype=torch.int32),
+            "penalties": torch.rand(rows, 3, generator=g) + 0.5,
+        }
+    if biased:
+        extra |= {
+            "bias_ids": torch.randint(-1, vocab, (rows, 3), generator=g, dtype=torch.int32),
+            "bias_values": torch.randn(rows, 3, generator=g),
+        }
+    order = [argument.name for argument in torch.ops.trtspec.process_logits.default._schema.arguments]
+    kept = {"top_ps": torch.empty(0), "min_ps": torch.empty(0)}  # whose edges test_triton_logits.py looks at
+    ordered = [(arguments | kept | extra)[name] for name in order]
+    assert torch.equal(process_logits(*ordered), trtspec.ops.process_logits(*ordered))
+
+
+def test_strided_arguments_are_read_as_they_are() -> None:
+    arguments = complete({"logits": spread(2, 6, 100), **everything(6)})
+    picked = {name: value[::2] for name, value in arguments.items()}
+    picked["logits"] = arguments["logits"][::2, ::2]
+    packed = {name: value.contiguous() for name, value in picked.items()}
+    assert same(process_logits(**picked, **NO_GROUPS), process_rows(**packed))
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def long_rows(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Rows of several parts: flat, tied over parts, peaked, removed but for a few, with NaN, or nothing left."""
+    rows, vocab = draw(st.integers(1, 3)), draw(st.sampled_from([PART + 1, 2 * PART, 2 * PART + 1001]))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x = torch.randn(rows, vocab, generator=g)
+    for row in range(rows):
+        match draw(st.sampled_from(["flat", "tied", "normal", "few", "broken", "none"])):
+            case "flat":
+                x[row] = 0
+            case "tied":
+                x[row] = x[row].clamp(max=1.0)
+            case "few":
+                x[row, torch.rand(vocab, generator=g) < 0.999] = -INF
+            case "broken":
+                x[row, draw(st.integers(0, vocab - 1))] = float("nan")
+            case "none":
+                x[row] = -INF
+    own = draw(st.booleans())
+    return {
+        "logits": x,
+        "greedy": torch.rand(rows, generator=g) < 0.4,
+        "seeds": torch.tensor([draw(st.integers(-(2**63), 2**63 - 1)) for _ in range(rows)]),
+        "positions": torch.tensor([draw(st.integers(0, 2**40)) for _ in range(rows)]),
+        "vocab_ids": torch.randperm(3 * vocab, generator=g)[:vocab] if own else NO_IDS,
+    }
+
+
+@settings(deadline=None, max_examples=30)
+@given(long_rows())
+def test_long_rows_draw_the_reference_s_tokens(arguments: dict[str, Tensor]) -> None:
+    assert torch.equal(spec_sample(**arguments), trtspec.ops.spec_sample(**arguments))
