@@ -68,6 +68,20 @@ def _gumbel(word):
 
 
 @triton.jit
+def own_noise(ids, k0, k1, t):
+    """The noise of any ids: a counter each."""
+    w0, w1, w2, w3 = _philox(k0, k1, (ids >> 2).to(tl.uint32), t)
+    return _gumbel(tl.where(ids & 2 == 0, tl.where(ids & 1 == 0, w0, w1), tl.where(ids & 1 == 0, w2, w3)))
+
+
+@triton.jit
+def dense_noise(start, k0, k1, t, BLOCK: tl.constexpr):
+    """The noise of ids start .. start + BLOCK - 1, where start is a multiple of 4: a counter for four."""
+    w0, w1, w2, w3 = _philox(k0, k1, (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32), t)
+    return _gumbel(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,)))
+
+
+@triton.jit
 def _best(
     row, begin, end, logits, greedy, seeds, positions, vocab_ids, V, num_seeds,
     OWN_IDS: tl.constexpr, BLOCK: tl.constexpr,
@@ -92,13 +106,7 @@ def _best(
         score = tl.where(score != score, float("-inf"), score)
         ids = tl.load(vocab_ids + v, mask=v < end, other=0) if OWN_IDS else v.to(tl.int64)
         if noisy & (tl.max(score, axis=0) > float("-inf")):
-            if OWN_IDS:
-                w0, w1, w2, w3 = _philox(k0, k1, (ids >> 2).to(tl.uint32), t)
-                word = tl.where(ids & 2 == 0, tl.where(ids & 1 == 0, w0, w1), tl.where(ids & 1 == 0, w2, w3))
-            else:
-                w0, w1, w2, w3 = _philox(k0, k1, (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32), t)
-                word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
-            score += _gumbel(word)
+            score += own_noise(ids, k0, k1, t) if OWN_IDS else dense_noise(start, k0, k1, t, BLOCK)
         top = tl.max(score, axis=0)
         token = tl.min(tl.where((score == top) & (score > float("-inf")), ids, NONE), axis=0)
         if (top > best) | ((top == best) & (token < best_id)):
