@@ -1,7 +1,8 @@
-"""Triton's interpreter, made faster for tests with many rows."""
+"""Triton's interpreter, made faster: import `fast_interpreter` into a test module."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 from triton.runtime import interpreter
 
 
-def patch_once_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def fast_interpreter() -> Iterator[None]:
     """The interpreter puts its own functions in the place of the language's at each call of a jitted function, which
-    takes nine tenths of its time. Once for each module in a launch is enough: they stay until the launch is over."""
+    takes most of its time. Once for each module in a launch is enough: they stay until the launch is over."""
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     done: set[int] = set()
 
@@ -25,5 +27,7 @@ def patch_once_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         done.clear()
         launch(self, *arguments, **options)
 
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+    with pytest.MonkeyPatch.context() as change:
+        change.setattr(interpreter, "_patch_lang", patch_once)
+        change.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        yield

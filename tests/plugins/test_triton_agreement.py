@@ -23,7 +23,7 @@ from trtspec_plugins.triton import sample as triton_sample
 from trtspec_plugins.triton.sample import _gumbel, own_noise
 
 import trtspec.ops
-from tests.plugins.interpreter import patch_once_a_launch
+from tests.plugins.interpreter import fast_interpreter  # noqa: F401
 from trtspec.ops import gumbel_noise
 from trtspec.ops import logits as reference_logits
 from trtspec.ops import sample as reference_sample
@@ -37,11 +37,6 @@ if "cpu" in trtspec.ops.load_plugins():
     FORMS["cpu"] = (trtspec.ops.process_logits, trtspec.ops.spec_sample)
 NONE = torch.empty(0, dtype=torch.int64)
 INT, FLOAT = torch.empty(0, dtype=torch.int32), torch.empty(0)
-
-
-@pytest.fixture(autouse=True)
-def fast_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_once_a_launch(monkeypatch)
 
 
 def bits(values: Tensor) -> Tensor:

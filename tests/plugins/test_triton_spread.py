@@ -21,6 +21,7 @@ from trtspec_plugins.triton.sample import PART, spec_sample
 
 import trtspec.ops
 from tests.contract import batches
+from tests.plugins.interpreter import fast_interpreter  # noqa: F401
 from tests.plugins.test_triton_logits import awkward, check, complete, everything, ramp, spread
 
 INF = float("inf")
