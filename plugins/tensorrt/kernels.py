@@ -42,7 +42,7 @@ KERNELS: dict[str, Kernel] = {
             "num_tokens": "*i64",
         },
         {"BLOCK": accept.BLOCK},
-        num_warps=1,
+        accept.NUM_WARPS,
     ),
     "SpecSample": Kernel(
         sample.spec_sample_dense_kernel,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 32  # drafts looked at at a time; K is mostly below
+NUM_WARPS = 1
 
 
 @triton.jit
@@ -47,10 +48,9 @@ def spec_accept(
     forced_accept: torch.Tensor,
     emits: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch it on contiguous tensors: (tokens [B, K+1] int64, num_tokens [B] int64). See trtspec/ops/accept.py."""
+    """The op: (tokens [B, K+1] int64, num_tokens [B] int64). See trtspec/ops/accept.py."""
     B, K = draft_tokens.shape
-    tokens, num_tokens = torch.empty_like(sampled), sampled.new_empty(B)
-    spec_accept_kernel[(B,)](
-        sampled, draft_tokens, draft_lens, forced_accept, emits, K, tokens, num_tokens, BLOCK=BLOCK
-    )
+    inputs = [tensor.contiguous() for tensor in (sampled, draft_tokens, draft_lens, forced_accept, emits)]
+    tokens, num_tokens = torch.empty_like(inputs[0]), sampled.new_empty(B)
+    spec_accept_kernel[(B,)](*inputs, K, tokens, num_tokens, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return tokens, num_tokens

@@ -70,12 +70,12 @@ def kv_compact_(
     starts: torch.Tensor,
     path: torch.Tensor,
 ) -> None:
-    """Launch it on contiguous tensors; the caches are changed. See trtspec/ops/compact.py."""
+    """The op, on contiguous caches, which are changed. See trtspec/ops/compact.py."""
     num_blocks, block_size, Hkv, D = k_cache.shape
     (B, L), width = path.shape, Hkv * D
     rows, elements = path_tile(L)
     kv_compact_kernel[(B, triton.cdiv(width, elements))](
-        k_cache, v_cache, block_tables, starts, path,
+        k_cache, v_cache, block_tables.contiguous(), starts.contiguous(), path.contiguous(),
         block_tables.shape[1], num_blocks, block_size, width, L,
         k_cache, v_cache,
         ROWS=rows, ELEMENTS=elements, num_warps=NUM_WARPS, enable_fp_fusion=False,

@@ -6,6 +6,7 @@ tokens are compared, of 500 if it does not.
 
 from __future__ import annotations
 
+import inspect
 import os
 
 import pytest
@@ -18,6 +19,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton
 import triton.language as tl
+from trtspec_plugins.triton import accept as triton_accept
+from trtspec_plugins.triton import compact as triton_compact
 from trtspec_plugins.triton import logits as triton_logits
 from trtspec_plugins.triton import sample as triton_sample
 from trtspec_plugins.triton.sample import _gumbel, own_noise
@@ -37,6 +40,21 @@ if "cpu" in trtspec.ops.load_plugins():
     FORMS["cpu"] = (trtspec.ops.process_logits, trtspec.ops.spec_sample)
 NONE = torch.empty(0, dtype=torch.int64)
 INT, FLOAT = torch.empty(0, dtype=torch.int32), torch.empty(0)
+
+
+LAUNCHERS = {
+    "process_logits": triton_logits.process_logits,
+    "spec_sample": triton_sample.spec_sample,
+    "spec_accept": triton_accept.spec_accept,
+    "kv_compact_": triton_compact.kv_compact_,
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launchers_take_the_op_s_arguments_in_its_order(name: str) -> None:
+    """So that they can be registered for it."""
+    wanted = [argument.name for argument in getattr(torch.ops.trtspec, name).default._schema.arguments]
+    assert list(inspect.signature(LAUNCHERS[name]).parameters) == wanted
 
 
 def bits(values: Tensor) -> Tensor:

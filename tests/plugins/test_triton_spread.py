@@ -1,5 +1,5 @@
 """process_logits and spec_sample of rows that are spread over programs, in Triton's interpreter: the bits of rows that
-have a program each, which test_triton_logits.py compares with the reference."""
+have a program each, which test_triton_logits.py compares with the reference. And the ops as torch calls them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make contract-tensorrt", allow_module_level=True)
 
 from trtspec_plugins.triton import logits as kernels
+from trtspec_plugins.triton.accept import spec_accept
 from trtspec_plugins.triton.logits import CHUNK, process_logits, process_rows, process_spread
 from trtspec_plugins.triton.sample import PART, spec_sample
 
@@ -128,6 +129,17 @@ def test_strided_arguments_are_read_as_they_are() -> None:
     picked["logits"] = arguments["logits"][::2, ::2]
     packed = {name: value.contiguous() for name, value in picked.items()}
     assert same(process_logits(**picked, **NO_GROUPS), process_rows(**packed))
+
+
+def test_strided_drafts_are_accepted_as_they_are() -> None:
+    """Drafts of which a step takes only some, none too."""
+    g = torch.Generator().manual_seed(0)
+    sampled, drafts = torch.randint(0, 2, (6, 10), generator=g), torch.randint(0, 2, (6, 9), generator=g)
+    emits, off = torch.arange(6) != 2, torch.full((6,), -1, dtype=torch.int32)
+    for K in (3, 0):
+        arguments = sampled[:, : K + 1], drafts[:, :K], torch.full((6,), K, dtype=torch.int32), off, emits
+        for got, wanted in zip(spec_accept(*arguments), trtspec.ops.spec_accept(*arguments), strict=True):
+            assert torch.equal(got, wanted)
 
 
 # --- draws ------------------------------------------------------------------------------------------------------------
