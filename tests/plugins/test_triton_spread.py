@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from trtspec_plugins.triton import logits as kernels
 from trtspec_plugins.triton.accept import spec_accept
 from trtspec_plugins.triton.logits import CHUNK, process_logits, process_rows, process_spread
-from trtspec_plugins.triton.sample import PART, spec_sample
+from trtspec_plugins.triton.sample import PART, spec_sample, spec_sample_dense_kernel, spec_sample_kernel
 
 import trtspec.ops
 from tests.contract import batches
@@ -88,6 +88,27 @@ def test_a_row_is_its_own_whatever_the_others_are() -> None:
     for row in range(5):
         alone = {name: value[row : row + 1] for name, value in groups.items()}
         assert same(whole[row : row + 1], process_spread(**complete({"logits": x[row : row + 1], **alone}), chunk=120))
+
+
+def test_rows_without_probabilities_keep_what_top_k_leaves() -> None:
+    x = spread(3, 4, 50)
+    x[0, 7], x[1], x[2, 9], x[3] = float("nan"), -INF, INF, float("nan")
+    arguments = complete({"logits": x, **everything(4)})
+    got = process_spread(**arguments, chunk=20)
+    assert same(got, process_rows(**arguments))
+    assert (got[2] > -INF).sum() == 20
+
+
+def test_top_p_weighs_what_top_k_left_down_to_the_last_bit() -> None:
+    """Of 24 floats with none between them all looks but the last are at the whole row: top-k's share must not count."""
+    chain = [torch.tensor(1.0)]
+    for _ in range(23):
+        chain.append(chain[-1].nextafter(torch.tensor(INF)))
+    k, p = torch.tensor([4, 10, 24]), torch.tensor([0.45, 0.25, 0.9])
+    arguments = complete({"logits": torch.stack(chain).repeat(3, 1), "top_ks": k, "top_ps": p})
+    got = process_spread(**arguments, chunk=7)
+    assert same(got, process_rows(**arguments))
+    assert (got > -INF).sum(1).tolist() == [2, 3, 22]  # of k equally likely ones
 
 
 def test_rows_that_nothing_filters_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,3 +198,19 @@ def long_rows(draw: st.DrawFn) -> dict[str, Tensor]:
 @given(long_rows())
 def test_long_rows_draw_the_reference_s_tokens(arguments: dict[str, Tensor]) -> None:
     assert torch.equal(spec_sample(**arguments), trtspec.ops.spec_sample(**arguments))
+
+
+@settings(deadline=None, max_examples=30)
+@given(batches.sample() | batches.sample(vocab_ids=True), st.booleans())
+def test_a_program_draws_from_a_whole_row(arguments: dict[str, Tensor], tied: bool) -> None:
+    """The kernels that TensorRT launches, a block of tokens after the other."""
+    if tied:
+        arguments["logits"] = arguments["logits"].clamp(max=0.5)
+    ids, seeds = arguments.pop("vocab_ids", NO_IDS), arguments["seeds"]
+    rows, vocab = arguments["logits"].shape
+    tokens, sizes = torch.empty(rows, dtype=torch.int64), (vocab, len(seeds))
+    if len(ids):
+        spec_sample_kernel[(rows,)](*arguments.values(), ids, *sizes, tokens, OWN_IDS=True, BLOCK=256)
+    else:
+        spec_sample_dense_kernel[(rows,)](*arguments.values(), *sizes, tokens, OWN_IDS=False, BLOCK=256)
+    assert torch.equal(tokens, trtspec.ops.spec_sample(**arguments, vocab_ids=ids))
