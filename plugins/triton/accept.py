@@ -52,5 +52,5 @@ def spec_accept(
     B, K = draft_tokens.shape
     inputs = [tensor.contiguous() for tensor in (sampled, draft_tokens, draft_lens, forced_accept, emits)]
     tokens, num_tokens = torch.empty_like(inputs[0]), sampled.new_empty(B)
-    spec_accept_kernel[(B,)](*inputs, K, tokens, num_tokens, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    spec_accept_kernel[(B,)](*inputs, K, tokens, num_tokens, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False)
     return tokens, num_tokens

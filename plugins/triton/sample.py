@@ -194,5 +194,6 @@ def spec_sample(
         return tokens
     scores, ids = logits.new_empty((R, S)), positions.new_empty((R, S))
     sample_part_kernel[(R, S)](*inputs, *sizes, scores, ids, PART=PART, **options)
-    sample_best_kernel[(R,)](scores, ids, S, tokens, PARTS=triton.next_power_of_2(S), num_warps=1)
+    parts = triton.next_power_of_2(S)
+    sample_best_kernel[(R,)](scores, ids, S, tokens, PARTS=parts, num_warps=1, enable_fp_fusion=False)
     return tokens
