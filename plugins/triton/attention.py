@@ -358,7 +358,8 @@ def spec_attention_(
         float_bits(scale), window, float_bits(softcap) if softcap > 0 else None,
         None if tree is None else tree.shape[1], chunks if split else None,
         out, k_cache, v_cache, tops, totals, partials,
-        **shape, CHUNK=CHUNK, ALIGN=_alignment(k, v, k_cache, v_cache), **attention_options(shape, split, q.element_size()),
+        **shape, CHUNK=CHUNK, ALIGN=_alignment(k, v, k_cache, v_cache),
+        **attention_options(shape, split, q.element_size()),
     )  # fmt: skip
     if split:
         merge_chunks_kernel[(T, Hq)](

@@ -24,6 +24,7 @@ from trtspec.core import SamplingTensors
 from trtspec.engine import assemble
 from trtspec.engine.build import build_engine
 from trtspec.engine.overlap import OverlapLoop
+from trtspec.models.layers import Linear
 from trtspec.workers.eagle import Eagle3OneModelWorker
 
 K = 3
@@ -178,3 +179,16 @@ def test_a_graph_that_is_captured_late_spoils_no_step_in_flight(models: dict[str
             llm.engine.step()
         assert work.num_captured > before
         assert [Outcome.of(request) for request in requests] == outcomes
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_weights_leave_floats_as_they_are(models: dict[str, Path], work: HostQueue, kind: str) -> None:
+    """A GPU's kernels take panels of what is quantised, and plain matrices of the rest: an lm_head, tied or not."""
+    cases = draw_cases(6, 3, most_prompt=20)
+    with LLM(models["target"], quantization=kind, enable_prefix_caching=False, num_kv_blocks=500) as llm:
+        outcomes = run_alone(llm.engine, cases)
+    with LLM(models["target"], backend="cuda", quantization=kind, **LIMITS) as llm:
+        decoder = llm.engine.loop.target.inner.step.decoder
+        linears = [module for module in decoder.modules() if isinstance(module, Linear)]
+        assert [linear.is_packed for linear in linears] == [linear is not decoder.head for linear in linears]
+        assert run_together(llm.engine, cases).outcomes == outcomes

@@ -89,8 +89,9 @@ class CudaQueue:
 
     def mark(self) -> Mark:
         """See WorkQueue."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
+        with device_errors():
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
         return _CudaMark(event)
 
     def pinned(self, nbytes: int) -> Tensor:

@@ -75,6 +75,7 @@ class Assembly:
     symmetric: bool = False  # what is quantised to 4 bits has no zero points
     built: EngineFolder | None = None  # where graphs and weights come from, if not from the checkpoints
     gpu: WorkQueue | None = None  # where steps run, if not on the CPU
+    float_panels: bool = True  # False: what is not quantised stays as it is, as a GPU's kernels want it
     report: Progress = lambda message: None
     num_blocks: int = 0
     executables: list[TimedExecutable] = field(default_factory=list)
@@ -133,7 +134,7 @@ class Assembly:
         if self.pack or self.quantizations != (None, None):
             target_kind, draft_kind = self.quantizations
             try:
-                pack_decoder(step, target_kind, draft, draft_kind, self.symmetric)
+                pack_decoder(step, target_kind, draft, draft_kind, self.symmetric, self.float_panels)
             except ValueError as error:
                 kinds = f"quantization = {target_kind!r}, of the draft {draft_kind!r}"
                 raise UnsupportedError(f"{kinds}: {error}") from error
@@ -265,7 +266,7 @@ def assemble_engine(
     on_gpu = config.backend == "cuda"
     gpu = open_gpu() if on_gpu else None
     assembly = plan_assembly(model, speculative, config, pack="cpu" in load_plugins() and not on_gpu)
-    assembly.report = progress
+    assembly.report, assembly.float_panels = progress, not on_gpu
     mode, target, draft, resolved = assembly.mode, assembly.target, assembly.draft, assembly.resolved
     K = assembly.max_draft_len
     drafting = resolved if K else None

@@ -62,6 +62,7 @@ def build_engine(
     assembly = plan_assembly(
         checkpoint, speculative, config, backend.packs, backend.functional, symmetric=backend.symmetric
     )
+    assembly.float_panels = not backend.on_gpu
     if options is not None and options.attention == "native":
         use_linear_cache(assembly)
     config = assembly.config

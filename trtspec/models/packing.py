@@ -15,6 +15,7 @@ def pack_decoder(
     draft: nn.Module | None = None,
     draft_quantization: str | None = None,
     symmetric: bool = False,
+    floats: bool = True,
 ) -> None:
     """Pack every Linear in `model` (a decoder, a draft head, or a step that holds both), in place.
 
@@ -23,7 +24,7 @@ def pack_decoder(
     draft: a module within `model`; draft_quantization goes for all linears that are its alone. Its own lm_head is one
     of them, unless it is tied to an embedding: what errors in its logits cost is acceptance, and every pass reads it.
 
-    symmetric: 4-bit groups have no zero points.
+    symmetric: 4-bit groups have no zero points. floats: False leaves what is not quantised as it is.
 
     An embedding tied to an lm_head becomes a view of the packed head, so that the matrix is held once. A draft head
     that shares its target's embedding or lm_head gets the packed ones where `model` holds both; otherwise call its
@@ -44,10 +45,13 @@ def pack_decoder(
     for linear in linears.values():
         is_draft = id(linear) not in targets
         kept = linear.float_out and (not is_draft or id(linear) in tied_heads)
-        linear.pack(None if kept else draft_quantization if is_draft else quantization, symmetric)
-    embeddings = {id(head): PackedEmbedding(head) for _, _, head in tied}
+        kind = None if kept else draft_quantization if is_draft else quantization
+        if floats or kind is not None:
+            linear.pack(kind, symmetric)
+    embeddings = {id(head): PackedEmbedding(head) for _, _, head in tied if head.is_packed}
     for parent, name, head in tied:
-        setattr(parent, name, embeddings[id(head)])
+        if head.is_packed:
+            setattr(parent, name, embeddings[id(head)])
 
 
 def _modules_without(model: nn.Module, left_out: nn.Module | None) -> Iterator[nn.Module]:
