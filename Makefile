@@ -1,7 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-kernels contract-tensorrt contract-flashinfer bench bench-gpu lint format clean
+.PHONY: demo test test-kernels test-gpu memcheck-gpu contract-tensorrt contract-flashinfer bench bench-gpu lint format \
+    clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -22,6 +23,29 @@ test-kernels: .venv/.dev .venv/.plugins
 	TRTSPEC_PLUGIN_SANITIZED=1 ASAN_OPTIONS=detect_leaks=0 \
 	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	    $(BIN)/python -m pytest -q tests/plugins/test_cpu_*.py
+
+# What wants a GPU. Where PYTHON's torch sees one, PYTHON is what runs it: nothing is installed, and no venv made.
+ifneq ($(filter %-gpu,$(MAKECMDGOALS)),)
+ifeq ($(shell $(PYTHON) -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null),True)
+GPU_PYTHON := $(PYTHON)
+GPU_READY := build/path/.made
+test-gpu memcheck-gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/path
+else
+GPU_PYTHON := $(BIN)/python
+GPU_READY := .venv/.dev
+endif
+GPU_JOBS := $(if $(shell $(PYTHON) -c 'import xdist; print(1)' 2>/dev/null),-n 4)
+MEMCHECK := $(firstword $(wildcard /usr/local/cuda/bin/compute-sanitizer) compute-sanitizer) --tool memcheck \
+    --report-api-errors no --target-processes application-only --error-exitcode 1
+endif
+
+test-gpu: $(GPU_READY)
+	$(GPU_PYTHON) -m pytest -q $(GPU_JOBS) tests/gpu
+
+# First with each tensor in memory of its own, so that a step past one is one past what is allocated; graphs cannot.
+memcheck-gpu: $(GPU_READY)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_kernels.py
+	$(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_engine.py
 
 # The plugins against TensorRT's own Python bindings, in a venv under build/; no GPU, and no TensorRT in .venv.
 contract-tensorrt: .venv/.dev
@@ -64,6 +88,13 @@ clean:
 .venv/.dev: .venv/.base
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	@touch $@
+
+# The kernels under the name that they are installed under, and the entry points that find them.
+build/path/.made: pyproject.toml
+	mkdir -p build/path
+	ln -sfn ../../plugins build/path/trtspec_plugins
+	$(PYTHON) -c 'from setuptools import setup; setup()' -q egg_info
+	touch $@
 
 # Without a compiler the reference kernels serve; the script says so in one line.
 .venv/.plugins: .venv/.base $(wildcard plugins/cpu/src/*) plugins/cpu/build.py

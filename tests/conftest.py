@@ -1,11 +1,24 @@
-"""One thread for every test: the models are tiny, and two pools of threads on few cores only wait for each other."""
+"""For all tests: one thread, as models are tiny and two pools of threads on few cores only wait for each other; and
+what stands in for a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from tests.async_stand_in import HostQueue, random_delay
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> HostQueue:
+    """What backend "cuda" takes for a GPU meanwhile."""
+    queue = HostQueue(random_delay(1, 0.002))
+    monkeypatch.setattr("trtspec.engine.assemble.open_gpu", lambda: queue.device)
+    monkeypatch.setattr("trtspec.engine.assemble.CudaQueue", lambda: queue)
+    monkeypatch.setattr("trtspec.engine.assemble.free_memory", lambda device: 10**9)
+    return queue

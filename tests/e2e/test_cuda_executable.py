@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.async_stand_in import HostQueue, random_delay
+from tests.async_stand_in import HostQueue
 from tests.checkpoints import make_eagle3
 from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, perturbed, run_alone, run_together
 from trtspec import LLM, SamplingParams
@@ -21,7 +21,6 @@ from trtspec.backends.cudagraph import LaunchLimits
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import SamplingTensors
-from trtspec.engine import assemble
 from trtspec.engine.build import build_engine
 from trtspec.engine.overlap import OverlapLoop
 from trtspec.models.layers import Linear
@@ -58,16 +57,6 @@ def signed(seed: int | None) -> int:
     """As 64 bits of a tensor have it."""
     assert seed is not None
     return seed - 2**64 if seed >= 2**63 else seed
-
-
-@pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> HostQueue:
-    """What backend "cuda" takes for a GPU."""
-    queue = HostQueue(random_delay(1, 0.002))
-    monkeypatch.setattr(assemble, "open_gpu", lambda: queue.device)
-    monkeypatch.setattr(assemble, "CudaQueue", lambda: queue)
-    monkeypatch.setattr(assemble, "free_memory", lambda device: 10**9)
-    return queue
 
 
 SPECULATION = {

@@ -1,0 +1,67 @@
+"""On a GPU: a row's bits do not depend on its neighbours, on how many there are, or on the form of the launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.gpu import CUDA
+from tests.gpu.kernels import LAYOUTS, Layer
+from tests.gpu.rows import ATTENTION_FORMS, check_attention_rows, check_linear_rows, check_logits_rows
+from tests.unit.test_ops_attention import Model, Part
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (1, 2, 4, 8, 16, 17, 64, 300, 2000)
+LLAMA = {
+    "1B": {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)},
+    "8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+}
+"""(N, K) of the linears of Llama 3."""
+LM_HEADS = {"1B": (128256, 2048), "8B": (128256, 4096)}
+
+
+def layer_and_rows(layout: str, width: int, depth: int, rows: int) -> tuple[Layer, torch.Tensor]:
+    """On the GPU, in bf16."""
+    layer = Layer.random(layout, torch.bfloat16, width, depth, CUDA)
+    g = torch.Generator(CUDA).manual_seed(width)
+    return layer, torch.randn(rows, layer.depth, generator=g, device=CUDA).bfloat16()
+
+
+@pytest.mark.parametrize("name", LLAMA["8B"])
+@pytest.mark.parametrize("size", LLAMA)
+def test_rows_of_llama_s_linears(size: str, name: str) -> None:
+    check_linear_rows(*layer_and_rows("plain", *LLAMA[size][name], max(ROWS)), ROWS)
+
+
+@pytest.mark.parametrize("size", LM_HEADS)
+def test_rows_of_llama_s_logits(size: str) -> None:
+    check_linear_rows(*layer_and_rows("plain", *LM_HEADS[size], 300), ROWS[:-1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("name", ["o", "down"])
+def test_rows_of_quantised_linears(name: str, layout: str) -> None:
+    check_linear_rows(*layer_and_rows(layout, *LLAMA["1B"][name], max(ROWS)), ROWS)
+
+
+# Heads of Llama 3's 1B and 8B; a window, softcap and sinks; fp32, whose products are not of the same kind.
+MODELS = {
+    "1B": Model(heads=32, kv_heads=8, head_dim=64, dtype=torch.bfloat16),
+    "8B": Model(heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16),
+    "options": Model(heads=6, kv_heads=2, head_dim=80, dtype=torch.float16, window=300, softcap=20.0, sinks=True),
+    "fp32": Model(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_attention(name: str) -> None:
+    """Generations with 3 drafts and without, beside a prompt of 300 rows and a request with four times the keys."""
+    parts = [Part(0, 700, 4), Part(1, 0, 300), Part(2, 2900, 1), Part(0, 255, 40)]
+    picked = [(0, 0), (0, 3), (1, 0), (1, 1), (1, 17), (1, 255), (1, 256), (1, 299), (2, 0), (3, 0), (3, 1), (3, 39)]
+    check_attention_rows(MODELS[name], parts, picked, CUDA, ATTENTION_FORMS)
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(1000, 40), (128256, 9)])
+def test_rows_of_filters_and_draws(vocab: int, rows: int) -> None:
+    check_logits_rows(vocab, rows, CUDA)
