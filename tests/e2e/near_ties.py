@@ -6,6 +6,7 @@ difference of an output both backends' ids are looked up in what one of them dre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,44 +26,66 @@ BF16_ULP = 2.0**-8
 
 @dataclass(frozen=True)
 class Draw:
-    """One row that an id was drawn from. logits: as they left the lm_head; kept: after filters, by temperature."""
+    """One row that an id was drawn from."""
 
-    logits: Tensor  # [V]
-    kept: Tensor  # [V]
-    temperature: float
+    logits: Tensor  # [V] by temperature, -inf where banned
     noise: Tensor  # [V]
+    top_k: int  # 0: off, as the next two
+    top_p: float
+    min_p: float
 
-    def gap(self, better: int, other: int) -> float:
-        """How far `other` was behind `better`, which was drawn, in ulps of the largest logit. An id that a filter
-        removed is as far from the worst that it left, if that is more."""
-        behind = (self.kept + self.noise)[better] - (self.logits / self.temperature + self.noise)[other]
-        if self.kept[other].isinf():
-            boundary = self.kept[self.kept.isfinite()].min() - self.logits[other] / self.temperature
-            behind = torch.maximum(behind, boundary)
-        ulp = BF16_ULP * float(self.logits.abs().max()) / self.temperature
-        return float(behind) / ulp
+    def gap(self, other: int) -> float:
+        """How far logits must move for `other` to be drawn, in ulps of the largest: who is ahead of it falls behind it
+        or leaves the filters, and it does not."""
+        scores, inside = self.logits + self.noise, self.inside()
+        ahead = (scores > scores[other]) & (inside >= 0)
+        behind = torch.minimum(scores - scores[other], inside)[ahead]
+        needed = max(0.0, float(-inside[other]), *behind.tolist())
+        return needed / (BF16_ULP * float(self.logits[self.logits.isfinite()].abs().max()))
+
+    def inside(self) -> Tensor:
+        """[V]: how far logits must move, one against another, for a filter to decide otherwise about an id; negative
+        for those that one removed."""
+        x, V = self.logits, self.logits.shape[0]
+        distance = torch.where(x.isfinite(), float("inf"), float("-inf"))
+        left = x
+        if 0 < self.top_k < V:
+            last, next_one = x.topk(self.top_k + 1).values[-2:]
+            distance = torch.minimum(distance, torch.where(x >= last, x - next_one, x - last))
+            left = torch.where(x >= last, x, float("-inf"))
+        if 0 < self.top_p < 1:
+            # An id stays if the mass m of those more likely is below p. Where the logits of these fall and all others
+            # rise, by d against each other, log(m / (1 - m)) falls by d.
+            weights = left.softmax(0).double()
+            above = torch.stack([weights[x > value].sum() for value in x])
+            bound = torch.tensor(self.top_p, dtype=torch.float64)
+            distance = torch.minimum(distance, (bound.logit() - above.clamp(max=1.0).logit()).float())
+        if self.min_p > 0:
+            distance = torch.minimum(distance, x - x.max() - math.log(self.min_p))
+        return distance
 
 
 @contextmanager
 def recorded_draws() -> Iterator[dict[int, Draw]]:
     """What eager engines draw from meanwhile, by the position of the token drawn; one request at a time."""
     draws: dict[int, Draw] = {}
-    raw: list[Tensor] = []
+    before: list[tuple[Tensor, dict[str, Tensor]]] = []  # of the filters
 
     def process(logits: Tensor, positions: Tensor, **groups: Tensor) -> Tensor:
-        raw.append(logits)
+        off = {name: groups[name].new_empty(0) for name in ("top_ks", "top_ps", "min_ps")}
+        before.append((process_logits(logits, positions, **{**groups, **off}), groups))
         return process_logits(logits, positions, **groups)
 
     def sample(kept: Tensor, greedy: Tensor, seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-        logits = raw.pop()
+        logits, groups = before.pop()
         for row, position in enumerate(positions.tolist()):
             noise = torch.zeros_like(kept[row])
             if not greedy[row]:
                 noise = gumbel_noise(seeds[row, None], positions[row, None], torch.arange(kept.shape[1]))[0]
-            finite = kept[row].isfinite()
-            nonzero = finite & (logits[row] != 0)
-            scale = 1.0 if not nonzero.any() else float((logits[row] / kept[row])[nonzero].median())
-            draws[position] = Draw(logits[row].clone(), kept[row].clone(), scale, noise)
+            top_k, top_p, min_p = (
+                groups[name][row].item() if groups[name].numel() else 0 for name in ("top_ks", "top_ps", "min_ps")
+            )
+            draws[position] = Draw(logits[row].clone(), noise, int(top_k), top_p, min_p)
         return spec_sample(kept, greedy, seeds, positions, ids)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -85,5 +108,7 @@ def first_gaps(eager: EngineCore, cases: list[Case], ours: list[Outcome], theirs
             while not request.finished:
                 eager.step()
         assert request.output_ids == our.token_ids
-        gaps[index] = draws[len(case.prompt) + at].gap(*pairs[at])
+        draw = draws[len(case.prompt) + at]
+        assert draw.gap(pairs[at][0]) < 0.01  # it was drawn; sums of probabilities are rounded otherwise here
+        gaps[index] = draw.gap(pairs[at][1])
     return gaps
