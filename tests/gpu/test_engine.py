@@ -48,7 +48,7 @@ def test_graphs_change_nothing(models: Path, mode: str) -> None:
     run = engines.check_graphs_change_nothing(
         models / "target", wishes(mode, models, False), CASES[:30], dtype="bfloat16"
     )
-    assert len(run.steps) > 50
+    assert len(run.steps) > 20
 
 
 @pytest.mark.parametrize("seed", range(3))
