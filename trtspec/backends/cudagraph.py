@@ -1,47 +1,27 @@
 """Steps on a GPU through torch: queued rather than waited for, and generation steps as CUDA graphs.
 
 A CUDA graph runs the same kernels on the same memory again, at next to no cost to the host. So steps of generations
-alone are captured for a few batch sizes (buckets); a smaller batch is filled up with rows that write to scratch. Each
-graph reads its inputs from one region of the device's memory, to which one copy brings all of them, and leaves its
-outputs in another, from which one copy takes them. On the host's side there are two regions of each that take turns,
-for the step in flight and the one after it. Steps with a context row run kernel by kernel.
+alone are captured for a few batch sizes (buckets); a smaller batch is filled up with rows that write to scratch. Where
+their inputs and outputs are: static_graph.py. Steps with a context row run kernel by kernel.
 
 What a step draws is kept on the device, where the step after it can read it (core.Carry).
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trtspec.backends.compiled import CompiledExecutable, CompiledStep, Graph, LoadedGraph
 from trtspec.backends.device import Mark, WorkQueue
-from trtspec.backends.export import (
-    INPUT_DTYPES,
-    INPUT_SHAPES,
-    OUTPUT_SHAPES,
-    GraphStep,
-    Step,
-    input_names,
-    step_inputs,
-)
-from trtspec.core import Carry, KVLayer, PhaseMethod, SpecMetadata, StepInputs, StepOutputs
-
-_PADDING = {"greedy": 1, "top_ps": 1, "ban_ids": -1, "forced_accept": -1, "carry_tokens": -1, "carry_kept": -1}
-"""What rows that fill a bucket have; 0 where nothing is said, and of kv_lens one row more than drafts."""
-
-_FILTERS = ("top_ks", "top_ps", "min_ps")
-_SAMPLED = ("seeds", "temperatures")
-_BANS = ("ban_ids", "ban_until")
-_BAN_COLUMNS = 8  # of a graph, where there are any; who bans more runs kernel by kernel
-_ALIGNMENT = 16  # bytes: what kernels load at once
+from trtspec.backends.export import INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, Step, input_names, step_inputs
+from trtspec.backends.static_graph import BAN_COLUMNS, FILTERS, GraphMemory, Kind, Parts, Region, StaticGraph, left_out
+from trtspec.core import Carry, KVLayer, PhaseMethod, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 
 
 @dataclass(frozen=True)
@@ -57,52 +37,9 @@ class LaunchLimits:
         sizes = {1, 2, 4, *range(8, 65, 8), *range(96, self.max_batch_size, 32), self.max_batch_size}
         return tuple(sorted(size for size in sizes if size <= self.max_batch_size))
 
-
-class _Kind(NamedTuple):
-    """Which sampling inputs a graph takes: those it does not take cost no kernels."""
-
-    sampled: bool
-    filtered: bool
-    bans: bool
-
-    def leaves_out(self, name: str) -> bool:
-        left_out = (
-            (self.sampled, _SAMPLED),
-            (self.filtered, _FILTERS),
-            (self.bans, _BANS),
-        )
-        return any(not taken and name in names for taken, names in left_out)
-
-
-class _Region:
-    """Named tensors side by side, so that one copy moves all of them."""
-
-    def __init__(self, parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        self.parts = parts
-        self.starts: dict[str, int] = {}
-        self.nbytes = 0
-        for name, (shape, dtype) in parts.items():
-            self.starts[name] = self.nbytes
-            size = math.prod(shape) * dtype.itemsize
-            self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
-
-    def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The tensors in `memory` [nbytes or more] uint8."""
-        return {
-            name: memory[self.starts[name] :][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for name, (shape, dtype) in self.parts.items()
-        }
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """A graph for a batch size: views of its inputs and outputs in both regions of the host, and what queues it."""
-
-    in_bytes: int
-    out_bytes: int
-    staged: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
-    landed: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
-    replay: Callable[[], None]
+    def bucket(self, batch: int) -> int:
+        """The smallest that holds so many requests."""
+        return next(size for size in self.buckets if size >= batch)
 
 
 class DeviceLaunch:
@@ -128,14 +65,11 @@ class CudaExecutable(CompiledExecutable):
         self._work, self._limits = work, limits
         super().__init__(compiled, folder, kv)
         self._width = max(compiled.draft_lens) + 1  # of what is kept for each request
-        self._captured: dict[tuple[int, int, _Kind], _Captured] = {}
-        largest = self._input_region(self._width - 1, limits.buckets[-1], _Kind(True, True, True)).nbytes
-        given = self._output_region(self._width - 1, limits.buckets[-1]).nbytes
-        self._staging, self._landing = [work.pinned(largest) for _ in range(2)], [work.pinned(given) for _ in range(2)]
-        self._slot = 0
+        self._captured: dict[tuple[int, int, Kind], StaticGraph] = {}
+        largest = self._input_region(self._width - 1, limits.buckets[-1], Kind(True, True, True))
+        given = self._output_region(self._width - 1, limits.buckets[-1])
+        self._memory = GraphMemory(work, largest.nbytes, given.nbytes)
         device = work.device
-        self._inputs_there = torch.zeros(largest, dtype=torch.uint8, device=device)
-        self._outputs_there = torch.zeros(given, dtype=torch.uint8, device=device)
         # next_new_tokens and next_kv_lens of the last launch
         self._new_tokens = torch.zeros(limits.max_batch_size, self._width, dtype=torch.int64, device=device)
         self._kept_lens = torch.zeros(limits.max_batch_size, dtype=torch.int32, device=device)
@@ -151,10 +85,11 @@ class CudaExecutable(CompiledExecutable):
     def launch(self, inputs: StepInputs, carry: Carry | None = None) -> DeviceLaunch:
         """See core.AsyncExecutable. EngineError for inputs a graph would misread."""
         graph, tensors = self._checked(inputs)
-        kind, spec = self._kind(inputs), inputs.spec
-        if graph.uniform and spec.sampling.ban_ids.shape[1] <= _BAN_COLUMNS:
-            bucket = next(size for size in self._limits.buckets if size >= spec.batch_size)
-            return self._replay(self._graph(graph, bucket, kind), graph, tensors, carry, spec)
+        spec = inputs.spec
+        kind = self.kind(spec.sampling)
+        if graph.uniform and spec.sampling.ban_ids.shape[1] <= BAN_COLUMNS:
+            captured = self._graph(graph, self._limits.bucket(spec.batch_size), kind)
+            return self._replay(captured, graph, tensors, carry, spec)
         read = graph.read(inputs)
         tensors = [
             given if kind.leaves_out(name) else tensor
@@ -175,22 +110,30 @@ class CudaExecutable(CompiledExecutable):
             for graph in self._graphs
             if graph.uniform and (self.compiled.makes_drafts or graph.draft_len in lengths)
         ]
-        kinds = [_Kind(True, True, True)] if self.takes_all else [_Kind(False, False, False), _Kind(True, True, False)]
-        todo = [(graph, size, kind) for graph in uniform for size in self._limits.buckets[::-1] for kind in kinds]
+        todo = [
+            (graph, size, kind) for graph in uniform for size in self._limits.buckets[::-1] for kind in self.most_kinds
+        ]
         for done, one in enumerate(todo):
             report(done, len(todo))
             self._graph(*one)
 
     # -- a step as a CUDA graph ---------------------------------------------------------------------------------------
 
-    def _kind(self, inputs: StepInputs) -> _Kind:
-        sampling = inputs.spec.sampling
-        filtered = any(getattr(sampling, name).numel() for name in _FILTERS)
+    def kind(self, sampling: SamplingTensors) -> Kind:
+        """Of a graph for such rows."""
         if self.takes_all:
-            return _Kind(True, True, True)
-        return _Kind(sampling.seeds.numel() > 0, filtered, sampling.ban_ids.numel() > 0)
+            return Kind(True, True, True)
+        filtered = any(getattr(sampling, name).numel() for name in FILTERS)
+        return Kind(sampling.seeds.numel() > 0, filtered, sampling.ban_ids.numel() > 0)
 
-    def _input_region(self, draft_len: int, batch: int, kind: _Kind, names: Sequence[str] = ()) -> _Region:
+    @property
+    def most_kinds(self) -> tuple[Kind, ...]:
+        """Those of graphs that most steps need."""
+        if self.takes_all:
+            return (Kind(True, True, True),)
+        return Kind(False, False, False), Kind(True, True, False)
+
+    def _input_region(self, draft_len: int, batch: int, kind: Kind, names: Sequence[str] = ()) -> Region:
         """Of a uniform graph; names: its inputs, all there are if not given."""
         sizes = {
             **dict.fromkeys("TR", batch * (draft_len + 1)),
@@ -198,89 +141,65 @@ class CudaExecutable(CompiledExecutable):
             "G": batch,
             "K": draft_len,
             "columns": self._limits.max_columns,
-            "bans": _BAN_COLUMNS,
+            "bans": BAN_COLUMNS,
             "0": 0,
         }
-        parts = {
-            name: (tuple(sizes[dim] for dim in INPUT_SHAPES[name]), INPUT_DTYPES[name])
-            for name in names or INPUT_SHAPES
-            if not kind.leaves_out(name)
-        }
+        parts = kind.input_parts(names or tuple(INPUT_SHAPES), sizes)
         parts["carry_tokens"] = (sizes["T"],), torch.int64
         parts["carry_kept"] = (batch,), torch.int64
-        return _Region(parts)
+        return Region(parts)
 
-    def _output_region(self, draft_len: int, batch: int) -> _Region:
+    def _output_region(self, draft_len: int, batch: int) -> Region:
         sizes = {"R": batch * (draft_len + 1), "B": batch, "K": draft_len, "K + 1": draft_len + 1}
-        parts = {}
+        parts: Parts = {}
         for name in self.compiled.outputs:
             if name != "hidden_states":  # which graphs do not give
                 shape = tuple(sizes[dim] for dim in OUTPUT_SHAPES[name])
                 parts[name] = shape, torch.int32 if name == "next_kv_lens" else torch.int64
-        return _Region(parts)
+        return Region(parts)
 
-    def _graph(self, graph: LoadedGraph, batch: int, kind: _Kind) -> _Captured:
+    def _graph(self, graph: LoadedGraph, batch: int, kind: Kind) -> StaticGraph:
         key = (graph.draft_len, batch, kind)
         if key not in self._captured:
             self._captured[key] = self._capture(graph, batch, kind)
         return self._captured[key]
 
-    def _capture(self, graph: LoadedGraph, batch: int, kind: _Kind) -> _Captured:
-        """With padding alone, which changes nothing but scratch. Nothing is in flight meanwhile."""
-        self._work.mark().wait()
+    def _capture(self, graph: LoadedGraph, batch: int, kind: Kind) -> StaticGraph:
         inputs = self._input_region(graph.draft_len, batch, kind, graph.names)
-        outputs = self._output_region(graph.draft_len, batch)
-        staged = inputs.views(self._staging[0]), inputs.views(self._staging[1])
-        landed = outputs.views(self._landing[0]), outputs.views(self._landing[1])
-        there, given = inputs.views(self._inputs_there), outputs.views(self._outputs_there)
-        tensors = [there[name] if name in there else self._left_out(name, batch) for name in graph.names]
-        carry = Carry(there["carry_tokens"], there["carry_kept"])
+        unused = {name: left_out(name, batch, self._work.device) for name in graph.names if kind.leaves_out(name)}
         kept: list[Tensor] = []
 
-        def begin() -> None:
+        def keep() -> None:
             kept.extend((self._new_tokens.clone(), self._kept_lens.clone()))  # of the last step, for the next
-            self._inputs_there[: inputs.nbytes].copy_(self._staging[0][: inputs.nbytes])
 
-        def step() -> None:
-            for name, tensor in zip(self.compiled.outputs, self._step(graph, tensors, carry), strict=True):
-                given[name].copy_(tensor)
+        def step(there: dict[str, Tensor]) -> Mapping[str, Tensor]:
+            named = {**there, **unused}
+            carry = Carry(there["carry_tokens"], there["carry_kept"])
+            outputs = self._step(graph, [named[name] for name in graph.names], carry)
+            return dict(zip(self.compiled.outputs, outputs, strict=True))
 
-        def end() -> None:
+        def put_back() -> None:
             self._new_tokens.copy_(kept[0])
             self._kept_lens.copy_(kept[1])
 
-        _fill(staged[0], graph.draft_len, {}, 0)
-        self._work.submit(begin)
-        replay = self._work.capture(step)
-        self._work.submit(end)
-        self._work.mark().wait()
-        return _Captured(inputs.nbytes, outputs.nbytes, staged, landed, replay)
-
-    def _left_out(self, name: str, batch: int) -> Tensor:
-        shape = (batch, 0) if name in _BANS else (0,)
-        return torch.empty(shape, dtype=INPUT_DTYPES[name], device=self._work.device)
+        self._work.submit(keep)
+        outputs = self._output_region(graph.draft_len, batch)
+        captured = self._memory.capture(inputs, outputs, graph.draft_len + 1, step)
+        self._work.submit(put_back)
+        return captured
 
     def _replay(
-        self, captured: _Captured, graph: LoadedGraph, tensors: list[Tensor], carry: Carry | None, spec: SpecMetadata
+        self, captured: StaticGraph, graph: LoadedGraph, tensors: list[Tensor], carry: Carry | None, spec: SpecMetadata
     ) -> DeviceLaunch:
-        slot = self._slot = 1 - self._slot
         named = dict(zip(graph.names, tensors, strict=True))
         if carry is not None:
             named |= {"carry_tokens": carry.tokens, "carry_kept": carry.kept}
-        _fill(captured.staged[slot], graph.draft_len, named, spec.batch_size)
-        staging, landing = self._staging[slot][: captured.in_bytes], self._landing[slot][: captured.out_bytes]
-
-        def work() -> None:
-            self._inputs_there[: captured.in_bytes].copy_(staging, non_blocking=True)
-            captured.replay()
-            landing.copy_(self._outputs_there[: captured.out_bytes], non_blocking=True)
+        views = self._memory.replay(captured, named)
 
         def read() -> StepOutputs:
             rows = {"tokens": spec.batch_size * (graph.draft_len + 1)}
-            views = captured.landed[slot]
             return self._outputs({name: views[name][: rows.get(name, spec.batch_size)].clone() for name in views}, spec)
 
-        self._work.submit(work)
         return DeviceLaunch(self._work.mark(), read)
 
     # -- a step kernel by kernel --------------------------------------------------------------------------------------
@@ -333,22 +252,6 @@ class CudaExecutable(CompiledExecutable):
         B, width = tokens.shape
         self._new_tokens[:B, :width].copy_(tokens)
         self._kept_lens[:B].copy_(kept)
-
-
-def _fill(views: Mapping[str, Tensor], draft_len: int, tensors: Mapping[str, Tensor], batch: int) -> None:
-    """Bring the inputs of a uniform step of `batch` requests into a graph's, and padding behind them."""
-    for name, view in views.items():
-        padding = draft_len + 1 if name == "kv_lens" else _PADDING.get(name, 0)
-        source = tensors.get(name)
-        count = 0 if source is None else len(source)
-        if source is not None and source.ndim == 2:
-            columns = min(source.shape[1], view.shape[1])  # the table's others are scratch
-            view[:count, :columns] = source[:, :columns]
-            view[:count, columns:] = padding
-        elif source is not None:
-            view[:count] = source
-        if count < len(view):
-            view[count:] = padding
 
 
 class ModuleOnCuda(CudaExecutable):
