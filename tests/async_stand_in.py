@@ -122,10 +122,12 @@ class HostQueue:
         self.delay = delay
         self.queue: queue.Queue[Callable[[], None]] = queue.Queue()
         self.error: BaseException | None = None
-        self.num_captured = self.num_replayed = 0
+        self.num_captured = self.num_replayed = self.num_submitted = 0
         threading.Thread(target=self._run, daemon=True).start()
 
     def submit(self, work: Callable[[], None]) -> None:
+        self.num_submitted += 1
+
         def late() -> None:
             time.sleep(self.delay())
             try:

@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import make_checkpoint, make_eagle3
 from trtspec.backends import device
-from trtspec.backends.export import GraphStep, Step, example_batch, graph_inputs, input_names
+from trtspec.backends.chain_graph import chain_step
+from trtspec.backends.export import INPUT_DTYPES, GraphStep, Step, example_batch, graph_inputs, input_names
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.core import Carry
+from trtspec.core import Carry, StepInputs
+from trtspec.drafters.base import CHAIN_ROWS
 from trtspec.engine.assemble import plan_assembly
 from trtspec.errors import CapacityError, DependencyError, DeviceError, UnsupportedError
 
@@ -75,6 +77,26 @@ def test_a_step_mixes_no_devices(tmp_path: Path, mode: str, uniform: bool) -> No
         outputs, _ = torch.func.functional_call(module, there, (given, kv))
     assert set(outputs) == set(step.outputs)
     assert all(tensor.is_meta for tensor in outputs.values())
+
+
+def test_a_chain_mixes_no_devices(tmp_path: Path) -> None:
+    step, shapes = fake_step(tmp_path, "none")
+    weights = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    B, K, bans = 4, 3, 2
+    sizes = {"input_ids": (CHAIN_ROWS * B,), "block_tables": (B, 5), "ban_ids": (B, bans), "ban_until": (B, bans)}
+    names = [name for name in input_names(step) if name not in ("tree_mask", "seq_lens", "gather_ids")]
+    with OneDevice():
+        there = {name: elsewhere(weight) for name, weight in weights.items()}
+        kv = [tuple(torch.empty(9, 16, *shape, device="meta") for _ in "kv") for shape in shapes]
+        given = {name: torch.empty(sizes.get(name, (B,)), dtype=INPUT_DTYPES[name], device="meta") for name in names}
+
+        def run_pass(inputs: StepInputs) -> Tensor:
+            tokens: Tensor = torch.func.functional_call(step, there, (inputs, kv)).tokens
+            return tokens
+
+        drafts = chain_step(given, K, run_pass, 100)
+    assert drafts.is_meta
+    assert drafts.shape == (B, K)
 
 
 # --- what is said where there is no GPU, or one that will not do ------------------------------------------------------

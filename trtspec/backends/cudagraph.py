@@ -222,6 +222,12 @@ class CudaExecutable(CompiledExecutable):
 
     # -- on the device ------------------------------------------------------------------------------------------------
 
+    def run_pass(self, inputs: StepInputs) -> Tensor:
+        """What a step without drafts draws, [R] int64, as part of other work: inputs and outputs are on the device."""
+        graph = next(graph for graph in self._graphs if graph.uniform == (inputs.attn.width == 1))
+        named = dict(zip(self.compiled.outputs, graph.run(list(graph.read(inputs))), strict=True))
+        return named["tokens"]
+
     @torch.no_grad()
     def _step(self, graph: LoadedGraph, tensors: list[Tensor], carry: Carry | None) -> list[Tensor]:
         """`tensors` are on the device, as are the outputs."""
@@ -267,6 +273,10 @@ class ModuleOnCuda(CudaExecutable):
 
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
         return {graph: self._runner(graph) for graph in self.compiled.graphs}
+
+    def run_pass(self, inputs: StepInputs) -> Tensor:
+        """See CudaExecutable; no graph stands between."""
+        return self.step(inputs, self.kv).tokens  # type: ignore[no-any-return]
 
     def _runner(self, graph: Graph) -> Callable[[list[Tensor]], list[Tensor]]:
         made = graph.draft_len if self.compiled.makes_drafts else 0

@@ -53,7 +53,7 @@ def decode_once(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingPara
     samples = [engine.add_request(prompt, params)[0] for prompt in prompts]
     while engine.has_work:
         before = sum(executable.seconds for executable in engine.executables)
-        read = sum(executable.launches * executable.weight_bytes for executable in engine.executables)
+        read = sum(executable.bytes_read for executable in engine.executables)
         start = time.perf_counter()
         emissions = engine.step()
         elapsed = time.perf_counter() - start
@@ -61,7 +61,7 @@ def decode_once(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingPara
             run.tokens += sum(len(emission.tokens) for emission in emissions)
             run.step_times.append(elapsed)
             run.host_times.append(elapsed - sum(executable.seconds for executable in engine.executables) + before)
-            run.bytes_read += sum(e.launches * e.weight_bytes for e in engine.executables) - read
+            run.bytes_read += sum(executable.bytes_read for executable in engine.executables) - read
     run.outputs = [sample.output_ids for sample in samples]
     run.speculation = SpeculationStats.total(sample.stats for sample in samples)
     return run

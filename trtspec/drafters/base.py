@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from trtspec.config.resolved import ResolvedSpeculation
-from trtspec.core import Drafter, Executable
+from trtspec.core import Drafter, Executable, StepInputs
+
+CHAIN_ROWS = 2
+"""Tokens of every request that a chain in one launch reads in: the draft KV of the last two is missing where all drafts
+were accepted, as the last one was never fed back. Rows that were there already are computed anew, to the same bits."""
+
+
+class ChainExecutable(Protocol):
+    """A draft model that runs all passes of a chain as one launch."""
+
+    def run_chain(self, inputs: StepInputs, num_tokens: int) -> Tensor | None:
+        """drafters.chain.run_chain of a batch with CHAIN_ROWS rows for each request: [B, K] int64. None: there is no
+        such launch for these inputs, and nothing was done."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A draft checkpoint, loaded, with KV layers under the target's block ids."""
+
+    executable: Executable
+    chain: ChainExecutable | None = None  # of the same model, where the backend has it
 
 
 class DraftResources(Protocol):
@@ -19,9 +43,7 @@ class DraftResources(Protocol):
         """Rows that one launch may have."""
         ...
 
-    def draft_model(self) -> Executable:
-        """The draft checkpoint, loaded, with KV layers under the target's block ids."""
-        ...
+    def draft_model(self) -> DraftModel: ...
 
 
 class BuildableDrafter(Drafter, Protocol):

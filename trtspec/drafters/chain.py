@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trtspec.core import AttnMetadata, DraftRequest, Executable, Proposal, SamplingTensors, SpecMetadata, StepInputs
-from trtspec.drafters.base import DraftResources
+from trtspec.drafters.base import CHAIN_ROWS, ChainExecutable, DraftResources
 
 
 @dataclass(frozen=True)
@@ -36,58 +36,86 @@ def draft_chain(state: ChainState, num_tokens: int, forward: Forward) -> Tensor:
     return torch.stack(drafts, dim=1)
 
 
+Pass = Callable[[StepInputs], Tensor]
+"""A model's rows -> the token drawn after each request's last one, [B]."""
+
+
+def run_chain(run: Pass, inputs: StepInputs, num_tokens: int, first: Tensor | None = None) -> Tensor:
+    """Drafts of a model, [B, K] int64: a pass over the rows of `inputs` draws the first ones, and a pass over each but
+    the last of them the next. `first` [B]: what the first pass drew, if it was run already."""
+    tokens = run(inputs) if first is None else first
+    attn, sampling = inputs.attn.advance(), inputs.spec.sampling.advance()
+    spec = SpecMetadata.plain(inputs.spec.request_ids, attn, sampling)
+
+    def forward(step: int, state: ChainState) -> tuple[Tensor, None]:
+        return run(StepInputs(state.tokens, state.attn, replace(spec, sampling=state.sampling))), None
+
+    return draft_chain(ChainState(tokens, attn, sampling), num_tokens, forward)
+
+
 class ChainDrafter:
     """Drafts with a smaller model of the same vocabulary whose KV lives under the target's block ids.
 
     The first pass covers all known tokens whose draft KV is missing: the whole prompt at first, later the last one or
     two tokens, or everything since speculation last ran. It draws the first draft; each further pass feeds the previous
     draft back. Draws use the request's own sampling and noise, so that target and draft agree as often as they can;
-    `greedy` takes the arg-max instead.
+    `greedy` takes the arg-max instead. With `chain`, the same passes are one launch.
     """
 
-    def __init__(self, model: Executable, max_num_tokens: int, greedy: bool = False) -> None:
+    def __init__(
+        self, model: Executable, max_num_tokens: int, greedy: bool = False, chain: ChainExecutable | None = None
+    ) -> None:
         self.model = model
         self.max_num_tokens = max_num_tokens
         self.greedy = greedy
+        self.chain = chain
 
     @classmethod
     def from_resources(cls, resources: DraftResources) -> ChainDrafter:
         """See base.BuildableDrafter."""
         greedy = resources.speculation.draft_sample_method == "greedy"
-        return cls(resources.draft_model(), resources.max_num_tokens, greedy)
+        model = resources.draft_model()
+        return cls(model.executable, resources.max_num_tokens, greedy, model.chain)
 
     def forget(self, request_id: int) -> None:
         """Nothing is kept outside the cache."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """See core.Drafter."""
-        # One row per request, one position past its known tokens. A request that wants fewer than K runs along: what
-        # it writes past its blocks lands in scratch.
-        inputs = self._inputs(requests, [1] * len(requests), [len(request.tokens) + 1 for request in requests])
-        start = ChainState(self._first_drafts(requests), inputs.attn, inputs.spec.sampling)
-
-        def forward(step: int, state: ChainState) -> tuple[Tensor, None]:
-            spec = replace(inputs.spec, sampling=state.sampling)
-            return self.model.run(StepInputs(state.tokens, state.attn, spec)).tokens, None
-
-        drafts = draft_chain(start, max(request.max_draft_len for request in requests), forward)
+        # A request that wants fewer than K runs along: what it writes past its blocks lands in scratch.
+        K = max(request.max_draft_len for request in requests)
+        drafts = self._in_one_launch(requests, K)
+        if drafts is None:
+            drafts = self._pass_by_pass(requests, K)
         draft_lens = torch.tensor([request.max_draft_len for request in requests], dtype=torch.int32)
         known = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int32)
         return Proposal(drafts, draft_lens, draft_kv_lens=known + draft_lens - 1)  # the last draft was never fed back
 
-    def _first_drafts(self, requests: Sequence[DraftRequest]) -> Tensor:
-        """Bring every request's draft KV up to its last token and draw after it: [B] int64."""
+    def _in_one_launch(self, requests: Sequence[DraftRequest], num_tokens: int) -> Tensor | None:
+        """The drafts [B, K], None where there is no launch for these. What is missing before its rows is read in first:
+        a prompt, or what was said while nobody speculated."""
+        lens = [len(request.tokens) for request in requests]
+        if self.chain is None or min(lens) < CHAIN_ROWS:
+            return None
+        self._read_in(requests, [length - CHAIN_ROWS for length in lens])
+        inputs = self._inputs(requests, [CHAIN_ROWS] * len(requests), lens)
+        ids = [token for request in requests for token in request.tokens[-CHAIN_ROWS:]]
+        return self.chain.run_chain(replace(inputs, input_ids=torch.tensor(ids)), num_tokens)
+
+    def _pass_by_pass(self, requests: Sequence[DraftRequest], num_tokens: int) -> Tensor:
+        """The drafts, [B, K]."""
+        lens = [len(request.tokens) for request in requests]
+        first = self._read_in(requests, lens)
+        inputs = self._inputs(requests, [1] * len(requests), lens)
+        return run_chain(lambda inputs: self.model.run(inputs).tokens, inputs, num_tokens, first)
+
+    def _read_in(self, requests: Sequence[DraftRequest], ends: Sequence[int]) -> Tensor:
+        """Bring every request's draft KV up to `ends` and draw there, [B] int64; anything where it is there already."""
         first = torch.empty(len(requests), dtype=torch.int64)
-        for pieces in _pack(requests, self.max_num_tokens):
+        for pieces in _pack([request.draft_kv_len for request in requests], ends, self.max_num_tokens):
             owners = [requests[b] for b, _, _ in pieces]
-            starts, ends = [start for _, start, _ in pieces], [end for _, _, end in pieces]
-            ids = [
-                token
-                for request, start, end in zip(owners, starts, ends, strict=True)
-                for token in request.tokens[start:end]
-            ]
-            q_lens = [end - start for start, end in zip(starts, ends, strict=True)]
-            inputs = self._inputs(owners, q_lens, ends)
+            ids = [token for b, start, end in pieces for token in requests[b].tokens[start:end]]
+            inputs = self._inputs(owners, [end - start for _, start, end in pieces], [end for _, _, end in pieces])
             # A piece that ends before its request does draws too, and is overwritten by the request's last piece.
             first[[b for b, _, _ in pieces]] = self.model.run(replace(inputs, input_ids=torch.tensor(ids))).tokens
         return first
@@ -100,13 +128,12 @@ class ChainDrafter:
         return StepInputs(torch.empty(0, dtype=torch.int64), attn, spec)
 
 
-def _pack(requests: Sequence[DraftRequest], max_num_tokens: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Rows [draft_kv_len, len(tokens)) of every request as (request, start, end), in launches of limited size."""
+def _pack(starts: Sequence[int], ends: Sequence[int], max_num_tokens: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Rows [start, end) of every request as (request, start, end), in launches of limited size."""
     pieces, room = [], max_num_tokens
-    for b, request in enumerate(requests):
-        start = request.draft_kv_len
-        while start < len(request.tokens):
-            end = min(len(request.tokens), start + room)
+    for b, (start, last) in enumerate(zip(starts, ends, strict=True)):
+        while start < last:
+            end = min(last, start + room)
             pieces.append((b, start, end))
             room -= end - start
             start = end

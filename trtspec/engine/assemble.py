@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from trtspec.backends.chain_graph import ChainOnCuda
 from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.cudagraph import CudaExecutable, LaunchLimits, ModuleOnCuda, module_graphs
 from trtspec.backends.device import CudaQueue, WorkQueue, free_memory, open_gpu
@@ -25,7 +26,7 @@ from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import AsyncExecutable, Drafter, Executable, KVLayer
-from trtspec.drafters.base import BuildableDrafter
+from trtspec.drafters.base import BuildableDrafter, ChainExecutable, DraftModel
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.core import EngineCore
 from trtspec.engine.gpu_plan import plan_gpu_blocks
@@ -35,7 +36,7 @@ from trtspec.engine.overlap import OverlapLoop
 from trtspec.engine.propose import Proposer
 from trtspec.engine.scheduler import Scheduler
 from trtspec.engine.speculation import resolve_speculation
-from trtspec.engine.stats import TimedAsyncExecutable, TimedExecutable
+from trtspec.engine.stats import TimedAsyncExecutable, TimedChain, TimedExecutable
 from trtspec.engine.step import StepLoop
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.kv.blocks import BlockAllocator
@@ -79,6 +80,7 @@ class Assembly:
     report: Progress = lambda message: None
     num_blocks: int = 0
     executables: list[TimedExecutable] = field(default_factory=list)
+    chain: ChainExecutable | None = None  # of the draft model, once it is there, if its backend has one
     graph_draft_lens: tuple[int, ...] = ()  # K of the graphs there are; empty: any K
 
     @property
@@ -150,9 +152,10 @@ class Assembly:
         """What verifies, on the configured backend."""
         return self._module(*self.target_step()) if self.built is None else self._compiled(self.built, "target")
 
-    def draft_model(self) -> Executable:
+    def draft_model(self) -> DraftModel:
         """See drafters.base.DraftResources."""
-        return self._module(*self.draft_step()) if self.built is None else self._compiled(self.built, "draft")
+        draft = self._module(*self.draft_step()) if self.built is None else self._compiled(self.built, "draft")
+        return DraftModel(draft, self.chain)
 
     def _module(self, step: Step, layers: Sequence[DecoderSpec]) -> Executable:
         shapes, dtype = [shape for spec in layers for shape in spec.kv_shapes], step.decoder.norm.weight.dtype
@@ -177,12 +180,22 @@ class Assembly:
 
     def _graphed(self, executable: CudaExecutable) -> Executable:
         role = "draft" if self.executables else "target"  # which comes first
-        executable.capture(lambda done, total: self.report(f"capturing CUDA graphs of the {role}: {done} of {total}"))
+
+        def report(done: int, total: int) -> None:
+            self.report(f"capturing CUDA graphs of the {role}: {done} of {total}")
+
+        timed = TimedAsyncExecutable(executable, executable.compiled.weight_bytes, kv_nbytes(executable.kv))
+        self.executables.append(timed)
         if executable.compiled.makes_drafts:
             self.graph_draft_lens = executable.compiled.draft_lens
-        weight_bytes, kv_bytes = executable.compiled.weight_bytes, kv_nbytes(executable.kv)
-        self.executables.append(TimedAsyncExecutable(executable, weight_bytes, kv_bytes))
-        return self.executables[-1]
+        if role == "draft" and self.config.enable_cuda_graph:
+            assert self.gpu is not None
+            chain = ChainOnCuda(executable, self.gpu, self._limits(), self.max_draft_len)
+            chain.capture(report)  # in place of graphs of one pass, which are seldom asked for
+            self.chain = TimedChain(chain, timed)
+        else:
+            executable.capture(report)
+        return timed
 
     def _compiled(self, built: EngineFolder, role: str) -> Executable:
         compiled = CompiledStep.from_dict(built.data["executables"][role])

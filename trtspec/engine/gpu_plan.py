@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trtspec.backends.tensorrt_profiles import Sizes
+from trtspec.drafters.base import CHAIN_ROWS
 from trtspec.engine.kv_plan import bytes_per_block, full_kv_blocks, wanted_kv_blocks
 from trtspec.engine.memory import activations, table_bytes
 from trtspec.errors import CapacityError, UnsupportedError
@@ -46,13 +47,14 @@ def plan_gpu_blocks(assembly: Assembly, free: int) -> int:
 def gpu_memory(assembly: Assembly, free: int) -> dict[str, int]:
     """Bytes of all but the KV cache, by what they are for, from the headers of the weights' files."""
     described, config = replace(assembly, reads_weights=False), assembly.config
-    steps = [(described.target_step()[0], assembly.max_draft_len)]
+    width = assembly.max_draft_len + 1  # rows of a request in a graph
+    steps = [(described.target_step()[0], assembly.max_draft_len, width)]
     if assembly.draft is not None and not assembly.mode.use_one_engine():
-        steps.append((described.draft_step()[0], 0))
+        steps.append((described.draft_step()[0], 0, CHAIN_ROWS))
     parts = dict.fromkeys(("weights", "tables", "activations", "CUDA graphs"), 0)
-    for step, draft_len in steps:
+    for step, draft_len, width in steps:
         sizes = Sizes.of(config, assembly.max_seq_len, draft_len, 0)
-        in_graphs = replace(sizes, rows=config.max_batch_size * (draft_len + 1))
+        in_graphs = replace(sizes, rows=config.max_batch_size * width)
         parts["weights"] += weight_bytes(step)
         parts["tables"] += table_bytes(step)
         parts["activations"] += _ALIVE * sum(part.bytes for part in activations(step, sizes))

@@ -6,14 +6,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from trtspec.core import AsyncExecutable, Carry, Executable, Launch, PhaseMethod, StepInputs, StepOutputs
+from trtspec.drafters.base import ChainExecutable
 from trtspec.outputs import SpeculationStats
 
 
 class TimedExecutable:
     """An executable that adds up launches and the seconds spent in them; host time per step is what is left.
 
-    `weight_bytes`: weights that one launch reads; `kv_bytes`: its part of the KV pool.
+    `weight_bytes`: weights that one launch of it reads, and each pass of a chain; `kv_bytes`: its part of the KV pool.
     """
 
     def __init__(self, inner: Executable, weight_bytes: int, kv_bytes: int) -> None:
@@ -21,7 +24,14 @@ class TimedExecutable:
         self.weight_bytes = weight_bytes
         self.kv_bytes = kv_bytes
         self.launches = 0
+        self.bytes_read = 0  # weights
         self.seconds = 0.0
+
+    def count(self, start: float, passes: int = 1) -> None:
+        """A launch that began at `start`."""
+        self.launches += 1
+        self.bytes_read += passes * self.weight_bytes
+        self.seconds += time.perf_counter() - start
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """See core.Executable."""
@@ -29,8 +39,7 @@ class TimedExecutable:
         try:
             return self.inner.run(inputs)
         finally:
-            self.launches += 1
-            self.seconds += time.perf_counter() - start
+            self.count(start)
 
     def phases(self) -> Sequence[PhaseMethod]:
         """See core.Executable."""
@@ -51,8 +60,22 @@ class TimedAsyncExecutable(TimedExecutable):
         try:
             return _TimedLaunch(self, self.inner.launch(inputs, carry))
         finally:
-            self.launches += 1
-            self.seconds += time.perf_counter() - start
+            self.count(start)
+
+
+class TimedChain:
+    """A chain whose launches are counted as those of its model."""
+
+    def __init__(self, inner: ChainExecutable, model: TimedExecutable) -> None:
+        self.inner, self.model = inner, model
+
+    def run_chain(self, inputs: StepInputs, num_tokens: int) -> Tensor | None:
+        """See drafters.base.ChainExecutable."""
+        start = time.perf_counter()
+        drafts = self.inner.run_chain(inputs, num_tokens)
+        if drafts is not None:
+            self.model.count(start, num_tokens)
+        return drafts
 
 
 class _TimedLaunch:
