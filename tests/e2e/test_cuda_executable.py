@@ -107,21 +107,95 @@ def test_ids_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueu
         assert all(0 < rate < 1 for rate in accepted)
 
 
+# -- a draft model: all of its passes are one launch -------------------------------------------------------------------
+
+
+def test_a_generation_step_costs_two_launches(models: dict[str, Path], work: HostQueue) -> None:
+    """One of the target and one of the draft, however many drafts were accepted before; both are graphs."""
+    params = [
+        SamplingParams(temperature=temperature, top_k=12, seed=i, max_tokens=60, ignore_eos=True)
+        for i, temperature in enumerate((0.0, 1.0, 0.6))
+    ]
+    cases = [Case([i + 1, 2, 3, 5 * i], one) for i, one in enumerate(params)]
+    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
+        outcomes = run_alone(llm.engine, cases)
+    with LLM(models["target"], speculation(models, "draft_model"), backend="cuda", **LIMITS) as llm:
+        requests = [llm.engine.add_request(case.prompt, case.params)[0] for case in cases]
+        counted, accepted = [], set()
+        while llm.engine.has_work:
+            draft = llm.engine.executables[1]
+            before = work.num_submitted, work.num_replayed, draft.launches, draft.bytes_read
+            emissions = llm.engine.step()
+            after = work.num_submitted, work.num_replayed, draft.launches, draft.bytes_read
+            all_want = all(len(request.output_ids) < 60 - K for request in requests)  # K drafts for the next step
+            if all_want and not any(emission.is_context for emission in emissions):
+                counted.append([now - then for then, now in zip(before, after, strict=True)])
+                accepted |= {emission.num_drafts for emission in emissions}
+        assert [Outcome.of(request) for request in requests] == outcomes
+    assert len(counted) > 10
+    assert all(step == [2, 2, 1, K * draft.weight_bytes] for step in counted)
+    assert accepted == set(range(K + 1))
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "few blocks": {"num_kv_blocks": 34},
+    "none for 5, fewer for 2": {"draft_len_schedule": {1: 3, 2: 2, 4: 3}},
+    "greedy drafts": {"draft_sample_method": "greedy"},
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_chain_in_one_launch_speculates_as_one_pass_by_pass(
+    models: dict[str, Path], work: HostQueue, state: str
+) -> None:
+    """Requests that share prompts come and go, are preempted, have steps without drafts: always the same drafts, so the
+    same steps."""
+    drawn = draw_cases(24, 6, most_prompt=50, most_tokens=60)
+    cases = [
+        Case(drawn[i // 2 * 2].prompt, dataclasses.replace(case.params, stop=(), stop_token_ids=(), ignore_eos=True))
+        for i, case in enumerate(drawn)
+    ]
+    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
+        outcomes = run_alone(llm.engine, cases)
+    changed = STATES[state]
+    limits = {name: changed.get(name, value) for name, value in LIMITS.items()}
+    fields = {name: value for name, value in changed.items() if name not in LIMITS}
+    runs, launches = [], []
+    for in_one in (True, False):
+        speculated = {**(speculation(models, "draft_model") or {}), **fields}
+        with LLM(models["target"], speculated, backend="cuda", debug=True, **limits) as llm:
+            if not in_one:
+                drafter: Any = llm.engine.loop.proposer.drafter
+                drafter.chain = None
+            runs.append(run_together(llm.engine, cases))
+            launches.append(llm.engine.executables[1].launches)
+            assert runs[-1].outcomes == outcomes
+            assert_all_blocks_free(llm)
+            stats = llm.engine.stats
+            assert stats.drafter_failures == 0
+            assert stats.prefix_hit_tokens > 0
+            assert (stats.preemptions > 0) == (state == "few blocks")
+    one, many = ([[(e.tokens, e.num_drafts, e.draft_len) for e in step] for step in run.steps] for run in runs)
+    assert one == many
+    assert launches[0] < launches[1] / 1.5
+    assert all(0 < rate < 1 for rate in runs[0].speculation.acceptance_per_position)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eagle3", "draft_model"])
 def test_an_engine_folder(
-    models: dict[str, Path], work: HostQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], work: HostQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Of AOTInductor's graphs, compiled for the CPU that stands in for the GPU."""
     monkeypatch.setattr(cuda_aoti, "open_gpu", lambda: work.device)
     cases = draw_cases(16, 5, most_prompt=60, most_tokens=40)
     config = EngineConfig(backend="cuda", max_batch_size=5, max_num_tokens=48, block_size=4)
-    eagle3 = SpeculativeConfig.from_any(speculation(models, "eagle3"))
-    build_engine(models["target"], tmp_path / "engine", eagle3, config)
+    build_engine(models["target"], tmp_path / "engine", SpeculativeConfig.from_any(speculation(models, mode)), config)
     with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
         outcomes = run_alone(llm.engine, cases)
     with LLM(tmp_path / "engine", num_kv_blocks=90, debug=True) as llm:
-        assert isinstance(llm.engine.loop, OverlapLoop)
-        assert isinstance(llm.engine.loop.target.inner, cuda_aoti.AotiOnCuda)
+        assert isinstance(llm.engine.loop, OverlapLoop) == (mode == "eagle3")
+        assert all(isinstance(one.inner, cuda_aoti.AotiOnCuda) for one in llm.engine.executables)
         assert run_together(llm.engine, cases).outcomes == outcomes
         assert_all_blocks_free(llm)
     assert work.num_replayed >= 10
