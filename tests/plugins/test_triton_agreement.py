@@ -1,6 +1,6 @@
 """Reference, C++ kernels and Triton kernels agree: the same bits of noise, and the same tokens after the filters.
 
-The Triton kernels run in Triton's interpreter, which takes some 0.1 s a row: TRTSPEC_ROWS says of how many rows
+The Triton kernels run in Triton's interpreter, which takes some 60 ms a row: TRTSPEC_ROWS says of how many rows
 tokens are compared, of 500 if it does not.
 """
 
@@ -131,8 +131,8 @@ def random_rows(batch: int, rows: int) -> tuple[list[Tensor], list[Tensor]]:
         torch.randint(0, 9, (rows, 3), generator=g),
         INT,
         pick(0, 0.5, 0.7, 1, 1.5),
-        pick(0, 0, 1, 5, 50).int(),
-        pick(1, 1, 0.3, 0.9, 0.99),
+        pick(0, 0, 0, 5, 50).int(),
+        pick(1, 1, 1, 0.5, 0.95),
         pick(0, 0, 0, 0.02, 0.3),
     ]  # fmt: skip
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g)
