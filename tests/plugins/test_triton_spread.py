@@ -104,11 +104,11 @@ def test_top_p_weighs_what_top_k_left_down_to_the_last_bit() -> None:
     chain = [torch.tensor(1.0)]
     for _ in range(23):
         chain.append(chain[-1].nextafter(torch.tensor(INF)))
-    k, p = torch.tensor([4, 10, 24]), torch.tensor([0.45, 0.25, 0.9])
-    arguments = complete({"logits": torch.stack(chain).repeat(3, 1), "top_ks": k, "top_ps": p})
+    k, p = torch.tensor([4, 10, 24, 24]), torch.tensor([0.45, 0.25, 0.9, 0.0])
+    arguments = complete({"logits": torch.stack(chain).repeat(4, 1), "top_ks": k, "top_ps": p})
     got = process_spread(**arguments, chunk=7)
     assert same(got, process_rows(**arguments))
-    assert (got > -INF).sum(1).tolist() == [2, 3, 22]  # of k equally likely ones
+    assert (got > -INF).sum(1).tolist() == [2, 3, 22, 1]  # of k equally likely ones
 
 
 def test_rows_that_nothing_filters_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
