@@ -196,6 +196,8 @@ def test_an_engine_folder(
     with LLM(tmp_path / "engine", num_kv_blocks=90, debug=True) as llm:
         assert isinstance(llm.engine.loop, OverlapLoop) == (mode == "eagle3")
         assert all(isinstance(one.inner, cuda_aoti.AotiOnCuda) for one in llm.engine.executables)
+        drafter: Any = llm.engine.loop.proposer.drafter
+        assert (drafter is not None and drafter.chain is not None) == (mode == "draft_model")
         assert run_together(llm.engine, cases).outcomes == outcomes
         assert_all_blocks_free(llm)
     assert work.num_replayed >= 10

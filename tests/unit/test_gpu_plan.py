@@ -50,6 +50,15 @@ def test_weights_are_counted_as_they_will_be_loaded(target: Path, tmp_path: Path
     assert gpu_memory(model, MUCH)["weights"] == loaded > 10**6
 
 
+def test_graphs_of_a_draft_have_two_rows_a_request(target: Path) -> None:
+    """As those of a target that verifies one draft, but with logits of a row each."""
+    model = assembly(target, {"method": "draft_model", "model": str(target), "num_speculative_tokens": 1})
+    both = gpu_memory(model, MUCH)["CUDA graphs"]
+    alone = gpu_memory(assembly(target), MUCH)["CUDA graphs"]  # of a row and its logits
+    logits = 2 * model.config.max_batch_size * 400 * 4
+    assert both == 2 * (2 * alone) - logits
+
+
 def test_the_cache_takes_what_is_left_up_to_full_sequences(target: Path) -> None:
     model = assembly(target)
     assert plan_gpu_blocks(model, MUCH) == 4 * 128 // 16 + 1
