@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed here: make contract-tensorrt")
+pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is not installed here: make contract-tensorrt")
+pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make contract-tensorrt", allow_module_level=True)
+    pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make test", allow_module_level=True)
 
 import triton
 import triton.language as tl

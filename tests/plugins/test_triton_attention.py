@@ -1,4 +1,4 @@
-"""spec_attention's Triton kernels against the reference, in Triton's interpreter (make contract-tensorrt runs these).
+"""spec_attention's Triton kernels against the reference, in Triton's interpreter (make test runs these).
 
 The reference adds in another order, so they are equal within a tolerance. Where rows are compared bit for bit, one of
 the two runs is in another place of a matrix: the interpreter's product is the CPU's, which may round a matrix's rows
@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is not installed here: make contract-tensorrt")
+pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make contract-tensorrt", allow_module_level=True)
+    pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make test", allow_module_level=True)
 
 import trtspec_plugins.triton.attention as attention
 
-import trtspec.ops
+from tests.plugins.references import reference
 
 CHUNK = 64  # of the tests: one tile, so that short caches have several
 # of values of order 1: fp32 sums of a few hundred products; fp16 outputs and weights have 11 bits
@@ -46,7 +46,7 @@ def clone(arguments: Arguments) -> Arguments:
 
 def check(arguments: Arguments, split: bool) -> Tensor:
     """Out and caches are the reference's; returns out."""
-    wanted = trtspec.ops.spec_attention(**arguments)
+    wanted = reference("spec_attention", **arguments)
     mine = clone(arguments)
     out = launch(mine, split)
     tolerance = TOLERANCE[out.dtype]

@@ -1,4 +1,4 @@
-"""The Triton kernels against the references, in Triton's interpreter (make contract-tensorrt runs these)."""
+"""The Triton kernels against the references, in Triton's interpreter (make test runs these)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is not installed here: make contract-tensorrt")
+pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make contract-tensorrt", allow_module_level=True)
+    pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make test", allow_module_level=True)
 
 from trtspec_plugins.triton.accept import spec_accept
 from trtspec_plugins.triton.compact import kv_compact_
 from trtspec_plugins.triton.sample import spec_sample
 
-import trtspec.ops
 from tests.contract import batches
+from tests.plugins.references import reference
 
 NONE = torch.empty(0, dtype=torch.int64)
 
@@ -27,20 +27,20 @@ NONE = torch.empty(0, dtype=torch.int64)
 @settings(deadline=None, max_examples=40)
 @given(batches.accept())
 def test_acceptance_is_the_reference_s(arguments: dict[str, Tensor]) -> None:
-    for got, wanted in zip(spec_accept(**arguments), trtspec.ops.spec_accept(**arguments), strict=True):
+    for got, wanted in zip(spec_accept(**arguments), reference("spec_accept", **arguments), strict=True):
         assert torch.equal(got, wanted)
 
 
 @settings(deadline=None, max_examples=30)
 @given(batches.sample())
 def test_samples_are_the_reference_s(arguments: dict[str, Tensor]) -> None:
-    assert torch.equal(spec_sample(**arguments, vocab_ids=NONE), trtspec.ops.spec_sample(**arguments, vocab_ids=NONE))
+    assert torch.equal(spec_sample(**arguments, vocab_ids=NONE), reference("spec_sample", **arguments, vocab_ids=NONE))
 
 
 @settings(deadline=None, max_examples=30)
 @given(batches.sample(vocab_ids=True))
 def test_samples_of_a_draft_s_vocabulary_are_the_reference_s(arguments: dict[str, Tensor]) -> None:
-    assert torch.equal(spec_sample(**arguments), trtspec.ops.spec_sample(**arguments))
+    assert torch.equal(spec_sample(**arguments), reference("spec_sample", **arguments))
 
 
 def test_flat_logits_draw_by_noise_alone() -> None:
@@ -53,7 +53,7 @@ def test_flat_logits_draw_by_noise_alone() -> None:
         "positions": torch.arange(rows) * 2**29,
         "vocab_ids": NONE,
     }
-    assert torch.equal(spec_sample(**arguments), trtspec.ops.spec_sample(**arguments))
+    assert torch.equal(spec_sample(**arguments), reference("spec_sample", **arguments))
 
 
 @pytest.mark.parametrize("own_ids", [False, True])
@@ -73,7 +73,7 @@ def test_ties_go_to_the_lowest_id(own_ids: bool) -> None:
         "vocab_ids": ids if own_ids else NONE,
     }
     drawn = spec_sample(**arguments)
-    assert torch.equal(drawn, trtspec.ops.spec_sample(**arguments))
+    assert torch.equal(drawn, reference("spec_sample", **arguments))
     if not own_ids:
         assert drawn.tolist() == [0, 1000, 2, 5000]
 
@@ -88,7 +88,7 @@ def interpretable(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check_compaction(arguments: dict[str, Tensor]) -> None:
     """All but scratch block 0, where the reference lets padding land."""
-    wanted = trtspec.ops.kv_compact(**arguments)
+    wanted = reference("kv_compact", **arguments)
     mine = {name: value.clone() for name, value in arguments.items()}
     kv_compact_(**mine)
     for cache, expected in zip((mine["k_cache"], mine["v_cache"]), wanted, strict=True):
@@ -126,7 +126,7 @@ def test_what_no_column_covers_is_in_scratch() -> None:
     arguments = wide_paths(9)
     arguments |= {name: arguments[name][:1].clone() for name in ("starts", "path")}
     arguments["block_tables"] = arguments["block_tables"][:1, :1].clone()
-    wanted = trtspec.ops.kv_compact(**arguments)
+    wanted = reference("kv_compact", **arguments)
     kv_compact_(**arguments)
     assert torch.equal(arguments["k_cache"], wanted[0])
     assert torch.equal(arguments["v_cache"], wanted[1])

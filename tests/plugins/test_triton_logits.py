@@ -1,4 +1,4 @@
-"""The Triton kernels of process_logits against the reference, in Triton's interpreter (make contract-tensorrt).
+"""The Triton kernels of process_logits against the reference, in Triton's interpreter (make test).
 
 What top-p and min-p keep may differ where a token is within rounding errors of the edge, as the reference's sums are
 rounded: it must lie between what the reference keeps with p a little lower and a little higher. All else is equal bit
@@ -15,14 +15,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is not installed here: make contract-tensorrt")
+pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make contract-tensorrt", allow_module_level=True)
+    pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make test", allow_module_level=True)
 
 from trtspec_plugins.triton.logits import LANES, process_logits_kernel, process_rows
 
-import trtspec.ops
 from tests.contract import batches
+from tests.plugins import references
 from tests.plugins.interpreter import fast_interpreter  # noqa: F401
 
 BLOCK = 4 * LANES  # tokens of a long row that a program tallies at a time
@@ -50,7 +50,7 @@ def complete(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def reference(arguments: dict[str, Tensor]) -> Tensor:
-    return trtspec.ops.process_logits(**complete(arguments), **dict.fromkeys(UNUSED, torch.empty(0)))
+    return references.reference("process_logits", **complete(arguments), **dict.fromkeys(UNUSED, torch.empty(0)))
 
 
 def nudged(arguments: dict[str, Tensor], nudge: float) -> Tensor:

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is not installed here: make contract-tensorrt")
+pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make contract-tensorrt", allow_module_level=True)
+    pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make test", allow_module_level=True)
 
 from trtspec_plugins.triton import logits as kernels
 from trtspec_plugins.triton.accept import spec_accept
 from trtspec_plugins.triton.logits import CHUNK, process_logits, process_rows, process_spread
 from trtspec_plugins.triton.sample import PART, spec_sample, spec_sample_dense_kernel, spec_sample_kernel
 
-import trtspec.ops
 from tests.contract import batches
 from tests.plugins.interpreter import fast_interpreter  # noqa: F401
+from tests.plugins.references import reference
 from tests.plugins.test_triton_logits import awkward, check, complete, everything, ramp, spread
 
 INF = float("inf")
@@ -141,7 +141,7 @@ def test_penalties_and_bias_come_first(arguments: dict[str, Tensor], seed: int, 
     order = [argument.name for argument in torch.ops.trtspec.process_logits.default._schema.arguments]
     kept = {"top_ps": torch.empty(0), "min_ps": torch.empty(0)}  # whose edges test_triton_logits.py looks at
     ordered = [(arguments | kept | extra)[name] for name in order]
-    assert torch.equal(process_logits(*ordered), trtspec.ops.process_logits(*ordered))
+    assert torch.equal(process_logits(*ordered), reference("process_logits", *ordered))
 
 
 def test_strided_arguments_are_read_as_they_are() -> None:
@@ -159,7 +159,7 @@ def test_strided_drafts_are_accepted_as_they_are() -> None:
     emits, off = torch.arange(6) != 2, torch.full((6,), -1, dtype=torch.int32)
     for K in (3, 0):
         arguments = sampled[:, : K + 1], drafts[:, :K], torch.full((6,), K, dtype=torch.int32), off, emits
-        for got, wanted in zip(spec_accept(*arguments), trtspec.ops.spec_accept(*arguments), strict=True):
+        for got, wanted in zip(spec_accept(*arguments), reference("spec_accept", *arguments), strict=True):
             assert torch.equal(got, wanted)
 
 
@@ -197,7 +197,7 @@ def long_rows(draw: st.DrawFn) -> dict[str, Tensor]:
 @settings(deadline=None, max_examples=30)
 @given(long_rows())
 def test_long_rows_draw_the_reference_s_tokens(arguments: dict[str, Tensor]) -> None:
-    assert torch.equal(spec_sample(**arguments), trtspec.ops.spec_sample(**arguments))
+    assert torch.equal(spec_sample(**arguments), reference("spec_sample", **arguments))
 
 
 @settings(deadline=None, max_examples=30)
@@ -213,4 +213,4 @@ def test_a_program_draws_from_a_whole_row(arguments: dict[str, Tensor], tied: bo
         spec_sample_kernel[(rows,)](*arguments.values(), ids, *sizes, tokens, OWN_IDS=True, BLOCK=256)
     else:
         spec_sample_dense_kernel[(rows,)](*arguments.values(), *sizes, tokens, OWN_IDS=False, BLOCK=256)
-    assert torch.equal(tokens, trtspec.ops.spec_sample(**arguments, vocab_ids=ids))
+    assert torch.equal(tokens, reference("spec_sample", **arguments, vocab_ids=ids))
