@@ -23,6 +23,7 @@ OPS = {
     "process_logits": "logits",
     "packed_linear": "linear",
     "packed_embedding": "embedding",
+    "rms_norm": "norm",
     "spec_sample": "sample",
     "spec_accept": "accept",
     "kv_compact_": "compact",

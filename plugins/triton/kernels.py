@@ -12,7 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, native_specialize_impl
-from trtspec_plugins.triton import accept, attention, compact, embedding, linear, logits, sample
+from trtspec_plugins.triton import accept, attention, compact, embedding, linear, logits, norm, sample
 from trtspec_plugins.triton.compile import Kernel
 
 VOCABULARY = 128256  # Llama 3's
@@ -104,6 +104,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "packed_linear-fp8": lambda: _linear("bf16", "fp8", 4, 4096, 6144),
     "packed_linear-fp8-prompt": lambda: _linear("bf16", "fp8", 2048, 4096, 6144),
     "packed_embedding-bf16": lambda: _embedding("bf16"),
+    "rms_norm-bf16": lambda: norm.rms_norm(_of(torch.bfloat16, ROWS, 4096), _of(torch.bfloat16, 4096), 1e-5),
     "process_logits": _logits,
     "process_logits-few": lambda: _logits(4096),
     "process_logits-temperature": lambda: _logits(none=True),

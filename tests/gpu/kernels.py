@@ -32,6 +32,7 @@ OPS = (
     "kv_compact_",
     "packed_linear",
     "packed_embedding",
+    "rms_norm",
 )
 """What has a kernel of our own on a GPU."""
 

@@ -9,6 +9,7 @@ from tests.gpu.gpu import CUDA
 from tests.gpu.kernels import LAYOUTS, Layer
 from tests.gpu.rows import ATTENTION_FORMS, check_attention_rows, check_linear_rows, check_logits_rows
 from tests.unit.test_ops_attention import Model, Part
+from trtspec.ops import rms_norm, rms_norm_inline
 
 pytestmark = pytest.mark.gpu
 
@@ -65,3 +66,15 @@ def test_rows_of_attention(name: str) -> None:
 @pytest.mark.parametrize(("vocab", "rows"), [(1000, 40), (128256, 9)])
 def test_rows_of_filters_and_draws(vocab: int, rows: int) -> None:
     check_logits_rows(vocab, rows, CUDA)
+
+
+@pytest.mark.parametrize("size", [64, 2048, 4096])
+def test_rows_of_norms(size: int) -> None:
+    """And they are the reference's, but for a rounding or two."""
+    g = torch.Generator(CUDA).manual_seed(size)
+    x, weight = (torch.randn(*shape, size, generator=g, device=CUDA).bfloat16() for shape in ((max(ROWS),), ()))
+    whole = rms_norm(x, weight, 1e-5)
+    for rows in ROWS:
+        assert torch.equal(rms_norm(x[:rows], weight, 1e-5), whole[:rows])
+        assert torch.equal(rms_norm(x[rows - 1 : rows], weight, 1e-5), whole[rows - 1 : rows])
+    torch.testing.assert_close(whole.cpu(), rms_norm_inline(x.cpu(), weight.cpu(), 1e-5), rtol=2**-6, atol=0)

@@ -69,9 +69,11 @@ class CudaQueue:
         self._pool: Any = None  # of memory, which all graphs share: they never run at the same time
 
     def submit(self, work: Callable[[], None]) -> None:
-        """See WorkQueue."""
-        with device_errors(), torch.cuda.stream(self._stream):
-            work()
+        """See WorkQueue. What the caller has queued on its own stream (weights, zeros) comes first."""
+        with device_errors():
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                work()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """See WorkQueue."""

@@ -44,6 +44,7 @@ from trtspec.kv.pool import allocate_layers, allocate_on, kv_nbytes
 from trtspec.kv.reuse import PrefixReuse
 from trtspec.models.decoder import Decoder
 from trtspec.models.hidden_shards import ShardFacts
+from trtspec.models.layers import norms_as_ops
 from trtspec.models.packing import pack_decoder
 from trtspec.models.specs import DecoderSpec
 from trtspec.models.weights import DTYPES, describe_decoder, load_decoder
@@ -161,6 +162,7 @@ class Assembly:
         shapes, dtype = [shape for spec in layers for shape in spec.kv_shapes], step.decoder.norm.weight.dtype
         if self.gpu is not None:
             step.to(self.gpu.device)
+            norms_as_ops(step)
             kv = allocate_on(self.gpu.device, shapes, self.num_blocks, self.config.block_size, dtype)
             compiled = module_graphs(step, shapes, self._module_draft_lens(step), self.config.enable_cuda_graph)
             return self._graphed(ModuleOnCuda(step, compiled, kv, self.gpu, self._limits()))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trtspec.config.model import RopeConfig
 from trtspec.models.specs import DecoderSpec
-from trtspec.ops import packed_embedding, packed_linear, packing
+from trtspec.ops import packed_embedding, packed_linear, packing, rms_norm, rms_norm_inline
 
 QUANTIZATIONS = {None: 0, "int8": 0, "int4": 32, "int4_g64": 64, "int4_g128": 128}
 """How `Linear.pack` may store a weight, and in what groups of inputs."""
@@ -163,11 +163,17 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = _unloaded(size)
         self.eps = eps
+        self.is_op = False  # True where it is run op by op on a GPU, see ops/norm.py
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * x32.to(x.dtype)
+        return (rms_norm if self.is_op else rms_norm_inline)(x, self.weight, self.eps)
+
+
+def norms_as_ops(model: nn.Module) -> None:
+    """All norms of a model call the op."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.is_op = True
 
 
 class GatedMLP(nn.Module):

@@ -11,6 +11,7 @@ from trtspec.ops.dispatch import graph_calls, kernel_interface, load_plugins
 from trtspec.ops.embedding import packed_embedding
 from trtspec.ops.linear import packed_linear
 from trtspec.ops.logits import process_logits
+from trtspec.ops.norm import rms_norm, rms_norm_inline
 from trtspec.ops.sample import gumbel_noise, spec_sample
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "packed_embedding",
     "packed_linear",
     "process_logits",
+    "rms_norm",
+    "rms_norm_inline",
     "spec_accept",
     "spec_attention",
     "spec_attention_",
