@@ -1,8 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-kernels test-gpu memcheck-gpu contract-tensorrt contract-flashinfer bench bench-gpu lint format \
-    clean
+.PHONY: demo test test-long test-kernels test-gpu memcheck-gpu contract-tensorrt contract-flashinfer bench bench-gpu \
+    lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -12,8 +12,12 @@ test: .venv/.dev .venv/.plugins
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	TRTSPEC_PLUGINS=0 $(BIN)/python -m pytest -q tests/unit/test_ops_*.py
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long'
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/plugins/test_triton_*.py || test $$? -eq 5 # none: no Triton
+
+# What takes too long for `make test`.
+test-long: .venv/.dev .venv/.plugins
+	$(BIN)/python -m pytest -q -m long
 
 # The kernels' tests with every instruction set this machine has, then checked for bad addresses and undefined behaviour.
 test-kernels: .venv/.dev .venv/.plugins
@@ -45,7 +49,7 @@ test-gpu: $(GPU_READY)
 # First with each tensor in memory of its own, so that a step past one is one past what is allocated; graphs cannot.
 memcheck-gpu: $(GPU_READY)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_kernels.py
-	$(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_engine.py
+	$(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_gpu_engine.py
 
 # The plugins against TensorRT's own Python bindings, in a venv under build/; no GPU, and no TensorRT in .venv.
 contract-tensorrt: .venv/.dev

@@ -83,7 +83,8 @@ class Opened:
         (executable,) = self.engine.executables
         self.weight_bytes = executable.weight_bytes
         graphs: Any = executable.inner
-        self.queue = graphs._work = TimedQueue(graphs._work, card)  # graphs are captured, launches come from now on
+        self.queue = TimedQueue(graphs._work, card)  # graphs are captured, launches come from now on
+        graphs._work = graphs._memory._work = self.queue
         self._loop = self.engine.loop
 
     def force(self, accepted: int) -> None:

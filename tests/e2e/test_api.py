@@ -586,7 +586,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[TrtSpecError], tuple[str, ...]
     ),
     "cache of less than two blocks": ({"kv_cache_memory": 100}, CapacityError, ("kv_cache_memory = 100", "raise it")),
     "unknown dtype": ({"dtype": "int3"}, ConfigError, ("dtype = 'int3'", "use one of", "bfloat16")),
-    "unknown device": ({"device": "tpu"}, UnsupportedError, ("device = 'tpu'", "use 'cpu'")),
+    "unknown device": ({"device": "tpu"}, ConfigError, ("device = 'tpu'", "use one of", "cpu")),
     "unknown backend": ({"backend": "magic"}, UnsupportedError, ("backend = 'magic'", "eager")),
     "batch of 0": ({"max_batch_size": 0}, ConfigError, ("max_batch_size = 0", ">= 1")),
     "forced below 0": ({"force_num_accepted_tokens": -1}, ConfigError, ("force_num_accepted_tokens = -1", ">= 0")),

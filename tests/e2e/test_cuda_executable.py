@@ -182,7 +182,7 @@ def test_a_chain_in_one_launch_speculates_as_one_pass_by_pass(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eagle3", "draft_model"])
+@pytest.mark.parametrize("mode", ["eagle3", pytest.param("draft_model", marks=pytest.mark.long)])
 def test_an_engine_folder(
     models: dict[str, Path], work: HostQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

@@ -166,7 +166,8 @@ class CudaExecutable(CompiledExecutable):
 
     def _capture(self, graph: LoadedGraph, batch: int, kind: Kind) -> StaticGraph:
         inputs = self._input_region(graph.draft_len, batch, kind, graph.names)
-        unused = {name: left_out(name, batch, self._work.device) for name in graph.names if kind.leaves_out(name)}
+        rows, device = batch * (graph.draft_len + 1), self._work.device
+        unused = {name: left_out(name, rows, device) for name in graph.names if kind.leaves_out(name)}
         kept: list[Tensor] = []
 
         def keep() -> None:
