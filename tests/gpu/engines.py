@@ -1,4 +1,4 @@
-"""Whole engines of backend "cuda": what test_gpu_engine.py calls on a GPU, and test_selfcheck.py on what stands in for one.
+"""Whole engines of backend "cuda": what test_gpu_engine.py calls on a GPU, and test_selfcheck.py on a stand-in for one.
 
 Outputs are compared with those of the same backend bit for bit, and with eager decoding on the CPU up to near-ties: at
 the first difference of an output, the id that the GPU drew is behind the CPU's by less than rounding explains, in ulps
