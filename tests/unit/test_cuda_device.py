@@ -3,7 +3,6 @@ on, and what is said where there is no GPU."""
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from tests.checkpoints import make_checkpoint, make_eagle3
 from trtspec.backends import device
 from trtspec.backends.chain_graph import chain_step
-from trtspec.backends.export import INPUT_DTYPES, GraphStep, Step, example_batch, graph_inputs, input_names
+from trtspec.backends.export import INPUT_DTYPES, GraphStep, Step, example_batch, graph_inputs, input_names, moved
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import Carry, StepInputs
@@ -24,14 +23,7 @@ from trtspec.drafters.base import CHAIN_ROWS
 from trtspec.engine.assemble import plan_assembly
 from trtspec.errors import CapacityError, DependencyError, DeviceError, UnsupportedError
 
-
-def elsewhere(value: Any) -> Any:
-    """A step value with tensors of the same shapes that are not on the CPU."""
-    if isinstance(value, Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: elsewhere(getattr(value, field.name)) for field in fields(value)})
-    return value
+META = torch.device("meta")
 
 
 class OneDevice(TorchDispatchMode):
@@ -65,8 +57,8 @@ def test_a_step_mixes_no_devices(tmp_path: Path, mode: str, uniform: bool) -> No
     module = GraphStep(step, K, K + 1 if uniform else 0)
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     example = example_batch(K, 16, uniform)
+    inputs, there = moved(example, META), {name: moved(weight, META) for name, weight in weights.items()}
     with torch.no_grad(), OneDevice():
-        inputs, there = elsewhere(example), {name: elsewhere(weight) for name, weight in weights.items()}
         kv = [tuple(torch.empty(9, 16, *shape, device="meta") for _ in "kv") for shape in shapes]
         T, B = inputs.input_ids.shape[0], inputs.spec.batch_size
         numbers = torch.empty(T, dtype=torch.int64, device="meta")
@@ -85,8 +77,8 @@ def test_a_chain_mixes_no_devices(tmp_path: Path) -> None:
     B, K, bans = 4, 3, 2
     sizes = {"input_ids": (CHAIN_ROWS * B,), "block_tables": (B, 5), "ban_ids": (B, bans), "ban_until": (B, bans)}
     names = [name for name in input_names(step) if name not in ("tree_mask", "seq_lens", "gather_ids")]
+    there = {name: moved(weight, META) for name, weight in weights.items()}
     with OneDevice():
-        there = {name: elsewhere(weight) for name, weight in weights.items()}
         kv = [tuple(torch.empty(9, 16, *shape, device="meta") for _ in "kv") for shape in shapes]
         given = {name: torch.empty(sizes.get(name, (B,)), dtype=INPUT_DTYPES[name], device="meta") for name in names}
 

@@ -22,7 +22,7 @@ MUCH = 10**10
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Half of its 1.6 MB are in linears that can be quantised."""
+    """Most of its weights are in linears that can be quantised, so that it matters."""
     sizes = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 400, "num_hidden_layers": 2, "head_dim": 32}
     return make_checkpoint(tmp_path_factory.mktemp("gpu_plan"), "llama", **sizes)
 
