@@ -40,12 +40,8 @@ class Kind(NamedTuple):
     bans: bool
 
     def leaves_out(self, name: str) -> bool:
-        left_out = (
-            (self.sampled, _SAMPLED),
-            (self.filtered, FILTERS),
-            (self.bans, _BANS),
-        )
-        return any(not taken and name in names for taken, names in left_out)
+        inputs = ((self.sampled, _SAMPLED), (self.filtered, FILTERS), (self.bans, _BANS))
+        return any(not taken and name in names for taken, names in inputs)
 
     def input_parts(self, names: Sequence[str], sizes: Mapping[str, int]) -> Parts:
         """The inputs of that name which it takes; sizes: of the dimensions that INPUT_SHAPES names."""
