@@ -28,7 +28,6 @@ from safetensors.torch import save_file
 from tests.e2e.conformance import (
     CASES,
     LIMITS,
-    MODES,
     TIGHT,
     K,
     assert_speculation_changes_nothing,
@@ -70,13 +69,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """(mode, dtype) -> an engine folder, built when first asked for. In bf16 without schedules, which are graphs that
-    take long to compile and that the fp32 engine has."""
+    """(mode, dtype) -> an engine folder, built when first asked for. "scheduled" is eagle3 with a schedule of draft
+    lengths."""
 
     @functools.cache
     def build(mode: str, dtype: str) -> Path:
         output = tmp_path_factory.mktemp("engines") / f"{mode}-{dtype}"
-        return build_folder(models, output, "aoti", mode, dtype, schedule=dtype == "float32")
+        mode, schedule = asked(mode)
+        return build_folder(models, output, "aoti", mode, dtype, schedule)
 
     return build
 
@@ -96,8 +96,16 @@ def plain(engine: Callable[[str, str], Path], models: Path) -> Callable[[str, st
     return outcomes
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", MODES)
+def asked(mode: str) -> tuple[str, bool]:
+    """Mode of conformance.build, and whether it has its schedule."""
+    return ("eagle3", True) if mode == "scheduled" else (mode, False)
+
+
+BUILT = [("none", "float32"), ("none", "bfloat16"), ("ngram", "float32"), ("eagle3", "float32"), ("eagle3", "bfloat16")]
+LONG = [("ngram", "bfloat16"), ("draft", "float32"), ("draft", "bfloat16"), ("scheduled", "float32")]
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [*BUILT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)])
 def test_speculation_changes_nothing(
     engine: Callable[[str, str], Path], plain: Callable[[str, str], list[Outcome]], mode: str, dtype: str
 ) -> None:
@@ -107,12 +115,15 @@ def test_speculation_changes_nothing(
     assert_speculation_changes_nothing(llm, plain("aoti", dtype), mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    ["none", "ngram", "eagle3", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("draft", "scheduled"))],
+)
 def test_the_words_are_those_of_eager(
     engine: Callable[[str, str], Path], plain: Callable[[str, str], list[Outcome]], models: Path, mode: str
 ) -> None:
     plain_words = plain("eager", "float32")
-    assert_words_are_those_of_eager(engine(mode, "float32"), models, mode, plain_words, schedule=True)
+    assert_words_are_those_of_eager(engine(mode, "float32"), models, asked(mode)[0], plain_words, asked(mode)[1])
 
 
 NEAR_TIE = 2.0
@@ -134,9 +145,10 @@ def test_half_precision_differs_in_near_ties_at_most(
     assert max(first_gaps(eager.engine, CASES, ours, run_alone(similar.engine, CASES)).values()) > 2 * NEAR_TIE
 
 
+@pytest.mark.long
 def test_every_draft_length_had_its_graph(engine: Callable[[str, str], Path]) -> None:
     """A schedule's values are graphs of their own, and a step runs the smallest that is long enough."""
-    folder = engine("eagle3", "float32")
+    folder = engine("scheduled", "float32")
     llm = LLM(folder, **TIGHT)
     executable = llm.engine.loop.target.inner
     assert isinstance(executable, AotiExecutable)
@@ -193,15 +205,19 @@ def test_hidden_states_are_those_of_eager(engine: Callable[[str, str], Path], mo
             torch.testing.assert_close(tensor, saved["eager"][name][key], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "modes"), [("int8", ["eagle3"]), pytest.param("int4", ["draft", "eagle3"], marks=pytest.mark.long)]
+)
+def test_quantised_weights_lose_nothing_to_speculation(
+    models: Path, tmp_path: Path, kind: str, modes: list[str]
+) -> None:
     """Target and draft quantised: packed in a tight cache with drafts, the words of plain decoding alone, compiled and
     eager."""
     config = EngineConfig(dtype="float32", quantization=kind, **LIMITS)
     build_engine(models / "target", tmp_path / "none", None, config)
     alone = run_alone(LLM(tmp_path / "none", num_kv_blocks=128).engine, CASES)
     assert packed(LLM(tmp_path / "none", speculation("ngram", models), **TIGHT)).outcomes == alone
-    for mode in ("draft", "eagle3"):
+    for mode in modes:
         wishes = {**(speculation(mode, models) or {}), "quantization": kind, "draft_len_schedule": None}
         build_engine(models / "target", tmp_path / mode, SpeculativeConfig.from_any(wishes), config)
         compiled = LLM(tmp_path / mode, **TIGHT)
@@ -226,12 +242,12 @@ def edited(folder: Path, **changes: object) -> None:
 
 
 def test_the_folder_says_what_it_is(engine: Callable[[str, str], Path], models: Path) -> None:
-    data = json.loads((engine("draft", "float32") / "config.json").read_text())
+    data = json.loads((engine("eagle3", "float32") / "config.json").read_text())
     assert data["pretrained_config"] == json.loads((models / "target" / "config.json").read_text())
     assert data["build_config"]["max_batch_size"] == LIMITS["max_batch_size"]
     assert data["speculative_config"]["num_speculative_tokens"] == K
-    assert set(data["executables"]) == {"target", "draft"}
-    assert {"target/weights.safetensors", "target/ragged_k0.pt2", "tokenizer.json"} <= set(data["files"])
+    assert set(data["executables"]) == {"target"}
+    assert {"target/weights.safetensors", f"target/ragged_k{K}.pt2", "tokenizer.json"} <= set(data["files"])
 
 
 def test_a_moved_folder_runs_without_its_checkpoints(copy: Path) -> None:
@@ -472,7 +488,7 @@ def in_spec(inputs: StepInputs, **changes: object) -> StepInputs:
         (lambda i: in_spec(i, seq_lens=i.spec.seq_lens + 1), "seq_lens is .*, the input_ids"),
         (lambda i: in_spec(i, seq_lens=i.spec.seq_lens * 0), "seq_lens is .*, the input_ids"),
         (lambda i: (i.spec.gather_ids.add_(1), i)[1], "gather_ids holds"),  # written since the last launch
-        (lambda i: in_spec(i, next_draft_len=K + 1), "graphs for K = 0, 1, 3; .* wants 4"),
+        (lambda i: in_spec(i, next_draft_len=K + 1), "graphs for K = 3; .* wants 4"),
         (lambda i: in_spec(i, draft_tokens=i.spec.draft_tokens[:, :2], draft_lens=i.spec.draft_lens // 2), "has 2 col"),
         (lambda i: in_spec(i, draft_tokens=i.spec.draft_tokens[:, :0]), "draft_lens is .* allowed are"),
         (lambda i: in_spec(i, draft_tokens=i.spec.draft_tokens[1:]), "draft_lens is .* allowed are"),

@@ -83,7 +83,9 @@ def assert_close_kv(got: dict[str, Tensor], kv: Sequence[KVLayer], rtol: float =
         torch.testing.assert_close(got[f"new_{name}"], want, rtol=rtol, atol=atol)
 
 
-VARIANTS = [*((arch, "float32") for arch in ARCHS), ("qwen3", "bfloat16")]
+QUICK = [("llama31", "float32"), ("mistral_swa", "float32"), ("qwen2", "float32"), ("qwen3", "bfloat16")]
+REST = [(arch, "float32") for arch in ARCHS if (arch, "float32") not in QUICK]
+VARIANTS = [*QUICK, *(pytest.param(*one, marks=pytest.mark.long) for one in REST)]
 
 
 @pytest.mark.parametrize(("arch", "dtype"), VARIANTS)

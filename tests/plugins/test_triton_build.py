@@ -26,8 +26,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", LAUNCHES)
+QUICK = [(name, "sm_90a") for name in LAUNCHES if not name.startswith("packed_linear-int4")]
+REST = [
+    (name, architecture) for name in LAUNCHES for architecture in ARCHITECTURES if (name, architecture) not in QUICK
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.long) for one in REST)]
+)
 def test_launches_compile_into_registers(name: str, architecture: str) -> None:
     found = kernels(name)
     assert found
