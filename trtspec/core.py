@@ -165,12 +165,14 @@ class SpecMetadata:
     is_spec_dec_dynamic_tree: bool = False
 
     @classmethod
-    def plain(cls, request_ids: Sequence[int], attn: AttnMetadata, sampling: SamplingTensors) -> SpecMetadata:
+    def plain(
+        cls, request_ids: Sequence[int], attn: AttnMetadata, sampling: SamplingTensors, next_draft_len: int = 0
+    ) -> SpecMetadata:
         """A batch without drafts: every request draws one token, after its last row."""
         B, new = attn.batch_size, attn.kv_lens.new_full
         return cls(
             spec_dec_mode=SpeculativeDecodingMode.NONE,
-            max_draft_len=0,
+            max_draft_len=next_draft_len,
             request_ids=tuple(request_ids),
             seq_lens=attn.cu_q_lens[1:] - attn.cu_q_lens[:-1],
             gather_ids=attn.cu_q_lens[1:].long() - 1,
@@ -179,6 +181,7 @@ class SpecMetadata:
             next_prompt_token=new((B,), -1, dtype=torch.int64),
             forced_accept=new((B,), -1),
             sampling=sampling,
+            next_draft_len=next_draft_len,
         )
 
     @property
@@ -244,6 +247,7 @@ class StepInputs:
     input_ids: Tensor  # [T] int64
     attn: AttnMetadata
     spec: SpecMetadata
+    hidden_states: Tensor | None = None  # [T, n * H], for draft layers beside the target: its states of the rows
 
 
 @dataclass(frozen=True)
@@ -357,6 +361,9 @@ class DraftRequest:
     sampling: ResolvedSampling
     block_table: Sequence[int]  # covers len(tokens) + max_draft_len - 1 tokens
     draft_kv_len: int  # leading tokens whose draft KV is valid, less than len(tokens)
+    # for modes that read the target's states: those of the tokens from draft_kv_len on, [n, number * H]; n =
+    # len(tokens) - draft_kv_len - 1, or fewer inside a prompt, and then max_draft_len is 0: no drafts, KV alone
+    hidden_states: Tensor | None = None
 
 
 class Drafter(Protocol):

@@ -123,6 +123,10 @@ class SpeculativeDecodingMode(enum.IntEnum):
         """The first draft forward recomputes the KV of the accepted tokens."""
         return self.traits.kv_recompute
 
+    def reads_hidden_states(self) -> bool:
+        """Draft layers beside the target read its hidden states, which it hands out."""
+        return self.traits.head is not None and not self.traits.one_engine
+
     def support_overlap_scheduler(self) -> bool:
         """Step n+1 may start before the host has read step n."""
         return self.traits.one_engine or self.traits.draft_model
@@ -178,7 +182,8 @@ def _is_native(attention_backend: str) -> bool:
 
 @dataclass(frozen=True)
 class ModeTraits:
-    """One row: what a mode is. `worker` and `drafter` are "module:Class" paths, imported only by engine/assemble.py."""
+    """One row: what a mode is. `worker`, `drafter` and `head` are "module:name" paths, imported only by
+    engine/assemble.py."""
 
     built: bool = False  # can run today
     mtp: bool = False  # the heads come with the target's checkpoint
@@ -191,6 +196,7 @@ class ModeTraits:
     spec_drafter: bool = False
     worker: str | None = None  # one-engine
     drafter: str | None = None  # two-engine
+    head: str | None = None  # models.heads.LoadHead, for either
 
 
 _M = SpeculativeDecodingMode
@@ -199,21 +205,30 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     _M.MTP: ModeTraits(mtp=True, one_engine=True, kv_rewind=True, spec_decoder=True),
     _M.MTP_EAGLE: ModeTraits(mtp=True, draft_model=True, kv_recompute=True, spec_decoder=True, spec_drafter=True),
     _M.MTP_EAGLE_ONE_MODEL: ModeTraits(mtp=True, one_engine=True, kv_rewind=True, spec_decoder=True),
-    _M.EAGLE3: ModeTraits(draft_model=True, kv_recompute=True, spec_decoder=True, spec_drafter=True),
+    _M.EAGLE3: ModeTraits(
+        built=True,
+        draft_model=True,
+        kv_recompute=True,
+        spec_decoder=True,
+        spec_drafter=True,
+        drafter="trtspec.drafters.heads:HeadDrafter",
+        head="trtspec.models.eagle3_weights:load",
+    ),
     _M.EAGLE3_ONE_MODEL: ModeTraits(
         built=True,
         one_engine=True,
         kv_rewind=True,
         load_draft_weights=True,
         spec_decoder=True,
-        worker="trtspec.workers.eagle:Eagle3OneModelWorker",
+        worker="trtspec.workers.heads:HeadWorker",
+        head="trtspec.models.eagle3_weights:load",
     ),
     _M.NGRAM: ModeTraits(built=True, kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.ngram:NGramDrafter"),
     _M.DRAFT_TARGET: ModeTraits(
         built=True, draft_model=True, spec_drafter=True, drafter="trtspec.drafters.chain:ChainDrafter"
     ),
     _M.USER_PROVIDED: ModeTraits(built=True, spec_drafter=True),  # the drafter comes with the config
-    _M.SAVE_HIDDEN_STATES: ModeTraits(built=True, spec_drafter=True),  # drafts nothing; see workers/capture.py
+    _M.SAVE_HIDDEN_STATES: ModeTraits(built=True, spec_drafter=True),  # drafts nothing; see workers.step.CaptureStep
     _M.NONE: ModeTraits(built=True),
     _M.AUTO: ModeTraits(built=True),  # becomes another mode when the config is resolved
 }

@@ -1,4 +1,4 @@
-"""EAGLE3 heads for whole-engine tests: watched from inside, and made to guess right as often as a test wants.
+"""Draft heads for whole-engine tests: watched from inside, and made to guess right as often as a test wants.
 
 A random head is almost always wrong, which tests nothing of acceptance; and a guess that is made from wrong draft KV is
 still a guess, so outputs say nothing of draft KV. Hence two things: drafts told from the known right continuation, with
@@ -19,12 +19,13 @@ from torch import Tensor
 from tests.e2e.tiny import VOCAB, Case, Run, run_together
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
-from trtspec.core import SamplingTensors, StepInputs, StepOutputs
+from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata
+from trtspec.drafters.heads import HeadDrafter
 from trtspec.engine.stats import TimedExecutable
 from trtspec.engine.step import Emission
 from trtspec.models.attention import PagedAttend
-from trtspec.workers.eagle import Eagle3OneModelWorker
-from trtspec.workers.step import OneEngineStep
+from trtspec.workers.heads import HeadWorker
+from trtspec.workers.step import HeadStep, OneEngineStep
 
 Place = tuple[int, int, int]
 """Request id, index of the first token its chain guesses, index of the token guessed."""
@@ -32,14 +33,12 @@ Made = tuple[bytes, int]
 """The hidden state behind a draft, and the draft."""
 
 
-class WatchedHead(Eagle3OneModelWorker):
+class WatchedHead(HeadWorker):
     """A worker that logs what it drafts, and from what. With `answers` (prompt and output of each request) it says the
     right token, or, with probability `lie`, another: whether it lies depends on request and place alone. Its layers run
     and write KV either way, and read what was said."""
 
-    def __init__(
-        self, inner: Eagle3OneModelWorker, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3
-    ) -> None:
+    def __init__(self, inner: HeadWorker, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3) -> None:
         super().__init__(inner.head, inner.max_draft_len, inner.capture_layers, inner.greedy)
         self.answers = answers
         self.lie = lie
@@ -47,12 +46,20 @@ class WatchedHead(Eagle3OneModelWorker):
         self._ids: tuple[int, ...] = ()
         self._starts: list[int] | None = None
 
-    def forward(self, inputs: StepInputs, captured: Tensor, logits: Tensor, attend: PagedAttend) -> StepOutputs:
-        self._ids, self._starts = inputs.spec.request_ids, None
-        return super().forward(inputs, captured, logits, attend)
+    def draft(
+        self,
+        hidden: Tensor,
+        counts: Tensor,
+        kv_lens: Tensor,
+        attn: AttnMetadata,
+        spec: SpecMetadata,
+        attend: PagedAttend,
+    ) -> Tensor:
+        self._ids, self._starts = spec.request_ids, None
+        return super().draft(hidden, counts, kv_lens, attn, spec, attend)
 
-    def sample_drafts(self, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
-        drafts, places = super().sample_drafts(hidden, sampling), sampling.positions.tolist()
+    def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
+        drafts, places = super().sample_drafts(step, hidden, sampling), sampling.positions.tolist()
         if self._starts is None:
             self._starts = places
         keys = list(zip(self._ids, self._starts, places, strict=True))
@@ -69,19 +76,20 @@ class WatchedHead(Eagle3OneModelWorker):
         return (right + rng.randrange(1, VOCAB)) % VOCAB if rng.random() < self.lie else right
 
 
-def step_of(llm: LLM) -> OneEngineStep:
-    """The step that the engine launches."""
-    timed = llm.engine.loop.target
+def step_of(llm: LLM) -> OneEngineStep | HeadStep:
+    """The step with draft layers that the engine launches, or its drafter."""
+    drafter = llm.engine.loop.proposer.drafter
+    timed = drafter.head if isinstance(drafter, HeadDrafter) else llm.engine.loop.target
     assert isinstance(timed, TimedExecutable)
     assert isinstance(timed.inner, EagerExecutable)
-    assert isinstance(timed.inner.step, OneEngineStep)
+    assert isinstance(timed.inner.step, OneEngineStep | HeadStep)
     return timed.inner.step
 
 
 def watch(llm: LLM, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3) -> WatchedHead:
     """Puts a watched head in the place of the engine's worker."""
     step = step_of(llm)
-    assert isinstance(step.worker, Eagle3OneModelWorker)
+    assert isinstance(step.worker, HeadWorker)
     step.worker = head = WatchedHead(step.worker, answers, lie)
     return head
 

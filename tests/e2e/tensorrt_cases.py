@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -17,13 +16,11 @@ from trtspec.backends.tensorrt_network import write_network
 from trtspec.core import KVLayer
 
 
-def written(
-    step: Step, kv_shapes: Sequence[tuple[int, int]], block_size: int, draft_len: int, uniform: bool = False
-) -> FakeNetwork:
+def written(step: Step, block_size: int, draft_len: int, uniform: bool = False) -> FakeNetwork:
     """The network of a functional step, each layer's dtypes and shapes checked."""
     example = example_batch(draft_len, block_size, uniform)
-    blocks, dtype = int(example.attn.block_tables.max()) + 1, step.decoder.norm.weight.dtype
-    kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in kv_shapes]
+    blocks, dtype = int(example.attn.block_tables.max()) + 1, step.like.dtype
+    kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in step.kv_shapes]
     model = export_onnx(step, example, cast("list[KVLayer]", kv), uniform)
     write_linears(model, "tensorrt")
     network = FakeNetwork()

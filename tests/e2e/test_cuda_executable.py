@@ -24,25 +24,25 @@ from trtspec.core import SamplingTensors
 from trtspec.engine.build import build_engine
 from trtspec.engine.overlap import OverlapLoop
 from trtspec.models.layers import Linear
-from trtspec.workers.eagle import Eagle3OneModelWorker
+from trtspec.workers.heads import HeadWorker
 
 K = 3
 LIMITS: dict[str, Any] = {"max_batch_size": 5, "max_num_tokens": 48, "block_size": 4, "num_kv_blocks": 90}
 
 
-class Teller(Eagle3OneModelWorker):
+class Teller(HeadWorker):
     """Says what a request will draw, as its seed tells which one it is, or, every third time, another token. Batches of
     greedy requests have no seeds: there it guesses."""
 
-    def __init__(self, inner: Eagle3OneModelWorker, cases: list[Case], outcomes: list[Outcome]) -> None:
+    def __init__(self, inner: HeadWorker, cases: list[Case], outcomes: list[Outcome]) -> None:
         super().__init__(inner.head, inner.max_draft_len, inner.capture_layers, inner.greedy)
         self.answers = {
             signed(case.params.seed): case.prompt + outcome.token_ids
             for case, outcome in zip(cases, outcomes, strict=True)
         }
 
-    def sample_drafts(self, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
-        guesses = super().sample_drafts(hidden, sampling)
+    def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
+        guesses = super().sample_drafts(step, hidden, sampling)
         if not sampling.seeds.numel():
             return guesses
         asked = zip(sampling.seeds.tolist(), sampling.positions.tolist(), guesses.tolist(), strict=True)

@@ -372,23 +372,21 @@ def test_a_plan_complains_of_headers_as_a_build_would(
 def test_graphs_are_as_described(models: Path, mode: str, kind: str, functional: bool) -> None:
     """What runs gives what was said, and the exported graph calls what was said."""
 
-    def step_of(reads_weights: bool) -> tuple[Step, list[tuple[int, int]]]:
+    def step_of(reads_weights: bool) -> Step:
         config = EngineConfig(dtype="float32", **LIMITS)
-        made = plan_assembly(
-            models / "target", wanted(models, mode), config, False, functional, reads_weights
-        ).target_step()
-        return made[0], [shape for spec in made[1] for shape in spec.kv_shapes]
+        wishes = wanted(models, mode)
+        return plan_assembly(models / "target", wishes, config, False, functional, reads_weights).target_step()
 
-    bare, shapes = step_of(False)
+    bare = step_of(False)
     draft_len = K if mode == "eagle3" else 0
     sizes = Sizes(batch_size=8, rows=32, draft_len=draft_len, columns=9, blocks=30, block_size=4)
-    described = describe_graph(bare, shapes, sizes, kind, draft_len, functional)
+    described = describe_graph(bare, sizes, kind, draft_len, functional)
 
-    step, _ = step_of(True)
+    step = step_of(True)
     uniform = kind == "uniform"
     example = example_batch(draft_len, 4, uniform)
     blocks = int(example.attn.block_tables.max()) + 1
-    kv = [(torch.zeros(blocks, 4, heads, width), torch.zeros(blocks, 4, heads, width)) for heads, width in shapes]
+    kv = [(torch.zeros(blocks, 4, *shape), torch.zeros(blocks, 4, *shape)) for shape in bare.kv_shapes]
     program = export_step(step, example, kv, uniform)
     assert calls_of(program.graph) == Counter({call.name: call.count for call in merged(described.calls)})
     tensors = graph_inputs(example, input_names(step, uniform))
@@ -415,7 +413,7 @@ def calls_of(graph: torch.fx.Graph) -> Counter[str]:
 
 
 def test_every_output_has_a_shape(models: Path) -> None:
-    step, _ = plan_assembly(models / "target", None, EngineConfig(**LIMITS), False, reads_weights=False).target_step()
+    step = plan_assembly(models / "target", None, EngineConfig(**LIMITS), False, reads_weights=False).target_step()
     assert set(step.outputs) <= OUTPUT_SHAPES.keys()
 
 

@@ -35,8 +35,7 @@ def test_an_eagle3_step_is_what_its_network_computes(recorders: dict[str, Record
     eager = recorders["sampled"].inner.step
     step = OneEngineStep(eager.decoder, eager.worker, functional=True)
     kv = recorders["sampled"].steps[0][1]
-    shapes = [tuple(k.shape[2:]) for k, _ in kv]
-    network = written(step, shapes, kv[0][0].shape[1], K, uniform)
+    network = written(step, kv[0][0].shape[1], K, uniform)
     sizes = set()
     for name in ("greedy", "sampled"):
         for inputs, before, outputs, after in cases_of(recorders[name], uniform):
@@ -59,11 +58,10 @@ def test_a_step_that_neither_verifies_nor_makes_drafts(recorders: dict[str, Reco
     """K = 0, for which a schedule of draft lengths asks: the drafts' inputs and outputs have no elements."""
     eager = recorders["sampled"].inner.step
     step = OneEngineStep(eager.decoder, eager.worker, functional=True)
-    shapes = [tuple(k.shape[2:]) for k, _ in recorders["sampled"].steps[0][1]]
-    network = written(step, shapes, 4, 0)
+    network = written(step, 4, 0)
     inputs = example_batch(0, 4)
     blocks = int(inputs.attn.block_tables.max()) + 1
-    before = [tuple(torch.zeros(blocks, 4, h, d) for _ in "kv") for h, d in shapes]
+    before = [tuple(torch.zeros(blocks, 4, h, d) for _ in "kv") for h, d in step.kv_shapes]
     after = list(before)
     with torch.no_grad():
         outputs = graph_outputs(step(inputs, after))
@@ -94,14 +92,13 @@ def test_a_plain_step_is_what_its_network_computes(tmp_path: Path, arch: str, dt
     tied = {"tie_word_embeddings": True} if arch == "qwen3" else {}
     config = EngineConfig(backend="onnx", dtype=dtype, max_batch_size=4, max_num_tokens=16, block_size=4)
     assembly = plan_assembly(make_checkpoint(tmp_path, arch, **tied), None, config, False, True)
-    [(step, layers)] = steps(assembly, BACKENDS["tensorrt"], lambda what: None).values()
-    shapes = [shape for spec in layers for shape in spec.kv_shapes]
-    network = written(step, shapes, 4, 0)
+    [step] = steps(assembly, BACKENDS["tensorrt"], lambda what: None).values()
+    network = written(step, 4, 0)
     inputs = example_batch(0, 4)
     inputs = replace(inputs, input_ids=torch.arange(inputs.input_ids.shape[0]) % 9)
     g, element = torch.Generator().manual_seed(0), getattr(torch, dtype)
     blocks = int(inputs.attn.block_tables.max()) + 1
-    before = [tuple(torch.randn(blocks, 4, h, d, generator=g).to(element) for _ in "kv") for h, d in shapes]
+    before = [tuple(torch.randn(blocks, 4, h, d, generator=g).to(element) for _ in "kv") for h, d in step.kv_shapes]
     after = list(before)
     with torch.no_grad():
         tokens = step(inputs, after).tokens

@@ -32,11 +32,11 @@ from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.kv.pool import allocate_layers
 from trtspec.models.attention import PagedAttend
-from trtspec.models.head_weights import eagle3_tensors, load_eagle3
+from trtspec.models.eagle3_weights import eagle3_tensors, load_eagle3
 from trtspec.models.weights import load_decoder
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.sampling_params import ResolvedSampling
-from trtspec.workers.eagle import Eagle3OneModelWorker
+from trtspec.workers.heads import HeadWorker
 from trtspec.workers.step import OneEngineStep
 
 Tensors = dict[str, Tensor]
@@ -148,7 +148,7 @@ def states(target: transformers.PreTrainedModel, tokens: Sequence[int], layers: 
 # -- ours ----------------------------------------------------------------------------------------------------------
 
 
-class Watched(Eagle3OneModelWorker):
+class Watched(HeadWorker):
     """Keeps what every pass gave."""
 
     def reset(self) -> None:
@@ -160,9 +160,9 @@ class Watched(Eagle3OneModelWorker):
         self.first = super().first_pass(next_ids, captured, positions, attend)
         return self.first
 
-    def draft_logits(self, hidden: Tensor) -> Tensor:
+    def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
         self.rows.append(hidden)
-        self.scores.append(super().draft_logits(hidden))
+        self.scores.append(super().draft_logits(step, hidden))
         return self.scores[-1]
 
 
@@ -220,11 +220,7 @@ def open_session(target: Path, head: Path, capture: Sequence[int], prompts: list
     decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
     worker = Watched(load_eagle3(ModelConfig.from_folder(head, "draft"), decoder, len(capture)), K, capture)
     blocks = 1 + sum(-(-(len(p) + 40) // 4) for p in prompts)
-    kv = [
-        pair
-        for spec in (decoder.spec, worker.draft_layers)
-        for pair in allocate_layers(spec.kv_shapes, blocks, 4, torch.float32)
-    ]
+    kv = allocate_layers([*decoder.spec.kv_shapes, *worker.kv_shapes], blocks, 4, torch.float32)
     free = iter((torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist())
     tables = [[next(free) for _ in range(-(-(len(p) + 40) // 4))] for p in prompts]
     return Session(OneEngineStep(decoder, worker), kv, tables, [list(p) for p in prompts])
@@ -431,7 +427,7 @@ def test_every_tensor_lands_where_it_belongs(tmp_path: Path, deep: Path, alias: 
     saved = load_file(folder / "model.safetensors")
     edit_tensors(folder, renamed(ALIASES[alias]))
     worker = assemble(deep, folder).worker
-    assert isinstance(worker, Eagle3OneModelWorker)
+    assert isinstance(worker, HeadWorker)
     ours = eagle3_tensors(worker.head)
     assert ours.keys() == saved.keys()
     assert all(torch.equal(ours[name], saved[name]) for name in saved)
@@ -447,7 +443,7 @@ def test_what_a_head_leaves_out_is_the_targets(tmp_path: Path, deep: Path) -> No
     """The very same tensors, not copies: they cost no memory."""
     step = assemble(deep, make_eagle3(tmp_path, deep, (0, 3, 7), own_head=False))
     worker = step.worker
-    assert isinstance(worker, Eagle3OneModelWorker)
+    assert isinstance(worker, HeadWorker)
     assert worker.head.embedding is step.decoder.embedding
     assert worker.head.head is step.decoder.head
     assert worker.d2t.tolist() == [0] * VOCAB

@@ -37,29 +37,28 @@ class OneDevice(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def fake_step(folder: Path, mode: str) -> tuple[Step, list[tuple[int, int]]]:
+def fake_step(folder: Path, mode: str) -> Step:
     target = make_checkpoint(folder, "llama")
     speculation = None
     if mode == "eagle3":
         head = make_eagle3(folder, target, (0, 1), tuple(range(11)))
         speculation = SpeculativeConfig.from_any({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
     assembly = plan_assembly(target, speculation, EngineConfig(), pack=False)
-    step, layers = assembly.target_step()
-    return step, [shape for spec in layers for shape in spec.kv_shapes]
+    return assembly.target_step()
 
 
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("mode", ["none", "eagle3"])
 def test_a_step_mixes_no_devices(tmp_path: Path, mode: str, uniform: bool) -> None:
     """On tensors without memory, and not the CPU's: what a step makes itself must be where its inputs are."""
-    step, shapes = fake_step(tmp_path, mode)
+    step = fake_step(tmp_path, mode)
     K = 3 if mode == "eagle3" else 0
     module = GraphStep(step, K, K + 1 if uniform else 0)
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     example = example_batch(K, 16, uniform)
     inputs, there = moved(example, META), {name: moved(weight, META) for name, weight in weights.items()}
     with torch.no_grad(), OneDevice():
-        kv = [tuple(torch.empty(9, 16, *shape, device="meta") for _ in "kv") for shape in shapes]
+        kv = [tuple(torch.empty(9, 16, *shape, device="meta") for _ in "kv") for shape in step.kv_shapes]
         T, B = inputs.input_ids.shape[0], inputs.spec.batch_size
         numbers = torch.empty(T, dtype=torch.int64, device="meta")
         kept = torch.empty(B, dtype=torch.int32, device="meta")
@@ -72,14 +71,14 @@ def test_a_step_mixes_no_devices(tmp_path: Path, mode: str, uniform: bool) -> No
 
 
 def test_a_chain_mixes_no_devices(tmp_path: Path) -> None:
-    step, shapes = fake_step(tmp_path, "none")
+    step = fake_step(tmp_path, "none")
     weights = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     B, K, bans = 4, 3, 2
     sizes = {"input_ids": (CHAIN_ROWS * B,), "block_tables": (B, 5), "ban_ids": (B, bans), "ban_until": (B, bans)}
     names = [name for name in input_names(step) if name not in ("tree_mask", "seq_lens", "gather_ids")]
     there = {name: moved(weight, META) for name, weight in weights.items()}
     with OneDevice():
-        kv = [tuple(torch.empty(9, 16, *shape, device="meta") for _ in "kv") for shape in shapes]
+        kv = [tuple(torch.empty(9, 16, *shape, device="meta") for _ in "kv") for shape in step.kv_shapes]
         given = {name: torch.empty(sizes.get(name, (B,)), dtype=INPUT_DTYPES[name], device="meta") for name in names}
 
         def run_pass(inputs: StepInputs) -> Tensor:

@@ -44,9 +44,9 @@ def test_weights_are_counted_as_they_will_be_loaded(target: Path, tmp_path: Path
         head = make_eagle3(tmp_path, target, (0, 1), tuple(range(11))) if mode == "eagle3" else target
         speculation = {"method": mode, "model": str(head), "num_speculative_tokens": 2}
     model = assembly(target, speculation)
-    loaded = weight_bytes(model.target_step()[0])
+    loaded = weight_bytes(model.target_step())
     if mode == "draft_model":
-        loaded += weight_bytes(model.draft_step()[0])
+        loaded += weight_bytes(model.draft_step())
     assert gpu_memory(model, MUCH)["weights"] == loaded > 10**6
 
 

@@ -65,7 +65,7 @@ def test_an_engine_s_digest_follows_its_drafts_the_machine_and_the_kernels(
 
 def test_the_code_is_all_that_compiling_and_packing_import() -> None:
     """But for errors and memory, which change nothing of what is made."""
-    modules = ["backends.aoti_compile", "models.packing", "models.weights", "models.head_weights", "config.resolve"]
+    modules = ["backends.aoti_compile", "models.packing", "models.weights", "models.eagle3_weights", "config.resolve"]
     workers = [f"workers.{file.stem}" for file in (PACKAGE / "workers").glob("*.py")]
     reached = set(imported([f"trtspec.{name}" for name in (*modules, *workers)]))
     assert len(reached) > 30

@@ -65,13 +65,12 @@ def compiled(
     config = EngineConfig(backend="onnx", dtype=dtype, **LIMITS)
     wanted = SpeculativeConfig.from_any(wishes(mode, models, False))
     assembly = plan_assembly(checkpoint or models / "target", wanted, config, False, True)
-    step, layers = steps(assembly, BACKENDS["tensorrt"], lambda what: None)[role]
-    shapes = [shape for spec in layers for shape in spec.kv_shapes]
+    step = steps(assembly, BACKENDS["tensorrt"], lambda what: None)[role]
     sizes = SIZES if mode != "none" else replace(SIZES, draft_len=0)
     if linear:
         sizes = replace(sizes, linear=True, blocks=9, block_size=104, columns=1)
     given = {"trt": FakeTensorRT(), "cuda": Cuda(CudaRuntime()), "plugin_of": fake_plugin_of}
-    return compile_step(step, shapes, LIMITS["block_size"], draft_lens, folder, sizes=sizes, options=options, **given)
+    return compile_step(step, LIMITS["block_size"], draft_lens, folder, sizes=sizes, options=options, **given)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +198,8 @@ def test_kernels_that_are_not_compiled_are_named(models: Path, tmp_path: Path, m
     config = EngineConfig(backend="onnx", dtype="bfloat16", **LIMITS)
     wanted = SpeculativeConfig.from_any(wishes("eagle3", models, False))
     assembly = plan_assembly(models / "target", wanted, config, False, True)
-    step, layers = steps(assembly, BACKENDS["tensorrt"], lambda what: None)["target"]
-    kv = [(torch.zeros(24, 4, h, d, dtype=torch.bfloat16),) * 2 for spec in layers for h, d in spec.kv_shapes]
+    step = steps(assembly, BACKENDS["tensorrt"], lambda what: None)["target"]
+    kv = [(torch.zeros(24, 4, h, d, dtype=torch.bfloat16),) * 2 for h, d in step.kv_shapes]
     model = export_onnx(step, example_batch(1, 4), kv)
     assert aot_kernels(model) == {
         "SpecAttention-bf16-d8-g2",

@@ -19,7 +19,7 @@ from trtspec.errors import CheckpointError, ConfigError, DependencyError
 from trtspec.kv.pool import allocate_layers
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
-from trtspec.models.heads import Eagle3Head
+from trtspec.models.eagle3 import Eagle3Head
 from trtspec.train.eagle3 import STEP_WEIGHT, Eagle3Loss, Lessons, frequent_tokens, new_head, observe
 from trtspec.train.eagle3_evaluate import chain_acceptance
 from trtspec.train.eagle3_run import Eagle3Options, _remember

@@ -11,6 +11,7 @@ import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trtspec.config.model import RopeConfig
 from trtspec.core import SamplingTensors, StepInputs, StepOutputs
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.request import Request
@@ -26,7 +26,6 @@ from trtspec.engine.scheduler import Scheduled
 from trtspec.kv.blocks import SequenceKV
 from trtspec.kv.rewind import commit
 from trtspec.models.attention import PagedAttend
-from trtspec.models.specs import DecoderSpec
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.sampling_params import ResolvedSampling
 from trtspec.workers import base
@@ -35,7 +34,6 @@ from trtspec.workers.base import SpecWorkerBase, draw
 VOCAB = 20
 TARGET_IDS = torch.tensor([7, 2, 19, 3, 11, 0, 5])  # of each draft id
 GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-NO_LAYERS = DecoderSpec(VOCAB, 8, 1, 1, 1, 8, 8, 1e-6, RopeConfig(), 64, (None,))
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Tables(SpecWorkerBase):
     """Logits after token t are row t of a random table, the same in every pass."""
 
     def __init__(self, max_draft_len: int = 4, greedy: bool = False, target_ids: Tensor = TARGET_IDS) -> None:
-        super().__init__(max_draft_len, (), NO_LAYERS, greedy)
+        super().__init__(max_draft_len, (), greedy)
         self.target_ids = target_ids
         self.table = torch.randn(VOCAB, len(target_ids), generator=torch.Generator().manual_seed(3))
         self.calls: list[Call] = []
@@ -71,11 +69,11 @@ class Tables(SpecWorkerBase):
         self.calls.append(Call(step, tokens, hidden, positions, answer, attend.attn.kv_lens))
         return answer
 
-    def sample_drafts(self, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
+    def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
         self.places.append(sampling.positions)
-        return super().sample_drafts(hidden, sampling)
+        return super().sample_drafts(step, hidden, sampling)
 
-    def draft_logits(self, hidden: Tensor) -> Tensor:
+    def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
         return hidden[:, :-1]
 
     @property
@@ -88,9 +86,9 @@ class Tables(SpecWorkerBase):
         back[self.target_ids] = torch.arange(len(self.target_ids))
         return back
 
-    @property
-    def weight_bytes_per_step(self) -> int:
-        return 0
+    kv_shapes: ClassVar[list[tuple[int, int]]] = []
+    windows = ()
+    weight_bytes_per_step = 0
 
 
 def request(number: int, tokens: list[int], prompt_len: int, committed: int, drafts: list[int]) -> Request:
@@ -412,15 +410,15 @@ def test_drafts_use_the_noise_of_the_target_ids_they_stand_for() -> None:
     tensors = SamplingTensors.of([sampled(seed) for seed in range(200)], list(range(200)))
     wanted = draw(logits, tensors)
     assert len(set(wanted.tolist())) > 10
-    assert worker.sample_drafts(with_row(logits[:, ids]), tensors).tolist() == wanted.tolist()
+    assert worker.sample_drafts(0, with_row(logits[:, ids]), tensors).tolist() == wanted.tolist()
 
 
 def test_a_worker_told_to_be_greedy_ignores_how_requests_sample() -> None:
     logits = torch.randn(50, 7, generator=torch.Generator().manual_seed(9))
     tensors = SamplingTensors.of([sampled(seed) for seed in range(50)], list(range(50)))
     best = TARGET_IDS[logits.argmax(-1)].tolist()
-    assert Tables(greedy=True).sample_drafts(with_row(logits), tensors).tolist() == best
-    assert Tables().sample_drafts(with_row(logits), tensors).tolist() != best
+    assert Tables(greedy=True).sample_drafts(0, with_row(logits), tensors).tolist() == best
+    assert Tables().sample_drafts(0, with_row(logits), tensors).tolist() != best
 
 
 def test_banned_target_ids_are_not_drafted_until_their_time() -> None:
@@ -430,12 +428,12 @@ def test_banned_target_ids_are_not_drafted_until_their_time() -> None:
     favourite = torch.tensor([[0.0, 3.0, 9.0, 2.0, 1.0, 0.0, 0.0]])  # 19, then 2, then 3
     worker = Tables()
     drafts = [
-        worker.sample_drafts(with_row(favourite), SamplingTensors.of([banned], [t])).item() for t in (8, 9, 10, 11)
+        worker.sample_drafts(0, with_row(favourite), SamplingTensors.of([banned], [t])).item() for t in (8, 9, 10, 11)
     ]
     assert drafts == [2, 2, 19, 19]
     also_2, only_4 = (replace(GREEDY, ban_ids=ids, ban_until=10) for ids in ((2, 19), (4,)))
     tensors = SamplingTensors.of([also_2, only_4], [0, 0])  # the shorter list is padded, which bans nothing
-    assert worker.sample_drafts(with_row(favourite.repeat(2, 1)), tensors).tolist() == [3, 19]
+    assert worker.sample_drafts(0, with_row(favourite.repeat(2, 1)), tensors).tolist() == [3, 19]
 
 
 def test_bans_move_with_the_chain() -> None:
@@ -455,7 +453,7 @@ def test_a_draft_that_can_say_nothing_says_anything(logits: Tensor) -> None:
     """A guess must not fail a request: it is an id of the target all the same."""
     nothing = replace(GREEDY, ban_ids=tuple(TARGET_IDS.tolist()), ban_until=10)
     for worker in (Tables(), Tables(greedy=True)):
-        assert 0 <= worker.sample_drafts(with_row(logits), SamplingTensors.of([nothing], [0])).item() < VOCAB
+        assert 0 <= worker.sample_drafts(0, with_row(logits), SamplingTensors.of([nothing], [0])).item() < VOCAB
 
 
 def test_nothing_to_draw_from_reaches_neither_table_nor_kv() -> None:

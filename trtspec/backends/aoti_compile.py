@@ -42,7 +42,6 @@ def require() -> None:
 
 def compile_step(
     step: Step,
-    kv_shapes: Sequence[tuple[int, int]],
     block_size: int,
     draft_lens: Sequence[int],
     folder: Path,
@@ -51,28 +50,27 @@ def compile_step(
     """Compile `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a uniform one if it
     makes drafts. `report` hears what is being done."""
     wanted = list(itertools.product(sorted(draft_lens), graph_kinds(step).values()))
-    return compile_graphs(step, kv_shapes, block_size, wanted, folder, report)
+    return compile_graphs(step, block_size, wanted, folder, report)
 
 
 def compile_graphs(
     step: Step,
-    kv_shapes: Sequence[tuple[int, int]],
     block_size: int,
     wanted: Sequence[tuple[int, bool]],
     folder: Path,
     report: Callable[[str], None],
 ) -> CompiledStep:
     """Graphs for these (K, uniform), for the device that the step is on."""
-    norm = step.decoder.norm.weight
     weights: dict[str, Tensor] = {}
     graphs = []
     direct = graph_calls()
     for K, uniform in wanted:
         kind = "uniform" if uniform else "ragged"
         report(f"{kind} graph for K = {K}: tracing")
-        example = moved(example_batch(K, block_size, uniform), norm.device)
+        example = moved(example_batch(K, block_size, uniform), step.like.device)
         blocks = int(example.attn.block_tables.max()) + 1
-        kv = [tuple(norm.new_zeros(blocks, block_size, h, d) for _ in "kv") for h, d in kv_shapes]
+        like = {"dtype": step.like.dtype, "device": step.like.device}
+        kv = [tuple(torch.zeros(blocks, block_size, h, d, **like) for _ in "kv") for h, d in step.kv_shapes]
         program = export_step(step, example, cast("list[KVLayer]", kv), uniform)
         report(f"{kind} graph for K = {K}: compiling")
         file = folder / f"{kind}_k{K}.pt2"
@@ -93,9 +91,9 @@ def compile_graphs(
     return CompiledStep(
         graphs=tuple(graphs),
         outputs=step.outputs,
-        kv=tuple(kv_shapes),
-        dtype=str(norm.dtype).removeprefix("torch."),
-        vocab_size=step.decoder.spec.vocab_size,
+        kv=tuple(step.kv_shapes),
+        dtype=str(step.like.dtype).removeprefix("torch."),
+        vocab_size=step.vocab_size,
         weight_bytes=step.weight_bytes_per_step,
         kernels=kernel_interface(),
     )

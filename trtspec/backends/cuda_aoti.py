@@ -26,7 +26,6 @@ def require() -> None:
 
 def compile_step(
     step: Step,
-    kv_shapes: Sequence[tuple[int, int]],
     block_size: int,
     draft_lens: Sequence[int],
     folder: Path,
@@ -37,7 +36,7 @@ def compile_step(
     lengths = sorted(draft_lens)
     ragged = lengths if "draft_tokens" in step.spec_inputs else lengths[-1:]  # without drafts inside one takes every K
     wanted = [*((K, False) for K in ragged), *((K, True) for K in lengths)]
-    return compile_graphs(step.to(open_gpu()), kv_shapes, block_size, wanted, folder, report)
+    return compile_graphs(step.to(open_gpu()), block_size, wanted, folder, report)
 
 
 class AotiOnCuda(CudaExecutable):

@@ -290,9 +290,7 @@ class ModuleOnCuda(CudaExecutable):
         return run
 
 
-def module_graphs(
-    step: Step, kv_shapes: Sequence[tuple[int, int]], draft_lens: Sequence[int], uniform: bool = True
-) -> CompiledStep:
+def module_graphs(step: Step, draft_lens: Sequence[int], uniform: bool = True) -> CompiledStep:
     """What `ModuleOnCuda` runs: for each K a graph for any batch and, if `uniform`, one for generations alone.
 
     draft_lens: K that a step may verify, which are those that it makes for the next one, if it makes any.
@@ -305,9 +303,9 @@ def module_graphs(
     return CompiledStep(
         graphs=tuple(graphs),
         outputs=step.outputs,
-        kv=tuple(kv_shapes),
-        dtype=str(step.decoder.norm.weight.dtype).removeprefix("torch."),
-        vocab_size=step.decoder.spec.vocab_size,
+        kv=tuple(step.kv_shapes),
+        dtype=str(step.like.dtype).removeprefix("torch."),
+        vocab_size=step.vocab_size,
         weight_bytes=step.weight_bytes_per_step,
         kernels="",
     )

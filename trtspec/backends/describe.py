@@ -52,9 +52,7 @@ class GraphPlan:
     calls: tuple[Calls, ...]
 
 
-def describe_graph(
-    step: Step, kv_shapes: Sequence[tuple[int, int]], sizes: Sizes, kind: str, draft_len: int, functional: bool
-) -> GraphPlan:
+def describe_graph(step: Step, sizes: Sizes, kind: str, draft_len: int, functional: bool) -> GraphPlan:
     """The graph of kind "ragged" or "uniform" and K = draft_len, at its largest: sizes of its launches. `step` is one
     on the meta device. What a functional graph does not read, a tree mask, it does not take."""
     uniform = kind == "uniform"
@@ -62,13 +60,13 @@ def describe_graph(
     R = sizes.batch_size * (sizes.draft_len + 1)
     open_sizes = {"T": R if uniform else sizes.rows, "R": R, "B": sizes.batch_size, "G": sizes.batch_size}
     open_sizes |= {"K": draft_len, "columns": sizes.columns, "bans": 1, "0": 0}
-    dtype = step.decoder.norm.weight.dtype
+    dtype = step.like.dtype
     with torch.device("meta"), torch.no_grad(), _Recorder() as recorder:
         tensors = {
             name: torch.empty([open_sizes[size] for size in INPUT_SHAPES[name]], dtype=INPUT_DTYPES[name])
             for name in names
         }
-        shapes = [(sizes.blocks, sizes.block_size, heads, width) for heads, width in kv_shapes]
+        shapes = [(sizes.blocks, sizes.block_size, heads, width) for heads, width in step.kv_shapes]
         kv: list[KVLayer] = [(torch.empty(s, dtype=dtype), torch.empty(s, dtype=dtype)) for s in shapes]
         given, _ = GraphStep(step, draft_len, draft_len + 1 if uniform else 0).eval()(tensors, kv)
     return GraphPlan(

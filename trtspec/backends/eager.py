@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from trtspec.core import KVLayer, PhaseMethod, StepInputs, StepOutputs
-from trtspec.workers.step import DecodeStep, OneEngineStep
+from trtspec.workers.step import Step
 
 
 class EagerExecutable:
     """A step module and its KV layers."""
 
-    def __init__(self, step: DecodeStep | OneEngineStep, kv: Sequence[KVLayer]) -> None:
+    def __init__(self, step: Step, kv: Sequence[KVLayer]) -> None:
         self.step = step
         self.kv = kv
 

@@ -21,9 +21,7 @@ from torch.export import Dim, ExportedProgram
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.sampling_params import ResolvedSampling
-from trtspec.workers.step import DecodeStep, OneEngineStep
-
-Step = DecodeStep | OneEngineStep
+from trtspec.workers.step import Step
 
 _ATTN = ("kv_lens", "block_tables", "tree_mask")  # cu_q_lens follows from seq_lens, and so its size from B
 _SAMPLING = tuple(field.name for field in fields(SamplingTensors))
@@ -74,7 +72,8 @@ INPUT_DTYPES = {
 
 def input_names(step: Step, uniform: bool = False) -> tuple[str, ...]:
     """The tensors a step's graph takes, in order."""
-    names = ("input_ids", *_ATTN, *step.spec_inputs, *_SAMPLING)
+    hidden = ("hidden_states",) if step.hidden_width else ()
+    names = ("input_ids", *hidden, *_ATTN, *step.spec_inputs, *_SAMPLING)
     return tuple(name for name in names if not (uniform and name in _KNOWN_IF_UNIFORM))
 
 
@@ -111,7 +110,8 @@ def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: i
     attn = AttnMetadata(cu_q_lens=cu_q_lens, **{name: tensors[name] for name in _ATTN}, width=width)
     plain = SpecMetadata.plain((), attn, SamplingTensors(**{name: tensors[name] for name in _SAMPLING}))
     spec: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in _OF_SPEC}
-    return StepInputs(tensors["input_ids"], attn, replace(plain, next_draft_len=next_draft_len, **spec))
+    spec = replace(plain, next_draft_len=next_draft_len, **spec)
+    return StepInputs(tensors["input_ids"], attn, spec, tensors.get("hidden_states"))
 
 
 def _known_if_uniform(input_ids: Tensor, kv_lens: Tensor, width: int) -> dict[str, Tensor]:
@@ -130,7 +130,12 @@ def _known_if_uniform(input_ids: Tensor, kv_lens: Tensor, width: int) -> dict[st
 
 def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, ...]]:
     """What reads the tensors of those names from a step's inputs."""
-    parts = {"input_ids": "", **dict.fromkeys(_ATTN, "attn."), **dict.fromkeys(_SAMPLING, "spec.sampling.")}
+    parts = {
+        "input_ids": "",
+        "hidden_states": "",
+        **dict.fromkeys(_ATTN, "attn."),
+        **dict.fromkeys(_SAMPLING, "spec.sampling."),
+    }
     return cast(
         "Callable[[StepInputs], tuple[Tensor, ...]]", attrgetter(*(parts.get(name, "spec.") + name for name in names))
     )
@@ -153,7 +158,9 @@ def moved(value: Any, device: torch.device) -> Any:
 def graph_outputs(outputs: StepOutputs) -> dict[str, Tensor]:
     """What a step gives, by name: those of its `outputs`."""
     named = {"tokens": outputs.tokens}
-    if outputs.verdict is not None and outputs.proposal is not None:
+    if outputs.proposal is not None and outputs.verdict is None:
+        named = {"next_draft_tokens": outputs.proposal.draft_tokens}
+    elif outputs.verdict is not None and outputs.proposal is not None:
         assert outputs.next_new_tokens is not None
         assert outputs.next_kv_lens is not None
         named |= {
@@ -237,6 +244,7 @@ def _dynamic_shapes(tensors: Mapping[str, Tensor], width: int) -> dict[str, Any]
         T = R = B if width == 1 else width * B
     first = {
         "input_ids": T,
+        "hidden_states": T,
         "gather_ids": R,
         "draft_tokens": G,
         **dict.fromkeys(("kv_lens", "block_tables", "seq_lens", "draft_lens", "next_prompt_token", "forced_accept"), B),

@@ -32,7 +32,6 @@ def require() -> None:
 
 def compile_step(
     step: Step,
-    kv_shapes: Sequence[tuple[int, int]],
     block_size: int,
     draft_lens: Sequence[int],
     folder: Path,
@@ -40,14 +39,14 @@ def compile_step(
 ) -> CompiledStep:
     """Export a functional `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a
     uniform one if it makes drafts. `report` hears what is being done."""
-    dtype = step.decoder.norm.weight.dtype
+    dtype = step.like.dtype
     models: dict[str, ir.Model] = {}
     graphs = []
     for K, (kind, uniform) in itertools.product(sorted(draft_lens), graph_kinds(step).items()):
         report(f"{kind} graph for K = {K}")
         example = example_batch(K, block_size, uniform)
         blocks = int(example.attn.block_tables.max()) + 1
-        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in kv_shapes]
+        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in step.kv_shapes]
         model = export_onnx(step, example, cast("list[KVLayer]", kv), uniform)
         write_linears(model)
         file = f"{kind}_k{K}.onnx"
@@ -59,9 +58,9 @@ def compile_step(
     return CompiledStep(
         graphs=tuple(graphs),
         outputs=step.outputs,
-        kv=tuple(kv_shapes),
+        kv=tuple(step.kv_shapes),
         dtype=str(dtype).removeprefix("torch."),
-        vocab_size=step.decoder.spec.vocab_size,
+        vocab_size=step.vocab_size,
         weight_bytes=step.weight_bytes_per_step,
         kernels="",
     )

@@ -179,7 +179,6 @@ def _write(path: Path, data: bytes) -> None:
 
 def compile_step(
     step: Step,
-    kv_shapes: Sequence[tuple[int, int]],
     block_size: int,
     draft_lens: Sequence[int],
     folder: Path,
@@ -200,7 +199,7 @@ def compile_step(
     engine.
     """
     options = options or TensorRTOptions()
-    dtype = step.decoder.norm.weight.dtype
+    dtype = step.like.dtype
     makes_drafts = "draft_tokens" in step.spec_inputs
     real = plugin_of is None
     trt, cuda = trt or load_tensorrt(), cuda or open_cuda()
@@ -213,14 +212,14 @@ def compile_step(
             block_size = 16  # of the example: the network's caches are others, and need not be allocated here
         example = example_batch(K, block_size)
         blocks = int(example.attn.block_tables.max()) + 1
-        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in kv_shapes]
+        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in step.kv_shapes]
         model = export_onnx(step, example, cast("list[KVLayer]", kv))
         write_linears(model, "tensorrt")
         if real:
             check_kernels(model, sizes.linear)
         names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(kv)])
         largest = Sizes(**{**vars(sizes), "draft_len": K}) if makes_drafts else sizes
-        shapes = profiles(names, kv_shapes, largest, options.opt_num_tokens)
+        shapes = profiles(names, step.kv_shapes, largest, options.opt_num_tokens)
         report(f"graph for K = {K}: building")
         file = "rank0.engine" if i == 0 else f"rank0_k{K}.engine"
         linear = (sizes.blocks - 1, sizes.block_size) if sizes.linear else None
@@ -236,9 +235,9 @@ def compile_step(
     return CompiledStep(
         graphs=tuple(reversed(graphs)),
         outputs=step.outputs,
-        kv=tuple(kv_shapes),
+        kv=tuple(step.kv_shapes),
         dtype=str(dtype).removeprefix("torch."),
-        vocab_size=step.decoder.spec.vocab_size,
+        vocab_size=step.vocab_size,
         weight_bytes=step.weight_bytes_per_step,
         kernels="",
         made_for=_needs(made_for(trt, cuda), options),

@@ -26,10 +26,11 @@ class ChainExecutable(Protocol):
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft checkpoint, loaded, with KV layers under the target's block ids."""
+    """A draft checkpoint or head, loaded, with KV layers under the target's block ids."""
 
     executable: Executable
     chain: ChainExecutable | None = None  # of the same model, where the backend has it
+    draft_lens: tuple[int, ...] = ()  # of a head's chains there are, sorted; empty: any
 
 
 class DraftResources(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trtspec.core import AttnMetadata, DraftRequest, Executable, Proposal, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.drafters.base import CHAIN_ROWS, ChainExecutable, DraftResources
+from trtspec.drafters.packing import pack_rows
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class ChainDrafter:
     def _read_in(self, requests: Sequence[DraftRequest], ends: Sequence[int]) -> Tensor:
         """Bring every request's draft KV up to `ends` and draw there, [B] int64; anything where it is there already."""
         first = torch.empty(len(requests), dtype=torch.int64)
-        for pieces in _pack([request.draft_kv_len for request in requests], ends, self.max_num_tokens):
+        for pieces in pack_rows([request.draft_kv_len for request in requests], ends, self.max_num_tokens):
             owners = [requests[b] for b, _, _ in pieces]
             ids = [token for b, start, end in pieces for token in requests[b].tokens[start:end]]
             inputs = self._inputs(owners, [end - start for _, start, end in pieces], [end for _, _, end in pieces])
@@ -126,19 +127,3 @@ class ChainDrafter:
         attn = AttnMetadata.of(q_lens, kv_lens, [request.block_table for request in requests])
         spec = SpecMetadata.plain([r.request_id for r in requests], attn, SamplingTensors.of(rows, kv_lens))
         return StepInputs(torch.empty(0, dtype=torch.int64), attn, spec)
-
-
-def _pack(starts: Sequence[int], ends: Sequence[int], max_num_tokens: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Rows [start, end) of every request as (request, start, end), in launches of limited size."""
-    pieces, room = [], max_num_tokens
-    for b, (start, last) in enumerate(zip(starts, ends, strict=True)):
-        while start < last:
-            end = min(last, start + room)
-            pieces.append((b, start, end))
-            room -= end - start
-            start = end
-            if room == 0:
-                yield pieces
-                pieces, room = [], max_num_tokens
-    if pieces:
-        yield pieces

@@ -17,7 +17,7 @@ from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.cudagraph import CudaExecutable, LaunchLimits, ModuleOnCuda, module_graphs
 from trtspec.backends.device import CudaQueue, WorkQueue, free_memory, open_gpu
 from trtspec.backends.eager import EagerExecutable
-from trtspec.backends.export import Step, graph_draft_lens
+from trtspec.backends.export import graph_draft_lens
 from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt_profiles import Sizes
 from trtspec.config.engine import EngineConfig
@@ -34,6 +34,7 @@ from trtspec.engine.hidden_states import HiddenStateCollector, ShardWriter
 from trtspec.engine.kv_plan import plan_kv_blocks
 from trtspec.engine.overlap import OverlapLoop
 from trtspec.engine.propose import Proposer
+from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Scheduler
 from trtspec.engine.speculation import resolve_speculation
 from trtspec.engine.stats import TimedAsyncExecutable, TimedChain, TimedExecutable
@@ -43,18 +44,18 @@ from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.pool import allocate_layers, allocate_on, kv_nbytes
 from trtspec.kv.reuse import PrefixReuse
 from trtspec.models.decoder import Decoder
+from trtspec.models.heads import DraftHead, LoadHead
 from trtspec.models.hidden_shards import ShardFacts
 from trtspec.models.layers import norms_as_ops
 from trtspec.models.packing import pack_decoder
-from trtspec.models.specs import DecoderSpec
 from trtspec.models.weights import DTYPES, describe_decoder, load_decoder
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.ops import load_plugins
 from trtspec.text import Tokenizer
 from trtspec.verify.strict import get_force_num_accepted_tokens
 from trtspec.workers.base import BuildableWorker
-from trtspec.workers.capture import CaptureStep
-from trtspec.workers.step import DecodeStep, OneEngineStep
+from trtspec.workers.heads import HeadWorker
+from trtspec.workers.step import CaptureStep, DecodeStep, HeadStep, OneEngineStep, Step
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Assembly:
     float_panels: bool = True  # False: what is not quantised stays as it is, as a GPU's kernels want it
     report: Progress = lambda message: None
     num_blocks: int = 0
+    target_decoder: Decoder | None = None  # once it is there
     executables: list[TimedExecutable] = field(default_factory=list)
     chain: ChainExecutable | None = None  # of the draft model, once it is there, if its backend has one
     graph_draft_lens: tuple[int, ...] = ()  # K of the graphs there are; empty: any K
@@ -108,25 +110,41 @@ class Assembly:
         """What the model computes in."""
         return DTYPES[model.dtype if self.config.dtype == "auto" else self.config.dtype]
 
-    def target_step(self) -> tuple[Step, list[DecoderSpec]]:
-        """The target, with the mode's worker in its graph if it has one; whose layers keep KV, in order."""
-        decoder = self._decoder(self.target, "target")
+    def target_step(self) -> Step:
+        """The target, with the mode's worker in its graph if it has one."""
+        self.target_decoder = decoder = self._decoder(self.target, "target")
         path = None if self.resolved is None else self.resolved.mode.traits.worker
-        if self.mode.is_save_hidden_states():
-            return self._packed(CaptureStep(decoder, self.speculation.capture_layers, self.functional)), [decoder.spec]
+        if self.mode.is_save_hidden_states() or self.mode.reads_hidden_states():
+            layers = self.speculation.capture_layers
+            if self.mode.is_save_hidden_states():
+                layers = (*layers, -1)
+            return self._packed(CaptureStep(decoder, layers, self.functional))
         if path is None:
-            return self._packed(DecodeStep(decoder, self.functional)), [decoder.spec]
+            return self._packed(DecodeStep(decoder, self.functional))
         worker = cast("type[BuildableWorker]", _load(path)).from_resources(self, decoder)
-        return self._packed(OneEngineStep(decoder, worker, self.functional), worker), [
-            decoder.spec,
-            worker.draft_layers,
-        ]
+        return self._packed(OneEngineStep(decoder, worker, self.functional), worker)
 
-    def draft_step(self) -> tuple[Step, list[DecoderSpec]]:
-        """The draft checkpoint as a model of its own."""
+    def draft_step(self) -> Step:
+        """The draft checkpoint, or the mode's head, as a model of its own; after the target's."""
+        if self.mode.reads_hidden_states():
+            assert self.target_decoder is not None
+            worker, target = HeadWorker.from_resources(self, self.target_decoder), self.target_decoder
+            width = len(self.speculation.capture_layers) * target.spec.hidden_size
+            return self._packed(HeadStep(worker, width, target.norm.weight, self.functional), worker)
         assert self.draft is not None
         decoder = self._decoder(self.draft, "draft")
-        return self._packed(DecodeStep(decoder, self.functional), decoder), [decoder.spec]
+        return self._packed(DecodeStep(decoder, self.functional), decoder)
+
+    @property
+    def first_draft_layer(self) -> int:
+        """See models.heads.HeadResources."""
+        return 0 if self.mode.reads_hidden_states() else self.target.num_layers
+
+    def load_head(self, target: Decoder) -> DraftHead:
+        """See workers.base.WorkerResources."""
+        path = self.mode.traits.head
+        assert path is not None
+        return cast("LoadHead", _load(path))(self, target)
 
     def _decoder(self, model: ModelConfig, role: str) -> Decoder:
         make = load_decoder if self.reads_weights else describe_decoder
@@ -151,20 +169,20 @@ class Assembly:
 
     def target_model(self) -> Executable:
         """What verifies, on the configured backend."""
-        return self._module(*self.target_step()) if self.built is None else self._compiled(self.built, "target")
+        return self._module(self.target_step()) if self.built is None else self._compiled(self.built, "target")
 
     def draft_model(self) -> DraftModel:
         """See drafters.base.DraftResources."""
-        draft = self._module(*self.draft_step()) if self.built is None else self._compiled(self.built, "draft")
-        return DraftModel(draft, self.chain)
+        draft = self._module(self.draft_step()) if self.built is None else self._compiled(self.built, "draft")
+        return DraftModel(draft, self.chain, self.graph_draft_lens if self.mode.reads_hidden_states() else ())
 
-    def _module(self, step: Step, layers: Sequence[DecoderSpec]) -> Executable:
-        shapes, dtype = [shape for spec in layers for shape in spec.kv_shapes], step.decoder.norm.weight.dtype
+    def _module(self, step: Step) -> Executable:
+        shapes, dtype = step.kv_shapes, step.like.dtype
         if self.gpu is not None:
             step.to(self.gpu.device)
             norms_as_ops(step)
             kv = allocate_on(self.gpu.device, shapes, self.num_blocks, self.config.block_size, dtype)
-            compiled = module_graphs(step, shapes, self._module_draft_lens(step), self.config.enable_cuda_graph)
+            compiled = module_graphs(step, self._module_draft_lens(step), self.config.enable_cuda_graph)
             return self._graphed(ModuleOnCuda(step, compiled, kv, self.gpu, self._limits()))
         kv = allocate_layers(shapes, self.num_blocks, self.config.block_size, dtype)
         return self._timed(EagerExecutable(step, kv), step.weight_bytes_per_step, kv)
@@ -304,14 +322,15 @@ def assemble_engine(
         logger.warning("acceptance is forced to %d drafts a step: the output is NOT the model's (lossy)", forced)
     allocator = BlockAllocator(assembly.num_blocks, config.block_size, config.debug)
     reuse = prefix_reuse(allocator, mode) if config.enable_prefix_caching and forced < 0 else None
-    scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, K, reuse)
+    reads = mode.reads_hidden_states()
+    scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, K, reuse, forks_draft_kv=reads)
     # Who looks at tokens or states on the host between two steps cannot let the next one start before.
     overlaps = assembly.gpu is not None and drafter is None and collector is None
     loop = (OverlapLoop if overlaps and not config.disable_overlap_scheduler else StepLoop)(
         scheduler,
         BatchAssembler(mode, K, forced, assembly.graph_draft_lens),
         cast("AsyncExecutable", executable),
-        Proposer(drafter, drafting, target.vocab_size),
+        Proposer(drafter, drafting, target.vocab_size, RowStates() if reads else None),
         target.vocab_size,
         collector,
     )

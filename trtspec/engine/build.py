@@ -24,7 +24,7 @@ from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import Assembly, plan_assembly
 from trtspec.engine.kv_plan import full_kv_blocks, wanted_kv_blocks
 from trtspec.errors import ConfigError, UnsupportedError
-from trtspec.models.specs import DecoderSpec, dense_spec
+from trtspec.models.specs import dense_spec
 from trtspec.ops import load_plugins
 
 _TOKENIZER_FILES = (
@@ -70,17 +70,15 @@ def build_engine(
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         staging = Path(scratch) / "engine"
         executables = {}
-        for role, (step, layers) in steps(assembly, backend, report).items():
+        for role, step in steps(assembly, backend, report).items():
             folder = staging / role
             folder.mkdir(parents=True)
-            shapes = [shape for spec in layers for shape in spec.kv_shapes]
             draft_lens = set(graph_draft_lens(step, assembly.resolved))
             if backend.on_gpu and role == "target" and draft_lens == {0}:
                 draft_lens.add(assembly.max_draft_len)  # those of a drafter beside it
             fixed = {"sizes": largest_sizes(assembly, role, options), "options": options} if backend.profiles else {}
             compiled = compile_step(
                 step,
-                shapes,
                 config.block_size,
                 sorted(draft_lens),
                 folder,
@@ -118,13 +116,11 @@ def refuse_taken(output: Path, replace_existing: bool) -> None:
         raise ConfigError(f"{output} holds an engine; choose another output folder, or replace it with --replace")
 
 
-def steps(
-    assembly: Assembly, backend: Backend, report: Callable[[str], None]
-) -> dict[str, tuple[Step, list[DecoderSpec]]]:
-    """The steps to compile, by role, with the decoders whose layers keep KV."""
+def steps(assembly: Assembly, backend: Backend, report: Callable[[str], None]) -> dict[str, Step]:
+    """The steps to compile, by role."""
     models = {"target": assembly.target}
-    if assembly.draft is not None and not assembly.mode.use_one_engine():
-        models["draft"] = assembly.draft
+    if assembly.mode.has_draft_model():
+        models["draft"] = assembly.draft or assembly.target
     for model in models.values():
         backend.check_dtype(assembly.dtype(model))
     made = {}

@@ -48,9 +48,9 @@ def gpu_memory(assembly: Assembly, free: int) -> dict[str, int]:
     """Bytes of all but the KV cache, by what they are for, from the headers of the weights' files."""
     described, config = replace(assembly, reads_weights=False), assembly.config
     width = assembly.max_draft_len + 1  # rows of a request in a graph
-    steps = [(described.target_step()[0], assembly.max_draft_len, width)]
-    if assembly.draft is not None and not assembly.mode.use_one_engine():
-        steps.append((described.draft_step()[0], 0, CHAIN_ROWS))
+    steps = [(described.target_step(), assembly.max_draft_len, width)]
+    if assembly.mode.has_draft_model():
+        steps.append((described.draft_step(), 0, CHAIN_ROWS))
     parts = dict.fromkeys(("weights", "tables", "activations", "CUDA graphs"), 0)
     for step, draft_len, width in steps:
         sizes = Sizes.of(config, assembly.max_seq_len, draft_len, 0)

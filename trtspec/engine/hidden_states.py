@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from trtspec.engine.request import Request
+from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Batch
 from trtspec.errors import CheckpointError, ConfigError, EngineError
 from trtspec.models.hidden_shards import ShardFacts, States, leftovers, next_index, shard_path, shards_of, write_shard
@@ -130,31 +131,22 @@ class HiddenStateCollector:
 
     def __init__(self, writer: ShardWriter) -> None:
         self.writer = writer
-        self._rows: dict[int, list[tuple[int, Tensor]]] = {}  # request id -> (first row, states), in order
+        self._rows = RowStates()
         # in case nobody calls close(): at the latest when the interpreter ends
         self._finalizer = weakref.finalize(self, _finish, writer)
 
     def collect(self, batch: Batch, states: Tensor) -> None:
-        """Before a step is committed: states [T, n * H + H] of its packed rows.
-
-        Rows that were there already (rejected drafts; all those of a preempted request) are replaced.
-        """
-        parts = torch.split(states, [row.num_rows for row in batch])
-        for row, part in zip(batch, parts, strict=True):
-            start, chunks = row.request.kv.committed, self._rows.setdefault(row.request.request_id, [])
-            while chunks and chunks[-1][0] >= start:
-                chunks.pop()
-            chunks.append((start, part.to("cpu", copy=True)))
+        """Before a step is committed: states [T, n * H + H] of its packed rows."""
+        self._rows.collect(batch, states)
 
     def ended(self, request: Request) -> None:
         """Before its KV is released: queue what was committed, if the request ended by itself."""
-        chunks = self._rows.pop(request.request_id, [])
         length = min(request.kv.committed, len(request.tokens))
-        if request.finish_reason not in ("stop", "length") or not chunks:
+        states = self._rows.rows(request, 0, length)
+        self._rows.forget(request)
+        if request.finish_reason not in ("stop", "length") or not length:
             return
-        ends = [*(start for start, _ in chunks[1:]), length]
-        states = torch.cat([part[: end - start] for (start, part), end in zip(chunks, ends, strict=True)])
-        assert len(states) == length, f"request {request.request_id}: {len(states)} of {length} rows"
+        assert states is not None, f"request {request.request_id}: not all of {length} rows"
         hidden_size = self.writer.facts.hidden_size
         ids = torch.tensor(request.tokens[:length])
         self.writer.add(States(ids, states[:, :-hidden_size], states[:, -hidden_size:]))

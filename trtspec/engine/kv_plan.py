@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from trtspec.backends.compiled import CompiledStep
 from trtspec.errors import CapacityError, ConfigError
-from trtspec.models.specs import dense_spec
+from trtspec.models.weights import DTYPES
 
 if TYPE_CHECKING:
     from trtspec.engine.assemble import Assembly
@@ -62,12 +66,18 @@ def bytes_per_block(assembly: Assembly) -> int:
 
 def kv_bytes_per_token(assembly: Assembly) -> int:
     """Bytes of K and V that one token takes in all layers of target and draft."""
-    dtype, draft = assembly.dtype(assembly.target), assembly.draft
-    size = dense_spec(assembly.target).kv_elements_per_token * dtype.itemsize
-    if draft is None:
-        return size
-    fused = assembly.speculation.mode.use_one_engine()  # draft layers compute in the target's dtype
-    return size + dense_spec(draft).kv_elements_per_token * (dtype if fused else assembly.dtype(draft)).itemsize
+    if assembly.built is not None:
+        compiled = [CompiledStep.from_dict(one) for one in assembly.built.data["executables"].values()]
+        return sum(_bytes_per_token(one.kv, DTYPES[one.dtype]) for one in compiled)
+    described = replace(assembly, reads_weights=False)
+    steps = [described.target_step()]
+    if assembly.mode.has_draft_model():
+        steps.append(described.draft_step())
+    return sum(_bytes_per_token(step.kv_shapes, step.like.dtype) for step in steps)
+
+
+def _bytes_per_token(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
+    return sum(2 * heads * width for heads, width in shapes) * dtype.itemsize
 
 
 def free_memory() -> int:

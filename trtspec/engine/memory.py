@@ -28,15 +28,9 @@ class Activation:
 
 def activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
     """Those of a launch of these sizes that are large."""
-    spec, dtype = step.decoder.spec, step.decoder.norm.weight.dtype
     B, T, R = sizes.batch_size, sizes.rows, sizes.batch_size * (sizes.draft_len + 1)
-    found = [
-        Activation.of("logits", torch.float32, R, spec.vocab_size),
-        Activation.of("hidden states", dtype, T, spec.hidden_size),
-        Activation.of("gate and up of an MLP", dtype, T, 2 * spec.intermediate_size),
-    ]
-    if step.num_captured:
-        found.append(Activation.of("captured hidden states", dtype, T, step.num_captured * spec.hidden_size))
+    found = [Activation.of("logits", torch.float32, R, step.vocab_size)] if "tokens" in step.outputs else []
+    found += [Activation.of(name, step.like.dtype, T, width) for name, width in step.row_widths.items()]
     if step.draft_vocab_size:
         found.append(Activation.of("logits of drafts", torch.float32, B, step.draft_vocab_size))
     return tuple(found)

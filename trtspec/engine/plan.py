@@ -19,7 +19,6 @@ from trtspec.engine.assemble import Assembly, plan_assembly
 from trtspec.engine.build import engine_backend, largest_sizes, steps, use_linear_cache
 from trtspec.engine.memory import Activation, activations, table_bytes
 from trtspec.models.layers import weight_bytes
-from trtspec.models.specs import DecoderSpec
 from trtspec.models.weights import missing_weights
 
 
@@ -143,8 +142,8 @@ def plan_build(
         limits={**limits, "max_seq_len": assembly.max_seq_len, "block_size": config.block_size},
         missing=tuple(line for line in missing if line),
         executables={
-            role: _executable(step, layers, assembly, role, backend, options)
-            for role, (step, layers) in steps(assembly, backend, report).items()
+            role: _executable(step, assembly, role, backend, options)
+            for role, step in steps(assembly, backend, report).items()
         },
         options=asdict(options) if options is not None and backend.profiles else None,
     )
@@ -152,22 +151,21 @@ def plan_build(
 
 def _executable(
     step: Step,
-    layers: list[DecoderSpec],
     assembly: Assembly,
     role: str,
     backend: Backend,
     options: TensorRTOptions | None,
 ) -> ExecutablePlan:
-    shapes = [shape for spec in layers for shape in spec.kv_shapes]
+    shapes = step.kv_shapes
     sizes = largest_sizes(assembly, role, options)
     lengths = graph_draft_lens(step, assembly.resolved)
     kinds = ["ragged"] if backend.profiles else [*graph_kinds(step)]
     graphs = tuple(
-        describe_graph(step, shapes, at_draft_len(sizes, step, K), kind, K, backend.functional)
+        describe_graph(step, at_draft_len(sizes, step, K), kind, K, backend.functional)
         for K in lengths
         for kind in kinds
     )
-    dtype = step.decoder.norm.weight.dtype
+    dtype = step.like.dtype
     caches = tuple(f"{part}_cache_{layer}" for layer in range(len(shapes)) for part in "kv")
     own = weight_bytes(step.decoder)
     head = weight_bytes(step) - own

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from trtspec.config.resolved import ResolvedSpeculation, draft_len_for_batch
 from trtspec.core import Drafter, DraftRequest, Proposal
 from trtspec.engine.request import Request
+from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Scheduler
 from trtspec.errors import EngineError
 
@@ -17,10 +20,17 @@ logger = logging.getLogger(__name__)
 class Proposer:
     """Hands out drafts for the next step: those the launch made, or the drafter's. Without either: plain decoding."""
 
-    def __init__(self, drafter: Drafter | None, speculation: ResolvedSpeculation | None, vocab_size: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        speculation: ResolvedSpeculation | None,
+        vocab_size: int,
+        states: RowStates | None = None,
+    ) -> None:
         self.drafter = drafter
         self.speculation = speculation
         self.vocab_size = vocab_size
+        self.states = states  # of rows that the drafter is yet to read, if it reads any
         self.num_failures = 0
         self.num_stale = 0  # drafts dropped because draft KV has a gap: the hidden states for it are gone
 
@@ -49,11 +59,18 @@ class Proposer:
             elif length < len(request.drafts):
                 request.drafts = request.drafts[: max(length, 0)]
 
-    def forget(self, request_id: int) -> None:
+    def read_in(self, requests: Sequence[Request]) -> None:
+        """Draft KV for the rows of prompts that go on in the next step, so that their states need not be kept."""
+        if self.states is not None:
+            self._ask([(request, 0) for request in requests])
+
+    def forget(self, request: Request) -> None:
         """The request has ended."""
+        if self.states is not None:
+            self.states.forget(request)
         if self.drafter is not None:
             try:
-                self.drafter.forget(request_id)
+                self.drafter.forget(request.request_id)
             except Exception as error:
                 self._report(error)
 
@@ -73,10 +90,12 @@ class Proposer:
 
     def _ask(self, asked: list[tuple[Request, int]]) -> None:
         """One call for all; if it fails, one call each, and who fails again goes on without speculation."""
+        if self.states is not None:
+            asked = [(request, length) for request, length in asked if self._can_be_read(request)]
         if not asked:
             return
         assert self.drafter is not None
-        questions = [_question(request, length) for request, length in asked]
+        questions = [_question(request, length, self._unread(request)) for request, length in asked]
         try:
             proposal = self.drafter.propose(questions)
             answers = self._checked(proposal, questions)
@@ -91,6 +110,26 @@ class Proposer:
         for (request, _), (drafts, kv_len) in zip(asked, answers, strict=True):
             request.drafts = drafts
             request.kv.draft_len = kv_len
+            if self.states is not None:
+                self.states.drop(request, kv_len)
+
+    def _unread(self, request: Request) -> Tensor | None:
+        """The states of rows that are committed and not in draft KV; None if the drafter reads no states, or one is
+        gone."""
+        if self.states is None:
+            return None
+        return self.states.rows(request, request.kv.draft_len, min(request.kv.committed, len(request.tokens) - 1))
+
+    def _can_be_read(self, request: Request) -> bool:
+        """False: speculation has ended for the request, or states are gone: until its prompt is read in again."""
+        assert self.states is not None
+        if not request.speculates:
+            self.states.forget(request)
+            return False
+        if self._unread(request) is None:
+            self.num_stale += 1
+            return False
+        return True
 
     def _checked(self, proposal: Proposal, questions: Sequence[DraftRequest]) -> list[tuple[list[int], int]]:
         """Drafts and valid draft KV of each request, or EngineError saying what is wrong with the proposal."""
@@ -124,7 +163,7 @@ class Proposer:
             )
 
 
-def _question(request: Request, length: int) -> DraftRequest:
+def _question(request: Request, length: int, states: Tensor | None) -> DraftRequest:
     return DraftRequest(
         request_id=request.request_id,
         tokens=request.tokens,
@@ -132,4 +171,5 @@ def _question(request: Request, length: int) -> DraftRequest:
         sampling=request.sampling,
         block_table=request.kv.blocks,
         draft_kv_len=request.kv.draft_len,
+        hidden_states=states,
     )

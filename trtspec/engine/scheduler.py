@@ -38,7 +38,8 @@ class Scheduler:
     """First come, first served. The oldest get blocks first; if blocks run short the newest wait, recomputed later.
 
     `num_draft_tokens` is K: each request reserves room for the K tokens that drafting after the step may append.
-    `reuse`: how blocks are shared between requests, None = not at all.
+    `reuse`: how blocks are shared between requests, None = not at all. `forks_draft_kv`: samples of a prompt share rows
+    only with their draft KV, as it cannot be made later.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Scheduler:
         max_num_tokens: int,
         num_draft_tokens: int,
         reuse: PrefixReuse | None = None,
+        forks_draft_kv: bool = False,
     ) -> None:
         self.allocator = allocator
         self.max_batch_size = max_batch_size
         self.max_num_tokens = max_num_tokens
         self.num_draft_tokens = num_draft_tokens
         self.reuse = reuse
+        self.forks_draft_kv = forks_draft_kv
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.siblings: dict[int, list[Request]] = {}  # leader's id -> samples that wait for its prefill
@@ -138,7 +141,10 @@ class Scheduler:
         compute every row) and queue up."""
         for sibling in reversed(self.siblings.pop(leader.request_id, [])):
             if sibling.reuses_prefix:
-                sibling.kv = self.allocator.fork(leader.kv, leader.prompt_len - 1)  # one row is always computed
+                shared = leader.prompt_len - 1  # one row is always computed
+                if self.forks_draft_kv:
+                    shared = min(shared, leader.kv.draft_len)
+                sibling.kv = self.allocator.fork(leader.kv, shared)
             self.waiting.appendleft(sibling)
 
     def remove(self, request: Request) -> None:

@@ -73,12 +73,14 @@ class StepLoop:
         """Every request gets what its launch gave it, and drafts for the next step if it goes on."""
         emissions = []
         for batch, outputs in done:
-            if self.collector is not None:
-                assert outputs.hidden_states is not None
-                self.collector.collect(batch, outputs.hidden_states)
+            for reader in (self.collector, self.proposer.states):
+                if reader is not None:
+                    assert outputs.hidden_states is not None
+                    reader.collect(batch, outputs.hidden_states)
             emissions += self.deliver(batch, outputs)
         self.proposer.propose([e.request for e in emissions if e.tokens and not e.finished], self.scheduler)
-        if len(done) == 1 and self.collector is None:
+        self.proposer.read_in([e.request for e in emissions if not e.tokens and not e.finished])
+        if len(done) == 1 and self.collector is None and self.proposer.states is None:
             self.steady = SteadyBatch.after(*done[0], self.scheduler, self.proposer)
             if self.steady is not None:
                 self.assemble.look_again()
@@ -171,4 +173,4 @@ class StepLoop:
         if self.collector is not None:
             self.collector.ended(request)
         self.scheduler.remove(request)
-        self.proposer.forget(request.request_id)
+        self.proposer.forget(request)

@@ -1,92 +1,37 @@
-"""Draft heads: small models that read the target's hidden states and guess the tokens after the next.
+"""What all draft heads have in common: small models that read the target's hidden states and guess the next tokens.
 
-EAGLE3 (Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time test",
-arXiv 2503.01840). At position p the head is given the token at p + 1 and a vector for position p: at first the target's
-captured hidden states fused by `fc`, later its own output there. What it puts out at p predicts the token at p + 2.
+At position p a head is given the token at p + 1 and a vector for position p, and what it puts out there predicts the
+token at p + 2. It runs inside the target's graph (workers.heads) or beside it (drafters.heads); neither knows which.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trtspec.models.attention import Attend, Attention
-from trtspec.models.layers import GatedMLP, Linear, RMSNorm, RotaryTable, _unloaded
-from trtspec.models.specs import DecoderSpec
+from trtspec.config.model import ModelConfig
+from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.models.attention import Attend
+from trtspec.models.decoder import Decoder
 
 
-@dataclass(frozen=True)
-class Eagle3Spec:
-    """Shapes and switches of an EAGLE3 head. `layer` describes its one decoder layer; its vocabulary is the target's.
+class DraftHead(nn.Module, ABC):
+    """A head over a vocabulary of Vd draft ids, each of which stands for one of the target's V.
 
-    num_captured: hidden states the head fuses. own_embedding, own_head: False = the target's serves.
+    Passes are counted from 0: the first covers all rows of a step, each further one a row per request and reads what
+    the head put out before. Which layers or matrices a pass uses is for the head to say.
     """
 
-    layer: DecoderSpec
-    target_hidden_size: int
-    num_captured: int
-    draft_vocab_size: int
-    norm_before_residual: bool = False
-    own_embedding: bool = False
-    own_head: bool = True
-
-
-class Eagle3Layer(nn.Module):
-    """One decoder layer over [norm(e); norm(h)]; the residual stream is h, before its norm or after."""
-
-    def __init__(self, spec: Eagle3Spec, layer: int) -> None:
+    def __init__(self, vocab_size: int, draft_vocab_size: int | None = None) -> None:
         super().__init__()
-        H, eps = spec.layer.hidden_size, spec.layer.rms_norm_eps
-        self.norm_before_residual = spec.norm_before_residual
-        self.attention_norm = RMSNorm(H, eps)  # of e
-        self.hidden_norm = RMSNorm(H, eps)
-        self.attention = Attention(spec.layer, layer, in_features=2 * H)
-        self.mlp_norm = RMSNorm(H, eps)
-        self.mlp = GatedMLP(spec.layer)
-
-    def forward(self, e: Tensor, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        normed = self.hidden_norm(h)
-        x = normed if self.norm_before_residual else h
-        x = x + self.attention(torch.cat((self.attention_norm(e), normed), dim=-1), cos, sin, attend)
-        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
-
-
-class Eagle3Head(nn.Module):
-    """The whole head. `layer` is the index under which its attention asks for KV (the target's layers come first).
-
-    Where the checkpoint has no embedding or lm_head of its own, `share` puts the target's in their place.
-    """
-
-    def __init__(self, spec: Eagle3Spec, layer: int = 0, max_position: int | None = None) -> None:
-        super().__init__()
-        self.spec = spec
-        H, V, eps = spec.layer.hidden_size, spec.draft_vocab_size, spec.layer.rms_norm_eps
-        self.fc = Linear(spec.num_captured * spec.target_hidden_size, H, bias=False)
-        self.rotary = RotaryTable(
-            spec.layer.rope, spec.layer.head_dim, max_position or spec.layer.max_position_embeddings
-        )
-        self.midlayer = Eagle3Layer(spec, layer)
-        self.norm = RMSNorm(H, eps)
-        shape = (spec.layer.vocab_size, H)
-        self.embedding: nn.Module = nn.Identity()  # share() fills what the checkpoint leaves out
-        self.head: nn.Module = nn.Identity()
-        if spec.own_embedding:
-            self.embedding = nn.Embedding(*shape, _weight=_unloaded(*shape))
-        if spec.own_head:
-            self.head = Linear(H, V, bias=False, float_out=True)
-        self.register_buffer("target_ids", torch.arange(V), persistent=False)  # [Vd] target id of each draft id
-        self.register_buffer("draft_ids", torch.arange(spec.layer.vocab_size), persistent=False)  # the way back, or -1
+        size = vocab_size if draft_vocab_size is None else draft_vocab_size
+        self.register_buffer("target_ids", torch.arange(size), persistent=False)  # [Vd] target id of each draft id
+        self.register_buffer("draft_ids", torch.arange(vocab_size), persistent=False)  # [V] the way back, or -1
         self.target_ids: Tensor
         self.draft_ids: Tensor
-
-    def share(self, embedding: nn.Module, head: nn.Module) -> None:
-        """Use the target's embedding and lm_head where the checkpoint has none of its own."""
-        if not self.spec.own_embedding:
-            self.embedding = embedding
-        if not self.spec.own_head:
-            self.head = head
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
         """target_ids [Vd] int64, distinct and in the target's vocabulary: what each draft id stands for."""
@@ -95,15 +40,62 @@ class Eagle3Head(nn.Module):
         self.draft_ids[target_ids] = torch.arange(len(target_ids))
 
     def fuse(self, captured: Tensor) -> Tensor:
-        """captured [T, num_captured * Ht] -> h [T, H] of the first pass."""
-        return self.fc(captured)  # type: ignore[no-any-return]
+        """captured [T, n * Ht], the target's states at the layers the head asks for -> h [T, H] of the first pass."""
+        return captured
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The token after each row [T], h [T, H], positions [T] -> y [T, H]: h of the next pass, before the norm."""
-        e = self.embedding(input_ids)
-        cos, sin = self.rotary(positions, e.dtype)
-        return self.midlayer(e, h, cos, sin, attend)  # type: ignore[no-any-return]
+    @abstractmethod
+    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+        """Pass `step`: the token after each row [T], h [T, H], positions [T] -> y [T, H], h of the next pass."""
 
-    def logits(self, y: Tensor) -> Tensor:
-        """y [R, H] -> logits [R, Vd] fp32 over the draft vocabulary."""
-        return self.head(self.norm(y))  # type: ignore[no-any-return]
+    @abstractmethod
+    def logits(self, y: Tensor, step: int = 0) -> Tensor:
+        """y [R, H] of pass `step` -> logits [R, Vd] fp32 over the draft vocabulary."""
+
+    @property
+    @abstractmethod
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """(num_kv_heads, head_dim) of each of its attention layers; their KV follows the target's."""
+
+    @property
+    @abstractmethod
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each of those, None = all."""
+
+    @abstractmethod
+    def weight_bytes_for(self, num_passes: int) -> int:
+        """Bytes of weights that the first `num_passes` passes read."""
+
+
+class HeadResources(Protocol):
+    """What a head is loaded with; the mode's row names the function that does."""
+
+    @property
+    def speculation(self) -> ResolvedSpeculation: ...
+
+    @property
+    def max_seq_len(self) -> int: ...
+
+    @property
+    def target(self) -> ModelConfig: ...
+
+    @property
+    def first_draft_layer(self) -> int:
+        """The index under which the head's first attention layer asks for KV: behind the target's layers, or 0."""
+        ...
+
+    @property
+    def draft(self) -> ModelConfig | None:
+        """The draft checkpoint, if the mode has one of its own."""
+        ...
+
+    @property
+    def reads_weights(self) -> bool:
+        """False: only shapes are asked for, on torch's meta device, like those of the target that is given."""
+        ...
+
+
+class LoadHead(Protocol):
+    """Such a function: the head of `target`, in its dtype and eval mode. Raises WeightsError, CheckpointError or
+    UnsupportedError."""
+
+    def __call__(self, resources: HeadResources, target: Decoder) -> DraftHead: ...

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
-from trtspec.models.heads import Eagle3Head, Eagle3Spec
+from trtspec.models.eagle3 import Eagle3Head, Eagle3Spec
 from trtspec.train.data import Tokens, Windows
 from trtspec.train.language_model import CausalAttend, compiled
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
-from trtspec.models.heads import Eagle3Head
+from trtspec.models.eagle3 import Eagle3Head
 from trtspec.train.data import Tokens
 from trtspec.train.eagle3 import UnrolledAttend, observe
 from trtspec.train.evaluate import Acceptance

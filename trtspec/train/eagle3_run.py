@@ -21,8 +21,8 @@ from trtspec.config.capture import default_capture_layers
 from trtspec.config.model import ModelConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.decoder import Decoder
-from trtspec.models.head_weights import eagle3_tensors
-from trtspec.models.heads import Eagle3Head
+from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.eagle3_weights import eagle3_tensors
 from trtspec.models.weights import DTYPES, load_decoder
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.data import Tokens, Windows, load_tokenizer

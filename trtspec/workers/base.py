@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import (
     AttnMetadata,
@@ -29,7 +28,7 @@ from trtspec.core import (
 from trtspec.drafters.chain import ChainState, draft_chain
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
-from trtspec.models.specs import DecoderSpec
+from trtspec.models.heads import DraftHead
 from trtspec.ops import process_logits, spec_accept, spec_sample
 from trtspec.verify.strict import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, get_force_num_accepted_tokens
 
@@ -55,17 +54,14 @@ class GuidedDecoder(Protocol):
 class SpecWorkerBase(nn.Module, ABC):
     """Draw, accept, draft. A subclass says what its draft layers compute; the chain is drafters.chain's.
 
-    capture_layers: hidden states it wants of the target, "after layer i", -1 = after the last norm. draft_layers: the
-    shape of its KV layers, which follow the target's. greedy: drafts are arg-max, whatever the requests ask for.
+    capture_layers: hidden states it wants of the target, "after layer i", -1 = after the last norm. greedy: drafts are
+    arg-max, whatever the requests ask for.
     """
 
-    def __init__(
-        self, max_draft_len: int, capture_layers: Sequence[int], draft_layers: DecoderSpec, greedy: bool = False
-    ) -> None:
+    def __init__(self, max_draft_len: int, capture_layers: Sequence[int], greedy: bool = False) -> None:
         super().__init__()
         self.max_draft_len = max_draft_len
         self.capture_layers = tuple(capture_layers)
-        self.draft_layers = draft_layers
         self.greedy = greedy
         self.guided_decoder: GuidedDecoder | None = None
 
@@ -80,8 +76,8 @@ class SpecWorkerBase(nn.Module, ABC):
         """Pass `step` (1..K'-1) over one row per request: tokens [B], hidden [B, H], positions [B] -> [B, H]."""
 
     @abstractmethod
-    def draft_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [B, H] -> logits [B, Vd] fp32 over the draft vocabulary."""
+    def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
+        """hidden [B, H] of pass `step` (0..K'-1) -> logits [B, Vd] fp32 over the draft vocabulary."""
 
     @property
     @abstractmethod
@@ -92,6 +88,16 @@ class SpecWorkerBase(nn.Module, ABC):
     @abstractmethod
     def draft_ids(self) -> Tensor:
         """[V] int64: draft id of each target id, -1 where there is none."""
+
+    @property
+    @abstractmethod
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """(num_kv_heads, head_dim) of its KV layers, which follow the target's."""
+
+    @property
+    @abstractmethod
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each of those, None = all."""
 
     @property
     @abstractmethod
@@ -144,13 +150,13 @@ class SpecWorkerBase(nn.Module, ABC):
         sampling = replace(sampling, positions=sampling.positions + taken + 1)
         hidden = hidden[last]
         attn = replace(attn, kv_lens=kv_lens).advance()
-        start = ChainState(self.sample_drafts(hidden, sampling), attn, sampling.advance(), hidden)
+        start = ChainState(self.sample_drafts(0, hidden, sampling), attn, sampling.advance(), hidden)
 
         def forward(step: int, state: ChainState) -> tuple[Tensor, Tensor]:
             assert state.hidden is not None
             positions = state.attn.kv_lens.long() - 1  # one row per request, its last
             after = self.next_pass(step, state.tokens, state.hidden, positions, attend.at(state.attn))
-            return self.sample_drafts(after, state.sampling), after
+            return self.sample_drafts(step, after, state.sampling), after
 
         return draft_chain(start, spec.next_draft_len, forward)
 
@@ -195,9 +201,10 @@ class SpecWorkerBase(nn.Module, ABC):
         last = accepted.gather(1, (counts - 1).clamp(min=0)[:, None])
         return torch.cat((last, drafts), dim=1)
 
-    def sample_drafts(self, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
-        """hidden [B, H] -> drafts [B] int64, target ids, drawn with the noise the target will use at their places."""
-        logits = self.draft_logits(hidden)
+    def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
+        """hidden [B, H] of pass `step` -> drafts [B] int64, target ids, drawn with the noise the target will use at
+        their places."""
+        logits = self.draft_logits(step, hidden)
         if self.greedy:
             return self.draft_sampler_greedy(logits, self.d2t)
         ids = torch.arange(logits.shape[1], device=logits.device) + self.d2t
@@ -242,17 +249,8 @@ class WorkerResources(Protocol):
     @property
     def speculation(self) -> ResolvedSpeculation: ...
 
-    @property
-    def max_seq_len(self) -> int: ...
-
-    @property
-    def draft(self) -> ModelConfig | None:
-        """The draft checkpoint, if the mode has one of its own."""
-        ...
-
-    @property
-    def reads_weights(self) -> bool:
-        """False: only shapes are asked for, on torch's meta device, like those of the target that is given."""
+    def load_head(self, target: Decoder) -> DraftHead:
+        """What the mode's row loads as the head of `target`."""
         ...
 
 

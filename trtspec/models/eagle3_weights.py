@@ -18,7 +18,8 @@ from trtspec.config.eagle import Eagle3Facts
 from trtspec.config.model import ModelConfig
 from trtspec.errors import WeightsError
 from trtspec.models.decoder import Decoder
-from trtspec.models.heads import Eagle3Head, Eagle3Spec
+from trtspec.models.eagle3 import Eagle3Head, Eagle3Spec
+from trtspec.models.heads import HeadResources
 from trtspec.models.layers import unallocated
 from trtspec.models.slots import Slot, layer_slots
 from trtspec.models.specs import dense_spec
@@ -48,10 +49,24 @@ def head_slots(spec: Eagle3Spec) -> dict[str, Slot]:
     return slots
 
 
+def load(resources: HeadResources, target: Decoder) -> Eagle3Head:
+    """See models.heads.LoadHead."""
+    assert resources.draft is not None
+    make = load_eagle3 if resources.reads_weights else describe_eagle3
+    num_captured, first = len(resources.speculation.capture_layers), resources.first_draft_layer
+    return make(resources.draft, target, num_captured, resources.max_seq_len, first_layer=first)
+
+
 def load_eagle3(
-    config: ModelConfig, target: Decoder, num_captured: int, max_position: int | None = None, role: str = "draft"
+    config: ModelConfig,
+    target: Decoder,
+    num_captured: int,
+    max_position: int | None = None,
+    role: str = "draft",
+    first_layer: int | None = None,
 ) -> Eagle3Head:
-    """The folder `config.path` as the head of `target`, in its dtype and eval mode, its KV layers after the target's.
+    """The folder `config.path` as the head of `target`, in its dtype and eval mode. first_layer: index of its KV layer,
+    None = after the target's.
 
     Raises WeightsError naming each tensor that is missing, unexpected, of another shape than the target calls for, or
     (d2t, t2d) of impossible values.
@@ -62,8 +77,8 @@ def load_eagle3(
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     spec = _spec(config, facts, target, num_captured, shapes)
     offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    with unallocated(target.embedding.weight.dtype):
-        head = Eagle3Head(spec, target.spec.num_layers, max_position)
+    with unallocated(target.norm.weight.dtype):
+        head = Eagle3Head(spec, target.spec.num_layers if first_layer is None else first_layer, max_position)
     one_by_one = ((name, tensors.pop(name)) for name in [*tensors])  # keeping none that is loaded
     load_weights(head, head_slots(spec), one_by_one, config.path, role)
     head.set_vocabulary(_target_ids(config, facts, offsets, used))
@@ -72,7 +87,12 @@ def load_eagle3(
 
 
 def describe_eagle3(
-    config: ModelConfig, target: Decoder, num_captured: int, max_position: int | None = None, role: str = "draft"
+    config: ModelConfig,
+    target: Decoder,
+    num_captured: int,
+    max_position: int | None = None,
+    role: str = "draft",
+    first_layer: int | None = None,
 ) -> Eagle3Head:
     """The head that `load_eagle3` gives, without values, on torch's meta device.
 
@@ -90,8 +110,8 @@ def describe_eagle3(
         check_shapes(head_slots(spec), shapes.items(), config.path, role)
     else:
         spec = dataclasses.replace(spec, own_head=True)
-    with torch.device("meta"), unallocated(target.embedding.weight.dtype):
-        head = Eagle3Head(spec, target.spec.num_layers, max_position)
+    with torch.device("meta"), unallocated(target.norm.weight.dtype):
+        head = Eagle3Head(spec, target.spec.num_layers if first_layer is None else first_layer, max_position)
     head.share(target.embedding, target.head)
     return head.eval().requires_grad_(False)
 
