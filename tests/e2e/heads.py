@@ -96,7 +96,8 @@ def watch(llm: LLM, answers: Sequence[Sequence[int]] | None = None, lie: float =
 
 @dataclass
 class Watch:
-    """What an engine's requests were given to verify, and, after each step, whether their draft KV was complete."""
+    """What an engine's requests were given to verify, and, after each step, whether their draft KV was complete, or the
+    states to make it of were kept: inside a prompt they are not."""
 
     llm: LLM
     given: dict[Place, int] = field(default_factory=dict)
@@ -105,7 +106,10 @@ class Watch:
     def __call__(self, emissions: list[Emission]) -> None:
         self.llm.engine.settle()
         for request in self.llm.engine.loop.scheduler.running:
-            if request.kv.draft_len != request.kv.committed:
+            kv, kept = request.kv, self.llm.engine.loop.proposer.states
+            known = min(kv.committed, len(request.tokens) - 1)
+            waits = kept is not None and not request.is_context and kept.rows(request, kv.draft_len, known) is not None
+            if kv.draft_len != kv.committed and not waits:
                 self.incomplete.append((request.request_id, request.kv.draft_len, request.kv.committed))
             known = len(request.tokens)
             assert not request.drafts or known + len(request.drafts) < request.length_limit  # none is of no use

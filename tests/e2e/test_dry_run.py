@@ -21,7 +21,7 @@ from tests.checkpoints import edit_config
 from tests.e2e.conformance import LIMITS, K, make_models
 from tests.fp8_checkpoints import Fp8Kind
 from trtspec.backends.describe import Calls, describe_graph
-from trtspec.backends.export import OUTPUT_SHAPES, Step, example_batch, export_step, graph_inputs, input_names
+from trtspec.backends.export import OUTPUT_SHAPES, example_batch, export_step, graph_inputs, input_names
 from trtspec.backends.tensorrt_profiles import Sizes
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
@@ -30,6 +30,7 @@ from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import plan_assembly
 from trtspec.engine.build import build_engine
 from trtspec.engine.plan import plan_build
+from trtspec.workers.step import Step
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -22,7 +22,7 @@ from trtspec.sampling_params import sample_seed
 
 K = 3
 MOST_K = 5
-CASES = draw_cases(24, seed=31, most_prompt=60)
+CASES = draw_cases(30, seed=27, most_prompt=60)
 ROOMY: dict[str, Any] = {"num_kv_blocks": 1000, "block_size": 4}
 PLAIN: dict[str, Any] = {**ROOMY, "max_batch_size": 64, "enable_prefix_caching": False}
 TIGHT: dict[str, Any] = {"max_num_tokens": 32, "num_kv_blocks": 25, "block_size": 4}

@@ -113,7 +113,16 @@ def test_from_string() -> None:
 
 @pytest.mark.parametrize("mode", M)
 def test_require_built(mode: SpeculativeDecodingMode) -> None:
-    built = {"EAGLE3_ONE_MODEL", "NONE", "NGRAM", "DRAFT_TARGET", "AUTO", "USER_PROVIDED", "SAVE_HIDDEN_STATES"}
+    built = {
+        "EAGLE3",
+        "EAGLE3_ONE_MODEL",
+        "NONE",
+        "NGRAM",
+        "DRAFT_TARGET",
+        "AUTO",
+        "USER_PROVIDED",
+        "SAVE_HIDDEN_STATES",
+    }
     if mode.name in built:
         mode.require_built()
     else:

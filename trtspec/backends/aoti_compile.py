@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import Step, example_batch, export_step, graph_kinds, input_names, moved
+from trtspec.backends.export import example_batch, export_step, graph_kinds, input_names, moved
 from trtspec.core import KVLayer
 from trtspec.errors import DependencyError, EngineError
 from trtspec.ops import graph_calls, kernel_interface
+from trtspec.workers.step import Step
 
 _INDUCTOR = {
     "aot_inductor.package_constants_in_so": False,  # weights once, beside all graphs
@@ -69,8 +70,7 @@ def compile_graphs(
         report(f"{kind} graph for K = {K}: tracing")
         example = moved(example_batch(K, block_size, uniform), step.like.device)
         blocks = int(example.attn.block_tables.max()) + 1
-        like = {"dtype": step.like.dtype, "device": step.like.device}
-        kv = [tuple(torch.zeros(blocks, block_size, h, d, **like) for _ in "kv") for h, d in step.kv_shapes]
+        kv = [tuple(step.like.new_zeros(blocks, block_size, h, d) for _ in "kv") for h, d in step.kv_shapes]
         program = export_step(step, example, cast("list[KVLayer]", kv), uniform)
         report(f"{kind} graph for K = {K}: compiling")
         file = folder / f"{kind}_k{K}.pt2"

@@ -15,8 +15,8 @@ from trtspec.backends.aoti_compile import compile_graphs
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.cudagraph import CudaExecutable
 from trtspec.backends.device import open_gpu
-from trtspec.backends.export import Step
 from trtspec.backends.weight_file import load_weights
+from trtspec.workers.step import Step
 
 
 def require() -> None:

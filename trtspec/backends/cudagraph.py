@@ -19,9 +19,10 @@ from torch import Tensor
 
 from trtspec.backends.compiled import CompiledExecutable, CompiledStep, Graph, LoadedGraph
 from trtspec.backends.device import Mark, WorkQueue
-from trtspec.backends.export import INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, Step, input_names, step_inputs
+from trtspec.backends.export import INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, input_names, step_inputs
 from trtspec.backends.static_graph import BAN_COLUMNS, FILTERS, GraphMemory, Kind, Parts, Region, StaticGraph, left_out
 from trtspec.core import Carry, KVLayer, PhaseMethod, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.workers.step import Step
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trtspec.backends.export import INPUT_DTYPES, INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, Step, input_names
+from trtspec.backends.export import INPUT_DTYPES, INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, input_names
 from trtspec.backends.tensorrt_profiles import Sizes
 from trtspec.core import KVLayer
 from trtspec.errors import UnsupportedError
+from trtspec.workers.step import Step
 
 _LINEARS = ("packed_linear", "packed_embedding")
 

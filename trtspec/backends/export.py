@@ -110,8 +110,8 @@ def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: i
     attn = AttnMetadata(cu_q_lens=cu_q_lens, **{name: tensors[name] for name in _ATTN}, width=width)
     plain = SpecMetadata.plain((), attn, SamplingTensors(**{name: tensors[name] for name in _SAMPLING}))
     spec: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in _OF_SPEC}
-    spec = replace(plain, next_draft_len=next_draft_len, **spec)
-    return StepInputs(tensors["input_ids"], attn, spec, tensors.get("hidden_states"))
+    batch = replace(plain, next_draft_len=next_draft_len, **spec)
+    return StepInputs(tensors["input_ids"], attn, batch, tensors.get("hidden_states"))
 
 
 def _known_if_uniform(input_ids: Tensor, kv_lens: Tensor, width: int) -> dict[str, Tensor]:

@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import Step, example_batch, graph_kinds
+from trtspec.backends.export import example_batch, graph_kinds
 from trtspec.backends.onnx_export import OWN, export_onnx
 from trtspec.backends.onnx_linear import as_torch, write_linears
 from trtspec.core import KVLayer
 from trtspec.errors import EngineError
+from trtspec.workers.step import Step
 
 _INLINE = 1024
 """Bytes up to which a constant stays in its graph's file."""

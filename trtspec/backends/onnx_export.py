@@ -23,8 +23,9 @@ import torch
 from onnxscript import opset21, values
 from torch.export import ExportedProgram
 
-from trtspec.backends.export import INPUT_SHAPES, Step, export_step, input_names
+from trtspec.backends.export import INPUT_SHAPES, export_step, input_names
 from trtspec.core import KVLayer, StepInputs
+from trtspec.workers.step import Step
 
 DOMAIN = "trtspec"
 OWN = "step."

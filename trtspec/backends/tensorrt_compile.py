@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.cuda import Cuda
-from trtspec.backends.export import Step, example_batch
+from trtspec.backends.export import example_batch
 from trtspec.backends.onnx_export import DOMAIN, export_onnx
 from trtspec.backends.onnx_linear import write_linears
 from trtspec.backends.tensorrt import load_tensorrt, made_for, open_cuda
@@ -33,6 +33,7 @@ from trtspec.backends.tensorrt_network import Attributes, PluginOf, write_networ
 from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, profiles
 from trtspec.core import KVLayer
 from trtspec.errors import ConfigError, DependencyError, EngineError
+from trtspec.workers.step import Step
 
 _BITS = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError
 
-from trtspec.backends.export import Step, graph_draft_lens
+from trtspec.backends.export import graph_draft_lens
 from trtspec.backends.table import BACKENDS, Backend
 from trtspec.backends.tensorrt_profiles import Sizes, TensorRTOptions
 from trtspec.config.engine import EngineConfig
@@ -26,6 +26,7 @@ from trtspec.engine.kv_plan import full_kv_blocks, wanted_kv_blocks
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.models.specs import dense_spec
 from trtspec.ops import load_plugins
+from trtspec.workers.step import Step
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -7,9 +7,9 @@ from math import prod
 
 import torch
 
-from trtspec.backends.export import Step
 from trtspec.backends.tensorrt_profiles import Sizes
 from trtspec.models.layers import Linear
+from trtspec.workers.step import Step
 
 
 @dataclass(frozen=True)

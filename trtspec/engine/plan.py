@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trtspec.backends.describe import Calls, GraphPlan, at_draft_len, describe_graph, plugins
-from trtspec.backends.export import Step, graph_draft_lens, graph_kinds
+from trtspec.backends.export import graph_draft_lens, graph_kinds
 from trtspec.backends.table import Backend
 from trtspec.backends.tensorrt_profiles import Profile, TensorRTOptions, profiles
 from trtspec.config.engine import EngineConfig
@@ -20,6 +20,7 @@ from trtspec.engine.build import engine_backend, largest_sizes, steps, use_linea
 from trtspec.engine.memory import Activation, activations, table_bytes
 from trtspec.models.layers import weight_bytes
 from trtspec.models.weights import missing_weights
+from trtspec.workers.step import DecodeStep, Step
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,9 @@ def _executable(
     )
     dtype = step.like.dtype
     caches = tuple(f"{part}_cache_{layer}" for layer in range(len(shapes)) for part in "kv")
-    own = weight_bytes(step.decoder)
-    head = weight_bytes(step) - own
-    weights = {role: own, "head": head} if head else {role: own}
+    whole = weight_bytes(step)
+    own = weight_bytes(step.decoder) if isinstance(step, DecodeStep) else whole
+    weights = {role: own, "head": whole - own} if whole > own else {role: own}
     return ExecutablePlan(
         graphs=graphs,
         kv=KVPlan(

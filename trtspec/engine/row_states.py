@@ -26,7 +26,9 @@ class RowStates:
 
     def rows(self, request: Request, start: int, end: int) -> Tensor | None:
         """Rows [start, end) of a request, [end - start, width]; None if one of them is not there."""
-        chunks = self._chunks.get(request.request_id, [])
+        chunks = self._chunks.get(request.request_id)
+        if not chunks:
+            return None
         ends = [*(first for first, _ in chunks[1:]), end]
         parts = [
             part[max(start - first, 0) : min(last, end) - first]
