@@ -364,6 +364,7 @@ class DraftRequest:
     # for modes that read the target's states: those of the tokens from draft_kv_len on, [n, number * H]; n =
     # len(tokens) - draft_kv_len - 1, or fewer inside a prompt, and then max_draft_len is 0: no drafts, KV alone
     hidden_states: Tensor | None = None
+    prompt_len: int = 0  # leading tokens that came with the request; the others are its response
 
 
 class Drafter(Protocol):

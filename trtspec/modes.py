@@ -39,6 +39,7 @@ class SpeculativeDecodingMode(enum.IntEnum):
     SAVE_HIDDEN_STATES = 9
     NONE = 10
     AUTO = 11
+    SUFFIX = 12
 
     @staticmethod
     def from_string(name: str | None) -> SpeculativeDecodingMode:
@@ -97,6 +98,9 @@ class SpeculativeDecodingMode(enum.IntEnum):
 
     def is_auto(self) -> bool:
         return self is SpeculativeDecodingMode.AUTO
+
+    def is_suffix(self) -> bool:
+        return self is SpeculativeDecodingMode.SUFFIX
 
     # -- what it needs and supports -----------------------------------------------------------------------------
     def use_one_engine(self) -> bool:
@@ -231,6 +235,9 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     _M.SAVE_HIDDEN_STATES: ModeTraits(built=True, spec_drafter=True),  # drafts nothing; see workers.step.CaptureStep
     _M.NONE: ModeTraits(built=True),
     _M.AUTO: ModeTraits(built=True),  # becomes another mode when the config is resolved
+    _M.SUFFIX: ModeTraits(
+        built=True, kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.suffix:SuffixDrafter"
+    ),
 }
 
 # The user's words -> mode: (method, one_engine, vanilla, parallel). A row that is not here is refused.
@@ -242,6 +249,7 @@ MODE_OF: dict[tuple[str, bool, bool, bool], SpeculativeDecodingMode] = {
     ("mtp", True, False, False): _M.MTP_EAGLE_ONE_MODEL,
     ("mtp", False, False, False): _M.MTP_EAGLE,
     ("ngram", False, False, False): _M.NGRAM,
+    ("suffix", False, False, False): _M.SUFFIX,
     ("extract_hidden_states", False, False, False): _M.SAVE_HIDDEN_STATES,
     ("custom_class", False, False, False): _M.USER_PROVIDED,
     ("auto", False, False, False): _M.AUTO,
@@ -257,7 +265,7 @@ def words_for(mode: SpeculativeDecodingMode) -> dict[str, str | bool]:
 
 
 # Methods that are known but have no mode yet; their members will come after AUTO.
-METHODS_WITHOUT_MODE = ("suffix", "medusa", "mlp_speculator", "eagle", "dflash", "dspark")
+METHODS_WITHOUT_MODE = ("medusa", "mlp_speculator", "eagle", "dflash", "dspark")
 METHODS: tuple[str, ...] = (*dict.fromkeys(key[0] for key in MODE_OF), *METHODS_WITHOUT_MODE)
 
 

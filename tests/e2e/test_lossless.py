@@ -43,6 +43,8 @@ MODES: dict[str, dict[str, Any]] = {
         "prompt_lookup_max": 3,
         "prompt_lookup_latest": True,
     },
+    "ngram-pool": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "is_public_pool": True},
+    "suffix": {"method": "suffix"},
     "draft": {"method": "draft_model"},
     "auto": {"method": "auto"},
     "user": {"method": "custom_class"},

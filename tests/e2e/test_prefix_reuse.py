@@ -250,6 +250,7 @@ MODE = SpeculativeDecodingMode
 FLAGS = {
     MODE.NONE: (False, False),
     MODE.NGRAM: (False, False),
+    MODE.SUFFIX: (False, False),
     MODE.USER_PROVIDED: (False, False),
     MODE.DRAFT_TARGET: (True, False),
     MODE.EAGLE3: (True, True),

@@ -46,7 +46,21 @@ ONE_TO: dict[str, Any] = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
         ),
         ({**NGRAM}, {"max_matching_ngram_size": 5}, "prompt_lookup_min"),
         ({**NGRAM, "prompt_lookup_min": 1}, {"max_matching_ngram_size": 1}, ""),
-        ({**NGRAM, **ONE_TO, "prompt_lookup_latest": True}, {"is_use_oldest": False}, ""),
+        (
+            {**NGRAM, **ONE_TO, "prompt_lookup_latest": True},
+            {"is_use_oldest": False, "is_public_pool": False},
+            "prompt_lookup_latest",
+        ),
+        (
+            {**NGRAM, **ONE_TO, "prompt_lookup_latest": True, "is_public_pool": True},
+            {"is_use_oldest": False, "is_public_pool": True},
+            "",
+        ),
+        (
+            {**NGRAM, **ONE_TO, "is_public_pool": False, "is_keep_all": False, "ngram_pool_size": 9},
+            {"is_use_oldest": True, "is_public_pool": False, "is_keep_all": False},
+            "ngram_pool_size",
+        ),
         (
             {**DRAFTED, **GREEDY},
             {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model": "/d"},

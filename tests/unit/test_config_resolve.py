@@ -247,7 +247,6 @@ def test_refused_against_target_or_draft(
         ),
         ({"method": "mtp", "num_speculative_tokens": 1}, r"mode=MTP_EAGLE_ONE_MODEL is not built yet"),
         ({"method": "medusa"}, r"method='medusa' is not built yet; use one of draft_model"),
-        ({"method": "suffix", "model": None}, r"method='suffix' is not built yet"),
     ],
 )
 def test_known_but_not_built(fields: dict[str, Any], message: str) -> None:
@@ -293,6 +292,26 @@ def test_prompt_lookup(fields: dict[str, Any], expected: tuple[int, int]) -> Non
     resolved = decide({**NGRAM, **fields})
     assert (resolved.prompt_lookup_min, resolved.prompt_lookup_max) == expected
     assert resolved.prompt_lookup_latest is False
+    assert resolved.is_public_pool is None
+
+
+def test_ngram_pool() -> None:
+    resolved = decide({**NGRAM, "is_public_pool": False, "is_keep_all": False, "ngram_pool_size": 7})
+    assert (resolved.is_public_pool, resolved.is_keep_all, resolved.ngram_pool_size) == (False, False, 7)
+    for field, value in (("is_keep_all", False), ("ngram_pool_size", 7)):
+        with pytest.raises(ConfigError, match=f"{field}={value} without a pool; set is_public_pool to True or False"):
+            SpeculativeConfig(**NGRAM, **{field: value})
+    with pytest.raises(ConfigError, match="is_public_pool=True means nothing to method='suffix'; remove it"):
+        decide({"method": "suffix", "is_public_pool": True})
+
+
+def test_suffix() -> None:
+    resolved = decide({"method": "suffix"})
+    assert (resolved.mode, resolved.num_speculative_tokens) == (M.SUFFIX, 24)
+    own = {"max_tree_depth": 8, "max_cached_requests": 0, "max_spec_factor": 2.0, "min_token_prob": 0.5}
+    settings = {f"suffix_decoding_{name}": value for name, value in own.items()}
+    resolved = decide({"method": "suffix", **settings})
+    assert {name: getattr(resolved, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize(("batch", "k", "n"), [(1, 5, 3), (4, 5, 3), (5, 3, 5), (256, 3, 5)])

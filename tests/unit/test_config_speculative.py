@@ -41,7 +41,7 @@ def test_defaults() -> None:
                 "enforce_eager draft_tensor_parallel_size max_model_len disable_by_batch_size draft_len_schedule "
                 "num_speculative_tokens_per_batch_size max_concurrency acceptance_window "
                 "acceptance_length_threshold prompt_lookup_min prompt_lookup_max rejection_sample_method "
-                "synthetic_acceptance_rates synthetic_acceptance_length draft_sample_method "
+                "synthetic_acceptance_rates synthetic_acceptance_length draft_sample_method is_public_pool "
                 "speculative_token_tree capture_layers output_directory drafter"
             )
         ),
@@ -53,6 +53,8 @@ def test_defaults() -> None:
             False,
         ),
         "disable_logprobs": True,
+        "is_keep_all": True,
+        "ngram_pool_size": 200_000,
         "write_interval": 20,
         "file_prefix": "data",
         "suffix_decoding_max_tree_depth": 24,
@@ -81,6 +83,7 @@ SYNTHETIC = {"rejection_sample_method": "synthetic"}
         ({"prompt_lookup_min": 0}, r"prompt_lookup_min=0: .*equal to 1 \(shortest"),
         ({"prompt_lookup_max": 0}, r"prompt_lookup_max=0: .*equal to 1 \(longest"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 2}, r"prompt_lookup_min=4 .*prompt_lookup_max=2; lower it to"),
+        ({"ngram_pool_size": 0}, r"ngram_pool_size=0: .*equal to 1 \(matches in a pool"),
         ({"suffix_decoding_max_tree_depth": 0}, r"max_tree_depth=0: .*equal to 1"),
         ({"suffix_decoding_max_cached_requests": -1}, r"max_cached_requests=-1: .*equal to 0"),
         ({"suffix_decoding_max_spec_factor": -0.5}, r"max_spec_factor=-0.5: .*equal to 0"),

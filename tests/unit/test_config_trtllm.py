@@ -116,11 +116,22 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
     [
         (
             NGramDecodingConfig(max_draft_len=4),
-            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
+            {
+                "method": "ngram",
+                "num_speculative_tokens": 4,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 2,
+                "is_public_pool": True,
+            },
         ),
         (
             NGramDecodingConfig(
-                max_draft_len=4, max_matching_ngram_size=3, is_use_oldest=False, is_public_pool=False, max_concurrency=2
+                max_draft_len=4,
+                max_matching_ngram_size=3,
+                is_keep_all=False,
+                is_use_oldest=False,
+                is_public_pool=False,
+                max_concurrency=2,
             ),
             {
                 "method": "ngram",
@@ -128,6 +139,8 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
                 "prompt_lookup_min": 1,
                 "prompt_lookup_max": 3,
                 "prompt_lookup_latest": True,
+                "is_public_pool": False,
+                "is_keep_all": False,
                 "max_concurrency": 2,
             },
         ),
@@ -209,8 +222,6 @@ def test_converts(config: DecodingBaseConfig, expected: dict[str, Any]) -> None:
             NGramDecodingConfig(advanced_sampling_mode="no_topk"),
             r"advanced_sampling_mode='no_topk' is not built yet; leave",
         ),
-        (NGramDecodingConfig(is_keep_all=False), r"is_keep_all=False is not built yet; leave it True"),
-        (NGramDecodingConfig(is_public_pool=True), r"is_public_pool=True is not built yet; set it to False"),
         (
             DraftTargetDecodingConfig(max_draft_len=3, max_total_draft_tokens=7),
             r"max_total_draft_tokens=7 with max_draft_len=3 is a tree, which is not built yet; leave it unset",

@@ -14,30 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.e2e.tiny import Case, Outcome, draw_cases, make_target, perturbed, run_alone, run_together
+from tests.unit.drafting import GREEDY, drafts_of, question
 from trtspec import LLM
 from trtspec.core import DraftRequest, Proposal, StepInputs, StepOutputs
 from trtspec.drafters.chain import ChainDrafter
 from trtspec.drafters.ngram import NGramDrafter
 from trtspec.sampling_params import ResolvedSampling
 
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 SAMPLED = ResolvedSampling(greedy=False, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=42)
-
-
-def question(
-    tokens: list[int],
-    K: int,
-    request_id: int = 0,
-    sampling: ResolvedSampling = GREEDY,
-    blocks: Sequence[int] = (),
-    draft_kv_len: int = 0,
-) -> DraftRequest:
-    return DraftRequest(request_id, tokens, K, sampling, blocks, draft_kv_len)
-
-
-def drafts_of(proposal: Proposal) -> list[list[int]]:
-    rows, lengths = proposal.draft_tokens.tolist(), proposal.draft_lens.tolist()
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 # -- n-gram --------------------------------------------------------------------------------------------------------

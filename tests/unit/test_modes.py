@@ -19,11 +19,11 @@ def words(text: str) -> list[str]:
 
 NAMES = words(
     "MTP MTP_EAGLE MTP_EAGLE_ONE_MODEL EAGLE3 EAGLE3_ONE_MODEL NGRAM DRAFT_TARGET USER_PROVIDED "
-    "SAVE_HIDDEN_STATES NONE AUTO"
+    "SAVE_HIDDEN_STATES NONE AUTO SUFFIX"
 )
 ONE_ENGINE = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL"}
 DRAFT_MODEL = {"EAGLE3", "DRAFT_TARGET", "MTP_EAGLE"}
-DRAFTER = {"EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES"}
+DRAFTER = {"EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES", "SUFFIX"}
 
 TRUE_FOR = {
     "is_mtp_one_model": {"MTP", "MTP_EAGLE_ONE_MODEL"},
@@ -38,11 +38,12 @@ TRUE_FOR = {
     "is_save_hidden_states": {"SAVE_HIDDEN_STATES"},
     "is_none": {"NONE"},
     "is_auto": {"AUTO"},
+    "is_suffix": {"SUFFIX"},
     "use_one_engine": ONE_ENGINE,
     "without_logits": ONE_ENGINE,
     "support_capturable_guided_decoder": ONE_ENGINE,
     "has_draft_model": DRAFT_MODEL,
-    "needs_kv_cache_rewind": {*ONE_ENGINE, "NGRAM"},
+    "needs_kv_cache_rewind": {*ONE_ENGINE, "NGRAM", "SUFFIX"},
     "needs_kv_cache_recompute": {"EAGLE3", "MTP_EAGLE"},
     "support_overlap_scheduler": ONE_ENGINE | DRAFT_MODEL,
     "support_guided_decoder": {*DRAFTER, "NONE"},
@@ -58,7 +59,7 @@ class Progress:
 
 
 def test_members_keep_their_order_and_values() -> None:
-    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 12), strict=True))
+    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 13), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,16 +114,7 @@ def test_from_string() -> None:
 
 @pytest.mark.parametrize("mode", M)
 def test_require_built(mode: SpeculativeDecodingMode) -> None:
-    built = {
-        "EAGLE3",
-        "EAGLE3_ONE_MODEL",
-        "NONE",
-        "NGRAM",
-        "DRAFT_TARGET",
-        "AUTO",
-        "USER_PROVIDED",
-        "SAVE_HIDDEN_STATES",
-    }
+    built = words("EAGLE3 EAGLE3_ONE_MODEL NONE NGRAM DRAFT_TARGET AUTO USER_PROVIDED SAVE_HIDDEN_STATES SUFFIX")
     if mode.name in built:
         mode.require_built()
     else:
@@ -135,7 +127,7 @@ def test_rows_name_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMod
     traits = mode.traits
     assert traits.worker is None or traits.one_engine
     assert traits.drafter is None or traits.spec_drafter
-    if mode in (M.NGRAM, M.DRAFT_TARGET):
+    if mode in (M.NGRAM, M.DRAFT_TARGET, M.SUFFIX):
         assert traits.drafter is not None
         assert traits.drafter.startswith("trtspec.drafters.")
     if traits.built and traits.one_engine:
@@ -160,6 +152,7 @@ def test_rows_name_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMod
         ("mtp", None, True, "MTP"),
         ("mtp", True, True, "MTP"),
         ("ngram", None, False, "NGRAM"),
+        ("suffix", None, False, "SUFFIX"),
         ("extract_hidden_states", None, False, "SAVE_HIDDEN_STATES"),
         ("custom_class", None, False, "USER_PROVIDED"),
         ("auto", None, False, "AUTO"),

@@ -54,6 +54,7 @@ def speculation_support(model: ModelConfig) -> list[tuple[str, str]]:
     """(method, what it needs or why it is not available) for every method there is."""
     needs = {
         "ngram": "yes, needs nothing",
+        "suffix": "yes, needs nothing",
         "auto": "yes, n-gram lookup with lengths chosen by batch size",
         "draft_model": f"yes, with a draft checkpoint of the same {model.vocab_size}-token vocabulary",
         "eagle3": "yes, with an EAGLE3 head that was trained for this target",

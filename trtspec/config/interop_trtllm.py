@@ -181,10 +181,15 @@ def _ngram(account: Account) -> dict[str, Any]:
     account.take("prompt_lookup_max")
     if low != 1:
         account.warn("prompt_lookup_min", "TensorRT-LLM goes on to shorter matches, down to 1 token", low)
+    pool, latest = account.take("is_public_pool"), account.take("prompt_lookup_latest")
+    if pool is None and latest:
+        account.warn("prompt_lookup_latest", "TensorRT-LLM takes the newest match that is not known already")
+    account.warn_if_set("ngram_pool_size", "not written: TensorRT-LLM's pool grows without end")
     return {
         "max_matching_ngram_size": high,
-        "is_use_oldest": not account.take("prompt_lookup_latest"),
-        "is_public_pool": False,  # True there: requests find each other's tokens
+        "is_use_oldest": not latest,
+        "is_public_pool": bool(pool),  # True there: requests find each other's tokens
+        **account.take_plain("is_keep_all"),
     }
 
 

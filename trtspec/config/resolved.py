@@ -54,6 +54,13 @@ class ResolvedSpeculation:
     prompt_lookup_min: int
     prompt_lookup_max: int
     prompt_lookup_latest: bool
+    is_public_pool: bool | None  # None: no pool
+    is_keep_all: bool
+    ngram_pool_size: int  # matches
+    suffix_decoding_max_tree_depth: int  # tokens
+    suffix_decoding_max_cached_requests: int
+    suffix_decoding_max_spec_factor: float
+    suffix_decoding_min_token_prob: float
     speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; a chain of K
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
     capture_layers: tuple[int, ...]  # "after layer i"; empty where nothing is captured

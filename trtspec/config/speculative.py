@@ -120,6 +120,13 @@ class SpeculativeConfig(StrictConfig):
     prompt_lookup_min: int | None = Field(default=None, ge=1, description="shortest n-gram to match")
     prompt_lookup_max: int | None = Field(default=None, ge=1, description="longest n-gram to match")
     prompt_lookup_latest: bool = Field(default=False, description="take the latest match instead of the earliest")
+    is_public_pool: bool | None = Field(
+        default=None,
+        description="look in a pool of earlier matches, one for all requests (True) or one for each (False); None: in "
+        "the request's own tokens",
+    )
+    is_keep_all: bool = Field(default=True, description="False: the pool has one match for each n-gram")
+    ngram_pool_size: Count = Field(default=200_000, description="matches in a pool; the oldest leave it")
 
     # suffix
     suffix_decoding_max_tree_depth: Count = 24
@@ -157,6 +164,13 @@ class SpeculativeConfig(StrictConfig):
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None and low > high:
             raise ConfigError(f"prompt_lookup_min={low} exceeds prompt_lookup_max={high}; lower it to at most {high}")
+        if self.is_public_pool is None:
+            for field in ("is_keep_all", "ngram_pool_size"):
+                if getattr(self, field) != type(self).model_fields[field].default:
+                    raise ConfigError(
+                        f"{field}={getattr(self, field)!r} without a pool; set is_public_pool to True or False, or "
+                        f"remove {field}"
+                    )
         if self.draft_len_schedule is not None and self.max_concurrency is not None:
             raise ConfigError(
                 f"draft_len_schedule={self.draft_len_schedule} and max_concurrency={self.max_concurrency} exclude each "

@@ -167,16 +167,10 @@ class MTPDecodingConfig(DecodingBaseConfig):
 
 
 class NGramDecodingConfig(DecodingBaseConfig):
-    """N-gram speculation. The pool of matches is the request's own tokens.
-
-    `is_public_pool` (matches shared between requests) is not built. Its default is True upstream, so the default is
-    accepted and means the request's own pool; asking for True in so many words is refused. Output is the same either
-    way, only acceptance differs.
-    """
+    """N-gram speculation with a pool of matches, one for all requests unless is_public_pool is False."""
 
     decoding_type: ClassVar[str] = "NGram"
     method: ClassVar[str] = "ngram"
-    unbuilt: ClassVar[Mapping[str, str]] = {"is_keep_all": "leave it True: every match is a candidate"}
 
     max_matching_ngram_size: int = Field(default=2, ge=1)
     is_keep_all: bool = True
@@ -184,15 +178,12 @@ class NGramDecodingConfig(DecodingBaseConfig):
     is_public_pool: bool = True
 
     def _own_fields(self) -> dict[str, Any]:
-        if self.is_public_pool and "is_public_pool" in self.model_fields_set:
-            raise UnsupportedError(
-                "NGramDecodingConfig.is_public_pool=True is not built yet; set it to False or leave it unset (each "
-                "request matches its own tokens)"
-            )
         return {
             "prompt_lookup_min": 1,
             "prompt_lookup_max": self.max_matching_ngram_size,
             "prompt_lookup_latest": not self.is_use_oldest,
+            "is_public_pool": self.is_public_pool,
+            "is_keep_all": self.is_keep_all,
         }
 
 

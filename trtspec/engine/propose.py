@@ -172,4 +172,5 @@ def _question(request: Request, length: int, states: Tensor | None) -> DraftRequ
         block_table=request.kv.blocks,
         draft_kv_len=request.kv.draft_len,
         hidden_states=states,
+        prompt_len=request.prompt_len,
     )

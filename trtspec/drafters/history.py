@@ -1,0 +1,50 @@
+"""What host-side drafters share: the tokens of running requests as arrays, and proposals from lists of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trtspec.core import DraftRequest, Proposal
+
+
+class TokenHistory:
+    """The tokens of every request as an array; with each call only those new since the last one are copied.
+
+    `margin` places before and behind them hold -1, so that windows around a token need no check for the ends.
+    """
+
+    def __init__(self, margin: int = 0) -> None:
+        self.margin = margin
+        self._rows: dict[int, NDArray[np.int64]] = {}  # request id -> margin, tokens, room to grow
+        self._lengths: dict[int, int] = {}
+
+    def update(self, request: DraftRequest) -> NDArray[np.int64]:
+        """A view of the request's tokens [L] with the margins around them, [margin + L + margin]."""
+        length, old = len(request.tokens), self._lengths.get(request.request_id, 0)
+        row, margin = self._rows.get(request.request_id), self.margin
+        if row is None or len(row) < length + 2 * margin:
+            grown = np.full(2 * length + 2 * margin, -1, dtype=np.int64)
+            if row is not None:
+                grown[: margin + old] = row[: margin + old]
+            row = self._rows[request.request_id] = grown
+        row[margin + old : margin + length] = request.tokens[old:length]
+        self._lengths[request.request_id] = length
+        return row[: length + 2 * margin]
+
+    def forget(self, request_id: int) -> None:
+        self._rows.pop(request_id, None)
+        self._lengths.pop(request_id, None)
+
+
+def proposal_of(requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int] | NDArray[np.int64]]) -> Proposal:
+    """One list of drafts per request, each cut to what the request may have."""
+    rows = np.zeros((len(requests), max(request.max_draft_len for request in requests)), dtype=np.int64)
+    lengths = np.zeros(len(requests), dtype=np.int32)
+    for b, (request, found) in enumerate(zip(requests, drafts, strict=True)):
+        lengths[b] = min(len(found), request.max_draft_len)
+        rows[b, : lengths[b]] = found[: lengths[b]]
+    return Proposal(torch.from_numpy(rows), torch.from_numpy(lengths))
