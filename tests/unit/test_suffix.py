@@ -127,15 +127,14 @@ def test_the_tree_counts_what_brute_force_counts(
         counted = Counted(texts, depth)
         assert tree.num_responses == len(texts)
         pattern = array("i", tokens[-depth:])
-        lengths = range(1, len(pattern) + 1)
-        matching = [n for n in lengths if counted.counts[tuple(tokens[-n:])]]
-        assert tree.longest_match(pattern) == max(matching, default=0)
-        for n in lengths[: depth - 1]:
-            guess = tree.draft(pattern[-n:], budget, min_prob)
-            assert (guess is not None) == (n in matching)
-            if guess is not None:
-                assert guess.total == counted.counts[tuple(tokens[-n:])]
-                expected = counted.follow(tokens[-n:], budget, min_prob)
+        for n in range(1, len(pattern) + 1):
+            total = counted.counts[tuple(pattern[-n:])]
+            found = tree.locate(pattern[-n:])
+            assert (found is not None) == (total > 0)
+            if found is not None:
+                guess = tree.draft(found, n, budget, min_prob)
+                assert guess.total == total
+                expected = counted.follow(pattern[-n:], budget, min_prob)
                 assert (Fraction(guess.count, guess.total), guess.tokens) == expected
 
 
@@ -148,7 +147,7 @@ def test_a_tree_that_everything_left_is_as_small_as_a_new_one() -> None:
         consume(tree.absorb([token]))
     check_structure(tree)
     assert len(tree._count) - len(tree._free) == 1
-    assert [tree.draft(array("i", [token]), 4, 0.0) is None for token in range(8)] == [True] * 5 + [False] * 3
+    assert [tree.locate(array("i", [token])) is None for token in range(8)] == [True] * 5 + [False] * 3
 
 
 def test_memory_does_not_grow_with_what_passes_through() -> None:

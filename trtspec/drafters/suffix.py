@@ -11,18 +11,21 @@ least min_token_prob. A match and its drafts are at most max_tree_depth tokens. 
 probabilities counts; of equal ones the one with the longer match, and of equal ones from the two places the request's
 own. A match at the very end of a text is an occurrence that nothing follows.
 
-A response enters the tree when its request ends (what its last step accepted is never shown to a drafter, and missing),
-at a pace that keeps long responses from holding up everyone: ABSORBED_PER_CALL tokens with each call of `propose`, and
-a few more for each request in it, so that responses cannot arrive faster. At most max_cached_requests are kept, and
-TOKENS_PER_RESPONSE times as many tokens; as many may wait. With 0 there is no tree.
+A response enters the tree when its request ends (Arctic Inference: while it is generated), without what the last step
+accepted, which no drafter is shown. It does so at a pace that keeps long responses from holding up everyone: with each
+call of `propose`, ABSORBED_PER_CALL tokens and a few for each request come in, or leave to make room. At most
+max_cached_requests responses are kept, with TOKENS_PER_RESPONSE times as many tokens; no more may wait. With 0 there is
+no tree.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -48,7 +51,7 @@ class SuffixDrafter:
         self._history = TokenHistory(margin=depth)
         self._responses: dict[int, array[int]] = {}  # of running requests, as far as they were shown
         self._ended: deque[array[int]] = deque()
-        self._absorbing: Iterator[None] = iter(())
+        self._absorbing = self._arrivals()
 
     @classmethod
     def from_resources(cls, resources: DraftResources) -> SuffixDrafter:
@@ -60,7 +63,9 @@ class SuffixDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """See core.Drafter."""
-        self._absorb(ABSORBED_PER_CALL + ABSORBED_PER_REQUEST * len(requests))
+        most = ABSORBED_PER_CALL + ABSORBED_PER_REQUEST * len(requests)
+        if sum(1 for _ in islice(self._absorbing, most)) < most:  # nothing waits any more: this iterator is at its end
+            self._absorbing = self._arrivals()
         return proposal_of(requests, [self._guess(request).tokens for request in requests])
 
     def forget(self, request_id: int) -> None:
@@ -72,22 +77,18 @@ class SuffixDrafter:
             while len(self._ended) > self.tree.max_responses or sum(map(len, self._ended)) > self.tree.max_tokens:
                 self._ended.popleft()
 
-    def _absorb(self, windows: int) -> None:
-        """Work at the responses that wait, for so many tokens that come or go."""
-        assert self.tree is not None or not self._ended
-        for _ in range(windows):
-            while next(self._absorbing, END) is END:
-                if self.tree is None or not self._ended:
-                    return
-                self._absorbing = self.tree.absorb(self._ended.popleft())
+    def _arrivals(self) -> Iterator[None]:
+        """The work of taking in the responses that wait, a token that comes or goes with each step."""
+        while self.tree is not None and self._ended:
+            yield from self.tree.absorb(self._ended.popleft())
 
     def _guess(self, request: DraftRequest) -> Guess:
         text = self._history.update(request)
-        response = self._responses.setdefault(request.request_id, array("i"))
-        response.extend(request.tokens[request.prompt_len + len(response) :])
         lengths = match_lengths(self.depth, request.max_draft_len, self.max_spec_factor)
         best = Guess()
         if self.tree is not None:
+            response = self._responses.setdefault(request.request_id, array("i"))
+            response.extend(request.tokens[request.prompt_len + len(response) :])
             pattern = array("i", request.tokens[-self.depth :])
             best = choose(PastResponses(self.tree, pattern, self.min_token_prob), lengths, best)
         return choose(OwnText(text, self.depth, self.min_token_prob), lengths, best)
@@ -136,16 +137,22 @@ class PastResponses:
 
     def __init__(self, tree: SuffixTree, pattern: array[int], min_prob: float) -> None:
         self.tree, self.pattern, self.min_prob = tree, pattern, min_prob
+        self._found: dict[int, int | None] = {}  # match length -> where it is
+
+    def _locate(self, match_len: int) -> int | None:
+        if match_len not in self._found:
+            occurs = match_len <= len(self.pattern)
+            self._found[match_len] = self.tree.locate(self.pattern[-match_len:]) if occurs else None
+        return self._found[match_len]
+
+    def longest(self, below: int) -> int:
+        """See Place. Where a match occurs, shorter ones do."""
+        return bisect_left(range(1, below), True, key=lambda match_len: self._locate(match_len) is None)
 
     def guess(self, match_len: int, budget: int) -> Guess | None:
         """See Place."""
-        if match_len > len(self.pattern):
-            return None
-        return self.tree.draft(self.pattern[-match_len:], budget, self.min_prob)
-
-    def longest(self, below: int) -> int:
-        """See Place."""
-        return self.tree.longest_match(self.pattern[1 - below :])
+        found = self._locate(match_len)
+        return None if found is None else self.tree.draft(found, match_len, budget, self.min_prob)
 
 
 class OwnText:

@@ -1,0 +1,32 @@
+"""Drafters that remember what earlier requests were answered: an answer given again is drafted, whatever its text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.tiny import Case, run_together
+from trtspec import LLM, SamplingParams
+
+NGRAM: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+CASE = Case([3, 1, 4, 1, 5], SamplingParams(temperature=1.0, seed=5, max_tokens=48, ignore_eos=True))
+
+
+@pytest.mark.parametrize(
+    ("speculation", "remembers"),
+    [
+        ({"method": "suffix"}, True),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": 0}, False),
+        ({**NGRAM, "is_public_pool": True}, True),
+        ({**NGRAM, "is_public_pool": False}, False),
+        (NGRAM, False),
+    ],
+)
+def test_an_answer_given_before_is_drafted(target: Path, speculation: dict[str, Any], remembers: bool) -> None:
+    with LLM(target, {**speculation, "num_speculative_tokens": 3}) as llm:
+        first, second = run_together(llm.engine, [CASE]), run_together(llm.engine, [CASE])
+    assert first.outcomes == second.outcomes
+    before, after = first.speculation.acceptance_length, second.speculation.acceptance_length
+    assert after > before + 0.5 if remembers else after == before
