@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trtspec.config.quantized import CheckpointQuantization
+from trtspec.config.checkpoint import CheckpointConfig, checkpoint_quantization, checkpoint_reader
 from trtspec.config.reader import Reader, read_json, short
-from trtspec.errors import CheckpointError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 HIDDEN_ACTS = ("silu",)
@@ -48,18 +47,15 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """One checkpoint's facts. Dimensions in elements, `windows[i]` in tokens (None = layer i attends to everything).
+class ModelConfig(CheckpointConfig):
+    """One decoder's facts. Dimensions in elements, `windows[i]` in tokens (None = layer i attends to everything).
 
     `eos_token_ids` is the union of config.json and generation_config.json; the tokenizer may add its own.
     `generation_defaults` holds those of temperature, top_k, top_p, min_p that generation_config.json sets with
-    `do_sample`; it is empty for a checkpoint that means to be greedy or does not say. `raw` is config.json as read.
-    `quantization` says which weights are quantised already.
+    `do_sample`; it is empty for a checkpoint that means to be greedy or does not say.
     """
 
-    path: Path
     architecture: str
-    model_type: str
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -80,8 +76,6 @@ class ModelConfig:
     bos_token_id: int | None
     pad_token_id: int | None
     generation_defaults: Mapping[str, float | int] = field(compare=False)
-    raw: Mapping[str, Any] = field(repr=False, compare=False)
-    quantization: CheckpointQuantization | None = None
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str], role: str = "target") -> ModelConfig:
@@ -90,18 +84,10 @@ class ModelConfig:
         Raises CheckpointError for a missing or damaged file and for missing or ill-typed fields, UnsupportedError for
         what we know but have not built (rope type, activation, kind of quantised weights).
         """
-        folder = Path(path)
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{role} model {os.fspath(path)!r} is not a folder on this machine; download the checkpoint first "
-                f"(hf download {os.fspath(path)} --local-dir DIR) and pass the folder"
-            )
-        read = Reader(read_json(folder / "config.json", role, required=True), folder / "config.json", role)
+        folder, read = Path(path), checkpoint_reader(path, role)
         generation = Reader(
             read_json(folder / "generation_config.json", role, required=False), folder / "generation_config.json", role
         )
-        beside = folder / "hf_quant_config.json"
-        quantization = Reader(read_json(beside, role, required=False), beside, role)
         model_type = read.string("model_type", "")
         vocab_size = read.positive_int("vocab_size")
         hidden_size = read.positive_int("hidden_size")
@@ -142,7 +128,7 @@ class ModelConfig:
             pad_token_id=_token_id(read, generation, "pad_token_id"),
             generation_defaults=_generation_defaults(generation),
             raw=read.data,
-            quantization=CheckpointQuantization.read(read, quantization),
+            quantization=checkpoint_quantization(read),
         )
 
     @property

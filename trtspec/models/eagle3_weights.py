@@ -8,8 +8,7 @@ The layout: `midlayer.*` (some exporters write `layers.0.*`, some put `model.` b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from trtspec.config.model import ModelConfig
 from trtspec.errors import WeightsError
 from trtspec.models.decoder import Decoder
 from trtspec.models.eagle3 import Eagle3Head, Eagle3Spec
-from trtspec.models.heads import HeadResources
+from trtspec.models.heads import HeadResources, check_made_for
 from trtspec.models.layers import unallocated
 from trtspec.models.slots import Slot, layer_slots
 from trtspec.models.specs import dense_spec
@@ -29,10 +28,9 @@ from trtspec.models.weights import (
     checkpoint_tensors,
     load_weights,
     missing_weights,
+    renamed,
     tensors_of,
 )
-
-_T = TypeVar("_T")
 
 
 def head_slots(spec: Eagle3Spec) -> dict[str, Slot]:
@@ -51,7 +49,7 @@ def head_slots(spec: Eagle3Spec) -> dict[str, Slot]:
 
 def load(resources: HeadResources, target: Decoder) -> Eagle3Head:
     """See models.heads.LoadHead."""
-    assert resources.draft is not None
+    assert isinstance(resources.draft, ModelConfig)
     make = load_eagle3 if resources.reads_weights else describe_eagle3
     num_captured, first = len(resources.speculation.capture_layers), resources.first_draft_layer
     return make(resources.draft, target, num_captured, resources.max_seq_len, first_layer=first)
@@ -73,7 +71,7 @@ def load_eagle3(
     """
     facts = Eagle3Facts.of(config)
     _fits(config, facts, target)
-    tensors = _by_public_name(config, checkpoint_tensors(config.path, role))
+    tensors = renamed(checkpoint_tensors(config.path, role), _public_name, config.path, role)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     spec = _spec(config, facts, target, num_captured, shapes)
     offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -103,7 +101,7 @@ def describe_eagle3(
     facts = Eagle3Facts.of(config)
     _fits(config, facts, target)
     there = not missing_weights(config.path, role)
-    shapes = _by_public_name(config, checkpoint_shapes(config.path, role)) if there else {}
+    shapes = renamed(checkpoint_shapes(config.path, role), _public_name, config.path, role) if there else {}
     spec = _spec(config, facts, target, num_captured, shapes)
     if there:
         _check_vocabulary(config, facts, shapes.pop("d2t", None), shapes.pop("t2d", None))
@@ -144,19 +142,9 @@ def _spec(
     )
 
 
-def _by_public_name(config: ModelConfig, found: Iterable[tuple[str, _T]]) -> dict[str, _T]:
-    """Of tensors, or what else there is one of for each tensor of the checkpoint."""
-    tensors: dict[str, _T] = {}
-    for name, tensor in found:
-        public = name.removeprefix("model.")
-        if public.startswith("layers.0."):
-            public = "midlayer." + public.removeprefix("layers.0.")
-        if public in tensors:
-            raise WeightsError(
-                f"draft weights in {config.path}: {public} is there twice, once as {name}; keep the one that is right"
-            )
-        tensors[public] = tensor
-    return tensors
+def _public_name(name: str) -> str:
+    public = name.removeprefix("model.")
+    return public.replace("layers.0.", "midlayer.", 1) if public.startswith("layers.0.") else public
 
 
 def _check_fused(config: ModelConfig, fc: tuple[int, ...] | None, size: int, num_captured: int) -> None:
@@ -172,15 +160,11 @@ def _check_fused(config: ModelConfig, fc: tuple[int, ...] | None, size: int, num
 
 
 def _fits(config: ModelConfig, facts: Eagle3Facts, target: Decoder) -> None:
-    for name, ours, theirs in (
+    check_made_for(
+        config.path,
         ("target_hidden_size (or hidden_size)", facts.target_hidden_size, target.spec.hidden_size),
         ("vocab_size", config.vocab_size, target.spec.vocab_size),
-    ):
-        if ours != theirs:
-            raise WeightsError(
-                f"draft model {config.path} was made for another target: its {name} is {ours}, the target's is "
-                f"{theirs}; use the head trained for this target"
-            )
+    )
 
 
 def _check_vocabulary(

@@ -7,13 +7,16 @@ token at p + 2. It runs inside the target's graph (workers.heads) or beside it (
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from trtspec.config.checkpoint import CheckpointConfig
 from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.errors import WeightsError
 from trtspec.models.attention import Attend
 from trtspec.models.decoder import Decoder
 
@@ -84,8 +87,8 @@ class HeadResources(Protocol):
         ...
 
     @property
-    def draft(self) -> ModelConfig | None:
-        """The draft checkpoint, if the mode has one of its own."""
+    def draft(self) -> CheckpointConfig | None:
+        """The draft checkpoint, if the mode has one of its own; a ModelConfig where it is a decoder."""
         ...
 
     @property
@@ -99,3 +102,13 @@ class LoadHead(Protocol):
     UnsupportedError."""
 
     def __call__(self, resources: HeadResources, target: Decoder) -> DraftHead: ...
+
+
+def check_made_for(folder: Path, *sizes: tuple[str, int, int]) -> None:
+    """(field of config.json, its value, the target's), of each that must be equal. Raises WeightsError."""
+    for name, ours, theirs in sizes:
+        if ours != theirs:
+            raise WeightsError(
+                f"draft model {folder} was made for another target: its {name} is {ours}, the target's is {theirs}; "
+                "use the head trained for this target"
+            )

@@ -157,11 +157,19 @@ def weight_bytes(*modules: nn.Module) -> int:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in fp32, weighted in x's dtype."""
+    """x / rms(x) * weight over the last dimension, computed in fp32, weighted in x's dtype.
 
-    def __init__(self, size: int, eps: float) -> None:
+    constant: the weight is that number in all places, and no parameter.
+    """
+
+    weight: Tensor
+
+    def __init__(self, size: int, eps: float, constant: float | None = None) -> None:
         super().__init__()
-        self.weight = _unloaded(size)
+        if constant is None:
+            self.weight = _unloaded(size)
+        else:
+            self.register_buffer("weight", torch.full((size,), constant, dtype=_UNALLOCATED.get()), persistent=False)
         self.eps = eps
         self.is_op = False  # True where it is run op by op on a GPU, see ops/norm.py
 
@@ -176,6 +184,13 @@ def norms_as_ops(model: nn.Module) -> None:
             module.is_op = True
 
 
+def silu(x: Tensor) -> Tensor:
+    """Computed in fp32. Spelt out: torch's silu rounds differently in vector bodies and tails, so a row's bits would
+    depend on the number of rows."""
+    x32 = x.float()
+    return (x32 / (1.0 + torch.exp(-x32))).to(x.dtype)
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up as one matrix of 2*I rows."""
 
@@ -186,9 +201,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        # Spelt out: torch's silu rounds differently in vector bodies and tails, so a row's bits would depend on T.
-        gate32 = gate.float()
-        return self.down((gate32 / (1.0 + torch.exp(-gate32))).to(x.dtype) * up)  # type: ignore[no-any-return]
+        return self.down(silu(gate) * up)  # type: ignore[no-any-return]
 
 
 class RotaryTable(nn.Module):

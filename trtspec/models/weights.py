@@ -7,9 +7,9 @@ already.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,7 @@ from trtspec.models.specs import decoder_spec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+_T = TypeVar("_T")
 _MOST_MAPPED = 16 << 20  # bytes read of a file before it is opened anew, as they count as our memory until then
 
 
@@ -239,6 +240,22 @@ def checkpoint_shapes(folder: Path, role: str) -> Iterator[tuple[str, tuple[int,
             raise CheckpointError(
                 f"{role} model: {file} is damaged or truncated ({error}); download or copy it again"
             ) from error
+
+
+def renamed(
+    found: Iterable[tuple[str, _T]], public_name: Callable[[str], str], folder: Path, role: str
+) -> dict[str, _T]:
+    """Tensors, or what else there is one of for each, under the names that `public_name` gives for the checkpoint's.
+    WeightsError where two come to the same."""
+    tensors: dict[str, _T] = {}
+    for name, tensor in found:
+        public = public_name(name)
+        if public in tensors:
+            raise WeightsError(
+                f"{role} weights in {folder}: {public} is there twice, once as {name}; keep the one that is right"
+            )
+        tensors[public] = tensor
+    return tensors
 
 
 def _ignorable(name: str, slots: Mapping[str, Slot]) -> bool:
