@@ -158,7 +158,105 @@ def make_eagle3(
     if target_ids is not None:
         tensors["d2t"] = torch.tensor(target_ids) - torch.arange(len(target_ids))
         tensors["t2d"] = torch.isin(torch.arange(vocab), torch.tensor(target_ids))
-    folder = tmp_path / name
+    return _write(tmp_path / name, tensors, config)
+
+
+def make_medusa(
+    tmp_path: Path,
+    target: Path,
+    *,
+    name: str = "medusa",
+    seed: int = 0,
+    num_heads: int = 5,
+    num_layers: int = 1,
+    num_lm_heads: int | None = None,
+    bias: bool = False,
+    token_map: Sequence[int] | None = None,
+    fasterdecoding: bool = False,
+    **fields: Any,
+) -> Path:
+    """Writes random Medusa heads for the checkpoint `target`, and returns their folder.
+
+    Layout and config.json are vLLM's, or FasterDecoding's. num_lm_heads: None = one a head; fewer want original_lm_head
+    among the `fields` of config.json. token_map: the target's id of each draft id, None = all of them.
+    """
+    theirs = json.loads((target / "config.json").read_text())
+    hidden, vocab = theirs["hidden_size"], len(token_map) if token_map is not None else theirs["vocab_size"]
+    if fasterdecoding:
+        config: dict[str, Any] = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers}
+        block, lm_head = "{}.{}.linear", f"{{}}.{num_layers}"
+    else:
+        config = {key: theirs[key] for key in ("hidden_size", "vocab_size")}
+        config |= {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": bias}
+        config |= {"num_heads": num_heads, "num_hidden_layers": num_layers}
+        block, lm_head = "blocks.{}.layers.{}", "lm_heads.{}"
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            matrix = torch.randn(hidden, hidden, generator=generator) * (hidden / 2) ** -0.5
+            tensors[block.format(head, layer) + ".weight"] = matrix
+            if bias:
+                tensors[block.format(head, layer) + ".bias"] = torch.randn(hidden, generator=generator) / 2
+    for head in range(num_heads if num_lm_heads is None else num_lm_heads):
+        matrix = torch.randn(vocab, hidden, generator=generator) * (hidden / 8) ** -0.5
+        tensors[lm_head.format(head) + ".weight"] = matrix
+    if token_map is not None:
+        tensors["token_map"], config["truncated_vocab_size"] = torch.tensor(token_map), vocab
+    return _write(tmp_path / name, tensors, {**config, **fields})
+
+
+def make_mlp_speculator(
+    tmp_path: Path,
+    target: Path,
+    *,
+    name: str = "mlp_speculator",
+    seed: int = 0,
+    n_predict: int = 5,
+    inner_dim: int = 0,
+    tie_weights: bool = False,
+    scale_input: bool = False,
+    **fields: Any,
+) -> Path:
+    """Writes a random MLP speculator for the checkpoint `target` in the public layout, and returns its folder.
+
+    inner_dim: 0 = the target's hidden size. tie_weights: what stages share is there once, under its first number.
+    `fields` are of config.json.
+    """
+    theirs = json.loads((target / "config.json").read_text())
+    hidden, vocab = theirs["hidden_size"], theirs["vocab_size"]
+    inner = inner_dim or hidden
+    config = {
+        "model_type": "mlp_speculator",
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "emb_dim": hidden,
+        "vocab_size": vocab,
+        "inner_dim": inner_dim,
+        "n_predict": n_predict,
+        "top_k_tokens_per_head": [1] * n_predict,
+        "n_candidates": 1,
+        "tie_weights": tie_weights,
+        "scale_input": scale_input,
+        **fields,
+    }
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tensors = {}
+    for i in range(1 if tie_weights else n_predict):
+        tensors[f"speculator.emb.{i}.weight"] = random(vocab, inner)
+        tensors[f"speculator.head.{i}.weight"] = random(vocab, inner) * (inner / 8) ** -0.5
+        tensors[f"speculator.ln.{i}.weight"] = 1 + random(inner) / 4
+        tensors[f"speculator.ln.{i}.bias"] = random(inner) / 4
+    for i in range(2 if tie_weights else n_predict):
+        width = inner if i else hidden
+        tensors[f"speculator.proj.{i}.weight"] = random(inner, width) * width**-0.5
+    return _write(tmp_path / name, tensors, config)
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

@@ -40,6 +40,8 @@ class SpeculativeDecodingMode(enum.IntEnum):
     NONE = 10
     AUTO = 11
     SUFFIX = 12
+    MEDUSA = 15
+    MLP_SPECULATOR = 16
 
     @staticmethod
     def from_string(name: str | None) -> SpeculativeDecodingMode:
@@ -131,6 +133,10 @@ class SpeculativeDecodingMode(enum.IntEnum):
         """Draft layers beside the target read its hidden states, which it hands out."""
         return self.traits.head is not None and not self.traits.one_engine
 
+    def drafts_without_kv(self) -> bool:
+        """Its draft layers read the target's states and keep no KV of their own."""
+        return self.traits.without_kv
+
     def support_overlap_scheduler(self) -> bool:
         """Step n+1 may start before the host has read step n."""
         return self.traits.one_engine or self.traits.draft_model
@@ -196,6 +202,7 @@ class ModeTraits:
     kv_rewind: bool = False
     kv_recompute: bool = False
     load_draft_weights: bool = False
+    without_kv: bool = False  # draft layers that keep none
     spec_decoder: bool = False
     spec_drafter: bool = False
     worker: str | None = None  # one-engine
@@ -238,6 +245,26 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     _M.SUFFIX: ModeTraits(
         built=True, kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.suffix:SuffixDrafter"
     ),
+    _M.MEDUSA: ModeTraits(
+        built=True,
+        one_engine=True,
+        kv_rewind=True,
+        load_draft_weights=True,
+        without_kv=True,
+        spec_decoder=True,
+        worker="trtspec.workers.heads:HeadWorker",
+        head="trtspec.models.medusa_weights:load",
+    ),
+    _M.MLP_SPECULATOR: ModeTraits(
+        built=True,
+        one_engine=True,
+        kv_rewind=True,
+        load_draft_weights=True,
+        without_kv=True,
+        spec_decoder=True,
+        worker="trtspec.workers.heads:HeadWorker",
+        head="trtspec.models.mlp_speculator_weights:load",
+    ),
 }
 
 # The user's words -> mode: (method, one_engine, vanilla, parallel). A row that is not here is refused.
@@ -253,6 +280,8 @@ MODE_OF: dict[tuple[str, bool, bool, bool], SpeculativeDecodingMode] = {
     ("extract_hidden_states", False, False, False): _M.SAVE_HIDDEN_STATES,
     ("custom_class", False, False, False): _M.USER_PROVIDED,
     ("auto", False, False, False): _M.AUTO,
+    ("medusa", True, False, False): _M.MEDUSA,
+    ("mlp_speculator", True, False, False): _M.MLP_SPECULATOR,
 }
 
 
@@ -265,7 +294,7 @@ def words_for(mode: SpeculativeDecodingMode) -> dict[str, str | bool]:
 
 
 # Methods that are known but have no mode yet; their members will come after AUTO.
-METHODS_WITHOUT_MODE = ("medusa", "mlp_speculator", "eagle", "dflash", "dspark")
+METHODS_WITHOUT_MODE = ("eagle", "dflash", "dspark")
 METHODS: tuple[str, ...] = (*dict.fromkeys(key[0] for key in MODE_OF), *METHODS_WITHOUT_MODE)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import make_medusa
 from trtspec.cli import main
 from trtspec.config import SpeculativeConfig
 from trtspec.config.engine_folder import FORMAT, machine
@@ -69,6 +70,17 @@ def test_vllm_takes_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(out) == {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 3}
     fields = [line.removeprefix("trtspec: warning: ").split("=")[0] for line in err.splitlines()]
     assert fields == ["one_engine", "rejection_sample_method", "draft_sample_method"]
+
+
+def test_heads_that_are_no_decoder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Known by config.json, which has nothing of what a decoder's says."""
+    head = make_medusa(tmp_path, DEMO / "target", num_heads=1)
+    spec = json.dumps({"model": str(head), "num_speculative_tokens": 1})
+    status, out, _ = run(capsys, "--to", "vllm", "--spec", spec)
+    assert (status, json.loads(out)["method"]) == (0, "medusa")
+    status, _, err = run(capsys, "--to", "tensorrt-llm", "--spec", spec)
+    assert status == 1
+    assert "method='medusa' has no equal in TensorRT-LLM; nearest: decoding_type Eagle3" in err
 
 
 @pytest.mark.parametrize("to", ["tensorrt-llm", "vllm"])

@@ -246,7 +246,7 @@ def test_refused_against_target_or_draft(
             r"mode=EAGLE3 is not built yet; use one of EAGLE3_ONE_MODEL, .*NGRAM",
         ),
         ({"method": "mtp", "num_speculative_tokens": 1}, r"mode=MTP_EAGLE_ONE_MODEL is not built yet"),
-        ({"method": "medusa"}, r"method='medusa' is not built yet; use one of draft_model"),
+        ({"method": "eagle"}, r"method='eagle' is not built yet; use one of draft_model"),
     ],
 )
 def test_known_but_not_built(fields: dict[str, Any], message: str) -> None:
@@ -365,6 +365,21 @@ def test_mtp_warns_when_one_layer_runs_several_times() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan(SpeculativeConfig(method="mtp", num_speculative_tokens=1), target(n_predict=1))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "mlp_speculator"])
+def test_heads_that_read_the_last_state(kind: str) -> None:
+    """Each drafts one token, once; config.json says nothing of lengths, and is believed before a folder's name."""
+    head = DraftInfo(model_type=kind, n_predict=4)
+    for fields, k in (({}, 4), ({"num_speculative_tokens": 3}, 3), ({"method": kind, "quantization": "int8"}, 4)):
+        resolved = SpeculativeConfig(model="/x/eagle-3", **fields).resolve(TARGET, head)
+        assert (resolved.mode, resolved.num_speculative_tokens) == (M.from_string(kind), k)
+        assert (resolved.capture_layers, resolved.max_model_len) == ((-1,), TARGET.max_model_len)
+    for k in (5, 8):  # 8 = 2 * 4, which MTP layers could draft
+        with pytest.raises(ConfigError, match=rf"num_speculative_tokens={k} exceeds the 4 heads .*; use at most 4"):
+            SpeculativeConfig(model="/x", num_speculative_tokens=k).resolve(TARGET, head)
+    with pytest.raises(ConfigError, match=r"capture_layers=\(1,\) means nothing to method="):
+        SpeculativeConfig(model="/x", capture_layers=(1,)).resolve(TARGET, head)
 
 
 def test_k_of_methods_without_a_mode() -> None:

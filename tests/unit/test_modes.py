@@ -19,9 +19,11 @@ def words(text: str) -> list[str]:
 
 NAMES = words(
     "MTP MTP_EAGLE MTP_EAGLE_ONE_MODEL EAGLE3 EAGLE3_ONE_MODEL NGRAM DRAFT_TARGET USER_PROVIDED "
-    "SAVE_HIDDEN_STATES NONE AUTO SUFFIX"
+    "SAVE_HIDDEN_STATES NONE AUTO SUFFIX MEDUSA MLP_SPECULATOR"
 )
-ONE_ENGINE = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL"}
+VALUES = [*range(1, 13), 15, 16]
+STATE_HEADS = {"MEDUSA", "MLP_SPECULATOR"}
+ONE_ENGINE = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL", *STATE_HEADS}
 DRAFT_MODEL = {"EAGLE3", "DRAFT_TARGET", "MTP_EAGLE"}
 DRAFTER = {"EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES", "SUFFIX"}
 
@@ -47,8 +49,9 @@ TRUE_FOR = {
     "needs_kv_cache_recompute": {"EAGLE3", "MTP_EAGLE"},
     "support_overlap_scheduler": ONE_ENGINE | DRAFT_MODEL,
     "support_guided_decoder": {*DRAFTER, "NONE"},
-    "need_load_draft_weights": {"EAGLE3_ONE_MODEL"},
-    "has_spec_decoder": {"MTP", "MTP_EAGLE_ONE_MODEL", "MTP_EAGLE", "EAGLE3", "EAGLE3_ONE_MODEL"},
+    "drafts_without_kv": STATE_HEADS,
+    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", *STATE_HEADS},
+    "has_spec_decoder": {"MTP", "MTP_EAGLE_ONE_MODEL", "MTP_EAGLE", "EAGLE3", "EAGLE3_ONE_MODEL", *STATE_HEADS},
     "has_spec_drafter": DRAFTER,
 }
 
@@ -59,7 +62,7 @@ class Progress:
 
 
 def test_members_keep_their_order_and_values() -> None:
-    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 13), strict=True))
+    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, VALUES, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,7 +117,7 @@ def test_from_string() -> None:
 
 @pytest.mark.parametrize("mode", M)
 def test_require_built(mode: SpeculativeDecodingMode) -> None:
-    built = words("EAGLE3 EAGLE3_ONE_MODEL NONE NGRAM DRAFT_TARGET AUTO USER_PROVIDED SAVE_HIDDEN_STATES SUFFIX")
+    built = {*words("EAGLE3 EAGLE3_ONE_MODEL NONE NGRAM DRAFT_TARGET AUTO USER_PROVIDED SAVE_HIDDEN_STATES SUFFIX"), *STATE_HEADS}
     if mode.name in built:
         mode.require_built()
     else:
@@ -156,6 +159,9 @@ def test_rows_name_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMod
         ("extract_hidden_states", None, False, "SAVE_HIDDEN_STATES"),
         ("custom_class", None, False, "USER_PROVIDED"),
         ("auto", None, False, "AUTO"),
+        ("medusa", None, False, "MEDUSA"),
+        ("medusa", True, False, "MEDUSA"),
+        ("mlp_speculator", None, False, "MLP_SPECULATOR"),
     ],
 )
 def test_resolve_mode(method: str | None, one_engine: bool | None, vanilla: bool, expected: str) -> None:
@@ -167,6 +173,7 @@ def test_resolve_mode(method: str | None, one_engine: bool | None, vanilla: bool
     [
         (("guess", None), r"method='guess' is unknown; use one of draft_model, .*suffix"),
         (("ngram", True), r"one_engine=True, vanilla=False .* method='ngram'; use one_engine=False"),
+        (("medusa", False), r"one_engine=False, vanilla=False .* method='medusa'; use one_engine=True"),
         (("ngram", None, True), r"vanilla=True .* method='ngram'"),
         (("mtp", False, True), r"one_engine=False, vanilla=True .* method='mtp'; use one_engine=True, vanilla=True or"),
     ],

@@ -11,10 +11,9 @@ from trtspec.cli.options import add_speculation, speculation
 from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.interop import SERVERS, export_settings, settings_text
 from trtspec.config.interop_account import FieldWarning
-from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.speculation import draft_info
+from trtspec.engine.speculation import read_draft
 from trtspec.errors import ConfigError
 
 
@@ -75,7 +74,7 @@ def _draft_info(config: SpeculativeConfig) -> DraftInfo | None:
     """What the draft's config.json says, where that matters: which method it is for, which layers it reads."""
     if config.method not in (None, "eagle3") or config.model is None or not os.path.isdir(config.model):
         return None
-    return draft_info(config, ModelConfig.from_folder(config.model, "draft"))
+    return read_draft(config)[1]
 
 
 def write_new(path: Path, text: str, replace: bool) -> None:

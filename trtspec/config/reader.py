@@ -54,6 +54,9 @@ class Reader:
             raise self.error(key, f"= {value} must be at least 1; correct it in the file")
         return value
 
+    def optional_positive_int(self, key: str) -> int | None:
+        return None if self.data.get(key) is None else self.positive_int(key)
+
     def number(self, key: str, default: float | None = None, minimum: float = -math.inf) -> float:
         """A finite number > `minimum`."""
         value = self._value(key, default, "a number")

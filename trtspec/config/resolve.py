@@ -30,6 +30,9 @@ EAGLE3_TARGETS = ("llama", "qwen", "minicpm", "gpt_oss")
 # Methods that need no draft checkpoint, and so no `model`.
 WITHOUT_CHECKPOINT = ("ngram", "suffix", "auto", "extract_hidden_states", "custom_class")
 
+# Heads that read the target's state after its final norm, and of which each drafts one token.
+STATE_HEADS = ("medusa", "mlp_speculator")
+
 # A field that only some methods read: set for another method, it would be ignored, so it is an error.
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "prompt_lookup_min": ("ngram", "auto", "custom_class"),
@@ -48,7 +51,7 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "file_prefix": ("extract_hidden_states",),
     "drafter": ("custom_class",),
     "vanilla": ("mtp",),
-    "quantization": ("draft_model", "eagle3", "mtp"),
+    "quantization": ("draft_model", "eagle3", "mtp", *STATE_HEADS),
 }
 
 # field -> (values that run today, what to do instead of any other)
@@ -181,14 +184,14 @@ def method_and_model(
 def _method_from_hints(model: str, draft: DraftInfo | None) -> str:
     if draft is not None and draft.is_eagle3:
         return "eagle3"
+    kind = draft.model_type if draft is not None else ""
+    if kind in STATE_HEADS:
+        return kind
     name = PurePath(model).name.lower()  # the folder's own name: a parent folder says nothing about a model
     if "eagle-" in name:
         return "eagle"
     if "eagle3" in name:
         return "eagle3"
-    kind = draft.model_type if draft is not None else ""
-    if kind in ("medusa", "mlp_speculator"):
-        return kind
     return "mtp" if kind in MTP_TARGETS or kind.endswith("_mtp") else "draft_model"
 
 
@@ -234,6 +237,11 @@ def num_speculative_tokens(
     if k is None:
         implied = {"suffix": config.suffix_decoding_max_tree_depth, "extract_hidden_states": 1}.get(method)
         k = auto.k if auto else implied or n_predict
+    elif n_predict is not None and k > n_predict and method in STATE_HEADS:
+        raise ConfigError(
+            f"num_speculative_tokens={k} exceeds the {n_predict} heads of the draft checkpoint, each of which drafts "
+            f"one token; use at most {n_predict}"
+        )
     elif n_predict is not None and k > n_predict and k % n_predict != 0:
         raise ConfigError(
             f"num_speculative_tokens={k} must be divisible by n_predict={n_predict} of the draft checkpoint; use "
@@ -262,7 +270,7 @@ def check_against_k(config: SpeculativeConfig, k: int) -> None:
 def _max_model_len(config: SpeculativeConfig, method: str, k: int, target: TargetInfo, draft: DraftInfo | None) -> int:
     """Longest sequence (tokens) for which drafts are made."""
     limits = {"target": target.max_model_len}
-    if draft is not None and method not in WITHOUT_CHECKPOINT:
+    if draft is not None and draft.max_model_len is not None and method not in WITHOUT_CHECKPOINT:
         limits["draft"] = draft.max_model_len
     for owner, limit in limits.items():
         if config.max_model_len is not None and config.max_model_len > limit:
@@ -321,7 +329,9 @@ def _tree(config: SpeculativeConfig, k: int) -> tuple[tuple[int, ...], ...]:
 def _capture_layers(
     config: SpeculativeConfig, method: str, target: TargetInfo, draft: DraftInfo | None
 ) -> tuple[int, ...]:
-    """The user's, else the draft checkpoint's, else EAGLE3's default."""
+    """The user's, else the draft checkpoint's, else EAGLE3's default; -1 alone for who reads nothing else."""
+    if method in STATE_HEADS:
+        return (-1,)
     if method not in _ONLY_FOR["capture_layers"]:
         return ()
     layers = config.capture_layers

@@ -29,11 +29,12 @@ class TargetInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftInfo:
-    """What resolution needs to know of a draft checkpoint."""
+    """What resolution needs to know of a draft checkpoint. vocab_size, max_model_len: None = as the target's, as of a
+    head that has none of its own. n_predict: layers or heads that draft one token each."""
 
     model_type: str
-    vocab_size: int
-    max_model_len: int
+    vocab_size: int | None = None
+    max_model_len: int | None = None
     n_predict: int | None = None
     is_eagle3: bool = False  # by its architecture
     capture_layers: tuple[int, ...] | None = None  # "after layer i", where the checkpoint says

@@ -20,6 +20,7 @@ from trtspec.backends.eager import EagerExecutable
 from trtspec.backends.export import graph_draft_lens
 from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt_profiles import Sizes
+from trtspec.config.checkpoint import CheckpointConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.model import ModelConfig
@@ -69,7 +70,7 @@ class Assembly:
 
     config: EngineConfig
     target: ModelConfig
-    draft: ModelConfig | None
+    draft: CheckpointConfig | None  # a ModelConfig where it is a decoder
     resolved: ResolvedSpeculation | None
     max_seq_len: int
     pack: bool  # weights are kept in the kernels' layout
@@ -131,7 +132,7 @@ class Assembly:
             worker, target = HeadWorker.from_resources(self, self.target_decoder), self.target_decoder
             width = len(self.speculation.capture_layers) * target.spec.hidden_size
             return self._packed(HeadStep(worker, width, target.norm.weight, self.functional), worker)
-        assert self.draft is not None
+        assert isinstance(self.draft, ModelConfig)
         decoder = self._decoder(self.draft, "draft")
         return self._packed(DecodeStep(decoder, self.functional), decoder)
 
@@ -360,11 +361,12 @@ def hidden_state_collector(assembly: Assembly) -> HiddenStateCollector | None:
 
 
 def prefix_reuse(allocator: BlockAllocator, mode: SpeculativeDecodingMode) -> PrefixReuse:
-    """Draft layers fused into the target's graph, and EAGLE-like drafts beside it, read the token after their own."""
+    """Draft layers fused into the target's graph, and EAGLE-like drafts beside it, read the token after their own; the
+    draft KV of who has none is there at once, wherever it is counted."""
     return PrefixReuse(
         allocator,
         keeps_draft_kv=mode.use_one_engine() or mode.has_draft_model(),
-        shifted=mode.use_one_engine() or mode.needs_kv_cache_recompute(),
+        shifted=(mode.use_one_engine() and not mode.drafts_without_kv()) or mode.needs_kv_cache_recompute(),
     )
 
 

@@ -16,6 +16,7 @@ from pydantic_core import PydanticSerializationError
 from trtspec.backends.export import graph_draft_lens
 from trtspec.backends.table import BACKENDS, Backend
 from trtspec.backends.tensorrt_profiles import Sizes, TensorRTOptions
+from trtspec.config.checkpoint import CheckpointConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder, engine_json, file_facts
 from trtspec.config.model import ModelConfig
@@ -121,7 +122,7 @@ def steps(assembly: Assembly, backend: Backend, report: Callable[[str], None]) -
     """The steps to compile, by role."""
     models = {"target": assembly.target}
     if assembly.mode.has_draft_model():
-        models["draft"] = assembly.draft or assembly.target
+        models["draft"] = assembly.draft if isinstance(assembly.draft, ModelConfig) else assembly.target
     for model in models.values():
         backend.check_dtype(assembly.dtype(model))
     made = {}
@@ -137,12 +138,12 @@ def use_linear_cache(assembly: Assembly) -> None:
     UnsupportedError for steps and models that it cannot do; ConfigError where the cache's size was asked for.
     """
     config, K = assembly.config, assembly.max_draft_len
-    if assembly.mode.use_one_engine() and K > 1:
+    if assembly.mode.use_one_engine() and not assembly.mode.drafts_without_kv() and K > 1:
         raise UnsupportedError(
             f"attention = 'native': {assembly.mode.name} with {K} drafts writes the draft layers' cache {K} times in a "
             "launch, TensorRT's own attention writes a cache once; use attention = 'plugin', or 1 draft"
         )
-    models = [dense_spec(model) for model in (assembly.target, assembly.draft) if model is not None]
+    models = [dense_spec(model) for model in (assembly.target, assembly.draft) if isinstance(model, ModelConfig)]
     if any(window is not None for spec in models for window in spec.windows):
         raise UnsupportedError("attention = 'native' is built without sliding windows; use attention = 'plugin'")
     if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
@@ -211,7 +212,7 @@ def _copy_checkpoint_facts(assembly: Assembly, staging: Path) -> None:
             shutil.copyfile(assembly.target.path / name, staging / name)
     if (assembly.target.path / _TOKENIZER_FOLDER).is_dir():
         shutil.copytree(assembly.target.path / _TOKENIZER_FOLDER, staging / _TOKENIZER_FOLDER)
-    models: list[tuple[str, ModelConfig | None]] = [("target", assembly.target), ("draft", assembly.draft)]
+    models: list[tuple[str, CheckpointConfig | None]] = [("target", assembly.target), ("draft", assembly.draft)]
     for role, model in models:
         if model is not None:
             (staging / role).mkdir(exist_ok=True)

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 
+from trtspec.config.checkpoint import CheckpointConfig, read_checkpoint
 from trtspec.config.eagle import EAGLE3_ARCHITECTURES, Eagle3Facts
 from trtspec.config.engine import EngineConfig
+from trtspec.config.medusa import MEDUSA, MedusaFacts
+from trtspec.config.mlp_speculator import MLP_SPECULATOR, MLPSpeculatorFacts
 from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 
+# Drafts that are no decoders, by method and model_type; all others are.
+_HEADS: dict[str, type[MedusaFacts | MLPSpeculatorFacts]] = {
+    MEDUSA: MedusaFacts,
+    MLP_SPECULATOR: MLPSpeculatorFacts,
+}
+
 
 def resolve_speculation(
     speculative: SpeculativeConfig | None, target: ModelConfig, max_seq_len: int, config: EngineConfig
-) -> tuple[ModelConfig | None, ResolvedSpeculation | None]:
+) -> tuple[CheckpointConfig | None, ResolvedSpeculation | None]:
     """The draft checkpoint, if the method has one of its own, and speculation with every question answered."""
     if speculative is None:
         return None, None
-    draft = None
+    draft, info = None, None
     if speculative.model is not None and os.path.isdir(speculative.model):
-        draft = ModelConfig.from_folder(speculative.model, "draft")
+        draft, info = read_draft(speculative)
     resolved = speculative.resolve(
         TargetInfo(
             model=str(target.path),
@@ -30,17 +39,29 @@ def resolve_speculation(
             max_batch_size=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
         ),
-        None if draft is None else draft_info(speculative, draft),
+        info,
     )
     if not (resolved.mode.has_draft_model() or resolved.mode.need_load_draft_weights()):
         draft = None
     elif draft is None:
-        draft = ModelConfig.from_folder(speculative.model or "", "draft")  # says what is wrong with the folder
+        draft, _ = read_draft(speculative)  # says what is wrong with the folder
     return draft, resolved
 
 
+def read_draft(speculative: SpeculativeConfig) -> tuple[CheckpointConfig, DraftInfo]:
+    """The checkpoint that `speculative.model` names, a ModelConfig where it is a decoder, and what resolution needs to
+    know of it. What it is, the method says, else its config.json."""
+    draft = read_checkpoint(speculative.model or "", "draft")
+    kind = draft.model_type or (MEDUSA if "medusa_num_heads" in draft.raw else "")
+    facts = _HEADS.get(speculative.method or kind)
+    if facts is not None:
+        return draft, facts.of(draft).info
+    model = ModelConfig.from_folder(draft.path, "draft")
+    return model, draft_info(speculative, model)
+
+
 def draft_info(speculative: SpeculativeConfig, draft: ModelConfig) -> DraftInfo:
-    """What resolution needs to know of the checkpoint that `speculative.model` names."""
+    """Of a decoder."""
     return DraftInfo(
         model_type=draft.model_type,
         vocab_size=draft.vocab_size,

@@ -1,0 +1,53 @@
+"""What config.json of Medusa heads says: vLLM's layout, and that of FasterDecoding, who published them.
+
+vLLM's names every field; a field at its default may be left out. FasterDecoding's has `medusa_num_heads` and
+`medusa_num_layers`, no model_type, and none of the target's sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtspec.config.checkpoint import CheckpointConfig, head_reader
+from trtspec.config.resolved import DraftInfo
+
+MEDUSA = "medusa"
+
+
+@dataclass(frozen=True)
+class MedusaFacts:
+    """num_layers: residual blocks of each head. hidden_size, vocab_size: None = the target's. draft_vocab_size: None =
+    all of the target's ids. fc_bias: of the blocks, None = the tensors say. shared_head: one lm_head for all heads."""
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int | None
+    vocab_size: int | None
+    draft_vocab_size: int | None
+    fc_bias: bool | None
+    shared_head: bool
+    logit_scale: float
+
+    @classmethod
+    def of(cls, config: CheckpointConfig) -> MedusaFacts:
+        """Raises UnsupportedError for checkpoints of another kind, CheckpointError for fields that make no sense."""
+        read = head_reader(config, MEDUSA, "set of Medusa heads")
+        heads, layers = (
+            theirs if read.get(theirs) is not None else ours
+            for theirs, ours in (("medusa_num_heads", "num_heads"), ("medusa_num_layers", "num_hidden_layers"))
+        )
+        return cls(
+            num_heads=read.positive_int(heads, 5),
+            num_layers=read.positive_int(layers, 1),
+            hidden_size=read.optional_positive_int("hidden_size"),
+            vocab_size=read.optional_positive_int("vocab_size"),
+            draft_vocab_size=read.optional_positive_int("truncated_vocab_size"),
+            fc_bias=None if read.get("medusa_fc_bias") is None else read.boolean("medusa_fc_bias", False),
+            shared_head=read.boolean("original_lm_head", False),
+            logit_scale=read.number("logit_scale", 1.0, minimum=0.0),
+        )
+
+    @property
+    def info(self) -> DraftInfo:
+        """For resolution."""
+        return DraftInfo(model_type=MEDUSA, vocab_size=self.vocab_size, n_predict=self.num_heads)

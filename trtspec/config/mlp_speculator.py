@@ -1,0 +1,55 @@
+"""What config.json of an MLP speculator says: the layout of IBM's fms-extras, which vLLM reads too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtspec.config.checkpoint import CheckpointConfig, head_reader
+from trtspec.config.reader import short
+from trtspec.config.resolved import DraftInfo
+
+MLP_SPECULATOR = "mlp_speculator"
+
+
+@dataclass(frozen=True)
+class MLPSpeculatorFacts:
+    """n_predict: stages, each of which drafts one token. hidden_size (`emb_dim`), vocab_size: None = the target's.
+    inner_size: of the state, None = hidden_size. tie_weights: the stages share what fits. scale_input: the target's
+    state is normalised first."""
+
+    n_predict: int
+    hidden_size: int | None
+    vocab_size: int | None
+    inner_size: int | None
+    tie_weights: bool
+    scale_input: bool
+
+    @classmethod
+    def of(cls, config: CheckpointConfig) -> MLPSpeculatorFacts:
+        """Raises UnsupportedError for checkpoints of another kind, CheckpointError for fields that make no sense.
+
+        top_k_tokens_per_head and n_candidates, which shape upstream's tree of candidates, are not used: drafts are a
+        chain.
+        """
+        read = head_reader(config, MLP_SPECULATOR, "MLP speculator")
+        n_predict, widths = read.positive_int("n_predict", 3), read.get("top_k_tokens_per_head")
+        if widths is not None and (not isinstance(widths, list) or len(widths) != n_predict):
+            raise read.error(
+                "top_k_tokens_per_head", f"= {short(widths)} does not list n_predict = {n_predict} numbers"
+            )
+        tie_weights = read.boolean("tie_weights", False)
+        if tie_weights and n_predict == 1:
+            raise read.error("tie_weights", "= true with n_predict = 1, where nothing can be shared; set it to false")
+        return cls(
+            n_predict=n_predict,
+            hidden_size=read.optional_positive_int("hidden_size" if read.get("emb_dim") is None else "emb_dim"),
+            vocab_size=read.optional_positive_int("vocab_size"),
+            inner_size=read.optional_positive_int("inner_dim") if read.get("inner_dim") != 0 else None,
+            tie_weights=tie_weights,
+            scale_input=read.boolean("scale_input", False),
+        )
+
+    @property
+    def info(self) -> DraftInfo:
+        """For resolution."""
+        return DraftInfo(model_type=MLP_SPECULATOR, vocab_size=self.vocab_size, n_predict=self.n_predict)
