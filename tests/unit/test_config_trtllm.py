@@ -191,6 +191,16 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
             },
         ),
         (MTPDecodingConfig(), {"method": "mtp", "one_engine": True}),
+        (MedusaDecodingConfig(speculative_model="/m"), {"method": "medusa", "model": "/m"}),
+        (MedusaDecodingConfig(num_medusa_heads=4), {"method": "medusa", "num_speculative_tokens": 4}),
+        (
+            MedusaDecodingConfig(num_medusa_heads=4, max_draft_len=3),
+            {"method": "medusa", "num_speculative_tokens": 3},
+        ),
+        (
+            MedusaDecodingConfig(num_medusa_heads=4, medusa_choices=[[0, 0], [0]]),
+            {"method": "medusa", "num_speculative_tokens": 2},
+        ),
         (MTPDecodingConfig(mtp_eagle_one_model=False), {"method": "mtp", "one_engine": False}),
         (
             MTPDecodingConfig(use_mtp_vanilla=True, mtp_eagle_one_model=False, num_nextn_predict_layers=3),
@@ -246,7 +256,7 @@ def test_converts(config: DecodingBaseConfig, expected: dict[str, Any]) -> None:
         (MTPDecodingConfig(relaxed_delta=0.5), r"relaxed_delta=0.5 is not built yet"),
         (MTPDecodingConfig(begin_thinking_phase_token=1), r"begin_thinking_phase_token=1 is not built yet"),
         (MTPDecodingConfig(end_thinking_phase_token=1), r"end_thinking_phase_token=1 is not built yet"),
-        (MedusaDecodingConfig(), r"decoding_type='Medusa' is not built yet"),
+        (MedusaDecodingConfig(medusa_choices=[[0], [1], [0, 0]]), r"medusa_choices=.* is a tree, .* use a chain"),
         (SADecodingConfig(), r"decoding_type='SA' is not built yet"),
         (PARDDecodingConfig(), r"decoding_type='PARD' is not built yet"),
         (DFlashDecodingConfig(), r"decoding_type='DFlash' is not built yet"),
@@ -285,6 +295,16 @@ def test_not_built(config: DecodingBaseConfig, message: str) -> None:
             r"num_nextn_predict_layers=2 and max_draft_len=3 differ; set max_draft_len only",
         ),
         (
+            MedusaDecodingConfig,
+            {"medusa_choices": [[0], [0, 0]], "max_draft_len": 3},
+            r"medusa_choices=\(\(0,\), \(0, 0\)\) and max_draft_len=3 differ; set max_draft_len only",
+        ),
+        (
+            MedusaDecodingConfig,
+            {"num_medusa_heads": 2, "max_draft_len": 3},
+            r"3 drafts exceed num_medusa_heads=2, each of which drafts one token; lower K",
+        ),
+        (
             NGramDecodingConfig,
             {"max_draft_len": 3, "draft_len_schedule": {4: 3}, "max_concurrency": 4},
             r"draft_len_schedule=\{4: 3\} and max_concurrency=4 exclude each other",
@@ -306,6 +326,7 @@ def test_contradictions(cls: type[DecodingBaseConfig], fields: dict[str, Any], m
         (Eagle3DecodingConfig(max_draft_len=3, speculative_model="/e"), None, M.EAGLE3_ONE_MODEL, 3),
         (Eagle3DecodingConfig(max_draft_len=3, speculative_model="/e", eagle3_one_model=False), None, M.EAGLE3, 3),
         (MTPDecodingConfig(), 1, M.MTP_EAGLE_ONE_MODEL, 1),
+        (MedusaDecodingConfig(num_medusa_heads=4, speculative_model="/m"), None, M.MEDUSA, 4),
         (MTPDecodingConfig(mtp_eagle_one_model=False), 1, M.MTP_EAGLE, 1),
         (MTPDecodingConfig(), 3, M.MTP, 3),
         (MTPDecodingConfig(use_mtp_vanilla=True), 1, M.MTP, 1),

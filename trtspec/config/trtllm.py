@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from trtspec.config.base import JsonKey, StrictConfig, list_to_tuple, one_of, refuse_unbuilt
 from trtspec.config.speculative import SpeculativeConfig
+from trtspec.config.tree import chain
 from trtspec.errors import ConfigError, UnsupportedError
 
 ADVANCED_SAMPLING_MODES = ("full", "no_topk", "no_topp", "no_topk_no_topp", "universal")
@@ -239,12 +240,30 @@ class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
 
 
 class MedusaDecodingConfig(DecodingBaseConfig):
-    """Medusa heads with a static tree. Known, not built."""
+    """Medusa heads, as many as max_draft_len, medusa_choices or num_medusa_heads say; unset, all of the checkpoint.
+
+    Of trees only chains are built. Acceptance is strict as everywhere, not TensorRT-LLM's typical acceptance.
+    """
 
     decoding_type: ClassVar[str] = "Medusa"
+    method: ClassVar[str] = "medusa"
 
     medusa_choices: Choices | None = None
     num_medusa_heads: int | None = Field(default=None, ge=1)
+
+    def _own_fields(self) -> dict[str, Any]:
+        choices, heads, k = self.medusa_choices, self.num_medusa_heads, self.max_draft_len
+        if choices is not None and tuple(sorted(choices, key=len)) != chain(len(choices)):
+            raise UnsupportedError(
+                f"MedusaDecodingConfig.medusa_choices={choices} is a tree, which is not built yet; use a chain, "
+                f"{[list(path) for path in chain(heads or 2)]}, or leave it unset"
+            )
+        if choices is not None and k not in (None, len(choices)):
+            raise ConfigError(f"medusa_choices={choices} and max_draft_len={k} differ; set max_draft_len only")
+        k = k if choices is None else len(choices)
+        if heads is not None and k is not None and k > heads:
+            raise ConfigError(f"{k} drafts exceed num_medusa_heads={heads}, each of which drafts one token; lower K")
+        return {"num_speculative_tokens": k or heads}
 
 
 class SADecodingConfig(DecodingBaseConfig):
