@@ -1,14 +1,8 @@
-"""EAGLE3 heads: the arithmetic of the paper, where the hidden states come from, and which checkpoints are refused.
-
-The oracle is written here from the paper's equations (Li et al., arXiv 2503.01840) with plain torch operations, without
-a cache: it computes every pass over the whole text. The target's hidden states are those of transformers.
-"""
+"""EAGLE3 heads: the arithmetic of the paper, where the hidden states come from, and which checkpoints are refused."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,214 +10,55 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_eagle3, oracle
+from tests.models.paper_heads import (
+    VOCAB,
+    K,
+    PaperHead,
+    assert_close,
+    assert_every_pass_is_that_of_the_paper,
+    states,
+)
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
 from trtspec.config.model import ModelConfig
 from trtspec.config.trtllm import Eagle3DecodingConfig
-from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.core import AttnMetadata
 from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.kv.pool import allocate_layers
 from trtspec.models.attention import PagedAttend
 from trtspec.models.eagle3_weights import eagle3_tensors, load_eagle3
 from trtspec.models.weights import load_decoder
-from trtspec.modes import SpeculativeDecodingMode
-from trtspec.sampling_params import ResolvedSampling
 from trtspec.workers.heads import HeadWorker
 from trtspec.workers.step import OneEngineStep
 
 Tensors = dict[str, Tensor]
-K = 4
-VOCAB = 199
 SOME_IDS = [int(i) for i in torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:83]]
 """83 of the target's 199 ids, in no order: d2t has gaps, goes up and down."""
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 EAGLE3 = {"method": "eagle3", "num_speculative_tokens": K}
 
 
-# -- the paper -----------------------------------------------------------------------------------------------------
+class PaperEagle3(PaperHead):
+    """EAGLE-3 as published (Li et al., arXiv 2503.01840)."""
 
+    def fuse(self, captured: Tensor) -> Tensor:
+        return captured @ self.w["fc.weight"].T
 
-@dataclass(frozen=True)
-class Pass:
-    """What one pass of the head gives at its last row, and the draft taken there."""
-
-    y: Tensor  # [H]
-    logits: Tensor  # [Vd]
-    draft: int
-
-
-class PaperHead:
-    """EAGLE-3 as published; a checkpoint's tensors under their public names, fp32."""
-
-    def __init__(self, folder: Path, target: transformers.PreTrainedModel) -> None:
-        self.w = load_file(folder / "model.safetensors")
-        self.config = json.loads((folder / "config.json").read_text())
-        self.embedding = self.w.get("embed_tokens.weight", target.get_input_embeddings().weight)
-        self.lm_head = self.w.get("lm_head.weight", target.get_output_embeddings().weight)
-        rope = {key: self.config[key] for key in ("rope_parameters", "max_position_embeddings", "head_dim")}
-        self.rotary = LlamaRotaryEmbedding(
-            transformers.LlamaConfig(
-                hidden_size=self.config["hidden_size"], num_attention_heads=self.config["num_attention_heads"], **rope
-            )
-        )
-
-    def drafts(self, captured: Tensor, following: list[int]) -> tuple[Tensor, list[Pass]]:
-        """g [n, 3 Ht] and the token after each position -> y of the first pass [n, H], and K passes.
-
-        Pass 0 reads the tokens 1..n at the positions 0..n-1; each further pass adds one row: the token just drafted,
-        at the next position, with the last row's output in place of a fused hidden state.
-        """
-        tokens, h = list(following), captured @ self.w["fc.weight"].T
-        first, passes = None, []
-        for _ in range(K):
-            y = self.layer(self.embedding[tokens], h)
-            first = y if first is None else first
-            logits = self.norm(y[-1], "norm") @ self.lm_head.T
-            best = int(logits.argmax())
-            draft = best + int(self.w["d2t"][best]) if "d2t" in self.w else best
-            passes.append(Pass(y[-1], logits, draft))
-            tokens, h = [*tokens, draft], torch.cat((h, y[-1:]))
-        assert first is not None
-        return first, passes
-
-    def layer(self, e: Tensor, h: Tensor) -> Tensor:
+    def forward(self, e: Tensor, h: Tensor) -> Tensor:
         normed = self.norm(h, "midlayer.hidden_norm")
         x = normed if self.config.get("norm_before_residual") else h
-        x = x + self.attention(torch.cat((self.norm(e, "midlayer.input_layernorm"), normed), dim=-1))
-        z = self.norm(x, "midlayer.post_attention_layernorm")
-        gated = F.silu(self.linear(z, "mlp.gate_proj")) * self.linear(z, "mlp.up_proj")
-        return x + self.linear(gated, "mlp.down_proj")
+        x = x + self.attention(torch.cat((self.norm(e, "midlayer.input_layernorm"), normed), dim=-1), "midlayer.")
+        return x + self.mlp(self.norm(x, "midlayer.post_attention_layernorm"), "midlayer.")
 
-    def attention(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, self.config["head_dim"])) for name in "qkv"
-        )
-        if "midlayer.self_attn.q_norm.weight" in self.w:
-            q, k = self.norm(q, "midlayer.self_attn.q_norm"), self.norm(k, "midlayer.self_attn.k_norm")
-        cos, sin = (table[0][:, None] for table in self.rotary(x, torch.arange(len(x))[None]))
-        q, k = (a * cos + turned(a) * sin for a in (q, k))
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-        future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-        return self.linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), "self_attn.o_proj")
+    def logits(self, y: Tensor) -> Tensor:
+        return self.norm(y, "norm") @ self.lm_head.T
 
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.w[f"midlayer.{name}.weight"], self.w.get(f"midlayer.{name}.bias"))
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return x * (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt() * self.w[f"{name}.weight"]
-
-
-def turned(x: Tensor) -> Tensor:
-    """(x1, x2) -> (-x2, x1), halves of the last dimension."""
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-
-
-def states(target: transformers.PreTrainedModel, tokens: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """transformers' residual streams after each of `layers` side by side [n, len * Ht], and its logits [n, V].
-
-    -1 is the stream after the last norm, which transformers gives as the last of `hidden_states`; the one before that
-    norm it does not give, so it is caught where it enters the norm.
-    """
-    caught: list[Tensor] = []
-    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
-    with torch.no_grad():
-        out = target(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True)
-    hook.remove()
-    after = [*out.hidden_states[1:-1], caught[0], out.hidden_states[-1]]
-    return torch.cat([after[i][0] for i in layers], dim=-1), out.logits[0]
-
-
-# -- ours ----------------------------------------------------------------------------------------------------------
-
-
-class Watched(HeadWorker):
-    """Keeps what every pass gave."""
-
-    def reset(self) -> None:
-        self.first: Tensor = torch.empty(0)
-        self.rows: list[Tensor] = []  # y [B, H] of each pass
-        self.scores: list[Tensor] = []  # logits [B, Vd] of each pass
-
-    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        self.first = super().first_pass(next_ids, captured, positions, attend)
-        return self.first
-
-    def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
-        self.rows.append(hidden)
-        self.scores.append(super().draft_logits(step, hidden))
-        return self.scores[-1]
-
-
-@dataclass
-class Session:
-    """A one-engine step and a paged cache of small, scattered blocks, one table per request."""
-
-    step: OneEngineStep
-    kv: list[KVLayer]
-    tables: list[list[int]]
-    known: list[list[int]]  # tokens of each request
-    committed: list[int] = field(default_factory=list)
-
-    @property
-    def worker(self) -> Watched:
-        assert isinstance(self.step.worker, Watched)
-        return self.step.worker
-
-    @torch.no_grad()
-    def launch(self, drafts: list[list[int]]) -> StepOutputs:
-        """All requests at once: contexts at first, then one known token and these drafts. Commits what is accepted."""
-        B, contexts = len(self.known), not self.committed
-        starts = self.committed or [0] * B
-        rows = [[*known[start:], *own] for known, start, own in zip(self.known, starts, drafts, strict=True)]
-        attn = AttnMetadata.of(
-            [len(r) for r in rows], [s + len(r) for s, r in zip(starts, rows, strict=True)], self.tables
-        )
-        width = 1 if contexts else len(drafts[0]) + 1
-        ends = attn.cu_q_lens[1:].tolist()
-        draws = [len(known) + j for known in self.known for j in range(width)]
-        spec = dataclasses.replace(
-            SpecMetadata.plain(range(B), attn, SamplingTensors.of([GREEDY] * len(draws), draws)),
-            spec_dec_mode=SpeculativeDecodingMode.EAGLE3_ONE_MODEL,
-            max_draft_len=K,
-            next_draft_len=K,
-            gather_ids=torch.tensor([end - width + j for end in ends for j in range(width)]),
-            draft_tokens=torch.tensor([] if contexts else drafts, dtype=torch.int64).view(
-                0 if contexts else B, width - 1
-            ),
-            draft_lens=torch.full((B,), width - 1, dtype=torch.int32),
-        )
-        self.worker.reset()
-        outputs = self.step(StepInputs(torch.tensor([t for r in rows for t in r]), attn, spec), self.kv)
-        assert outputs.verdict is not None
-        assert outputs.next_kv_lens is not None
-        for known, new, count in zip(
-            self.known, outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist(), strict=True
-        ):
-            known += new[:count]
-        self.committed = outputs.next_kv_lens.tolist()
-        return outputs
-
-
-def open_session(target: Path, head: Path, capture: Sequence[int], prompts: list[list[int]]) -> Session:
-    decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
-    worker = Watched(load_eagle3(ModelConfig.from_folder(head, "draft"), decoder, len(capture)), K, capture)
-    blocks = 1 + sum(-(-(len(p) + 40) // 4) for p in prompts)
-    kv = allocate_layers([*decoder.spec.kv_shapes, *worker.kv_shapes], blocks, 4, torch.float32)
-    free = iter((torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist())
-    tables = [[next(free) for _ in range(-(-(len(p) + 40) // 4))] for p in prompts]
-    return Session(OneEngineStep(decoder, worker), kv, tables, [list(p) for p in prompts])
+    def target_id(self, draft_id: int) -> int:
+        return draft_id + int(self.w["d2t"][draft_id]) if "d2t" in self.w else draft_id
 
 
 @dataclass(frozen=True)
@@ -263,51 +98,18 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_pass_is_that_of_the_paper(tmp_path: Path, name: str) -> None:
-    """Prompts, then drafts of which none, some and all are accepted: the rejected must leave no trace."""
     variant = VARIANTS[name]
     target = make_checkpoint(
         tmp_path, variant.arch, num_hidden_layers=4, initializer_range=0.06, name="target", **variant.target
     )
     head = make_eagle3(tmp_path, target, None, variant.target_ids, num_captured=len(variant.capture), **variant.head)
-    theirs, generator = oracle(target), torch.Generator().manual_seed(1)
-    paper = PaperHead(head, theirs)
-    # past llama3's original length of 64, and ending anywhere in a block
-    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (90, 7)]
-    session = open_session(target, head, variant.capture, prompts)
-    for accepted in (None, 2, 0, 4, 1):  # None: the prompts
-        before = [len(known) - 1 for known in session.known]
-        drafts = [[] if accepted is None else told(theirs, known, accepted) for known in session.known]
-        outputs = session.launch(drafts)
-        assert outputs.verdict is not None
-        assert outputs.proposal is not None
-        assert outputs.verdict.num_tokens.tolist() == [1 if accepted is None else accepted + 1] * 2
-        row = 0
-        for b, known in enumerate(session.known):
-            captured, logits = states(theirs, known[:-1], variant.capture)
-            assert known[before[b] + 1 :] == logits[before[b] :].argmax(-1).tolist()
-            first, passes = paper.drafts(captured, known[1:])
-            start = 0 if accepted is None else before[b]
-            kept = len(known) - 1 - start
-            assert_close(session.worker.first[row : row + kept], first[start:])
-            row += kept if accepted is None else K + 1
-            for j, each in enumerate(passes):
-                assert_close(session.worker.rows[j][b], each.y)
-                assert_close(session.worker.scores[j][b], each.logits)
-            assert outputs.proposal.draft_tokens[b].tolist() == [each.draft for each in passes]
-
-
-def told(target: transformers.PreTrainedModel, known: list[int], right: int) -> list[int]:
-    """K drafts of which exactly the first `right` are what the target will say."""
-    tokens = list(known)
-    for _ in range(right + 1):
-        with torch.no_grad():
-            tokens.append(int(target(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return [*tokens[len(known) : -1], (tokens[-1] + 1) % VOCAB, 5, 6, 7][:K]
-
-
-def assert_close(got: Tensor, want: Tensor) -> None:
-    assert got.shape == want.shape
-    torch.testing.assert_close(got, want, rtol=0.0, atol=1e-5)
+    config, number = ModelConfig.from_folder(head, "draft"), len(variant.capture)
+    assert_every_pass_is_that_of_the_paper(
+        target,
+        lambda decoder: load_eagle3(config, decoder, number),
+        lambda theirs: PaperEagle3(head, theirs),
+        variant.capture,
+    )
 
 
 # -- which hidden states -------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def load_eagle3(
     """
     facts = Eagle3Facts.of(config)
     _fits(config, facts, target)
-    tensors = renamed(checkpoint_tensors(config.path, role), _public_name, config.path, role)
+    tensors = dict(renamed(checkpoint_tensors(config.path, role), _public_name, config.path, role))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     spec = _spec(config, facts, target, num_captured, shapes)
     offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -101,11 +101,12 @@ def describe_eagle3(
     facts = Eagle3Facts.of(config)
     _fits(config, facts, target)
     there = not missing_weights(config.path, role)
-    shapes = renamed(checkpoint_shapes(config.path, role), _public_name, config.path, role) if there else {}
+    shapes = dict(renamed(checkpoint_shapes(config.path, role), _public_name, config.path, role)) if there else {}
     spec = _spec(config, facts, target, num_captured, shapes)
     if there:
-        _check_vocabulary(config, facts, shapes.pop("d2t", None), shapes.pop("t2d", None))
+        offsets, used = shapes.pop("d2t", None), shapes.pop("t2d", None)
         check_shapes(head_slots(spec), shapes.items(), config.path, role)
+        _check_vocabulary(config, facts, offsets, used)
     else:
         spec = dataclasses.replace(spec, own_head=True)
     with torch.device("meta"), unallocated(target.norm.weight.dtype):

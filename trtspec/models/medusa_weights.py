@@ -66,7 +66,7 @@ def load_medusa(config: CheckpointConfig, target: Decoder, num_heads: int, role:
     target call for, or (token_map) of impossible values.
     """
     facts = MedusaFacts.of(config)
-    tensors = renamed(checkpoint_tensors(config.path, role), _public_name(facts), config.path, role)
+    tensors = dict(renamed(checkpoint_tensors(config.path, role), _public_name(facts), config.path, role))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     spec = _checked_spec(config, facts, target, shapes, role)
     target_ids = _target_ids(config, spec, tensors.pop("token_map", None))
@@ -90,7 +90,7 @@ def describe_medusa(config: CheckpointConfig, target: Decoder, num_heads: int, r
     if missing_weights(config.path, role):
         spec = _spec(config, facts, target, bool(facts.fc_bias), own_head=True)
     else:
-        shapes = renamed(checkpoint_shapes(config.path, role), _public_name(facts), config.path, role)
+        shapes = dict(renamed(checkpoint_shapes(config.path, role), _public_name(facts), config.path, role))
         spec = _checked_spec(config, facts, target, shapes, role)
     with torch.device("meta"), unallocated(target.norm.weight.dtype):
         head = MedusaHead(_first(spec, num_heads))

@@ -65,7 +65,7 @@ def load_mlp_speculator(
     and target call for, or that stages share and have in different values.
     """
     spec = _spec(config, target)
-    found = renamed(checkpoint_tensors(config.path, role), _public_name, config.path, role)
+    found = dict(renamed(checkpoint_tensors(config.path, role), _public_name, config.path, role))
     tensors = _untied(found, spec, torch.equal, config, role)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_shapes(head_slots(spec), shapes.items(), config.path, role)
@@ -83,7 +83,7 @@ def describe_mlp_speculator(
     where there are weights, their headers are checked."""
     spec = _spec(config, target)
     if not missing_weights(config.path, role):
-        found = renamed(checkpoint_shapes(config.path, role), _public_name, config.path, role)
+        found = dict(renamed(checkpoint_shapes(config.path, role), _public_name, config.path, role))
         shapes = _untied(found, spec, lambda a, b: a == b, config, role)
         check_shapes(head_slots(spec), shapes.items(), config.path, role)
     with torch.device("meta"), unallocated(target.norm.weight.dtype):

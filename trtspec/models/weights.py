@@ -244,18 +244,18 @@ def checkpoint_shapes(folder: Path, role: str) -> Iterator[tuple[str, tuple[int,
 
 def renamed(
     found: Iterable[tuple[str, _T]], public_name: Callable[[str], str], folder: Path, role: str
-) -> dict[str, _T]:
+) -> Iterator[tuple[str, _T]]:
     """Tensors, or what else there is one of for each, under the names that `public_name` gives for the checkpoint's.
     WeightsError where two come to the same."""
-    tensors: dict[str, _T] = {}
+    seen = set()
     for name, tensor in found:
         public = public_name(name)
-        if public in tensors:
+        if public in seen:
             raise WeightsError(
                 f"{role} weights in {folder}: {public} is there twice, once as {name}; keep the one that is right"
             )
-        tensors[public] = tensor
-    return tensors
+        seen.add(public)
+        yield public, tensor
 
 
 def _ignorable(name: str, slots: Mapping[str, Slot]) -> bool:

@@ -1,0 +1,276 @@
+"""Draft heads as their papers write them, and one-engine steps that are compared with them pass by pass.
+
+A paper's head is plain torch operations on a checkpoint's tensors under their public names, without a cache: it
+computes every pass over the whole text. The target's hidden states are those of transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tests.checkpoints import oracle
+from trtspec.config.model import ModelConfig
+from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.kv.pool import allocate_layers
+from trtspec.models.attention import PagedAttend
+from trtspec.models.decoder import Decoder
+from trtspec.models.heads import DraftHead
+from trtspec.models.weights import load_decoder
+from trtspec.sampling_params import ResolvedSampling
+from trtspec.workers.heads import HeadWorker
+from trtspec.workers.step import OneEngineStep
+
+K = 4
+VOCAB = 199
+GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
+# -- the papers ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass of the head gives at its last row, and the draft taken there."""
+
+    y: Tensor  # [H]
+    logits: Tensor  # [Vd]
+    draft: int
+
+
+class PaperHead(ABC):
+    """A head as published; a checkpoint's tensors under their public names, fp32."""
+
+    def __init__(self, folder: Path, target: transformers.PreTrainedModel) -> None:
+        self.w = load_file(folder / "model.safetensors")
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.embedding = self.w.get("embed_tokens.weight", target.get_input_embeddings().weight)
+        self.lm_head = self.w.get("lm_head.weight", target.get_output_embeddings().weight)
+        rope = {key: self.config[key] for key in ("rope_parameters", "max_position_embeddings", "head_dim")}
+        self.rotary = LlamaRotaryEmbedding(
+            transformers.LlamaConfig(
+                hidden_size=self.config["hidden_size"], num_attention_heads=self.config["num_attention_heads"], **rope
+            )
+        )
+
+    @abstractmethod
+    def fuse(self, captured: Tensor) -> Tensor:
+        """The target's states of each position [n, ...] -> h [n, H] of the first pass."""
+
+    @abstractmethod
+    def forward(self, e: Tensor, h: Tensor) -> Tensor:
+        """e [n, H] of the token after each position, h [n, H] -> y [n, H]."""
+
+    @abstractmethod
+    def logits(self, y: Tensor) -> Tensor:
+        """y [H] -> logits [Vd]."""
+
+    def target_id(self, draft_id: int) -> int:
+        return draft_id
+
+    def drafts(self, captured: Tensor, following: list[int]) -> tuple[Tensor, list[Pass]]:
+        """captured [n, ...] and the token after each position -> y of the first pass [n, H], and K passes.
+
+        Pass 0 reads the tokens 1..n at the positions 0..n-1; each further pass adds one row: the token just drafted,
+        at the next position, with the last row's output in place of the target's state.
+        """
+        tokens, h = list(following), self.fuse(captured)
+        first, passes = None, []
+        for _ in range(K):
+            y = self.forward(self.embedding[tokens], h)
+            first = y if first is None else first
+            logits = self.logits(y[-1])
+            passes.append(Pass(y[-1], logits, self.target_id(int(logits.argmax()))))
+            tokens, h = [*tokens, passes[-1].draft], torch.cat((h, y[-1:]))
+        assert first is not None
+        return first, passes
+
+    # parts of a decoder layer, whose tensors' names begin with `prefix`
+
+    def attention(self, x: Tensor, prefix: str, window: int | None = None) -> Tensor:
+        q, k, v = (
+            self.linear(x, f"{prefix}self_attn.{name}_proj").unflatten(-1, (-1, self.config["head_dim"]))
+            for name in "qkv"
+        )
+        if f"{prefix}self_attn.q_norm.weight" in self.w:
+            q, k = self.norm(q, f"{prefix}self_attn.q_norm"), self.norm(k, f"{prefix}self_attn.k_norm")
+        cos, sin = (table[0][:, None] for table in self.rotary(x, torch.arange(len(x))[None]))
+        q, k = (a * cos + turned(a) * sin for a in (q, k))
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        distance = torch.arange(len(x))[:, None] - torch.arange(len(x))  # of row and key
+        hidden = (distance < 0) | (distance >= (window or len(x)))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return self.linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), f"{prefix}self_attn.o_proj")
+
+    def mlp(self, x: Tensor, prefix: str) -> Tensor:
+        gated = F.silu(self.linear(x, f"{prefix}mlp.gate_proj")) * self.linear(x, f"{prefix}mlp.up_proj")
+        return self.linear(gated, f"{prefix}mlp.down_proj")
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt() * self.w[f"{name}.weight"]
+
+
+def turned(x: Tensor) -> Tensor:
+    """(x1, x2) -> (-x2, x1), halves of the last dimension."""
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def states(target: transformers.PreTrainedModel, tokens: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """transformers' residual streams after each of `layers` side by side [n, len * Ht], and its logits [n, V].
+
+    -1 is the stream after the last norm, which transformers gives as the last of `hidden_states`; the one before that
+    norm it does not give, so it is caught where it enters the norm.
+    """
+    caught: list[Tensor] = []
+    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
+    with torch.no_grad():
+        out = target(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True)
+    hook.remove()
+    after = [*out.hidden_states[1:-1], caught[0], out.hidden_states[-1]]
+    return torch.cat([after[i][0] for i in layers], dim=-1), out.logits[0]
+
+
+# -- ours ----------------------------------------------------------------------------------------------------------
+
+
+class Watched(HeadWorker):
+    """Keeps what every pass gave."""
+
+    def reset(self) -> None:
+        self.first: Tensor = torch.empty(0)
+        self.rows: list[Tensor] = []  # y [B, H] of each pass
+        self.scores: list[Tensor] = []  # logits [B, Vd] of each pass
+
+    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
+        self.first = super().first_pass(next_ids, captured, positions, attend)
+        return self.first
+
+    def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
+        self.rows.append(hidden)
+        self.scores.append(super().draft_logits(step, hidden))
+        return self.scores[-1]
+
+
+@dataclass
+class Session:
+    """A one-engine step and a paged cache of small, scattered blocks, one table per request."""
+
+    step: OneEngineStep
+    kv: list[KVLayer]
+    tables: list[list[int]]
+    known: list[list[int]]  # tokens of each request
+    committed: list[int] = field(default_factory=list)
+
+    @property
+    def worker(self) -> Watched:
+        assert isinstance(self.step.worker, Watched)
+        return self.step.worker
+
+    @torch.no_grad()
+    def launch(self, drafts: list[list[int]]) -> StepOutputs:
+        """All requests at once: contexts at first, then one known token and these drafts. Commits what is accepted."""
+        B, contexts = len(self.known), not self.committed
+        starts = self.committed or [0] * B
+        rows = [[*known[start:], *own] for known, start, own in zip(self.known, starts, drafts, strict=True)]
+        attn = AttnMetadata.of(
+            [len(r) for r in rows], [s + len(r) for s, r in zip(starts, rows, strict=True)], self.tables
+        )
+        width = 1 if contexts else len(drafts[0]) + 1
+        ends = attn.cu_q_lens[1:].tolist()
+        draws = [len(known) + j for known in self.known for j in range(width)]
+        spec = dataclasses.replace(
+            SpecMetadata.plain(range(B), attn, SamplingTensors.of([GREEDY] * len(draws), draws), K),
+            gather_ids=torch.tensor([end - width + j for end in ends for j in range(width)]),
+            draft_tokens=torch.tensor([] if contexts else drafts, dtype=torch.int64).view(
+                0 if contexts else B, width - 1
+            ),
+            draft_lens=torch.full((B,), width - 1, dtype=torch.int32),
+        )
+        self.worker.reset()
+        outputs = self.step(StepInputs(torch.tensor([t for r in rows for t in r]), attn, spec), self.kv)
+        assert outputs.verdict is not None
+        assert outputs.next_kv_lens is not None
+        for known, new, count in zip(
+            self.known, outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist(), strict=True
+        ):
+            known += new[:count]
+        self.committed = outputs.next_kv_lens.tolist()
+        return outputs
+
+
+def open_session(
+    target: Path, load: Callable[[Decoder], DraftHead], capture: Sequence[int], prompts: list[list[int]]
+) -> Session:
+    decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
+    worker = Watched(load(decoder), K, capture)
+    blocks = 1 + sum(-(-(len(p) + 40) // 4) for p in prompts)
+    kv = allocate_layers([*decoder.spec.kv_shapes, *worker.kv_shapes], blocks, 4, torch.float32)
+    free = iter((torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist())
+    tables = [[next(free) for _ in range(-(-(len(p) + 40) // 4))] for p in prompts]
+    return Session(OneEngineStep(decoder, worker), kv, tables, [list(p) for p in prompts])
+
+
+def assert_every_pass_is_that_of_the_paper(
+    target: Path,
+    load: Callable[[Decoder], DraftHead],
+    paper_of: Callable[[transformers.PreTrainedModel], PaperHead],
+    capture: Sequence[int],
+) -> None:
+    """Prompts, then drafts of which none, some and all are accepted: the rejected must leave no trace."""
+    theirs, generator = oracle(target), torch.Generator().manual_seed(1)
+    paper = paper_of(theirs)
+    # past llama3's original length of 64, and ending anywhere in a block
+    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (90, 7)]
+    session = open_session(target, load, capture, prompts)
+    for accepted in (None, 2, 0, 4, 1):  # None: the prompts
+        before = [len(known) - 1 for known in session.known]
+        drafts = [[] if accepted is None else told(theirs, known, accepted) for known in session.known]
+        outputs = session.launch(drafts)
+        assert outputs.verdict is not None
+        assert outputs.proposal is not None
+        assert outputs.verdict.num_tokens.tolist() == [1 if accepted is None else accepted + 1] * 2
+        row = 0
+        for b, known in enumerate(session.known):
+            captured, logits = states(theirs, known[:-1], capture)
+            assert known[before[b] + 1 :] == logits[before[b] :].argmax(-1).tolist()
+            first, passes = paper.drafts(captured, known[1:])
+            start = 0 if accepted is None else before[b]
+            kept = len(known) - 1 - start
+            assert_close(session.worker.first[row : row + kept], first[start:])
+            row += kept if accepted is None else K + 1
+            for j, each in enumerate(passes):
+                assert_close(session.worker.rows[j][b], each.y)
+                assert_close(session.worker.scores[j][b], each.logits)
+            assert outputs.proposal.draft_tokens[b].tolist() == [each.draft for each in passes]
+
+
+def told(target: transformers.PreTrainedModel, known: list[int], right: int) -> list[int]:
+    """K drafts of which exactly the first `right` are what the target will say."""
+    tokens = list(known)
+    for _ in range(right + 1):
+        with torch.no_grad():
+            tokens.append(int(target(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return [*tokens[len(known) : -1], (tokens[-1] + 1) % VOCAB, 5, 6, 7][:K]
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=0.0, atol=1e-5)
