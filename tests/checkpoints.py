@@ -123,23 +123,13 @@ def make_eagle3(
         **({} if capture is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in capture]}}),
         **fields,
     }
-    vocab, hidden, inner, width = (
-        config[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
-    )
-    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    vocab, hidden, width = (config[name] for name in ("vocab_size", "hidden_size", "head_dim"))
     fused = config["target_hidden_size"] * (num_captured if capture is None else len(capture))
     shapes: dict[str, tuple[int, ...]] = {
         "fc": (hidden, fused),
         "midlayer.input_layernorm": (hidden,),
         "midlayer.hidden_norm": (hidden,),
-        "midlayer.post_attention_layernorm": (hidden,),
-        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
-        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
-        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
-        "midlayer.self_attn.o_proj": (hidden, queries),
-        "midlayer.mlp.gate_proj": (inner, hidden),
-        "midlayer.mlp.up_proj": (inner, hidden),
-        "midlayer.mlp.down_proj": (hidden, inner),
+        **_layer_shapes(config, "midlayer.", 2 * hidden),
         "norm": (hidden,),
     }
     if qk_norm:
@@ -148,17 +138,93 @@ def make_eagle3(
         shapes["embed_tokens"] = (vocab, hidden)
     if own_head:
         shapes["lm_head"] = (vocab if target_ids is None else len(target_ids), hidden)
+    tensors = _random_tensors(shapes, config, seed)
+    if target_ids is not None:
+        tensors["d2t"] = torch.tensor(target_ids) - torch.arange(len(target_ids))
+        tensors["t2d"] = torch.isin(torch.arange(vocab), torch.tensor(target_ids))
+    return _write(tmp_path / name, tensors, config)
+
+
+def make_eagle(
+    tmp_path: Path,
+    target: Path,
+    *,
+    name: str = "eagle",
+    seed: int = 0,
+    fc_bias: bool = False,
+    embedding: str = "absent",
+    head: str = "absent",
+    qk_norm: bool = False,
+    wrapped: bool = False,
+    **fields: Any,
+) -> Path:
+    """Writes a random head of the original EAGLE for the checkpoint `target` in the public layout; returns its folder.
+
+    embedding, head: "absent", "own", or "copied" from the target. wrapped: config.json in vLLM's wrapper. `fields` are
+    of the plain config.json; num_hidden_layers is 1 unless given.
+    """
+    theirs = json.loads((target / "config.json").read_text())
+    config = {
+        **{key: value for key, value in theirs.items() if key != "layer_types"},
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        **fields,
+    }
+    vocab, hidden, width = (config[name] for name in ("vocab_size", "hidden_size", "head_dim"))
+    shapes: dict[str, tuple[int, ...]] = {"fc": (hidden, 2 * hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"layers.{layer}."
+        shapes |= _layer_shapes(config, prefix, hidden)
+        if layer:
+            shapes[f"{prefix}input_layernorm"] = (hidden,)
+        if qk_norm:
+            shapes |= {f"{prefix}self_attn.q_norm": (width,), f"{prefix}self_attn.k_norm": (width,)}
+    own = {"embed_tokens": embedding, "lm_head": head}
+    shapes |= {key: (vocab, hidden) for key, kind in own.items() if kind == "own"}
+    tensors = _random_tensors(shapes, config, seed)
+    if fc_bias:
+        tensors["fc.bias"] = torch.randn(hidden, generator=torch.Generator().manual_seed(seed + 1)) / 2
+    copied = load_file(target / "model.safetensors")
+    copied.setdefault("lm_head.weight", copied["model.embed_tokens.weight"])
+    if embedding == "copied":
+        tensors["embed_tokens.weight"] = copied["model.embed_tokens.weight"].clone()
+    if head == "copied":
+        tensors["lm_head.weight"] = copied["lm_head.weight"].clone()
+    return _write(tmp_path / name, tensors, {"model_type": "eagle", "model": config} if wrapped else config)
+
+
+def _layer_shapes(config: dict[str, Any], prefix: str, in_features: int) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of one decoder layer but for its input_layernorm; in_features: that q, k and v read."""
+    hidden, inner, width = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    shapes: dict[str, tuple[int, ...]] = {
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, in_features),
+        "self_attn.k_proj": (keys, in_features),
+        "self_attn.v_proj": (keys, in_features),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def _random_tensors(shapes: dict[str, tuple[int, ...]], config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Weights of these shapes, and the biases that config.json speaks of."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for key, shape in shapes.items():
         random = torch.randn(shape, generator=generator)
         tensors[f"{key}.weight"] = 1 + random / 4 if len(shape) == 1 else random * (2 * shape[1]) ** -0.5
-        if (config.get("attention_bias") and ".self_attn." in key) or (config.get("mlp_bias") and ".mlp." in key):
+        has_bias = (config.get("attention_bias") and ".self_attn." in key) or (
+            config.get("mlp_bias") and ".mlp." in key
+        )
+        if has_bias and len(shape) == 2:
             tensors[f"{key}.bias"] = torch.randn(shape[:1], generator=generator) / 2
-    if target_ids is not None:
-        tensors["d2t"] = torch.tensor(target_ids) - torch.arange(len(target_ids))
-        tensors["t2d"] = torch.isin(torch.arange(vocab), torch.tensor(target_ids))
-    return _write(tmp_path / name, tensors, config)
+    return tensors
 
 
 def make_medusa(
@@ -257,6 +323,7 @@ def make_mlp_speculator(
 
 
 def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+    """A new checkpoint folder."""
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

@@ -40,6 +40,8 @@ class SpeculativeDecodingMode(enum.IntEnum):
     NONE = 10
     AUTO = 11
     SUFFIX = 12
+    EAGLE = 13
+    EAGLE_ONE_MODEL = 14
     MEDUSA = 15
     MLP_SPECULATOR = 16
 
@@ -245,6 +247,24 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     _M.SUFFIX: ModeTraits(
         built=True, kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.suffix:SuffixDrafter"
     ),
+    _M.EAGLE: ModeTraits(
+        built=True,
+        draft_model=True,
+        kv_recompute=True,
+        spec_decoder=True,
+        spec_drafter=True,
+        drafter="trtspec.drafters.heads:HeadDrafter",
+        head="trtspec.models.eagle_weights:load",
+    ),
+    _M.EAGLE_ONE_MODEL: ModeTraits(
+        built=True,
+        one_engine=True,
+        kv_rewind=True,
+        load_draft_weights=True,
+        spec_decoder=True,
+        worker="trtspec.workers.heads:HeadWorker",
+        head="trtspec.models.eagle_weights:load",
+    ),
     _M.MEDUSA: ModeTraits(
         built=True,
         one_engine=True,
@@ -270,6 +290,8 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
 # The user's words -> mode: (method, one_engine, vanilla, parallel). A row that is not here is refused.
 MODE_OF: dict[tuple[str, bool, bool, bool], SpeculativeDecodingMode] = {
     ("draft_model", False, False, False): _M.DRAFT_TARGET,
+    ("eagle", True, False, False): _M.EAGLE_ONE_MODEL,
+    ("eagle", False, False, False): _M.EAGLE,
     ("eagle3", True, False, False): _M.EAGLE3_ONE_MODEL,
     ("eagle3", False, False, False): _M.EAGLE3,
     ("mtp", True, True, False): _M.MTP,
@@ -294,7 +316,7 @@ def words_for(mode: SpeculativeDecodingMode) -> dict[str, str | bool]:
 
 
 # Methods that are known but have no mode yet; their members will come after AUTO.
-METHODS_WITHOUT_MODE = ("eagle", "dflash", "dspark")
+METHODS_WITHOUT_MODE = ("dflash", "dspark")
 METHODS: tuple[str, ...] = (*dict.fromkeys(key[0] for key in MODE_OF), *METHODS_WITHOUT_MODE)
 
 

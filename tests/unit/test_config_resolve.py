@@ -65,6 +65,12 @@ def test_an_eagle3_head_is_known_by_its_architecture() -> None:
     assert method_and_model(asked, TARGET, head)[0] == "draft_model"
 
 
+def test_an_eagle_head_is_known_by_its_architecture() -> None:
+    head = draft(is_eagle=True)
+    assert method_and_model(SpeculativeConfig(model="/models/head"), TARGET, head) == ("eagle", "/models/head")
+    assert method_and_model(SpeculativeConfig(model="/models/eagle3"), TARGET, head)[0] == "eagle"
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "expected"),
     [
@@ -442,6 +448,8 @@ def test_capture_layers_resolve() -> None:
     assert plan(SpeculativeConfig(**fields), TARGET).capture_layers == (1, 3, 4)
     assert plan(SpeculativeConfig(**fields, capture_layers=[0, -1]), TARGET).capture_layers == (0, -1)
     assert plan(SpeculativeConfig(**DRAFTED), TARGET).capture_layers == ()
+    eagle = {**fields, "method": "eagle"}
+    assert plan(SpeculativeConfig(**eagle), TARGET, draft(capture_layers=(1, 2))).capture_layers == (-1,)
 
 
 def test_tree_is_sorted_by_length_then_path() -> None:

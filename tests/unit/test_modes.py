@@ -19,13 +19,13 @@ def words(text: str) -> list[str]:
 
 NAMES = words(
     "MTP MTP_EAGLE MTP_EAGLE_ONE_MODEL EAGLE3 EAGLE3_ONE_MODEL NGRAM DRAFT_TARGET USER_PROVIDED "
-    "SAVE_HIDDEN_STATES NONE AUTO SUFFIX MEDUSA MLP_SPECULATOR"
+    "SAVE_HIDDEN_STATES NONE AUTO SUFFIX EAGLE EAGLE_ONE_MODEL MEDUSA MLP_SPECULATOR"
 )
-VALUES = [*range(1, 13), 15, 16]
+VALUES = range(1, 17)
 STATE_HEADS = {"MEDUSA", "MLP_SPECULATOR"}
-ONE_ENGINE = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL", *STATE_HEADS}
-DRAFT_MODEL = {"EAGLE3", "DRAFT_TARGET", "MTP_EAGLE"}
-DRAFTER = {"EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES", "SUFFIX"}
+ONE_ENGINE = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", *STATE_HEADS}
+DRAFT_MODEL = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "MTP_EAGLE"}
+DRAFTER = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES", "SUFFIX"}
 
 TRUE_FOR = {
     "is_mtp_one_model": {"MTP", "MTP_EAGLE_ONE_MODEL"},
@@ -46,12 +46,13 @@ TRUE_FOR = {
     "support_capturable_guided_decoder": ONE_ENGINE,
     "has_draft_model": DRAFT_MODEL,
     "needs_kv_cache_rewind": {*ONE_ENGINE, "NGRAM", "SUFFIX"},
-    "needs_kv_cache_recompute": {"EAGLE3", "MTP_EAGLE"},
+    "needs_kv_cache_recompute": {"EAGLE", "EAGLE3", "MTP_EAGLE"},
+    "reads_hidden_states": {"EAGLE", "EAGLE3"},
     "support_overlap_scheduler": ONE_ENGINE | DRAFT_MODEL,
     "support_guided_decoder": {*DRAFTER, "NONE"},
     "drafts_without_kv": STATE_HEADS,
-    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", *STATE_HEADS},
-    "has_spec_decoder": {"MTP", "MTP_EAGLE_ONE_MODEL", "MTP_EAGLE", "EAGLE3", "EAGLE3_ONE_MODEL", *STATE_HEADS},
+    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", *STATE_HEADS},
+    "has_spec_decoder": {*ONE_ENGINE, "MTP_EAGLE", "EAGLE3", "EAGLE"},
     "has_spec_drafter": DRAFTER,
 }
 
@@ -117,7 +118,7 @@ def test_from_string() -> None:
 
 @pytest.mark.parametrize("mode", M)
 def test_require_built(mode: SpeculativeDecodingMode) -> None:
-    built = {*words("EAGLE3 EAGLE3_ONE_MODEL NONE NGRAM DRAFT_TARGET AUTO USER_PROVIDED SAVE_HIDDEN_STATES SUFFIX"), *STATE_HEADS}
+    built = {*NAMES} - {"MTP", "MTP_EAGLE", "MTP_EAGLE_ONE_MODEL"}
     if mode.name in built:
         mode.require_built()
     else:
@@ -146,6 +147,9 @@ def test_rows_name_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMod
         (None, None, False, "NONE"),
         ("draft_model", None, False, "DRAFT_TARGET"),
         ("draft_model", False, False, "DRAFT_TARGET"),
+        ("eagle", None, False, "EAGLE_ONE_MODEL"),
+        ("eagle", True, False, "EAGLE_ONE_MODEL"),
+        ("eagle", False, False, "EAGLE"),
         ("eagle3", None, False, "EAGLE3_ONE_MODEL"),
         ("eagle3", True, False, "EAGLE3_ONE_MODEL"),
         ("eagle3", False, False, "EAGLE3"),
@@ -199,3 +203,10 @@ def test_parallel_drafting_is_not_built() -> None:
 def test_dotted_paths_lead_to_classes(mode: SpeculativeDecodingMode) -> None:
     module, _, name = str(mode.traits.worker or mode.traits.drafter).partition(":")
     assert isinstance(getattr(importlib.import_module(module), name), type)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in M if mode.traits.head])
+def test_heads_lead_to_functions(mode: SpeculativeDecodingMode) -> None:
+    module, _, name = str(mode.traits.head).partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    assert (mode.traits.worker, mode.traits.drafter) != (None, None)

@@ -1,4 +1,4 @@
-"""What an EAGLE3 checkpoint's config.json says beyond a decoder's: the public layout, in its several spellings."""
+"""What the config.json of an EAGLE or EAGLE3 head says beyond a decoder's: the public layouts, in their spellings."""
 
 from __future__ import annotations
 
@@ -23,6 +23,38 @@ _FIXED = {
 
 
 @dataclass(frozen=True)
+class EagleFacts:
+    """Of a head of the original EAGLE. fc_bias: whether `fc` has a bias, None where config.json does not say; those who
+    published the first heads then built one with a bias."""
+
+    fc_bias: bool | None
+
+    @staticmethod
+    def is_named_in(config: ModelConfig) -> bool:
+        """Whether its architecture says that it is such a head. Most public ones call themselves plain decoders."""
+        return config.architecture.startswith("Eagle") and config.architecture not in EAGLE3_ARCHITECTURES
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> EagleFacts:
+        """Raises UnsupportedError for heads of another kind, CheckpointError for fields that make no sense."""
+        if config.architecture in EAGLE3_ARCHITECTURES:
+            raise UnsupportedError(
+                f"draft model {config.path}: architecture {config.architecture!r} is an EAGLE3 head, method='eagle' "
+                "runs those of the original EAGLE; use method='eagle3'"
+            )
+        _refuse_quantised(config, "EAGLE")
+        for name, only in (("truncated_vocab_size", config.vocab_size), ("logit_scale", 1)):
+            if config.raw.get(name) not in (None, only):
+                raise UnsupportedError(
+                    f"draft model {config.path}: {name} = {config.raw[name]!r} is not built; only {only} is"
+                )
+        for name in ("eagle_fc_bias", "bias"):  # vLLM's word, and the original's
+            if config.raw.get(name) is not None:
+                return cls(_switch(config, config.raw, name))
+        return cls(None)
+
+
+@dataclass(frozen=True)
 class Eagle3Facts:
     """`capture_layers` are ids "after layer i", None where the checkpoint leaves the choice to the default."""
 
@@ -39,11 +71,7 @@ class Eagle3Facts:
                 f"draft model {config.path}: architecture {config.architecture!r} is no EAGLE3 head we run; supported: "
                 f"{', '.join(EAGLE3_ARCHITECTURES)}"
             )
-        if config.quantization is not None:
-            raise UnsupportedError(
-                f"draft model {config.path}: EAGLE3 heads of quantised weights ({config.quantization}) are not "
-                "supported; use the bf16, fp16 or fp32 one, and quantization in speculative_config"
-            )
+        _refuse_quantised(config, "EAGLE3")
         raw, nested = config.raw, _nested(config)
         if config.num_layers != 1:
             raise UnsupportedError(
@@ -65,6 +93,14 @@ class Eagle3Facts:
             draft_vocab_size=size,
             norm_before_residual=_switch(config, raw, "norm_before_residual"),
             capture_layers=_capture_layers(config, nested),
+        )
+
+
+def _refuse_quantised(config: ModelConfig, kind: str) -> None:
+    if config.quantization is not None:
+        raise UnsupportedError(
+            f"draft model {config.path}: {kind} heads of quantised weights ({config.quantization}) are not supported; "
+            "use the bf16, fp16 or fp32 one, and quantization in speculative_config"
         )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.config.checkpoint import CheckpointConfig, checkpoint_quantization, checkpoint_reader
+from trtspec.config.eagle_wrapper import unwrapped
 from trtspec.config.reader import Reader, read_json, short
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -52,7 +53,8 @@ class ModelConfig(CheckpointConfig):
 
     `eos_token_ids` is the union of config.json and generation_config.json; the tokenizer may add its own.
     `generation_defaults` holds those of temperature, top_k, top_p, min_p that generation_config.json sets with
-    `do_sample`; it is empty for a checkpoint that means to be greedy or does not say.
+    `do_sample`; it is empty for a checkpoint that means to be greedy or does not say. `raw` is an EAGLE head's without
+    its wrapper.
     """
 
     architecture: str
@@ -84,7 +86,7 @@ class ModelConfig(CheckpointConfig):
         Raises CheckpointError for a missing or damaged file and for missing or ill-typed fields, UnsupportedError for
         what we know but have not built (rope type, activation, kind of quantised weights).
         """
-        folder, read = Path(path), checkpoint_reader(path, role)
+        folder, read = Path(path), unwrapped(checkpoint_reader(path, role))
         generation = Reader(
             read_json(folder / "generation_config.json", role, required=False), folder / "generation_config.json", role
         )

@@ -30,8 +30,11 @@ EAGLE3_TARGETS = ("llama", "qwen", "minicpm", "gpt_oss")
 # Methods that need no draft checkpoint, and so no `model`.
 WITHOUT_CHECKPOINT = ("ngram", "suffix", "auto", "extract_hidden_states", "custom_class")
 
-# Heads that read the target's state after its final norm, and of which each drafts one token.
+# Heads of which each drafts one token.
 STATE_HEADS = ("medusa", "mlp_speculator")
+
+# Methods whose heads read the target's states after its last norm, and no others.
+READS_LAST_STATE = ("eagle", *STATE_HEADS)
 
 # A field that only some methods read: set for another method, it would be ignored, so it is an error.
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
@@ -51,7 +54,7 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "file_prefix": ("extract_hidden_states",),
     "drafter": ("custom_class",),
     "vanilla": ("mtp",),
-    "quantization": ("draft_model", "eagle3", "mtp", *STATE_HEADS),
+    "quantization": ("draft_model", "eagle", "eagle3", "mtp", *STATE_HEADS),
 }
 
 # field -> (values that run today, what to do instead of any other)
@@ -187,6 +190,8 @@ def _method_from_hints(model: str, draft: DraftInfo | None) -> str:
     kind = draft.model_type if draft is not None else ""
     if kind in STATE_HEADS:
         return kind
+    if draft is not None and draft.is_eagle:
+        return "eagle"
     name = PurePath(model).name.lower()  # the folder's own name: a parent folder says nothing about a model
     if "eagle-" in name:
         return "eagle"
@@ -329,8 +334,8 @@ def _tree(config: SpeculativeConfig, k: int) -> tuple[tuple[int, ...], ...]:
 def _capture_layers(
     config: SpeculativeConfig, method: str, target: TargetInfo, draft: DraftInfo | None
 ) -> tuple[int, ...]:
-    """The user's, else the draft checkpoint's, else EAGLE3's default; -1 alone for who reads nothing else."""
-    if method in STATE_HEADS:
+    """What the method fixes, else the user's, else the draft checkpoint's, else EAGLE3's default."""
+    if method in READS_LAST_STATE:
         return (-1,)
     if method not in _ONLY_FOR["capture_layers"]:
         return ()

@@ -36,7 +36,8 @@ class DraftInfo:
     vocab_size: int | None = None
     max_model_len: int | None = None
     n_predict: int | None = None
-    is_eagle3: bool = False  # by its architecture
+    is_eagle: bool = False  # by its architecture
+    is_eagle3: bool = False  # likewise
     capture_layers: tuple[int, ...] | None = None  # "after layer i", where the checkpoint says
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from trtspec.config.checkpoint import CheckpointConfig, read_checkpoint
-from trtspec.config.eagle import EAGLE3_ARCHITECTURES, Eagle3Facts
+from trtspec.config.eagle import EAGLE3_ARCHITECTURES, Eagle3Facts, EagleFacts
 from trtspec.config.engine import EngineConfig
 from trtspec.config.medusa import MEDUSA, MedusaFacts
 from trtspec.config.mlp_speculator import MLP_SPECULATOR, MLPSpeculatorFacts
@@ -66,6 +66,7 @@ def draft_info(speculative: SpeculativeConfig, draft: ModelConfig) -> DraftInfo:
         model_type=draft.model_type,
         vocab_size=draft.vocab_size,
         max_model_len=draft.max_seq_len,
+        is_eagle=EagleFacts.is_named_in(draft),
         is_eagle3=draft.architecture in EAGLE3_ARCHITECTURES,
         capture_layers=Eagle3Facts.of(draft).capture_layers if _is_eagle3(speculative, draft) else None,
     )

@@ -14,11 +14,11 @@ from trtspec.models.specs import DecoderSpec
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), on [T, H]."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), on [T, H]. input_norm False: attention reads x itself."""
 
-    def __init__(self, spec: DecoderSpec, layer: int) -> None:
+    def __init__(self, spec: DecoderSpec, layer: int, input_norm: bool = True) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if input_norm else nn.Identity()
         self.attention = Attention(spec, layer)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = GatedMLP(spec)

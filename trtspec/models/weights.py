@@ -6,6 +6,7 @@ already.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -256,6 +257,25 @@ def renamed(
             )
         seen.add(public)
         yield public, tensor
+
+
+def same_tensor(one: tuple[Path, str, str], other: tuple[Path, str, str], dtype: torch.dtype) -> bool:
+    """Whether (folder, tensor, role) and another have equal values in `dtype`. False where either is not there."""
+    pairs = itertools.zip_longest(_row_groups(*one), _row_groups(*other))
+    equal = (a is not None and b is not None and torch.equal(a.to(dtype), b.to(dtype)) for a, b in pairs)
+    first = next(equal, False)
+    return first and all(equal)
+
+
+def _row_groups(folder: Path, wanted: str, role: str, rows: int = 1024) -> Iterator[Tensor]:
+    """Rows of a tensor, as many at a time; nothing where the folder has no such tensor."""
+    shard: Any
+    for file in weight_files(folder, role):
+        shard = safe_open(file, framework="pt")
+        if wanted in shard.keys():  # noqa: SIM118  (not a dict)
+            for start in range(0, shard.get_slice(wanted).get_shape()[0], rows):
+                shard = safe_open(file, framework="pt")  # what was read counts as our memory until then
+                yield shard.get_slice(wanted)[start : start + rows]
 
 
 def _ignorable(name: str, slots: Mapping[str, Slot]) -> bool:

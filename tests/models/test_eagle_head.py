@@ -1,0 +1,461 @@
+"""Heads of the original EAGLE: the arithmetic of the paper, how their configs are written, and which are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_eagle
+from tests.models.paper_heads import VOCAB, K, PaperHead, assert_every_pass_is_that_of_the_paper
+from tests.models.test_describing import assert_described, without_weights
+from trtspec import LLM
+from trtspec.backends.eager import EagerExecutable
+from trtspec.config.model import ModelConfig
+from trtspec.drafters.heads import HeadDrafter
+from trtspec.engine.stats import TimedExecutable
+from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
+from trtspec.models.decoder import Decoder
+from trtspec.models.eagle import EagleHead
+from trtspec.models.eagle_weights import describe_eagle, head_slots, load_eagle
+from trtspec.models.layers import RMSNorm
+from trtspec.models.weights import describe_decoder, load_decoder, same_tensor, tensors_of
+from trtspec.workers.heads import HeadWorker
+from trtspec.workers.step import HeadStep, OneEngineStep
+
+EAGLE = {"method": "eagle", "num_speculative_tokens": K}
+
+
+class PaperEagle(PaperHead):
+    """EAGLE as published (Li et al., arXiv 2401.15077): the token and the feature of a position are fused, decoder
+    layers guess the next feature, and the target's own lm_head reads it."""
+
+    def fuse(self, captured: Tensor) -> Tensor:
+        return captured
+
+    def forward(self, e: Tensor, h: Tensor) -> Tensor:
+        x = self.linear(torch.cat((e, h), dim=-1), "fc")
+        window = self.config["sliding_window"] if self.config["model_type"] == "mistral" else None
+        for layer in range(self.config["num_hidden_layers"]):
+            prefix = f"layers.{layer}."
+            x = x + self.attention(self.norm(x, f"{prefix}input_layernorm") if layer else x, prefix, window)
+            x = x + self.mlp(self.norm(x, f"{prefix}post_attention_layernorm"), prefix)
+        return x
+
+    def logits(self, y: Tensor) -> Tensor:
+        return y @ self.lm_head.T
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A target and its head."""
+
+    arch: str = "llama"
+    target: dict[str, Any] = field(default_factory=dict)
+    head: dict[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = {
+    "one layer": Variant(),
+    "a bias of fc": Variant(head={"fc_bias": True}),
+    "two layers": Variant(head={"num_hidden_layers": 2}),
+    "tied target": Variant(target={"tie_word_embeddings": True}),
+    "own embedding": Variant(head={"embedding": "own"}),
+    "own lm_head": Variant(head={"head": "own"}),
+    "both own, tied target": Variant(target={"tie_word_embeddings": True}, head={"embedding": "own", "head": "own"}),
+    "copies": Variant(head={"embedding": "copied", "head": "copied"}),
+    "biases": Variant(head={"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2}),
+    "one KV head, a narrow MLP": Variant(head={"num_key_value_heads": 1, "intermediate_size": 48}),
+    "llama3 rope": Variant("llama31"),
+    "a window": Variant("mistral_swa", head={"model_type": "mistral", "architectures": ["MistralForCausalLM"]}),
+    "qwen3": Variant("qwen3", head={"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "qk_norm": True}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_pass_is_that_of_the_paper(tmp_path: Path, name: str) -> None:
+    variant = VARIANTS[name]
+    target = make_checkpoint(tmp_path, variant.arch, initializer_range=0.06, name="target", **variant.target)
+    folder = make_eagle(tmp_path, target, **variant.head)
+    config, owner = ModelConfig.from_folder(folder, "draft"), ModelConfig.from_folder(target)
+    assert_every_pass_is_that_of_the_paper(
+        target, lambda decoder: load_eagle(config, owner, decoder), lambda theirs: PaperEagle(folder, theirs), (-1,)
+    )
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("target"), "llama", initializer_range=0.06)
+
+
+@pytest.fixture(scope="module")
+def decoder(target: Path) -> Decoder:
+    return load_decoder(ModelConfig.from_folder(target), torch.float32)
+
+
+def loaded(folder: Path, target: Path, decoder: Decoder) -> EagleHead:
+    return load_eagle(ModelConfig.from_folder(folder, "draft"), ModelConfig.from_folder(target), decoder)
+
+
+def prefixed(tensors: dict[str, Tensor]) -> None:
+    for name in [*tensors]:
+        tensors[f"model.{name}"] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("biases", [False, True])
+def test_every_tensor_lands_where_it_belongs(
+    tmp_path: Path, target: Path, decoder: Decoder, prefix: bool, biases: bool
+) -> None:
+    """What was loaded, under public names again, is what was in the file. Biases that config.json does not speak of, as
+    heads for Qwen2 have them, are taken."""
+    own = {"embedding": "own", "head": "own"}
+    folder = make_eagle(tmp_path, target, num_hidden_layers=2, fc_bias=biases, attention_bias=biases, **own)
+    saved = load_file(folder / "model.safetensors")
+    edit_config(folder, attention_bias=False)
+    if prefix:
+        edit_tensors(folder, prefixed)
+    head = loaded(folder, target, decoder)
+    ours = tensors_of(head, head_slots(head.spec))
+    assert ours.keys() == saved.keys()
+    assert all(torch.equal(ours[name], saved[name]) for name in saved)
+    assert not any(parameter.isnan().any() for parameter in head.parameters())
+    assert not head.training
+    assert [isinstance(layer.attention_norm, RMSNorm) for layer in head.layers] == [False, True]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["absent", "copied", "own"])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_what_is_the_targets_is_held_once(tmp_path: Path, kind: str, tied: bool, prefix: bool) -> None:
+    """The very same modules where the file has nothing else to say; otherwise the file's."""
+    target = make_checkpoint(tmp_path, "llama", tie_word_embeddings=tied, dtype="bfloat16")
+    folder = make_eagle(tmp_path, target, embedding=kind, head=kind)
+    if prefix:
+        edit_tensors(folder, prefixed)
+    decoder = load_decoder(ModelConfig.from_folder(target), torch.bfloat16)
+    head = loaded(folder, target, decoder)
+    shared = kind != "own"
+    assert (head.embedding is decoder.embedding) == (head.head is decoder.head) == shared
+    assert (head.spec.own_embedding, head.spec.own_head) == (not shared, not shared)
+
+
+def test_a_copy_that_differs_in_one_value_is_its_own(tmp_path: Path, target: Path, decoder: Decoder) -> None:
+    folder = make_eagle(tmp_path, target, embedding="copied", head="copied")
+    edit_tensors(folder, lambda tensors: tensors["lm_head.weight"][-1, -1].add_(1))
+    head = loaded(folder, target, decoder)
+    assert (head.spec.own_embedding, head.spec.own_head) == (False, True)
+
+
+def test_tensors_of_many_rows_are_compared_to_the_last(tmp_path: Path) -> None:
+    one = torch.arange(3000 * 2).view(3000, 2).float()
+    other = one.clone()
+    other[-1, 1] += 0.25
+    for name, tensors in (("a", {"x": one, "longer": torch.cat((one, one))}), ("b", {"x": one, "y": other})):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+
+    def same(mine: str, theirs: str, dtype: torch.dtype = torch.float32) -> bool:
+        return same_tensor((tmp_path / "a", mine, "draft"), (tmp_path / "b", theirs, "target"), dtype)
+
+    assert same("x", "x")
+    assert not same("x", "y")
+    assert same("x", "y", torch.bfloat16)  # 5999 and 5999.25 are the same there
+    assert not same("longer", "x")
+    assert not same("x", "missing")
+    assert not same("missing", "x")
+    assert not same("missing", "missing")
+
+
+@pytest.mark.parametrize("kind", ["absent", "copied", "own"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_a_head_is_described_as_it_is_loaded(tmp_path: Path, arch: str, kind: str) -> None:
+    target = ModelConfig.from_folder(make_checkpoint(tmp_path, arch))
+    folder = make_eagle(tmp_path, target.path, embedding=kind, head=kind, fc_bias=True, num_hidden_layers=2)
+    decoder, bare = load_decoder(target, torch.float32), describe_decoder(target, torch.float32)
+    made = loaded(folder, target.path, decoder)
+    places = [folder] if kind == "own" else [folder, without_weights(folder, "bare")]
+    for there in places:
+        described = describe_eagle(ModelConfig.from_folder(there, "draft"), target, bare)
+        assert_described(described, made)
+        assert (described.embedding is bare.embedding) == (described.head is bare.head) == (kind != "own")
+        assert described.kv_shapes == made.kv_shapes
+        assert described.weight_bytes_for(3) == made.weight_bytes_for(3)
+
+
+@pytest.mark.parametrize(
+    ("says", "bias"),
+    [({}, True), ({"bias": True}, True), ({"bias": False}, False), ({"bias": True, "eagle_fc_bias": False}, False)],
+)
+def test_what_config_says_of_fc_counts_where_there_are_no_weights(
+    tmp_path: Path, target: Path, says: dict[str, bool], bias: bool
+) -> None:
+    folder = without_weights(make_eagle(tmp_path, target, **says), "bare")
+    owner = ModelConfig.from_folder(target)
+    head = describe_eagle(ModelConfig.from_folder(folder, "draft"), owner, describe_decoder(owner, torch.float32))
+    assert head.spec.fc_bias is bias
+
+
+def test_nothing_is_compared_with_a_target_that_has_no_weights(tmp_path: Path, target: Path) -> None:
+    folder = make_eagle(tmp_path, target, embedding="copied")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copyfile(target / "config.json", bare / "config.json")
+    owner = ModelConfig.from_folder(bare)
+    head = describe_eagle(ModelConfig.from_folder(folder, "draft"), owner, describe_decoder(owner, torch.float32))
+    assert not head.spec.own_embedding
+
+
+def test_weight_bytes_count_each_pass(tmp_path: Path, target: Path, decoder: Decoder) -> None:
+    """Everything but the embedding in each of the K passes; the lm_head also where it is the target's."""
+    folder = make_eagle(tmp_path, target, embedding="own", num_hidden_layers=2)
+    head, tensors = loaded(folder, target, decoder), load_file(folder / "model.safetensors")
+    own = sum(tensor.nbytes for name, tensor in tensors.items() if name != "embed_tokens.weight")
+    assert head.weight_bytes_for(K) == K * (own + VOCAB * 64 * 4)
+
+
+# -- in an engine --------------------------------------------------------------------------------------------------
+
+
+def step_of(llm: LLM) -> OneEngineStep | HeadStep:
+    drafter = llm.engine.loop.proposer.drafter
+    timed = drafter.head if isinstance(drafter, HeadDrafter) else llm.engine.loop.target
+    assert isinstance(timed, TimedExecutable)
+    assert isinstance(timed.inner, EagerExecutable)
+    assert isinstance(timed.inner.step, OneEngineStep | HeadStep)
+    return timed.inner.step
+
+
+SAYS: dict[str, dict[str, Any]] = {
+    "a plain decoder": {},
+    "an EAGLE head": {"architectures": ["EagleLlamaForCausalLM"]},
+    "a wrapped decoder": {"wrapped": True},
+    "a wrapped EAGLE head": {"wrapped": True, "architectures": ["EagleLlamaForCausalLM"]},
+}
+
+
+@pytest.mark.parametrize("says", SAYS)
+@pytest.mark.parametrize("name", ["head", "EAGLE-for-this"])
+def test_method_from_a_heads_config_and_name(tmp_path: Path, target: Path, says: str, name: str) -> None:
+    """As in vLLM by the folder's name; and by the architecture, unless it is a decoder's."""
+    folder = make_eagle(tmp_path, target, name=name, **SAYS[says])
+    if (says, name) == ("a plain decoder", "head"):
+        with pytest.raises(WeightsError, match=r"model\.embed_tokens\.weight .* unexpected: fc\.weight"):
+            LLM(target, {"model": str(folder), "num_speculative_tokens": K})
+        return
+    with LLM(target, {"model": str(folder), "num_speculative_tokens": K}) as llm:
+        worker = step_of(llm).worker
+        assert isinstance(worker, HeadWorker)
+        assert isinstance(worker.head, EagleHead)
+        assert worker.capture_layers == (-1,)
+
+
+def test_what_stands_beside_a_wrapped_config_wins(tmp_path: Path, target: Path) -> None:
+    folder = make_eagle(tmp_path, target, wrapped=True, rms_norm_eps=0.5)
+    edit_config(folder, rms_norm_eps=0.25, truncated_vocab_size=VOCAB, architectures=["EAGLEModel"], rope_theta=None)
+    config = ModelConfig.from_folder(folder, "draft")
+    assert config.rms_norm_eps == 0.25
+    assert (config.architecture, config.model_type) == ("EagleLlamaForCausalLM", "llama")
+    assert config.raw["truncated_vocab_size"] == VOCAB
+
+
+@pytest.mark.parametrize("one_engine", [None, True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_computes_in_the_targets_dtype(
+    tmp_path: Path, target: Path, one_engine: bool | None, dtype: str
+) -> None:
+    """And has as many KV layers as decoder layers."""
+    folder = make_eagle(tmp_path, target, num_hidden_layers=2)
+    wishes = {**EAGLE, "model": str(folder), "one_engine": one_engine}
+    with LLM(target, wishes, dtype=dtype, num_kv_blocks=9) as llm:
+        step = step_of(llm)
+        mode = llm.engine.loop.assemble.mode
+        assert mode.name == ("EAGLE" if one_engine is False else "EAGLE_ONE_MODEL")
+        assert {parameter.dtype for parameter in step.worker.parameters()} == {getattr(torch, dtype)}
+        assert len(step.kv_shapes) == (2 if one_engine is False else 3 + 2)
+
+
+@pytest.mark.parametrize("one_engine", [True, False])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_shared_is_the_packed_target(tmp_path: Path, one_engine: bool, tied: bool) -> None:
+    target = make_checkpoint(tmp_path, "llama", tie_word_embeddings=tied)
+    folder = make_eagle(tmp_path, target, embedding="copied")
+    wishes = {**EAGLE, "model": str(folder), "one_engine": one_engine, "quantization": "int8"}
+    with LLM(target, wishes, num_kv_blocks=9) as llm:
+        worker, timed = step_of(llm).worker, llm.engine.loop.target
+        assert isinstance(worker, HeadWorker)
+        assert isinstance(timed, TimedExecutable)
+        assert isinstance(timed.inner, EagerExecutable)
+        owner: Any = timed.inner.step
+        assert worker.head.embedding is owner.decoder.embedding
+        assert worker.head.head is owner.decoder.head
+        assert owner.decoder.head.weight.dtype == torch.float32
+        assert worker.head.fc.weight.dtype == torch.int8
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, change)
+
+
+def config(**fields: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, **fields)
+
+
+Bad = tuple[Callable[[Path], None], type[TrtSpecError], tuple[str, ...]]
+
+BAD_HEADS: dict[str, Bad] = {
+    "for another hidden size": (
+        config(hidden_size=128),
+        WeightsError,
+        ("hidden_size", "128", "target's is 64", "head trained for this target"),
+    ),
+    "for another vocabulary": (
+        config(vocab_size=300),
+        WeightsError,
+        ("vocab_size", "300", "target's is 199", "head trained for this target"),
+    ),
+    "no fc": (tensors(lambda t: t.pop("fc.weight")), WeightsError, ("missing: fc.weight (64, 128)",)),
+    "fc of hidden states alone": (
+        tensors(lambda t: t.update({"fc.weight": torch.zeros(64, 64)})),
+        WeightsError,
+        ("fc.weight is (64, 64), expected (64, 128)",),
+    ),
+    "a bias of fc that is promised": (config(bias=True), WeightsError, ("missing: fc.bias (64,)",)),
+    "a bias of fc of another size": (
+        tensors(lambda t: t.update({"fc.bias": torch.zeros(128)})),
+        WeightsError,
+        ("fc.bias is (128,), expected (64,)",),
+    ),
+    "a first layer with a norm, a last norm": (
+        tensors(
+            lambda t: t.update({"layers.0.input_layernorm.weight": torch.zeros(64), "norm.weight": torch.zeros(64)})
+        ),
+        WeightsError,
+        ("unexpected: layers.0.input_layernorm.weight, norm.weight",),
+    ),
+    "a second layer that config.json does not speak of": (
+        tensors(lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.zeros(128, 64)})),
+        WeightsError,
+        ("unexpected: layers.1.mlp.up_proj.weight",),
+    ),
+    "a second layer that is not there": (
+        config(num_hidden_layers=2),
+        WeightsError,
+        ("missing: layers.1.input_layernorm.weight (64,)", "layers.1.self_attn.k_proj.weight (32, 64)"),
+    ),
+    "a bias of q alone": (
+        tensors(lambda t: t.update({"layers.0.self_attn.q_proj.bias": torch.zeros(64)})),
+        WeightsError,
+        ("missing: layers.0.self_attn.k_proj.bias (32,), layers.0.self_attn.v_proj.bias (32,)",),
+    ),
+    "an embedding of another vocabulary": (
+        tensors(lambda t: t.update({"embed_tokens.weight": torch.zeros(198, 64)})),
+        WeightsError,
+        ("embed_tokens.weight is (198, 64), expected (199, 64)",),
+    ),
+    "an lm_head of a smaller vocabulary": (
+        tensors(lambda t: t.update({"lm_head.weight": torch.zeros(83, 64)})),
+        WeightsError,
+        ("lm_head.weight is (83, 64), expected (199, 64)",),
+    ),
+    "a tensor under two names": (
+        tensors(lambda t: t.update({"model.fc.weight": torch.zeros(64, 128)})),
+        WeightsError,
+        ("fc.weight is there twice",),
+    ),
+    "a vocabulary that is cut": (
+        config(truncated_vocab_size=83),
+        UnsupportedError,
+        ("truncated_vocab_size = 83 is not built", "only 199 is"),
+    ),
+    "scaled logits": (config(logit_scale=0.5), UnsupportedError, ("logit_scale = 0.5 is not built", "only 1 is")),
+    "a switch of the wrong type": (
+        config(eagle_fc_bias="yes"),
+        CheckpointError,
+        ("eagle_fc_bias = 'yes'", "true or false"),
+    ),
+    "another architecture": (
+        config(architectures=["MixtralForCausalLM"]),
+        UnsupportedError,
+        ("'MixtralForCausalLM' is no EAGLE head", "LlamaForCausalLM"),
+    ),
+    "an EAGLE3 head": (
+        config(architectures=["LlamaForCausalLMEagle3"]),
+        UnsupportedError,
+        ("'LlamaForCausalLMEagle3' is an EAGLE3 head", "method='eagle3'"),
+    ),
+    "quantised weights": (
+        config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32}),
+        UnsupportedError,
+        ("EAGLE heads of quantised weights", "quantization in speculative_config"),
+    ),
+    "a wrapper around nothing": (
+        config(model_type="eagle"),
+        CheckpointError,
+        ("'model' is missing", "model_type 'eagle'"),
+    ),
+    "a wrapper around a name": (
+        config(model_type="eagle", model="llama"),
+        CheckpointError,
+        ("'model' = \"llama\" is not an object",),
+    ),
+    "pickled weights": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        UnsupportedError,
+        ("pytorch_model.bin", "can run code", "safetensors.torch.save_file"),
+    ),
+    "damaged weights": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100),
+        CheckpointError,
+        ("model.safetensors is damaged", "again"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_HEADS)
+def test_a_bad_head_is_an_error_that_helps(tmp_path: Path, target: Path, what: str) -> None:
+    """Typed, naming the model, the field or tensor, and what was expected; the same whether it is loaded or described,
+    inside the target or beside it."""
+    folder = make_eagle(tmp_path, target)
+    change, error, words = BAD_HEADS[what]
+    change(folder)
+    said = []
+    for one_engine in (True, False):
+        with (
+            mock.patch("trtspec.engine.assemble.load_plugins", return_value={}),
+            pytest.raises(error) as caught,
+        ):
+            LLM(target, {**EAGLE, "model": str(folder), "one_engine": one_engine}, num_kv_blocks=9)
+        said.append(str(caught.value))
+    missing = [word for word in (*words, "draft", str(folder)) if word not in said[0]]
+    assert not missing, said[0]
+    assert said[0] == said[1]
+
+
+def test_layers_are_not_for_the_user_to_choose(tmp_path: Path, target: Path) -> None:
+    with pytest.raises(ConfigError, match=r"capture_layers=\(1,\) means nothing to method='eagle'"):
+        LLM(target, {**EAGLE, "model": str(make_eagle(tmp_path, target)), "capture_layers": (1,)})
+
+
+def test_a_wrapped_config_is_read_where_it_is_wrapped(tmp_path: Path, target: Path) -> None:
+    """Errors name the field that is wrong."""
+    folder = make_eagle(tmp_path, target, wrapped=True)
+    inner = json.loads((folder / "config.json").read_text())["model"]
+    edit_config(folder, model={**inner, "num_attention_heads": "four"})
+    with pytest.raises(CheckpointError, match=r"num_attention_heads' = \"four\" is not an integer"):
+        ModelConfig.from_folder(folder, "draft")
