@@ -9,14 +9,15 @@ that did nothing clever.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.e2e.tiny import VOCAB, Case, Run, run_together
+from tests.e2e.tiny import VOCAB, Case, Outcome, Run, assert_all_blocks_free, run_alone, run_together
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata
@@ -145,6 +146,63 @@ def first_wrong_draft(head: WatchedHead, seen: Watch, expected: dict[Place, Made
         if draft != expected[place][1]:
             return f"{place}: {draft} handed on for {expected[place][1]}"
     return None
+
+
+# -- whole runs against a reference --------------------------------------------------------------------------------
+
+MOST_K = 5
+ROOMY: dict[str, Any] = {"num_kv_blocks": 1000, "block_size": 4}
+PLAIN: dict[str, Any] = {**ROOMY, "max_batch_size": 64, "enable_prefix_caching": False}
+# Up to 84 tokens a request in 24 blocks of 4: preemption. No more rows a step than 32: long prompts come in chunks.
+TIGHT: dict[str, Any] = {"max_num_tokens": 32, "num_kv_blocks": 25, "block_size": 4}
+
+Make = Callable[..., LLM]
+"""(K, fields of the speculation, engine options) -> LLM."""
+
+
+def maker(target: Path, method: Mapping[str, Any]) -> Make:
+    """method: those fields of the speculation that stay."""
+
+    def make(k: int, fields: Mapping[str, Any] | None = None, **options: Any) -> LLM:
+        return LLM(target, {**method, "num_speculative_tokens": k, **(fields or {})}, **options)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What must come out of cases, and the drafts of the head inside the target: told the answers, with lies, and its
+    own."""
+
+    cases: list[Case]
+    outcomes: list[Outcome]
+    answers: list[list[int]]
+    told: dict[Place, Made]
+    own: dict[Place, Made]
+
+
+def refer(target: Path, make: Make, cases: list[Case], **options: Any) -> Reference:
+    """Outcomes of each case alone without speculation, and what log_plainly says."""
+    with LLM(target, **{**ROOMY, "enable_prefix_caching": False, **options}) as llm:
+        outcomes = run_alone(llm.engine, cases)
+    answers = [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
+    logs = []
+    for words in (answers, None):
+        with make(MOST_K, {"one_engine": True}, **PLAIN, **options) as llm:
+            logs.append(log_plainly(llm, watch(llm, words), cases))
+    return Reference(cases, outcomes, answers, *logs)
+
+
+def assert_right(llm: LLM, expected: Reference, told: bool, cases: list[Case] | None = None) -> Run:
+    """The cases together: outputs, what drafts are made of, draft KV after each step, the blocks."""
+    head = watch(llm, expected.answers if told else None)
+    run, seen = run_watched(llm, cases or expected.cases)
+    assert run.outcomes == expected.outcomes
+    assert first_wrong_draft(head, seen, expected.told if told else expected.own) is None
+    assert not seen.incomplete
+    assert llm.engine.stats.stale_drafts == 0
+    assert_all_blocks_free(llm)
+    return run
 
 
 def chunks_of(llm: LLM, rows: int) -> Callable[[], int]:

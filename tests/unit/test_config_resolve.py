@@ -247,10 +247,6 @@ def test_refused_against_target_or_draft(
             {"speculative_token_tree": "[(0,),(1,),(0,0),(0,0,0)]"},
             r"speculative_token_tree='\[\(0,\),.* branches, which is not built yet; leave it unset",
         ),
-        (
-            {"method": "eagle3", "one_engine": False},
-            r"mode=EAGLE3 is not built yet; use one of EAGLE3_ONE_MODEL, .*NGRAM",
-        ),
         ({"method": "mtp", "num_speculative_tokens": 1}, r"mode=MTP_EAGLE_ONE_MODEL is not built yet"),
         ({"method": "eagle"}, r"method='eagle' is not built yet; use one of draft_model"),
     ],

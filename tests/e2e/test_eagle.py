@@ -1,0 +1,61 @@
+"""EAGLE inside the target's graph: speculation changes no output, and each draft is made of the right draft KV."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_eagle
+from tests.e2e.heads import ROOMY, TIGHT, Make, Reference, assert_right, chunks_of, maker, refer
+from tests.e2e.tiny import draw_cases
+
+DTYPES = ("float32", "bfloat16")
+CASES = draw_cases(30, seed=27, most_prompt=60)
+
+
+@pytest.fixture(scope="module")
+def make(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """See heads.maker."""
+    head = make_eagle(tmp_path_factory.mktemp("eagle"), target)
+    return maker(target, {"method": "eagle", "model": str(head)})
+
+
+@pytest.fixture(scope="module")
+def reference(target: Path, make: Make) -> Callable[[str], Reference]:
+    """dtype -> reference of CASES; computed when first asked for."""
+    return functools.cache(lambda dtype: refer(target, make, CASES, dtype=dtype))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+def test_every_draft_length(make: Make, reference: Callable[[str], Reference], k: int) -> None:
+    """In a cache too small, prompts in chunks, drafts right and wrong at every place, requests that end inside one."""
+    dtype = DTYPES[k % 2]
+    with make(k, dtype=dtype, max_batch_size=min(8, 32 // (k + 1)), **TIGHT) as llm:
+        run = assert_right(llm, reference(dtype), told=True)
+        acceptance = run.speculation.acceptance_per_position
+        assert len(acceptance) == k
+        assert all(0 < share < 1 for share in acceptance), acceptance
+        assert llm.engine.stats.preemptions > 0
+        assert run.num_mixed_steps > 0
+        assert run.cut_inside_draft()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_heads_own_drafts(make: Make, reference: Callable[[str], Reference], dtype: str) -> None:
+    """Drawn with the target's noise; right now and then, in so small a vocabulary."""
+    with make(3, dtype=dtype, max_batch_size=8, **TIGHT) as llm:
+        run = assert_right(llm, reference(dtype), told=False)
+        assert 0 < run.speculation.acceptance_per_position[0] < 1
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+def test_chunks_of_prompts(make: Make, reference: Callable[[str], Reference], rows: int) -> None:
+    """The token after a chunk is the prompt's."""
+    with make(3, max_batch_size=8, **ROOMY) as llm:
+        most = chunks_of(llm, rows)
+        run = assert_right(llm, reference("float32"), told=True)
+        assert most() == rows
+        assert run.num_mixed_steps > 0
