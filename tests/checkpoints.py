@@ -30,7 +30,7 @@ ARCHS = ("llama", *_LLAMA_ROPE, "mistral_swa", "qwen2", "qwen3")
 
 
 def tiny_config(arch: str, **overrides: Any) -> transformers.PretrainedConfig:
-    """The transformers config of `arch` (one of ARCHS); `overrides` are its fields."""
+    """The transformers config of `arch` (one of ARCHS, or mimo, which is Qwen2's); `overrides` are its fields."""
     fields: dict[str, Any] = {
         "vocab_size": 199,
         "hidden_size": 64,
@@ -49,8 +49,8 @@ def tiny_config(arch: str, **overrides: Any) -> transformers.PretrainedConfig:
     if arch == "mistral_swa":
         kind: type[transformers.PretrainedConfig] = transformers.MistralConfig
         fields["sliding_window"] = 17
-    elif arch in ("qwen2", "qwen3"):
-        kind = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[arch]
+    elif arch in ("qwen2", "qwen3", "mimo"):
+        kind = transformers.Qwen3Config if arch == "qwen3" else transformers.Qwen2Config
     elif arch in ARCHS:
         kind = transformers.LlamaConfig
         if arch in _LLAMA_ROPE:
@@ -74,7 +74,8 @@ def make_checkpoint(
 
     Weights are wide enough for varied greedy output and narrow enough that transformers agrees with itself within
     3e-5 (one pass against token by token, fp32). Biases and norm weights are random, so that a forgotten one shows.
-    `max_shard_size` (e.g. "50KB") splits the weights; `overrides` are fields of the transformers config.
+    `max_shard_size` (e.g. "50KB") splits the weights; `overrides` are fields of the transformers config. "mimo": see
+    make_mimo.
     """
     config = tiny_config(arch, **overrides)
     with torch.random.fork_rng(devices=[]):
@@ -89,7 +90,38 @@ def make_checkpoint(
     folder = tmp_path / (name or arch)
     sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     model.to(getattr(torch, dtype)).save_pretrained(folder, **sharding)
+    if arch == "mimo":
+        _turn_into_mimo(folder, getattr(torch, dtype), seed)
     return folder
+
+
+def make_mimo(tmp_path: Path, num_modules: int = 1, **options: Any) -> Path:
+    """Writes a MiMo target with `num_modules` MTP modules of random weights, in the public layout; options as of
+    make_checkpoint."""
+    return make_checkpoint(tmp_path, "mimo", num_nextn_predict_layers=num_modules, **options)
+
+
+def _turn_into_mimo(folder: Path, dtype: torch.dtype, seed: int) -> None:
+    """Qwen2's checkpoint as MiMo's, whose config.json does not list layer types."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    config.pop("layer_types")
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed + 1)
+    hidden, norms = config["hidden_size"], ("token", "hidden", "final")
+
+    def add_modules(tensors: dict[str, torch.Tensor]) -> None:
+        like = {key: tensor.shape for key, tensor in tensors.items() if key.startswith("model.layers.0.")}
+        for i in range(config.get("num_nextn_predict_layers", 1)):
+            shapes = {key.removeprefix("model.layers.0."): shape for key, shape in like.items()}
+            shapes |= {f"{name}_layernorm.weight": torch.Size([hidden]) for name in norms}
+            shapes["input_proj.weight"] = torch.Size([hidden, 2 * hidden])
+            for key, shape in shapes.items():
+                random = torch.randn(shape, generator=generator)
+                scaled = random * (2 * shape[1]) ** -0.5 if len(shape) == 2 else random / 4 + ("norm" in key)
+                tensors[f"model.mtp_layers.{i}.{key}"] = scaled.to(dtype)
+
+    edit_tensors(folder, add_modules)
 
 
 def make_eagle3(
@@ -344,8 +376,14 @@ def edit_config(folder: Path, **fields: Any) -> None:
 
 
 def oracle(folder: Path) -> transformers.PreTrainedModel:
-    """transformers' model of the folder, fp32, eager attention."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    """transformers' model of the folder, fp32, eager attention; MiMo's without MTP is Qwen2's."""
+    config = json.loads((folder / "config.json").read_text())
+    kind: Any = transformers.AutoModelForCausalLM
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if config["model_type"] == "mimo":
+        kind = transformers.Qwen2ForCausalLM
+        options["config"] = transformers.Qwen2Config.from_dict({**config, "model_type": "qwen2"})
+    model = kind.from_pretrained(folder, **options)
     return model.eval().requires_grad_(False)
 
 

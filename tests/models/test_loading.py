@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import ARCHS, make_checkpoint, oracle
+from tests.checkpoints import ARCHS, make_checkpoint, make_mimo, oracle
 from trtspec.config.model import ModelConfig
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
 from trtspec.models.decoder import Decoder
@@ -125,6 +125,24 @@ def test_layers_beyond_the_config_are_unexpected(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(WeightsError, match=r"unexpected: model\.layers\.2\..* and 1 more"):
         load(folder)
+
+
+def test_mtp_layers_are_no_part_of_the_target_where_its_architecture_says_so(tmp_path: Path) -> None:
+    """By their prefix alone; what resembles it, or the same tensors elsewhere, is unexpected as ever."""
+    folder = make_mimo(tmp_path, 2)
+    saved = load_file(folder / "model.safetensors")
+    modules = {name: tensor for name, tensor in saved.items() if name.startswith("model.mtp_layers.")}
+    assert len(modules) == 2 * 16
+    ours = hf_tensors(load(folder))
+    assert ours.keys() == saved.keys() - modules.keys()
+    assert all(torch.equal(ours[name], saved[name]) for name in ours)
+    edit(folder, lambda tensors: tensors.update({"model.mtp_norm.weight": torch.zeros(2)}))
+    with pytest.raises(WeightsError, match=r"unexpected: model\.mtp_norm\.weight\. "):
+        load(folder)
+    other = make_checkpoint(tmp_path, "qwen2")
+    edit(other, lambda tensors: tensors.update(modules))
+    with pytest.raises(WeightsError, match=r"unexpected: model\.mtp_layers\.0\..* and 24 more"):
+        load(other)
 
 
 def test_harmless_extras_are_accepted(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1},
     ),
+    "mimo": ("mimo", {"num_nextn_predict_layers": 2}),
+    "mimo_partly_windowed": ("mimo", {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1}),
     "qwen3_tied_biased": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 32}),
 }
 

@@ -177,8 +177,8 @@ def _windows(read: Reader, model_type: str, num_layers: int) -> tuple[int | None
             return full
         window = read.positive_int("sliding_window")
         return tuple(window if name == "sliding_attention" else None for name in layer_types)
-    if model_type in ("qwen2", "qwen3"):
-        # the Qwen classes ignore sliding_window unless the switch is on, and then spare the first layers
+    if model_type in ("qwen2", "qwen3", "mimo"):
+        # Qwen's classes, and so MiMo's, ignore sliding_window unless the switch is on, and then spare the first layers
         if not read.boolean("use_sliding_window", False):
             return full
         window, first = read.positive_int("sliding_window", 4096), read.integer("max_window_layers", 28)

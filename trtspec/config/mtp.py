@@ -1,26 +1,63 @@
-"""Targets that carry their own draft layers (multi-token prediction), and how many."""
+"""Targets that carry their own draft layers (multi-token prediction): how many, and what their modules look like."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class MtpFamily:
+    """What the modules of a family have in common: x = projection([norm(h); norm(e)]), a decoder layer of the target's
+    shapes, a last norm, whose output goes to an lm_head and to the next pass.
+
+    prefix: names of module i's tensors begin with prefix + "i."; the names of its parts follow. hidden_first: False =
+    [norm(e); norm(h)]. zero_first: the embedding counts as zeros at position 0. head: the part that is its own lm_head,
+    None = the target's serves.
+    """
+
+    prefix: str
+    token_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    hidden_first: bool = False
+    zero_first: bool = False
+    head: str | None = None
+
+
+# Names and order as in vLLM's mimo_mtp.py and Xiaomi's modeling_mimo.py; only vLLM, which runs them, zeroes.
+MIMO = MtpFamily(
+    prefix="model.mtp_layers.",
+    token_norm="token_layernorm",
+    hidden_norm="hidden_layernorm",
+    projection="input_proj",
+    norm="final_layernorm",
+    hidden_first=True,
+    zero_first=True,
+)
 
 
 @dataclass(frozen=True)
 class MtpRow:
-    """Where a target keeps its MTP layers: the draft architecture and the config.json key that counts them."""
+    """A target's MTP layers: the draft architecture, the config.json key that counts them, and their family, None = not
+    built."""
 
     architecture: str
     key: str = "num_nextn_predict_layers"
     default: int | None = None
+    family: MtpFamily | None = None
 
 
 # Target model_type -> its MTP layers. They start at layer index num_hidden_layers of the target.
 MTP_TARGETS: dict[str, MtpRow] = {
     "deepseek_v3": MtpRow("DeepSeekMTPModel"),
     "deepseek_v32": MtpRow("DeepSeekMTPModel"),
-    "mimo": MtpRow("MiMoMTPModel"),
+    "mimo": MtpRow("MiMoMTPModel", family=MIMO),
     "glm4_moe": MtpRow("Glm4MoeMTPModel"),
     "ernie4_5_moe": MtpRow("ErnieMTPModel"),
     "qwen3_next": MtpRow("Qwen3NextMTP"),
@@ -36,3 +73,29 @@ def mtp_layers(config: Mapping[str, Any]) -> int | None:
     """Number of MTP layers a target's config.json announces (TargetInfo.n_predict); None if it has none."""
     row = MTP_TARGETS.get(str(config.get("model_type")))
     return None if row is None else config.get(row.key, row.default) or None
+
+
+def require_mtp(config: Mapping[str, Any], folder: Path) -> tuple[MtpFamily, int]:
+    """Family and number of the modules of the target in `folder`, whose config.json is `config`.
+
+    Raises UnsupportedError for a target whose modules are not built, ConfigError where it has none, CheckpointError for
+    a number that is none.
+    """
+    kind = str(config.get("model_type"))
+    row = MTP_TARGETS.get(kind)
+    if row is None or row.family is None:
+        built = ", ".join(name for name, one in MTP_TARGETS.items() if one.family is not None)
+        what = "not built" if row is not None else "not known"
+        raise UnsupportedError(
+            f"method='mtp': MTP layers of model_type={kind!r} ({folder}) are {what}; those of {built} run. Use another "
+            "method"
+        )
+    count = mtp_layers(config)
+    if count is None:
+        raise ConfigError(
+            f"method='mtp': {row.key} is missing or 0 in {folder / 'config.json'}, so the target has no MTP layers; "
+            "use a checkpoint that has them, or another method"
+        )
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise CheckpointError(f"target model: {row.key} = {count!r} in {folder / 'config.json'} is no number of layers")
+    return row.family, count

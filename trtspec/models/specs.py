@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtspec.config.model import ModelConfig, RopeConfig
+from trtspec.config.mtp import MIMO
 from trtspec.errors import UnsupportedError
 
 
@@ -57,12 +58,16 @@ class DecoderSpec:
 
 @dataclass(frozen=True)
 class ArchitectureRow:
-    """What an architecture fixes by name; None = read it from the checkpoint's own config."""
+    """What an architecture fixes by name; None = read it from the checkpoint's own config.
+
+    mtp_prefix: how the names of its MTP layers' tensors begin, which are in its checkpoints and no part of the decoder.
+    """
 
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     mlp_bias: bool | None = None
     qk_norm: bool = False
+    mtp_prefix: str | None = None
 
 
 ARCHITECTURES: dict[str, ArchitectureRow] = {
@@ -70,6 +75,7 @@ ARCHITECTURES: dict[str, ArchitectureRow] = {
     "MistralForCausalLM": ArchitectureRow(qkv_bias=False, o_bias=False, mlp_bias=False),
     "Qwen2ForCausalLM": ArchitectureRow(qkv_bias=True, o_bias=False, mlp_bias=False),
     "Qwen3ForCausalLM": ArchitectureRow(mlp_bias=False, qk_norm=True),
+    "MiMoForCausalLM": ArchitectureRow(qkv_bias=True, o_bias=False, mlp_bias=False, mtp_prefix=MIMO.prefix),
 }
 
 

@@ -23,7 +23,7 @@ from trtspec.models.decoder import Decoder
 from trtspec.models.layers import allocate, unallocated
 from trtspec.models.quantized import QuantizedLinears
 from trtspec.models.slots import Slot, weight_slots
-from trtspec.models.specs import decoder_spec
+from trtspec.models.specs import ARCHITECTURES, decoder_spec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -41,7 +41,7 @@ def load_decoder(
     """
     with unallocated(dtype):
         decoder = Decoder(decoder_spec(config), max_position)
-    slots, tensors = weight_slots(decoder.spec), checkpoint_tensors(config.path, role)
+    slots, tensors = weight_slots(decoder.spec), checkpoint_tensors(config.path, role, _of_decoder(config))
     load_weights(decoder, slots, tensors, config.path, role, config.quantization)
     return decoder.eval().requires_grad_(False)
 
@@ -58,7 +58,8 @@ def describe_decoder(
         decoder = Decoder(decoder_spec(config), max_position)
     slots = weight_slots(decoder.spec)
     if not missing_weights(config.path, role):
-        check_shapes(slots, checkpoint_shapes(config.path, role), config.path, role, config.quantization)
+        shapes = checkpoint_shapes(config.path, role, _of_decoder(config))
+        check_shapes(slots, shapes, config.path, role, config.quantization)
     QuantizedLinears(slots, config.quantization, f"{role} weights in {config.path}").describe(decoder)
     return decoder.eval().requires_grad_(False)
 
@@ -211,13 +212,17 @@ def loaded_bytes(config: ModelConfig, role: str = "target") -> int:
     return QuantizedLinears(slots, config.quantization, where).num_bytes(DTYPES[config.dtype].itemsize)
 
 
-def checkpoint_tensors(folder: Path, role: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder's safetensors files, in their order, read one at a time."""
+Wanted = Callable[[str], bool]
+"""Which tensors are to be read, by name."""
+
+
+def checkpoint_tensors(folder: Path, role: str, wanted: Wanted = lambda name: True) -> Iterator[tuple[str, Tensor]]:
+    """Every wanted tensor of the folder's safetensors files, in their order, read one at a time."""
     shard: Any  # safetensors does not say
     for file in weight_files(folder, role):
         try:
             shard, read = safe_open(file, framework="pt"), 0
-            for name in shard.keys():  # noqa: SIM118  (not a dict)
+            for name in filter(wanted, shard.keys()):
                 if read > _MOST_MAPPED:
                     shard, read = safe_open(file, framework="pt"), 0
                 tensor = shard.get_tensor(name)
@@ -229,13 +234,15 @@ def checkpoint_tensors(folder: Path, role: str) -> Iterator[tuple[str, Tensor]]:
             ) from error
 
 
-def checkpoint_shapes(folder: Path, role: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of the folder's safetensors files, from their headers."""
+def checkpoint_shapes(
+    folder: Path, role: str, wanted: Wanted = lambda name: True
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every wanted tensor of the folder's safetensors files, from their headers."""
     shard: Any
     for file in weight_files(folder, role):
         try:
             shard = safe_open(file, framework="pt")
-            for name in shard.keys():  # noqa: SIM118  (not a dict)
+            for name in filter(wanted, shard.keys()):
                 yield name, tuple(shard.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
@@ -276,6 +283,12 @@ def _row_groups(folder: Path, wanted: str, role: str, rows: int = 1024) -> Itera
             for start in range(0, shard.get_slice(wanted).get_shape()[0], rows):
                 shard = safe_open(file, framework="pt")  # what was read counts as our memory until then
                 yield shard.get_slice(wanted)[start : start + rows]
+
+
+def _of_decoder(config: ModelConfig) -> Wanted:
+    """All tensors but those of MTP layers, which the architecture's checkpoints may hold beside it."""
+    prefix = ARCHITECTURES[config.architecture].mtp_prefix
+    return lambda name: prefix is None or not name.startswith(prefix)
 
 
 def _ignorable(name: str, slots: Mapping[str, Slot]) -> bool:
