@@ -215,9 +215,34 @@ class ModeTraits:
 _M = SpeculativeDecodingMode
 
 _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
-    _M.MTP: ModeTraits(mtp=True, one_engine=True, kv_rewind=True, spec_decoder=True),
-    _M.MTP_EAGLE: ModeTraits(mtp=True, draft_model=True, kv_recompute=True, spec_decoder=True, spec_drafter=True),
-    _M.MTP_EAGLE_ONE_MODEL: ModeTraits(mtp=True, one_engine=True, kv_rewind=True, spec_decoder=True),
+    _M.MTP: ModeTraits(
+        built=True,
+        mtp=True,
+        one_engine=True,
+        kv_rewind=True,
+        spec_decoder=True,
+        worker="trtspec.workers.mtp:MtpWorker",
+        head="trtspec.models.mtp_weights:load",
+    ),
+    _M.MTP_EAGLE: ModeTraits(
+        built=True,
+        mtp=True,
+        draft_model=True,
+        kv_recompute=True,
+        spec_decoder=True,
+        spec_drafter=True,
+        drafter="trtspec.drafters.heads:HeadDrafter",
+        head="trtspec.models.mtp_weights:load",
+    ),
+    _M.MTP_EAGLE_ONE_MODEL: ModeTraits(
+        built=True,
+        mtp=True,
+        one_engine=True,
+        kv_rewind=True,
+        spec_decoder=True,
+        worker="trtspec.workers.heads:HeadWorker",
+        head="trtspec.models.mtp_weights:load",
+    ),
     _M.EAGLE3: ModeTraits(
         built=True,
         draft_model=True,

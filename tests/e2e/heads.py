@@ -8,6 +8,7 @@ that did nothing clever.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from trtspec.engine.stats import TimedExecutable
 from trtspec.engine.step import Emission
 from trtspec.models.attention import PagedAttend
 from trtspec.workers.heads import HeadWorker
+from trtspec.workers.mtp import MtpWorker
 from trtspec.workers.step import HeadStep, OneEngineStep
 
 Place = tuple[int, int, int]
@@ -33,11 +35,17 @@ Place = tuple[int, int, int]
 Made = tuple[bytes, int]
 """The hidden state behind a draft, and the draft."""
 
+ROOMY: dict[str, Any] = {"num_kv_blocks": 1000, "block_size": 4}
+PLAIN: dict[str, Any] = {**ROOMY, "max_batch_size": 64, "enable_prefix_caching": False}
+# Up to 84 tokens a request in 24 blocks of 4: preemption. No more rows a step than 32: long prompts come in chunks.
+TIGHT: dict[str, Any] = {"max_num_tokens": 32, "num_kv_blocks": 25, "block_size": 4}
+
 
 class WatchedHead(HeadWorker):
     """A worker that logs what it drafts, and from what. With `answers` (prompt and output of each request) it says the
     right token, or, with probability `lie`, another: whether it lies depends on request and place alone. Its layers run
-    and write KV either way, and read what was said."""
+    and write KV either way, and read what was said. What it drafts behind a chunk of a prompt is not logged: nobody is
+    given that."""
 
     def __init__(self, inner: HeadWorker, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3) -> None:
         super().__init__(inner.head, inner.max_draft_len, inner.capture_layers, inner.greedy)
@@ -45,6 +53,7 @@ class WatchedHead(HeadWorker):
         self.lie = lie
         self.made: dict[Place, set[Made]] = {}
         self._ids: tuple[int, ...] = ()
+        self._emits: list[bool] = []
         self._starts: list[int] | None = None
 
     def draft(
@@ -56,7 +65,7 @@ class WatchedHead(HeadWorker):
         spec: SpecMetadata,
         attend: PagedAttend,
     ) -> Tensor:
-        self._ids, self._starts = spec.request_ids, None
+        self._ids, self._starts, self._emits = spec.request_ids, None, (counts > 0).tolist()
         return super().draft(hidden, counts, kv_lens, attn, spec, attend)
 
     def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -66,7 +75,7 @@ class WatchedHead(HeadWorker):
         keys = list(zip(self._ids, self._starts, places, strict=True))
         if self.answers is not None:
             drafts = torch.tensor([self._told(request, place) for request, _, place in keys])
-        for key, row, draft in zip(keys, hidden, drafts.tolist(), strict=True):
+        for key, row, draft in itertools.compress(zip(keys, hidden, drafts.tolist(), strict=True), self._emits):
             self.made.setdefault(key, set()).add((row.float().numpy().tobytes(), draft))
         return drafts
 
@@ -75,6 +84,10 @@ class WatchedHead(HeadWorker):
         rng, answer = random.Random(f"{request} {place}"), self.answers[request]
         right = answer[place] if place < len(answer) else rng.randrange(VOCAB)
         return (right + rng.randrange(1, VOCAB)) % VOCAB if rng.random() < self.lie else right
+
+
+class WatchedMtp(WatchedHead, MtpWorker):
+    """The same of a module for each draft."""
 
 
 def step_of(llm: LLM) -> OneEngineStep | HeadStep:
@@ -91,7 +104,8 @@ def watch(llm: LLM, answers: Sequence[Sequence[int]] | None = None, lie: float =
     """Puts a watched head in the place of the engine's worker."""
     step = step_of(llm)
     assert isinstance(step.worker, HeadWorker)
-    step.worker = head = WatchedHead(step.worker, answers, lie)
+    kind = WatchedMtp if isinstance(step.worker, MtpWorker) else WatchedHead
+    step.worker = head = kind(step.worker, answers, lie)
     return head
 
 
@@ -136,6 +150,41 @@ def log_plainly(llm: LLM, head: WatchedHead, cases: Sequence[Case]) -> dict[Plac
     return {place: one for place, made in head.made.items() for one in made}
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What must come out of cases, and what drafts must be made of."""
+
+    cases: list[Case]
+    outcomes: list[Outcome]  # of each case alone, without speculation
+    answers: list[list[int]]  # prompts and outputs
+    told: dict[Place, Made]  # by a head that knows the answers and lies
+    own: dict[Place, Made]  # by the head itself
+
+
+def refer(target: Path, plain: Callable[[], LLM], cases: list[Case], **options: Any) -> Reference:
+    """`plain` makes an engine for log_plainly, with `options`."""
+    with LLM(target, enable_prefix_caching=False, **ROOMY, **options) as llm:
+        outcomes = run_alone(llm.engine, cases)
+    answers = [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
+    logs = []
+    for words in (answers, None):
+        with plain() as llm:
+            logs.append(log_plainly(llm, watch(llm, words), cases))
+    return Reference(cases, outcomes, answers, *logs)
+
+
+def assert_right(llm: LLM, expected: Reference, told: bool, cases: list[Case] | None = None) -> Run:
+    """The cases together: outputs, what drafts are made of, draft KV after each step, the blocks."""
+    head = watch(llm, expected.answers if told else None)
+    run, seen = run_watched(llm, cases or expected.cases)
+    assert run.outcomes == expected.outcomes
+    assert first_wrong_draft(head, seen, expected.told if told else expected.own) is None
+    assert not seen.incomplete
+    assert llm.engine.stats.stale_drafts == 0
+    assert_all_blocks_free(llm)
+    return run
+
+
 def first_wrong_draft(head: WatchedHead, seen: Watch, expected: dict[Place, Made]) -> str | None:
     """The first draft given to a request that was not made of the very bits it should be made of; None if there is no
     such draft."""
@@ -151,10 +200,6 @@ def first_wrong_draft(head: WatchedHead, seen: Watch, expected: dict[Place, Made
 # -- whole runs against a reference --------------------------------------------------------------------------------
 
 MOST_K = 5
-ROOMY: dict[str, Any] = {"num_kv_blocks": 1000, "block_size": 4}
-PLAIN: dict[str, Any] = {**ROOMY, "max_batch_size": 64, "enable_prefix_caching": False}
-# Up to 84 tokens a request in 24 blocks of 4: preemption. No more rows a step than 32: long prompts come in chunks.
-TIGHT: dict[str, Any] = {"max_num_tokens": 32, "num_kv_blocks": 25, "block_size": 4}
 
 Make = Callable[..., LLM]
 """(K, fields of the speculation, engine options) -> LLM."""
@@ -169,40 +214,9 @@ def maker(target: Path, method: Mapping[str, Any]) -> Make:
     return make
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What must come out of cases, and the drafts of the head inside the target: told the answers, with lies, and its
-    own."""
-
-    cases: list[Case]
-    outcomes: list[Outcome]
-    answers: list[list[int]]
-    told: dict[Place, Made]
-    own: dict[Place, Made]
-
-
-def refer(target: Path, make: Make, cases: list[Case], **options: Any) -> Reference:
-    """Outcomes of each case alone without speculation, and what log_plainly says."""
-    with LLM(target, **{**ROOMY, "enable_prefix_caching": False, **options}) as llm:
-        outcomes = run_alone(llm.engine, cases)
-    answers = [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
-    logs = []
-    for words in (answers, None):
-        with make(MOST_K, {"one_engine": True}, **PLAIN, **options) as llm:
-            logs.append(log_plainly(llm, watch(llm, words), cases))
-    return Reference(cases, outcomes, answers, *logs)
-
-
-def assert_right(llm: LLM, expected: Reference, told: bool, cases: list[Case] | None = None) -> Run:
-    """The cases together: outputs, what drafts are made of, draft KV after each step, the blocks."""
-    head = watch(llm, expected.answers if told else None)
-    run, seen = run_watched(llm, cases or expected.cases)
-    assert run.outcomes == expected.outcomes
-    assert first_wrong_draft(head, seen, expected.told if told else expected.own) is None
-    assert not seen.incomplete
-    assert llm.engine.stats.stale_drafts == 0
-    assert_all_blocks_free(llm)
-    return run
+def inside(make: Make, **options: Any) -> LLM:
+    """With the head in the target's graph, for log_plainly."""
+    return make(MOST_K, {"one_engine": True}, **PLAIN, **options)
 
 
 def chunks_of(llm: LLM, rows: int) -> Callable[[], int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import make_eagle
-from tests.e2e.heads import ROOMY, TIGHT, Make, Reference, assert_right, chunks_of, maker, refer
+from tests.e2e.heads import ROOMY, TIGHT, Make, Reference, assert_right, chunks_of, inside, maker, refer
 from tests.e2e.tiny import draw_cases
 
 DTYPES = ("float32", "bfloat16")
@@ -26,7 +26,7 @@ def make(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
 @pytest.fixture(scope="module")
 def reference(target: Path, make: Make) -> Callable[[str], Reference]:
     """dtype -> reference of CASES; computed when first asked for."""
-    return functools.cache(lambda dtype: refer(target, make, CASES, dtype=dtype))
+    return functools.cache(lambda dtype: refer(target, lambda: inside(make, dtype=dtype), CASES, dtype=dtype))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])

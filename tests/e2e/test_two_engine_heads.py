@@ -23,6 +23,7 @@ from tests.e2e.heads import (
     assert_right,
     chunks_of,
     first_wrong_draft,
+    inside,
     maker,
     refer,
     run_watched,
@@ -49,7 +50,7 @@ def make(target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest
 
 @pytest.fixture(scope="module")
 def reference(target: Path, make: Make) -> Callable[[], Reference]:
-    return functools.cache(lambda: refer(target, make, CASES))
+    return functools.cache(lambda: refer(target, lambda: inside(make), CASES))
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
@@ -93,7 +94,7 @@ def test_shared_prefixes(target: Path, make: Make) -> None:
     base = [1 + i * i % 14 for i in range(42)]
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
     cases = [Case(base, params), *(Case([*base[: 4 * n], 15, 15 - n, *base[:5]], params) for n in range(0, 11, 2))]
-    expected = refer(target, make, cases)
+    expected = refer(target, lambda: inside(make), cases)
     with make(K, **ROOMY) as llm:
         head = watch(llm, expected.answers)
         for i, case in enumerate(cases):  # one after the other
@@ -111,7 +112,7 @@ def test_samples_of_one_prompt(target: Path, make: Make) -> None:
     single = [
         Case(c.prompt, dataclasses.replace(c.params, seed=s)) for c, own in zip(cases, seeds, strict=True) for s in own
     ]
-    expected = refer(target, make, single)
+    expected = refer(target, lambda: inside(make), single)
     with make(K, max_batch_size=8, **TIGHT) as llm:
         assert_right(
             llm, expected, told=False, cases=[Case(c.prompt, dataclasses.replace(c.params, n=3)) for c in cases]

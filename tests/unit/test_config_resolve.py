@@ -176,7 +176,19 @@ def test_refused_when_resolved(fields: dict[str, Any], message: str) -> None:
             r"=3 is neither 1 nor the target's 4; use one",
         ),
         ({}, {}, {"n_predict": 2}, r"num_speculative_tokens=3 must be divisible by n_predict=2 .*; use 2"),
-        ({"method": "mtp", "model": None}, {"n_predict": 2}, None, r"=3 must be divisible by n_predict=2"),
+        ({"method": "mtp", "model": None}, {"n_predict": 2}, None, r"=3 with n_predict=2: .* at most 2, or one_eng"),
+        (
+            {"method": "mtp", "model": None, "vanilla": True},
+            {"n_predict": 1},
+            None,
+            r"=3 with n_predict=1: .* at most 1, or vanilla=False",
+        ),
+        (
+            {"method": "mtp", "model": None, "one_engine": False},
+            {"n_predict": 2},
+            None,
+            r"=3 must be divisible by n_predict=2",
+        ),
         (
             {"method": "mtp", "model": None, "num_speculative_tokens": None},
             {},
@@ -247,8 +259,7 @@ def test_refused_against_target_or_draft(
             {"speculative_token_tree": "[(0,),(1,),(0,0),(0,0,0)]"},
             r"speculative_token_tree='\[\(0,\),.* branches, which is not built yet; leave it unset",
         ),
-        ({"method": "mtp", "num_speculative_tokens": 1}, r"mode=MTP_EAGLE_ONE_MODEL is not built yet"),
-        ({"method": "eagle"}, r"method='eagle' is not built yet; use one of draft_model"),
+        ({"method": "dflash"}, r"method='dflash' is not built yet; use one of draft_model"),
     ],
 )
 def test_known_but_not_built(fields: dict[str, Any], message: str) -> None:
@@ -349,16 +360,17 @@ def test_explicit_strict_and_greedy_run() -> None:
         ({}, 1, M.MTP_EAGLE_ONE_MODEL, 1),
         ({"one_engine": False}, 1, M.MTP_EAGLE, 1),
         ({"vanilla": True}, 1, M.MTP, 1),
-        ({}, 3, M.MTP, 3),  # several modules: one per step
-        ({"num_speculative_tokens": 6}, 3, M.MTP, 6),
+        ({}, 3, M.MTP, 3),  # several modules: one per draft
         ({"num_speculative_tokens": 2}, 3, M.MTP, 2),
+        ({"num_speculative_tokens": 6, "one_engine": False}, 3, M.MTP_EAGLE, 6),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
 def test_mtp(fields: dict[str, Any], n_predict: int, mode: M, k: int) -> None:
     config = SpeculativeConfig(method="mtp", **fields)
     resolved = plan(config, target(n_predict=n_predict, quantization="fp8"))
     assert (resolved.mode, resolved.num_speculative_tokens) == (mode, k)
-    assert (resolved.model, resolved.quantization) == (TARGET.model, "fp8")
+    assert (resolved.model, resolved.quantization, resolved.capture_layers) == (TARGET.model, "fp8", (-1,))
 
 
 def test_mtp_warns_when_one_layer_runs_several_times() -> None:

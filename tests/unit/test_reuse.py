@@ -52,6 +52,17 @@ def test_shifted_draft_layers_cost_one_block(length: int) -> None:
     assert found(sharing, TOKENS[:length]).blocks == kv.blocks[: max((length - 1) // SIZE - 1, 0)]
 
 
+@pytest.mark.parametrize("committed", range(1, 4 * SIZE + 2))
+def test_provisional_rows_are_not_published(committed: int) -> None:
+    """A chunk of a prompt whose tokens are all known: its last two rows are to be computed again."""
+    sharing = PrefixReuse(BlockAllocator(40, SIZE), keeps_draft_kv=True, shifted=True, provisional=2)
+    kv = SequenceKV()
+    assert sharing.allocator.reserve(kv, len(TOKENS))
+    kv.committed = kv.draft_len = committed
+    sharing.publish(kv, TOKENS)
+    assert found(sharing, TOKENS).blocks == kv.blocks[: max(committed - 2, 0) // SIZE]
+
+
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("same", range(4 * SIZE + 1))
 def test_only_blocks_of_the_same_tokens_are_found(same: int, shifted: bool) -> None:

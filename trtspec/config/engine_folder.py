@@ -144,8 +144,10 @@ class EngineFolder:
         stored = self.data.get("speculative_config")
         if stored is None:
             return None
-        if "draft" in self.data["executables"] or (self.path / "draft").is_dir():
+        if (self.path / "draft" / "config.json").is_file():
             stored = {**stored, "model": str(self.path / "draft")}
+        elif stored.get("method") == "mtp":  # its layers came with the target, wherever that was
+            stored = {**stored, "model": None}
         return SpeculativeConfig.from_any(stored)
 
 

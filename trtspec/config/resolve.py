@@ -34,7 +34,7 @@ WITHOUT_CHECKPOINT = ("ngram", "suffix", "auto", "extract_hidden_states", "custo
 STATE_HEADS = ("medusa", "mlp_speculator")
 
 # Methods whose heads read the target's states after its last norm, and no others.
-READS_LAST_STATE = ("eagle", *STATE_HEADS)
+READS_LAST_STATE = ("eagle", "mtp", *STATE_HEADS)
 
 # A field that only some methods read: set for another method, it would be ignored, so it is an error.
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
@@ -97,11 +97,12 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
 
     auto = _suggest(target.max_batch_size) if method == "auto" else None
     n_predict = _n_predict(method, model, target, draft)
-    k = num_speculative_tokens(config, method, n_predict, auto)
+    # TensorRT-LLM: more than one MTP module means one module per draft; they are one engine then
+    several = method == "mtp" and (n_predict or 1) > 1 and config.one_engine is not False
+    vanilla = config.vanilla or several
+    k = num_speculative_tokens(config, method, n_predict, auto, vanilla)
     check_against_k(config, k)
     max_model_len = _max_model_len(config, method, k, target, draft)
-    # TensorRT-LLM: more than one MTP module means one module per step
-    vanilla = config.vanilla or (method == "mtp" and (n_predict or 1) > 1)
     if auto:
         method = model = "ngram"
     mode = resolve_mode(method, config.one_engine, vanilla, config.parallel_drafting)
@@ -235,9 +236,16 @@ def _suggest(max_batch_size: int) -> _Suggestion:
 
 
 def num_speculative_tokens(
-    config: SpeculativeConfig, method: str, n_predict: int | None, auto: _Suggestion | None = None
+    config: SpeculativeConfig,
+    method: str,
+    n_predict: int | None,
+    auto: _Suggestion | None = None,
+    vanilla: bool = False,
 ) -> int:
-    """K: what the user said, else what the checkpoint (or the method) implies. Raises ConfigError if nothing does."""
+    """K: what the user said, else what the checkpoint (or the method) implies. Raises ConfigError if nothing does.
+
+    vanilla: each draft is made by a module of its own.
+    """
     k = config.num_speculative_tokens
     if k is None:
         implied = {"suffix": config.suffix_decoding_max_tree_depth, "extract_hidden_states": 1}.get(method)
@@ -246,6 +254,12 @@ def num_speculative_tokens(
         raise ConfigError(
             f"num_speculative_tokens={k} exceeds the {n_predict} heads of the draft checkpoint, each of which drafts "
             f"one token; use at most {n_predict}"
+        )
+    elif n_predict is not None and vanilla and k > n_predict:
+        other = "one_engine=False" if n_predict > 1 else "vanilla=False"
+        raise ConfigError(
+            f"num_speculative_tokens={k} with n_predict={n_predict}: each draft is made by an MTP module of its own; "
+            f"use at most {n_predict}, or {other} to make all of them with the first"
         )
     elif n_predict is not None and k > n_predict and k % n_predict != 0:
         raise ConfigError(

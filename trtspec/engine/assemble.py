@@ -104,6 +104,11 @@ class Assembly:
         return self.resolved.num_speculative_tokens
 
     @property
+    def provisional_rows(self) -> int:
+        """See kv.reuse: each MTP module reads one token further on than the one before."""
+        return self.max_draft_len - 1 if self.mode.is_mtp_vanilla() else 0
+
+    @property
     def max_num_tokens(self) -> int:
         return self.config.max_num_tokens
 
@@ -276,6 +281,11 @@ def plan_assembly(
         if checkpoint is not None and checkpoint.quantization is not None:
             checkpoint.quantization.check_request(kind, role)
     K = assembly.max_draft_len
+    if assembly.provisional_rows >= config.block_size:
+        raise ConfigError(
+            f"block_size = {config.block_size} is too small for MTP with {K} modules, as KV depends on so many tokens "
+            f"further on; raise it to {K} or more, or lower num_speculative_tokens"
+        )
     if config.max_num_tokens < config.max_batch_size * (K + 1):
         raise ConfigError(
             f"max_num_tokens = {config.max_num_tokens} cannot hold {K + 1} rows for each of max_batch_size = "
@@ -322,9 +332,10 @@ def assemble_engine(
     if forced >= 0:
         logger.warning("acceptance is forced to %d drafts a step: the output is NOT the model's (lossy)", forced)
     allocator = BlockAllocator(assembly.num_blocks, config.block_size, config.debug)
-    reuse = prefix_reuse(allocator, mode) if config.enable_prefix_caching and forced < 0 else None
+    provisional = assembly.provisional_rows
+    reuse = prefix_reuse(allocator, mode, provisional) if config.enable_prefix_caching and forced < 0 else None
     reads = mode.reads_hidden_states()
-    scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, K, reuse, forks_draft_kv=reads)
+    scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, K, reuse, reads, provisional)
     # Who looks at tokens or states on the host between two steps cannot let the next one start before.
     overlaps = assembly.gpu is not None and drafter is None and collector is None
     loop = (OverlapLoop if overlaps and not config.disable_overlap_scheduler else StepLoop)(
@@ -360,13 +371,14 @@ def hidden_state_collector(assembly: Assembly) -> HiddenStateCollector | None:
     return HiddenStateCollector(ShardWriter(folder, speculation.file_prefix, speculation.write_interval, facts))
 
 
-def prefix_reuse(allocator: BlockAllocator, mode: SpeculativeDecodingMode) -> PrefixReuse:
+def prefix_reuse(allocator: BlockAllocator, mode: SpeculativeDecodingMode, provisional: int = 0) -> PrefixReuse:
     """Draft layers fused into the target's graph, and EAGLE-like drafts beside it, read the token after their own; the
     draft KV of who has none is there at once, wherever it is counted."""
     return PrefixReuse(
         allocator,
         keeps_draft_kv=mode.use_one_engine() or mode.has_draft_model(),
         shifted=(mode.use_one_engine() and not mode.drafts_without_kv()) or mode.needs_kv_cache_recompute(),
+        provisional=provisional,
     )
 
 

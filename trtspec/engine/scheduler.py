@@ -39,7 +39,7 @@ class Scheduler:
 
     `num_draft_tokens` is K: each request reserves room for the K tokens that drafting after the step may append.
     `reuse`: how blocks are shared between requests, None = not at all. `forks_draft_kv`: samples of a prompt share rows
-    only with their draft KV, as it cannot be made later.
+    only with their draft KV, as it cannot be made later. `provisional`: see kv.reuse.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Scheduler:
         num_draft_tokens: int,
         reuse: PrefixReuse | None = None,
         forks_draft_kv: bool = False,
+        provisional: int = 0,
     ) -> None:
         self.allocator = allocator
         self.max_batch_size = max_batch_size
@@ -57,6 +58,7 @@ class Scheduler:
         self.num_draft_tokens = num_draft_tokens
         self.reuse = reuse
         self.forks_draft_kv = forks_draft_kv
+        self.provisional = provisional
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.siblings: dict[int, list[Request]] = {}  # leader's id -> samples that wait for its prefill
@@ -141,7 +143,7 @@ class Scheduler:
         compute every row) and queue up."""
         for sibling in reversed(self.siblings.pop(leader.request_id, [])):
             if sibling.reuses_prefix:
-                shared = leader.prompt_len - 1  # one row is always computed
+                shared = max(leader.prompt_len - 1 - self.provisional, 0)  # one row is always computed
                 if self.forks_draft_kv:
                     shared = min(shared, leader.kv.draft_len)
                 sibling.kv = self.allocator.fork(leader.kv, shared)

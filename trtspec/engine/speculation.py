@@ -10,8 +10,11 @@ from trtspec.config.engine import EngineConfig
 from trtspec.config.medusa import MEDUSA, MedusaFacts
 from trtspec.config.mlp_speculator import MLP_SPECULATOR, MLPSpeculatorFacts
 from trtspec.config.model import ModelConfig
+from trtspec.config.mtp import mtp_layers, require_mtp
+from trtspec.config.resolve import method_and_model
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
+from trtspec.errors import ConfigError
 
 # Drafts that are no decoders, by method and model_type; all others are.
 _HEADS: dict[str, type[MedusaFacts | MLPSpeculatorFacts]] = {
@@ -29,6 +32,8 @@ def resolve_speculation(
     draft, info = None, None
     if speculative.model is not None and os.path.isdir(speculative.model):
         draft, info = read_draft(speculative)
+    if method_and_model(speculative, None, info)[0] == "mtp":
+        speculative = _of_target(speculative, target)
     resolved = speculative.resolve(
         TargetInfo(
             model=str(target.path),
@@ -38,10 +43,12 @@ def resolve_speculation(
             num_hidden_layers=target.num_layers,
             max_batch_size=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
+            n_predict=mtp_layers(target.raw),
+            quantization=config.quantization,
         ),
         info,
     )
-    if not (resolved.mode.has_draft_model() or resolved.mode.need_load_draft_weights()):
+    if resolved.mode.traits.mtp or not (resolved.mode.has_draft_model() or resolved.mode.need_load_draft_weights()):
         draft = None
     elif draft is None:
         draft, _ = read_draft(speculative)  # says what is wrong with the folder
@@ -58,6 +65,18 @@ def read_draft(speculative: SpeculativeConfig) -> tuple[CheckpointConfig, DraftI
         return draft, facts.of(draft).info
     model = ModelConfig.from_folder(draft.path, "draft")
     return model, draft_info(speculative, model)
+
+
+def _of_target(speculative: SpeculativeConfig, target: ModelConfig) -> SpeculativeConfig:
+    """MTP without a `model`, for its modules are the target's own: ConfigError for others; see also require_mtp."""
+    require_mtp(target.raw, target.path)
+    model = speculative.model
+    if model is not None and not (os.path.isdir(model) and os.path.samefile(model, target.path)):
+        raise ConfigError(
+            f"model={model!r} with method='mtp': MTP layers are read from the target's own checkpoint, {target.path}; "
+            "leave model unset"
+        )
+    return speculative.model_copy(update={"method": "mtp", "model": None})
 
 
 def draft_info(speculative: SpeculativeConfig, draft: ModelConfig) -> DraftInfo:

@@ -28,12 +28,14 @@ class PrefixReuse:
     keeps_draft_kv: the mode has draft KV under the same block ids. shifted: that draft KV depends on tokens further on
     (at position p on token p+1). Then a block is published under the key of the block *after* it, and so is found only
     by who shares that one too; a rule of one block fewer on the finder's side alone would be wrong, since the blocks
-    found may come from several sequences that went on differently.
+    found may come from several sequences that went on differently. provisional: so many of the last rows wait for
+    tokens further on and are computed again with them; they are not published.
     """
 
     allocator: BlockAllocator
     keeps_draft_kv: bool = False
     shifted: bool = False
+    provisional: int = 0
 
     def publish(self, kv: SequenceKV, tokens: Sequence[int]) -> None:
         """Publish the blocks that were filled since the last call: rows committed, and valid in draft KV if it is kept.
@@ -42,7 +44,7 @@ class PrefixReuse:
         """
         block_size = self.allocator.block_size
         extend_keys(kv.keys, tokens, block_size)
-        valid = min(kv.committed, kv.draft_len) if self.keeps_draft_kv else kv.committed
+        valid = min(kv.committed, kv.draft_len) - self.provisional if self.keeps_draft_kv else kv.committed
         end = min(valid // block_size, len(kv.keys) - self.shifted)
         for i in range(kv.published, end):
             self.allocator.publish(kv.blocks[i], kv.keys[i + self.shifted])

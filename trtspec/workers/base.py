@@ -148,9 +148,14 @@ class SpecWorkerBase(nn.Module, ABC):
         last = attn.cu_q_lens[1:].long() - 1 - spec.draft_lens + taken  # [B] row of the last token that is kept
         sampling = spec.sampling.select(spec.logits_rows()[:, 0])
         sampling = replace(sampling, positions=sampling.positions + taken + 1)
-        hidden = hidden[last]
-        attn = replace(attn, kv_lens=kv_lens).advance()
-        start = ChainState(self.sample_drafts(0, hidden, sampling), attn, sampling.advance(), hidden)
+        return self.draft_from(hidden[last], replace(attn, kv_lens=kv_lens), sampling, spec.next_draft_len, attend)
+
+    def draft_from(
+        self, hidden: Tensor, attn: AttnMetadata, sampling: SamplingTensors, num_drafts: int, attend: PagedAttend
+    ) -> Tensor:
+        """hidden [B, H] of the last row that each request keeps, attn with the kv_lens it keeps, sampling of the first
+        draft -> drafts [B, num_drafts] int64."""
+        start = ChainState(self.sample_drafts(0, hidden, sampling), attn.advance(), sampling.advance(), hidden)
 
         def forward(step: int, state: ChainState) -> tuple[Tensor, Tensor]:
             assert state.hidden is not None
@@ -158,7 +163,7 @@ class SpecWorkerBase(nn.Module, ABC):
             after = self.next_pass(step, state.tokens, state.hidden, positions, attend.at(state.attn))
             return self.sample_drafts(step, after, state.sampling), after
 
-        return draft_chain(start, spec.next_draft_len, forward)
+        return draft_chain(start, num_drafts, forward)
 
     def sample_tokens_for_batch(self, logits: Tensor, spec: SpecMetadata) -> Tensor:
         """The target's own draw at each logits row: [R, V] fp32 -> [R] int64. Each row as its request asks."""
@@ -248,6 +253,11 @@ class WorkerResources(Protocol):
 
     @property
     def speculation(self) -> ResolvedSpeculation: ...
+
+    @property
+    def functional(self) -> bool:
+        """Steps change no tensor in place."""
+        ...
 
     def load_head(self, target: Decoder) -> DraftHead:
         """What the mode's row loads as the head of `target`."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
@@ -26,7 +27,7 @@ class HeadWorker(SpecWorkerBase):
         self._d2t: Tensor
 
     @classmethod
-    def from_resources(cls, resources: WorkerResources, target: Decoder) -> HeadWorker:
+    def from_resources(cls, resources: WorkerResources, target: Decoder) -> Self:
         """See base.BuildableWorker."""
         speculation = resources.speculation
         greedy = speculation.draft_sample_method == "greedy"

@@ -1,0 +1,233 @@
+"""MTP layers of the target's own checkpoint, one for all drafts (inside the target and beside it) and one for each:
+speculation changes no output, and each draft is made of the right bits.
+
+The reference for outputs is plain decoding of each request alone; that for drafts an engine that reads each prompt at
+once and never uses a draft (heads.log_plainly): what a module keeps of the last step, and the rows that it computes
+again once their tokens are known, show there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.heads import (
+    PLAIN,
+    ROOMY,
+    TIGHT,
+    Place,
+    Reference,
+    assert_right,
+    chunks_of,
+    log_plainly,
+    refer,
+    run_watched,
+    watch,
+)
+from tests.e2e.tiny import Case, Outcome, add_tokenizer, draw_cases, make_target
+from trtspec import LLM, SamplingParams
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.plan import plan_build
+from trtspec.errors import UnsupportedError
+from trtspec.sampling_params import sample_seed
+
+SHORT = [Case([2, 9, 4][:n], SamplingParams(temperature=1.0, seed=n, max_tokens=9)) for n in (1, 2, 3)]
+CASES = [*draw_cases(16, seed=41, most_prompt=60), *SHORT]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How many modules there are, how many drafts are made, and by what mode."""
+
+    modules: int
+    K: int
+    one_engine: bool = True
+    vanilla: bool = False
+
+    def __str__(self) -> str:
+        mode = "MTP" if self.vanilla else "MTP_EAGLE_ONE_MODEL" if self.one_engine else "MTP_EAGLE"
+        return f"{mode}-{self.modules}-{self.K}"
+
+    @property
+    def inside(self) -> Way:
+        """Whose drafts these are to be."""
+        return dataclasses.replace(self, one_engine=True)
+
+
+WAYS = (
+    Way(1, 1),
+    Way(1, 3),
+    Way(1, 3, one_engine=False),
+    Way(2, 2, vanilla=True),
+    Way(3, 2, vanilla=True),
+    Way(3, 3, vanilla=True),
+)
+EACH = tuple(way for way in WAYS if way.vanilla and way.modules == way.K)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """MiMo-shaped, with so many modules."""
+
+    def make(modules: int) -> Path:
+        folder = make_target(tmp_path_factory.mktemp("mimo"), "mimo", num_nextn_predict_layers=modules)
+        add_tokenizer(folder)
+        return folder
+
+    return functools.cache(make)
+
+
+Make = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def make(targets: Callable[[int], Path]) -> Make:
+    """(way, engine options) -> LLM."""
+
+    def make(way: Way, **options: Any) -> LLM:
+        words = {"num_speculative_tokens": way.K, "one_engine": way.one_engine, "vanilla": way.vanilla}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*runs one MTP layer")
+            return LLM(targets(way.modules), {"method": "mtp", **words}, **options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(targets: Callable[[int], Path], make: Make) -> Callable[[Way], Reference]:
+    """Of CASES, by the head inside the target."""
+
+    @functools.cache
+    def compute(way: Way) -> Reference:
+        return refer(targets(way.modules), lambda: make(way, **PLAIN), CASES)
+
+    return lambda way: compute(way.inside)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_drafts_right_and_wrong_at_every_place(make: Make, reference: Callable[[Way], Reference], way: Way) -> None:
+    """In a cache too small, prompts in chunks, requests that end inside a draft."""
+    with make(way, max_batch_size=8, **TIGHT) as llm:
+        assert llm.engine.loop.assemble.mode.name == str(way).partition("-")[0]
+        run = assert_right(llm, reference(way), told=True)
+        acceptance = run.speculation.acceptance_per_position
+        assert len(acceptance) == way.K
+        assert all(0 < share < 1 for share in acceptance), acceptance
+        assert llm.engine.stats.preemptions > 0
+        assert run.num_mixed_steps > 0
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_heads_own_drafts(make: Make, reference: Callable[[Way], Reference], way: Way) -> None:
+    with make(way, max_batch_size=8, **TIGHT) as llm:
+        run = assert_right(llm, reference(way), told=False)
+        assert 0 < run.speculation.acceptance_per_position[0] < 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 17])
+@pytest.mark.parametrize("way", [WAYS[2], *EACH], ids=str)
+def test_chunks_of_prompts(make: Make, reference: Callable[[Way], Reference], way: Way, rows: int) -> None:
+    """Also of fewer rows than a module is deep."""
+    with make(way, max_batch_size=8, **ROOMY) as llm:
+        most = chunks_of(llm, rows)
+        assert_right(llm, reference(way), told=rows % 2 == 0)
+        assert most() == rows
+
+
+@pytest.mark.parametrize("way", EACH, ids=str)
+def test_a_draft_length_for_every_step(make: Make, reference: Callable[[Way], Reference], way: Way) -> None:
+    """Modules that did not draft have read all rows nonetheless."""
+    with make(way, max_batch_size=6, **{**TIGHT, "num_kv_blocks": 60}) as llm:
+        engine, proposer = llm.engine, llm.engine.loop.proposer
+        proposer.draft_len = lambda scheduler: (way.K, 0, 1, 2)[engine.stats.steps % 4]  # type: ignore[method-assign]
+        assert_right(llm, reference(way), told=True)
+
+
+BASE = [1 + i * i % 14 for i in range(42)]
+
+
+@pytest.mark.parametrize("rows", [None, 1, 3])
+@pytest.mark.parametrize("way", [WAYS[1], *EACH], ids=str)
+def test_shared_prefixes(targets: Callable[[int], Path], make: Make, way: Way, rows: int | None) -> None:
+    """Requests take over each other's blocks, at rest and in use, and read what is left in chunks of few rows: what is
+    made of drafts must not come to stand in a shared block."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+    cases = [Case(BASE, params), *(Case([*BASE[: 4 * n], 15, 15 - n, *BASE[:9]], params) for n in range(2, 11, 2))]
+    cases += [Case(BASE[:n], params) for n in (21, 22, 23, 24, 41)]
+    expected = refer(targets(way.modules), lambda: make(way, **PLAIN), cases)
+    with make(way, max_batch_size=3, **ROOMY) as llm:
+        if rows is not None:
+            chunks_of(llm, rows)
+        assert_right(llm, expected, told=True)
+        assert llm.engine.stats.prefix_hit_tokens > 100
+
+
+@pytest.mark.parametrize("way", [WAYS[2], *EACH], ids=str)
+def test_samples_of_one_prompt(targets: Callable[[int], Path], make: Make, way: Way) -> None:
+    """They share blocks of the prompt as far as these depend on nothing else, and go on each with its own seed."""
+    params = SamplingParams(temperature=1.0, seed=8, max_tokens=7, ignore_eos=True)
+    cases = [*draw_cases(5, seed=9, most_prompt=40), *(Case(BASE[:n], params) for n in (1, 8, 9, 10, 11, 12, 13))]
+    single = [
+        Case(case.prompt, dataclasses.replace(case.params, seed=sample_seed(case.params.seed or 0, i)))
+        for case in cases
+        for i in range(3)
+    ]
+    expected = refer(targets(way.modules), lambda: make(way.inside, **PLAIN), single)
+    with make(way, max_batch_size=8, **TIGHT) as llm:
+        samples = [Case(case.prompt, dataclasses.replace(case.params, n=3)) for case in cases]
+        assert_right(llm, expected, told=False, cases=samples)
+
+
+def drafts_of(llm: LLM) -> tuple[dict[Place, int], list[Outcome]]:
+    """What requests were given to verify."""
+    run, seen = run_watched(llm, CASES)
+    return seen.given, run.outcomes
+
+
+def test_with_one_module_and_one_draft_all_modes_draft_the_same(make: Make) -> None:
+    ways = (Way(1, 1), Way(1, 1, one_engine=False), Way(1, 1, vanilla=True))
+    given = []
+    for way in ways:
+        with make(way, max_batch_size=4, **ROOMY) as llm:
+            given.append(drafts_of(llm))
+    assert len(given[0][0]) > 50
+    assert given[1] == given[0]
+    assert given[2] == given[0]
+
+
+@pytest.mark.parametrize("k", [2, 5])
+def test_one_module_inside_the_target_and_beside_it_draft_the_same(make: Make, k: int) -> None:
+    given = []
+    for one_engine in (True, False):
+        with make(Way(1, k, one_engine), max_batch_size=4, **ROOMY) as llm:
+            given.append(drafts_of(llm))
+    assert len(given[0][0]) > 50
+    assert given[1] == given[0]
+
+
+def test_the_module_beside_the_target_is_the_first_of_several(make: Make) -> None:
+    """If asked for by name; otherwise several modules make a draft each."""
+    with make(Way(2, 2, vanilla=True), **PLAIN) as llm:
+        each = log_plainly(llm, watch(llm), CASES)
+    with make(Way(2, 2, one_engine=False), max_batch_size=4, **ROOMY) as llm:
+        given, _ = drafts_of(llm)
+    first = {place: draft for place, draft in given.items() if place[1] == place[2]}
+    assert len(first) > 50
+    assert first == {place: each[place][1] for place in first}
+    assert any(draft != each[place][1] for place, draft in given.items())
+
+
+@pytest.mark.parametrize("backend", ["onnx", "tensorrt"])
+def test_graphs_that_change_no_tensor_run_one_module(targets: Callable[[int], Path], backend: str) -> None:
+    config = EngineConfig(backend=backend, num_kv_blocks=8)
+    with pytest.raises(UnsupportedError, match=r"MTP with 2 modules keeps states in the KV cache.*one_engine=False"):
+        plan_build(targets(2), SpeculativeConfig(method="mtp"), config)
+    assert plan_build(targets(2), SpeculativeConfig(method="mtp", num_speculative_tokens=1), config).mode == "MTP"
