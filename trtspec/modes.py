@@ -44,6 +44,7 @@ class SpeculativeDecodingMode(enum.IntEnum):
     EAGLE_ONE_MODEL = 14
     MEDUSA = 15
     MLP_SPECULATOR = 16
+    DRAFT_TARGET_ONE_MODEL = 17
 
     @staticmethod
     def from_string(name: str | None) -> SpeculativeDecodingMode:
@@ -90,6 +91,9 @@ class SpeculativeDecodingMode(enum.IntEnum):
 
     def is_draft_target(self) -> bool:
         return self is SpeculativeDecodingMode.DRAFT_TARGET
+
+    def is_draft_target_one_model(self) -> bool:
+        return self is SpeculativeDecodingMode.DRAFT_TARGET_ONE_MODEL
 
     def is_user_provided(self) -> bool:
         return self is SpeculativeDecodingMode.USER_PROVIDED
@@ -138,6 +142,11 @@ class SpeculativeDecodingMode(enum.IntEnum):
     def drafts_without_kv(self) -> bool:
         """Its draft layers read the target's states and keep no KV of their own."""
         return self.traits.without_kv
+
+    def draft_kv_is_shifted(self) -> bool:
+        """Draft KV of a token depends on the token after it: so it is where layers read the target's states."""
+        inside = self.traits.one_engine and not (self.traits.unshifted or self.traits.without_kv)
+        return inside or self.traits.kv_recompute
 
     def support_overlap_scheduler(self) -> bool:
         """Step n+1 may start before the host has read step n."""
@@ -205,6 +214,7 @@ class ModeTraits:
     kv_recompute: bool = False
     load_draft_weights: bool = False
     without_kv: bool = False  # draft layers that keep none
+    unshifted: bool = False  # one-engine, yet draft KV of a token depends on no later one
     spec_decoder: bool = False
     spec_drafter: bool = False
     worker: str | None = None  # one-engine
@@ -214,53 +224,34 @@ class ModeTraits:
 
 _M = SpeculativeDecodingMode
 
+
+def _inside(head: str, worker: str = "trtspec.workers.heads:HeadWorker", **traits: bool) -> ModeTraits:
+    """Draft layers in the target's graph. Whose weights are not the target's has a checkpoint of its own."""
+    own = not traits.get("mtp", False)
+    words: dict[str, bool] = {"load_draft_weights": own, "spec_decoder": True, **traits}
+    return ModeTraits(built=True, one_engine=True, kv_rewind=True, worker=worker, head=head, **words)
+
+
+def _beside(head: str, mtp: bool = False) -> ModeTraits:
+    """Draft layers that read the target's states, as an engine of their own."""
+    return ModeTraits(
+        built=True,
+        mtp=mtp,
+        draft_model=True,
+        kv_recompute=True,
+        spec_decoder=True,
+        spec_drafter=True,
+        drafter="trtspec.drafters.heads:HeadDrafter",
+        head=head,
+    )
+
+
 _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
-    _M.MTP: ModeTraits(
-        built=True,
-        mtp=True,
-        one_engine=True,
-        kv_rewind=True,
-        spec_decoder=True,
-        worker="trtspec.workers.mtp:MtpWorker",
-        head="trtspec.models.mtp_weights:load",
-    ),
-    _M.MTP_EAGLE: ModeTraits(
-        built=True,
-        mtp=True,
-        draft_model=True,
-        kv_recompute=True,
-        spec_decoder=True,
-        spec_drafter=True,
-        drafter="trtspec.drafters.heads:HeadDrafter",
-        head="trtspec.models.mtp_weights:load",
-    ),
-    _M.MTP_EAGLE_ONE_MODEL: ModeTraits(
-        built=True,
-        mtp=True,
-        one_engine=True,
-        kv_rewind=True,
-        spec_decoder=True,
-        worker="trtspec.workers.heads:HeadWorker",
-        head="trtspec.models.mtp_weights:load",
-    ),
-    _M.EAGLE3: ModeTraits(
-        built=True,
-        draft_model=True,
-        kv_recompute=True,
-        spec_decoder=True,
-        spec_drafter=True,
-        drafter="trtspec.drafters.heads:HeadDrafter",
-        head="trtspec.models.eagle3_weights:load",
-    ),
-    _M.EAGLE3_ONE_MODEL: ModeTraits(
-        built=True,
-        one_engine=True,
-        kv_rewind=True,
-        load_draft_weights=True,
-        spec_decoder=True,
-        worker="trtspec.workers.heads:HeadWorker",
-        head="trtspec.models.eagle3_weights:load",
-    ),
+    _M.MTP: _inside("trtspec.models.mtp_weights:load", "trtspec.workers.mtp:MtpWorker", mtp=True),
+    _M.MTP_EAGLE: _beside("trtspec.models.mtp_weights:load", mtp=True),
+    _M.MTP_EAGLE_ONE_MODEL: _inside("trtspec.models.mtp_weights:load", mtp=True),
+    _M.EAGLE3: _beside("trtspec.models.eagle3_weights:load"),
+    _M.EAGLE3_ONE_MODEL: _inside("trtspec.models.eagle3_weights:load"),
     _M.NGRAM: ModeTraits(built=True, kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.ngram:NGramDrafter"),
     _M.DRAFT_TARGET: ModeTraits(
         built=True, draft_model=True, spec_drafter=True, drafter="trtspec.drafters.chain:ChainDrafter"
@@ -272,49 +263,22 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     _M.SUFFIX: ModeTraits(
         built=True, kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.suffix:SuffixDrafter"
     ),
-    _M.EAGLE: ModeTraits(
-        built=True,
-        draft_model=True,
-        kv_recompute=True,
-        spec_decoder=True,
-        spec_drafter=True,
-        drafter="trtspec.drafters.heads:HeadDrafter",
-        head="trtspec.models.eagle_weights:load",
-    ),
-    _M.EAGLE_ONE_MODEL: ModeTraits(
-        built=True,
-        one_engine=True,
-        kv_rewind=True,
-        load_draft_weights=True,
-        spec_decoder=True,
-        worker="trtspec.workers.heads:HeadWorker",
-        head="trtspec.models.eagle_weights:load",
-    ),
-    _M.MEDUSA: ModeTraits(
-        built=True,
-        one_engine=True,
-        kv_rewind=True,
-        load_draft_weights=True,
-        without_kv=True,
-        spec_decoder=True,
-        worker="trtspec.workers.heads:HeadWorker",
-        head="trtspec.models.medusa_weights:load",
-    ),
-    _M.MLP_SPECULATOR: ModeTraits(
-        built=True,
-        one_engine=True,
-        kv_rewind=True,
-        load_draft_weights=True,
-        without_kv=True,
-        spec_decoder=True,
-        worker="trtspec.workers.heads:HeadWorker",
-        head="trtspec.models.mlp_speculator_weights:load",
+    _M.EAGLE: _beside("trtspec.models.eagle_weights:load"),
+    _M.EAGLE_ONE_MODEL: _inside("trtspec.models.eagle_weights:load"),
+    _M.MEDUSA: _inside("trtspec.models.medusa_weights:load", without_kv=True),
+    _M.MLP_SPECULATOR: _inside("trtspec.models.mlp_speculator_weights:load", without_kv=True),
+    _M.DRAFT_TARGET_ONE_MODEL: _inside(
+        "trtspec.models.draft_model:load",
+        "trtspec.workers.draft_model:DraftModelWorker",
+        unshifted=True,
+        spec_decoder=False,
     ),
 }
 
 # The user's words -> mode: (method, one_engine, vanilla, parallel). A row that is not here is refused.
 MODE_OF: dict[tuple[str, bool, bool, bool], SpeculativeDecodingMode] = {
     ("draft_model", False, False, False): _M.DRAFT_TARGET,
+    ("draft_model", True, False, False): _M.DRAFT_TARGET_ONE_MODEL,
     ("eagle", True, False, False): _M.EAGLE_ONE_MODEL,
     ("eagle", False, False, False): _M.EAGLE,
     ("eagle3", True, False, False): _M.EAGLE3_ONE_MODEL,
@@ -344,11 +308,16 @@ def words_for(mode: SpeculativeDecodingMode) -> dict[str, str | bool]:
 METHODS_WITHOUT_MODE = ("dflash", "dspark")
 METHODS: tuple[str, ...] = (*dict.fromkeys(key[0] for key in MODE_OF), *METHODS_WITHOUT_MODE)
 
+# A whole model drafts beside the target unless it is asked into its graph: as in vLLM, and as a graph that holds both
+# must be compiled anew whenever one of them changes.
+TWO_ENGINE_BY_DEFAULT = ("draft_model",)
+
 
 def resolve_mode(
     method: str | None, one_engine: bool | None, vanilla: bool = False, parallel: bool = False
 ) -> SpeculativeDecodingMode:
-    """The mode for the user's words. method None is NONE; one_engine None is one-engine where a worker exists.
+    """The mode for the user's words. method None is NONE; one_engine None is one-engine where a worker exists, except
+    for TWO_ENGINE_BY_DEFAULT.
 
     Raises ConfigError for an unknown method or a combination that means nothing, UnsupportedError for a method that has
     no mode yet.
@@ -362,7 +331,8 @@ def resolve_mode(
         raise UnsupportedError(f"method={method!r} is not built yet; use one of {ready}")
     if parallel:
         raise UnsupportedError(f"parallel_drafting=True with method={method!r} is not built yet; leave it unset")
-    for engine in (True, False) if one_engine is None else (one_engine,):
+    preferred = method not in TWO_ENGINE_BY_DEFAULT
+    for engine in (preferred, not preferred) if one_engine is None else (one_engine,):
         mode = MODE_OF.get((method, engine, vanilla, parallel))
         if mode is not None:
             return mode

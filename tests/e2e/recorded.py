@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,13 @@ import torch
 from tests.e2e.tiny import Case, add_tokenizer, make_target, motif_prompt, run_together
 from trtspec import LLM, SamplingParams
 from trtspec.backends.eager import EagerExecutable
+from trtspec.backends.export import export_step, graph_inputs, graph_outputs, input_names
 from trtspec.config.model import ModelConfig
 from trtspec.core import KVLayer, StepInputs, StepOutputs
 from trtspec.models.weights import load_decoder
 from trtspec.train.eagle3 import new_head
 from trtspec.train.eagle3_run import export_eagle3
+from trtspec.workers.step import OneEngineStep
 
 K = 3
 DRAFT_IDS = torch.tensor([0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15])
@@ -43,9 +47,26 @@ def copied(kv: object) -> list[KVLayer]:
     return [(k.clone(), v.clone()) for k, v in kv]
 
 
+def record(make: Callable[..., LLM], name: str) -> Recorder:
+    """Steps of a whole run of 24 requests, "greedy" or "sampled", in which contexts, chunks and generations mix.
+
+    make: from limits of an engine, one that makes K drafts inside the launch.
+    """
+    params, rng = {"greedy": GREEDY, "sampled": SAMPLED}[name], random.Random(5)
+    cases = [
+        Case(motif_prompt(rng), replace(params, seed=rng.randrange(2**63), max_tokens=length))
+        for length in (*(rng.randint(6, 30) for _ in range(23)), 60)  # the last ends alone
+    ]
+    llm = make(max_batch_size=8, max_num_tokens=40)
+    timed: Any = llm.engine.loop.target
+    recorder = timed.inner = Recorder(timed.inner)
+    run_together(llm.engine, cases)
+    return recorder
+
+
 @pytest.fixture(scope="module")
 def recorders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorder]:
-    """Steps of a whole run of 24 requests, greedy and sampled, in which contexts, chunks and generations mix."""
+    """Recorded runs of EAGLE3."""
     folder = tmp_path_factory.mktemp("export")
     target = make_target(folder, num_hidden_layers=3)
     add_tokenizer(target)
@@ -53,24 +74,8 @@ def recorders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorder]:
     torch.manual_seed(0)
     head = new_head(load_decoder(config, torch.float32), (0, 1, 2), DRAFT_IDS)
     export_eagle3(head, config, (0, 1, 2), folder / "head", torch.float32)
-    found = {}
-    for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
-        rng = random.Random(5)
-        cases = [
-            Case(motif_prompt(rng), replace(params, seed=rng.randrange(2**63), max_tokens=length))
-            for length in (*(rng.randint(6, 30) for _ in range(23)), 60)  # the last ends alone
-        ]
-        llm = LLM(
-            target,
-            {"method": "eagle3", "model": str(folder / "head"), "num_speculative_tokens": K},
-            max_batch_size=8,
-            max_num_tokens=40,
-        )
-        timed = llm.engine.loop.target
-        recorder = found[name] = Recorder(timed.inner)
-        timed.inner = recorder
-        run_together(llm.engine, cases)
-    return found
+    speculation = {"method": "eagle3", "model": str(folder / "head"), "num_speculative_tokens": K}
+    return {name: record(lambda **limits: LLM(target, speculation, **limits), name) for name in ("greedy", "sampled")}
 
 
 def is_uniform(inputs: StepInputs) -> bool:
@@ -85,3 +90,36 @@ def cases_of(recorder: Recorder, uniform: bool) -> list[tuple[StepInputs, list[K
         if step[0].spec.runtime_draft_len == step[0].spec.next_draft_len == K
         and (is_uniform(step[0]) if uniform else step[0].spec.num_generations)
     ]
+
+
+def exportable(inputs: StepInputs, uniform: bool) -> bool:
+    """Two or more of everything that stays open."""
+    return inputs.spec.num_generations > 1 and (uniform or inputs.spec.num_contexts > 1)
+
+
+def assert_equal_kv(left: Sequence[KVLayer], right: Sequence[KVLayer]) -> None:
+    for layer, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert torch.equal(a[0], b[0]), f"keys of layer {layer}"
+        assert torch.equal(a[1], b[1]), f"values of layer {layer}"
+
+
+def assert_graph_is_step(step: OneEngineStep, recorder: Recorder, uniform: bool, functional: bool) -> None:
+    """One export of one example; then every recorded batch of other sizes, bit for bit, KV included. step: the recorded
+    one, or what is functional of it."""
+    cases = cases_of(recorder, uniform)
+    example = next(one for one in cases if exportable(one[0], uniform))
+    program = export_step(step, example[0], copied(example[1]), uniform)
+    graph, names = program.module(), input_names(step, uniform)
+    sizes = set()
+    for inputs, before, outputs, after in cases:
+        kv = copied(before)
+        got, new_kv = graph(graph_inputs(inputs, names), kv)
+        assert tuple(got) == step.outputs
+        for name, want in graph_outputs(outputs).items():
+            assert torch.equal(got[name], want), name
+        assert_equal_kv(new_kv if functional else kv, after)
+        if functional:
+            assert_equal_kv(kv, before)
+        sizes.add((inputs.spec.num_contexts, inputs.spec.num_generations))
+    assert (0, 1) in sizes  # a request alone
+    assert len(sizes) >= (4 if uniform else 9)

@@ -7,22 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.e2e.recorded import DRAFT_IDS, Recorder, cases_of, copied
+from tests.e2e.recorded import DRAFT_IDS, Recorder, assert_graph_is_step, cases_of, copied, exportable
 from tests.e2e.tiny import VOCAB
 from trtspec.backends.export import export_step, graph_inputs, graph_outputs, input_names
-from trtspec.core import KVLayer, StepInputs
 from trtspec.workers.step import OneEngineStep
-
-
-def exportable(inputs: StepInputs, uniform: bool) -> bool:
-    """Two or more of everything that stays open."""
-    return inputs.spec.num_generations > 1 and (uniform or inputs.spec.num_contexts > 1)
-
-
-def assert_equal_kv(left: list[KVLayer], right: list[KVLayer]) -> None:
-    for layer, (a, b) in enumerate(zip(left, right, strict=True)):
-        assert torch.equal(a[0], b[0]), f"keys of layer {layer}"
-        assert torch.equal(a[1], b[1]), f"values of layer {layer}"
 
 
 @pytest.mark.parametrize(
@@ -35,27 +23,9 @@ def assert_equal_kv(left: list[KVLayer], right: list[KVLayer]) -> None:
     ],
 )
 def test_the_graph_is_the_step(recorders: dict[str, Recorder], sampling: str, uniform: bool, functional: bool) -> None:
-    """One export of one example; then every recorded batch of other sizes, bit for bit, KV included."""
-    recorder = recorders[sampling]
-    cases = cases_of(recorder, uniform)
-    example = next(step for step in cases if exportable(step[0], uniform))
-    eager = recorder.inner.step
+    eager = recorders[sampling].inner.step
     step = OneEngineStep(eager.decoder, eager.worker, functional=functional)
-    program = export_step(step, example[0], copied(example[1]), uniform)
-    graph, names = program.module(), input_names(step, uniform)
-    sizes = set()
-    for inputs, before, outputs, after in cases:
-        kv = copied(before)
-        got, new_kv = graph(graph_inputs(inputs, names), kv)
-        assert tuple(got) == step.outputs
-        for name, want in graph_outputs(outputs).items():
-            assert torch.equal(got[name], want), name
-        assert_equal_kv(new_kv if functional else kv, after)
-        if functional:
-            assert_equal_kv(kv, before)
-        sizes.add((inputs.spec.num_contexts, inputs.spec.num_generations))
-    assert (0, 1) in sizes  # a request alone
-    assert len(sizes) >= (4 if uniform else 9)
+    assert_graph_is_step(step, recorders[sampling], uniform, functional)
 
 
 def test_graphs_call_only_our_ops_for_the_heavy_work(recorders: dict[str, Recorder]) -> None:

@@ -93,7 +93,9 @@ class SpeculativeConfig(StrictConfig):
     )
     model: str | None = Field(default=None, description="folder of the draft checkpoint")
     method: Annotated[str, AfterValidator(_method)] | None = None
-    one_engine: bool | None = Field(default=None, description="None: one-engine where a worker exists")
+    one_engine: bool | None = Field(
+        default=None, description="None: one-engine where a worker exists, except for draft_model"
+    )
     vanilla: bool = Field(default=False, description="MTP with one module per draft step")
     revision: str | None = None
     code_revision: str | None = None

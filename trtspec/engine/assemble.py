@@ -372,12 +372,11 @@ def hidden_state_collector(assembly: Assembly) -> HiddenStateCollector | None:
 
 
 def prefix_reuse(allocator: BlockAllocator, mode: SpeculativeDecodingMode, provisional: int = 0) -> PrefixReuse:
-    """Draft layers fused into the target's graph, and EAGLE-like drafts beside it, read the token after their own; the
-    draft KV of who has none is there at once, wherever it is counted."""
+    """What the mode allows to share."""
     return PrefixReuse(
         allocator,
         keeps_draft_kv=mode.use_one_engine() or mode.has_draft_model(),
-        shifted=(mode.use_one_engine() and not mode.drafts_without_kv()) or mode.needs_kv_cache_recompute(),
+        shifted=mode.draft_kv_is_shifted(),
         provisional=provisional,
     )
 

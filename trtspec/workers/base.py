@@ -111,16 +111,15 @@ class SpecWorkerBase(nn.Module, ABC):
         spec, attn = inputs.spec, inputs.attn
         sampled = self.sample_tokens_for_batch(self.execute_guided_decoder_if_present(logits), spec)
         accepted, counts = self.sample_and_accept_draft_tokens(sampled, spec)
-        kv_lens = attn.kv_lens - spec.draft_lens + (counts - 1).clamp(min=0).int()  # [B]; the rest is rewound
-        ids = self.prepare_context_input_ids(inputs.input_ids, accepted, attn, spec)
-        hidden = self.first_pass(ids, captured, attn.positions(ids.shape[0]), attend)  # [T, H]
-        drafts = self.draft(hidden, counts, kv_lens, attn, spec, attend)
+        rejected = spec.draft_lens - (counts - 1).clamp(min=0).int()  # [B] rows to be rewound
+        hidden, rows = self.read_in(inputs, captured, accepted, attend)
+        drafts = self.draft(hidden, counts, rows.kv_lens - rejected, rows, spec, attend)
         return StepOutputs(
             tokens=sampled,
             verdict=Verdict(accepted, counts),
             proposal=Proposal(drafts, torch.full_like(spec.draft_lens, spec.next_draft_len)),
             next_new_tokens=self.prepare_next_new_tokens(accepted, counts, drafts),
-            next_kv_lens=kv_lens,
+            next_kv_lens=attn.kv_lens - rejected,
         )
 
     def phases(self) -> Sequence[PhaseMethod]:
@@ -132,12 +131,20 @@ class SpecWorkerBase(nn.Module, ABC):
             (self, "draft", "draft"),
         )
 
+    def read_in(
+        self, inputs: StepInputs, captured: Tensor, accepted: Tensor, attend: PagedAttend
+    ) -> tuple[Tensor, AttnMetadata]:
+        """The first pass, after acceptance: accepted [B, K+1], -1 past their number -> its output and the rows it was
+        made of, each request's in order, so that the first draft is drawn behind the last one kept."""
+        ids = self.prepare_context_input_ids(inputs.input_ids, accepted, inputs.attn, inputs.spec)
+        return self.first_pass(ids, captured, inputs.attn.positions(ids.shape[0]), attend), inputs.attn
+
     def draft(
         self,
-        hidden: Tensor,  # [T, H] of the first pass
+        hidden: Tensor,  # [T, H] of the first pass, T here its rows
         counts: Tensor,  # [B] tokens each request was given
-        kv_lens: Tensor,  # [B] int32, tokens kept
-        attn: AttnMetadata,
+        kv_lens: Tensor,  # [B] int32, of its rows those kept and all before
+        attn: AttnMetadata,  # of its rows
         spec: SpecMetadata,
         attend: PagedAttend,
     ) -> Tensor:

@@ -1,0 +1,43 @@
+"""A smaller model inside the target's graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trtspec.core import AttnMetadata, StepInputs
+from trtspec.models.attention import PagedAttend
+from trtspec.workers.heads import HeadWorker
+
+
+class DraftModelWorker(HeadWorker):
+    """Drafts with a whole decoder (models.draft_model), which draws exactly what it would draw beside the target.
+
+    Its KV at a position is of the token at that position. Heads that read the target's states are a token ahead of
+    that, and TensorRT-LLM runs a draft model as one of them: it never sees the first token of a prompt, and sees all
+    others one place early. Here a request has one row more in the first pass than in the step: its own first row, and
+    then the token after each row. Where the first one is there already it is computed anew, to the same bits. What
+    rejected rows leave behind is overwritten later, as in the target.
+    """
+
+    def read_in(
+        self, inputs: StepInputs, captured: Tensor, accepted: Tensor, attend: PagedAttend
+    ) -> tuple[Tensor, AttnMetadata]:
+        """See base; T + B rows."""
+        attn, T, B = inputs.attn, inputs.input_ids.shape[0], inputs.attn.batch_size
+        device = attn.kv_lens.device
+        rows = replace(
+            attn,
+            cu_q_lens=attn.cu_q_lens + torch.arange(B + 1, dtype=torch.int32, device=device),
+            kv_lens=attn.kv_lens + 1,
+            width=attn.width + 1 if attn.width else 0,
+        )
+        request = rows.requests(T + B)  # [T + B]
+        # The step's row of the same position; for the additional row, the last one, it is the next request's first.
+        same = torch.arange(T + B, device=device) - request
+        is_first = same == attn.cu_q_lens.long()[request]
+        after = self.prepare_context_input_ids(inputs.input_ids, accepted, attn, inputs.spec)  # [T]
+        ids = torch.where(is_first, inputs.input_ids[same.clamp(max=T - 1)], after[(same - 1).clamp(min=0)])
+        return self.first_pass(ids, captured, rows.positions(T + B), attend.at(rows)), rows
