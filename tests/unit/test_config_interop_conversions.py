@@ -69,7 +69,7 @@ ONE_TO: dict[str, Any] = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
         ({**DRAFTED, **QUIET}, {"use_rejection_sampling": True}, ""),
         (DRAFTED, {}, "draft_sample_method"),
         ({**DRAFTED, **GREEDY, "parallel_drafting": True}, {"decoding_type": "PARD"}, ""),
-        ({**DRAFTED, **GREEDY, "one_engine": False}, {"decoding_type": "Draft_Target"}, ""),
+        ({**DRAFTED, **GREEDY, "one_engine": False}, {"decoding_type": "Draft_Target"}, "one_engine"),
         (
             {**EAGLE3, **GREEDY, "capture_layers": (1, 4, -1)},
             {"eagle3_one_model": True, "eagle3_layers_to_capture": [1, 4, -1]},
@@ -158,7 +158,7 @@ def test_to_tensorrt_llm(fields: dict[str, Any], expected: dict[str, Any], warne
         ({**EAGLE3, **QUIET, "one_engine": True}, {**EAGLE3, **QUIET}, "one_engine"),
         ({**EAGLE3, **QUIET, "capture_layers": (1, 4)}, {**EAGLE3, **QUIET}, "capture_layers"),
         ({**EAGLE3, **QUIET, "parallel_drafting": True}, {**EAGLE3, **QUIET, "parallel_drafting": True}, ""),
-        ({**DRAFTED, **QUIET, "one_engine": False}, {**DRAFTED, **QUIET}, ""),
+        ({**DRAFTED, **QUIET, "one_engine": False}, {**DRAFTED, **QUIET}, "one_engine"),
         ({**DRAFTED, **QUIET, "quantization": "int4"}, {**DRAFTED, **QUIET}, "quantization"),
         ({**DRAFTED, **QUIET, "quantization": "fp8"}, {**DRAFTED, **QUIET, "quantization": "fp8"}, ""),
         ({**DRAFTED, **QUIET, "max_model_len": 9}, {**DRAFTED, **QUIET, "max_model_len": 9}, ""),

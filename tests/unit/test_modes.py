@@ -19,11 +19,11 @@ def words(text: str) -> list[str]:
 
 NAMES = words(
     "MTP MTP_EAGLE MTP_EAGLE_ONE_MODEL EAGLE3 EAGLE3_ONE_MODEL NGRAM DRAFT_TARGET USER_PROVIDED "
-    "SAVE_HIDDEN_STATES NONE AUTO SUFFIX EAGLE EAGLE_ONE_MODEL MEDUSA MLP_SPECULATOR"
+    "SAVE_HIDDEN_STATES NONE AUTO SUFFIX EAGLE EAGLE_ONE_MODEL MEDUSA MLP_SPECULATOR DRAFT_TARGET_ONE_MODEL"
 )
-VALUES = range(1, 17)
 STATE_HEADS = {"MEDUSA", "MLP_SPECULATOR"}
-ONE_ENGINE = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", *STATE_HEADS}
+SHIFTED = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL"}
+ONE_ENGINE = {*SHIFTED, *STATE_HEADS, "DRAFT_TARGET_ONE_MODEL"}
 DRAFT_MODEL = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "MTP_EAGLE"}
 DRAFTER = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES", "SUFFIX"}
 
@@ -36,6 +36,7 @@ TRUE_FOR = {
     "is_eagle3_one_model": {"EAGLE3_ONE_MODEL"},
     "is_ngram": {"NGRAM"},
     "is_draft_target": {"DRAFT_TARGET"},
+    "is_draft_target_one_model": {"DRAFT_TARGET_ONE_MODEL"},
     "is_user_provided": {"USER_PROVIDED"},
     "is_save_hidden_states": {"SAVE_HIDDEN_STATES"},
     "is_none": {"NONE"},
@@ -47,12 +48,13 @@ TRUE_FOR = {
     "has_draft_model": DRAFT_MODEL,
     "needs_kv_cache_rewind": {*ONE_ENGINE, "NGRAM", "SUFFIX"},
     "needs_kv_cache_recompute": {"EAGLE", "EAGLE3", "MTP_EAGLE"},
-    "reads_hidden_states": {"EAGLE", "EAGLE3"},
+    "reads_hidden_states": {"EAGLE", "EAGLE3", "MTP_EAGLE"},
+    "draft_kv_is_shifted": {*SHIFTED, "EAGLE", "EAGLE3", "MTP_EAGLE"},
     "support_overlap_scheduler": ONE_ENGINE | DRAFT_MODEL,
     "support_guided_decoder": {*DRAFTER, "NONE"},
     "drafts_without_kv": STATE_HEADS,
-    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", *STATE_HEADS},
-    "has_spec_decoder": {*ONE_ENGINE, "MTP_EAGLE", "EAGLE3", "EAGLE"},
+    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "DRAFT_TARGET_ONE_MODEL", *STATE_HEADS},
+    "has_spec_decoder": {*SHIFTED, *STATE_HEADS, "MTP_EAGLE", "EAGLE3", "EAGLE"},
     "has_spec_drafter": DRAFTER,
 }
 
@@ -63,7 +65,7 @@ class Progress:
 
 
 def test_members_keep_their_order_and_values() -> None:
-    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, VALUES, strict=True))
+    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 18), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,6 +152,7 @@ def test_rows_name_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMod
         ("eagle", None, False, "EAGLE_ONE_MODEL"),
         ("eagle", True, False, "EAGLE_ONE_MODEL"),
         ("eagle", False, False, "EAGLE"),
+        ("draft_model", True, False, "DRAFT_TARGET_ONE_MODEL"),
         ("eagle3", None, False, "EAGLE3_ONE_MODEL"),
         ("eagle3", True, False, "EAGLE3_ONE_MODEL"),
         ("eagle3", False, False, "EAGLE3"),

@@ -1,0 +1,111 @@
+"""Rows and positions of a draft model inside the target's graph, on batches of the engine's own assembler."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tests.unit.test_workers import VOCAB, assembled, expected_verdict, half_right, on_random_batches, random_batch
+from trtspec.core import StepOutputs
+from trtspec.engine.scheduler import Scheduled
+from trtspec.models.attention import Attend, PagedAttend
+from trtspec.models.heads import DraftHead
+from trtspec.workers.draft_model import DraftModelWorker
+
+K = 4
+
+
+@dataclass
+class Pass:
+    """What the model was given: of each request, tokens by position."""
+
+    tokens: list[dict[int, int]]
+    kv_lens: list[int]
+
+
+class Watched(DraftHead):
+    """Says the successor of each token it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.passes: list[Pass] = []
+
+    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+        assert isinstance(attend, PagedAttend)
+        assert len(self.passes) == step
+        attn = attend.attn
+        assert len(input_ids) == len(positions) == attn.cu_q_lens[-1]
+        assert torch.equal(positions, attn.positions(len(input_ids)))
+        owners, tokens = attn.requests(len(input_ids)).tolist(), [dict[int, int]() for _ in attn.kv_lens]
+        for owner, position, token in zip(owners, positions.tolist(), input_ids.tolist(), strict=True):
+            tokens[owner][position] = token
+        self.passes.append(Pass(tokens, attn.kv_lens.tolist()))
+        return torch.nn.functional.one_hot((input_ids + 1) % VOCAB, VOCAB).float()
+
+    def logits(self, y: Tensor, step: int = 0) -> Tensor:
+        return y
+
+    kv_shapes: ClassVar[list[tuple[int, int]]] = []
+    windows = ()
+
+    def weight_bytes_for(self, num_passes: int) -> int:
+        return 0
+
+
+def run(batch: tuple[Scheduled, ...], rng: random.Random, k: int) -> tuple[Watched, StepOutputs, list[list[int]]]:
+    """The model, what the step gives, and the text of each request after it."""
+    inputs = assembled(batch, k)
+    logits, model = half_right(rng, inputs), Watched()
+    worker = DraftModelWorker(model, K, ())
+    outputs = worker(inputs, torch.empty(len(inputs.input_ids), 0), logits, PagedAttend(inputs.attn, [], ()))
+    said = inputs.spec.per_request(logits.argmax(-1)).tolist()
+    texts = [row.request.tokens + expected_verdict(row, said[b]) for b, row in enumerate(batch)]
+    return model, outputs, texts
+
+
+@on_random_batches
+def test_every_token_is_read_in_at_its_own_place(seed: int) -> None:
+    """All of the step's rows and one more each, up to the token just drawn, or the prompt's next."""
+    rng = random.Random(seed)
+    batch = random_batch(rng)
+    model, outputs, texts = run(batch, rng, rng.randint(0, K))
+    assert outputs.next_kv_lens is not None
+    for b, row in enumerate(batch):
+        kept = int(outputs.next_kv_lens[b])
+        start = row.request.kv.committed
+        read = model.passes[0].tokens[b]
+        assert list(read) == list(range(start, start + row.num_rows + 1))
+        assert [read[position] for position in range(start, kept + 1)] == texts[b][start : kept + 1]
+
+
+@on_random_batches
+def test_the_chain_goes_on_behind_the_token_just_drawn(seed: int) -> None:
+    rng = random.Random(seed)
+    batch = random_batch(rng)
+    k = rng.randint(1, K)
+    model, outputs, texts = run(batch, rng, k)
+    assert outputs.next_kv_lens is not None
+    assert outputs.proposal is not None
+    assert len(model.passes) == k
+    for b, row in enumerate(batch):
+        if row.emits:
+            kept, last = int(outputs.next_kv_lens[b]), texts[b][-1]
+            drafts = [(last + 1 + j) % VOCAB for j in range(k)]
+            assert outputs.proposal.draft_tokens[b].tolist() == drafts
+            for j in range(1, k):
+                assert model.passes[j].tokens[b] == {kept + j: drafts[j - 1]}
+
+
+@on_random_batches
+def test_all_rows_are_within_what_is_reserved(seed: int) -> None:
+    """The scheduler reserves K tokens past the rows of a step; what is beyond goes to the scratch block."""
+    rng = random.Random(seed)
+    batch = random_batch(rng)
+    model, _, _ = run(batch, rng, K)
+    for b, row in enumerate(batch):
+        longest = max(one.kv_lens[b] for one in model.passes)
+        assert longest <= row.end + K
