@@ -59,6 +59,12 @@ def speculation(mode: str, models: Path) -> dict[str, Any] | None:
         "none": None,
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": K},
         "draft": {"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": K},
+        "draft_inside": {
+            "method": "draft_model",
+            "model": str(models / "draft"),
+            "num_speculative_tokens": K,
+            "one_engine": True,
+        },
         "eagle3": {
             "method": "eagle3",
             "model": str(models / "head"),
