@@ -117,6 +117,10 @@ def test_method_and_model(fields: dict[str, Any], kind: str | None, expected: tu
         ({**NGRAM, "quantization": "int8"}, r"quantization='int8' means nothing to method='ngram'; remove it"),
         ({**NGRAM, "vanilla": True}, r"vanilla=True means nothing to method='ngram'; remove it"),
         ({**NGRAM, "one_engine": True}, r"one_engine=True, .*method='ngram'; use one_engine=False"),
+        (
+            {**DRAFTED, "use_heterogeneous_vocab": True, "one_engine": True},
+            r"use_heterogeneous_vocab=True with mode=DRAFT_TARGET_ONE_MODEL: .*; set one_engine=False",
+        ),
         ({**NGRAM, "use_heterogeneous_vocab": True}, r"use_heterogeneous_vocab=True with method='ngram'.*or remove it"),
         (
             {**DRAFTED, "use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic"},
@@ -248,7 +252,6 @@ def test_refused_against_target_or_draft(
             {"draft_sample_method": "probabilistic"},
             r"draft_sample_method='probabilistic' is not built yet; leave it unset",
         ),
-        ({"use_heterogeneous_vocab": True}, r"use_heterogeneous_vocab=True is not built yet; use a draft with"),
         ({"parallel_drafting": True}, r"parallel_drafting=True .*is not built yet; leave it unset"),
         ({"enable_adaptive_verification": True}, r"enable_adaptive_verification=True is not built yet; leave it unset"),
         (
@@ -290,6 +293,18 @@ def test_draft_model() -> None:
     assert resolved.speculative_token_tree == ((0,), (0, 0), (0, 0, 0))
     assert SpeculativeConfig(**DRAFTED, max_model_len=100).resolve(TARGET, DRAFT).max_model_len == 100
     assert SpeculativeConfig(**DRAFTED).resolve(TARGET).max_model_len == 1024  # nothing known of the draft
+
+
+@pytest.mark.parametrize("how", [None, "greedy"])
+def test_a_draft_model_of_another_vocabulary(how: str | None) -> None:
+    other = dataclasses.replace(DRAFT, vocab_size=DRAFT.vocab_size + 7)
+    fields = {**DRAFTED, "draft_sample_method": how}
+    with pytest.raises(ConfigError, match=r"differs from the target's .*, or set use_heterogeneous_vocab=True"):
+        SpeculativeConfig(**fields).resolve(TARGET, other)
+    resolved = SpeculativeConfig(**fields, use_heterogeneous_vocab=True).resolve(TARGET, other)
+    assert resolved.mode is M.DRAFT_TARGET
+    assert resolved.use_heterogeneous_vocab
+    assert resolved.compute_hash() != SpeculativeConfig(**fields).resolve(TARGET, DRAFT).compute_hash()
 
 
 @pytest.mark.parametrize(

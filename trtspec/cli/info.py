@@ -56,7 +56,7 @@ def speculation_support(model: ModelConfig) -> list[tuple[str, str]]:
         "ngram": "yes, needs nothing",
         "suffix": "yes, needs nothing",
         "auto": "yes, n-gram lookup with lengths chosen by batch size",
-        "draft_model": f"yes, with a draft checkpoint of the same {model.vocab_size}-token vocabulary",
+        "draft_model": f"yes, with a draft checkpoint of the same {model.vocab_size}-token vocabulary, or of another",
         "eagle": "yes, with an EAGLE head that was trained for this target",
         "eagle3": "yes, with an EAGLE3 head that was trained for this target",
         "medusa": "yes, with Medusa heads that were trained for this target",

@@ -66,7 +66,6 @@ _BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "disable_logprobs": ((True,), "leave it True"),
     "rejection_sample_method": ((None, "strict"), "leave it unset for strict acceptance, which loses nothing"),
     "draft_sample_method": ((None, "greedy"), "leave it unset"),
-    "use_heterogeneous_vocab": ((False,), "use a draft with the target's vocabulary"),
     "parallel_drafting": ((False,), "leave it unset"),
     "enable_adaptive_verification": ((False,), "leave it unset, or use draft_len_schedule"),
     "acceptance_window": ((None,), "leave it unset, or use max_concurrency"),
@@ -106,6 +105,11 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
     if auto:
         method = model = "ngram"
     mode = resolve_mode(method, config.one_engine, vanilla, config.parallel_drafting)
+    if config.use_heterogeneous_vocab and not mode.is_draft_target():
+        raise ConfigError(
+            f"use_heterogeneous_vocab=True with mode={mode.name}: ids are translated for a draft model beside the "
+            "target alone; set one_engine=False and parallel_drafting=False"
+        )
     if method == "mtp" and not vanilla and k > 1:
         warnings.warn(f"num_speculative_tokens={k} runs one MTP layer {k} times; acceptance falls", stacklevel=3)
     low, high = lookup_sizes(config, auto)
@@ -130,6 +134,7 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
         suffix_decoding_min_token_prob=config.suffix_decoding_min_token_prob,
         speculative_token_tree=_tree(config, k),
         draft_sample_method=config.draft_sample_method,
+        use_heterogeneous_vocab=config.use_heterogeneous_vocab,
         capture_layers=_capture_layers(config, method, target, draft),
         drafter=config.drafter,
         output_directory=config.output_directory,
@@ -156,7 +161,7 @@ def check_fields(config: SpeculativeConfig, method: str) -> None:
     if config.use_heterogeneous_vocab and (method != "draft_model" or config.draft_sample_method == "probabilistic"):
         raise ConfigError(
             f"use_heterogeneous_vocab=True with method={method!r}, draft_sample_method={config.draft_sample_method!r}; "
-            "use it with method='draft_model' and greedy drafting, or remove it"
+            "use it with method='draft_model' and draft_sample_method unset or 'greedy', or remove it"
         )
 
 
@@ -212,7 +217,7 @@ def _check_draft(config: SpeculativeConfig, method: str, target: TargetInfo, dra
     if whole and draft is not None and draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"vocab_size={draft.vocab_size} of the draft model={config.model!r} differs from the target's "
-            f"{target.vocab_size}; use a draft with the target's tokenizer"
+            f"{target.vocab_size}; use a draft with the target's tokenizer, or set use_heterogeneous_vocab=True"
         )
 
 

@@ -65,6 +65,7 @@ class ResolvedSpeculation:
     suffix_decoding_min_token_prob: float
     speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; a chain of K
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
+    use_heterogeneous_vocab: bool  # the draft has a tokenizer of its own
     capture_layers: tuple[int, ...]  # "after layer i"; empty where nothing is captured
     drafter: Any
     # SAVE_HIDDEN_STATES: folder, finished requests per file, how file names begin
@@ -96,6 +97,7 @@ class ResolvedSpeculation:
             self.num_speculative_tokens,
             self.speculative_token_tree,
             self.draft_sample_method,
+            self.use_heterogeneous_vocab,
             self.capture_layers,
             self.draft_tensor_parallel_size,
         ]

@@ -148,7 +148,9 @@ class SpeculativeConfig(StrictConfig):
         None
     )
     speculative_token_tree: Annotated[str, AfterValidator(_tree)] | None = None
-    use_heterogeneous_vocab: bool = False
+    use_heterogeneous_vocab: bool = Field(
+        default=False, description="the draft model has a tokenizer of its own; the tokens of both are drafted"
+    )
     parallel_drafting: bool = False
     enable_adaptive_verification: bool = False
 

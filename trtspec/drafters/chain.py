@@ -55,7 +55,8 @@ def run_chain(run: Pass, inputs: StepInputs, num_tokens: int, first: Tensor | No
 
 
 class ChainDrafter:
-    """Drafts with a smaller model of the same vocabulary whose KV lives under the target's block ids.
+    """Drafts with a smaller model whose KV lives under the target's block ids. It speaks the target's ids: if its own
+    are others, that is for the model to know (workers.translated).
 
     The first pass covers all known tokens whose draft KV is missing: the whole prompt at first, later the last one or
     two tokens, or everything since speculation last ran. It draws the first draft; each further pass feeds the previous

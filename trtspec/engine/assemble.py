@@ -37,7 +37,7 @@ from trtspec.engine.overlap import OverlapLoop
 from trtspec.engine.propose import Proposer
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Scheduler
-from trtspec.engine.speculation import resolve_speculation
+from trtspec.engine.speculation import map_draft_vocabulary, resolve_speculation
 from trtspec.engine.stats import TimedAsyncExecutable, TimedChain, TimedExecutable
 from trtspec.engine.step import StepLoop
 from trtspec.errors import ConfigError, UnsupportedError
@@ -53,10 +53,12 @@ from trtspec.models.weights import DTYPES, describe_decoder, load_decoder
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.ops import load_plugins
 from trtspec.text import Tokenizer
+from trtspec.text.vocabulary import VocabularyMap
 from trtspec.verify.strict import get_force_num_accepted_tokens
 from trtspec.workers.base import BuildableWorker
 from trtspec.workers.heads import HeadWorker
 from trtspec.workers.step import CaptureStep, DecodeStep, HeadStep, OneEngineStep, Step
+from trtspec.workers.translated import TranslatedStep
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class Assembly:
     functional: bool = False  # steps change no KV tensor in place
     reads_weights: bool = True  # False: steps are on torch's meta device, for plans
     symmetric: bool = False  # what is quantised to 4 bits has no zero points
+    vocabulary: VocabularyMap | None = None  # of a draft that has another than the target
     built: EngineFolder | None = None  # where graphs and weights come from, if not from the checkpoints
     gpu: WorkQueue | None = None  # where steps run, if not on the CPU
     float_panels: bool = True  # False: what is not quantised stays as it is, as a GPU's kernels want it
@@ -139,6 +142,8 @@ class Assembly:
             return self._packed(HeadStep(worker, width, target.norm.weight, self.functional), worker)
         assert isinstance(self.draft, ModelConfig)
         decoder = self._decoder(self.draft, "draft")
+        if self.vocabulary is not None:
+            return self._packed(TranslatedStep(decoder, self.vocabulary, self.functional), decoder)
         return self._packed(DecodeStep(decoder, self.functional), decoder)
 
     @property
@@ -276,7 +281,12 @@ def plan_assembly(
             f"engine {built.path} was built without speculation, and {resolved.mode.name} needs graphs of its own; "
             "build an engine with it: trtspec build --speculative_decoding_mode"
         )
-    assembly = Assembly(config, target, draft, resolved, max_seq_len, pack, functional, reads_weights, symmetric, built)
+    vocabulary = None
+    if built is None and draft is not None and resolved is not None and resolved.use_heterogeneous_vocab:
+        vocabulary = map_draft_vocabulary(target, draft)
+    assembly = Assembly(
+        config, target, draft, resolved, max_seq_len, pack, functional, reads_weights, symmetric, vocabulary, built
+    )
     for role, checkpoint, kind in zip(("target", "draft"), (target, draft), assembly.quantizations, strict=True):
         if checkpoint is not None and checkpoint.quantization is not None:
             checkpoint.quantization.check_request(kind, role)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from trtspec.config.checkpoint import CheckpointConfig, read_checkpoint
@@ -15,6 +16,12 @@ from trtspec.config.resolve import method_and_model
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
+from trtspec.text import Tokenizer
+from trtspec.text.vocabulary import VocabularyMap, map_vocabularies
+
+logger = logging.getLogger(__name__)
+
+_FEW_TOKENS, _SMALL_SHARE = 100, 0.1
 
 # Drafts that are no decoders, by method and model_type; all others are.
 _HEADS: dict[str, type[MedusaFacts | MLPSpeculatorFacts]] = {
@@ -94,3 +101,34 @@ def draft_info(speculative: SpeculativeConfig, draft: ModelConfig) -> DraftInfo:
 def _is_eagle3(speculative: SpeculativeConfig, draft: ModelConfig) -> bool:
     """Also where the method is left to be guessed from the folder's name."""
     return speculative.method == "eagle3" or draft.architecture in EAGLE3_ARCHITECTURES
+
+
+def map_draft_vocabulary(target: ModelConfig, draft: ModelConfig) -> VocabularyMap:
+    """For use_heterogeneous_vocab: what the tokenizers in the two folders have in common.
+
+    ConfigError where one of them is missing, or they have no token in common; a warning where there are few.
+    """
+    ours, theirs = _tokenizer(target, "target"), _tokenizer(draft, "draft")
+    found = map_vocabularies(ours, theirs, target.vocab_size, draft.vocab_size, draft.eos_token_ids)
+    size, count = ours.vocab_size, found.num_common
+    words = f"{count} of the target's {size} tokens are among the {theirs.vocab_size} of the draft {draft.path}"
+    if count == 0:
+        raise ConfigError(
+            f"use_heterogeneous_vocab=True: {words}, so it can guess nothing; use a draft with more of the target's "
+            "tokens, or method='ngram'"
+        )
+    if count < _FEW_TOKENS or count < _SMALL_SHARE * size:
+        logger.warning("use_heterogeneous_vocab: only %s; it can guess no others", words)
+    else:
+        logger.info("use_heterogeneous_vocab: %s", words)
+    return found
+
+
+def _tokenizer(model: ModelConfig, role: str) -> Tokenizer:
+    found = Tokenizer.from_folder(model.path)
+    if found is None:
+        raise ConfigError(
+            f"use_heterogeneous_vocab=True compares tokenizers, and there is no tokenizer.json in the {role} model "
+            f"{model.path}; put the model's own there"
+        )
+    return found

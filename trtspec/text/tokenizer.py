@@ -74,6 +74,11 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token as the tokenizer spells it -> its id."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
+    @property
     def bos_token_id(self) -> int | None:
         return self._special_id("bos_token")
 
@@ -81,6 +86,15 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """End of sequence by tokenizer_config.json; a checkpoint's other files may name more."""
         return self._special_id("eos_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        """What stands for text that has no token."""
+        return self._special_id("unk_token")
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the tokenizer spells it; None if there is no such id."""
+        return self._backend.id_to_token(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. RequestError where it is not valid Unicode text."""

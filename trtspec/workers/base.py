@@ -39,6 +39,7 @@ __all__ = [
     "SpecWorkerBase",
     "WorkerResources",
     "draw",
+    "draw_drafts",
     "get_force_num_accepted_tokens",
 ]
 
@@ -220,12 +221,7 @@ class SpecWorkerBase(nn.Module, ABC):
         if self.greedy:
             return self.draft_sampler_greedy(logits, self.d2t)
         ids = torch.arange(logits.shape[1], device=logits.device) + self.d2t
-        if sampling.ban_ids.shape[1]:
-            banned = sampling.ban_ids.long()
-            here = torch.where(banned >= 0, self.draft_ids[banned.clamp(min=0)], -1).int()
-            sampling = replace(sampling, ban_ids=here)
-        tokens = draw(logits, sampling, ids)
-        return tokens.clamp(max=self.draft_ids.shape[0] - 1)  # if all it can say is banned, any guess will do
+        return draw_drafts(logits, sampling, ids, self.draft_ids)
 
     def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor) -> Tensor:
         """logits [B, Vd] -> arg-max as target ids, [B] int64."""
@@ -289,3 +285,14 @@ def draw(logits: Tensor, sampling: SamplingTensors, vocab_ids: Tensor | None = N
     )  # fmt: skip
     ids = none.long() if vocab_ids is None else vocab_ids
     return spec_sample(logits, sampling.greedy, sampling.seeds, sampling.positions, ids)
+
+
+def draw_drafts(logits: Tensor, sampling: SamplingTensors, target_ids: Tensor, draft_ids: Tensor) -> Tensor:
+    """As `draw`, over a draft vocabulary: logits [R, Vd] fp32, target_ids [Vd] int64 what each column stands for,
+    draft_ids [V] the way back, -1 = there is none -> [R] int64, the target's ids."""
+    if sampling.ban_ids.shape[1]:
+        banned = sampling.ban_ids.long()
+        here = torch.where(banned >= 0, draft_ids[banned.clamp(min=0)], -1).int()
+        sampling = replace(sampling, ban_ids=here)
+    tokens = draw(logits, sampling, target_ids)
+    return tokens.clamp(max=draft_ids.shape[0] - 1)  # if all it can say is banned, any guess will do

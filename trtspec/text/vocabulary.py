@@ -1,0 +1,82 @@
+"""Which tokens two tokenizers have in common, for a draft model of another vocabulary than its target's.
+
+Tokens are the same if their texts are. A blank at the beginning of a token is written as a marker, U+0120 by byte-level
+tokenizers and U+2581 by those of sentencepiece, so there the marker counts as a blank. Nothing else is made equal:
+bytes and line ends stay as each tokenizer spells them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtspec.errors import ConfigError
+from trtspec.text.tokenizer import Tokenizer
+
+_MARKERS = ("\u0120", "\u2581")
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyMap:
+    """One to one between the tokens that a target of Vt ids and a draft of Vd ids have in common."""
+
+    target_to_draft: Tensor  # [Vt] int64, -1 = the draft has no such token
+    draft_to_target: Tensor  # [Vd] int64, the way back
+    unknown: int  # the draft's id that stands for all tokens it does not have
+
+    @property
+    def num_common(self) -> int:
+        return int((self.draft_to_target >= 0).sum())
+
+
+def map_vocabularies(
+    target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int, draft_ends: Collection[int] = ()
+) -> VocabularyMap:
+    """The map between models of `target_size` and `draft_size` ids, either of which may differ from its tokenizer's.
+
+    A token that a tokenizer has twice counts as the one of the lower id. For what the draft does not have stands its
+    unk_token, else its eos_token, else the lowest of `draft_ends`, ids that end a text; ConfigError where it has none.
+    """
+    ours, theirs = _ids_by_text(target, target_size), _ids_by_text(draft, draft_size)
+    pairs = [(token, theirs[text]) for text, token in ours.items() if text in theirs]
+    found = VocabularyMap(
+        torch.full((target_size,), -1), torch.full((draft_size,), -1), _unknown(draft, draft_size, draft_ends)
+    )
+    for token, draft_token in pairs:
+        found.target_to_draft[token] = draft_token
+        found.draft_to_target[draft_token] = token
+    return found
+
+
+def _ids_by_text(tokenizer: Tokenizer, size: int) -> dict[str, int]:
+    """Text -> id, of the ids that a model of `size` ids has."""
+    markers, found = _space_markers(tokenizer), dict[str, int]()
+    for token, text in sorted((token, text) for text, token in tokenizer.vocabulary.items() if token < size):
+        marker = next((marker for marker in markers if text.startswith(marker)), None)
+        found.setdefault(text if marker is None else " " + text[len(marker) :], token)
+    return found
+
+
+def _space_markers(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What the tokenizer writes for a blank; any that is known, if it does not show that."""
+    try:
+        ids = tokenizer.encode(" a", add_special_tokens=False)
+    except Exception:  # the tokenizers library raises bare ones where a vocabulary has no such text
+        return _MARKERS
+    first = tokenizer.token(ids[0]) if ids else None
+    if first is not None and len(first) == 2 and first[1] == "a" and not first[0].isspace():
+        return (first[0],)
+    return _MARKERS
+
+
+def _unknown(draft: Tokenizer, size: int, ends: Collection[int]) -> int:
+    for token in (draft.unk_token_id, draft.eos_token_id, min(ends, default=None)):
+        if token is not None and token < size:
+            return token
+    raise ConfigError(
+        f"the draft's tokenizer {draft.name} has neither an unk_token nor an eos_token to stand for tokens it does not "
+        "have; name one of them in its tokenizer_config.json"
+    )
