@@ -1,8 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-kernels test-gpu memcheck-gpu contract-tensorrt contract-flashinfer bench bench-gpu \
-    lint format clean
+.PHONY: demo test test-long test-kernels test-gpu memcheck-gpu contract contract-tensorrt contract-flashinfer \
+    bench bench-gpu lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -50,6 +50,10 @@ test-gpu: $(GPU_READY)
 memcheck-gpu: $(GPU_READY)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_kernels.py
 	$(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_gpu_engine.py
+
+# Every mode with every K on every backend, resumed where it was stopped; ARGS: see the script's --help.
+contract: .venv/.dev .venv/.plugins
+	$(BIN)/python -m tests.contract.run_modes $(ARGS)
 
 # The plugins against TensorRT's own Python bindings, in a venv under build/; no GPU, and no TensorRT in .venv.
 contract-tensorrt: .venv/.dev

@@ -1,0 +1,206 @@
+"""The contract of every mode: speculation changes nothing, and nothing is lost.
+
+A cell is a mode with K drafts a step on a backend. Mixed greedy and seeded requests run together in a cache too small
+for them, so that prompts come in chunks beside drafts, requests are preempted and stops fall inside drafts. Outputs
+must be those of plain decoding of each request alone on the same backend, drafts at every position must be right now
+and then and wrong now and then, and every block of the cache must come back.
+
+Nobody has trained these models. In so small a vocabulary, and at temperatures at which the noise that target and draft
+share says most of what is drawn, they agree often enough all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import make_eagle, make_eagle3, make_medusa, make_mlp_speculator
+from tests.e2e.tiny import (
+    Case,
+    LyingOracle,
+    Outcome,
+    add_tokenizer,
+    assert_all_blocks_free,
+    draw_cases,
+    make_target,
+    perturbed,
+    run_alone,
+    run_together,
+)
+from trtspec import LLM
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.build import build_engine
+from trtspec.errors import DependencyError, UnsupportedError
+from trtspec.modes import SpeculativeDecodingMode as M
+
+MOST_K = 5
+# 8 requests of up to 104 tokens in 40 blocks of 4, 8 * (K + 1) rows a step at most.
+LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 48, "block_size": 4}
+TIGHT, ROOMY = {"num_kv_blocks": 41}, {"num_kv_blocks": 128}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A mode on the models of `Models`: which target, and the fields of its speculation."""
+
+    fields: Mapping[str, Any]
+    target: str = "target"
+    draft: str | None = None  # folder of its checkpoint
+    from_host: bool = False  # its drafter runs beside any plain engine
+
+    def speculation(self, models: Models, K: int) -> dict[str, Any]:
+        model = {} if self.draft is None else {"model": str(models.folder(self.draft))}
+        drafter = {"drafter": models.oracle()} if self.fields["method"] == "custom_class" else {}
+        return {**self.fields, **model, **drafter, "num_speculative_tokens": K}
+
+
+RECIPES: dict[M, Recipe] = {
+    M.MTP: Recipe({"method": "mtp", "vanilla": True}, "mimo of 5"),
+    M.MTP_EAGLE: Recipe({"method": "mtp", "one_engine": False}, "mimo"),
+    M.MTP_EAGLE_ONE_MODEL: Recipe({"method": "mtp"}, "mimo"),
+    M.EAGLE3: Recipe({"method": "eagle3", "one_engine": False}, draft="eagle3"),
+    M.EAGLE3_ONE_MODEL: Recipe({"method": "eagle3"}, draft="eagle3"),
+    M.NGRAM: Recipe({"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}, from_host=True),
+    M.DRAFT_TARGET: Recipe({"method": "draft_model"}, draft="draft"),
+    M.USER_PROVIDED: Recipe({"method": "custom_class"}, from_host=True),
+    M.SUFFIX: Recipe({"method": "suffix"}, from_host=True),
+    M.EAGLE: Recipe({"method": "eagle", "one_engine": False}, draft="eagle"),
+    M.EAGLE_ONE_MODEL: Recipe({"method": "eagle"}, draft="eagle"),
+    M.MEDUSA: Recipe({"method": "medusa"}, draft="medusa"),
+    M.MLP_SPECULATOR: Recipe({"method": "mlp_speculator"}, draft="mlp_speculator"),
+    M.DRAFT_TARGET_ONE_MODEL: Recipe({"method": "draft_model", "one_engine": True}, draft="draft"),
+}
+# No drafts of its own: nothing, another mode once resolved, or hidden states.
+WITHOUT_DRAFTS = {M.NONE, M.AUTO, M.SAVE_HIDDEN_STATES}
+
+
+def cases() -> list[Case]:
+    """Four of ten greedy; the others as drawn, but hot."""
+    drawn = draw_cases(48, seed=3)
+    return [
+        Case(c.prompt, dataclasses.replace(c.params, temperature=2.5) if c.params.temperature else c.params)
+        for c in drawn
+    ]
+
+
+class Models:
+    """Checkpoints of random weights in `root`, engines of them, and what they say without speculation; each made when
+    it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.cases = cases()
+        self.folder = functools.cache(self._folder)
+        self.engine = functools.cache(self._engine)
+        self.plain = functools.cache(self._plain)
+
+    def oracle(self) -> LyingOracle:
+        """A drafter that knows the answers, and lies."""
+        answers = [
+            case.prompt + one.token_ids for case, one in zip(self.cases, self.plain("target", "eager"), strict=True)
+        ]
+        return LyingOracle(answers, shorten=0.2)
+
+    def _folder(self, name: str) -> Path:
+        if name in ("target", "mimo", "mimo of 5"):
+            arch = {
+                "target": {},
+                "mimo": {"arch": "mimo"},
+                "mimo of 5": {"arch": "mimo", "num_nextn_predict_layers": 5},
+            }
+            made = make_target(self.root, name=name, num_hidden_layers=3, **arch[name])
+            add_tokenizer(made)
+            return made
+        target = self.folder("target")
+        make: dict[str, Callable[[], Path]] = {
+            "draft": lambda: perturbed(target, noise=0.15, folder=self.root),
+            "eagle3": lambda: make_eagle3(self.root, target, (0, 1), (0, 9, 4, 12, 1, 2, 14, 5, 6, 11, 8, 3, 7)),
+            "eagle": lambda: make_eagle(self.root, target),
+            "medusa": lambda: make_medusa(self.root, target, num_heads=MOST_K),
+            "mlp_speculator": lambda: make_mlp_speculator(self.root, target, n_predict=MOST_K),
+        }
+        return make[name]()
+
+    def _engine(self, target: str, backend: str, mode: M, K: int) -> Path:
+        """An engine folder; of a mode whose drafter is the host's, the plain one."""
+        output = self.root / f"{backend} {target} {mode.name} {K}".replace(" ", "-")
+        wanted = None if mode is M.NONE else SpeculativeConfig.from_any(RECIPES[mode].speculation(self, K))
+        build_engine(self.folder(target), output, wanted, EngineConfig(backend=backend, dtype="float32", **LIMITS))
+        return output
+
+    def _plain(self, target: str, backend: str) -> list[Outcome]:
+        """What each case gives alone."""
+        with self.open(M.NONE, 0, backend, target, **ROOMY) as llm:
+            return run_alone(llm.engine, self.cases)
+
+    def open(self, mode: M, K: int, backend: str, target: str, **options: Any) -> LLM:
+        speculation = None if mode is M.NONE else RECIPES[mode].speculation(self, K)
+        if backend in ("eager", "cuda"):
+            return LLM(self.folder(target), speculation, backend=backend, dtype="float32", **LIMITS, **options)
+        if mode is M.NONE or RECIPES[mode].from_host:
+            return LLM(self.engine(target, backend, M.NONE, 0), speculation, **options)
+        return LLM(self.engine(target, backend, mode, K), **options)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was found. verdict: "holds", "refused: why", or what is wrong."""
+
+    mode: str
+    K: int
+    backend: str
+    verdict: str
+    requests: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    acceptance_length: float = 0.0
+    acceptance: tuple[float, ...] = ()
+    seconds: float = 0.0
+
+
+def check(models: Models, mode: M, K: int, backend: str) -> Cell:
+    """One cell. An exception that is no refusal is the caller's."""
+    began = time.perf_counter()
+    target = RECIPES[mode].target
+    try:
+        llm = models.open(mode, K, backend, target, **TIGHT)
+    except (UnsupportedError, DependencyError) as error:
+        return Cell(mode.name, K, backend, f"refused: {error}")
+    with llm:
+        run = run_together(llm.engine, models.cases)
+        stats = run.speculation
+        verdict = "; ".join(_wrong(run.outcomes, models.plain(target, backend), stats.acceptance_per_position, K, llm))
+        return Cell(
+            mode.name,
+            K,
+            backend,
+            verdict or "holds",
+            len(run.outcomes),
+            sum(len(one.token_ids) for one in run.outcomes),
+            llm.engine.stats.preemptions,
+            round(stats.acceptance_length, 3),
+            tuple(round(share, 3) for share in stats.acceptance_per_position),
+            round(time.perf_counter() - began, 1),
+        )
+
+
+def _wrong(got: list[Outcome], want: list[Outcome], acceptance: tuple[float, ...], K: int, llm: LLM) -> Iterator[str]:
+    differing = [i for i, (one, other) in enumerate(zip(got, want, strict=True)) if one != other]
+    if differing:
+        yield f"{len(differing)} outputs differ, the first is that of request {differing[0]}"
+    if len(acceptance) != K or not all(0 < share < 1 for share in acceptance):
+        yield f"acceptance {acceptance}: not right now and then and wrong now and then at each of {K} positions"
+    if not llm.engine.stats.preemptions:
+        yield "nobody was preempted"
+    if llm.engine.stats.drafter_failures:
+        yield f"the drafter failed {llm.engine.stats.drafter_failures} times"
+    try:
+        assert_all_blocks_free(llm)
+    except AssertionError as error:
+        yield f"blocks are lost: {error}"
