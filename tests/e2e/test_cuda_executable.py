@@ -181,8 +181,8 @@ def test_a_chain_in_one_launch_speculates_as_one_pass_by_pass(
     assert all(0 < rate < 1 for rate in runs[0].speculation.acceptance_per_position)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eagle3", pytest.param("draft_model", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["eagle3", "draft_model"])
 def test_an_engine_folder(
     models: dict[str, Path], work: HostQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

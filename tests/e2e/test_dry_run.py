@@ -321,7 +321,10 @@ def test_a_graph_for_each_draft_length_of_a_schedule(models: Path) -> None:
     assert made.profiles[0][0].shapes["draft_tokens"][1] == (8, 0)
 
 
-@pytest.mark.parametrize(("mode", "backend"), [("eagle3", "aoti"), ("eagle3", "onnx"), ("draft", "onnx")])
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [pytest.param("eagle3", "aoti", marks=pytest.mark.long), ("eagle3", "onnx"), ("draft", "onnx")],
+)
 def test_the_engine_is_as_planned(models: Path, tmp_path: Path, mode: str, backend: str) -> None:
     config = EngineConfig(backend=backend, dtype="float32", **LIMITS)
     plan = plan_build(models / "target", wanted(models, mode), config)

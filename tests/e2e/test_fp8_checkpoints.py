@@ -70,6 +70,7 @@ def test_a_draft_in_fp8(models: Path, tmp_path: Path) -> None:
     assert all(0 < share < 1 for share in run.speculation.acceptance_per_position)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_compiled_engine(models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path, kind: Fp8Kind) -> None:
     eager = LLM(checkpoints[kind], num_kv_blocks=128, **LIMITS)

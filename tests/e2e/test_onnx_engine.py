@@ -87,6 +87,7 @@ def test_a_draft_model_inside_the_graph(
     assert_words_are_those_of_eager(engine("draft_inside"), models, "draft_inside", plain("eager"))
 
 
+@pytest.mark.long
 def test_a_schedule_of_draft_lengths(models: Path, tmp_path: Path, plain: Callable[[str], list[Outcome]]) -> None:
     """Graphs for K, 1 and 0, whose constants share one file and some of their names."""
     folder = build(models, tmp_path / "engine", "onnx", "eagle3", "float32", schedule=True)
