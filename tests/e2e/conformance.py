@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
+from tests.checkpoints import make_eagle
 from tests.e2e.tiny import (
     Outcome,
     Run,
@@ -24,9 +26,11 @@ from tests.e2e.tiny import (
 from trtspec import LLM
 from trtspec.backends.table import BACKENDS
 from trtspec.config.engine import EngineConfig
+from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.model import ModelConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.build import build_engine
+from trtspec.engine.plan import BuildPlan
 from trtspec.models.weights import load_decoder
 from trtspec.train.eagle3 import new_head
 from trtspec.train.eagle3_run import export_eagle3
@@ -40,7 +44,7 @@ MODES = ("none", "ngram", "draft", "eagle3")
 
 
 def make_models(folder: Path) -> Path:
-    """target/, draft/ (target with noise) and head/ (EAGLE3, untrained: right now and then with 16 ids)."""
+    """target/, draft/ (target with noise), head/ (EAGLE3) and eagle/, untrained: right now and then with 16 ids."""
     target = make_target(folder, num_hidden_layers=3)
     add_tokenizer(target)
     (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -51,10 +55,13 @@ def make_models(folder: Path) -> Path:
     torch.manual_seed(1)  # a seed with which every position is right now and then
     head = new_head(load_decoder(config, torch.float32), (0, 1, 2), torch.arange(0, 16, 1)[:13])
     export_eagle3(head, config, (0, 1, 2), folder / "head", torch.float32)
+    make_eagle(folder, target, num_hidden_layers=2, fc_bias=True)
     return folder
 
 
 def speculation(mode: str, models: Path) -> dict[str, Any] | None:
+    eagle3 = {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": K}
+    eagle = {"method": "eagle", "model": str(models / "eagle"), "num_speculative_tokens": K}
     return {
         "none": None,
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": K},
@@ -65,12 +72,10 @@ def speculation(mode: str, models: Path) -> dict[str, Any] | None:
             "num_speculative_tokens": K,
             "one_engine": True,
         },
-        "eagle3": {
-            "method": "eagle3",
-            "model": str(models / "head"),
-            "num_speculative_tokens": K,
-            "draft_len_schedule": {5: K, 7: 1},  # more than 7 requests: 0
-        },
+        "eagle3": {**eagle3, "draft_len_schedule": {5: K, 7: 1}},  # more than 7 requests: 0
+        "eagle3_beside": {**eagle3, "one_engine": False},
+        "eagle": eagle,
+        "eagle_beside": {**eagle, "one_engine": False},
         "hidden": {
             "method": "extract_hidden_states",
             "output_directory": str(models / "saved"),
@@ -93,6 +98,25 @@ def build(models: Path, output: Path, backend: str, mode: str, dtype: str, sched
     config = EngineConfig(backend=backend, dtype=dtype, **LIMITS, **cache)
     build_engine(models / "target", output, SpeculativeConfig.from_any(wishes(mode, models, schedule)), config)
     return output
+
+
+def assert_as_planned(plan: BuildPlan, folder: Path) -> dict[str, dict[str, int]]:
+    """An engine folder holds the executables of the plan. Returns the bytes of each weight that was written, by
+    executable and name."""
+    engine = EngineFolder.open(folder)
+    assert engine is not None
+    built, written = engine.data["executables"], {}
+    assert plan.executables.keys() == built.keys()
+    for role, made in plan.executables.items():
+        graphs = [(g["draft_len"], "uniform" if g["uniform"] else "ragged", g["inputs"]) for g in built[role]["graphs"]]
+        assert [(g.draft_len, g.kind, [i.name for i in g.inputs]) for g in made.graphs] == graphs
+        assert [output.name for output in made.graphs[0].outputs] == built[role]["outputs"]
+        assert [list(shape) for shape in made.kv.layers] == built[role]["kv"]
+        assert made.kv.dtype == built[role]["dtype"]
+        assert made.weights_per_step == built[role]["weight_bytes"]
+        with safe_open(folder / role / "weights.safetensors", framework="pt") as file:
+            written[role] = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118  (not a dict)
+    return written
 
 
 def packed(llm: LLM) -> Run:

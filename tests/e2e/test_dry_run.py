@@ -15,21 +15,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from tests.checkpoints import edit_config
-from tests.e2e.conformance import LIMITS, K, make_models
+from tests.e2e.conformance import LIMITS, K, assert_as_planned, make_models
 from tests.fp8_checkpoints import Fp8Kind
 from trtspec.backends.describe import Calls, describe_graph
-from trtspec.backends.export import OUTPUT_SHAPES, example_batch, export_step, graph_inputs, input_names
+from trtspec.backends.export import OUTPUT_SHAPES, example_for, export_step, graph_inputs, input_names
 from trtspec.backends.tensorrt_profiles import Sizes
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
-from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import plan_assembly
 from trtspec.engine.build import build_engine
 from trtspec.engine.plan import plan_build
+from trtspec.errors import UnsupportedError
 from trtspec.workers.step import Step
 
 LLAMA = {
@@ -279,6 +278,7 @@ def test_no_memory_is_taken(configs: Path) -> None:
 import resource
 from trtspec.cli.main import main
 from trtspec.engine.plan import plan_build
+from trtspec.errors import UnsupportedError
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 wishes = {{"method": "draft_model", "model": {str(configs / "small-qwen")!r}, "num_speculative_tokens": 4}}
@@ -302,6 +302,7 @@ WISHES = {
     "none": None,
     "draft": {"method": "draft_model", "model": "draft", "num_speculative_tokens": K},
     "eagle3": {"method": "eagle3", "model": "head", "num_speculative_tokens": K},
+    "eagle3_beside": {"method": "eagle3", "model": "head", "num_speculative_tokens": K, "one_engine": False},
 }
 
 
@@ -321,6 +322,33 @@ def test_a_graph_for_each_draft_length_of_a_schedule(models: Path) -> None:
     assert made.profiles[0][0].shapes["draft_tokens"][1] == (8, 0)
 
 
+def test_draft_layers_beside_the_target(models: Path) -> None:
+    """Their graphs take its states, of three layers of 32, and are as many as the draft lengths that a schedule has,
+    and one for what is only read in."""
+    speculative = wanted(models, "eagle3_beside")
+    assert speculative is not None
+    scheduled = speculative.model_copy(update={"draft_len_schedule": {2: K, 8: 1}})
+    for wishes, lengths in ((speculative, [0, K]), (scheduled, [0, 1, K])):
+        plan = plan_build(models / "target", wishes, EngineConfig(backend="aoti", **LIMITS))
+        assert plan.mode == "EAGLE3"
+        target, head = plan.executables["target"], plan.executables["draft"]
+        assert [(graph.draft_len, graph.kind) for graph in target.graphs] == [(0, "ragged")]
+        assert [output.name for output in target.graphs[0].outputs] == ["tokens", "hidden_states"]
+        assert [(graph.draft_len, graph.kind) for graph in head.graphs] == [(n, "ragged") for n in lengths]
+        (states,) = [given for given in head.graphs[0].inputs if given.name == "hidden_states"]
+        assert (states.dtype, states.shape) == ("float32", ("T", 96))
+        assert [(given.name, given.shape) for given in head.graphs[-1].outputs] == [("next_draft_tokens", ("B", "K"))]
+        assert (len(target.kv.layers), len(head.kv.layers)) == (3, 1)
+        assert list(head.weights) == ["draft"]
+
+
+@pytest.mark.parametrize("backend", ["cuda", "onnx", "tensorrt"])
+def test_where_draft_layers_beside_the_target_do_not_run(models: Path, backend: str) -> None:
+    config = EngineConfig(backend=backend, **LIMITS)
+    with pytest.raises(UnsupportedError, match=f"mode=EAGLE3 on backend {backend}: .* use one_engine=True"):
+        plan_build(models / "target", wanted(models, "eagle3_beside"), config)
+
+
 @pytest.mark.parametrize(
     ("mode", "backend"),
     [pytest.param("eagle3", "aoti", marks=pytest.mark.long), ("eagle3", "onnx"), ("draft", "onnx")],
@@ -330,19 +358,8 @@ def test_the_engine_is_as_planned(models: Path, tmp_path: Path, mode: str, backe
     plan = plan_build(models / "target", wanted(models, mode), config)
     assert plan.missing == ()
     build_engine(models / "target", tmp_path / "engine", wanted(models, mode), config)
-    engine = EngineFolder.open(tmp_path / "engine")
-    assert engine is not None
-    built = engine.data["executables"]
-    assert plan.executables.keys() == built.keys()
-    for role, made in plan.executables.items():
-        graphs = [(g["draft_len"], "uniform" if g["uniform"] else "ragged", g["inputs"]) for g in built[role]["graphs"]]
-        assert [(g.draft_len, g.kind, [i.name for i in g.inputs]) for g in made.graphs] == graphs
-        assert [output.name for output in made.graphs[0].outputs] == built[role]["outputs"]
-        assert [list(shape) for shape in made.kv.layers] == built[role]["kv"]
-        assert made.kv.dtype == built[role]["dtype"]
-        assert made.weights_per_step == built[role]["weight_bytes"]
-        with safe_open(tmp_path / "engine" / role / "weights.safetensors", framework="pt") as file:
-            written = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118  (not a dict)
+    for role, written in assert_as_planned(plan, tmp_path / "engine").items():
+        made = plan.executables[role]
         if backend == "aoti":
             unread = 13 * 8  # a head's target_ids: graphs read their distance, d2t
             assert sum(written.values()) == sum(made.weights.values()) + made.tables - unread
@@ -372,23 +389,28 @@ def test_a_plan_complains_of_headers_as_a_build_would(
 
 
 @pytest.mark.parametrize("functional", [False, True], ids=["mutating", "functional"])
-@pytest.mark.parametrize(("mode", "kind"), [("none", "ragged"), ("eagle3", "ragged"), ("eagle3", "uniform")])
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("none", "ragged"), ("eagle3", "ragged"), ("eagle3", "uniform"), ("eagle3_beside", "ragged")],
+)
 def test_graphs_are_as_described(models: Path, mode: str, kind: str, functional: bool) -> None:
     """What runs gives what was said, and the exported graph calls what was said."""
 
     def step_of(reads_weights: bool) -> Step:
         config = EngineConfig(dtype="float32", **LIMITS)
-        wishes = wanted(models, mode)
-        return plan_assembly(models / "target", wishes, config, False, functional, reads_weights).target_step()
+        assembly = plan_assembly(models / "target", wanted(models, mode), config, False, functional, reads_weights)
+        target = assembly.target_step()
+        return assembly.draft_step() if mode == "eagle3_beside" else target
 
     bare = step_of(False)
-    draft_len = K if mode == "eagle3" else 0
-    sizes = Sizes(batch_size=8, rows=32, draft_len=draft_len, columns=9, blocks=30, block_size=4)
+    draft_len = 0 if mode == "none" else K
+    verified = draft_len if mode == "eagle3" else 0
+    sizes = Sizes(batch_size=8, rows=32, draft_len=verified, columns=9, blocks=30, block_size=4)
     described = describe_graph(bare, sizes, kind, draft_len, functional)
 
     step = step_of(True)
     uniform = kind == "uniform"
-    example = example_batch(draft_len, 4, uniform)
+    example = example_for(step, draft_len, 4, uniform)
     blocks = int(example.attn.block_tables.max()) + 1
     kv = [(torch.zeros(blocks, 4, *shape), torch.zeros(blocks, 4, *shape)) for shape in bare.kv_shapes]
     program = export_step(step, example, kv, uniform)

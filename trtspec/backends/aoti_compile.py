@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_batch, export_step, graph_kinds, input_names, moved
+from trtspec.backends.export import example_for, export_step, graph_kinds, input_names, moved
 from trtspec.core import KVLayer
 from trtspec.errors import DependencyError, EngineError
 from trtspec.ops import graph_calls, kernel_interface
@@ -68,7 +68,7 @@ def compile_graphs(
     for K, uniform in wanted:
         kind = "uniform" if uniform else "ragged"
         report(f"{kind} graph for K = {K}: tracing")
-        example = moved(example_batch(K, block_size, uniform), step.like.device)
+        example = moved(example_for(step, K, block_size, uniform), step.like.device)
         blocks = int(example.attn.block_tables.max()) + 1
         kv = [tuple(step.like.new_zeros(blocks, block_size, h, d) for _ in "kv") for h, d in step.kv_shapes]
         program = export_step(step, example, cast("list[KVLayer]", kv), uniform)
@@ -96,4 +96,5 @@ def compile_graphs(
         vocab_size=step.vocab_size,
         weight_bytes=step.weight_bytes_per_step,
         kernels=kernel_interface(),
+        hidden_width=step.hidden_width,
     )

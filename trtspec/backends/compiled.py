@@ -1,8 +1,8 @@
 """Compiled steps, whatever compiled them: what a folder holds, and what is checked before a graph is launched.
 
 A folder has, for each K asked for, a ragged graph that verifies K drafts a request and makes K for the next step and,
-if the step makes drafts, a uniform one for batches in which all requests bring K drafts. A `CompiledStep` says what is
-in it; a backend is a `CompiledExecutable` that knows how to load a graph.
+if the step does both, a uniform one for batches in which all requests bring K drafts. A `CompiledStep` says what is in
+it; a backend is a `CompiledExecutable` that knows how to load a graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtspec.backends.export import INPUT_DTYPES, INPUT_SHAPES, graph_reader
+from trtspec.backends.export import INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype
 from trtspec.core import KVLayer, PhaseMethod, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 from trtspec.kv.pool import allocate_layers
@@ -54,12 +54,18 @@ class CompiledStep:
     kernels: str  # ops.kernel_interface that graphs were compiled for: "" = they call torch's dispatcher
     made_for: Mapping[str, str] = field(default_factory=dict)  # what a backend's code asks for where it runs
     kv_blocks: int | None = None  # of the cache that graphs take; None: of any
+    hidden_width: int = 0  # of the rows of hidden_states, in `dtype`; 0 = graphs take none
     linear: bool = False  # caches are [blocks - 1, kv heads, tokens, head size]: no scratch, a block for a sequence
 
     @property
     def draft_lens(self) -> tuple[int, ...]:
         """K of the graphs, in rising order."""
         return tuple(graph.draft_len for graph in self.graphs if not graph.uniform)
+
+    @property
+    def verifies(self) -> bool:
+        """What graphs are given to verify has their K."""
+        return "new_tokens" in self.outputs
 
     @property
     def makes_drafts(self) -> bool:
@@ -88,7 +94,7 @@ class CompiledStep:
             graphs = tuple(Graph(g["file"], g["draft_len"], g["uniform"], tuple(g["inputs"])) for g in data["graphs"])
             kv = tuple((heads, size) for heads, size in data["kv"])
             names = ("dtype", "vocab_size", "weight_bytes", "kernels", "made_for", "kv_blocks", "linear")
-            rest = {name: data[name] for name in names}
+            rest = {name: data[name] for name in names} | {"hidden_width": data.get("hidden_width", 0)}
             return cls(graphs, tuple(data["outputs"]), kv, **rest)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -97,14 +103,19 @@ class CompiledStep:
 
 
 class LoadedGraph:
-    """A graph in memory and what its inputs must be. ranges: lowest and highest value of inputs by name."""
+    """A graph in memory and what its inputs must be. ranges: lowest and highest value of inputs by name; dtype: of the
+    model."""
 
     def __init__(
-        self, graph: Graph, run: Callable[[list[Tensor]], list[Tensor]], ranges: Mapping[str, tuple[int, int]]
+        self,
+        graph: Graph,
+        run: Callable[[list[Tensor]], list[Tensor]],
+        ranges: Mapping[str, tuple[int, int]],
+        dtype: torch.dtype,
     ) -> None:
         self.draft_len, self.uniform, self.names, self.run = graph.draft_len, graph.uniform, graph.inputs, run
         self.read = graph_reader(graph.inputs)
-        self.dtypes = [INPUT_DTYPES[name] for name in graph.inputs]
+        self.dtypes = [input_dtype(name, dtype) for name in graph.inputs]
         self.optional = [(i, name) for i, name in enumerate(graph.inputs) if name in _NEUTRAL]
         self.ranges = [(i, *ranges[name]) for i, name in enumerate(graph.inputs) if name in ranges]
         self.last_shapes: list[torch.Size] = []  # of inputs that fitted
@@ -128,7 +139,8 @@ class CompiledExecutable(ABC):
             "kv_lens": (1, num_blocks * block_size),
             "next_prompt_token": (-1, compiled.vocab_size - 1),
         }
-        self._graphs = [LoadedGraph(graph, run, ranges) for graph, run in self._load(folder).items()]
+        dtype = kv[0][0].dtype
+        self._graphs = [LoadedGraph(graph, run, ranges, dtype) for graph, run in self._load(folder).items()]
         # uniform graphs first, as they take less work to feed and to run
         self._graphs.sort(key=lambda graph: (graph.draft_len, not graph.uniform))
         self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
@@ -163,12 +175,14 @@ class CompiledExecutable(ABC):
         return (self, "_checked", "inputs"), (self, "_outputs", "deliver")
 
     def _graph_for(self, inputs: StepInputs) -> LoadedGraph:
-        """The one for the step's K, which is no less than the number of drafts it is to make."""
+        """The one for the step's K, which is no less than the number of drafts it is to make. Where drafts are not
+        verified inside, any K is taken, or, of drafts to make, the fewest that are enough."""
         spec, uniform = inputs.spec, self._check_layout(inputs)
         K, wanted = spec.runtime_draft_len, spec.next_draft_len
+        any_given, makes_drafts = not self.compiled.verifies, self.compiled.makes_drafts
         for graph in self._graphs:
-            any_length = not (self.compiled.makes_drafts or graph.uniform)
-            if (any_length or graph.draft_len == K >= wanted) and (uniform or not graph.uniform):
+            fits = graph.draft_len == K or (any_given and not graph.uniform)
+            if fits and (graph.draft_len >= wanted or not makes_drafts) and (uniform or not graph.uniform):
                 return graph
         lengths = ", ".join(map(str, self.compiled.draft_lens))
         raise EngineError(
@@ -185,11 +199,10 @@ class CompiledExecutable(ABC):
                 tensors[i] = self._filled(name, rows)
         dtypes = [tensor.dtype for tensor in tensors]
         if dtypes != graph.dtypes or not all(map(Tensor.is_contiguous, tensors)):
-            for name, tensor in zip(graph.names, tensors, strict=True):
-                if tensor.dtype != INPUT_DTYPES[name] or not tensor.is_contiguous():
+            for name, tensor, dtype in zip(graph.names, tensors, graph.dtypes, strict=True):
+                if tensor.dtype != dtype or not tensor.is_contiguous():
                     raise EngineError(
-                        f"{name} is {tensor.dtype} with strides {tensor.stride()}; a graph takes contiguous "
-                        f"{INPUT_DTYPES[name]}"
+                        f"{name} is {tensor.dtype} with strides {tensor.stride()}; a graph takes contiguous {dtype}"
                     )
         shapes = [tensor.shape for tensor in tensors]
         if shapes != graph.last_shapes:
@@ -203,7 +216,7 @@ class CompiledExecutable(ABC):
         B, G, R, T = spec.batch_size, spec.num_generations, spec.gather_ids.shape[0], inputs.input_ids.shape[0]
         if self.compiled.makes_drafts and not B - G + G * (graph.draft_len + 1) == R >= B:
             raise EngineError(f"{B} requests, {G} of them generations with K = {graph.draft_len}, have {R} gather_ids")
-        sizes = {"B": B, "G": G, "R": R, "T": T, "K": graph.draft_len, "0": 0}
+        sizes = {"B": B, "G": G, "R": R, "T": T, "K": graph.draft_len, "width": self.compiled.hidden_width, "0": 0}
         for name, shape in zip(graph.names, shapes, strict=True):
             dims = INPUT_SHAPES[name]
             if len(shape) != len(dims) or any(
@@ -251,15 +264,18 @@ class CompiledExecutable(ABC):
 
     def _outputs(self, named: dict[str, Tensor], spec: SpecMetadata) -> StepOutputs:
         K = spec.next_draft_len
-        if "new_tokens" not in named:
+        if not self.compiled.makes_drafts:
             return StepOutputs(named["tokens"], hidden_states=named.get("hidden_states"))
-        drafts, new_tokens = named["next_draft_tokens"], named["next_new_tokens"]
+        drafts, new_tokens = named["next_draft_tokens"], named.get("next_new_tokens")
         if drafts.shape[1] != K:  # the graph makes more
-            drafts, new_tokens = drafts[:, :K], new_tokens[:, : K + 1]
+            drafts, new_tokens = drafts[:, :K], None if new_tokens is None else new_tokens[:, : K + 1]
+        proposal = Proposal(drafts, self._draft_lens(spec.batch_size, K))
+        if not self.compiled.verifies:
+            return StepOutputs(drafts.new_empty(0), proposal=proposal)
         return StepOutputs(
             named["tokens"],
             Verdict(named["new_tokens"], named["num_tokens"]),
-            Proposal(drafts, self._draft_lens(spec.batch_size, K)),
+            proposal,
             next_new_tokens=new_tokens,
             next_kv_lens=named["next_kv_lens"],
         )

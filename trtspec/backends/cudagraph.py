@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trtspec.backends.compiled import CompiledExecutable, CompiledStep, Graph, LoadedGraph
 from trtspec.backends.device import Mark, WorkQueue
-from trtspec.backends.export import INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, input_names, step_inputs
+from trtspec.backends.export import INPUT_DTYPES, OUTPUT_SHAPES, GraphStep, input_names, step_inputs
 from trtspec.backends.static_graph import BAN_COLUMNS, FILTERS, GraphMemory, Kind, Parts, Region, StaticGraph, left_out
 from trtspec.core import Carry, KVLayer, PhaseMethod, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.workers.step import Step
@@ -145,7 +145,7 @@ class CudaExecutable(CompiledExecutable):
             "bans": BAN_COLUMNS,
             "0": 0,
         }
-        parts = kind.input_parts(names or tuple(INPUT_SHAPES), sizes)
+        parts = kind.input_parts(names or tuple(INPUT_DTYPES), sizes)
         parts["carry_tokens"] = (sizes["T"],), torch.int64
         parts["carry_kept"] = (batch,), torch.int64
         return Region(parts)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trtspec.backends.export import INPUT_DTYPES, INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, input_names
+from trtspec.backends.export import INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, input_dtype, input_names
 from trtspec.backends.tensorrt_profiles import Sizes
 from trtspec.core import KVLayer
 from trtspec.errors import UnsupportedError
@@ -60,22 +60,23 @@ def describe_graph(step: Step, sizes: Sizes, kind: str, draft_len: int, function
     names = input_names(step, uniform)
     R = sizes.batch_size * (sizes.draft_len + 1)
     open_sizes = {"T": R if uniform else sizes.rows, "R": R, "B": sizes.batch_size, "G": sizes.batch_size}
-    open_sizes |= {"K": draft_len, "columns": sizes.columns, "bans": 1, "0": 0}
+    open_sizes |= {"K": draft_len, "columns": sizes.columns, "bans": 1, "0": 0, "width": step.hidden_width}
     dtype = step.like.dtype
     with torch.device("meta"), torch.no_grad(), _Recorder() as recorder:
         tensors = {
-            name: torch.empty([open_sizes[size] for size in INPUT_SHAPES[name]], dtype=INPUT_DTYPES[name])
+            name: torch.empty([open_sizes[size] for size in INPUT_SHAPES[name]], dtype=input_dtype(name, dtype))
             for name in names
         }
         shapes = [(sizes.blocks, sizes.block_size, heads, width) for heads, width in step.kv_shapes]
         kv: list[KVLayer] = [(torch.empty(s, dtype=dtype), torch.empty(s, dtype=dtype)) for s in shapes]
         given, _ = GraphStep(step, draft_len, draft_len + 1 if uniform else 0).eval()(tensors, kv)
+    fixed: dict[str, str | int] = {"0": 0, "width": step.hidden_width}
     return GraphPlan(
         kind,
         draft_len,
         tuple(
             TensorPlan(
-                name, _name(INPUT_DTYPES[name]), tuple(0 if size == "0" else size for size in INPUT_SHAPES[name])
+                name, _name(input_dtype(name, dtype)), tuple(fixed.get(size, size) for size in INPUT_SHAPES[name])
             )
             for name in names
             if not (functional and "0" in INPUT_SHAPES[name])

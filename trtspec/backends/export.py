@@ -29,6 +29,7 @@ _OF_SPEC = {field.name for field in fields(SpecMetadata)} - {"spec_dec_mode", "s
 _KNOWN_IF_UNIFORM = {"seq_lens", "gather_ids", "draft_tokens", "draft_lens", "next_prompt_token", "positions"}
 INPUT_SHAPES = {
     "input_ids": ("T",),
+    "hidden_states": ("T", "width"),
     "tree_mask": ("0",),
     "block_tables": ("B", "columns"),
     "draft_tokens": ("G", "K"),
@@ -68,6 +69,11 @@ INPUT_DTYPES = {
     "ban_ids": torch.int32,
     "ban_until": torch.int64,
 }
+
+
+def input_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a graph's input; dtype: what the step computes in."""
+    return dtype if name == "hidden_states" else INPUT_DTYPES[name]
 
 
 def input_names(step: Step, uniform: bool = False) -> tuple[str, ...]:
@@ -198,6 +204,16 @@ def example_batch(draft_len: int, block_size: int, uniform: bool = False) -> Ste
     return StepInputs(torch.ones(starts[-1], dtype=torch.int64), attn, spec)
 
 
+def example_for(step: Step, draft_len: int, block_size: int, uniform: bool = False) -> StepInputs:
+    """A batch to export the step's graph of K = draft_len with: example_batch; for draft layers beside the target, rows
+    with states of it, and as many drafts to make."""
+    if not step.hidden_width:
+        return example_batch(draft_len, block_size, uniform)
+    example = example_batch(0, block_size)
+    states = step.like.new_zeros(example.input_ids.shape[0], step.hidden_width)
+    return replace(example, spec=replace(example.spec, next_draft_len=draft_len), hidden_states=states)
+
+
 def graph_kinds(step: Step) -> dict[str, bool]:
     """The graphs made for each K: kind -> whether it is uniform."""
     makes_drafts = "draft_tokens" in step.spec_inputs
@@ -205,14 +221,18 @@ def graph_kinds(step: Step) -> dict[str, bool]:
 
 
 def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[int, ...]:
-    """K of the graphs a step needs: one for every draft length that a schedule can ask for; (0,) if K is not in it."""
-    if resolved is None or "draft_tokens" not in step.spec_inputs:
+    """K of the graphs a step needs: one for every draft length that a schedule can ask for; (0,) if K is not in it.
+
+    Draft layers beside the target also read in prompts, of which nothing is drafted.
+    """
+    if resolved is None or "next_draft_tokens" not in step.outputs:
         return (0,)
     K = resolved.num_speculative_tokens
     lengths = {K}
     lengths |= {length for _, length in resolved.draft_len_schedule or ()}
     lengths |= {length for _, _, length in resolved.num_speculative_tokens_per_batch_size or ()}
-    if resolved.disable_by_batch_size is not None or resolved.max_concurrency is not None or len(lengths) > 1:
+    gated = resolved.disable_by_batch_size is not None or resolved.max_concurrency is not None or len(lengths) > 1
+    if gated or step.hidden_width:
         lengths.add(0)
     return tuple(sorted(length for length in lengths if length <= K))
 

@@ -12,6 +12,7 @@ import torch
 
 from trtspec.backends.compiled import CompiledExecutable
 from trtspec.errors import DependencyError, UnsupportedError
+from trtspec.modes import SpeculativeDecodingMode
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Backend:
     profiles: bool = False
     symmetric: bool = False  # 4-bit weights without zero points
     only_float32: bool = False
+    row_states: bool = False  # runs draft layers beside the target, on its states of rows
     on_gpu: bool = False  # through torch: executables are cudagraph.CudaExecutables
 
     def check_dtype(self, dtype: torch.dtype) -> None:
@@ -36,6 +38,14 @@ class Backend:
             raise UnsupportedError(
                 f"dtype = {str(dtype).removeprefix('torch.')!r}: ONNX Runtime computes in float32 on a CPU; ask for "
                 "dtype float32, with quantization int8 or int4 if memory is short"
+            )
+
+    def check_mode(self, mode: SpeculativeDecodingMode) -> None:
+        """UnsupportedError for a mode whose draft layers it cannot run where they are."""
+        if mode.reads_hidden_states() and not self.row_states:
+            raise UnsupportedError(
+                f"mode={mode.name} on backend {self.name}: draft layers beside the target are not built there; use "
+                "one_engine=True, which runs them inside its graph"
             )
 
     def load_executable(self) -> type[CompiledExecutable]:
@@ -73,7 +83,15 @@ BACKENDS = {
             extra=None,
             on_gpu=True,
         ),
-        Backend("aoti", f"{_AOTI}:AotiExecutable", f"{_AOTI}_compile", functional=False, packs=True, extra=None),
+        Backend(
+            "aoti",
+            f"{_AOTI}:AotiExecutable",
+            f"{_AOTI}_compile",
+            functional=False,
+            packs=True,
+            extra=None,
+            row_states=True,
+        ),
         Backend(
             "onnx",
             f"{_ONNX}:OnnxExecutable",

@@ -88,7 +88,8 @@ class Assembly:
     target_decoder: Decoder | None = None  # once it is there
     executables: list[TimedExecutable] = field(default_factory=list)
     chain: ChainExecutable | None = None  # of the draft model, once it is there, if its backend has one
-    graph_draft_lens: tuple[int, ...] = ()  # K of the graphs there are; empty: any K
+    graph_draft_lens: tuple[int, ...] = ()  # K of the target's graphs; empty: any K
+    head_draft_lens: tuple[int, ...] = ()  # likewise of draft layers beside it
 
     @property
     def speculation(self) -> ResolvedSpeculation:
@@ -185,7 +186,7 @@ class Assembly:
     def draft_model(self) -> DraftModel:
         """See drafters.base.DraftResources."""
         draft = self._module(self.draft_step()) if self.built is None else self._compiled(self.built, "draft")
-        return DraftModel(draft, self.chain, self.graph_draft_lens if self.mode.reads_hidden_states() else ())
+        return DraftModel(draft, self.chain, self.head_draft_lens)
 
     def _module(self, step: Step) -> Executable:
         shapes, dtype = step.kv_shapes, step.like.dtype
@@ -238,8 +239,10 @@ class Assembly:
             graphed = cast("type[CudaExecutable]", executable)
             return self._graphed(graphed(compiled, built.path / role, there, self.gpu, self._limits()))
         kv = executable.allocate_kv(compiled, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
-        if compiled.makes_drafts:
+        if compiled.verifies:
             self.graph_draft_lens = compiled.draft_lens
+        elif compiled.makes_drafts:
+            self.head_draft_lens = compiled.draft_lens
         return self._timed(executable(compiled, built.path / role, kv), compiled.weight_bytes, kv)
 
     def _timed(self, executable: Executable, weight_bytes: int, kv: Sequence[KVLayer]) -> Executable:
@@ -281,6 +284,8 @@ def plan_assembly(
             f"engine {built.path} was built without speculation, and {resolved.mode.name} needs graphs of its own; "
             "build an engine with it: trtspec build --speculative_decoding_mode"
         )
+    if resolved is not None and config.backend in BACKENDS:
+        BACKENDS[config.backend].check_mode(resolved.mode)
     vocabulary = None
     if built is None and draft is not None and resolved is not None and resolved.use_heterogeneous_vocab:
         vocabulary = map_draft_vocabulary(target, draft)
