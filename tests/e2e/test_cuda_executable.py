@@ -63,6 +63,7 @@ SPECULATION = {
     "none": None,
     "eagle3": {"method": "eagle3", "num_speculative_tokens": K},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": K},
+    "draft_inside": {"method": "draft_model", "num_speculative_tokens": K, "one_engine": True},
     "ngram": {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1},
 }
 
@@ -70,10 +71,12 @@ SPECULATION = {
 @pytest.fixture(scope="module")
 def models(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("cuda")
+    draft = perturbed(target, 0.1, folder)
     return {
         "target": target,
         "eagle3": make_eagle3(folder, target, (0, 1), tuple(range(11))),
-        "draft_model": perturbed(target, 0.1, folder),
+        "draft_model": draft,
+        "draft_inside": draft,
     }
 
 
@@ -91,7 +94,7 @@ def test_ids_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueu
         outcomes = run_alone(llm.engine, cases)
     options = {**LIMITS, "backend": "cuda", "debug": True, "disable_overlap_scheduler": not overlaps}
     with LLM(models["target"], speculation(models, mode), **options) as llm:
-        assert isinstance(llm.engine.loop, OverlapLoop) == (overlaps and mode in ("none", "eagle3"))
+        assert isinstance(llm.engine.loop, OverlapLoop) == (overlaps and mode in ("none", "eagle3", "draft_inside"))
         captured = work.num_captured
         if mode == "eagle3":
             step = llm.engine.loop.target.inner.step

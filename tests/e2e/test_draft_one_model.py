@@ -18,7 +18,17 @@ import pytest
 from tests.checkpoints import edit_config
 from tests.e2e.heads import Watch, chunks_of, run_watched
 from tests.e2e.recorded import assert_graph_is_step, record
-from tests.e2e.tiny import Case, Outcome, Run, assert_all_blocks_free, draw_cases, make_target, perturbed, run_alone
+from tests.e2e.tiny import (
+    Case,
+    Outcome,
+    Run,
+    assert_all_blocks_free,
+    draw_cases,
+    make_target,
+    perturbed,
+    run_alone,
+    run_together,
+)
 from trtspec import LLM, SamplingParams
 from trtspec.core import DraftRequest
 from trtspec.models.draft_model import DecoderHead
@@ -144,6 +154,16 @@ def test_other_block_sizes(make: Make, reference: Callable[[str], Reference], si
     with make(MOST_K, max_batch_size=5, **limits) as llm:
         assert_right(llm, reference("float32"))
         assert llm.engine.stats.preemptions > 0
+
+
+def test_steps_are_those_of_the_draft_beside_the_target(make: Make) -> None:
+    """Step by step the same tokens and accepted drafts, in batches that go on without anybody looking."""
+    steps = []
+    for one_engine in (True, False):
+        with make(fields={"one_engine": one_engine}, max_batch_size=8, **ROOMY) as llm:
+            run = run_together(llm.engine, CASES)
+            steps.append([[(e.tokens, e.num_drafts, e.draft_len) for e in step] for step in run.steps])
+    assert steps[0] == steps[1]
 
 
 def test_arg_max_drafts(target: Path, make: Make) -> None:

@@ -189,7 +189,7 @@ class NGramDecodingConfig(DecodingBaseConfig):
 
 
 class DraftTargetDecodingConfig(DecodingBaseConfig):
-    """A smaller model of the same vocabulary drafts."""
+    """A smaller model of the same vocabulary drafts, beside the target."""
 
     decoding_type: ClassVar[str] = "Draft_Target"
     method: ClassVar[str] = "draft_model"

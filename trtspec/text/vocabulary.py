@@ -41,14 +41,13 @@ def map_vocabularies(
     unk_token, else its eos_token, else the lowest of `draft_ends`, ids that end a text; ConfigError where it has none.
     """
     ours, theirs = _ids_by_text(target, target_size), _ids_by_text(draft, draft_size)
-    pairs = [(token, theirs[text]) for text, token in ours.items() if text in theirs]
-    found = VocabularyMap(
-        torch.full((target_size,), -1), torch.full((draft_size,), -1), _unknown(draft, draft_size, draft_ends)
-    )
-    for token, draft_token in pairs:
-        found.target_to_draft[token] = draft_token
-        found.draft_to_target[draft_token] = token
-    return found
+    common = [text for text in ours if text in theirs]
+    in_target = torch.tensor([ours[text] for text in common], dtype=torch.int64)  # [n]
+    in_draft = torch.tensor([theirs[text] for text in common], dtype=torch.int64)  # [n]
+    target_to_draft, draft_to_target = torch.full((target_size,), -1), torch.full((draft_size,), -1)
+    target_to_draft[in_target] = in_draft
+    draft_to_target[in_draft] = in_target
+    return VocabularyMap(target_to_draft, draft_to_target, _unknown(draft, draft_size, draft_ends))
 
 
 def _ids_by_text(tokenizer: Tokenizer, size: int) -> dict[str, int]:
