@@ -7,7 +7,7 @@ they are written into engine folders) and one row; adding a way to ask for it is
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trtspec.errors import ConfigError, UnsupportedError
@@ -225,11 +225,18 @@ class ModeTraits:
 _M = SpeculativeDecodingMode
 
 
-def _inside(head: str, worker: str = "trtspec.workers.heads:HeadWorker", **traits: bool) -> ModeTraits:
-    """Draft layers in the target's graph. Whose weights are not the target's has a checkpoint of its own."""
-    own = not traits.get("mtp", False)
-    words: dict[str, bool] = {"load_draft_weights": own, "spec_decoder": True, **traits}
-    return ModeTraits(built=True, one_engine=True, kv_rewind=True, worker=worker, head=head, **words)
+def _inside(head: str, worker: str = "trtspec.workers.heads:HeadWorker", mtp: bool = False) -> ModeTraits:
+    """Draft layers in the target's graph. Whose weights are not the target's have a checkpoint of their own."""
+    return ModeTraits(
+        built=True,
+        mtp=mtp,
+        one_engine=True,
+        kv_rewind=True,
+        load_draft_weights=not mtp,
+        spec_decoder=True,
+        worker=worker,
+        head=head,
+    )
 
 
 def _beside(head: str, mtp: bool = False) -> ModeTraits:
@@ -265,11 +272,10 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     ),
     _M.EAGLE: _beside("trtspec.models.eagle_weights:load"),
     _M.EAGLE_ONE_MODEL: _inside("trtspec.models.eagle_weights:load"),
-    _M.MEDUSA: _inside("trtspec.models.medusa_weights:load", without_kv=True),
-    _M.MLP_SPECULATOR: _inside("trtspec.models.mlp_speculator_weights:load", without_kv=True),
-    _M.DRAFT_TARGET_ONE_MODEL: _inside(
-        "trtspec.models.draft_model:load",
-        "trtspec.workers.draft_model:DraftModelWorker",
+    _M.MEDUSA: replace(_inside("trtspec.models.medusa_weights:load"), without_kv=True),
+    _M.MLP_SPECULATOR: replace(_inside("trtspec.models.mlp_speculator_weights:load"), without_kv=True),
+    _M.DRAFT_TARGET_ONE_MODEL: replace(
+        _inside("trtspec.models.draft_model:load", "trtspec.workers.draft_model:DraftModelWorker"),
         unshifted=True,
         spec_decoder=False,
     ),

@@ -40,9 +40,9 @@ from trtspec.errors import DependencyError, UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode as M
 
 MOST_K = 5
-# 8 requests of up to 104 tokens in 40 blocks of 4, 8 * (K + 1) rows a step at most.
+# 8 requests of up to 104 tokens in 28 blocks of 4, 8 * (K + 1) rows a step at most.
 LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 48, "block_size": 4}
-TIGHT, ROOMY = {"num_kv_blocks": 41}, {"num_kv_blocks": 128}
+TIGHT, ROOMY = {"num_kv_blocks": 29}, {"num_kv_blocks": 128}
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Models:
         if name in ("target", "mimo", "mimo of 5"):
             arch = {
                 "target": {},
-                "mimo": {"arch": "mimo"},
+                "mimo": {"arch": "mimo", "num_nextn_predict_layers": 1},
                 "mimo of 5": {"arch": "mimo", "num_nextn_predict_layers": 5},
             }
             made = make_target(self.root, name=name, num_hidden_layers=3, **arch[name])
@@ -195,7 +195,7 @@ def _wrong(got: list[Outcome], want: list[Outcome], acceptance: tuple[float, ...
     if differing:
         yield f"{len(differing)} outputs differ, the first is that of request {differing[0]}"
     if len(acceptance) != K or not all(0 < share < 1 for share in acceptance):
-        yield f"acceptance {acceptance}: not right now and then and wrong now and then at each of {K} positions"
+        yield f"acceptance {list(acceptance)}: not right now and then and wrong now and then at each of {K} positions"
     if not llm.engine.stats.preemptions:
         yield "nobody was preempted"
     if llm.engine.stats.drafter_failures:

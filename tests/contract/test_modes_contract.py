@@ -33,7 +33,7 @@ def test_what_a_cell_would_say_of_a_drafter_that_is_never_wrong(
     """Such a run tests nothing of rewinding, and is no pass."""
     monkeypatch.setattr(models, "oracle", lambda: _always_right(models))
     cell = check(models, SpeculativeDecodingMode.USER_PROVIDED, 2, "eager")
-    assert cell.verdict.startswith("acceptance (1.0, ")
+    assert cell.verdict.startswith("acceptance [1.0, ")
 
 
 def _always_right(models: Models) -> object:

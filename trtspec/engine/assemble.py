@@ -287,7 +287,7 @@ def plan_assembly(
     if resolved is not None and config.backend in BACKENDS:
         BACKENDS[config.backend].check_mode(resolved.mode)
     vocabulary = None
-    if built is None and draft is not None and resolved is not None and resolved.use_heterogeneous_vocab:
+    if built is None and isinstance(draft, ModelConfig) and resolved is not None and resolved.use_heterogeneous_vocab:
         vocabulary = map_draft_vocabulary(target, draft)
     assembly = Assembly(
         config, target, draft, resolved, max_seq_len, pack, functional, reads_weights, symmetric, vocabulary, built

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from trtspec.config.model import ModelConfig
 from trtspec.models.attention import Attend
 from trtspec.models.decoder import Decoder
 from trtspec.models.heads import DraftHead, HeadResources
@@ -51,7 +52,7 @@ class DecoderHead(DraftHead):
 def load(resources: HeadResources, target: Decoder) -> DecoderHead:
     """See models.heads.LoadHead. The draft computes in the target's dtype, whatever its own: they share a launch, and
     KV layers of one dtype. A draft that is rounded by that guesses a little worse, which changes no output."""
-    assert resources.draft is not None
+    assert isinstance(resources.draft, ModelConfig)
     make = load_decoder if resources.reads_weights else describe_decoder
     like = target.norm.weight
     decoder = make(resources.draft, like.dtype, "draft", resources.max_seq_len)

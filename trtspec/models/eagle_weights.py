@@ -53,7 +53,7 @@ def head_slots(spec: EagleSpec) -> dict[str, Slot]:
 
 def load(resources: HeadResources, target: Decoder) -> EagleHead:
     """See models.heads.LoadHead."""
-    assert resources.draft is not None
+    assert isinstance(resources.draft, ModelConfig)
     make = load_eagle if resources.reads_weights else describe_eagle
     return make(resources.draft, resources.target, target, resources.max_seq_len, resources.first_draft_layer)
 
