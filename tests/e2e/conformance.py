@@ -55,7 +55,7 @@ def make_models(folder: Path) -> Path:
     torch.manual_seed(1)  # a seed with which every position is right now and then
     head = new_head(load_decoder(config, torch.float32), (0, 1, 2), torch.arange(0, 16, 1)[:13])
     export_eagle3(head, config, (0, 1, 2), folder / "head", torch.float32)
-    make_eagle(folder, target, num_hidden_layers=2, fc_bias=True)
+    make_eagle(folder, target, num_hidden_layers=2, fc_bias=True, seed=4)  # likewise
     return folder
 
 
