@@ -136,22 +136,26 @@ def make_eagle3(
     own_embedding: bool = False,
     own_head: bool = True,
     qk_norm: bool = False,
+    num_layers: int = 1,
+    mask: int | None = None,
     **fields: Any,
 ) -> Path:
     """Writes a random EAGLE3 head for the checkpoint `target` in the public layout, and returns its folder.
 
     capture: layers "after layer i", written as vLLM's ids, one higher; None = the config says nothing. target_ids: the
-    target's id of each draft id, None = all, and then neither d2t nor t2d is written. `fields` are of config.json.
+    target's id of each draft id, None = all, and then neither d2t nor t2d is written. mask: the mask token of a P-EAGLE
+    head, which may have more layers than one. `fields` are of config.json.
     """
     theirs = json.loads((target / "config.json").read_text())
     config = {
         **{key: value for key, value in theirs.items() if key != "layer_types"},
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": num_layers,
         "target_hidden_size": theirs["hidden_size"],
         "tie_word_embeddings": False,
         **({} if target_ids is None else {"draft_vocab_size": len(target_ids)}),
+        **({} if mask is None else {"ptd_token_id": mask}),
         **({} if capture is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in capture]}}),
         **fields,
     }
@@ -164,6 +168,8 @@ def make_eagle3(
         **_layer_shapes(config, "midlayer.", 2 * hidden),
         "norm": (hidden,),
     }
+    for i in range(1, num_layers):
+        shapes |= {f"layers.{i}.input_layernorm": (hidden,), **_layer_shapes(config, f"layers.{i}.", hidden)}
     if qk_norm:
         shapes |= {"midlayer.self_attn.q_norm": (width,), "midlayer.self_attn.k_norm": (width,)}
     if own_embedding:
@@ -171,6 +177,9 @@ def make_eagle3(
     if own_head:
         shapes["lm_head"] = (vocab if target_ids is None else len(target_ids), hidden)
     tensors = _random_tensors(shapes, config, seed)
+    if mask is not None:
+        generator = torch.Generator().manual_seed(seed + 1)
+        tensors["mask_hidden"] = torch.randn(1, 1, fused, generator=generator)
     if target_ids is not None:
         tensors["d2t"] = torch.tensor(target_ids) - torch.arange(len(target_ids))
         tensors["t2d"] = torch.isin(torch.arange(vocab), torch.tensor(target_ids))

@@ -77,6 +77,16 @@ class AttnMetadata:
         """Place of each of the T rows in its own sequence, [T] int64."""
         return row_positions(self.cu_q_lens, self.kv_lens, self.requests(num_rows))
 
+    def widen(self, more: int) -> AttnMetadata:
+        """`more` further rows of every request, behind those it has."""
+        before = torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.kv_lens.device)
+        return replace(
+            self,
+            cu_q_lens=self.cu_q_lens + more * before,
+            kv_lens=self.kv_lens + more,
+            width=self.width + more if self.width else 0,
+        )
+
     def advance(self) -> AttnMetadata:
         """The next autoregressive step: one row per request, one token further."""
         return replace(

@@ -45,6 +45,8 @@ class SpeculativeDecodingMode(enum.IntEnum):
     MEDUSA = 15
     MLP_SPECULATOR = 16
     DRAFT_TARGET_ONE_MODEL = 17
+    PARD = 18
+    P_EAGLE = 19
 
     @staticmethod
     def from_string(name: str | None) -> SpeculativeDecodingMode:
@@ -110,6 +112,9 @@ class SpeculativeDecodingMode(enum.IntEnum):
     def is_suffix(self) -> bool:
         return self is SpeculativeDecodingMode.SUFFIX
 
+    def is_pard(self) -> bool:
+        return self is SpeculativeDecodingMode.PARD
+
     # -- what it needs and supports -----------------------------------------------------------------------------
     def use_one_engine(self) -> bool:
         """Drafts are made inside the target's graph."""
@@ -142,6 +147,10 @@ class SpeculativeDecodingMode(enum.IntEnum):
     def drafts_without_kv(self) -> bool:
         """Its draft layers read the target's states and keep no KV of their own."""
         return self.traits.without_kv
+
+    def drafts_in_parallel(self) -> bool:
+        """All drafts of a step come from one pass, over mask tokens."""
+        return self.traits.parallel
 
     def draft_kv_is_shifted(self) -> bool:
         """Draft KV of a token depends on the token after it: so it is where layers read the target's states."""
@@ -214,6 +223,7 @@ class ModeTraits:
     kv_recompute: bool = False
     load_draft_weights: bool = False
     without_kv: bool = False  # draft layers that keep none
+    parallel: bool = False  # all drafts come from one pass over mask tokens
     unshifted: bool = False  # one-engine, yet draft KV of a token depends on no later one
     spec_decoder: bool = False
     spec_drafter: bool = False
@@ -279,16 +289,26 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
         unshifted=True,
         spec_decoder=False,
     ),
+    _M.PARD: _inside(
+        "trtspec.models.draft_model:load",
+        "trtspec.workers.parallel:PardWorker",
+        parallel=True,
+        unshifted=True,
+        spec_decoder=False,
+    ),
+    _M.P_EAGLE: _inside("trtspec.models.eagle3_weights:load", "trtspec.workers.parallel:PEagleWorker", parallel=True),
 }
 
 # The user's words -> mode: (method, one_engine, vanilla, parallel). A row that is not here is refused.
 MODE_OF: dict[tuple[str, bool, bool, bool], SpeculativeDecodingMode] = {
     ("draft_model", False, False, False): _M.DRAFT_TARGET,
     ("draft_model", True, False, False): _M.DRAFT_TARGET_ONE_MODEL,
+    ("draft_model", True, False, True): _M.PARD,
     ("eagle", True, False, False): _M.EAGLE_ONE_MODEL,
     ("eagle", False, False, False): _M.EAGLE,
     ("eagle3", True, False, False): _M.EAGLE3_ONE_MODEL,
     ("eagle3", False, False, False): _M.EAGLE3,
+    ("eagle3", True, False, True): _M.P_EAGLE,
     ("mtp", True, True, False): _M.MTP,
     ("mtp", True, False, False): _M.MTP_EAGLE_ONE_MODEL,
     ("mtp", False, False, False): _M.MTP_EAGLE,
@@ -304,9 +324,10 @@ MODE_OF: dict[tuple[str, bool, bool, bool], SpeculativeDecodingMode] = {
 
 def words_for(mode: SpeculativeDecodingMode) -> dict[str, str | bool]:
     """The SpeculativeConfig fields that ask for `mode`: the inverse of MODE_OF. Empty for NONE."""
-    for (method, one_engine, vanilla, _), found in MODE_OF.items():
+    for (method, one_engine, vanilla, parallel), found in MODE_OF.items():
         if found is mode:
-            return {"method": method, "one_engine": one_engine, **({"vanilla": True} if vanilla else {})}
+            rare = {"vanilla": vanilla, "parallel_drafting": parallel}
+            return {"method": method, "one_engine": one_engine, **{name: True for name, on in rare.items() if on}}
     return {}
 
 
@@ -335,12 +356,19 @@ def resolve_mode(
     if method in METHODS_WITHOUT_MODE:
         ready = ", ".join(key[0] for key, mode in MODE_OF.items() if mode.traits.built)
         raise UnsupportedError(f"method={method!r} is not built yet; use one of {ready}")
-    if parallel:
-        raise UnsupportedError(f"parallel_drafting=True with method={method!r} is not built yet; leave it unset")
+    parallels = [key[0] for key in MODE_OF if key[3]]
+    if parallel and method not in parallels:
+        raise ConfigError(
+            f"parallel_drafting=True does not exist for method={method!r}; leave it unset, or use one of "
+            f"{', '.join(parallels)}"
+        )
     preferred = method not in TWO_ENGINE_BY_DEFAULT
     for engine in (preferred, not preferred) if one_engine is None else (one_engine,):
         mode = MODE_OF.get((method, engine, vanilla, parallel))
         if mode is not None:
             return mode
-    offers = " or ".join(f"one_engine={e}, vanilla={v}" for (m, e, v, _p) in MODE_OF if m == method)
-    raise ConfigError(f"one_engine={one_engine}, vanilla={vanilla} does not exist for method={method!r}; use {offers}")
+    offers = " or ".join(f"one_engine={e}, vanilla={v}" for (m, e, v, p) in MODE_OF if (m, p) == (method, parallel))
+    beside = " with parallel_drafting=True" if parallel else ""
+    raise ConfigError(
+        f"one_engine={one_engine}, vanilla={vanilla} does not exist for method={method!r}{beside}; use {offers}"
+    )

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from trtspec.engine.stats import TimedExecutable
 from trtspec.engine.step import Emission
 from trtspec.models.attention import PagedAttend
 from trtspec.workers.heads import HeadWorker
-from trtspec.workers.mtp import MtpWorker
 from trtspec.workers.step import HeadStep, OneEngineStep
 
 Place = tuple[int, int, int]
@@ -42,13 +41,14 @@ TIGHT: dict[str, Any] = {"max_num_tokens": 32, "num_kv_blocks": 25, "block_size"
 
 
 class WatchedHead(HeadWorker):
-    """A worker that logs what it drafts, and from what. With `answers` (prompt and output of each request) it says the
-    right token, or, with probability `lie`, another: whether it lies depends on request and place alone. Its layers run
-    and write KV either way, and read what was said. What it drafts behind a chunk of a prompt is not logged: nobody is
-    given that."""
+    """A worker of any kind (see `watch`) that logs what it drafts, and from what. With `answers` (prompt and output of
+    each request) it says the right token, or, with probability `lie`, another: whether it lies depends on request and
+    place alone. Its layers run and write KV either way, and read what was said. What it drafts behind a chunk of a
+    prompt is not logged: nobody is given that."""
 
     def __init__(self, inner: HeadWorker, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3) -> None:
-        super().__init__(inner.head, inner.max_draft_len, inner.capture_layers, inner.greedy)
+        super(torch.nn.Module, self).__init__()
+        self.__dict__ |= inner.__dict__
         self.answers = answers
         self.lie = lie
         self.made: dict[Place, set[Made]] = {}
@@ -70,12 +70,15 @@ class WatchedHead(HeadWorker):
 
     def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
         drafts, places = super().sample_drafts(step, hidden, sampling), sampling.positions.tolist()
+        each = len(places) // len(self._ids)  # drafts of a request that are made at once
         if self._starts is None:
-            self._starts = places
-        keys = list(zip(self._ids, self._starts, places, strict=True))
+            self._starts = places[::each]
+        rows = list(zip(self._ids, self._starts, self._emits, strict=True))
+        keys = [(*rows[i // each][:2], place) for i, place in enumerate(places)]
         if self.answers is not None:
             drafts = torch.tensor([self._told(request, place) for request, _, place in keys])
-        for key, row, draft in itertools.compress(zip(keys, hidden, drafts.tolist(), strict=True), self._emits):
+        emits = [rows[i // each][2] for i in range(len(places))]
+        for key, row, draft in itertools.compress(zip(keys, hidden, drafts.tolist(), strict=True), emits):
             self.made.setdefault(key, set()).add((row.float().numpy().tobytes(), draft))
         return drafts
 
@@ -84,10 +87,6 @@ class WatchedHead(HeadWorker):
         rng, answer = random.Random(f"{request} {place}"), self.answers[request]
         right = answer[place] if place < len(answer) else rng.randrange(VOCAB)
         return (right + rng.randrange(1, VOCAB)) % VOCAB if rng.random() < self.lie else right
-
-
-class WatchedMtp(WatchedHead, MtpWorker):
-    """The same of a module for each draft."""
 
 
 def step_of(llm: LLM) -> OneEngineStep | HeadStep:
@@ -104,9 +103,9 @@ def watch(llm: LLM, answers: Sequence[Sequence[int]] | None = None, lie: float =
     """Puts a watched head in the place of the engine's worker."""
     step = step_of(llm)
     assert isinstance(step.worker, HeadWorker)
-    kind = WatchedMtp if isinstance(step.worker, MtpWorker) else WatchedHead
+    kind: Any = type("Watched", (WatchedHead, type(step.worker)), {})
     step.worker = head = kind(step.worker, answers, lie)
-    return head
+    return cast(WatchedHead, head)
 
 
 @dataclass

@@ -11,13 +11,14 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import edit_config, make_checkpoint
 from trtspec import LLM, SamplingParams
 from trtspec.core import DraftRequest, Proposal
 from trtspec.engine.core import EngineCore
@@ -29,6 +30,7 @@ from trtspec.outputs import SpeculationStats
 PIECES = ("</s>", "a", "b", "c", "d", "e", "f", "g", "ab", "ca", " b", " ", "é", "gg", "\n", "dé")
 VOCAB = len(PIECES)
 EOS = 0
+MASK = VOCAB - 1  # of drafts that guess at mask tokens
 
 
 def make_target(folder: Path, arch: str = "llama", name: str = "target", seed: int = 0, **overrides: object) -> Path:
@@ -46,13 +48,16 @@ def make_target(folder: Path, arch: str = "llama", name: str = "target", seed: i
     return make_checkpoint(folder, arch, name=name, seed=seed, **{**fields, **overrides})
 
 
-def perturbed(target: Path, noise: float, folder: Path | None = None, seed: int = 1) -> Path:
+def perturbed(
+    target: Path, noise: float, folder: Path | None = None, seed: int = 1, name: str = "draft", **fields: Any
+) -> Path:
     """A draft that often agrees: the target's weights plus normal noise of `noise` times each tensor's own spread.
 
-    Written to `folder`/draft, beside the target if not given.
+    Written to `folder`/`name`, beside the target if not given; `fields` are of its config.json.
     """
-    folder = (folder or target.parent) / "draft"
+    folder = (folder or target.parent) / name
     shutil.copytree(target, folder)
+    edit_config(folder, **fields)
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(target / "model.safetensors")
     for key, tensor in weights.items():

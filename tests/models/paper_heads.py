@@ -217,10 +217,14 @@ class Session:
 
 
 def open_session(
-    target: Path, load: Callable[[Decoder], DraftHead], capture: Sequence[int], prompts: list[list[int]]
+    target: Path,
+    load: Callable[[Decoder], DraftHead],
+    capture: Sequence[int],
+    prompts: list[list[int]],
+    kind: Callable[..., Watched] = Watched,
 ) -> Session:
     decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
-    worker = Watched(load(decoder), K, capture)
+    worker = kind(load(decoder), K, capture)
     blocks = 1 + sum(-(-(len(p) + 40) // 4) for p in prompts)
     kv = allocate_layers([*decoder.spec.kv_shapes, *worker.kv_shapes], blocks, 4, torch.float32)
     free = iter((torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist())

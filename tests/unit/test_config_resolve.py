@@ -252,7 +252,6 @@ def test_refused_against_target_or_draft(
             {"draft_sample_method": "probabilistic"},
             r"draft_sample_method='probabilistic' is not built yet; leave it unset",
         ),
-        ({"parallel_drafting": True}, r"parallel_drafting=True .*is not built yet; leave it unset"),
         ({"enable_adaptive_verification": True}, r"enable_adaptive_verification=True is not built yet; leave it unset"),
         (
             {"acceptance_window": 8, "acceptance_length_threshold": 1.0},
@@ -464,6 +463,26 @@ def test_hidden_states_need_a_folder_and_nothing_else() -> None:
         SpeculativeConfig(**NGRAM, output_directory="/o").resolve(TARGET)
     with pytest.raises(ConfigError, match=r"file_prefix='a/b': use letters"):
         SpeculativeConfig(method="extract_hidden_states", output_directory="/o", file_prefix="a/b")
+
+
+def test_parallel_drafts_guess_at_a_mask_token() -> None:
+    fields = {**DRAFTED, "parallel_drafting": True}
+    config = SpeculativeConfig(**fields)
+    resolved = config.resolve(TARGET, draft(mask_token_id=4095))
+    assert (resolved.mode, resolved.mask_token_id) == (M.PARD, 4095)
+    assert config.resolve(TARGET, draft(mask_token_id=4)).compute_hash() != resolved.compute_hash()
+    assert config.resolve(TARGET).mask_token_id is None  # nothing known of the draft
+    chain = SpeculativeConfig(**DRAFTED).resolve(TARGET, draft(mask_token_id=4))
+    assert (chain.mode, chain.mask_token_id) == (M.DRAFT_TARGET, None)
+    with pytest.raises(ConfigError, match=r"none of pard_token, mask_token_id, ptd_token_id: .* leave parallel"):
+        config.resolve(TARGET, DRAFT)
+    for mask in (4096, -1):
+        with pytest.raises(ConfigError, match=rf"mask token {mask} is not in its vocabulary of 4096 ids; correct"):
+            config.resolve(TARGET, draft(mask_token_id=mask))
+    with pytest.raises(ConfigError, match=r"use_heterogeneous_vocab=True with mode=PARD"):
+        SpeculativeConfig(**fields, use_heterogeneous_vocab=True).resolve(TARGET, draft(mask_token_id=4))
+    with pytest.raises(ConfigError, match=r"does not exist for method='medusa'; .* draft_model, eagle3"):
+        SpeculativeConfig(method="medusa", model="/m", parallel_drafting=True).resolve(TARGET, draft(n_predict=3))
 
 
 def test_capture_layers_resolve() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from trtspec.errors import ConfigError, UnsupportedError
-from trtspec.modes import METHODS, METHODS_WITHOUT_MODE, SpeculativeDecodingMode, resolve_mode
+from trtspec.modes import METHODS, METHODS_WITHOUT_MODE, SpeculativeDecodingMode, resolve_mode, words_for
 
 M = SpeculativeDecodingMode
 
@@ -19,11 +19,13 @@ def words(text: str) -> list[str]:
 
 NAMES = words(
     "MTP MTP_EAGLE MTP_EAGLE_ONE_MODEL EAGLE3 EAGLE3_ONE_MODEL NGRAM DRAFT_TARGET USER_PROVIDED "
-    "SAVE_HIDDEN_STATES NONE AUTO SUFFIX EAGLE EAGLE_ONE_MODEL MEDUSA MLP_SPECULATOR DRAFT_TARGET_ONE_MODEL"
+    "SAVE_HIDDEN_STATES NONE AUTO SUFFIX EAGLE EAGLE_ONE_MODEL MEDUSA MLP_SPECULATOR DRAFT_TARGET_ONE_MODEL PARD "
+    "P_EAGLE"
 )
 STATE_HEADS = {"MEDUSA", "MLP_SPECULATOR"}
-SHIFTED = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL"}
-ONE_ENGINE = {*SHIFTED, *STATE_HEADS, "DRAFT_TARGET_ONE_MODEL"}
+SHIFTED = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE"}
+WHOLE_MODELS = {"DRAFT_TARGET_ONE_MODEL", "PARD"}
+ONE_ENGINE = {*SHIFTED, *STATE_HEADS, *WHOLE_MODELS}
 DRAFT_MODEL = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "MTP_EAGLE"}
 DRAFTER = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES", "SUFFIX"}
 
@@ -37,6 +39,7 @@ TRUE_FOR = {
     "is_ngram": {"NGRAM"},
     "is_draft_target": {"DRAFT_TARGET"},
     "is_draft_target_one_model": {"DRAFT_TARGET_ONE_MODEL"},
+    "is_pard": {"PARD"},
     "is_user_provided": {"USER_PROVIDED"},
     "is_save_hidden_states": {"SAVE_HIDDEN_STATES"},
     "is_none": {"NONE"},
@@ -53,7 +56,8 @@ TRUE_FOR = {
     "support_overlap_scheduler": ONE_ENGINE | DRAFT_MODEL,
     "support_guided_decoder": {*DRAFTER, "NONE"},
     "drafts_without_kv": STATE_HEADS,
-    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "DRAFT_TARGET_ONE_MODEL", *STATE_HEADS},
+    "drafts_in_parallel": {"PARD", "P_EAGLE"},
+    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE", *WHOLE_MODELS, *STATE_HEADS},
     "has_spec_decoder": {*SHIFTED, *STATE_HEADS, "MTP_EAGLE", "EAGLE3", "EAGLE"},
     "has_spec_drafter": DRAFTER,
 }
@@ -65,7 +69,7 @@ class Progress:
 
 
 def test_members_keep_their_order_and_values() -> None:
-    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 18), strict=True))
+    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 20), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -197,9 +201,24 @@ def test_known_methods_without_a_mode(method: str) -> None:
         resolve_mode(method, None)
 
 
-def test_parallel_drafting_is_not_built() -> None:
-    with pytest.raises(UnsupportedError, match="parallel_drafting=True"):
-        resolve_mode("draft_model", None, parallel=True)
+@pytest.mark.parametrize("one_engine", [None, True])
+@pytest.mark.parametrize(("method", "expected"), [("draft_model", M.PARD), ("eagle3", M.P_EAGLE)])
+def test_parallel_drafting(method: str, expected: M, one_engine: bool | None) -> None:
+    assert resolve_mode(method, one_engine, parallel=True) is expected
+    assert words_for(expected) == {"method": method, "one_engine": True, "parallel_drafting": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "one_engine", "message"),
+    [
+        ("medusa", None, r"parallel_drafting=True does not exist for method='medusa'; .* draft_model, eagle3"),
+        ("ngram", None, r"parallel_drafting=True does not exist for method='ngram'; leave it unset"),
+        ("eagle3", False, r"one_engine=False, .* method='eagle3' with parallel_drafting=True; use one_engine=True"),
+    ],
+)
+def test_parallel_drafting_that_there_is_not(method: str, one_engine: bool | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_mode(method, one_engine, parallel=True)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in M if mode.traits.worker or mode.traits.drafter])

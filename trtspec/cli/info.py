@@ -56,9 +56,10 @@ def speculation_support(model: ModelConfig) -> list[tuple[str, str]]:
         "ngram": "yes, needs nothing",
         "suffix": "yes, needs nothing",
         "auto": "yes, n-gram lookup with lengths chosen by batch size",
-        "draft_model": f"yes, with a draft checkpoint of the same {model.vocab_size}-token vocabulary, or of another",
+        "draft_model": f"yes, with a draft checkpoint of the same {model.vocab_size}-token vocabulary, or of another; "
+        "one with a pard_token takes parallel_drafting (PARD)",
         "eagle": "yes, with an EAGLE head that was trained for this target",
-        "eagle3": "yes, with an EAGLE3 head that was trained for this target",
+        "eagle3": "yes, with an EAGLE3 (or, for parallel_drafting, P-EAGLE) head that was trained for this target",
         "medusa": "yes, with Medusa heads that were trained for this target",
         "mlp_speculator": "yes, with an MLP speculator that was trained for this target",
         "extract_hidden_states": "yes, writes the target's hidden states to files; drafts nothing",

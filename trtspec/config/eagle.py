@@ -12,6 +12,9 @@ from trtspec.errors import CheckpointError, UnsupportedError
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3ForCausalLMEagle3")
 
+# What vLLM calls heads for parallel drafting; others of them have a name of the above.
+P_EAGLE_ARCHITECTURES = ("PeagleLlamaForCausalLM",)
+
 # eagle_config switches whose other value is a head we do not run
 _FIXED = {
     "use_aux_hidden_state": True,
@@ -20,6 +23,8 @@ _FIXED = {
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
 }
+# norms before `fc`, which config.json speaks of at its top or in eagle_config
+_NORMS_OF_STATES = ("norm_before_fc", "fc_norm")
 
 
 @dataclass(frozen=True)
@@ -64,19 +69,29 @@ class Eagle3Facts:
     capture_layers: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Eagle3Facts:
-        """Raises UnsupportedError for heads of another kind, CheckpointError for fields that make no sense."""
-        if config.architecture not in EAGLE3_ARCHITECTURES:
+    def of(cls, config: ModelConfig, parallel: bool = False) -> Eagle3Facts:
+        """parallel: of a P-EAGLE head. Raises UnsupportedError for heads of another kind, CheckpointError for fields
+        that make no sense."""
+        remedy = "" if parallel else "; P-EAGLE heads want parallel_drafting=True"
+        supported = (*EAGLE3_ARCHITECTURES, *(P_EAGLE_ARCHITECTURES if parallel else ()))
+        if config.architecture not in supported:
             raise UnsupportedError(
                 f"draft model {config.path}: architecture {config.architecture!r} is no EAGLE3 head we run; supported: "
-                f"{', '.join(EAGLE3_ARCHITECTURES)}"
+                f"{', '.join(supported)}{remedy}"
             )
         _refuse_quantised(config, "EAGLE3")
         raw, nested = config.raw, _nested(config)
-        if config.num_layers != 1:
+        if config.num_layers != 1 and not parallel:
             raise UnsupportedError(
                 f"draft model {config.path}: num_hidden_layers = {config.num_layers}; EAGLE3 heads of one layer run"
+                f"{remedy}"
             )
+        for name in _NORMS_OF_STATES:
+            if nested.get(name, raw.get(name)) not in (None, False):
+                raise UnsupportedError(
+                    f"draft model {config.path}: {name} = {nested.get(name, raw.get(name))!r} is not built; only heads "
+                    "that fuse the target's states as they are run"
+                )
         for name, value in _FIXED.items():
             if nested.get(name, value) != value:
                 raise UnsupportedError(

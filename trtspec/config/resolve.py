@@ -15,10 +15,11 @@ from trtspec.config.base import refuse_unbuilt
 from trtspec.config.capture import default_capture_layers
 from trtspec.config.engine import QUANTIZATIONS
 from trtspec.config.mtp import MTP_TARGETS
+from trtspec.config.parallel import MASK_TOKEN_KEYS
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.tree import chain, parse_tree
 from trtspec.errors import ConfigError, UnsupportedError
-from trtspec.modes import resolve_mode
+from trtspec.modes import SpeculativeDecodingMode, resolve_mode
 
 if TYPE_CHECKING:
     from trtspec.config.speculative import SpeculativeConfig
@@ -66,7 +67,6 @@ _BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "disable_logprobs": ((True,), "leave it True"),
     "rejection_sample_method": ((None, "strict"), "leave it unset for strict acceptance, which loses nothing"),
     "draft_sample_method": ((None, "greedy"), "leave it unset"),
-    "parallel_drafting": ((False,), "leave it unset"),
     "enable_adaptive_verification": ((False,), "leave it unset, or use draft_len_schedule"),
     "acceptance_window": ((None,), "leave it unset, or use max_concurrency"),
 }
@@ -136,6 +136,7 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
         draft_sample_method=config.draft_sample_method,
         use_heterogeneous_vocab=config.use_heterogeneous_vocab,
         capture_layers=_capture_layers(config, method, target, draft),
+        mask_token_id=_mask_token_id(mode, target, draft),
         drafter=config.drafter,
         output_directory=config.output_directory,
         write_interval=config.write_interval,
@@ -371,3 +372,21 @@ def _capture_layers(
             f"[-1, {target.num_hidden_layers - 1}]"
         )
     return layers
+
+
+def _mask_token_id(mode: SpeculativeDecodingMode, target: TargetInfo, draft: DraftInfo | None) -> int | None:
+    if draft is None or not mode.drafts_in_parallel():
+        return None
+    mask = draft.mask_token_id
+    if mask is None:
+        raise ConfigError(
+            f"parallel_drafting=True with a draft whose config.json has none of {', '.join(MASK_TOKEN_KEYS)}: it was "
+            "not trained to guess at mask tokens; use one that was, or leave parallel_drafting unset"
+        )
+    size = draft.vocab_size or target.vocab_size
+    if not 0 <= mask < size:
+        raise ConfigError(
+            f"the draft's mask token {mask} is not in its vocabulary of {size} ids; correct its config.json "
+            f"({', '.join(MASK_TOKEN_KEYS)})"
+        )
+    return mask

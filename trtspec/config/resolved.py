@@ -39,6 +39,7 @@ class DraftInfo:
     is_eagle: bool = False  # by its architecture
     is_eagle3: bool = False  # likewise
     capture_layers: tuple[int, ...] | None = None  # "after layer i", where the checkpoint says
+    mask_token_id: int | None = None  # for parallel drafting, where the checkpoint says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class ResolvedSpeculation:
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
     use_heterogeneous_vocab: bool  # the draft has a tokenizer of its own
     capture_layers: tuple[int, ...]  # "after layer i"; empty where nothing is captured
+    mask_token_id: int | None  # of parallel drafting; None also where nothing is known of the draft
     drafter: Any
     # SAVE_HIDDEN_STATES: folder, finished requests per file, how file names begin
     output_directory: str | None
@@ -99,6 +101,7 @@ class ResolvedSpeculation:
             self.draft_sample_method,
             self.use_heterogeneous_vocab,
             self.capture_layers,
+            self.mask_token_id,
             self.draft_tensor_parallel_size,
         ]
         return hashlib.sha256(json.dumps(graph).encode()).hexdigest()

@@ -282,9 +282,17 @@ class _ParallelDecodingConfig(DecodingBaseConfig):
 
 
 class PARDDecodingConfig(_ParallelDecodingConfig):
-    """PARD: all drafts in one forward over mask tokens. Known, not built."""
+    """PARD: a smaller model of the same vocabulary drafts in one forward over mask tokens."""
 
     decoding_type: ClassVar[str] = "PARD"
+    method: ClassVar[str] = "draft_model"
+    unbuilt: ClassVar[Mapping[str, str]] = {
+        "mask_token_id": "leave it unset: the draft's config.json says (pard_token)",
+        "target_layer_ids": "leave it unset: PARD reads tokens alone",
+    }
+
+    def _own_fields(self) -> dict[str, Any]:
+        return {"parallel_drafting": True}
 
 
 class DFlashDecodingConfig(_ParallelDecodingConfig):

@@ -32,7 +32,7 @@ def activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
     found = [Activation.of("logits", torch.float32, R, step.vocab_size)] if "tokens" in step.outputs else []
     found += [Activation.of(name, step.like.dtype, T, width) for name, width in step.row_widths.items()]
     if step.draft_vocab_size:
-        found.append(Activation.of("logits of drafts", torch.float32, B, step.draft_vocab_size))
+        found.append(Activation.of("logits of drafts", torch.float32, B * step.draft_rows, step.draft_vocab_size))
     return tuple(found)
 
 

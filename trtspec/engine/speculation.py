@@ -6,12 +6,13 @@ import logging
 import os
 
 from trtspec.config.checkpoint import CheckpointConfig, read_checkpoint
-from trtspec.config.eagle import EAGLE3_ARCHITECTURES, Eagle3Facts, EagleFacts
+from trtspec.config.eagle import EAGLE3_ARCHITECTURES, P_EAGLE_ARCHITECTURES, Eagle3Facts, EagleFacts
 from trtspec.config.engine import EngineConfig
 from trtspec.config.medusa import MEDUSA, MedusaFacts
 from trtspec.config.mlp_speculator import MLP_SPECULATOR, MLPSpeculatorFacts
 from trtspec.config.model import ModelConfig
 from trtspec.config.mtp import mtp_layers, require_mtp
+from trtspec.config.parallel import mask_token_id
 from trtspec.config.resolve import method_and_model
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
@@ -88,19 +89,25 @@ def _of_target(speculative: SpeculativeConfig, target: ModelConfig) -> Speculati
 
 def draft_info(speculative: SpeculativeConfig, draft: ModelConfig) -> DraftInfo:
     """Of a decoder."""
+    parallel = speculative.parallel_drafting
     return DraftInfo(
         model_type=draft.model_type,
         vocab_size=draft.vocab_size,
         max_model_len=draft.max_seq_len,
         is_eagle=EagleFacts.is_named_in(draft),
-        is_eagle3=draft.architecture in EAGLE3_ARCHITECTURES,
-        capture_layers=Eagle3Facts.of(draft).capture_layers if _is_eagle3(speculative, draft) else None,
+        is_eagle3=_is_named_eagle3(draft),
+        capture_layers=Eagle3Facts.of(draft, parallel).capture_layers if _is_eagle3(speculative, draft) else None,
+        mask_token_id=mask_token_id(draft) if parallel else None,
     )
 
 
 def _is_eagle3(speculative: SpeculativeConfig, draft: ModelConfig) -> bool:
     """Also where the method is left to be guessed from the folder's name."""
-    return speculative.method == "eagle3" or draft.architecture in EAGLE3_ARCHITECTURES
+    return speculative.method == "eagle3" or _is_named_eagle3(draft)
+
+
+def _is_named_eagle3(draft: ModelConfig) -> bool:
+    return draft.architecture in (*EAGLE3_ARCHITECTURES, *P_EAGLE_ARCHITECTURES)
 
 
 def map_draft_vocabulary(target: ModelConfig, draft: ModelConfig) -> VocabularyMap:

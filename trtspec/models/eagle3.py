@@ -1,6 +1,13 @@
 """EAGLE3 heads (Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time
 test", arXiv 2503.01840). The vector for position p is at first the target's captured hidden states fused by `fc`, later
 its own output there.
+
+P-EAGLE heads draft in parallel (workers/parallel.py): no pass reads their output. They may have further layers, plain
+ones of width H on the residual stream alone, and have a `mask_hidden` for rows that have no states of the target:
+
+    f = fc(states, or mask_hidden); x = layer 0 of (embedding(id), f), as in EAGLE3; x = layer i(x); lm_head(norm(x))
+
+(vllm/model_executor/models/llama_eagle3.py, vllm-project/speculators models/peagle.)
 """
 
 from __future__ import annotations
@@ -11,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trtspec.models.attention import Attend, Attention
+from trtspec.models.decoder import DecoderLayer
 from trtspec.models.heads import DraftHead
 from trtspec.models.layers import GatedMLP, Linear, RMSNorm, RotaryTable, _unloaded, weight_bytes
 from trtspec.models.specs import DecoderSpec
@@ -18,9 +26,11 @@ from trtspec.models.specs import DecoderSpec
 
 @dataclass(frozen=True)
 class Eagle3Spec:
-    """Shapes and switches of an EAGLE3 head. `layer` describes its one decoder layer; its vocabulary is the target's.
+    """Shapes and switches of an EAGLE3 head. `layer` describes its layers, of which P-EAGLE may have several; its
+    vocabulary is the target's.
 
-    num_captured: hidden states the head fuses. own_embedding, own_head: False = the target's serves.
+    num_captured: hidden states the head fuses. own_embedding, own_head: False = the target's serves. parallel: it is
+    P-EAGLE's.
     """
 
     layer: DecoderSpec
@@ -30,6 +40,7 @@ class Eagle3Spec:
     norm_before_residual: bool = False
     own_embedding: bool = False
     own_head: bool = True
+    parallel: bool = False
 
 
 class Eagle3Layer(nn.Module):
@@ -53,8 +64,8 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(DraftHead):
-    """The whole head: one layer, run in every pass. `layer` is the index under which its attention asks for KV (the
-    target's layers come first).
+    """The whole head, run in every pass. `layer` is the index under which its first attention asks for KV (the target's
+    layers come first).
 
     Where the checkpoint has no embedding or lm_head of its own, `share` puts the target's in their place.
     """
@@ -68,6 +79,9 @@ class Eagle3Head(DraftHead):
             spec.layer.rope, spec.layer.head_dim, max_position or spec.layer.max_position_embeddings
         )
         self.midlayer = Eagle3Layer(spec, layer)
+        self.layers = nn.ModuleList(DecoderLayer(spec.layer, layer + i) for i in range(1, spec.layer.num_layers))
+        if spec.parallel:
+            self.mask_hidden = _unloaded(spec.num_captured * spec.target_hidden_size)
         self.norm = RMSNorm(H, eps)
         shape = (spec.layer.vocab_size, H)
         self.embedding: nn.Module = nn.Identity()  # share() fills what the checkpoint leaves out
@@ -89,10 +103,13 @@ class Eagle3Head(DraftHead):
         return self.fc(captured)  # type: ignore[no-any-return]
 
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
-        """See DraftHead; y is the layer's output before the norm."""
+        """See DraftHead; y is the last layer's output before the norm."""
         e = self.embedding(input_ids)
         cos, sin = self.rotary(positions, e.dtype)
-        return self.midlayer(e, h, cos, sin, attend)  # type: ignore[no-any-return]
+        x: Tensor = self.midlayer(e, h, cos, sin, attend)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return x
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """See DraftHead."""
@@ -110,4 +127,4 @@ class Eagle3Head(DraftHead):
 
     def weight_bytes_for(self, num_passes: int) -> int:
         """See DraftHead."""
-        return weight_bytes(self.fc) + num_passes * weight_bytes(self.midlayer, self.norm, self.head)
+        return weight_bytes(self.fc) + num_passes * weight_bytes(self.midlayer, self.layers, self.norm, self.head)

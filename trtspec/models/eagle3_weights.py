@@ -3,12 +3,14 @@
 The layout: `midlayer.*` (some exporters write `layers.0.*`, some put `model.` before everything), `fc.weight`
 [H, n * Ht], `norm.weight`, `lm_head.weight` [Vd, H], `d2t` [Vd] (target id = draft id + d2t), `t2d` [V] bool, and an
 `embed_tokens.weight` only where it differs from the target's. What a checkpoint leaves out, the target provides.
+P-EAGLE has `layers.{1, 2, ...}.*` as in Llama besides, and `mask_hidden`, n * Ht elements in any shape.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ from trtspec.models.weights import (
     tensors_of,
 )
 
+_MASK = "mask_hidden"
+
 
 def head_slots(spec: Eagle3Spec) -> dict[str, Slot]:
     """Tensor name in the public layout -> slot; d2t and t2d, which are no weights, apart."""
@@ -40,6 +44,10 @@ def head_slots(spec: Eagle3Spec) -> dict[str, Slot]:
     slots["midlayer.hidden_norm.weight"] = Slot("midlayer.hidden_norm.weight", 0, (H,))
     slots["fc.weight"] = Slot("fc.weight", 0, (H, spec.num_captured * spec.target_hidden_size))
     slots["norm.weight"] = Slot("norm.weight", 0, (H,))
+    for i in range(1, layer.num_layers):
+        slots |= layer_slots(layer, f"layers.{i}.", f"layers.{i - 1}.", H)
+    if spec.parallel:
+        slots[_MASK] = Slot(_MASK, 0, (spec.num_captured * spec.target_hidden_size,))
     if spec.own_embedding:
         slots["embed_tokens.weight"] = Slot("embedding.weight", 0, (layer.vocab_size, H))
     if spec.own_head:
@@ -51,8 +59,10 @@ def load(resources: HeadResources, target: Decoder) -> Eagle3Head:
     """See models.heads.LoadHead."""
     assert isinstance(resources.draft, ModelConfig)
     make = load_eagle3 if resources.reads_weights else describe_eagle3
-    num_captured, first = len(resources.speculation.capture_layers), resources.first_draft_layer
-    return make(resources.draft, target, num_captured, resources.max_seq_len, first_layer=first)
+    speculation, first = resources.speculation, resources.first_draft_layer
+    parallel = speculation.mode.drafts_in_parallel()
+    num_captured, longest = len(speculation.capture_layers), resources.max_seq_len
+    return make(resources.draft, target, num_captured, longest, first_layer=first, parallel=parallel)
 
 
 def load_eagle3(
@@ -62,18 +72,21 @@ def load_eagle3(
     max_position: int | None = None,
     role: str = "draft",
     first_layer: int | None = None,
+    parallel: bool = False,
 ) -> Eagle3Head:
-    """The folder `config.path` as the head of `target`, in its dtype and eval mode. first_layer: index of its KV layer,
-    None = after the target's.
+    """The folder `config.path` as the head of `target`, in its dtype and eval mode. first_layer: index of its first KV
+    layer, None = after the target's. parallel: it is a P-EAGLE head.
 
     Raises WeightsError naming each tensor that is missing, unexpected, of another shape than the target calls for, or
     (d2t, t2d) of impossible values.
     """
-    facts = Eagle3Facts.of(config)
+    facts = Eagle3Facts.of(config, parallel)
     _fits(config, facts, target)
     tensors = dict(renamed(checkpoint_tensors(config.path, role), _public_name, config.path, role))
+    if _MASK in tensors:
+        tensors[_MASK] = tensors[_MASK].flatten()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    spec = _spec(config, facts, target, num_captured, shapes)
+    spec = _spec(config, facts, target, num_captured, shapes, parallel)
     offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
     with unallocated(target.norm.weight.dtype):
         head = Eagle3Head(spec, target.spec.num_layers if first_layer is None else first_layer, max_position)
@@ -91,6 +104,7 @@ def describe_eagle3(
     max_position: int | None = None,
     role: str = "draft",
     first_layer: int | None = None,
+    parallel: bool = False,
 ) -> Eagle3Head:
     """The head that `load_eagle3` gives, without values, on torch's meta device.
 
@@ -98,11 +112,13 @@ def describe_eagle3(
     no norms of queries and keys, and an embedding only if it must. Where there are weights, their headers say, and are
     checked.
     """
-    facts = Eagle3Facts.of(config)
+    facts = Eagle3Facts.of(config, parallel)
     _fits(config, facts, target)
     there = not missing_weights(config.path, role)
     shapes = dict(renamed(checkpoint_shapes(config.path, role), _public_name, config.path, role)) if there else {}
-    spec = _spec(config, facts, target, num_captured, shapes)
+    if _MASK in shapes:
+        shapes[_MASK] = (prod(shapes[_MASK]),)
+    spec = _spec(config, facts, target, num_captured, shapes, parallel)
     if there:
         offsets, used = shapes.pop("d2t", None), shapes.pop("t2d", None)
         check_shapes(head_slots(spec), shapes.items(), config.path, role)
@@ -124,7 +140,12 @@ def eagle3_tensors(head: Eagle3Head) -> dict[str, Tensor]:
 
 
 def _spec(
-    config: ModelConfig, facts: Eagle3Facts, target: Decoder, num_captured: int, shapes: Mapping[str, tuple[int, ...]]
+    config: ModelConfig,
+    facts: Eagle3Facts,
+    target: Decoder,
+    num_captured: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    parallel: bool,
 ) -> Eagle3Spec:
     """Of a checkpoint with these tensors."""
     _check_fused(config, shapes.get("fc.weight"), facts.target_hidden_size, num_captured)
@@ -140,6 +161,7 @@ def _spec(
         own_head="lm_head.weight" in shapes
         or config.hidden_size != target.spec.hidden_size
         or facts.draft_vocab_size != config.vocab_size,
+        parallel=parallel,
     )
 
 

@@ -105,6 +105,11 @@ class SpecWorkerBase(nn.Module, ABC):
     def weight_bytes_per_step(self) -> int:
         """Bytes of weights that the K' = max_draft_len passes of one step read."""
 
+    @property
+    def draft_rows(self) -> int:
+        """Rows of draft logits that a pass makes for each request."""
+        return 1
+
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: StepInputs, captured: Tensor, logits: Tensor, attend: PagedAttend) -> StepOutputs:
@@ -113,7 +118,7 @@ class SpecWorkerBase(nn.Module, ABC):
         sampled = self.sample_tokens_for_batch(self.execute_guided_decoder_if_present(logits), spec)
         accepted, counts = self.sample_and_accept_draft_tokens(sampled, spec)
         rejected = spec.draft_lens - (counts - 1).clamp(min=0).int()  # [B] rows to be rewound
-        hidden, rows = self.read_in(inputs, captured, accepted, attend)
+        hidden, rows = self.read_in(inputs, captured, accepted, counts, attend)
         drafts = self.draft(hidden, counts, rows.kv_lens - rejected, rows, spec, attend)
         return StepOutputs(
             tokens=sampled,
@@ -133,10 +138,10 @@ class SpecWorkerBase(nn.Module, ABC):
         )
 
     def read_in(
-        self, inputs: StepInputs, captured: Tensor, accepted: Tensor, attend: PagedAttend
+        self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
-        """The first pass, after acceptance: accepted [B, K+1], -1 past their number -> its output and the rows it was
-        made of, each request's in order, so that the first draft is drawn behind the last one kept."""
+        """The first pass, after acceptance: accepted [B, K+1], -1 past their number counts [B] -> its output and the
+        rows it was made of, each request's in order, so that the first draft is drawn behind the last one kept."""
         ids = self.prepare_context_input_ids(inputs.input_ids, accepted, inputs.attn, inputs.spec)
         return self.first_pass(ids, captured, inputs.attn.positions(ids.shape[0]), attend), inputs.attn
 
@@ -154,9 +159,13 @@ class SpecWorkerBase(nn.Module, ABC):
             return spec.draft_tokens.new_empty(spec.batch_size, 0)
         taken = (counts - 1).clamp(min=0)
         last = attn.cu_q_lens[1:].long() - 1 - spec.draft_lens + taken  # [B] row of the last token that is kept
-        sampling = spec.sampling.select(spec.logits_rows()[:, 0])
-        sampling = replace(sampling, positions=sampling.positions + taken + 1)
+        sampling = self.sampling_behind(counts, spec)
         return self.draft_from(hidden[last], replace(attn, kv_lens=kv_lens), sampling, spec.next_draft_len, attend)
+
+    def sampling_behind(self, counts: Tensor, spec: SpecMetadata) -> SamplingTensors:
+        """How to draw the first draft of each request, behind the counts [B] tokens that it was given."""
+        sampling = spec.sampling.select(spec.logits_rows()[:, 0])
+        return replace(sampling, positions=sampling.positions + (counts - 1).clamp(min=0) + 1)
 
     def draft_from(
         self, hidden: Tensor, attn: AttnMetadata, sampling: SamplingTensors, num_drafts: int, attend: PagedAttend

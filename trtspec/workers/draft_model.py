@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -23,20 +21,14 @@ class DraftModelWorker(HeadWorker):
     """
 
     def read_in(
-        self, inputs: StepInputs, captured: Tensor, accepted: Tensor, attend: PagedAttend
+        self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
         """See base; T + B rows."""
         attn, T, B = inputs.attn, inputs.input_ids.shape[0], inputs.attn.batch_size
-        device = attn.kv_lens.device
-        rows = replace(
-            attn,
-            cu_q_lens=attn.cu_q_lens + torch.arange(B + 1, dtype=torch.int32, device=device),
-            kv_lens=attn.kv_lens + 1,
-            width=attn.width + 1 if attn.width else 0,
-        )
+        rows = attn.widen(1)
         request = rows.requests(T + B)  # [T + B]
         # The step's row of the same position; for the additional row, the last one, it is the next request's first.
-        same = torch.arange(T + B, device=device) - request
+        same = torch.arange(T + B, device=request.device) - request
         is_first = same == attn.cu_q_lens.long()[request]
         after = self.prepare_context_input_ids(inputs.input_ids, accepted, attn, inputs.spec)  # [T]
         ids = torch.where(is_first, inputs.input_ids[same.clamp(max=T - 1)], after[(same - 1).clamp(min=0)])

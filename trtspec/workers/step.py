@@ -72,6 +72,11 @@ class Step(nn.Module, ABC):
         """Ids that its draft layers tell apart; 0 = there are none."""
         return 0
 
+    @property
+    def draft_rows(self) -> int:
+        """Rows of draft logits that are made at once for each request."""
+        return 1
+
 
 class DecodeStep(Step):
     """A target that is verified, or a draft that guesses: both run their rows and draw a token where asked.
@@ -205,6 +210,11 @@ class OneEngineStep(DecodeStep):
     def draft_vocab_size(self) -> int:
         """See Step."""
         return len(self.worker.d2t)
+
+    @property
+    def draft_rows(self) -> int:
+        """See Step."""
+        return self.worker.draft_rows
 
 
 class HeadStep(Step):

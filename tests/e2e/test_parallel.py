@@ -1,0 +1,135 @@
+"""Drafts of one pass over mask tokens: speculation changes no output, and each draft is made of the right draft KV."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_eagle3
+from tests.e2e.heads import MOST_K, PLAIN, ROOMY, TIGHT, Make, Reference, assert_right, chunks_of, maker, refer
+from tests.e2e.recorded import assert_graph_is_step, record
+from tests.e2e.tiny import MASK, Case, draw_cases, perturbed
+from trtspec import SamplingParams
+from trtspec.workers.step import OneEngineStep
+
+MODES = ("PARD", "P_EAGLE")
+CASES = draw_cases(30, seed=27, most_prompt=60)
+BASE = [1 + i * i % 14 for i in range(42)]
+
+
+@pytest.fixture(scope="module")
+def makers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Make]:
+    """Mode -> see heads.maker."""
+    folder = tmp_path_factory.mktemp("parallel")
+    drafts = {
+        "PARD": ("draft_model", perturbed(target, noise=0.15, folder=folder, pard_token=MASK)),
+        "P_EAGLE": ("eagle3", make_eagle3(folder, target, (0, 1), mask=MASK, num_layers=3)),
+    }
+    return {
+        mode: maker(target, {"method": method, "model": str(path), "parallel_drafting": True})
+        for mode, (method, path) in drafts.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(target: Path, makers: dict[str, Make]) -> Callable[[str, str], Reference]:
+    """(mode, dtype) -> reference of CASES; computed when first asked for."""
+    return functools.cache(
+        lambda mode, dtype: refer(target, lambda: makers[mode](MOST_K, **PLAIN, dtype=dtype), CASES, dtype=dtype)
+    )
+
+
+@pytest.mark.parametrize(("k", "dtype"), [(1, "float32"), (3, "bfloat16"), (5, "float32")])
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_right_and_wrong_at_every_place(
+    makers: dict[str, Make], reference: Callable[[str, str], Reference], mode: str, k: int, dtype: str
+) -> None:
+    """In a cache too small, prompts in chunks, requests that end inside a draft."""
+    with makers[mode](k, dtype=dtype, max_batch_size=min(8, 32 // (k + 1)), **TIGHT) as llm:
+        assert llm.engine.loop.assemble.mode.name == mode
+        run = assert_right(llm, reference(mode, dtype), told=True)
+        acceptance = run.speculation.acceptance_per_position
+        assert len(acceptance) == k
+        assert all(0 < share < 1 for share in acceptance), acceptance
+        assert llm.engine.stats.preemptions > 0
+        assert run.num_mixed_steps > 0
+        assert run.cut_inside_draft()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_its_own_drafts(makers: dict[str, Make], reference: Callable[[str, str], Reference], mode: str) -> None:
+    """Drawn with the target's noise; right now and then, in so small a vocabulary."""
+    with makers[mode](3, dtype="float32", max_batch_size=8, **TIGHT) as llm:
+        run = assert_right(llm, reference(mode, "float32"), told=False)
+        assert 0 < run.speculation.acceptance_per_position[0] < 1
+
+
+@pytest.mark.parametrize("rows", [1, 4, 17])
+@pytest.mark.parametrize("mode", MODES)
+def test_chunks_of_prompts(
+    makers: dict[str, Make], reference: Callable[[str, str], Reference], mode: str, rows: int
+) -> None:
+    """Masks behind a chunk stand where the next chunk's tokens will."""
+    with makers[mode](3, dtype="float32", max_batch_size=8, **ROOMY) as llm:
+        most = chunks_of(llm, rows)
+        assert_right(llm, reference(mode, "float32"), told=rows == 4)
+        assert most() == rows
+
+
+@pytest.mark.parametrize("size", [1, 16])
+@pytest.mark.parametrize("mode", MODES)
+def test_other_block_sizes(
+    makers: dict[str, Make], reference: Callable[[str, str], Reference], mode: str, size: int
+) -> None:
+    """With blocks of one token, and too few of them, a request has exactly the rows that it reserved."""
+    limits = {**TIGHT, "block_size": size, "num_kv_blocks": 1 + 96 // size}
+    with makers[mode](MOST_K, dtype="float32", max_batch_size=5, **limits) as llm:
+        assert_right(llm, reference(mode, "float32"), told=True)
+        assert llm.engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_with_other_draft_lengths(
+    makers: dict[str, Make], reference: Callable[[str, str], Reference], mode: str
+) -> None:
+    """Every step another K; where it is 0, tokens are read in all the same."""
+    with makers[mode](4, dtype="float32", max_batch_size=6, **TIGHT) as llm:
+        engine, proposer = llm.engine, llm.engine.loop.proposer
+        proposer.draft_len = lambda scheduler: (4, 0, 0, 2, 1)[engine.stats.steps % 5]  # type: ignore[method-assign]
+        assert_right(llm, reference(mode, "float32"), told=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shared_prefixes(target: Path, makers: dict[str, Make], mode: str) -> None:
+    """Requests take over each other's blocks: of tokens, and never of masks."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+    cases = [Case(BASE, params), *(Case([*BASE[: 4 * n], 15, 15 - n, *BASE[:9]], params) for n in range(2, 11, 2))]
+    cases += [Case(BASE[:n], params) for n in (21, 22, 23, 24, 41)]
+    expected = refer(target, lambda: makers[mode](MOST_K, **PLAIN), cases)
+    with makers[mode](3, max_batch_size=3, **ROOMY) as llm:
+        chunks_of(llm, 3)
+        assert_right(llm, expected, told=True)
+        assert llm.engine.stats.prefix_hit_tokens > 100
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_arg_max_drafts(target: Path, makers: dict[str, Make], mode: str) -> None:
+    cases = [Case(case.prompt, dataclasses.replace(case.params, min_tokens=0)) for case in CASES[:10]]
+    fields = {"draft_sample_method": "greedy"}
+    expected = refer(target, lambda: makers[mode](MOST_K, fields, **PLAIN), cases)
+    with makers[mode](3, fields, max_batch_size=8, **TIGHT) as llm:
+        assert_right(llm, expected, told=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "uniform", "functional"), [("PARD", True, False), ("PARD", False, True), ("P_EAGLE", False, False)]
+)
+def test_the_graph_is_the_step(makers: dict[str, Make], mode: str, uniform: bool, functional: bool) -> None:
+    recorder = record(lambda **limits: makers[mode](3, **limits), "sampled")
+    step = recorder.inner.step
+    assert isinstance(step, OneEngineStep)
+    assert_graph_is_step(OneEngineStep(step.decoder, step.worker, functional), recorder, uniform, functional)

@@ -1,0 +1,261 @@
+"""Drafts of one pass over mask tokens, against a forward pass over [text, masks] without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.checkpoints import (
+    edit_config,
+    edit_tensors,
+    make_checkpoint,
+    make_eagle3,
+    oracle,
+    oracle_logits,
+)
+from tests.models.paper_heads import VOCAB, K, Watched, assert_close, open_session, states, told
+from tests.models.test_eagle3_head import SOME_IDS, PaperEagle3
+from trtspec import LLM
+from trtspec.config.model import ModelConfig
+from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
+from trtspec.models.decoder import Decoder
+from trtspec.models.draft_model import DecoderHead
+from trtspec.models.eagle3_weights import describe_eagle3, load_eagle3
+from trtspec.models.heads import DraftHead
+from trtspec.models.weights import describe_decoder, load_decoder
+from trtspec.workers.parallel import PardWorker, PEagleWorker
+
+MASK = 77
+
+Expected = Callable[[list[int]], Tensor]
+"""Tokens of a request, the one just drawn included -> logits [K, Vd] of its drafts."""
+
+
+class WatchedPard(Watched, PardWorker):
+    """Keeps what its pass gave."""
+
+
+class WatchedPEagle(Watched, PEagleWorker):
+    """The same."""
+
+
+def assert_drafts_are_those_of(
+    target: Path,
+    load: Callable[[Decoder], DraftHead],
+    kind: Callable[..., Watched],
+    capture: Sequence[int],
+    expected_of: Callable[[transformers.PreTrainedModel], Expected],
+    target_ids: Sequence[int] = range(VOCAB),
+) -> None:
+    """Prompts, then drafts of which none, some and all are accepted: neither rejected rows nor masks leave a trace."""
+    theirs, generator = oracle(target), torch.Generator().manual_seed(1)
+    expected = expected_of(theirs)
+    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (90, 7)]
+    session = open_session(target, load, capture, prompts, partial(kind, mask_token_id=MASK))
+    for accepted in (None, 2, 0, 4, 1):  # None: the prompts
+        outputs = session.launch([[] if accepted is None else told(theirs, known, accepted) for known in session.known])
+        assert outputs.proposal is not None
+        assert outputs.verdict is not None
+        assert outputs.verdict.num_tokens.tolist() == [1 if accepted is None else accepted + 1] * 2
+        (scores,) = session.worker.scores  # of one pass
+        for b, known in enumerate(session.known):
+            logits = expected(known)
+            assert_close(scores.view(2, K, -1)[b], logits)
+            assert outputs.proposal.draft_tokens[b].tolist() == [target_ids[i] for i in logits.argmax(-1).tolist()]
+
+
+# -- PARD ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["llama", "llama31", "mistral_swa", "qwen2", "qwen3"])
+def test_pard_reads_the_text_and_masks(tmp_path: Path, arch: str) -> None:
+    """transformers' own model of the draft is the oracle; the target is of another kind and depth."""
+    target = make_checkpoint(tmp_path, "llama", num_hidden_layers=2, initializer_range=0.06, name="target")
+    draft = make_checkpoint(tmp_path, arch, initializer_range=0.06, name="draft", seed=5)
+    model = oracle(draft)
+
+    def load(decoder: Decoder) -> DraftHead:
+        config = ModelConfig.from_folder(draft, "draft")
+        return DecoderHead(load_decoder(config, torch.float32, "draft"), decoder.spec.num_layers)
+
+    def expected(known: list[int]) -> Tensor:
+        return oracle_logits(model, [*known, *[MASK] * (K - 1)])[-K:]
+
+    assert_drafts_are_those_of(target, load, WatchedPard, (), lambda theirs: expected)
+
+
+# -- P-EAGLE -------------------------------------------------------------------------------------------------------
+
+
+class PaperPEagle(PaperEagle3):
+    """EAGLE3's layer, then plain ones; K drafts at once."""
+
+    def at_once(self, captured: Tensor, following: list[int]) -> Tensor:
+        """captured [n, ...] and the token after each position -> logits [K, Vd]."""
+        masks = K - 1
+        fused = self.fuse(torch.cat((captured, self.w["mask_hidden"].reshape(1, -1).expand(masks, -1))))
+        x = self.forward(self.embedding[[*following, *[MASK] * masks]], fused)
+        for i in range(1, self.config["num_hidden_layers"]):
+            layer = f"layers.{i}."
+            x = x + self.attention(self.norm(x, f"{layer}input_layernorm"), layer)
+            x = x + self.mlp(self.norm(x, f"{layer}post_attention_layernorm"), layer)
+        return self.logits(x[-K:])
+
+
+P_EAGLE: dict[str, dict[str, Any]] = {
+    "one layer": {"num_layers": 1},
+    "four layers": {"num_layers": 4, "own_embedding": True},
+    "reduced vocabulary": {"num_layers": 2, "target_ids": SOME_IDS, "own_embedding": True},
+    "norm before residual": {"num_layers": 2, "norm_before_residual": True},
+    "biases": {"num_layers": 2, "attention_bias": True},
+    "shared lm_head": {"num_layers": 2, "own_head": False},
+    "vLLM's name": {"num_layers": 2, "architectures": ["PeagleLlamaForCausalLM"]},
+}
+
+
+@pytest.mark.parametrize("name", P_EAGLE)
+def test_p_eagle_reads_states_and_masks(tmp_path: Path, name: str) -> None:
+    capture, fields = (0, 1, 3), P_EAGLE[name]
+    target = make_checkpoint(tmp_path, "llama", num_hidden_layers=4, initializer_range=0.06, name="target")
+    head = make_eagle3(tmp_path, target, None, mask=MASK, **fields)
+    config = ModelConfig.from_folder(head, "draft")
+
+    def expected_of(theirs: transformers.PreTrainedModel) -> Expected:
+        paper = PaperPEagle(head, theirs)
+        return lambda known: paper.at_once(states(theirs, known[:-1], capture)[0], known[1:])
+
+    assert_drafts_are_those_of(
+        target,
+        lambda decoder: load_eagle3(config, decoder, 3, parallel=True),
+        WatchedPEagle,
+        capture,
+        expected_of,
+        fields.get("target_ids", range(VOCAB)),
+    )
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=4)
+
+
+def test_a_described_head_is_the_loaded_one(tmp_path: Path, target: Path) -> None:
+    config = ModelConfig.from_folder(make_eagle3(tmp_path, target, mask=MASK, num_layers=3), "draft")
+    owner = ModelConfig.from_folder(target)
+    loaded = load_eagle3(config, load_decoder(owner, torch.float32), 3, parallel=True)
+    described = describe_eagle3(config, describe_decoder(owner, torch.float32), 3, parallel=True)
+    assert len(loaded.kv_shapes) == 3
+    assert described.kv_shapes == loaded.kv_shapes
+    shapes = {name: parameter.shape for name, parameter in loaded.named_parameters()}
+    assert {name: parameter.shape for name, parameter in described.named_parameters()} == shapes
+    assert shapes["mask_hidden"] == (3 * 64,)
+
+
+def opened(target: Path, head: Path, method: str = "eagle3", **fields: Any) -> None:
+    speculation = {"method": method, "model": str(head), "num_speculative_tokens": K, "parallel_drafting": True}
+    with LLM(target, {**speculation, **fields}) as llm:
+        llm.generate([1, 2, 3])
+
+
+def test_one_pass_reads_its_weights_once(tmp_path: Path, target: Path) -> None:
+    """But neither the embedding nor, among matrices, mask_hidden."""
+    head = make_eagle3(tmp_path, target, mask=MASK, num_layers=2)
+    config, decoder = (
+        ModelConfig.from_folder(head, "draft"),
+        load_decoder(ModelConfig.from_folder(target), torch.float32),
+    )
+    worker = PEagleWorker(load_eagle3(config, decoder, 3, parallel=True), K, (0, 1, 2), mask_token_id=MASK)
+    tensors = load_file(head / "model.safetensors")
+    assert worker.weight_bytes_per_step == sum(t.nbytes for name, t in tensors.items() if name != "mask_hidden")
+    assert worker.draft_rows == K
+
+
+Bad = tuple[Callable[[Path], object], type[TrtSpecError], tuple[str, ...]]
+
+BAD: dict[str, Bad] = {
+    "no mask token": (
+        lambda folder: edit_config(folder, ptd_token_id=None),
+        ConfigError,
+        ("pard_token, mask_token_id",),
+    ),
+    "a mask token past the end": (
+        lambda folder: edit_config(folder, ptd_token_id=VOCAB),
+        ConfigError,
+        (f"mask token {VOCAB}", f"vocabulary of {VOCAB} ids"),
+    ),
+    "a mask token that is none": (
+        lambda folder: edit_config(folder, ptd_token_id="<mask>"),
+        CheckpointError,
+        ("ptd_token_id", "not an integer"),
+    ),
+    "no mask_hidden": (
+        lambda folder: edit_tensors(folder, lambda tensors: tensors.pop("mask_hidden")),
+        WeightsError,
+        ("missing: mask_hidden (192,)",),
+    ),
+    "a mask_hidden of another width": (
+        lambda folder: edit_tensors(folder, lambda tensors: tensors.update(mask_hidden=torch.zeros(1, 1, 64))),
+        WeightsError,
+        ("mask_hidden is (64,), expected (192,)",),
+    ),
+    "a layer fewer than it says": (
+        lambda folder: edit_config(folder, num_hidden_layers=3),
+        WeightsError,
+        ("missing", "layers.2.mlp.up_proj.weight"),
+    ),
+    "a norm before fc": (
+        lambda folder: edit_config(folder, norm_before_fc=True),
+        UnsupportedError,
+        ("norm_before_fc = True is not built",),
+    ),
+    "norms of each state": (
+        lambda folder: edit_config(folder, eagle_config={"fc_norm": True}),
+        UnsupportedError,
+        ("fc_norm = True is not built",),
+    ),
+    "SpecForge's layout": (
+        lambda folder: edit_config(folder, architectures=["PEagleDraftModel"]),
+        UnsupportedError,
+        ("'PEagleDraftModel' is no EAGLE3 head we run", "PeagleLlamaForCausalLM"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_head_is_an_error_that_helps(tmp_path: Path, target: Path, what: str) -> None:
+    change, error, words = BAD[what]
+    head = make_eagle3(tmp_path, target, (0, 1, 2), mask=MASK, num_layers=2)
+    opened(target, head)
+    change(head)
+    with pytest.raises(error) as caught:
+        opened(target, head)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_heads_for_parallel_drafting_say_so_where_it_is_not_asked_for(tmp_path: Path, target: Path) -> None:
+    head = make_eagle3(tmp_path, target, mask=MASK, num_layers=2)
+    with pytest.raises(UnsupportedError, match=r"num_hidden_layers = 2; .* one layer run; .*parallel_drafting=True"):
+        opened(target, head, parallel_drafting=False)
+    edit_config(head, architectures=["PeagleLlamaForCausalLM"])
+    with pytest.raises(UnsupportedError, match=r"'PeagleLlamaForCausalLM' is no EAGLE3 head .*parallel_drafting=True"):
+        opened(target, head, parallel_drafting=False)
+
+
+@pytest.mark.parametrize("key", ["pard_token", "mask_token_id", "ptd_token_id"])
+def test_the_names_of_the_mask_token(tmp_path: Path, target: Path, key: str) -> None:
+    draft = make_checkpoint(tmp_path, "llama", name="draft")
+    with pytest.raises(ConfigError, match="none of pard_token, mask_token_id, ptd_token_id"):
+        opened(target, draft, "draft_model")
+    edit_config(draft, **{key: MASK})
+    opened(target, draft, "draft_model")

@@ -1,0 +1,131 @@
+"""Rows of drafting in parallel, on batches of the engine's own assembler."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.test_workers import VOCAB, assembled, expected_verdict, half_right, on_random_batches, random_batch
+from trtspec.core import SamplingTensors, StepOutputs
+from trtspec.engine.scheduler import Scheduled
+from trtspec.models.attention import Attend, PagedAttend
+from trtspec.models.heads import DraftHead
+from trtspec.workers.parallel import ParallelWorker, PardWorker, PEagleWorker
+
+K, MASK = 4, 13
+STATE_OF_MASKS = -1.0
+
+
+@dataclass
+class Row:
+    """What the head was given at a position."""
+
+    token: int
+    state: float  # which of the step's rows it was given the state of; STATE_OF_MASKS
+
+
+class Watched(DraftHead):
+    """Says, in every row, the place of the row in the pass."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.mask_hidden = torch.tensor([STATE_OF_MASKS])
+        self.rows: list[dict[int, Row]] = []  # of each request, by position
+        self.kv_lens: list[int] = []
+
+    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+        assert isinstance(attend, PagedAttend)
+        assert not self.rows  # one pass
+        attn = attend.attn
+        assert len(input_ids) == len(positions) == attn.cu_q_lens[-1]
+        self.kv_lens, self.rows = attn.kv_lens.tolist(), [{} for _ in attn.kv_lens]
+        owners, states = attn.requests(len(input_ids)).tolist(), h[:, 0].tolist() if len(h) == len(input_ids) else None
+        for i, (owner, position, token) in enumerate(zip(owners, positions.tolist(), input_ids.tolist(), strict=True)):
+            self.rows[owner][position] = Row(token, states[i] if states else 0.0)
+        return positions[:, None].float()
+
+    def logits(self, y: Tensor, step: int = 0) -> Tensor:
+        return torch.nn.functional.one_hot(y[:, 0].long() % VOCAB, VOCAB).float()
+
+    kv_shapes: ClassVar[list[tuple[int, int]]] = []
+    windows = ()
+
+    def weight_bytes_for(self, num_passes: int) -> int:
+        return 0
+
+
+def run(
+    kind: type[ParallelWorker], seed: int, k: int
+) -> tuple[Watched, StepOutputs, tuple[Scheduled, ...], list[list[int]], list[int]]:
+    """The head, what the step gives, the batch, the text of each request after it, and where drafts are drawn."""
+    rng = random.Random(seed)
+    batch = random_batch(rng)
+    inputs = assembled(batch, k)
+    logits, head = half_right(rng, inputs), Watched()
+    places: list[int] = []
+
+    class Noting(kind):  # type: ignore[valid-type, misc]
+        def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
+            places.extend(sampling.positions.tolist())
+            return super().sample_drafts(step, hidden, sampling)  # type: ignore[no-any-return]
+
+    worker = Noting(head, K, (), mask_token_id=MASK)
+    captured = torch.arange(len(inputs.input_ids))[:, None].float()
+    outputs = worker(inputs, captured, logits, PagedAttend(inputs.attn, [], ()))
+    said = inputs.spec.per_request(logits.argmax(-1)).tolist()
+    texts = [row.request.tokens + expected_verdict(row, said[b]) for b, row in enumerate(batch)]
+    return head, outputs, batch, texts, places
+
+
+@pytest.mark.parametrize("kind", [PardWorker, PEagleWorker])
+@on_random_batches
+def test_tokens_that_are_kept_and_then_masks(kind: type[ParallelWorker], seed: int) -> None:
+    k = seed % (K + 1)
+    head, outputs, batch, texts, _ = run(kind, seed, k)
+    assert outputs.next_kv_lens is not None
+    lead, first = kind.lead, 0
+    for b, row in enumerate(batch):
+        start, kept = row.request.kv.committed, int(outputs.next_kv_lens[b])
+        rows = head.rows[b]
+        assert list(rows) == list(range(start, start + row.num_rows + lead + max(k, 1) - 1))
+        tokens = [rows[position].token for position in range(start, kept + lead)]
+        assert tokens == texts[b][start + 1 - lead : kept + 1]
+        masks = [row for position, row in rows.items() if position >= kept + lead]
+        assert {mask.token for mask in masks} <= {MASK}
+        assert len(masks) >= max(k, 1) - 1
+        assert head.kv_lens[b] <= row.end + K  # what is reserved
+        if not lead:
+            assert [rows[start + i].state for i in range(kept - start)] == list(range(first, first + kept - start))
+            assert {mask.state for mask in masks} <= {STATE_OF_MASKS}
+        first += row.num_rows
+
+
+@pytest.mark.parametrize("kind", [PardWorker, PEagleWorker])
+@on_random_batches
+def test_drafts_are_drawn_behind_the_last_token(kind: type[ParallelWorker], seed: int) -> None:
+    """At its row and those of the masks behind it, each with the place of the token that it guesses."""
+    k = 1 + seed % K
+    _, outputs, batch, _, places = run(kind, seed, k)
+    assert outputs.next_kv_lens is not None
+    assert outputs.proposal is not None
+    assert outputs.proposal.draft_tokens.shape == (len(batch), k)
+    for b, row in enumerate(batch):
+        if row.emits:
+            kept = int(outputs.next_kv_lens[b])
+            assert places[b * k : (b + 1) * k] == [kept + 1 + j for j in range(k)]
+            said = [(kept - 1 + kind.lead + j) % VOCAB for j in range(k)]
+            assert outputs.proposal.draft_tokens[b].tolist() == said
+
+
+@pytest.mark.parametrize("kind", [PardWorker, PEagleWorker])
+def test_without_drafts_wanted_tokens_are_read_in_all_the_same(kind: type[ParallelWorker]) -> None:
+    head, outputs, batch, _, places = run(kind, 7, 0)
+    assert outputs.proposal is not None
+    assert outputs.proposal.draft_tokens.shape == (len(batch), 0)
+    assert not places
+    assert all(len(rows) == row.num_rows + kind.lead for rows, row in zip(head.rows, batch, strict=True))
