@@ -161,7 +161,8 @@ def check_passes(
     config, theirs = ModelConfig.from_folder(folder), oracle(folder)
     decoder = load_decoder(config, torch.float32)
     kind: Callable[..., HeadWorker] = WatchingMtp if each else Watching
-    worker = kind(load_mtp(config, decoder, num_modules), num_drafts, (-1,))
+    capture = (config.num_layers - 1 if family.before_norm else -1,)
+    worker = kind(load_mtp(config, decoder, num_modules), num_drafts, capture)
     modules, generator = Modules(folder, theirs, family), torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
     session = open_session(decoder, worker, prompts)
@@ -172,7 +173,7 @@ def check_passes(
         assert outputs.proposal is not None
         assert outputs.verdict.num_tokens.tolist() == [1 if accepted is None else accepted + 1] * len(lengths)
         for b, known in enumerate(session.known):
-            h, _ = states(theirs, known[:-1], (-1,))
+            h, _ = states(theirs, known[:-1], capture)
             passes = (modules.one_for_each if each else modules.one_for_all)(h, known, num_drafts)
             for j, expected in enumerate(passes):
                 assert_close(session.worker.rows[j][b], expected.y, TOLERANCE)

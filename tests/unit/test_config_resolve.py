@@ -387,6 +387,12 @@ def test_mtp(fields: dict[str, Any], n_predict: int, mode: M, k: int) -> None:
     assert (resolved.model, resolved.quantization, resolved.capture_layers) == (TARGET.model, "fp8", (-1,))
 
 
+@pytest.mark.parametrize(("model_type", "layers"), [("mimo", (7,)), ("deepseek_v3", (-1,))])
+def test_mtp_of_mimo_reads_states_before_the_norm(model_type: str, layers: tuple[int, ...]) -> None:
+    resolved = plan(SpeculativeConfig(method="mtp"), target(model_type=model_type, n_predict=1, num_hidden_layers=8))
+    assert resolved.capture_layers == layers
+
+
 def test_mtp_warns_when_one_layer_runs_several_times() -> None:
     with pytest.warns(UserWarning, match="num_speculative_tokens=3 runs one MTP layer 3 times"):
         plan(SpeculativeConfig(method="mtp", num_speculative_tokens=3), target(n_predict=1))

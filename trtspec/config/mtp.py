@@ -16,8 +16,8 @@ class MtpFamily:
     shapes, a last norm, whose output goes to an lm_head and to the next pass.
 
     prefix: names of module i's tensors begin with prefix + "i."; the names of its parts follow. hidden_first: False =
-    [norm(e); norm(h)]. zero_first: the embedding counts as zeros at position 0. head: the part that is its own lm_head,
-    None = the target's serves.
+    [norm(e); norm(h)]. zero_first: the embedding counts as zeros at position 0. before_norm: h is the target's state
+    before its last norm, not after it. head: the part that is its own lm_head, None = the target's serves.
     """
 
     prefix: str
@@ -27,10 +27,12 @@ class MtpFamily:
     norm: str
     hidden_first: bool = False
     zero_first: bool = False
+    before_norm: bool = False
     head: str | None = None
 
 
-# Names and order as in vLLM's mimo_mtp.py and Xiaomi's modeling_mimo.py; only vLLM, which runs them, zeroes.
+# Names and order as in vLLM's mimo_mtp.py and Xiaomi's modeling_mimo.py; only vLLM, which runs them, zeroes. There
+# mimo.py, by Xiaomi too, hands out states as they leave the last layer: its norm belongs to the logits.
 MIMO = MtpFamily(
     prefix="model.mtp_layers.",
     token_norm="token_layernorm",
@@ -39,6 +41,7 @@ MIMO = MtpFamily(
     norm="final_layernorm",
     hidden_first=True,
     zero_first=True,
+    before_norm=True,
 )
 
 
@@ -73,6 +76,12 @@ def mtp_layers(config: Mapping[str, Any]) -> int | None:
     """Number of MTP layers a target's config.json announces (TargetInfo.n_predict); None if it has none."""
     row = MTP_TARGETS.get(str(config.get("model_type")))
     return None if row is None else config.get(row.key, row.default) or None
+
+
+def mtp_capture_layers(model_type: str, num_hidden_layers: int) -> tuple[int, ...]:
+    """What the modules of such a target read of it, "after layer i", -1 = after its last norm."""
+    row = MTP_TARGETS.get(model_type)
+    return (num_hidden_layers - 1,) if row is not None and row.family is not None and row.family.before_norm else (-1,)
 
 
 def require_mtp(config: Mapping[str, Any], folder: Path) -> tuple[MtpFamily, int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trtspec.config.base import refuse_unbuilt
 from trtspec.config.capture import default_capture_layers
 from trtspec.config.engine import QUANTIZATIONS
-from trtspec.config.mtp import MTP_TARGETS
+from trtspec.config.mtp import MTP_TARGETS, mtp_capture_layers
 from trtspec.config.parallel import MASK_TOKEN_KEYS
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.tree import chain, parse_tree
@@ -35,7 +35,7 @@ WITHOUT_CHECKPOINT = ("ngram", "suffix", "auto", "extract_hidden_states", "custo
 STATE_HEADS = ("medusa", "mlp_speculator")
 
 # Methods whose heads read the target's states after its last norm, and no others.
-READS_LAST_STATE = ("eagle", "mtp", *STATE_HEADS)
+READS_LAST_STATE = ("eagle", *STATE_HEADS)
 
 # A field that only some methods read: set for another method, it would be ignored, so it is an error.
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
@@ -357,6 +357,8 @@ def _capture_layers(
     """What the method fixes, else the user's, else the draft checkpoint's, else EAGLE3's default."""
     if method in READS_LAST_STATE:
         return (-1,)
+    if method == "mtp":
+        return mtp_capture_layers(target.model_type, target.num_hidden_layers)
     if method not in _ONLY_FOR["capture_layers"]:
         return ()
     layers = config.capture_layers

@@ -1,8 +1,8 @@
 """Multi-token prediction: draft modules that come with the target's checkpoint (DeepSeek-AI, "DeepSeek-V3 technical
 report", arXiv 2412.19437, section 2.2; Xiaomi, "MiMo", arXiv 2505.07608).
 
-Module i at position p reads the token at p + i + 1 and a vector for p: at first the target's state after its last norm,
-later what a module put out there. What differs between families is a row of config/mtp.py.
+Module i at position p reads the token at p + i + 1 and a vector for p: at first the target's state there, later what a
+module put out there. What differs between families is a row of config/mtp.py.
 """
 
 from __future__ import annotations
