@@ -20,7 +20,7 @@ class ChainState:
     tokens: Tensor  # [B] int64
     attn: AttnMetadata  # one row per request: that of `tokens`
     sampling: SamplingTensors  # of B rows: how the token after `tokens` is drawn
-    hidden: Tensor | None = None  # [B, H], what a head reads beside them
+    hidden: Tensor | None = None  # [B, H], or [B, rows, H]: what a head reads beside them
 
 
 Forward = Callable[[int, ChainState], tuple[Tensor, Tensor | None]]

@@ -44,7 +44,7 @@ class MtpWorker(HeadWorker):
         if resources.functional and K > 1:
             raise UnsupportedError(
                 f"MTP with {K} modules keeps states in the KV cache, which graphs of the backends onnx and tensorrt do "
-                "not change; use another backend, num_speculative_tokens=1, or one_engine=False"
+                "not change; use another backend, or num_speculative_tokens=1"
             )
         return super().from_resources(resources, target)
 
