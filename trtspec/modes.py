@@ -289,14 +289,15 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
         unshifted=True,
         spec_decoder=False,
     ),
-    _M.PARD: _inside(
-        "trtspec.models.draft_model:load",
-        "trtspec.workers.parallel:PardWorker",
+    _M.PARD: replace(
+        _inside("trtspec.models.draft_model:load", "trtspec.workers.parallel:PardWorker"),
         parallel=True,
         unshifted=True,
         spec_decoder=False,
     ),
-    _M.P_EAGLE: _inside("trtspec.models.eagle3_weights:load", "trtspec.workers.parallel:PEagleWorker", parallel=True),
+    _M.P_EAGLE: replace(
+        _inside("trtspec.models.eagle3_weights:load", "trtspec.workers.parallel:PEagleWorker"), parallel=True
+    ),
 }
 
 # The user's words -> mode: (method, one_engine, vanilla, parallel). A row that is not here is refused.
