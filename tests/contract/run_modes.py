@@ -76,8 +76,8 @@ def table(cells: list[Cell]) -> str:
     lines = [
         "# Every mode against the laws",
         "",
-        "Written by `make contract`. Of each mode, backend and K the acceptance length, wherever the tokens of 48",
-        "requests (greedy and seeded, packed, preempted, cut by stops) are those of plain decoding; else what it is.",
+        "Written by `make contract`. Of each mode, backend and K the acceptance length, wherever the tokens of 64",
+        "requests (greedy and seeded, packed, preempted, cut by stops) are those of plain decoding; else what is not.",
         "",
         f"| mode | backend | {' | '.join(f'K = {K}' for K in range(1, MOST_K + 1))} |",
         f"|---|---|{'---|' * MOST_K}",
