@@ -553,10 +553,10 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[TrtSpecError], tuple[str, ...]
         ("num_speculative_tokens=-1",),
     ),
     "unknown method": ({"speculative_config": {"method": "magic"}}, ConfigError, ("method='magic'", "use one of")),
-    "a mode that is not built": (
+    "MTP layers that the target does not have": (
         {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
         UnsupportedError,
-        ("mode=MTP_EAGLE_ONE_MODEL", "not built", "use one of", "DRAFT_TARGET"),
+        ("MTP layers of model_type='llama'", "those of mimo run", "Use another method"),
     ),
     "speculation of the wrong type": (
         {"speculative_config": 3},
@@ -564,9 +564,9 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[TrtSpecError], tuple[str, ...]
         ("speculative_config=3", "use None, a dict"),
     ),
     "method not built": (
-        {"speculative_config": {"method": "medusa", "model": "/m", "num_speculative_tokens": 2}},
+        {"speculative_config": {"method": "dflash", "model": "/m", "num_speculative_tokens": 2}},
         UnsupportedError,
-        ("method='medusa'", "not built", "use one of"),
+        ("method='dflash'", "not built", "use one of"),
     ),
     "drafter that does not exist": (
         {"speculative_config": {"method": "custom_class", "drafter": "no.such:Thing", "num_speculative_tokens": 2}},

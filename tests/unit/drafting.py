@@ -19,7 +19,7 @@ def question(
     draft_kv_len: int = 0,
     prompt_len: int = 0,
 ) -> DraftRequest:
-    return DraftRequest(request_id, tokens, K, sampling, blocks, draft_kv_len, prompt_len)
+    return DraftRequest(request_id, tokens, K, sampling, blocks, draft_kv_len, prompt_len=prompt_len)
 
 
 def drafts_of(proposal: Proposal) -> list[list[int]]:
