@@ -127,6 +127,14 @@ def test_the_words_are_those_of_eager(
     assert_words_are_those_of_eager(engine(mode, "float32"), models, asked(mode)[0], plain_words, asked(mode)[1])
 
 
+@pytest.mark.long
+def test_a_draft_model_inside_the_graph(
+    engine: Callable[[str, str], Path], plain: Callable[[str, str], list[Outcome]], models: Path
+) -> None:
+    words = plain("eager", "float32")
+    assert_words_are_those_of_eager(engine("draft_inside", "float32"), models, "draft_inside", words)
+
+
 NEAR_TIE = 2.0
 """Ulps of bf16. Three layers round some ten times on the way to a logit, in either direction."""
 

@@ -132,13 +132,13 @@ def test_banned_tokens_are_the_targets(target: Path, permuted: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_built_engine_holds_the_translation(target: Path, other: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["aoti", "onnx"])
+def test_a_built_engine_holds_the_translation(target: Path, other: Path, tmp_path: Path, backend: str) -> None:
     """Without the draft's tokenizer: ids and drafts are eager's."""
-    pytest.importorskip("onnxruntime")
     limits = {name: TIGHT[name] for name in ("max_batch_size", "max_num_tokens", "block_size")}
     speculation = SpeculativeConfig.from_any(with_draft(other))
     folder = tmp_path / "engine"
-    build_engine(target, folder, speculation, EngineConfig(backend="onnx", **limits))
+    build_engine(target, folder, speculation, EngineConfig(backend=backend, **limits))
     runs = []
     for model, asked in ((folder, None), (target, speculation)):
         with LLM(model, asked, **(TIGHT if asked else {"num_kv_blocks": TIGHT["num_kv_blocks"]})) as llm:

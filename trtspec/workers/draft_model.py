@@ -31,5 +31,6 @@ class DraftModelWorker(HeadWorker):
         same = torch.arange(T + B, device=request.device) - request
         is_first = same == attn.cu_q_lens.long()[request]
         after = self.prepare_context_input_ids(inputs.input_ids, accepted, attn, inputs.spec)  # [T]
-        ids = torch.where(is_first, inputs.input_ids[same.clamp(max=T - 1)], after[(same - 1).clamp(min=0)])
+        both = torch.cat((inputs.input_ids, after))  # [2 T]
+        ids = both[torch.where(is_first, same, same + T - 1)]  # its own, or what is after the row before
         return self.first_pass(ids, captured, rows.positions(T + B), attend.at(rows)), rows
