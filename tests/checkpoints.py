@@ -236,6 +236,43 @@ def make_eagle(
     return _write(tmp_path / name, tensors, {"model_type": "eagle", "model": config} if wrapped else config)
 
 
+def make_dflash(
+    tmp_path: Path,
+    target: Path,
+    capture: Sequence[int],
+    mask: int,
+    *,
+    name: str = "dflash",
+    seed: int = 0,
+    num_layers: int = 2,
+    **fields: Any,
+) -> Path:
+    """Writes a random DFlash draft for the checkpoint `target` in z-lab's layout, and returns its folder.
+
+    capture: layers "after layer i". mask: its mask token. `fields` are of config.json.
+    """
+    theirs = json.loads((target / "config.json").read_text())
+    config = {
+        **{key: value for key, value in theirs.items() if key != "layer_types"},
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": num_layers,
+        "num_target_layers": theirs["num_hidden_layers"],
+        "tie_word_embeddings": False,
+        "block_size": 8,
+        "dflash_config": {"target_layer_ids": list(capture), "mask_token_id": mask},
+        **fields,
+    }
+    hidden, width = config["hidden_size"], config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {"fc": (hidden, len(capture) * hidden), "hidden_norm": (hidden,)}
+    for i in range(num_layers):
+        prefix = f"layers.{i}."
+        shapes |= {f"{prefix}input_layernorm": (hidden,), **_layer_shapes(config, prefix, hidden)}
+        shapes |= {f"{prefix}self_attn.q_norm": (width,), f"{prefix}self_attn.k_norm": (width,)}
+    shapes["norm"] = (hidden,)
+    return _write(tmp_path / name, _random_tensors(shapes, config, seed), config)
+
+
 def _layer_shapes(config: dict[str, Any], prefix: str, in_features: int) -> dict[str, tuple[int, ...]]:
     """Of the tensors of one decoder layer but for its input_layernorm; in_features: that q, k and v read."""
     hidden, inner, width = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))

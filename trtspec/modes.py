@@ -47,6 +47,7 @@ class SpeculativeDecodingMode(enum.IntEnum):
     DRAFT_TARGET_ONE_MODEL = 17
     PARD = 18
     P_EAGLE = 19
+    DFLASH = 20
 
     @staticmethod
     def from_string(name: str | None) -> SpeculativeDecodingMode:
@@ -152,6 +153,10 @@ class SpeculativeDecodingMode(enum.IntEnum):
         """All drafts of a step come from one pass, over mask tokens."""
         return self.traits.parallel
 
+    def rows_ahead(self, max_draft_len: int) -> int:
+        """Rows of KV that drafting writes, or sees, behind the rows of a step."""
+        return max_draft_len + self.traits.in_blocks
+
     def draft_kv_is_shifted(self) -> bool:
         """Draft KV of a token depends on the token after it: so it is where layers read the target's states."""
         inside = self.traits.one_engine and not (self.traits.unshifted or self.traits.without_kv)
@@ -224,6 +229,7 @@ class ModeTraits:
     load_draft_weights: bool = False
     without_kv: bool = False  # draft layers that keep none
     parallel: bool = False  # all drafts come from one pass over mask tokens
+    in_blocks: bool = False  # likewise, and the rows of a pass see each other
     unshifted: bool = False  # one-engine, yet draft KV of a token depends on no later one
     spec_decoder: bool = False
     spec_drafter: bool = False
@@ -298,6 +304,12 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     _M.P_EAGLE: replace(
         _inside("trtspec.models.eagle3_weights:load", "trtspec.workers.parallel:PEagleWorker"), parallel=True
     ),
+    _M.DFLASH: replace(
+        _inside("trtspec.models.dflash_weights:load", "trtspec.workers.dflash:DFlashWorker"),
+        parallel=True,
+        in_blocks=True,
+        unshifted=True,
+    ),
 }
 
 # The user's words -> mode: (method, one_engine, vanilla, parallel). A row that is not here is refused.
@@ -320,6 +332,8 @@ MODE_OF: dict[tuple[str, bool, bool, bool], SpeculativeDecodingMode] = {
     ("auto", False, False, False): _M.AUTO,
     ("medusa", True, False, False): _M.MEDUSA,
     ("mlp_speculator", True, False, False): _M.MLP_SPECULATOR,
+    ("dflash", True, False, False): _M.DFLASH,
+    ("dflash", True, False, True): _M.DFLASH,  # what it is anyway
 }
 
 
@@ -333,7 +347,7 @@ def words_for(mode: SpeculativeDecodingMode) -> dict[str, str | bool]:
 
 
 # Methods that are known but have no mode yet; their members will come after AUTO.
-METHODS_WITHOUT_MODE = ("dflash", "dspark")
+METHODS_WITHOUT_MODE = ("dspark",)
 METHODS: tuple[str, ...] = (*dict.fromkeys(key[0] for key in MODE_OF), *METHODS_WITHOUT_MODE)
 
 # A whole model drafts beside the target unless it is asked into its graph: as in vLLM, and as a graph that holds both

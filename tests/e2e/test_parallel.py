@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_eagle3
+from tests.checkpoints import make_dflash, make_eagle3
 from tests.e2e.heads import MOST_K, PLAIN, ROOMY, TIGHT, Make, Reference, assert_right, chunks_of, maker, refer
 from tests.e2e.recorded import assert_graph_is_step, record
 from tests.e2e.tiny import MASK, Case, draw_cases, perturbed
 from trtspec import SamplingParams
 from trtspec.workers.step import OneEngineStep
 
-MODES = ("PARD", "P_EAGLE")
+MODES = ("PARD", "P_EAGLE", "DFLASH")
 CASES = draw_cases(30, seed=27, most_prompt=60)
 BASE = [1 + i * i % 14 for i in range(42)]
 
@@ -28,6 +28,7 @@ def makers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     drafts = {
         "PARD": ("draft_model", perturbed(target, noise=0.15, folder=folder, pard_token=MASK)),
         "P_EAGLE": ("eagle3", make_eagle3(folder, target, (0, 1), mask=MASK, num_layers=3)),
+        "DFLASH": ("dflash", make_dflash(folder, target, (0, 1), MASK)),
     }
     return {
         mode: maker(target, {"method": method, "model": str(path), "parallel_drafting": True})
@@ -35,23 +36,35 @@ def makers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     }
 
 
+def enough(mode: str, k: int) -> int:
+    """How long drafts must be to tell what the first k are: a mask that sees others depends on how many there are."""
+    return k if mode == "DFLASH" else MOST_K
+
+
+Refer = Callable[[str, str, int], Reference]
+"""(mode, dtype, K) -> reference of CASES."""
+
+
 @pytest.fixture(scope="module")
-def reference(target: Path, makers: dict[str, Make]) -> Callable[[str, str], Reference]:
-    """(mode, dtype) -> reference of CASES; computed when first asked for."""
-    return functools.cache(
-        lambda mode, dtype: refer(target, lambda: makers[mode](MOST_K, **PLAIN, dtype=dtype), CASES, dtype=dtype)
-    )
+def reference(target: Path, makers: dict[str, Make]) -> Refer:
+    """Computed when first asked for."""
+
+    @functools.cache
+    def compute(mode: str, dtype: str, k: int) -> Reference:
+        return refer(target, lambda: makers[mode](k, **PLAIN, dtype=dtype), CASES, dtype=dtype)
+
+    return lambda mode, dtype, k: compute(mode, dtype, enough(mode, k))
 
 
 @pytest.mark.parametrize(("k", "dtype"), [(1, "float32"), (3, "bfloat16"), (5, "float32")])
 @pytest.mark.parametrize("mode", MODES)
 def test_drafts_right_and_wrong_at_every_place(
-    makers: dict[str, Make], reference: Callable[[str, str], Reference], mode: str, k: int, dtype: str
+    makers: dict[str, Make], reference: Refer, mode: str, k: int, dtype: str
 ) -> None:
     """In a cache too small, prompts in chunks, requests that end inside a draft."""
     with makers[mode](k, dtype=dtype, max_batch_size=min(8, 32 // (k + 1)), **TIGHT) as llm:
         assert llm.engine.loop.assemble.mode.name == mode
-        run = assert_right(llm, reference(mode, dtype), told=True)
+        run = assert_right(llm, reference(mode, dtype, k), told=True)
         acceptance = run.speculation.acceptance_per_position
         assert len(acceptance) == k
         assert all(0 < share < 1 for share in acceptance), acceptance
@@ -61,46 +74,41 @@ def test_drafts_right_and_wrong_at_every_place(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_its_own_drafts(makers: dict[str, Make], reference: Callable[[str, str], Reference], mode: str) -> None:
+def test_its_own_drafts(makers: dict[str, Make], reference: Refer, mode: str) -> None:
     """Drawn with the target's noise; right now and then, in so small a vocabulary."""
     with makers[mode](3, dtype="float32", max_batch_size=8, **TIGHT) as llm:
-        run = assert_right(llm, reference(mode, "float32"), told=False)
+        run = assert_right(llm, reference(mode, "float32", 3), told=False)
         assert 0 < run.speculation.acceptance_per_position[0] < 1
 
 
 @pytest.mark.parametrize("rows", [1, 4, 17])
 @pytest.mark.parametrize("mode", MODES)
-def test_chunks_of_prompts(
-    makers: dict[str, Make], reference: Callable[[str, str], Reference], mode: str, rows: int
-) -> None:
+def test_chunks_of_prompts(makers: dict[str, Make], reference: Refer, mode: str, rows: int) -> None:
     """Masks behind a chunk stand where the next chunk's tokens will."""
     with makers[mode](3, dtype="float32", max_batch_size=8, **ROOMY) as llm:
         most = chunks_of(llm, rows)
-        assert_right(llm, reference(mode, "float32"), told=rows == 4)
+        assert_right(llm, reference(mode, "float32", 3), told=rows == 4)
         assert most() == rows
 
 
 @pytest.mark.parametrize("size", [1, 16])
 @pytest.mark.parametrize("mode", MODES)
-def test_other_block_sizes(
-    makers: dict[str, Make], reference: Callable[[str, str], Reference], mode: str, size: int
-) -> None:
+def test_other_block_sizes(makers: dict[str, Make], reference: Refer, mode: str, size: int) -> None:
     """With blocks of one token, and too few of them, a request has exactly the rows that it reserved."""
     limits = {**TIGHT, "block_size": size, "num_kv_blocks": 1 + 96 // size}
     with makers[mode](MOST_K, dtype="float32", max_batch_size=5, **limits) as llm:
-        assert_right(llm, reference(mode, "float32"), told=True)
+        assert_right(llm, reference(mode, "float32", MOST_K), told=True)
         assert llm.engine.stats.preemptions > 0
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_with_other_draft_lengths(
-    makers: dict[str, Make], reference: Callable[[str, str], Reference], mode: str
-) -> None:
+def test_steps_with_other_draft_lengths(makers: dict[str, Make], reference: Refer, mode: str) -> None:
     """Every step another K; where it is 0, tokens are read in all the same."""
     with makers[mode](4, dtype="float32", max_batch_size=6, **TIGHT) as llm:
         engine, proposer = llm.engine, llm.engine.loop.proposer
-        proposer.draft_len = lambda scheduler: (4, 0, 0, 2, 1)[engine.stats.steps % 5]  # type: ignore[method-assign]
-        assert_right(llm, reference(mode, "float32"), told=True)
+        lengths = (4, 0, 0, 4, 0) if mode == "DFLASH" else (4, 0, 0, 2, 1)
+        proposer.draft_len = lambda scheduler: lengths[engine.stats.steps % 5]  # type: ignore[method-assign]
+        assert_right(llm, reference(mode, "float32", 4), told=True)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -109,7 +117,7 @@ def test_shared_prefixes(target: Path, makers: dict[str, Make], mode: str) -> No
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
     cases = [Case(BASE, params), *(Case([*BASE[: 4 * n], 15, 15 - n, *BASE[:9]], params) for n in range(2, 11, 2))]
     cases += [Case(BASE[:n], params) for n in (21, 22, 23, 24, 41)]
-    expected = refer(target, lambda: makers[mode](MOST_K, **PLAIN), cases)
+    expected = refer(target, lambda: makers[mode](enough(mode, 3), **PLAIN), cases)
     with makers[mode](3, max_batch_size=3, **ROOMY) as llm:
         chunks_of(llm, 3)
         assert_right(llm, expected, told=True)
@@ -120,13 +128,20 @@ def test_shared_prefixes(target: Path, makers: dict[str, Make], mode: str) -> No
 def test_arg_max_drafts(target: Path, makers: dict[str, Make], mode: str) -> None:
     cases = [Case(case.prompt, dataclasses.replace(case.params, min_tokens=0)) for case in CASES[:10]]
     fields = {"draft_sample_method": "greedy"}
-    expected = refer(target, lambda: makers[mode](MOST_K, fields, **PLAIN), cases)
+    expected = refer(target, lambda: makers[mode](enough(mode, 3), fields, **PLAIN), cases)
     with makers[mode](3, fields, max_batch_size=8, **TIGHT) as llm:
         assert_right(llm, expected, told=False)
 
 
 @pytest.mark.parametrize(
-    ("mode", "uniform", "functional"), [("PARD", True, False), ("PARD", False, True), ("P_EAGLE", False, False)]
+    ("mode", "uniform", "functional"),
+    [
+        ("PARD", True, False),
+        pytest.param("DFLASH", True, False, marks=pytest.mark.long),
+        pytest.param("DFLASH", False, False, marks=pytest.mark.long),
+        pytest.param("PARD", False, True, marks=pytest.mark.long),
+        pytest.param("P_EAGLE", False, False, marks=pytest.mark.long),
+    ],
 )
 def test_the_graph_is_the_step(makers: dict[str, Make], mode: str, uniform: bool, functional: bool) -> None:
     recorder = record(lambda **limits: makers[mode](3, **limits), "sampled")

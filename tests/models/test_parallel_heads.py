@@ -17,20 +17,26 @@ from tests.checkpoints import (
     edit_config,
     edit_tensors,
     make_checkpoint,
+    make_dflash,
     make_eagle3,
     oracle,
     oracle_logits,
 )
-from tests.models.paper_heads import VOCAB, K, Watched, assert_close, open_session, states, told
+from tests.models.paper_heads import VOCAB, K, PaperHead, Watched, assert_close, open_session, states, told, turned
 from tests.models.test_eagle3_head import SOME_IDS, PaperEagle3
 from trtspec import LLM
+from trtspec.config.engine import EngineConfig
 from trtspec.config.model import ModelConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.plan import plan_build
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.models.decoder import Decoder
+from trtspec.models.dflash_weights import describe_dflash, load_dflash
 from trtspec.models.draft_model import DecoderHead
 from trtspec.models.eagle3_weights import describe_eagle3, load_eagle3
 from trtspec.models.heads import DraftHead
 from trtspec.models.weights import describe_decoder, load_decoder
+from trtspec.workers.dflash import DFlashWorker
 from trtspec.workers.parallel import PardWorker, PEagleWorker
 
 MASK = 77
@@ -142,6 +148,78 @@ def test_p_eagle_reads_states_and_masks(tmp_path: Path, name: str) -> None:
     )
 
 
+# -- DFlash --------------------------------------------------------------------------------------------------------
+
+
+class WatchedDFlash(Watched, DFlashWorker):
+    """Keeps what its pass gave."""
+
+
+class PaperDFlash(PaperHead):
+    """z-lab's: a block whose rows see the text's keys and values, made of the target's states, and each other."""
+
+    def fuse(self, captured: Tensor) -> Tensor:
+        return self.norm(self.linear(captured, "fc"), "hidden_norm")
+
+    def forward(self, e: Tensor, h: Tensor) -> Tensor:
+        """e [K+1, H] of the block, h [n, H] of the text -> y [K+1, H]."""
+        for i in range(self.config["num_hidden_layers"]):
+            layer = f"layers.{i}."
+            e = e + self.all_to_all(self.norm(e, f"{layer}input_layernorm"), h, f"{layer}self_attn.")
+            e = e + self.mlp(self.norm(e, f"{layer}post_attention_layernorm"), layer)
+        return e
+
+    def logits(self, y: Tensor) -> Tensor:
+        return self.norm(y, "norm") @ self.lm_head.T
+
+    def all_to_all(self, x: Tensor, text: Tensor, prefix: str) -> Tensor:
+        def heads(rows: Tensor, name: str) -> Tensor:
+            return self.linear(rows, f"{prefix}{name}_proj").unflatten(-1, (-1, self.config["head_dim"]))
+
+        both = torch.cat((text, x))
+        q, k = self.norm(heads(x, "q"), f"{prefix}q_norm"), self.norm(heads(both, "k"), f"{prefix}k_norm")
+        cos, sin = (table[0][:, None] for table in self.rotary(x, torch.arange(len(both))[None]))
+        q = q * cos[len(text) :] + turned(q) * sin[len(text) :]
+        k = k * cos + turned(k) * sin
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), heads(both, "v").repeat_interleave(groups, dim=1)
+        weights = (torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5).softmax(-1)
+        return self.linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), f"{prefix}o_proj")
+
+    def at_once(self, captured: Tensor, token: int) -> Tensor:
+        """captured [n, ...] of the text before the token -> logits [K, V]."""
+        return self.logits(self.forward(self.embedding[[token, *[MASK] * K]], self.fuse(captured))[1:])
+
+
+DFLASH: dict[str, dict[str, Any]] = {
+    "two layers": {},
+    "four layers, one state": {"num_layers": 4, "capture": (2,)},
+    "biases": {"attention_bias": True},
+    "states in another order": {"capture": (3, 0)},
+    "as many KV heads": {"num_key_value_heads": 4},
+    "block_size in dflash_config": {
+        "block_size": None,
+        "dflash_config": {"target_layer_ids": [0, 1, 3], "mask_token_id": MASK, "block_size": 8},
+    },
+}
+
+
+@pytest.mark.parametrize("name", DFLASH)
+def test_dflash_blocks_see_the_text_and_themselves(tmp_path: Path, name: str) -> None:
+    fields = {"capture": (0, 1, 3), **DFLASH[name]}
+    target = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=4, initializer_range=0.06, name="target")
+    draft = make_dflash(tmp_path, target, mask=MASK, **fields)
+    config, capture = ModelConfig.from_folder(draft, "draft"), fields["capture"]
+
+    def expected_of(theirs: transformers.PreTrainedModel) -> Expected:
+        paper = PaperDFlash(draft, theirs)
+        return lambda known: paper.at_once(states(theirs, known[:-1], capture)[0], known[-1])
+
+    assert_drafts_are_those_of(
+        target, lambda decoder: load_dflash(config, decoder, len(capture)), WatchedDFlash, capture, expected_of
+    )
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -160,6 +238,15 @@ def test_a_described_head_is_the_loaded_one(tmp_path: Path, target: Path) -> Non
     shapes = {name: parameter.shape for name, parameter in loaded.named_parameters()}
     assert {name: parameter.shape for name, parameter in described.named_parameters()} == shapes
     assert shapes["mask_hidden"] == (3 * 64,)
+
+
+def test_a_described_dflash_draft_is_the_loaded_one(tmp_path: Path, target: Path) -> None:
+    config, owner = ModelConfig.from_folder(make_dflash(tmp_path, target, (1, 2), MASK), "draft"), ModelConfig
+    loaded = load_dflash(config, load_decoder(owner.from_folder(target), torch.float32), 2)
+    described = describe_dflash(config, describe_decoder(owner.from_folder(target), torch.float32), 2)
+    assert described.kv_shapes == loaded.kv_shapes
+    shapes = {name: parameter.shape for name, parameter in loaded.named_parameters()}
+    assert {name: parameter.shape for name, parameter in described.named_parameters()} == shapes
 
 
 def opened(target: Path, head: Path, method: str = "eagle3", **fields: Any) -> None:
@@ -259,3 +346,75 @@ def test_the_names_of_the_mask_token(tmp_path: Path, target: Path, key: str) -> 
         opened(target, draft, "draft_model")
     edit_config(draft, **{key: MASK})
     opened(target, draft, "draft_model")
+
+
+def says(**fields: Any) -> Callable[[Path], None]:
+    """A dflash_config with these fields beside what it needs."""
+    return lambda folder: edit_config(
+        folder, dflash_config={"target_layer_ids": [0, 1], "mask_token_id": MASK} | fields
+    )
+
+
+BAD_DFLASH: dict[str, Bad] = {
+    "no DFlash draft": (
+        lambda folder: edit_config(folder, architectures=["Qwen3ForCausalLM"]),
+        UnsupportedError,
+        ("'Qwen3ForCausalLM' is no DFlash draft",),
+    ),
+    "no layers": (says(target_layer_ids=None), CheckpointError, ("dflash_config.target_layer_ids", "not a list")),
+    "no mask token": (says(mask_token_id=None), ConfigError, ("mode=DFLASH", "mask_token_id")),
+    "layers past the end": (says(target_layer_ids=[0, 4]), ConfigError, ("capture_layers=(0, 4)", "4 layers")),
+    "more layers than fc fuses": (
+        says(target_layer_ids=[0, 1, 2]),
+        WeightsError,
+        ("fc.weight is (64, 128), expected (64, 192)",),
+    ),
+    "a causal block": (says(causal=True), UnsupportedError, ("dflash_config.causal", "only False is built")),
+    "sinks": (says(attention_sink_bias=True), UnsupportedError, ("attention_sink_bias", "only False is built")),
+    "sliding windows": (
+        lambda folder: edit_config(folder, layer_types=["sliding_attention", "full_attention"], sliding_window=8),
+        UnsupportedError,
+        ("sliding window",),
+    ),
+    "a vocabulary of its own": (
+        lambda folder: edit_config(folder, draft_vocab_size=50),
+        UnsupportedError,
+        ("draft_vocab_size",),
+    ),
+    "a block of one": (lambda folder: edit_config(folder, block_size=1), CheckpointError, ("no room for a mask",)),
+    "short blocks": (lambda folder: edit_config(folder, block_size=K), ConfigError, (f"use at most {K - 1}",)),
+    "for a deeper target": (
+        lambda folder: edit_config(folder, num_target_layers=36),
+        WeightsError,
+        ("num_target_layers is 36, the target's is 4",),
+    ),
+    "an embedding of its own": (
+        lambda folder: edit_tensors(folder, lambda them: them.update({"embed_tokens.weight": torch.zeros(199, 64)})),
+        WeightsError,
+        ("unexpected: embed_tokens.weight",),
+    ),
+    "a mask_hidden": (
+        lambda folder: edit_tensors(folder, lambda them: them.update(mask_hidden=torch.zeros(64))),
+        WeightsError,
+        ("unexpected: mask_hidden",),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_DFLASH)
+def test_a_bad_dflash_draft_is_an_error_that_helps(tmp_path: Path, target: Path, what: str) -> None:
+    change, error, words = BAD_DFLASH[what]
+    draft = make_dflash(tmp_path, target, (0, 1), MASK)
+    opened(target, draft, "dflash")
+    change(draft)
+    with pytest.raises(error) as caught:
+        opened(target, draft, "dflash")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("backend", ["onnx", "tensorrt"])
+def test_dflash_needs_a_tree_mask(tmp_path: Path, target: Path, backend: str) -> None:
+    draft = make_dflash(tmp_path, target, (0, 1), MASK)
+    config = SpeculativeConfig(method="dflash", model=str(draft), num_speculative_tokens=3)
+    with pytest.raises(UnsupportedError, match="DFlash's masks see each other"):
+        plan_build(target, config, EngineConfig(backend=backend, num_kv_blocks=8))

@@ -261,7 +261,7 @@ def test_refused_against_target_or_draft(
             {"speculative_token_tree": "[(0,),(1,),(0,0),(0,0,0)]"},
             r"speculative_token_tree='\[\(0,\),.* branches, which is not built yet; leave it unset",
         ),
-        ({"method": "dflash"}, r"method='dflash' is not built yet; use one of draft_model"),
+        ({"method": "dspark"}, r"method='dspark' is not built yet; use one of draft_model"),
     ],
 )
 def test_known_but_not_built(fields: dict[str, Any], message: str) -> None:
@@ -489,6 +489,18 @@ def test_parallel_drafts_guess_at_a_mask_token() -> None:
         SpeculativeConfig(**fields, use_heterogeneous_vocab=True).resolve(TARGET, draft(mask_token_id=4))
     with pytest.raises(ConfigError, match=r"does not exist for method='medusa'; .* draft_model, eagle3"):
         SpeculativeConfig(method="medusa", model="/m", parallel_drafting=True).resolve(TARGET, draft(n_predict=3))
+
+
+def test_a_dflash_draft_says_almost_everything() -> None:
+    found = draft(model_type="dflash", n_predict=7, capture_layers=(1, 5), mask_token_id=9)
+    for fields in ({"method": "dflash"}, {"method": "dflash", "parallel_drafting": True}, {}):
+        resolved = SpeculativeConfig(model="/d", **fields).resolve(TARGET, found)
+        assert (resolved.mode, resolved.method, resolved.num_speculative_tokens) == (M.DFLASH, "dflash", 7)
+        assert (resolved.capture_layers, resolved.mask_token_id) == ((1, 5), 9)
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens=8 exceeds the 7 masks .* use at most 7"):
+        SpeculativeConfig(model="/d", method="dflash", num_speculative_tokens=8).resolve(TARGET, found)
+    with pytest.raises(ConfigError, match=r"mode=DFLASH: config.json of the draft has none of"):
+        SpeculativeConfig(model="/d").resolve(TARGET, dataclasses.replace(found, mask_token_id=None))
 
 
 def test_capture_layers_resolve() -> None:

@@ -202,6 +202,7 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
             {"method": "medusa", "num_speculative_tokens": 2},
         ),
         (PARDDecodingConfig(), {"method": "draft_model", "parallel_drafting": True}),
+        (DFlashDecodingConfig(target_layer_ids=[1, 4]), {"method": "dflash", "capture_layers": (1, 4)}),
         (MTPDecodingConfig(mtp_eagle_one_model=False), {"method": "mtp", "one_engine": False}),
         (
             MTPDecodingConfig(use_mtp_vanilla=True, mtp_eagle_one_model=False, num_nextn_predict_layers=3),
@@ -261,7 +262,7 @@ def test_converts(config: DecodingBaseConfig, expected: dict[str, Any]) -> None:
         (SADecodingConfig(), r"decoding_type='SA' is not built yet"),
         (PARDDecodingConfig(mask_token_id=3), r"mask_token_id=3 is not built yet; leave it unset: the draft's config"),
         (PARDDecodingConfig(target_layer_ids=[3]), r"target_layer_ids=\(3,\) is not built yet; leave it unset"),
-        (DFlashDecodingConfig(), r"decoding_type='DFlash' is not built yet"),
+        (DFlashDecodingConfig(mask_token_id=3), r"mask_token_id=3 is not built yet; leave it unset"),
         (DSparkDecodingConfig(), r"decoding_type='DSpark' is not built yet"),
     ],
 )
@@ -329,6 +330,7 @@ def test_contradictions(cls: type[DecodingBaseConfig], fields: dict[str, Any], m
         (Eagle3DecodingConfig(max_draft_len=3, speculative_model="/e", eagle3_one_model=False), None, M.EAGLE3, 3),
         (MTPDecodingConfig(), 1, M.MTP_EAGLE_ONE_MODEL, 1),
         (PARDDecodingConfig(max_draft_len=4, speculative_model="/p"), None, M.PARD, 4),
+        (DFlashDecodingConfig(max_draft_len=4, speculative_model="/p"), None, M.DFLASH, 4),
         (MedusaDecodingConfig(num_medusa_heads=4, speculative_model="/m"), None, M.MEDUSA, 4),
         (MTPDecodingConfig(mtp_eagle_one_model=False), 1, M.MTP_EAGLE, 1),
         (MTPDecodingConfig(), 3, M.MTP, 3),

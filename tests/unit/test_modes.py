@@ -20,12 +20,12 @@ def words(text: str) -> list[str]:
 NAMES = words(
     "MTP MTP_EAGLE MTP_EAGLE_ONE_MODEL EAGLE3 EAGLE3_ONE_MODEL NGRAM DRAFT_TARGET USER_PROVIDED "
     "SAVE_HIDDEN_STATES NONE AUTO SUFFIX EAGLE EAGLE_ONE_MODEL MEDUSA MLP_SPECULATOR DRAFT_TARGET_ONE_MODEL PARD "
-    "P_EAGLE"
+    "P_EAGLE DFLASH"
 )
 STATE_HEADS = {"MEDUSA", "MLP_SPECULATOR"}
 SHIFTED = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE"}
 WHOLE_MODELS = {"DRAFT_TARGET_ONE_MODEL", "PARD"}
-ONE_ENGINE = {*SHIFTED, *STATE_HEADS, *WHOLE_MODELS}
+ONE_ENGINE = {*SHIFTED, *STATE_HEADS, *WHOLE_MODELS, "DFLASH"}
 DRAFT_MODEL = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "MTP_EAGLE"}
 DRAFTER = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES", "SUFFIX"}
 
@@ -56,9 +56,10 @@ TRUE_FOR = {
     "support_overlap_scheduler": ONE_ENGINE | DRAFT_MODEL,
     "support_guided_decoder": {*DRAFTER, "NONE"},
     "drafts_without_kv": STATE_HEADS,
-    "drafts_in_parallel": {"PARD", "P_EAGLE"},
-    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE", *WHOLE_MODELS, *STATE_HEADS},
-    "has_spec_decoder": {*SHIFTED, *STATE_HEADS, "MTP_EAGLE", "EAGLE3", "EAGLE"},
+    "drafts_in_parallel": {"PARD", "P_EAGLE", "DFLASH"},
+    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE", "DFLASH"}
+    | {*WHOLE_MODELS, *STATE_HEADS},
+    "has_spec_decoder": {*SHIFTED, *STATE_HEADS, "DFLASH", "MTP_EAGLE", "EAGLE3", "EAGLE"},
     "has_spec_drafter": DRAFTER,
 }
 
@@ -69,7 +70,7 @@ class Progress:
 
 
 def test_members_keep_their_order_and_values() -> None:
-    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 20), strict=True))
+    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 21), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,6 +114,11 @@ def test_attention_need_spec_dec_mode(
 ) -> None:
     expected = one_engine if name in ONE_ENGINE else two_engine
     assert M[name].attention_need_spec_dec_mode(rm, is_draft, backend, chain, sm) is expected
+
+
+def test_rows_that_drafting_needs() -> None:
+    assert {mode.rows_ahead(4) for mode in M if mode is not M.DFLASH} == {4}
+    assert M.DFLASH.rows_ahead(4) == 5  # its block begins with the token that the others' KV has already
 
 
 def test_from_string() -> None:
@@ -173,6 +179,7 @@ def test_rows_name_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMod
         ("medusa", None, False, "MEDUSA"),
         ("medusa", True, False, "MEDUSA"),
         ("mlp_speculator", None, False, "MLP_SPECULATOR"),
+        ("dflash", None, False, "DFLASH"),
     ],
 )
 def test_resolve_mode(method: str | None, one_engine: bool | None, vanilla: bool, expected: str) -> None:
@@ -205,6 +212,7 @@ def test_known_methods_without_a_mode(method: str) -> None:
 @pytest.mark.parametrize(("method", "expected"), [("draft_model", M.PARD), ("eagle3", M.P_EAGLE)])
 def test_parallel_drafting(method: str, expected: M, one_engine: bool | None) -> None:
     assert resolve_mode(method, one_engine, parallel=True) is expected
+    assert resolve_mode("dflash", one_engine, parallel=True) is M.DFLASH
     assert words_for(expected) == {"method": method, "one_engine": True, "parallel_drafting": True}
 
 

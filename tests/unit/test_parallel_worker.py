@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.unit.test_workers import VOCAB, assembled, expected_verdict, half_right, on_random_batches, random_batch
-from trtspec.core import SamplingTensors, StepOutputs
+from trtspec.core import AttnMetadata, SamplingTensors, StepOutputs
 from trtspec.engine.scheduler import Scheduled
 from trtspec.models.attention import Attend, PagedAttend
 from trtspec.models.heads import DraftHead
+from trtspec.workers.dflash import blocks_behind
 from trtspec.workers.parallel import ParallelWorker, PardWorker, PEagleWorker
 
 K, MASK = 4, 13
@@ -129,3 +130,20 @@ def test_without_drafts_wanted_tokens_are_read_in_all_the_same(kind: type[Parall
     assert outputs.proposal.draft_tokens.shape == (len(batch), 0)
     assert not places
     assert all(len(rows) == row.num_rows + kind.lead for rows, row in zip(head.rows, batch, strict=True))
+
+
+@pytest.mark.parametrize("width", [2, 31, 32, 33, 70])
+def test_rows_of_a_dflash_block_see_those_that_have_a_place(width: int) -> None:
+    """Behind 6, 3 and 10 tokens, in tables of as many blocks of 4: the last has one block less than it needs."""
+    kept = torch.tensor([6, 3, 10], dtype=torch.int32)
+    columns = -(-(10 + width) // 4)
+    tables = torch.arange(1, 3 * columns + 1, dtype=torch.int32).view(3, columns)
+    tables[2, -1] = 0
+    attn = AttnMetadata(torch.tensor([0, 1, 2, 3]), kept, tables, torch.empty(0, dtype=torch.int32))
+    block = blocks_behind(attn, kept, width, 4)
+    assert block.kv_lens.tolist() == [6 + width, 3 + width, 10 + width]
+    assert block.tree_mask.shape == (3 * width, -(-width // 32))
+    covered = [width, width, 4 * (columns - 1) - 10]
+    for row, words in enumerate(block.tree_mask.tolist()):
+        seen = [bool(words[j // 32] >> (j % 32) & 1) for j in range(32 * len(words))]
+        assert seen == [j < covered[row // width] for j in range(len(seen))]

@@ -62,6 +62,7 @@ def speculation_support(model: ModelConfig) -> list[tuple[str, str]]:
         "eagle3": "yes, with an EAGLE3 (or, for parallel_drafting, P-EAGLE) head that was trained for this target",
         "medusa": "yes, with Medusa heads that were trained for this target",
         "mlp_speculator": "yes, with an MLP speculator that was trained for this target",
+        "dflash": "yes, with a DFlash draft that was trained for this target",
         "extract_hidden_states": "yes, writes the target's hidden states to files; drafts nothing",
         "custom_class": "yes, with your own drafter",
     }

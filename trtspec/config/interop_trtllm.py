@@ -91,7 +91,7 @@ def _auto(account: Account) -> tuple[dict[str, Any], list[FieldWarning]]:
 
 
 def _decoding_type(account: Account) -> str:
-    if not account.take("parallel_drafting"):
+    if not account.take("parallel_drafting") or account.method == "dflash":  # which is parallel anyway
         return _TYPES[account.method]
     if account.method != "draft_model":
         raise account.refuse(f"{SERVER} with parallel_drafting=True", "method='draft_model' (PARD) or 'dflash'")

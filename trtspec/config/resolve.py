@@ -49,13 +49,13 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "suffix_decoding_max_cached_requests": ("suffix",),
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
-    "capture_layers": ("eagle3", "extract_hidden_states"),
+    "capture_layers": ("eagle3", "dflash", "extract_hidden_states"),
     "output_directory": ("extract_hidden_states",),
     "write_interval": ("extract_hidden_states",),
     "file_prefix": ("extract_hidden_states",),
     "drafter": ("custom_class",),
     "vanilla": ("mtp",),
-    "quantization": ("draft_model", "eagle", "eagle3", "mtp", *STATE_HEADS),
+    "quantization": ("draft_model", "eagle", "eagle3", "dflash", "mtp", *STATE_HEADS),
 }
 
 # field -> (values that run today, what to do instead of any other)
@@ -195,7 +195,7 @@ def _method_from_hints(model: str, draft: DraftInfo | None) -> str:
     if draft is not None and draft.is_eagle3:
         return "eagle3"
     kind = draft.model_type if draft is not None else ""
-    if kind in STATE_HEADS:
+    if kind in (*STATE_HEADS, "dflash"):
         return kind
     if draft is not None and draft.is_eagle:
         return "eagle"
@@ -260,6 +260,11 @@ def num_speculative_tokens(
         raise ConfigError(
             f"num_speculative_tokens={k} exceeds the {n_predict} heads of the draft checkpoint, each of which drafts "
             f"one token; use at most {n_predict}"
+        )
+    elif n_predict is not None and k > n_predict and method == "dflash":
+        raise ConfigError(
+            f"num_speculative_tokens={k} exceeds the {n_predict} masks of a block (block_size - 1) that the draft was "
+            f"trained on; use at most {n_predict}"
         )
     elif n_predict is not None and vanilla and k > n_predict:
         other = "one_engine=False" if n_predict > 1 else "vanilla=False"
@@ -382,8 +387,8 @@ def _mask_token_id(mode: SpeculativeDecodingMode, target: TargetInfo, draft: Dra
     mask = draft.mask_token_id
     if mask is None:
         raise ConfigError(
-            f"parallel_drafting=True with a draft whose config.json has none of {', '.join(MASK_TOKEN_KEYS)}: it was "
-            "not trained to guess at mask tokens; use one that was, or leave parallel_drafting unset"
+            f"mode={mode.name}: config.json of the draft has none of {', '.join(MASK_TOKEN_KEYS)}, so it was not "
+            "trained to guess at mask tokens; use one that was, or leave parallel_drafting unset"
         )
     size = draft.vocab_size or target.vocab_size
     if not 0 <= mask < size:

@@ -296,9 +296,14 @@ class PARDDecodingConfig(_ParallelDecodingConfig):
 
 
 class DFlashDecodingConfig(_ParallelDecodingConfig):
-    """DFlash: parallel drafting over fused target hidden states. Known, not built."""
+    """DFlash: a block of mask tokens that reads the target's hidden states. target_layer_ids mean "after layer i"."""
 
     decoding_type: ClassVar[str] = "DFlash"
+    method: ClassVar[str] = "dflash"
+    unbuilt: ClassVar[Mapping[str, str]] = {"mask_token_id": "leave it unset: the draft's config.json says"}
+
+    def _own_fields(self) -> dict[str, Any]:
+        return {"capture_layers": self.target_layer_ids}
 
 
 class DSparkDecodingConfig(_ParallelDecodingConfig):

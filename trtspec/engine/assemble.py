@@ -350,7 +350,8 @@ def assemble_engine(
     provisional = assembly.provisional_rows
     reuse = prefix_reuse(allocator, mode, provisional) if config.enable_prefix_caching and forced < 0 else None
     reads = mode.reads_hidden_states()
-    scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, K, reuse, reads, provisional)
+    ahead = mode.rows_ahead(K)
+    scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, ahead, reuse, reads, provisional)
     # Who looks at tokens or states on the host between two steps cannot let the next one start before.
     overlaps = assembly.gpu is not None and drafter is None and collector is None
     loop = (OverlapLoop if overlaps and not config.disable_overlap_scheduler else StepLoop)(

@@ -37,7 +37,8 @@ Batch = tuple[Scheduled, ...]
 class Scheduler:
     """First come, first served. The oldest get blocks first; if blocks run short the newest wait, recomputed later.
 
-    `num_draft_tokens` is K: each request reserves room for the K tokens that drafting after the step may append.
+    `num_draft_tokens`: each request reserves room for so many rows, which drafting after the step may append: K, as a
+    rule.
     `reuse`: how blocks are shared between requests, None = not at all. `forks_draft_kv`: samples of a prompt share rows
     only with their draft KV, as it cannot be made later. `provisional`: see kv.reuse.
     """

@@ -6,6 +6,7 @@ import logging
 import os
 
 from trtspec.config.checkpoint import CheckpointConfig, read_checkpoint
+from trtspec.config.dflash import DFLASH, DFLASH_ARCHITECTURE, DFlashFacts
 from trtspec.config.eagle import EAGLE3_ARCHITECTURES, P_EAGLE_ARCHITECTURES, Eagle3Facts, EagleFacts
 from trtspec.config.engine import EngineConfig
 from trtspec.config.medusa import MEDUSA, MedusaFacts
@@ -88,7 +89,9 @@ def _of_target(speculative: SpeculativeConfig, target: ModelConfig) -> Speculati
 
 
 def draft_info(speculative: SpeculativeConfig, draft: ModelConfig) -> DraftInfo:
-    """Of a decoder."""
+    """Of a decoder, or what is described like one."""
+    if speculative.method == DFLASH or (speculative.method is None and draft.architecture == DFLASH_ARCHITECTURE):
+        return DFlashFacts.of(draft).info(draft)
     parallel = speculative.parallel_drafting
     return DraftInfo(
         model_type=draft.model_type,

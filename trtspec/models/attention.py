@@ -77,8 +77,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, H] -> q [T, Hq, D], k, v [T, Hkv, D], ready to attend."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
         q, k, v = torch.split(qkv, self.sizes, dim=1)
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        return self.o(attend(self.layer, q, k, v).flatten(1))  # type: ignore[no-any-return]
+        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        return self.o(attend(self.layer, *self.heads(x, cos, sin)).flatten(1))  # type: ignore[no-any-return]

@@ -37,10 +37,8 @@ from trtspec.workers.base import WorkerResources
 from trtspec.workers.heads import HeadWorker
 
 
-class ParallelWorker(HeadWorker):
-    """One pass over [tokens, masks]. `lead`: rows before the one that reads the token after a request's first row."""
-
-    lead: ClassVar[int]
+class MaskWorker(HeadWorker):
+    """Draft layers that guess at mask tokens, all drafts in one pass; which rows that has is for a subclass to say."""
 
     def __init__(
         self,
@@ -66,6 +64,35 @@ class ParallelWorker(HeadWorker):
             speculation.draft_sample_method == "greedy",
             mask_token_id=speculation.mask_token_id,
         )
+
+    def draw_all(self, hidden: Tensor, counts: Tensor, spec: SpecMetadata) -> Tensor:
+        """hidden [B * K', H], K' rows for each request -> its drafts [B, K'] int64; counts [B] tokens it was given."""
+        K, B = spec.next_draft_len, spec.batch_size
+        one = self.sampling_behind(counts, spec)  # [B]
+        request = torch.arange(B, device=counts.device)[:, None].expand(B, K).flatten()  # [B * K']
+        sampling = replace(one.select(request), positions=self.each(one.positions, K).flatten())
+        return self.sample_drafts(0, hidden, sampling).view(B, K)
+
+    @staticmethod
+    def each(first: Tensor, number: int) -> Tensor:
+        """first [B] int64 -> it and what follows, [B, number]."""
+        return first[:, None] + torch.arange(number, device=first.device)
+
+    @property
+    def draft_rows(self) -> int:
+        """See base."""
+        return self.max_draft_len
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """See base; a single pass."""
+        return self.head.weight_bytes_for(1)
+
+
+class ParallelWorker(MaskWorker):
+    """One pass over [tokens, masks]. `lead`: rows before the one that reads the token after a request's first row."""
+
+    lead: ClassVar[int]
 
     @abstractmethod
     def states(self, captured: Tensor, source: Tensor, is_mask: Tensor) -> Tensor:
@@ -110,29 +137,6 @@ class ParallelWorker(HeadWorker):
         taken = (counts - 1).clamp(min=0)
         first = attn.cu_q_lens[1:].long() - K - spec.draft_lens + taken  # [B] row of the last token, before the masks
         return self.draw_all(hidden[self.each(first, K).flatten()], counts, spec)
-
-    def draw_all(self, hidden: Tensor, counts: Tensor, spec: SpecMetadata) -> Tensor:
-        """hidden [B * K', H], K' rows for each request -> its drafts [B, K'] int64; counts [B] tokens it was given."""
-        K, B = spec.next_draft_len, spec.batch_size
-        one = self.sampling_behind(counts, spec)  # [B]
-        request = torch.arange(B, device=counts.device)[:, None].expand(B, K).flatten()  # [B * K']
-        sampling = replace(one.select(request), positions=self.each(one.positions, K).flatten())
-        return self.sample_drafts(0, hidden, sampling).view(B, K)
-
-    @staticmethod
-    def each(first: Tensor, number: int) -> Tensor:
-        """first [B] int64 -> it and what follows, [B, number]."""
-        return first[:, None] + torch.arange(number, device=first.device)
-
-    @property
-    def draft_rows(self) -> int:
-        """See base."""
-        return self.max_draft_len
-
-    @property
-    def weight_bytes_per_step(self) -> int:
-        """See base; a single pass."""
-        return self.head.weight_bytes_for(1)
 
 
 class PardWorker(ParallelWorker):
