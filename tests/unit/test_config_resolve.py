@@ -480,7 +480,7 @@ def test_parallel_drafts_guess_at_a_mask_token() -> None:
     assert config.resolve(TARGET).mask_token_id is None  # nothing known of the draft
     chain = SpeculativeConfig(**DRAFTED).resolve(TARGET, draft(mask_token_id=4))
     assert (chain.mode, chain.mask_token_id) == (M.DRAFT_TARGET, None)
-    with pytest.raises(ConfigError, match=r"none of pard_token, mask_token_id, ptd_token_id: .* leave parallel"):
+    with pytest.raises(ConfigError, match=r"none of pard_token, mask_token_id, ptd_token_id, .* leave parallel"):
         config.resolve(TARGET, DRAFT)
     for mask in (4096, -1):
         with pytest.raises(ConfigError, match=rf"mask token {mask} is not in its vocabulary of 4096 ids; correct"):
