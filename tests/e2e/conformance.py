@@ -14,7 +14,6 @@ from safetensors import safe_open
 
 from tests.checkpoints import make_eagle
 from tests.e2e.tiny import (
-    MASK,
     Outcome,
     Run,
     add_tokenizer,
@@ -51,7 +50,7 @@ def make_models(folder: Path) -> Path:
     (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (target / "additional_chat_templates").mkdir()
     (target / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }} {{ messages[0].content }}")
-    perturbed(target, noise=0.15, pard_token=MASK)
+    perturbed(target, noise=0.15)
     config = ModelConfig.from_folder(target)
     torch.manual_seed(1)  # a seed with which every position is right now and then
     head = new_head(load_decoder(config, torch.float32), (0, 1, 2), torch.arange(0, 16, 1)[:13])
@@ -72,12 +71,6 @@ def speculation(mode: str, models: Path) -> dict[str, Any] | None:
             "model": str(models / "draft"),
             "num_speculative_tokens": K,
             "one_engine": True,
-        },
-        "pard": {
-            "method": "draft_model",
-            "model": str(models / "draft"),
-            "num_speculative_tokens": K,
-            "parallel_drafting": True,
         },
         "eagle3": {**eagle3, "draft_len_schedule": {5: K, 7: 1}},  # more than 7 requests: 0
         "eagle3_beside": {**eagle3, "one_engine": False},

@@ -74,7 +74,7 @@ def test_batches_of_every_kind(trt: TensorRT, cuda: CudaRuntime, models: Path, t
     assert len(cuda.blocks) == before
 
 
-@pytest.mark.parametrize("mode", ["none", "ngram", "draft", "pard"])
+@pytest.mark.parametrize("mode", ["none", "ngram", "draft"])
 def test_attention_of_tensorrts_own(trt: TensorRT, models: Path, tmp_path: Path, mode: str) -> None:
     """A linear cache, no attention plugin: the words of eager decoding, one request at a time."""
     config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)

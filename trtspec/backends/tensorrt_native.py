@@ -8,8 +8,7 @@ is not in the batch have no rows.
 What is assumed, of what the operator reference and the bindings of TensorRT 11.4 say (nothing has run): rows of q and
 of updates may be packed (AttentionIOForm.PACKED_NHD) beside a padded cache, with numbers of rows of 0; LOWER_RIGHT is
 the corner of a slot's own key_value_lengths; softmax(q k) is not scaled, so q is. A cache must be an input of the
-network and its update an output: a graph that writes one twice, as draft layers do for K > 1 unless they draft in
-parallel, cannot be built so.
+network and its update an output: a graph that writes one twice, as draft layers do for K > 1, cannot be built so.
 """
 
 from __future__ import annotations
