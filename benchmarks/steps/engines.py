@@ -23,8 +23,7 @@ from trtspec.config.capture import default_capture_layers
 from trtspec.config.model import ModelConfig
 from trtspec.engine.sources import DIGITS, PACKAGE, build_code, digest, engine_digest
 from trtspec.models.weights import load_decoder
-from trtspec.train.eagle3 import new_head
-from trtspec.train.eagle3_run import export_eagle3
+from trtspec.train.eagle3 import export_eagle3, new_head
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -32,8 +32,7 @@ from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.build import build_engine
 from trtspec.engine.plan import BuildPlan
 from trtspec.models.weights import load_decoder
-from trtspec.train.eagle3 import new_head
-from trtspec.train.eagle3_run import export_eagle3
+from trtspec.train.eagle3 import export_eagle3, new_head
 
 K = 3
 CASES = draw_cases(60, seed=3)

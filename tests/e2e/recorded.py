@@ -18,8 +18,7 @@ from trtspec.backends.export import export_step, graph_inputs, graph_outputs, in
 from trtspec.config.model import ModelConfig
 from trtspec.core import KVLayer, StepInputs, StepOutputs
 from trtspec.models.weights import load_decoder
-from trtspec.train.eagle3 import new_head
-from trtspec.train.eagle3_run import export_eagle3
+from trtspec.train.eagle3 import export_eagle3, new_head
 from trtspec.workers.step import OneEngineStep
 
 K = 3

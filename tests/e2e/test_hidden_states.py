@@ -27,8 +27,10 @@ from trtspec.models import hidden_shards
 from trtspec.models.hidden_shards import ShardReader, States, shards_of
 from trtspec.models.weights import load_decoder
 from trtspec.outputs import RequestOutput
-from trtspec.train.eagle3 import Eagle3Loss, new_head, observe
+from trtspec.train.eagle3 import new_head
+from trtspec.train.lessons import observe
 from trtspec.train.shards import ShardLessons
+from trtspec.train.unrolled import HeadLoss
 
 LAYERS = (0, 2, 3)
 PARAMS = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
@@ -298,7 +300,7 @@ def test_lessons_from_shards_are_those_from_text(model: Path, tmp_path: Path) ->
     torch.testing.assert_close(last, theirs[1], atol=1e-4, rtol=0)
     torch.manual_seed(0)
     head = new_head(target, LAYERS, torch.arange(VOCAB))
-    loss = Eagle3Loss(head, target, 3, torch.float32, compile=False)
+    loss = HeadLoss(head, target, 3, torch.float32, compile=False)
     ours, from_text = loss(inputs, following, captured, last), loss(inputs, following, *theirs)
     torch.testing.assert_close(ours, from_text, atol=1e-4, rtol=0)
 

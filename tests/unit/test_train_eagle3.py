@@ -20,13 +20,15 @@ from trtspec.kv.pool import allocate_layers
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.train.eagle3 import STEP_WEIGHT, Eagle3Loss, Lessons, frequent_tokens, new_head, observe
-from trtspec.train.eagle3_evaluate import chain_acceptance
-from trtspec.train.eagle3_run import Eagle3Options, _remember
+from trtspec.train.chains import chain_acceptance
+from trtspec.train.eagle3 import Eagle3Options, new_head
 from trtspec.train.generate import continue_windows
 from trtspec.train.language_model import initialise, llama_spec
+from trtspec.train.lessons import Lessons, frequent_tokens, observe
 from trtspec.train.plot import plot_metrics
+from trtspec.train.run import _remember
 from trtspec.train.trainer import Stage, TrainConfig, Trainer
+from trtspec.train.unrolled import STEP_WEIGHT, HeadLoss, Objective
 
 VOCAB, LAYERS, K, SEQ = 40, (0, 1), 4, 20
 SOME_IDS = torch.arange(0, VOCAB, 2)
@@ -78,7 +80,7 @@ def test_unrolled_training_is_inference_with_a_cache(target: Decoder) -> None:
     inputs, following, captured, last = lesson(target)
     passes: list[Tensor] = []
     hook = head.register_forward_hook(lambda module, arguments, output: passes.append(output.detach()))
-    Eagle3Loss(head, target, K, torch.float32, compile=False)(inputs, following, captured, last)
+    HeadLoss(head, target, K, torch.float32, compile=False)(inputs, following, captured, last)
     hook.remove()
     assert len(passes) == K
     moved = 0.0
@@ -96,7 +98,7 @@ def test_loss_and_agreement_are_those_of_the_definition(target: Decoder) -> None
     """Pass j at row p should say what the target says after p + 1 + j, where the draft vocabulary has it."""
     head, hard = make_head(target), 0.3
     inputs, following, captured, last = lesson(target)
-    loss = Eagle3Loss(head, target, K, torch.float32, hard=hard, compile=False)
+    loss = HeadLoss(head, target, K, torch.float32, objective=Objective(hard=hard), compile=False)
     found = loss(inputs, following, captured, last)
 
     wanted = target.logits(last.flatten(0, 1)).view(*inputs.shape, -1)
@@ -125,7 +127,7 @@ def test_what_follows_a_window_is_not_taught(target: Decoder) -> None:
     """So a window may end where a request ends."""
     head = make_head(target)
     inputs, following, captured, last = lesson(target)
-    loss = Eagle3Loss(head, target, K, torch.float32, compile=False)
+    loss = HeadLoss(head, target, K, torch.float32, compile=False)
     changed = following.clone()
     changed[:, -1] = (changed[:, -1] + 1) % VOCAB
     assert torch.equal(loss(inputs, following, captured, last), loss(inputs, changed, captured, last))
@@ -133,7 +135,7 @@ def test_what_follows_a_window_is_not_taught(target: Decoder) -> None:
 
 def test_gradients_reach_the_head_alone(target: Decoder) -> None:
     head = make_head(target)
-    Eagle3Loss(head, target, K, torch.float32, compile=False)(*lesson(target)).backward()
+    HeadLoss(head, target, K, torch.float32, compile=False)(*lesson(target)).backward()
     trained = {name for name, parameter in head.named_parameters() if parameter.grad is not None}
     assert trained == {name for name, _ in head.named_parameters() if not name.startswith("embedding")}
     assert all(parameter.grad is None for parameter in target.parameters())
@@ -162,7 +164,7 @@ def test_a_few_steps_learn(target: Decoder, tmp_path: Path) -> None:
         def batch(self, index: int) -> tuple[Tensor, ...]:
             return source
 
-    loss = Eagle3Loss(head, target, K, torch.float32, compile=False)
+    loss = HeadLoss(head, target, K, torch.float32, compile=False)
     before = float(loss(*source))
     Trainer(head, loss, [Stage(1.0, (Fixed(),))], TrainConfig(steps=30, warmup_steps=5), tmp_path).run()
     assert float(loss(*source)) < before - 1.0
@@ -187,7 +189,7 @@ def test_simulated_acceptance_is_that_of_chains_run_one_by_one(target: Decoder) 
     text = continue_windows(target.eval(), prompts, 24).reshape(6, -1)
     ids = torch.from_numpy(text.astype(np.int64))
     teach = (ids[:, :-1], ids[:, 1:], *observe(target.train(), LAYERS, ids[:, :-1]))
-    loss = Eagle3Loss(head, target, 3, torch.float32, compile=False)
+    loss = HeadLoss(head, target, 3, torch.float32, compile=False)
     optimizer = torch.optim.Adam([p for n, p in head.named_parameters() if not n.startswith("embedding")], 2e-3)
     for _ in range(12):
         optimizer.zero_grad()
@@ -286,7 +288,7 @@ def test_an_interrupt_ends_the_step_saves_and_resumes(target: Decoder, tmp_path:
                 assert trainer.step == at  # not yet
 
         head = make_head(target)
-        loss = Eagle3Loss(head, target, K, torch.float32, compile=False)
+        loss = HeadLoss(head, target, K, torch.float32, compile=False)
         source = Lessons(Random(), target, LAYERS)  # type: ignore[arg-type]
         config = TrainConfig(steps=8, log_every=1)
         trainer = Trainer(head, loss, [Stage(1.0, (source,))], config, folder, after_step=after_step)
@@ -313,7 +315,7 @@ def test_an_interrupt_ends_the_step_saves_and_resumes(target: Decoder, tmp_path:
 def test_a_run_killed_before_its_first_checkpoint_logs_every_step_once(target: Decoder, tmp_path: Path) -> None:
     tmp_path.joinpath("metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "los')
     head = make_head(target)
-    loss = Eagle3Loss(head, target, K, torch.float32, compile=False)
+    loss = HeadLoss(head, target, K, torch.float32, compile=False)
 
     class Fixed:
         def batch(self, index: int) -> tuple[Tensor, ...]:

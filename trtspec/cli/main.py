@@ -1,4 +1,4 @@
-"""`trtspec generate | bench | info | train eagle3 | build | verify | export-config`: arguments in, exit status out."""
+"""`trtspec generate | bench | info | train | build | verify | export-config`: arguments in, exit status out."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.set_defaults(run=info.run)
 
     group = commands.add_parser("train", help="make drafts").add_subparsers(dest="what", required=True, metavar="WHAT")
-    command = group.add_parser("eagle3", help="an EAGLE3 head for a target; a run that was stopped goes on")
-    train.add_arguments(command)
-    command.set_defaults(run=train.run)
+    for kind, what in train.WHAT.items():
+        command = group.add_parser(kind, help=f"{what} for a target; a run that was stopped goes on")
+        train.add_arguments(command, kind)
 
     command = commands.add_parser("build", help="compile an engine folder that LLM(folder) starts at once")
     build.add_arguments(command)

@@ -1,4 +1,4 @@
-"""`trtspec train eagle3`: a target and data in, a draft head out."""
+"""`trtspec train`: a target and data in, a draft head out."""
 
 from __future__ import annotations
 
@@ -7,26 +7,40 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from trtspec.errors import ConfigError, DependencyError
-from trtspec.train.eagle3_run import Eagle3Options, train_eagle3
+from trtspec.train.head import HeadOptions
 from trtspec.train.plot import plot_metrics
+from trtspec.train.run import KINDS, train_head
 
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Eagle3Options)}
+WHAT = {
+    "eagle3": "an EAGLE3 head",
+}
+"""Kind of draft -> what its command makes, for --help."""
+
+OPTIONS: dict[str, tuple[type, str]] = {
+    "draft_vocab_size": (int, "token ids the head can say, the most frequent ones (default: all)"),
+    "intermediate_size": (int, "width of the head's MLP (default: the target's)"),
+    "own_words": (int, "prompts from the data that the target continues greedily: half of the lessons; 0: none"),
+    "own_words_len": (int, "tokens of each such continuation"),
+    "unroll": (int, "passes of the head per lesson: the drafts per step it is made for"),
+    "seq_len": (int, "tokens per window of the data"),
+    "batch_size": (int, "windows per optimizer step"),
+    "learning_rate": (float, "of the optimizers, after warm-up and before decay"),
+    "seed": (int, "of the weights and of the order of the data"),
+    "dtype": (str, "of the arithmetic; weights are kept in float32"),
+    "checkpoint_seconds": (float, "a kill costs at most the training of so long"),
+}
+"""Field of the options, of those that are a word or a number -> its type, and what it is. A kind has some of them."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything that Eagle3Options holds, by the same names."""
-
-    def option(name: str, kind: type, text: str, metavar: str | None = None) -> None:
-        default = _DEFAULTS[name.replace("-", "_")]
-        text += f" (default: {default})" if default is not None else ""
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-
+def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
+    """Everything that the options of this kind hold, by the same names."""
+    fields = {field.name: field.default for field in dataclasses.fields(KINDS[kind])}
+    parser.set_defaults(run=run, kind=kind)
     parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="checkpoint folder of the target")
     parser.add_argument(
         "--data",
@@ -38,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "states, or folders of them (see method extract_hidden_states)",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder for the head, in the public EAGLE3 layout"
+        "--out", type=Path, required=True, metavar="DIR", help="folder for what is made, in its public layout"
     )
     parser.add_argument(
         "--run",
@@ -51,24 +65,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--minutes", type=float, help="train for so long")
     length.add_argument("--steps", type=int, help="train for so many optimizer steps")
-    option("held-out", Path, "text or ids on which the trained head's acceptance length is simulated", "PATH")
-
     parser.add_argument(
-        "--capture-layers",
-        metavar="I,J,...",
-        help='layers of the target whose output the head reads, "after layer i" (default: EAGLE3\'s three)',
+        "--held-out",
+        type=Path,
+        metavar="PATH",
+        help="text or ids on which the trained head's acceptance length is simulated",
     )
-    option("draft-vocab-size", int, "token ids the head can say, the most frequent ones (default: all)")
-    option("intermediate-size", int, "width of the head's MLP (default: the target's)")
-    option("own-words", int, "prompts from the data that the target continues greedily: half of the lessons; 0: none")
-    option("own-words-len", int, "tokens of each such continuation")
-    option("unroll", int, "passes of the head per lesson: the drafts per step it is made for")
-    option("seq-len", int, "tokens per window of the data")
-    option("batch-size", int, "windows per optimizer step")
-    option("learning-rate", float, "of the optimizers, after warm-up and before decay")
-    option("seed", int, "of the weights and of the order of the data")
-    option("dtype", str, "of the arithmetic; weights are kept in float32")
-    option("checkpoint-seconds", float, "a kill costs at most the training of so long")
+    if "capture_layers" in fields:
+        parser.add_argument(
+            "--capture-layers",
+            metavar="I,J,...",
+            help='layers of the target whose output the head reads, "after layer i" (default: EAGLE3\'s three)',
+        )
+    for name, (word, text) in OPTIONS.items():
+        if name in fields:
+            text += f" (default: {fields[name]})" if fields[name] is not None else ""
+            parser.add_argument(f"--{name.replace('_', '-')}", type=word, help=text)
     parser.add_argument(
         "--no-compile",
         dest="compile",
@@ -82,7 +94,7 @@ def run(namespace: argparse.Namespace) -> int:
     options = options_of(namespace)
     console = Console(stderr=True)
     try:
-        trainer = train_eagle3(options)
+        trainer = train_head(options)
     except KeyboardInterrupt:
         draw(options.run)
         print(f"trtspec: stopped; what was trained is kept in {options.run}, the same command goes on from there",
@@ -99,19 +111,20 @@ def run(namespace: argparse.Namespace) -> int:
         )
     table.add_row("head", str(options.out))
     console.print(table)
-    use = f"--model {options.target} --spec-method eagle3 --spec-model {options.out} --spec-tokens {options.unroll}"
-    print(f"use it with: trtspec generate {use} --prompt ...", file=sys.stderr)
+    print(f"use it with: trtspec generate {options.usage} --prompt ...", file=sys.stderr)
     return 0
 
 
-def options_of(namespace: argparse.Namespace) -> Eagle3Options:
-    """The options given; the rest have Eagle3Options' defaults."""
-    given = {name: value for name, value in vars(namespace).items() if name in _DEFAULTS and value is not None}
+def options_of(namespace: argparse.Namespace) -> HeadOptions:
+    """The options given; the rest have their defaults."""
+    kind = KINDS[namespace.kind]
+    names = {field.name for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in vars(namespace).items() if name in names and value is not None}
     given["data"] = tuple(namespace.data)
     given["run"] = namespace.run_folder or namespace.out.with_name(namespace.out.name + ".run")
-    if namespace.capture_layers is not None:
-        given["capture_layers"] = _layers(namespace.capture_layers)
-    return Eagle3Options(**given)
+    if "capture_layers" in given:
+        given["capture_layers"] = _layers(given["capture_layers"])
+    return kind(**given)
 
 
 def draw(run: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trtspec.errors import ConfigError
 from trtspec.models.hidden_shards import SUFFIX, ShardReader, shards_of
 from trtspec.train.data import Tokens
-from trtspec.train.eagle3 import Lesson
+from trtspec.train.lessons import Lesson
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class ShardLessons:
 
     def _window(self, request: int, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rows [start, start + S) and the ids after them. What follows a request's last row is unknown: id 0, which no
-        pass is taught (the rows near a window's end are not, see eagle3.Unrolled)."""
+        pass is taught (the rows near a window's end are not, see unrolled.Unrolled)."""
         shard, i, length = self.requests[request]
         states = shard.rows(i, start, min(start + self.seq_len + 1, length))
         following = torch.zeros(self.seq_len, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""How far an EAGLE3 head guesses its target's text, without an engine: what greedy chains would keep."""
+"""How far a draft head guesses its target's text, without an engine: what greedy chains would keep."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
-from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.heads import DraftHead
 from trtspec.train.data import Tokens
-from trtspec.train.eagle3 import UnrolledAttend, observe
 from trtspec.train.evaluate import Acceptance
+from trtspec.train.lessons import observe
+from trtspec.train.unrolled import unroll
 
 
 class Chains(nn.Module):
@@ -23,22 +24,17 @@ class Chains(nn.Module):
     unrolled at once over the text itself, as in training.
     """
 
-    def __init__(self, head: Eagle3Head, num_passes: int) -> None:
+    def __init__(self, head: DraftHead, num_passes: int, moving: bool) -> None:
         super().__init__()
-        self.head, self.num_passes = head, num_passes
+        self.head, self.num_passes, self.moving = head, num_passes, moving
 
     def forward(self, text: Tensor, captured: Tensor) -> Tensor:
         """text [B, S + 1], captured [B * S, n * Ht] -> [B, S, K] bool: draft j of the chain at row p is the text's
         token at p + 2 + j (False past the end)."""
         batch, seq = text.shape[0], text.shape[1] - 1
-        attend = UnrolledAttend(batch)
-        positions = torch.arange(seq).repeat(batch)
-        h = self.head.fuse(captured)
         right = torch.zeros(batch, seq, self.num_passes, dtype=torch.bool)
-        for j in range(self.num_passes):
-            token = text[:, 1:].roll(-j, dims=1).reshape(-1)  # at p + 1 + j
-            h = self.head(token, h, positions + j, attend)
-            guess = self.head.target_ids[self.head.logits(h).argmax(-1)].view(batch, seq)
+        for j, (_, logits) in enumerate(unroll(self.head, text[:, 1:], captured, self.num_passes, self.moving)):
+            guess = self.head.target_ids[logits.argmax(-1)]  # [B, S]
             known = seq - 1 - j  # rows whose token at p + 2 + j is in the text
             right[:, :known, j] = guess[:, :known] == text[:, 2 + j :]
         return right
@@ -46,21 +42,23 @@ class Chains(nn.Module):
 
 @torch.no_grad()
 def chain_acceptance(
-    head: Eagle3Head,
+    head: DraftHead,
     target: Decoder,
     capture_layers: Sequence[int],
     text: Tokens,
     prompt_len: int,
     num_draft_tokens: int,
     batch_size: int = 8,
+    moving: bool = True,
 ) -> Acceptance:
     """Acceptance of greedy chains of K drafts along `text` [B, L], the target's greedy continuations of prompts.
 
-    The target computes in its own dtype, and so does the head, whatever its weights are kept in.
+    The target computes in its own dtype, and so does the head, whatever its weights are kept in. moving: see
+    unrolled.unroll.
     """
     dtype = target.embedding.weight.dtype
     target.train()  # torch's own linears
-    chains = Chains(head, num_draft_tokens)
+    chains = Chains(head, num_draft_tokens, moving)
     weights = {name: parameter.to(dtype) for name, parameter in chains.named_parameters()}
     accepted: list[int] = []
     for start in range(0, len(text), batch_size):

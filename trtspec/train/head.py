@@ -1,0 +1,208 @@
+"""What all kinds of draft heads have in common in training: their options, how they begin, how they are written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trtspec.config.model import ModelConfig
+from trtspec.errors import ConfigError
+from trtspec.models.decoder import Decoder
+from trtspec.models.heads import DraftHead
+from trtspec.models.specs import DecoderSpec
+from trtspec.models.weights import DTYPES
+from trtspec.train.checkpoint import write_atomically
+from trtspec.train.data import Tokens
+from trtspec.train.lessons import LAST_STATE
+from trtspec.train.trainer import TrainConfig
+from trtspec.train.unrolled import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(ABC):
+    """What makes a run, and what is particular to a kind of head: the methods that subclasses have.
+
+    The same options continue the run in `run`, others are refused there once it has a checkpoint (those in
+    run.MAY_CHANGE are free).
+
+    data: text files or folders of them, or .npy files of token ids; or shards of hidden states (.safetensors), or
+    folders of them, from which the head learns as they are: no own words, and the target does not run.
+    own_words: prompts (cut from the data) that the target continues greedily by `own_words_len` tokens, half of what
+    the head then learns from: it will be used on the target's text, not on people's. unroll: passes per lesson, the
+    drafts per step that the head is made for. dtype: of the arithmetic; weights are kept in fp32. held_out: text or ids
+    as in `data`, on which the trained head is measured (see chains; run/evaluation.json). checkpoint_seconds: a kill
+    costs at most the training of so long. compile: through torch.compile where a C++ compiler is at hand, which takes
+    minutes before the first step and is worth it for runs of more than that.
+    """
+
+    target: Path
+    data: tuple[Path, ...]
+    out: Path
+    run: Path
+    minutes: float | None = None
+    steps: int | None = None
+    own_words: int = 2048
+    own_words_len: int = 192
+    unroll: int = 4
+    seq_len: int = 256
+    batch_size: int = 8
+    learning_rate: float = 4e-3
+    seed: int = 0
+    dtype: str = "bfloat16"
+    held_out: Path | None = None
+    checkpoint_seconds: float = 60.0
+    compile: bool = True
+
+    method: ClassVar[str]
+    """Of speculative_config, that runs such a head; and the name of the kind."""
+
+    objective: ClassVar[Objective] = Objective()
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ConfigError("data=() is empty; give text files, folders of them, or .npy files of token ids")
+        for name in ("unroll", "batch_size", "own_words_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.seq_len <= self.unroll + 1:
+            raise ConfigError(f"seq_len={self.seq_len} must exceed unroll + 1 = {self.unroll + 1}")
+        if self.own_words and self.own_words < self.batch_size + 2:
+            raise ConfigError(
+                f"own_words={self.own_words} make no batch_size={self.batch_size}; use at least {self.batch_size + 2}, "
+                "or 0 to learn from the data alone"
+            )
+        if self.held_out is not None and self.own_words_len < self.unroll + 2:
+            raise ConfigError(
+                f"own_words_len={self.own_words_len} is too short to measure unroll={self.unroll} drafts on held_out; "
+                f"use at least {self.unroll + 2}"
+            )
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigError(f"learning_rate={self.learning_rate} must be positive; the default is 4e-3")
+        if not self.checkpoint_seconds >= 0:
+            raise ConfigError(f"checkpoint_seconds={self.checkpoint_seconds} must not be negative")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r}; use one of {', '.join(DTYPES)}")
+        if self.out.resolve() == self.target.resolve():
+            raise ConfigError(f"out={self.out} is the target's folder, which would be overwritten; use another")
+        self.train_config()
+
+    def check_sizes(self, *names: str) -> None:
+        """ConfigError for the first of these that is given and below 1."""
+        for name in names:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; leave it out for the target's")
+
+    def train_config(self) -> TrainConfig:
+        """Length and learning rates of the run."""
+        return TrainConfig(
+            steps=self.steps,
+            minutes=self.minutes,
+            matrix_lr=self.learning_rate,
+            other_lr=self.learning_rate,
+            checkpoint_seconds=self.checkpoint_seconds,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What has to stay the same when a run is continued."""
+        return json.loads(json.dumps({"kind": self.method, **asdict(self)}, default=str))  # type: ignore[no-any-return]
+
+    # -- what kinds differ in -----------------------------------------------------------------------------------------
+
+    def check_target(self, config: ModelConfig) -> None:  # noqa: B027 - most kinds take any target
+        """ConfigError or UnsupportedError where such a head cannot be made for the target, or not with these
+        options."""
+
+    def layers_read(self, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
+        """What the head reads of the target, "after layer i". saved: what shards hold, None = there are no shards."""
+        return LAST_STATE
+
+    @property
+    def moving(self) -> bool:
+        """See unrolled.unroll."""
+        return True
+
+    @abstractmethod
+    def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> DraftHead:
+        """An untrained head in fp32, seeded by torch's generator, that shares what it does not learn with the target;
+        the target is frozen. tokens: ids like those the head is to say."""
+
+    @abstractmethod
+    def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
+        """To `out`, in the public layout; config: of the target."""
+
+    @property
+    def usage(self) -> str:
+        """Options of `trtspec generate` that use what was trained."""
+        return f"--model {self.target} --spec-method {self.method} --spec-model {self.out} --spec-tokens {self.unroll}"
+
+
+def one_layer(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
+    """A draft layer of the target's shape, without biases or windows; `changes` are fields of it."""
+    plain = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False}
+    return replace(spec, num_layers=1, windows=(None,), tie_word_embeddings=False, **{**plain, **changes})
+
+
+@torch.no_grad()
+def initialise_head(head: nn.Module) -> None:
+    """Matrices normal with 1/sqrt(inputs), half of that where they write to the residual stream; norms 1, biases 0."""
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            writes = name.endswith(("attention.o.weight", "mlp.down.weight"))
+            parameter.normal_(0.0, parameter.shape[1] ** -0.5 * (0.5 if writes else 1.0))
+
+
+def layer_config(spec: DecoderSpec, target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What config.json says of a head of one Llama layer, rotary positions as the target has them."""
+    return {
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+        **{key: target.raw[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if key in target.raw},
+        "max_position_embeddings": spec.max_position_embeddings,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": min(target.eos_token_ids, default=None),
+        "torch_dtype": dtype_name(dtype),
+    }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As config.json writes it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def write_head(
+    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
+) -> None:
+    """Weights (as `dtype`, None = as they are) and config.json, old or new but never half of one of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = {
+        name: (tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in tensors.items()
+    }
+    staging = folder / "model.safetensors.tmp"
+    save_file(saved, staging, metadata={"format": "pt"})
+    staging.chmod(0o644)  # save_file makes its file private
+    os.replace(staging, folder / "model.safetensors")
+    write_atomically(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
