@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.tiny import VOCAB, add_tokenizer, make_target
+from tests.e2e.tiny import add_tokenizer, make_target
+from tests.e2e.training import metrics, random_ids, start, wait_for
 from trtspec import LLM, SamplingParams
 from trtspec.cli import main
 
@@ -32,20 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def random_ids(count: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(1, VOCAB, count).astype(np.uint16)
-
-
 def arguments(folder: Path, out: Path, *more: str) -> list[str]:
     """A small run in fp32; `more` overrides."""
     return ["train", "eagle3", "--out", str(out),
             "--target", str(folder / "target"), "--data", str(folder / "text.npy"),
             "--no-compile", "--dtype", "float32", "--capture-layers=0,1", "--unroll", str(K), "--seq-len", "64",
             "--own-words", "384", "--own-words-len", "64", *more]  # fmt: skip
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 # -- it learns --------------------------------------------------------------------------------------------------------
@@ -81,21 +72,6 @@ def test_a_trained_head_beats_an_untrained_one_and_ngram(folder: Path, tmp_path:
 
 
 # -- it survives ------------------------------------------------------------------------------------------------------
-
-
-def start(command: list[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "trtspec", *command], env=environment, stderr=subprocess.PIPE,
-                            stdout=subprocess.DEVNULL, text=True)  # fmt: skip
-
-
-def wait_for(process: subprocess.Popen[str], run: Path, step: int) -> None:
-    """Until the checkpoint of a step at least `step` is there."""
-    deadline = time.monotonic() + 120
-    while not any(int(path.stem.split("-")[1]) >= step for path in run.glob("step-*.pt")):
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_stopped_and_killed_it_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:

@@ -18,15 +18,22 @@ from trtspec.train.run import KINDS, train_head
 
 WHAT = {
     "eagle3": "an EAGLE3 head",
+    "eagle": "a head of the original EAGLE",
+    "medusa": "Medusa heads",
+    "mlp_speculator": "an MLP speculator",
+    "mtp": "MTP modules (a whole checkpoint with them, in MiMo's layout)",
 }
 """Kind of draft -> what its command makes, for --help."""
 
 OPTIONS: dict[str, tuple[type, str]] = {
     "draft_vocab_size": (int, "token ids the head can say, the most frequent ones (default: all)"),
     "intermediate_size": (int, "width of the head's MLP (default: the target's)"),
+    "num_layers": (int, "residual blocks of each head"),
+    "inner_size": (int, "width of the state (default: the target's hidden size)"),
+    "modules": (int, "1, which makes all drafts, or as many as --unroll, one for each"),
     "own_words": (int, "prompts from the data that the target continues greedily: half of the lessons; 0: none"),
     "own_words_len": (int, "tokens of each such continuation"),
-    "unroll": (int, "passes of the head per lesson: the drafts per step it is made for"),
+    "unroll": (int, "passes per lesson: the drafts per step it is made for, and Medusa's heads or an MLP's stages"),
     "seq_len": (int, "tokens per window of the data"),
     "batch_size": (int, "windows per optimizer step"),
     "learning_rate": (float, "of the optimizers, after warm-up and before decay"),
@@ -81,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         if name in fields:
             text += f" (default: {fields[name]})" if fields[name] is not None else ""
             parser.add_argument(f"--{name.replace('_', '-')}", type=word, help=text)
+    if "tie_weights" in fields:
+        parser.add_argument("--tie-weights", action="store_true", help="stages share what they can")
     parser.add_argument(
         "--no-compile",
         dest="compile",

@@ -100,7 +100,7 @@ class HeadOptions(ABC):
         """ConfigError for the first of these that is given and below 1."""
         for name in names:
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; leave it out for the target's")
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; leave it out for the default")
 
     def train_config(self) -> TrainConfig:
         """Length and learning rates of the run."""
