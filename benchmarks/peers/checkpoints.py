@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.eagle3_vs_vllm import held_out_prompts
+from benchmarks.heads_vs_vllm import held_out_prompts
 from trtspec.engine.sources import digest
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"

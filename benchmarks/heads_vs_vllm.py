@@ -1,6 +1,6 @@
-"""Does an EAGLE3 head accept as much in vLLM as here? Same checkpoints, same prompts, greedy.
+"""Does a draft head accept as much in vLLM as here? Same checkpoints, same prompts, greedy.
 
-    python benchmarks/eagle3_vs_vllm.py --vllm-python PATH/TO/VLLM/VENV/bin/python
+    python benchmarks/heads_vs_vllm.py --method eagle3 --vllm-python PATH/TO/VLLM/VENV/bin/python
 
 Prompts are cut from the held-out files of Python's standard library. vLLM runs in an environment of its own, which for
 a CPU is made by:
@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
+METHODS = ("eagle3", "eagle", "medusa", "mtp")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", help="python of the environment that has vLLM")
-    parser.add_argument("--target", type=Path, default=DEMO / "target")
-    parser.add_argument("--head", type=Path, default=DEMO / "eagle3")
+    parser.add_argument("--method", choices=METHODS, default="eagle3")
+    parser.add_argument("--target", type=Path, help="default: the demo's; of MTP the one that has the modules")
+    parser.add_argument("--head", type=Path, help="default: the demo's; MTP has none but the target")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--prompt-len", type=int, default=64, help="tokens")
     parser.add_argument("--max-tokens", type=int, default=128, help="generated per prompt")
@@ -42,12 +44,15 @@ def main() -> int:
         return 0
     if not args.vllm_python:
         parser.error("--vllm-python is missing; see above for how to make that environment")
+    target = args.target or DEMO / ("mtp" if args.method == "mtp" else "target")
+    speculation = {"method": args.method, "num_speculative_tokens": args.k}
+    if args.method != "mtp":
+        speculation["model"] = str((args.head or DEMO / args.method).resolve())
     task = {
-        "target": str(args.target.resolve()),
-        "head": str(args.head.resolve()),
-        "k": args.k,
+        "target": str(target.resolve()),
+        "speculation": speculation,
         "max_tokens": args.max_tokens,
-        "prompts": held_out_prompts(args.target, args.prompts, args.prompt_len),
+        "prompts": held_out_prompts(target, args.prompts, args.prompt_len),
     }
     ours = here(task)
     with tempfile.TemporaryDirectory() as folder:
@@ -82,8 +87,7 @@ def here(task: dict[str, Any]) -> dict[str, Any]:
     from trtspec import LLM, SamplingParams
     from trtspec.outputs import SpeculationStats
 
-    config = {"method": "eagle3", "model": task["head"], "num_speculative_tokens": task["k"]}
-    with LLM(task["target"], config, max_batch_size=16) as llm:
+    with LLM(task["target"], task["speculation"], max_batch_size=16) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=task["max_tokens"], ignore_eos=True, detokenize=False)
         outputs = llm.generate(task["prompts"], params, use_tqdm=False)
     stats = SpeculationStats.total(output.speculation for output in outputs)
@@ -100,7 +104,8 @@ def in_vllm(task: dict[str, Any]) -> dict[str, Any]:
 
     llm = vllm.LLM(
         task["target"],
-        speculative_config={"method": "eagle3", "model": task["head"], "num_speculative_tokens": task["k"]},
+        speculative_config=task["speculation"],
+        trust_remote_code=True,  # the class of an MTP target's config.json lies beside it
         max_model_len=1024,
         enforce_eager=True,
         disable_log_stats=False,

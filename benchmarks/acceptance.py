@@ -1,0 +1,60 @@
+"""Acceptance length of every draft of the demo for K = 1, 2, ...: a Markdown table, as in examples/demo/MODEL_CARD.md.
+
+Each row is one `trtspec bench acceptance`: greedy, held-out files, and output equal to plain decoding or an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo"
+
+# name -> the model that runs, and its speculative_config
+DRAFTS: dict[str, tuple[Path, dict[str, Any]]] = {
+    "n-gram": (DEMO / "target", {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
+    "suffix": (DEMO / "target", {"method": "suffix"}),
+    "draft model": (DEMO / "target", {"method": "draft_model", "model": str(DEMO / "draft")}),
+    "EAGLE3": (DEMO / "target", {"method": "eagle3", "model": str(DEMO / "eagle3")}),
+    "EAGLE": (DEMO / "target", {"method": "eagle", "model": str(DEMO / "eagle")}),
+    "Medusa": (DEMO / "target", {"method": "medusa", "model": str(DEMO / "medusa")}),
+    "MTP, one module": (DEMO / "mtp", {"method": "mtp"}),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=[*DRAFTS], help="which (default: all)")
+    parser.add_argument("--max-k", type=int, default=5)
+    parser.add_argument("--num-prompts", type=int, default=40)
+    parser.add_argument("--output-len", type=int, default=128)
+    args = parser.parse_args()
+    print(f"| draft | {' | '.join(f'K = {k}' for k in range(1, args.max_k + 1))} |")
+    print(f"|---|{'---|' * args.max_k}")
+    lossless = True
+    for name in args.drafts:
+        model, spec = DRAFTS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "result.json"
+            command = [sys.executable, "-m", "trtspec", "bench", "acceptance", "--model", str(model)]
+            command += ["--spec", json.dumps({**spec, "num_speculative_tokens": args.max_k}), "--json", str(file)]
+            command += [
+                f"--{key.replace('_', '-')}={getattr(args, key)}" for key in ("max_k", "num_prompts", "output_len")
+            ]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            result = json.loads(file.read_text(encoding="utf-8"))
+        lossless = lossless and result["lossless"]
+        cells = " | ".join(f"{row['acceptance_length']:.2f}" for row in result["by_k"])
+        print(
+            f"| {name} | {cells} |" + ("" if result["lossless"] else " output differs from plain decoding"), flush=True
+        )
+    return 0 if lossless else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
