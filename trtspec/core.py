@@ -45,6 +45,8 @@ class AttnMetadata:
     block_tables: Tensor  # [B, M] int32, 0 = scratch
     tree_mask: Tensor  # [T, W] int32 (see ops.spec_attention), zero-size = causal
     width: int = 0  # rows of every request, where all have as many and a graph may count on it; 0 = see cu_q_lens
+    # [n-1, B, M'] int32, of the KV groups behind the first (kv/groups.py); None = block_tables are those of all
+    group_tables: Tensor | None = None
 
     @classmethod
     def of(cls, q_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> AttnMetadata:
@@ -77,6 +79,19 @@ class AttnMetadata:
         """Place of each of the T rows in its own sequence, [T] int64."""
         return row_positions(self.cu_q_lens, self.kv_lens, self.requests(num_rows))
 
+    def tables_of(self, group: int) -> Tensor:
+        """[B, M] int32, the block tables of a KV group."""
+        return self.block_tables if group == 0 or self.group_tables is None else self.group_tables[group - 1]
+
+    def keep(self, kept: Tensor) -> AttnMetadata:
+        """The same rows; KV of requests not `kept`, [B] bool, lies in scratch."""
+        groups = self.group_tables
+        return replace(
+            self,
+            block_tables=torch.where(kept[:, None], self.block_tables, 0),
+            group_tables=None if groups is None else torch.where(kept[:, None], groups, 0),
+        )
+
     def widen(self, more: int) -> AttnMetadata:
         """`more` further rows of every request, behind those it has."""
         before = torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.kv_lens.device)
@@ -87,15 +102,18 @@ class AttnMetadata:
             width=self.width + more if self.width else 0,
         )
 
-    def advance(self) -> AttnMetadata:
-        """The next autoregressive step: one row per request, one token further."""
+    def last_rows(self) -> AttnMetadata:
+        """One row per request, its last."""
         return replace(
             self,
             cu_q_lens=torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.kv_lens.device),
-            kv_lens=self.kv_lens + 1,
             tree_mask=self.tree_mask.new_empty(0),
             width=1,
         )
+
+    def advance(self) -> AttnMetadata:
+        """The next autoregressive step: one row per request, one token further."""
+        return replace(self.last_rows(), kv_lens=self.kv_lens + 1)
 
 
 @dataclass(frozen=True)

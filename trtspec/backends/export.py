@@ -76,10 +76,11 @@ def input_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if name == "hidden_states" else INPUT_DTYPES[name]
 
 
-def input_names(step: Step, uniform: bool = False) -> tuple[str, ...]:
-    """The tensors a step's graph takes, in order."""
+def input_names(step: Step, uniform: bool = False, grouped: bool = False) -> tuple[str, ...]:
+    """The tensors a step's graph takes, in order; grouped: block tables of further KV groups are among them."""
     hidden = ("hidden_states",) if step.hidden_width else ()
-    names = ("input_ids", *hidden, *_ATTN, *step.spec_inputs, *_SAMPLING)
+    groups = ("group_tables",) if grouped else ()
+    names = ("input_ids", *hidden, *_ATTN, *groups, *step.spec_inputs, *_SAMPLING)
     return tuple(name for name in names if not (uniform and name in _KNOWN_IF_UNIFORM))
 
 
@@ -113,7 +114,8 @@ def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: i
         cu_q_lens = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=lens.device) * width
     else:
         cu_q_lens = F.pad(tensors["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
-    attn = AttnMetadata(cu_q_lens=cu_q_lens, **{name: tensors[name] for name in _ATTN}, width=width)
+    groups = tensors.get("group_tables")
+    attn = AttnMetadata(cu_q_lens, **{name: tensors[name] for name in _ATTN}, width=width, group_tables=groups)
     plain = SpecMetadata.plain((), attn, SamplingTensors(**{name: tensors[name] for name in _SAMPLING}))
     spec: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in _OF_SPEC}
     batch = replace(plain, next_draft_len=next_draft_len, **spec)
@@ -139,7 +141,7 @@ def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, .
     parts = {
         "input_ids": "",
         "hidden_states": "",
-        **dict.fromkeys(_ATTN, "attn."),
+        **dict.fromkeys((*_ATTN, "group_tables"), "attn."),
         **dict.fromkeys(_SAMPLING, "spec.sampling."),
     }
     return cast(
@@ -239,14 +241,15 @@ def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[
 
 def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False) -> ExportedProgram:
     """The graph that `example` is a case of; call it as
-    `program.module()(graph_inputs(inputs, input_names(step, uniform)), list(kv))`.
+    `program.module()(graph_inputs(inputs, input_names(step, uniform)), list(kv))`; it takes group_tables if that has
+    them.
 
     Fixed by the example: K, K', which sampling fields are in use (not zero-size). Open: B, T, G, the width of block
     tables and ban lists, and the number of KV blocks; a uniform graph has T = B * (K + 1) rows of B generations. The
     example needs two or more of each, generations and contexts alike (unless uniform): torch.export takes a size of 1
     or 0 for a constant.
     """
-    tensors = graph_inputs(example, input_names(step, uniform))
+    tensors = graph_inputs(example, input_names(step, uniform, example.attn.group_tables is not None))
     width = example.spec.runtime_draft_len + 1 if uniform else 0
     with torch.no_grad():
         return torch.export.export(
@@ -274,6 +277,8 @@ def _dynamic_shapes(tensors: Mapping[str, Tensor], width: int) -> dict[str, Any]
         name: {0: first[name]} if name in first and tensor.shape[0] else None for name, tensor in tensors.items()
     }
     shapes["block_tables"] = {0: B, 1: Dim("M", min=1, max=2**16)}
+    if "group_tables" in tensors:
+        shapes["group_tables"] = {1: B, 2: Dim("M_groups", min=1, max=2**16)}
     if tensors["ban_ids"].shape[1] > 1:
         bans = Dim("bans", min=1, max=2**16)
         shapes |= {"ban_ids": {0: R, 1: bans}, "ban_until": {0: R, 1: bans}}

@@ -18,7 +18,7 @@ class ChainState:
     """Between two passes of a chain: the drafts just made, and where their own pass would run."""
 
     tokens: Tensor  # [B] int64
-    attn: AttnMetadata  # one row per request: that of `tokens`
+    attn: AttnMetadata  # one row per request: that of `tokens`, or, where positions stay, the last that is known
     sampling: SamplingTensors  # of B rows: how the token after `tokens` is drawn
     hidden: Tensor | None = None  # [B, H], or [B, rows, H]: what a head reads beside them
 
@@ -27,12 +27,16 @@ Forward = Callable[[int, ChainState], tuple[Tensor, Tensor | None]]
 """Pass number (1..K-1) and the state it starts from -> the next drafts [B] and their hidden states."""
 
 
-def draft_chain(state: ChainState, num_tokens: int, forward: Forward) -> Tensor:
-    """K drafts per request, [B, K] int64: state.tokens, then one pass of one row per request for each further one."""
+def draft_chain(state: ChainState, num_tokens: int, forward: Forward, advance_positions: bool = True) -> Tensor:
+    """K drafts per request, [B, K] int64: state.tokens, then one pass of one row per request for each further one.
+
+    advance_positions False: all of these passes stand where state.attn says; only what is drawn moves on.
+    """
     drafts = [state.tokens]
     for step in range(1, num_tokens):
         tokens, hidden = forward(step, state)
-        state = ChainState(tokens, state.attn.advance(), state.sampling.advance(), hidden)
+        attn = state.attn.advance() if advance_positions else state.attn
+        state = ChainState(tokens, attn, state.sampling.advance(), hidden)
         drafts.append(tokens)
     return torch.stack(drafts, dim=1)
 

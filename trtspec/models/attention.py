@@ -18,6 +18,7 @@ from trtspec.core import AttnMetadata, KVLayer
 from trtspec.models.layers import Linear, RMSNorm, rotate
 from trtspec.models.specs import DecoderSpec
 from trtspec.ops import spec_attention, spec_attention_
+from trtspec.ops.attention import row_slots
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]."""
@@ -25,28 +26,44 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """Attention over the paged cache: `kv[layer]` = (k_cache, v_cache), appended in place."""
+    """Attention over the paged cache: `kv[layer]` = (k_cache, v_cache), appended in place.
+
+    groups: KV group of each layer (kv/groups.py), empty = they are one. scale, of scores: 1 / sqrt(D) if not given.
+    """
 
     attn: AttnMetadata
     kv: Sequence[KVLayer]
     windows: Sequence[int | None]
+    groups: Sequence[int] = ()
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return spec_attention_(q, k, v, *self.kv[layer], **self._rest(layer, q))
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        return spec_attention_(q, k, v, *self.kv[layer], **self._rest(layer, q, scale))
+
+    def read(self, layer: int, q: Tensor, scale: float | None = None) -> Tensor:
+        """Queries alone, q [T, Hq, D] of rows whose K and V this launch has written in `layer` -> [T, Hq, D]. The cache
+        stays as it is, bit for bit: the op appends rows, so it is handed those that are there."""
+        k_cache, v_cache = self.kv[layer]
+        request, positions = self.attn.requests(q.shape[0]), self.attn.positions(q.shape[0])  # [T]
+        slots = row_slots(self.tables(layer), request, positions, k_cache.shape[1])  # [T]
+        return self(layer, q, k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots], scale)
+
+    def tables(self, layer: int) -> Tensor:
+        """[B, M] int32, the block tables of a layer."""
+        return self.attn.tables_of(self.groups[layer] if self.groups else 0)
 
     def at(self, attn: AttnMetadata) -> Self:
         """The same cache for other rows."""
         return replace(self, attn=attn)
 
-    def _rest(self, layer: int, q: Tensor) -> dict[str, Any]:
+    def _rest(self, layer: int, q: Tensor, scale: float | None) -> dict[str, Any]:
         attn = self.attn
         return {
             "cu_q_lens": attn.cu_q_lens,
             "kv_lens": attn.kv_lens,
-            "block_tables": attn.block_tables,
+            "block_tables": self.tables(layer),
             "tree_mask": attn.tree_mask,
             "sinks": q.new_empty(0),
-            "scale": q.shape[-1] ** -0.5,
+            "scale": q.shape[-1] ** -0.5 if scale is None else scale,
             "window": self.windows[layer] or 0,
         }
 
@@ -54,9 +71,9 @@ class PagedAttend:
 class FunctionalAttend(PagedAttend):
     """The same without changing a tensor: `kv`, a list, gets the new caches in place of the old."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         assert isinstance(self.kv, list)
-        out, k_cache, v_cache = spec_attention(q, k, v, *self.kv[layer], **self._rest(layer, q))
+        out, k_cache, v_cache = spec_attention(q, k, v, *self.kv[layer], **self._rest(layer, q, scale))
         self.kv[layer] = (k_cache, v_cache)
         return out
 

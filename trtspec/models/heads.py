@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from trtspec.config.checkpoint import CheckpointConfig
 from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.errors import WeightsError
-from trtspec.models.attention import Attend
+from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 
 
@@ -26,7 +26,14 @@ class DraftHead(nn.Module, ABC):
 
     Passes are counted from 0: the first covers all rows of a step, each further one a row per request and reads what
     the head put out before. Which layers or matrices a pass uses is for the head to say.
+
+    advance_draft_positions (the name is vLLM's): False = passes after the first do not stand one position further each,
+    but all at the row where the first draft was made, with its position and length of KV. reads_target_kv: it has
+    layers of queries alone, over KV of the target's (PagedAttend.read), and so runs in the target's graph only.
     """
+
+    advance_draft_positions: ClassVar[bool] = True
+    reads_target_kv: ClassVar[bool] = False
 
     def __init__(self, vocab_size: int, draft_vocab_size: int | None = None) -> None:
         super().__init__()
@@ -47,12 +54,20 @@ class DraftHead(nn.Module, ABC):
         return captured
 
     @abstractmethod
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
-        """Pass `step`: the token after each row [T], h [T, H], positions [T] -> y [T, H], h of the next pass."""
+    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: PagedAttend, step: int = 0) -> Tensor:
+        """Pass `step`: the token after each row [T], h [T, H], positions [T] -> y [T, W], see logits and feedback."""
 
     @abstractmethod
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
-        """y [R, H] of pass `step` -> logits [R, Vd] fp32 over the draft vocabulary."""
+        """y [R, W] of pass `step` -> logits [R, Vd] fp32 over the draft vocabulary."""
+
+    def feedback(self, y: Tensor, step: int = 0) -> Tensor:
+        """y [R, W] of pass `step` -> h [R, H] of the pass after it; the same, unless a head says otherwise.
+
+        What vLLM's model_returns_tuple says, a state for the logits and another for the next pass: here the second
+        follows from the first, and is computed of the rows that a next pass reads.
+        """
+        return y
 
     @property
     @abstractmethod

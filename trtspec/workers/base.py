@@ -56,8 +56,11 @@ class SpecWorkerBase(nn.Module, ABC):
     """Draw, accept, draft. A subclass says what its draft layers compute; the chain is drafters.chain's.
 
     capture_layers: hidden states it wants of the target, "after layer i", -1 = after the last norm. greedy: drafts are
-    arg-max, whatever the requests ask for.
+    arg-max, whatever the requests ask for. advance_draft_positions, reads_target_kv: see models.heads.DraftHead.
     """
+
+    advance_draft_positions: bool = True
+    reads_target_kv: bool = False
 
     def __init__(self, max_draft_len: int, capture_layers: Sequence[int], greedy: bool = False) -> None:
         super().__init__()
@@ -172,7 +175,9 @@ class SpecWorkerBase(nn.Module, ABC):
     ) -> Tensor:
         """hidden [B, H] of the last row that each request keeps, attn with the kv_lens it keeps, sampling of the first
         draft -> drafts [B, num_drafts] int64."""
-        start = ChainState(self.sample_drafts(0, hidden, sampling), attn.advance(), sampling.advance(), hidden)
+        moves = self.advance_draft_positions
+        rows = attn.advance() if moves else attn.last_rows()
+        start = ChainState(self.sample_drafts(0, hidden, sampling), rows, sampling.advance(), hidden)
 
         def forward(step: int, state: ChainState) -> tuple[Tensor, Tensor]:
             assert state.hidden is not None
@@ -180,7 +185,7 @@ class SpecWorkerBase(nn.Module, ABC):
             after = self.next_pass(step, state.tokens, state.hidden, positions, attend.at(state.attn))
             return self.sample_drafts(step, after, state.sampling), after
 
-        return draft_chain(start, num_drafts, forward)
+        return draft_chain(start, num_drafts, forward, moves)
 
     def sample_tokens_for_batch(self, logits: Tensor, spec: SpecMetadata) -> Tensor:
         """The target's own draw at each logits row: [R, V] fp32 -> [R] int64. Each row as its request asks."""

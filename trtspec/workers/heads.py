@@ -22,6 +22,8 @@ class HeadWorker(SpecWorkerBase):
     ) -> None:
         super().__init__(max_draft_len, capture_layers, greedy)
         self.head = head
+        self.advance_draft_positions = head.advance_draft_positions
+        self.reads_target_kv = head.reads_target_kv
         ids = head.target_ids
         self.register_buffer("_d2t", ids - torch.arange(len(ids), device=ids.device), persistent=False)
         self._d2t: Tensor
@@ -40,7 +42,7 @@ class HeadWorker(SpecWorkerBase):
 
     def next_pass(self, step: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
         """See base."""
-        return self.head(tokens, hidden, positions, attend, step)  # type: ignore[no-any-return]
+        return self.head(tokens, self.head.feedback(hidden, step - 1), positions, attend, step)  # type: ignore[no-any-return]
 
     def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
         """See base."""

@@ -71,16 +71,17 @@ class MtpWorker(HeadWorker):
             h = torch.where((source < first[request])[:, None], before[request, i - 1], y[source.clamp(min=0)])
             ids = next_ids[torch.minimum(row + short, last[request])]
             there = replace(attn, kv_lens=attn.kv_lens - back.int())
+            h = self.head.feedback(h, i - 1)
             y = self.head(ids, h, positions - back[request], attend.at(there), i)
             outputs.append(y[torch.maximum(row - short, first[request])])
         kept = torch.cat(outputs[:-1], dim=-1)
-        self._keep(kept, row_slots(attn.block_tables, request, positions, self._block_size(attend)), attend)
+        self._keep(kept, self._slots(request, positions, attend), attend)
         return kept
 
     def _kept(self, positions: Tensor, attend: PagedAttend) -> Tensor:
         """What was kept at a position of each request, [B] -> [B, K-1, H]; anything for -1."""
         request = torch.arange(positions.shape[0], device=positions.device)
-        slots = row_slots(attend.attn.block_tables, request, positions, self._block_size(attend))
+        slots = self._slots(request, positions, attend)
         halves = [cache.flatten(0, 1)[slots].flatten(1) for cache in attend.kv[self._layer]]  # [B, (K-1) * H / 2]
         return torch.cat(halves, dim=-1).view(positions.shape[0], self.max_draft_len - 1, -1)
 
@@ -94,8 +95,8 @@ class MtpWorker(HeadWorker):
         """Behind the modules' KV."""
         return self.head.first_layer + self.max_draft_len
 
-    def _block_size(self, attend: PagedAttend) -> int:
-        return attend.kv[self._layer][0].shape[1]
+    def _slots(self, request: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
+        return row_slots(attend.tables(self._layer), request, positions, attend.kv[self._layer][0].shape[1])
 
     # -- the drafts ---------------------------------------------------------------------------------------------------
 
@@ -111,8 +112,7 @@ class MtpWorker(HeadWorker):
         """See base."""
         # Behind a chunk of a prompt nothing is drafted, and rows made of guesses must not come to stand in blocks that
         # are shared: to scratch with them.
-        tables = torch.where((counts > 0)[:, None], attn.block_tables, 0)
-        return super().draft(hidden, counts, kv_lens, replace(attn, block_tables=tables), spec, attend)
+        return super().draft(hidden, counts, kv_lens, attn.keep(counts > 0), spec, attend)
 
     def draft_from(
         self, hidden: Tensor, attn: AttnMetadata, sampling: SamplingTensors, num_drafts: int, attend: PagedAttend
@@ -140,7 +140,8 @@ class MtpWorker(HeadWorker):
                 kv_lens=known.clamp(min=step).int(),
                 width=step,
             )
-            y = self.head(ids.flatten(), h.flatten(0, 1), there.positions(B * step), attend.at(there), step)
+            h = self.head.feedback(h.flatten(0, 1), step - 1)
+            y = self.head(ids.flatten(), h, there.positions(B * step), attend.at(there), step)
             y = y.view(B, step, -1)
             return self.sample_drafts(step, y[request, known.clamp(max=step) - 1], state.sampling), y
 

@@ -9,7 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from trtspec.core import KVLayer, PhaseMethod, Proposal, StepInputs, StepOutputs
+from trtspec.core import AttnMetadata, KVLayer, PhaseMethod, Proposal, StepInputs, StepOutputs
+from trtspec.errors import UnsupportedError
+from trtspec.kv.groups import layer_groups
 from trtspec.models.attention import FunctionalAttend, PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.workers.base import SpecWorkerBase, draw
@@ -27,11 +29,15 @@ class Step(nn.Module, ABC):
 
     def __init__(self, functional: bool = False) -> None:
         super().__init__()
-        self.attend = FunctionalAttend if functional else PagedAttend
+        self._attend = FunctionalAttend if functional else PagedAttend
 
     @abstractmethod
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """One launch; K and V of all T rows are in `kv` afterwards."""
+
+    def attend(self, attn: AttnMetadata, kv: Sequence[KVLayer]) -> PagedAttend:
+        """What gives its layers their keys and values."""
+        return self._attend(attn, kv, self.windows, self.kv_groups)
 
     def phases(self) -> Sequence[PhaseMethod]:
         """See core.Executable."""
@@ -46,6 +52,16 @@ class Step(nn.Module, ABC):
     @abstractmethod
     def kv_shapes(self) -> list[tuple[int, int]]:
         """(num_kv_heads, head_dim) of each KV layer, in order."""
+
+    @property
+    @abstractmethod
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each of those, None = all."""
+
+    @property
+    def kv_groups(self) -> tuple[int, ...]:
+        """Which of them share a block table, see kv/groups.py."""
+        return layer_groups(self.windows)
 
     @property
     @abstractmethod
@@ -93,7 +109,7 @@ class DecodeStep(Step):
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Draws at the R rows inputs.spec.gather_ids."""
-        attend = self.attend(inputs.attn, kv, self.decoder.spec.windows)
+        attend = self.attend(inputs.attn, kv)
         hidden = self.decoder(inputs.input_ids, inputs.attn.positions(inputs.input_ids.shape[0]), attend)  # [T, H]
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
         return StepOutputs(draw(logits, inputs.spec.sampling))
@@ -107,6 +123,11 @@ class DecodeStep(Step):
     def kv_shapes(self) -> list[tuple[int, int]]:
         """See Step."""
         return self.decoder.spec.kv_shapes
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See Step."""
+        return self.decoder.spec.windows
 
     @property
     def vocab_size(self) -> int:
@@ -137,7 +158,7 @@ class CaptureStep(DecodeStep):
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """See DecodeStep."""
-        attend = self.attend(inputs.attn, kv, self.decoder.spec.windows)
+        attend = self.attend(inputs.attn, kv)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.capture_layers)
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
@@ -180,7 +201,7 @@ class OneEngineStep(DecodeStep):
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Verifies the drafts in `inputs` and makes inputs.spec.next_draft_len new ones for every request."""
-        attend = self.attend(inputs.attn, kv, (*self.decoder.spec.windows, *self.worker.windows))
+        attend = self.attend(inputs.attn, kv)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.worker.capture_layers)
         logits: Tensor = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
@@ -194,6 +215,11 @@ class OneEngineStep(DecodeStep):
     def kv_shapes(self) -> list[tuple[int, int]]:
         """See Step; the worker's come last."""
         return [*super().kv_shapes, *self.worker.kv_shapes]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See Step; the worker's come last."""
+        return (*super().windows, *self.worker.windows)
 
     @property
     def weight_bytes_per_step(self) -> int:
@@ -222,7 +248,8 @@ class HeadStep(Step):
 
     Its rows are those of contexts: input_ids [T] are the tokens *after* each row, hidden_states [T, n * Ht] the
     target's states of it, and sampling.positions where the token after the last row is. That token is known; what
-    follows it is drafted, inputs.spec.next_draft_len tokens.
+    follows it is drafted, inputs.spec.next_draft_len tokens. UnsupportedError for layers that read the target's KV,
+    which is not here.
     """
 
     spec_inputs: ClassVar[tuple[str, ...]] = ("seq_lens", "gather_ids")
@@ -230,6 +257,11 @@ class HeadStep(Step):
 
     def __init__(self, worker: SpecWorkerBase, hidden_width: int, like: Tensor, functional: bool = False) -> None:
         super().__init__(functional)
+        if worker.reads_target_kv:
+            raise UnsupportedError(
+                "these draft layers read the target's KV, which a launch beside the target does not have; draft inside "
+                "the target's graph: one_engine=True"
+            )
         self.worker = worker
         self._hidden_width = hidden_width
         self.register_buffer("_like", like.detach().new_empty(0), persistent=False)
@@ -239,7 +271,7 @@ class HeadStep(Step):
         """See the class."""
         attn, spec = inputs.attn, inputs.spec
         assert inputs.hidden_states is not None
-        attend, positions = self.attend(attn, kv, self.worker.windows), attn.positions(inputs.input_ids.shape[0])
+        attend, positions = self.attend(attn, kv), attn.positions(inputs.input_ids.shape[0])
         hidden = self.worker.first_pass(inputs.input_ids, inputs.hidden_states, positions, attend)  # [T, H]
         one = torch.ones_like(spec.next_prompt_token)  # [B]
         drafts = self.worker.draft(hidden, one, attn.kv_lens, attn, spec, attend)  # [B, K]
@@ -254,6 +286,11 @@ class HeadStep(Step):
     def kv_shapes(self) -> list[tuple[int, int]]:
         """See Step."""
         return self.worker.kv_shapes
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See Step."""
+        return self.worker.windows
 
     @property
     def vocab_size(self) -> int:

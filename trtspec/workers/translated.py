@@ -42,7 +42,7 @@ class TranslatedStep(DecodeStep):
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """See DecodeStep."""
-        attend = self.attend(inputs.attn, kv, self.decoder.spec.windows)
+        attend = self.attend(inputs.attn, kv)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden = self.decoder(self.read_as[inputs.input_ids], positions, attend)  # [T, H]
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids]).index_select(1, self.columns)  # [R, n] fp32
