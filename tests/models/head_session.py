@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.kv.groups import with_group_tables
 from trtspec.kv.pool import allocate_layers
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
@@ -64,6 +65,7 @@ class Session:
     tables: list[list[int]]
     known: list[list[int]]  # tokens of each request
     committed: list[int] = field(default_factory=list)
+    group_tables: list[list[list[int]]] = field(default_factory=list)  # of KV groups behind the first, if not `tables`
 
     @property
     def worker(self) -> Watching:
@@ -79,6 +81,8 @@ class Session:
         attn = AttnMetadata.of(
             [len(r) for r in rows], [s + len(r) for s, r in zip(starts, rows, strict=True)], self.tables
         )
+        if self.group_tables:
+            attn = with_group_tables(attn, self.step.kv_groups, self.group_tables)
         width = 1 if contexts else len(drafts[0]) + 1
         ends = attn.cu_q_lens[1:].tolist()
         draws = [len(known) + j for known in self.known for j in range(width)]

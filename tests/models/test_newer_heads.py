@@ -1,0 +1,262 @@
+"""Hooks of the chain: passes that stand still, another state fed back, layers that read the target's KV, and KV groups;
+shown by two drafters (newer_heads.py), pass by pass against their equations, in eager mode and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.checkpoints import make_checkpoint, oracle
+from tests.models.head_session import GREEDY, Session, Watching, assert_close, open_session, told
+from tests.models.newer_heads import Assistant, Pass, StepHead, assistant_passes, step_passes
+from trtspec.backends.export import example_for, export_step, graph_inputs, graph_outputs, input_names, step_inputs
+from trtspec.config.model import ModelConfig
+from trtspec.core import KVLayer, SamplingTensors, StepInputs, StepOutputs
+from trtspec.errors import UnsupportedError
+from trtspec.kv.groups import with_group_tables
+from trtspec.models.decoder import Decoder
+from trtspec.models.weights import load_decoder
+from trtspec.workers.heads import HeadWorker
+from trtspec.workers.mtp import MtpWorker
+from trtspec.workers.step import DecodeStep, HeadStep, OneEngineStep
+
+K = 3
+VOCAB = 199
+TOLERANCE = 1e-4
+WINDOW = 6
+LENGTHS = (25, 1, 7)
+ACCEPTED = (2, 0, 3, 1)
+
+
+class WatchingMtp(Watching, MtpWorker):
+    """Of a module for each draft."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layer sees everything, the other a window."""
+    windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    folder = tmp_path_factory.mktemp("target")
+    return make_checkpoint(folder, "qwen2", num_hidden_layers=2, initializer_range=0.06, **windows)
+
+
+@pytest.fixture(scope="module")
+def theirs(target: Path) -> transformers.PreTrainedModel:
+    return oracle(target)
+
+
+@pytest.fixture(scope="module")
+def decoder(target: Path) -> Decoder:
+    return load_decoder(ModelConfig.from_folder(target), torch.float32)
+
+
+def open_assistant(decoder: Decoder, lengths: Sequence[int] = LENGTHS) -> Session:
+    """Its first layer reads the target's windowed one, its second the one that sees everything."""
+    worker = Watching(Assistant(decoder, (1, 0)), K, (-1,))
+    return open_session(decoder, worker, prompts(lengths))
+
+
+def open_modules(decoder: Decoder, lengths: Sequence[int] = LENGTHS) -> Session:
+    """Modules 0 and 2 with a window that is not the target's."""
+    worker = WatchingMtp(StepHead(decoder, (4, None, 4)), K, (decoder.spec.num_layers - 1,))
+    return open_session(decoder, worker, prompts(lengths))
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def check_passes(
+    session: Session, theirs: transformers.PreTrainedModel, expected: Callable[[list[int]], list[Pass]]
+) -> None:
+    """Prompts, then drafts of which none, some and all are accepted: the rejected must leave no trace."""
+    for accepted in (None, *ACCEPTED):
+        drafts = [[] if accepted is None else told(theirs, known, accepted, K) for known in session.known]
+        outputs = session.launch(drafts)
+        assert outputs.verdict is not None
+        assert outputs.proposal is not None
+        assert outputs.verdict.num_tokens.tolist() == [1 if accepted is None else accepted + 1] * len(session.known)
+        for b, known in enumerate(session.known):
+            passes = expected(known)
+            for j, one in enumerate(passes):
+                assert_close(session.worker.rows[j][b], one.y, TOLERANCE)
+                assert_close(session.worker.scores[j][b], one.logits, TOLERANCE)
+            assert outputs.proposal.draft_tokens[b].tolist() == [one.draft for one in passes]
+
+
+def copied(kv: Sequence[KVLayer]) -> list[KVLayer]:
+    return [(k.clone(), v.clone()) for k, v in kv]
+
+
+# -- queries alone, positions that stay ----------------------------------------------------------------------------
+
+
+class AsPlain(OneEngineStep):
+    """Checks that a launch leaves the target's KV as one without draft layers does, bit for bit."""
+
+    def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
+        plain = copied(kv[: self.decoder.spec.num_layers])
+        DecodeStep(self.decoder)(inputs, plain)
+        outputs = super().forward(inputs, kv)
+        for layer, (expected, got) in enumerate(zip(plain, kv, strict=False)):
+            assert torch.equal(expected[0], got[0]), f"keys of layer {layer}"
+            assert torch.equal(expected[1], got[1]), f"values of layer {layer}"
+        return outputs
+
+
+def test_layers_of_queries_alone_read_the_target(decoder: Decoder, theirs: transformers.PreTrainedModel) -> None:
+    session = open_assistant(decoder)
+    assert len(session.kv) == decoder.spec.num_layers  # it has no KV of its own
+    session.step = AsPlain(decoder, session.worker)
+    check_passes(session, theirs, lambda known: assistant_passes(session.worker.head, theirs, known, K))
+
+
+def test_what_reads_the_target_does_not_run_beside_it(decoder: Decoder) -> None:
+    worker = HeadWorker(Assistant(decoder, (0,)), K, (-1,))
+    with pytest.raises(UnsupportedError, match=r"read the target's KV.*one_engine=True"):
+        HeadStep(worker, decoder.spec.hidden_size, decoder.norm.weight)
+
+
+# -- a module for each draft, layers in two KV groups --------------------------------------------------------------
+
+
+def regroup(session: Session) -> None:
+    """Tables of their own for all further groups: other blocks, scattered too, in a cache of twice the size."""
+    session.kv = [(k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1)) for k, v in session.kv]
+    half = len(session.kv[0][0]) // 2
+    session.group_tables = [
+        [[half + (block + group) % half for block in table] for table in session.tables]
+        for group in range(max(session.step.kv_groups))
+    ]
+
+
+def test_modules_of_two_kv_groups(decoder: Decoder, theirs: transformers.PreTrainedModel) -> None:
+    """The same drafts, bit for bit, whether groups share a table, as in the engine, or have tables of their own."""
+    one, many = open_modules(decoder), open_modules(decoder)
+    assert one.step.kv_groups == (0, 1, 2, 0, 2, 0)  # the target's, the modules', what their worker keeps
+    regroup(many)
+    check_passes(one, theirs, lambda known: step_passes(one.worker.head, theirs, known))
+    scores = one.worker.scores
+    check_passes(many, theirs, lambda known: step_passes(many.worker.head, theirs, known))
+    assert all(torch.equal(a, b) for a, b in zip(scores, many.worker.scores, strict=True))
+    for group, layer in zip(many.step.kv_groups, many.kv, strict=True):
+        tables = many.group_tables[group - 1] if group else many.tables
+        own = torch.tensor([block for table in tables for block in table])
+        for cache in layer:
+            assert cache[own].any()
+            cache[own] = 0.0
+            assert not cache.any()  # nothing in the blocks of another group, nor in scratch
+
+
+# -- exported ------------------------------------------------------------------------------------------------------
+
+
+class Recording(OneEngineStep):
+    """Keeps what went in and came out, and KV before and after."""
+
+    seen: list[tuple[StepInputs, list[KVLayer], StepOutputs, list[KVLayer]]]
+
+    def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
+        before = copied(kv)
+        outputs = super().forward(inputs, kv)
+        self.seen.append((inputs, before, outputs, copied(kv)))
+        return outputs
+
+
+def recorded(session: Session, num_launches: int = 3) -> Recording:
+    """Prompts, then drafts that are wrong."""
+    session.step = step = Recording(session.step.decoder, session.worker)
+    step.seen = []
+    for number in range(num_launches):
+        session.launch([[5, 6, 7] if number else []] * len(session.known))
+    return step
+
+
+def example_of(step: OneEngineStep) -> StepInputs:
+    """A greedy batch to export with."""
+    example = example_for(step, K, 4)
+    positions = example.spec.sampling.positions.tolist()
+    return replace(
+        example, spec=replace(example.spec, sampling=SamplingTensors.of([GREEDY] * len(positions), positions))
+    )
+
+
+def assert_graph_is_step(step: Recording, functional: bool, example: StepInputs) -> None:
+    """One graph for all batches of K drafts, bit for bit, KV included."""
+    twin = OneEngineStep(step.decoder, step.worker, functional)
+    program = export_step(twin, example, copied(step.seen[0][1]))
+    names = input_names(twin, grouped=example.attn.group_tables is not None)
+    for inputs, before, outputs, after in step.seen[1:]:
+        kv = copied(before)
+        got, changed = program.module()(graph_inputs(inputs, names), kv)
+        for name, want in graph_outputs(outputs).items():
+            assert torch.equal(got[name], want), name
+        for layer, expected in zip(changed if functional else kv, after, strict=True):
+            assert all(map(torch.equal, layer, expected))
+
+
+@pytest.mark.parametrize("functional", [False, True], ids=["mutating", "functional"])
+def test_layers_of_queries_alone_are_exported(decoder: Decoder, functional: bool) -> None:
+    step = recorded(open_assistant(decoder))
+    assert_graph_is_step(step, functional, example_of(step))
+
+
+def test_kv_groups_are_exported(decoder: Decoder) -> None:
+    """Further tables are one more input, where the example has them."""
+    session = open_modules(decoder)
+    regroup(session)
+    step = recorded(session)
+    example = example_of(step)
+    assert "group_tables" not in input_names(step)
+    tables = example.attn.block_tables.tolist()
+    attn = with_group_tables(example.attn, step.kv_groups, [tables] * max(step.kv_groups))
+    assert_graph_is_step(step, False, replace(example, attn=attn))
+
+
+class FirstPass(nn.Module):
+    """The pass over all rows -> what the chain reads of it, [B, W]."""
+
+    def __init__(self, step: OneEngineStep) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, tensors: dict[str, Tensor], captured: Tensor, kv: list[KVLayer]) -> Tensor:
+        inputs = step_inputs(tensors)
+        positions, attend = inputs.attn.positions(captured.shape[0]), self.step.attend(inputs.attn, kv)
+        y: Tensor = self.step.worker.first_pass(inputs.input_ids, captured, positions, attend)
+        return y[inputs.spec.gather_ids]
+
+
+class Chain(FirstPass):
+    """All further passes, a row per request each -> drafts [B, K]."""
+
+    def forward(self, tensors: dict[str, Tensor], hidden: Tensor, kv: list[KVLayer]) -> Tensor:
+        inputs = step_inputs(tensors, K, width=1)
+        attend, sampling = self.step.attend(inputs.attn, kv), inputs.spec.sampling.advance()
+        return self.step.worker.draft_from(hidden, inputs.attn, sampling, K, attend)
+
+
+@pytest.mark.parametrize("opened", [open_assistant, open_modules], ids=["assistant", "modules"])
+def test_the_first_pass_and_the_chain_are_graphs_by_themselves(
+    decoder: Decoder, opened: Callable[[Decoder], Session]
+) -> None:
+    step = recorded(opened(decoder), 1)
+    ((inputs, kv, outputs, _),) = step.seen
+    assert outputs.verdict is not None
+    assert outputs.proposal is not None
+    attend, positions = step.attend(inputs.attn, kv), inputs.attn.positions(len(inputs.input_ids))
+    with torch.no_grad():
+        _, captured = decoder.capture(inputs.input_ids, positions, attend, step.worker.capture_layers)
+        ids = step.worker.prepare_context_input_ids(inputs.input_ids, outputs.verdict.tokens, inputs.attn, inputs.spec)
+        given: Tensor = captured
+        for module, uniform in ((FirstPass(step), False), (Chain(step), True)):
+            tensors = {**graph_inputs(inputs, input_names(step, uniform)), "input_ids": ids if not uniform else ids[:3]}
+            given = torch.export.export(module.eval(), (tensors, given, kv), strict=False).module()(tensors, given, kv)
+    assert torch.equal(given, outputs.proposal.draft_tokens)
