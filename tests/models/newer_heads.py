@@ -17,14 +17,17 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from tests.e2e.recorded import copied
 from tests.models.head_session import states
 from tests.models.paper_heads import turned
 from trtspec.config.mtp import MtpFamily
+from trtspec.core import KVLayer, StepInputs, StepOutputs
 from trtspec.models.attention import Attend, Attention, PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.models.heads import DraftHead
 from trtspec.models.layers import Linear, RMSNorm, rotate, weight_bytes
 from trtspec.models.mtp import MtpHead, MtpModule, MtpSpec
+from trtspec.workers.step import DecodeStep, OneEngineStep
 
 EPS = 1e-6
 
@@ -95,6 +98,19 @@ class Assistant(DraftHead):
 
     def weight_bytes_for(self, num_passes: int) -> int:
         return num_passes * weight_bytes(self)
+
+
+class AsPlain(OneEngineStep):
+    """Checks that a launch leaves the target's KV as one without draft layers does, bit for bit."""
+
+    def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
+        plain = copied(kv[: self.decoder.spec.num_layers])
+        DecodeStep(self.decoder)(inputs, plain)
+        outputs = super().forward(inputs, kv)
+        for layer, (expected, got) in enumerate(zip(plain, kv, strict=False)):
+            assert torch.equal(expected[0], got[0]), f"keys of layer {layer}"
+            assert torch.equal(expected[1], got[1]), f"values of layer {layer}"
+        return outputs
 
 
 # -- Step 3.5's modules --------------------------------------------------------------------------------------------

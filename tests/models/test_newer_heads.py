@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,24 +14,25 @@ import transformers
 from torch import Tensor, nn
 
 from tests.checkpoints import make_checkpoint, oracle
+from tests.e2e.recorded import copied
 from tests.models.head_session import GREEDY, Session, Watching, assert_close, open_session, told
-from tests.models.newer_heads import Assistant, Pass, StepHead, assistant_passes, step_passes
+from tests.models.newer_heads import AsPlain, Assistant, Pass, StepHead, assistant_passes, step_passes
 from trtspec.backends.export import example_for, export_step, graph_inputs, graph_outputs, input_names, step_inputs
 from trtspec.config.model import ModelConfig
 from trtspec.core import KVLayer, SamplingTensors, StepInputs, StepOutputs
 from trtspec.errors import UnsupportedError
 from trtspec.kv.groups import with_group_tables
+from trtspec.models.attention import Attend
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import load_decoder
 from trtspec.workers.heads import HeadWorker
 from trtspec.workers.mtp import MtpWorker
-from trtspec.workers.step import DecodeStep, HeadStep, OneEngineStep
+from trtspec.workers.step import HeadStep, OneEngineStep
 
 K = 3
 VOCAB = 199
 TOLERANCE = 1e-4
 WINDOW = 6
-LENGTHS = (25, 1, 7)
 ACCEPTED = (2, 0, 3, 1)
 
 
@@ -40,8 +42,9 @@ class WatchingMtp(Watching, MtpWorker):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first layer sees everything, the other a window."""
-    windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    """The first layer sees a window, the other everything."""
+    windows = {"use_sliding_window": True, "sliding_window": WINDOW}
+    windows["layer_types"] = ["sliding_attention", "full_attention"]
     folder = tmp_path_factory.mktemp("target")
     return make_checkpoint(folder, "qwen2", num_hidden_layers=2, initializer_range=0.06, **windows)
 
@@ -56,21 +59,21 @@ def decoder(target: Path) -> Decoder:
     return load_decoder(ModelConfig.from_folder(target), torch.float32)
 
 
-def open_assistant(decoder: Decoder, lengths: Sequence[int] = LENGTHS) -> Session:
-    """Its first layer reads the target's windowed one, its second the one that sees everything."""
+def open_assistant(decoder: Decoder) -> Session:
+    """Its layers read the target's, in another order."""
     worker = Watching(Assistant(decoder, (1, 0)), K, (-1,))
-    return open_session(decoder, worker, prompts(lengths))
+    return open_session(decoder, worker, prompts())
 
 
-def open_modules(decoder: Decoder, lengths: Sequence[int] = LENGTHS) -> Session:
+def open_modules(decoder: Decoder, kind: type[StepHead] = StepHead) -> Session:
     """Modules 0 and 2 with a window that is not the target's."""
-    worker = WatchingMtp(StepHead(decoder, (4, None, 4)), K, (decoder.spec.num_layers - 1,))
-    return open_session(decoder, worker, prompts(lengths))
+    worker = WatchingMtp(kind(decoder, (4, None, 4)), K, (decoder.spec.num_layers - 1,))
+    return open_session(decoder, worker, prompts())
 
 
-def prompts(lengths: Sequence[int]) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (25, 1, 7)]
 
 
 def check_passes(
@@ -91,24 +94,7 @@ def check_passes(
             assert outputs.proposal.draft_tokens[b].tolist() == [one.draft for one in passes]
 
 
-def copied(kv: Sequence[KVLayer]) -> list[KVLayer]:
-    return [(k.clone(), v.clone()) for k, v in kv]
-
-
 # -- queries alone, positions that stay ----------------------------------------------------------------------------
-
-
-class AsPlain(OneEngineStep):
-    """Checks that a launch leaves the target's KV as one without draft layers does, bit for bit."""
-
-    def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
-        plain = copied(kv[: self.decoder.spec.num_layers])
-        DecodeStep(self.decoder)(inputs, plain)
-        outputs = super().forward(inputs, kv)
-        for layer, (expected, got) in enumerate(zip(plain, kv, strict=False)):
-            assert torch.equal(expected[0], got[0]), f"keys of layer {layer}"
-            assert torch.equal(expected[1], got[1]), f"values of layer {layer}"
-        return outputs
 
 
 def test_layers_of_queries_alone_read_the_target(decoder: Decoder, theirs: transformers.PreTrainedModel) -> None:
@@ -140,7 +126,7 @@ def regroup(session: Session) -> None:
 def test_modules_of_two_kv_groups(decoder: Decoder, theirs: transformers.PreTrainedModel) -> None:
     """The same drafts, bit for bit, whether groups share a table, as in the engine, or have tables of their own."""
     one, many = open_modules(decoder), open_modules(decoder)
-    assert one.step.kv_groups == (0, 1, 2, 0, 2, 0)  # the target's, the modules', what their worker keeps
+    assert one.step.kv_groups == (0, 1, 2, 1, 2, 1)  # the target's, the modules', what their worker keeps
     regroup(many)
     check_passes(one, theirs, lambda known: step_passes(one.worker.head, theirs, known))
     scores = one.worker.scores
@@ -153,6 +139,29 @@ def test_modules_of_two_kv_groups(decoder: Decoder, theirs: transformers.PreTrai
             assert cache[own].any()
             cache[own] = 0.0
             assert not cache.any()  # nothing in the blocks of another group, nor in scratch
+
+
+class Halved(StepHead):
+    """Gives half of what the next module reads, and of what its lm_head reads: exact, in floating point."""
+
+    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+        return super().forward(input_ids, h, positions, attend, step) / 2
+
+    def logits(self, y: Tensor, step: int = 0) -> Tensor:
+        return super().logits(y * 2, step)
+
+    def feedback(self, y: Tensor, step: int = 0) -> Tensor:
+        return y * 2
+
+
+def test_what_a_module_reads_need_not_be_what_the_one_before_gives(decoder: Decoder) -> None:
+    scores = []
+    for kind in (StepHead, Halved):
+        session = open_modules(decoder, kind)
+        session.launch([[]] * len(session.known))
+        session.launch([[5, 6, 7]] * len(session.known))
+        scores.append(session.worker.scores)
+    assert all(torch.equal(a, b) for a, b in zip(*scores, strict=True))
 
 
 # -- exported ------------------------------------------------------------------------------------------------------
@@ -179,6 +188,13 @@ def recorded(session: Session, num_launches: int = 3) -> Recording:
     return step
 
 
+def unwatched(step: OneEngineStep, functional: bool = False) -> OneEngineStep:
+    """The same step, whose worker keeps nothing."""
+    kind = MtpWorker if isinstance(step.worker, MtpWorker) else HeadWorker
+    worker = kind(cast(Any, step.worker).head, K, step.worker.capture_layers)
+    return OneEngineStep(step.decoder, worker, functional)
+
+
 def example_of(step: OneEngineStep) -> StepInputs:
     """A greedy batch to export with."""
     example = example_for(step, K, 4)
@@ -190,7 +206,7 @@ def example_of(step: OneEngineStep) -> StepInputs:
 
 def assert_graph_is_step(step: Recording, functional: bool, example: StepInputs) -> None:
     """One graph for all batches of K drafts, bit for bit, KV included."""
-    twin = OneEngineStep(step.decoder, step.worker, functional)
+    twin = unwatched(step, functional)
     program = export_step(twin, example, copied(step.seen[0][1]))
     names = input_names(twin, grouped=example.attn.group_tables is not None)
     for inputs, before, outputs, after in step.seen[1:]:
@@ -202,7 +218,9 @@ def assert_graph_is_step(step: Recording, functional: bool, example: StepInputs)
             assert all(map(torch.equal, layer, expected))
 
 
-@pytest.mark.parametrize("functional", [False, True], ids=["mutating", "functional"])
+@pytest.mark.parametrize(
+    "functional", [pytest.param(False, marks=pytest.mark.long, id="mutating"), pytest.param(True, id="functional")]
+)
 def test_layers_of_queries_alone_are_exported(decoder: Decoder, functional: bool) -> None:
     step = recorded(open_assistant(decoder))
     assert_graph_is_step(step, functional, example_of(step))
@@ -256,7 +274,7 @@ def test_the_first_pass_and_the_chain_are_graphs_by_themselves(
         _, captured = decoder.capture(inputs.input_ids, positions, attend, step.worker.capture_layers)
         ids = step.worker.prepare_context_input_ids(inputs.input_ids, outputs.verdict.tokens, inputs.attn, inputs.spec)
         given: Tensor = captured
-        for module, uniform in ((FirstPass(step), False), (Chain(step), True)):
+        for module, uniform in ((FirstPass(unwatched(step)), False), (Chain(unwatched(step)), True)):
             tensors = {**graph_inputs(inputs, input_names(step, uniform)), "input_ids": ids if not uniform else ids[:3]}
             given = torch.export.export(module.eval(), (tensors, given, kv), strict=False).module()(tensors, given, kv)
     assert torch.equal(given, outputs.proposal.draft_tokens)
