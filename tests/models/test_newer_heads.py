@@ -19,20 +19,20 @@ from tests.models.head_session import GREEDY, Session, Watching, assert_close, o
 from tests.models.newer_heads import AsPlain, Assistant, Pass, StepHead, assistant_passes, step_passes
 from trtspec.backends.export import example_for, export_step, graph_inputs, graph_outputs, input_names, step_inputs
 from trtspec.config.model import ModelConfig
-from trtspec.core import KVLayer, SamplingTensors, StepInputs, StepOutputs
+from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.errors import UnsupportedError
 from trtspec.kv.groups import with_group_tables
+from trtspec.kv.pool import allocate_layers
 from trtspec.models.attention import Attend
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import load_decoder
 from trtspec.workers.heads import HeadWorker
 from trtspec.workers.mtp import MtpWorker
-from trtspec.workers.step import HeadStep, OneEngineStep
+from trtspec.workers.step import DecodeStep, HeadStep, OneEngineStep, Step
 
 K = 3
 VOCAB = 199
 TOLERANCE = 1e-4
-WINDOW = 6
 ACCEPTED = (2, 0, 3, 1)
 
 
@@ -43,10 +43,9 @@ class WatchingMtp(Watching, MtpWorker):
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first layer sees a window, the other everything."""
-    windows = {"use_sliding_window": True, "sliding_window": WINDOW}
-    windows["layer_types"] = ["sliding_attention", "full_attention"]
-    folder = tmp_path_factory.mktemp("target")
-    return make_checkpoint(folder, "qwen2", num_hidden_layers=2, initializer_range=0.06, **windows)
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    window = {"use_sliding_window": True, "sliding_window": 6}
+    return make_checkpoint(tmp_path_factory.mktemp("target"), "qwen2", initializer_range=0.06, **layers, **window)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +58,9 @@ def decoder(target: Path) -> Decoder:
     return load_decoder(ModelConfig.from_folder(target), torch.float32)
 
 
-def open_assistant(decoder: Decoder) -> Session:
-    """Its layers read the target's, in another order."""
-    worker = Watching(Assistant(decoder, (1, 0)), K, (-1,))
+def open_assistant(decoder: Decoder, *sources: int) -> Session:
+    """Its layers read the target's, in another order if not told."""
+    worker = Watching(Assistant(decoder, sources or (1, 0)), K, (-1,))
     return open_session(decoder, worker, prompts())
 
 
@@ -195,7 +194,7 @@ def unwatched(step: OneEngineStep, functional: bool = False) -> OneEngineStep:
     return OneEngineStep(step.decoder, worker, functional)
 
 
-def example_of(step: OneEngineStep) -> StepInputs:
+def example_of(step: Step) -> StepInputs:
     """A greedy batch to export with."""
     example = example_for(step, K, 4)
     positions = example.spec.sampling.positions.tolist()
@@ -204,38 +203,44 @@ def example_of(step: OneEngineStep) -> StepInputs:
     )
 
 
-def assert_graph_is_step(step: Recording, functional: bool, example: StepInputs) -> None:
+@pytest.mark.parametrize(
+    "functional", [pytest.param(False, marks=pytest.mark.long, id="mutating"), pytest.param(True, id="functional")]
+)
+def test_layers_of_queries_alone_are_exported(decoder: Decoder, functional: bool) -> None:
     """One graph for all batches of K drafts, bit for bit, KV included."""
+    step = recorded(open_assistant(decoder, 0))
     twin = unwatched(step, functional)
-    program = export_step(twin, example, copied(step.seen[0][1]))
-    names = input_names(twin, grouped=example.attn.group_tables is not None)
+    program = export_step(twin, example_of(step), copied(step.seen[0][1]))
     for inputs, before, outputs, after in step.seen[1:]:
         kv = copied(before)
-        got, changed = program.module()(graph_inputs(inputs, names), kv)
+        got, changed = program.module()(graph_inputs(inputs, input_names(twin)), kv)
         for name, want in graph_outputs(outputs).items():
             assert torch.equal(got[name], want), name
         for layer, expected in zip(changed if functional else kv, after, strict=True):
             assert all(map(torch.equal, layer, expected))
 
 
-@pytest.mark.parametrize(
-    "functional", [pytest.param(False, marks=pytest.mark.long, id="mutating"), pytest.param(True, id="functional")]
-)
-def test_layers_of_queries_alone_are_exported(decoder: Decoder, functional: bool) -> None:
-    step = recorded(open_assistant(decoder))
-    assert_graph_is_step(step, functional, example_of(step))
-
-
 def test_kv_groups_are_exported(decoder: Decoder) -> None:
-    """Further tables are one more input, where the example has them."""
-    session = open_modules(decoder)
-    regroup(session)
-    step = recorded(session)
+    """Further tables are one more input, where the example has them; the target's two layers are a group each."""
+    step = DecodeStep(decoder)
     example = example_of(step)
-    assert "group_tables" not in input_names(step)
-    tables = example.attn.block_tables.tolist()
-    attn = with_group_tables(example.attn, step.kv_groups, [tables] * max(step.kv_groups))
-    assert_graph_is_step(step, False, replace(example, attn=attn))
+    names = input_names(step, grouped=True)
+    assert set(names) - set(input_names(step)) == {"group_tables"}
+    # 4 requests as in the example, then 3 of other lengths in other blocks
+    first = with_group_tables(example.attn, step.kv_groups, [example.attn.block_tables.tolist()])
+    other = AttnMetadata.of([2, 9, 1], [7, 9, 4], [[3, 1], [5, 2, 4], [6]])
+    other = with_group_tables(other, step.kv_groups, [[[9, 8], [10, 7, 11], [12]]])
+    spec = SpecMetadata.plain((0, 1, 2), other, SamplingTensors.of([GREEDY] * 3, [7, 9, 4]))
+    kv = allocate_layers(step.kv_shapes, 40, 4, torch.float32)
+    program = export_step(step, replace(example, attn=first), kv)
+    inputs, after = StepInputs(torch.arange(3, 15), other, spec), copied(kv)
+    with torch.no_grad():
+        want = step(inputs, after)
+    got, _ = program.module()(graph_inputs(inputs, names), list(kv))
+    assert torch.equal(got["tokens"], want.tokens)
+    assert [sorted(set(k.nonzero()[:, 0].tolist())) for k, _ in kv] == [[1, 2, 4, 5, 6], [7, 8, 10, 11, 12]]
+    for layer, expected in zip(kv, after, strict=True):
+        assert all(map(torch.equal, layer, expected))
 
 
 class FirstPass(nn.Module):
@@ -261,7 +266,10 @@ class Chain(FirstPass):
         return self.step.worker.draft_from(hidden, inputs.attn, sampling, K, attend)
 
 
-@pytest.mark.parametrize("opened", [open_assistant, open_modules], ids=["assistant", "modules"])
+@pytest.mark.parametrize(
+    "opened",
+    [pytest.param(open_assistant, marks=pytest.mark.long, id="assistant"), pytest.param(open_modules, id="modules")],
+)
 def test_the_first_pass_and_the_chain_are_graphs_by_themselves(
     decoder: Decoder, opened: Callable[[Decoder], Session]
 ) -> None:
