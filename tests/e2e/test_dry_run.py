@@ -342,7 +342,7 @@ def test_draft_layers_beside_the_target(models: Path) -> None:
         assert list(head.weights) == ["draft"]
 
 
-@pytest.mark.parametrize("backend", ["cuda", "onnx", "tensorrt"])
+@pytest.mark.parametrize("backend", ["cuda", "tensorrt"])
 def test_where_draft_layers_beside_the_target_do_not_run(models: Path, backend: str) -> None:
     config = EngineConfig(backend=backend, **LIMITS)
     with pytest.raises(UnsupportedError, match=f"mode=EAGLE3 on backend {backend}: .* use one_engine=True"):

@@ -1,5 +1,5 @@
-"""Draft layers beside the target as compiled engines: what eager drafts and says, and what graphs would misread; and
-EAGLE, which test_engine.py has not, inside the target's graph."""
+"""Draft layers beside the target as engines of AOTInductor's and of ONNX graphs: what eager drafts and says, and what
+graphs would misread; and EAGLE, which test_engine.py has not, inside the target's graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.e2e.conformance import (
 )
 from tests.e2e.tiny import Outcome, run_alone
 from trtspec import LLM
-from trtspec.backends.aoti import AotiExecutable
+from trtspec.backends.compiled import CompiledExecutable
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
@@ -36,7 +36,7 @@ from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import EngineError
 from trtspec.sampling_params import ResolvedSampling
 
-pytestmark = pytest.mark.long  # three graphs to compile
+pytestmark = pytest.mark.long  # three graphs each to compile
 
 MODE = "eagle3_beside"
 WIDTH = 3 * 32  # three hidden states
@@ -48,15 +48,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """mode -> an engine folder, built when first asked for."""
+def built(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """backend, mode -> an engine folder, built when first asked for."""
     folder = tmp_path_factory.mktemp("engines")
-    return functools.cache(lambda mode: build(models, folder / mode, "aoti", mode, "float32"))
+    return functools.cache(lambda backend, mode: build(models, folder / f"{backend}-{mode}", backend, mode, "float32"))
 
 
-@pytest.fixture(scope="module")
-def engine(built: Callable[[str], Path]) -> Path:
-    return built(MODE)
+@pytest.fixture(scope="module", params=["aoti", "onnx"])
+def engine(built: Callable[[str, str], Path], request: pytest.FixtureRequest) -> Path:
+    return built(request.param, MODE)
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +66,17 @@ def plain(models: Path) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("mode", [MODE, "eagle_beside", "eagle"])
+@pytest.mark.parametrize("backend", ["aoti", "onnx"])
 def test_the_words_and_drafts_are_those_of_eager(
-    built: Callable[[str], Path], models: Path, plain: list[Outcome], mode: str
+    built: Callable[[str, str], Path], models: Path, plain: list[Outcome], backend: str, mode: str
 ) -> None:
     """Also one at a time; prompts come in chunks, of which nothing is drafted."""
-    assert_speculation_changes_nothing(LLM(built(mode), **TIGHT), plain, mode)
-    assert_words_are_those_of_eager(built(mode), models, mode, plain)
+    assert_speculation_changes_nothing(LLM(built(backend, mode), **TIGHT), plain, mode)
+    assert_words_are_those_of_eager(built(backend, mode), models, mode, plain)
 
 
-def test_the_engine_is_as_planned(engine: Path, models: Path) -> None:
+def test_the_engine_is_as_planned(built: Callable[[str, str], Path], models: Path) -> None:
+    engine = built("aoti", MODE)
     config = EngineConfig(backend="aoti", dtype="float32", **LIMITS)
     plan = plan_build(models / "target", SpeculativeConfig.from_any(wishes(MODE, models, False)), config)
     for role, written in assert_as_planned(plan, engine).items():
@@ -83,12 +85,12 @@ def test_the_engine_is_as_planned(engine: Path, models: Path) -> None:
         assert sum(written.values()) == sum(made.weights.values()) + made.tables - unread
 
 
-def head_of(engine: Path) -> AotiExecutable:
+def head_of(engine: Path) -> CompiledExecutable:
     drafter = LLM(engine, **TIGHT).engine.loop.proposer.drafter
     assert isinstance(drafter, HeadDrafter)
     assert drafter.draft_lens == (0, K)
     assert isinstance(drafter.head, TimedExecutable)
-    assert isinstance(drafter.head.inner, AotiExecutable)
+    assert isinstance(drafter.head.inner, CompiledExecutable)
     return drafter.head.inner
 
 

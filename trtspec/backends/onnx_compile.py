@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_batch, graph_kinds
+from trtspec.backends.export import example_for, graph_kinds
 from trtspec.backends.onnx_export import OWN, export_onnx
 from trtspec.backends.onnx_linear import as_torch, write_linears
 from trtspec.core import KVLayer
@@ -45,7 +45,7 @@ def compile_step(
     graphs = []
     for K, (kind, uniform) in itertools.product(sorted(draft_lens), graph_kinds(step).items()):
         report(f"{kind} graph for K = {K}")
-        example = example_batch(K, block_size, uniform)
+        example = example_for(step, K, block_size, uniform)
         blocks = int(example.attn.block_tables.max()) + 1
         kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in step.kv_shapes]
         model = export_onnx(step, example, cast("list[KVLayer]", kv), uniform)
@@ -64,6 +64,7 @@ def compile_step(
         vocab_size=step.vocab_size,
         weight_bytes=step.weight_bytes_per_step,
         kernels="",
+        hidden_width=step.hidden_width,
     )
 
 

@@ -100,6 +100,7 @@ BACKENDS = {
             packs=False,
             extra="onnx",
             only_float32=True,
+            row_states=True,
         ),
         Backend(
             "tensorrt",
