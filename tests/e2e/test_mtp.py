@@ -34,10 +34,11 @@ from tests.e2e.heads import (
     step_of,
     watch,
 )
-from tests.e2e.tiny import Case, Outcome, add_tokenizer, draw_cases, make_target, run_alone
+from tests.e2e.tiny import Case, Outcome, add_tokenizer, draw_cases, make_target, run_alone, run_together
 from trtspec import LLM, SamplingParams
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
+from trtspec.engine.build import build_engine
 from trtspec.engine.plan import plan_build
 from trtspec.errors import UnsupportedError
 from trtspec.models.layers import Linear
@@ -264,11 +265,33 @@ def test_modules_are_quantised_as_the_target_is(targets: Callable[[int], Path], 
         assert run.outcomes == outcomes
 
 
-@pytest.mark.parametrize("backend", ["onnx", "tensorrt"])
-def test_graphs_that_change_no_tensor_run_one_module(targets: Callable[[int], Path], backend: str) -> None:
-    config = EngineConfig(backend=backend, num_kv_blocks=8)
+def test_tensorrt_runs_one_module(targets: Callable[[int], Path]) -> None:
+    config = EngineConfig(backend="tensorrt", num_kv_blocks=8)
     with pytest.raises(
-        UnsupportedError, match=r"MTP with 2 modules keeps states in the KV cache.*num_speculative_tokens=1"
+        UnsupportedError, match=r"MTP with 2 modules on backend tensorrt: .*KV cache.*num_speculative_tokens=1"
     ):
         plan_build(targets(2), SpeculativeConfig(method="mtp"), config)
     assert plan_build(targets(2), SpeculativeConfig(method="mtp", num_speculative_tokens=1), config).mode == "MTP"
+
+
+@pytest.mark.long
+def test_onnx_graphs_keep_what_modules_put_out_in_the_caches_own_memory(
+    targets: Callable[[int], Path], make: Make, tmp_path: Path
+) -> None:
+    """They change no tensor: new states of a cache are outputs, for which the runtime has the cache's memory."""
+    way = EACH[1]
+    limits: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 32, "block_size": 4}
+    wanted = SpeculativeConfig(method="mtp", vanilla=True, num_speculative_tokens=way.K)
+    build_engine(targets(way.modules), tmp_path / "engine", wanted, EngineConfig(backend="onnx", **limits))
+    with make(way, num_kv_blocks=41, **limits) as llm:
+        eager = run_together(llm.engine, CASES)
+    with LLM(tmp_path / "engine", num_kv_blocks=41) as llm:
+        run = run_together(llm.engine, CASES)
+        executable = llm.engine.executables[0].inner
+    assert run.outcomes == eager.outcomes
+    assert run.speculation == eager.speculation
+    ours = {tensor.data_ptr() for tensor in executable._flat_kv}
+    for graph in executable._graphs:
+        addresses = [value.data_ptr() for value in graph.run.__self__.binding.get_outputs()]
+        passes = 2 + 1 + 2 * (way.K - 1)  # the target's layers; the first module; others, also over drafts
+        assert sum(address in ours for address in addresses) == 2 * (passes + way.K - 1)

@@ -58,7 +58,7 @@ class QueryLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: PagedAttend) -> Tensor:
         q = self.q_norm(self.q(self.norms[0](x)).unflatten(-1, (-1, self.head_dim)))  # [T, Hq, D]
-        x = x + self.norms[1](self.o(attend.read(self.source, rotate(q, cos, sin), scale=1.0).flatten(1)))
+        x = x + self.norms[1](self.o(attend.query(self.source, rotate(q, cos, sin), scale=1.0).flatten(1)))
         gate, up = self.gate_up(self.norms[2](x)).chunk(2, dim=-1)
         curve = 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)  # GELU, tanh by way of exp: see layers.silu
         x = x + self.norms[3](self.down(gate / (1 + torch.exp(-curve)) * up))

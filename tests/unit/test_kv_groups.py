@@ -86,7 +86,7 @@ def test_reading_changes_nothing(kind: type[PagedAttend]) -> None:
     q = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(1))
     attend = kind(attn, kv, (None, None), (0, 1))
     for layer in range(2):
-        out = attend.read(layer, q, scale=0.5)
+        out = attend.query(layer, q, scale=0.5)
         for row, (request, position) in enumerate([(0, 3), (0, 4), (0, 5), (1, 7), (1, 8)]):
             seen = torch.arange(position + 1)
             slots = row_slots(attn.tables_of(layer), torch.full_like(seen, request), seen, BLOCK)
@@ -94,4 +94,4 @@ def test_reading_changes_nothing(kind: type[PagedAttend]) -> None:
             torch.testing.assert_close(out[row], (q[row] @ k.T * 0.5).softmax(-1) @ v)
     for now, then in zip(kv, before, strict=True):
         assert all(map(torch.equal, now, then))
-    assert not torch.equal(attend.read(0, q), attend.read(0, q, scale=0.5))
+    assert not torch.equal(attend.query(0, q), attend.query(0, q, scale=0.5))

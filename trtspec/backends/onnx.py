@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledExecutable, Graph
-from trtspec.backends.onnx_builder import DOMAIN
 from trtspec.backends.onnx_functions import with_bodies
 from trtspec.errors import CheckpointError, DependencyError
 
@@ -75,25 +74,25 @@ class OnnxExecutable(CompiledExecutable):
         return _BoundGraph(session, graph, self.compiled.outputs, caches, self._flat_kv).run
 
 
-_CACHES = {"SpecAttention": {3: 1, 4: 2}, "KvCompact": {0: 0, 1: 1}}
-"""Op -> which input is the cache before, and which output the cache after."""
+_CACHES = {"SpecAttention": {3: 1, 4: 2}, "KvCompact": {0: 0, 1: 1}, "ScatterND": {0: 0}}
+"""Op -> which input is the cache before, if it is one, and which output the cache after."""
 
 
 def name_caches(model: onnx.ModelProto) -> dict[str, str]:
     """Every state of every cache -> the graph's input that it begins as, inputs included. States in between are made
     outputs of the graph, in place, so that they can be bound to memory.
 
-    All states may share memory: what reads one is an attention whose result the rows of the next state depend on, so
-    it has read before they are written.
+    All states may share memory: what reads one has a result that the rows of the next state depend on, or there is no
+    next, so it has read before they are written.
     """
     graph = model.graph
     known = {value.name: value for value in graph.output}
     caches = {value.name: value for value in graph.input if "_cache_" in value.name}
     states = {name: name for name in caches}
     for node in graph.node:
-        if node.domain != DOMAIN:
-            continue
         for before, after in _CACHES.get(node.op_type, {}).items():
+            if node.input[before] not in states:
+                continue
             name = node.output[after]
             states[name] = states[node.input[before]]
             if name not in known:

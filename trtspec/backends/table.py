@@ -30,6 +30,7 @@ class Backend:
     symmetric: bool = False  # 4-bit weights without zero points
     only_float32: bool = False
     row_states: bool = False  # runs draft layers beside the target, on its states of rows
+    only_attention_writes: bool = False  # caches that change in place are those that attention writes
     on_gpu: bool = False  # through torch: executables are cudagraph.CudaExecutables
 
     def check_dtype(self, dtype: torch.dtype) -> None:
@@ -40,8 +41,13 @@ class Backend:
                 "dtype float32, with quantization int8 or int4 if memory is short"
             )
 
-    def check_mode(self, mode: SpeculativeDecodingMode) -> None:
-        """UnsupportedError for a mode whose draft layers it cannot run where they are."""
+    def check_mode(self, mode: SpeculativeDecodingMode, num_speculative_tokens: int) -> None:
+        """UnsupportedError for a mode whose draft layers it cannot run."""
+        if self.only_attention_writes and mode.is_mtp_vanilla() and num_speculative_tokens > 1:
+            raise UnsupportedError(
+                f"mode=MTP with {num_speculative_tokens} modules on backend {self.name}: they keep states in the KV "
+                "cache, which only attention changes there; use another backend, or num_speculative_tokens=1"
+            )
         if mode.reads_hidden_states() and not self.row_states:
             raise UnsupportedError(
                 f"mode={mode.name} on backend {self.name}: draft layers beside the target are not built there; use "
@@ -111,6 +117,7 @@ BACKENDS = {
             extra="tensorrt",
             profiles=True,
             symmetric=True,
+            only_attention_writes=True,
         ),
     )
 }

@@ -285,7 +285,7 @@ def plan_assembly(
             "build an engine with it: trtspec build --speculative_decoding_mode"
         )
     if resolved is not None and config.backend in BACKENDS:
-        BACKENDS[config.backend].check_mode(resolved.mode)
+        BACKENDS[config.backend].check_mode(resolved.mode, resolved.num_speculative_tokens)
     vocabulary = None
     if built is None and isinstance(draft, ModelConfig) and resolved is not None and resolved.use_heterogeneous_vocab:
         vocabulary = map_draft_vocabulary(target, draft)

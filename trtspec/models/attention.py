@@ -39,13 +39,12 @@ class PagedAttend:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         return spec_attention_(q, k, v, *self.kv[layer], **self._rest(layer, q, scale))
 
-    def read(self, layer: int, q: Tensor, scale: float | None = None) -> Tensor:
+    def query(self, layer: int, q: Tensor, scale: float | None = None) -> Tensor:
         """Queries alone, q [T, Hq, D] of rows whose K and V this launch has written in `layer` -> [T, Hq, D]. The cache
         stays as it is, bit for bit: the op appends rows, so it is handed those that are there."""
-        k_cache, v_cache = self.kv[layer]
         request, positions = self.attn.requests(q.shape[0]), self.attn.positions(q.shape[0])  # [T]
-        slots = row_slots(self.tables(layer), request, positions, k_cache.shape[1])  # [T]
-        return self(layer, q, k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots], scale)
+        slots = row_slots(self.tables(layer), request, positions, self.block_size(layer))  # [T]
+        return self(layer, q, *self.read(layer, slots), scale)
 
     def tables(self, layer: int) -> Tensor:
         """[B, M] int32, the block tables of a layer."""
@@ -54,6 +53,25 @@ class PagedAttend:
     def at(self, attn: AttnMetadata) -> Self:
         """The same cache for other rows."""
         return replace(self, attn=attn)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k, v [T, Hkv, D] into slots [T] of the layer (ops.attention.row_slots), for what is no attention's."""
+        for cache, rows in zip(self.kv[layer], (k, v), strict=True):
+            cache.index_put_(self._places(layer, slots), rows)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What `write` put there: k, v [T, Hkv, D]."""
+        places = self._places(layer, slots)
+        k_cache, v_cache = self.kv[layer]
+        return k_cache[places], v_cache[places]
+
+    def block_size(self, layer: int) -> int:
+        """Tokens of a block."""
+        return self.kv[layer][0].shape[1]
+
+    def _places(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        size = self.block_size(layer)
+        return slots // size, slots % size
 
     def _rest(self, layer: int, q: Tensor, scale: float | None) -> dict[str, Any]:
         attn = self.attn
@@ -76,6 +94,13 @@ class FunctionalAttend(PagedAttend):
         out, k_cache, v_cache = spec_attention(q, k, v, *self.kv[layer], **self._rest(layer, q, scale))
         self.kv[layer] = (k_cache, v_cache)
         return out
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """See PagedAttend."""
+        assert isinstance(self.kv, list)
+        k_cache, v_cache = self.kv[layer]
+        places = self._places(layer, slots)
+        self.kv[layer] = (k_cache.index_put(places, k), v_cache.index_put(places, v))
 
 
 class Attention(nn.Module):

@@ -271,11 +271,6 @@ class WorkerResources(Protocol):
     @property
     def speculation(self) -> ResolvedSpeculation: ...
 
-    @property
-    def functional(self) -> bool:
-        """Steps change no tensor in place."""
-        ...
-
     def load_head(self, target: Decoder) -> DraftHead:
         """What the mode's row loads as the head of `target`."""
         ...

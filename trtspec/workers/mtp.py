@@ -6,9 +6,9 @@ that.
 A row of module i thus waits for i tokens more than one of module 0. So in each step the rows of module i stand i
 positions further back and read the same tokens as module 0's. The last i positions are computed from drafts when module
 i drafts, and again in the next step, whose tokens are known. Module i also wants what module i - 1 put out just before
-the step's first row: that is kept in the paged cache, in a layer of its own which has at position t what modules 0, 1,
-... put out at t, t - 1, ..., half of it as keys, half as values. Chunks, shared prefixes and preemption treat it as
-they treat KV.
+the step's first row: so each module but the last keeps what it puts out in the paged cache, in a layer of its own which
+has at position t what module i put out at t - i, half of it as keys, half as values. Chunks, shared prefixes and
+preemption treat it as they treat KV.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata
 from trtspec.drafters.chain import ChainState, draft_chain
-from trtspec.errors import UnsupportedError
 from trtspec.models.attention import PagedAttend
-from trtspec.models.decoder import Decoder
 from trtspec.models.layers import weight_bytes
 from trtspec.models.mtp import MtpHead
 from trtspec.ops.attention import row_slots
-from trtspec.workers.base import WorkerResources
 from trtspec.workers.heads import HeadWorker
 
 
@@ -36,17 +32,6 @@ class MtpWorker(HeadWorker):
     hold anything, and nothing reads them."""
 
     head: MtpHead
-
-    @classmethod
-    def from_resources(cls, resources: WorkerResources, target: Decoder) -> Self:
-        """See base.BuildableWorker. UnsupportedError where no tensor is changed in place."""
-        K = resources.speculation.num_speculative_tokens
-        if resources.functional and K > 1:
-            raise UnsupportedError(
-                f"MTP with {K} modules keeps states in the KV cache, which graphs of the backends onnx and tensorrt do "
-                "not change; use another backend, or num_speculative_tokens=1"
-            )
-        return super().from_resources(resources, target)
 
     # -- all rows, all modules ----------------------------------------------------------------------------------------
 
@@ -60,43 +45,42 @@ class MtpWorker(HeadWorker):
         row, request = torch.arange(T, device=next_ids.device), attn.requests(T)  # [T]
         first, last = attn.cu_q_lens[:-1].long(), attn.cu_q_lens[1:].long() - 1  # [B] rows of each request
         start = attn.kv_lens.long() - 1 - (last - first)  # [B] position of the first
-        before = self._kept(start - 1, attend)  # [B, K-1, H]
+        here = self._slots(request, positions, attend)  # [T]
+        before = self._slots(torch.arange(first.shape[0], device=row.device), start - 1, attend)  # [B]
         outputs = [y]
         for i in range(1, self.max_draft_len):
+            kept = self._kept(i - 1, outputs[-1], here, before, attend)  # [B, H]
             # The rows stand at start - back ...; back = i, but no position is below 0.
             back = start.clamp(max=i)  # [B]
             moved = back - start.clamp(max=i - 1)  # [B] 1; 0 where module i - 1's rows stand there too
             short = (i - back)[request]  # [T] 0; or how many rows further on the tokens are
             source = row - moved[request]  # [T] row of module i - 1 at the same position
-            h = torch.where((source < first[request])[:, None], before[request, i - 1], y[source.clamp(min=0)])
+            h = torch.where((source < first[request])[:, None], kept[request], y[source.clamp(min=0)])
             ids = next_ids[torch.minimum(row + short, last[request])]
             there = replace(attn, kv_lens=attn.kv_lens - back.int())
             h = self.head.feedback(h, i - 1)
             y = self.head(ids, h, positions - back[request], attend.at(there), i)
             outputs.append(y[torch.maximum(row - short, first[request])])
-        kept = torch.cat(outputs[:-1], dim=-1)
-        self._keep(kept, self._slots(request, positions, attend), attend)
-        return kept
+        # In one tensor, so that drafts wait for all of it: a cache that modules draft into is no longer read from.
+        return torch.cat(outputs[:-1], dim=-1)
 
-    def _kept(self, positions: Tensor, attend: PagedAttend) -> Tensor:
-        """What was kept at a position of each request, [B] -> [B, K-1, H]; anything for -1."""
-        request = torch.arange(positions.shape[0], device=positions.device)
-        slots = self._slots(request, positions, attend)
-        halves = [cache.flatten(0, 1)[slots].flatten(1) for cache in attend.kv[self._layer]]  # [B, (K-1) * H / 2]
-        return torch.cat(halves, dim=-1).view(positions.shape[0], self.max_draft_len - 1, -1)
-
-    def _keep(self, outputs: Tensor, slots: Tensor, attend: PagedAttend) -> None:
-        """outputs [T, (K-1) * H] of the rows whose cache slots are slots [T]."""
-        for cache, half in zip(attend.kv[self._layer], outputs.chunk(2, dim=-1), strict=True):
-            cache.flatten(0, 1).index_put_((slots,), half[:, None])
-
-    @property
-    def _layer(self) -> int:
-        """Behind the modules' KV."""
-        return self.head.first_layer + self.max_draft_len
+    def _kept(self, module: int, y: Tensor, here: Tensor, before: Tensor, attend: PagedAttend) -> Tensor:
+        """Keep y [T, H] of the rows at slots `here` [T] -> what was kept at slots `before` [B], [B, H]. Those are of
+        earlier steps: to read last makes sure that nothing is read of a cache which is already written to."""
+        layer = self._first_kept + module
+        k, v = y[:, None].chunk(2, dim=-1)  # [T, 1, H / 2] each
+        attend.write(layer, here, k, v)
+        return torch.cat(attend.read(layer, before), dim=-1)[:, 0]
 
     def _slots(self, request: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        return row_slots(attend.tables(self._layer), request, positions, attend.kv[self._layer][0].shape[1])
+        """Of each request [N] and position [N]; scratch for -1."""
+        tables, block_size = attend.tables(self._first_kept), attend.block_size(self._first_kept)
+        return row_slots(tables, request, positions, block_size)
+
+    @property
+    def _first_kept(self) -> int:
+        """The layer of what module 0 put out, behind the modules' KV; those of the next modules follow."""
+        return self.head.first_layer + self.max_draft_len
 
     # -- the drafts ---------------------------------------------------------------------------------------------------
 
@@ -153,14 +137,14 @@ class MtpWorker(HeadWorker):
 
     @property
     def kv_shapes(self) -> list[tuple[int, int]]:
-        """See base; the last layer is what is kept."""
-        kept = (self.max_draft_len - 1) * self.head.spec.layer.hidden_size
-        return [*super().kv_shapes, *([(1, kept // 2)] if kept else [])]
+        """See base; behind the modules' layers those of what they keep."""
+        kept = (1, self.head.spec.layer.hidden_size // 2)
+        return [*super().kv_shapes, *[kept] * (self.max_draft_len - 1)]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """See base."""
-        return (*super().windows, *([None] if self.max_draft_len > 1 else []))
+        return (*super().windows, *[None] * (self.max_draft_len - 1))
 
     @property
     def weight_bytes_per_step(self) -> int:
