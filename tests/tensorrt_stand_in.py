@@ -249,22 +249,20 @@ class Context:
         if self.shapes.keys() != set(self.engine.inputs):
             return -1
         assert self.profile is not None
-        most = {key: shapes[2] for key, shapes in self.profile.items()}
-        R, B, K = most["gather_ids"][0], most["kv_lens"][0], most.get("draft_tokens", (0, 0))[1]
-        T = most["input_ids"][0]
-        sizes = {"tokens": R, "num_tokens": B, "next_kv_lens": B, "next_draft_tokens": B * K}
-        if name == "hidden_states":
-            return T * self.engine.tensors[name].shape[1] * self.engine.dtype(name).itemsize
-        return sizes.get(name, B * (K + 1)) * self.engine.dtype(name).itemsize
+        most = self._shape(name, {key: shapes[2] for key, shapes in self.profile.items()})
+        return math.prod(most) * self.engine.dtype(name).itemsize
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        R, B = self.shapes["gather_ids"][0], self.shapes["kv_lens"][0]
-        K = self.shapes.get("draft_tokens", (0, 0))[1]
-        if name == "hidden_states":
-            return self.shapes["input_ids"][0], self.engine.tensors[name].shape[1]
-        return {"tokens": (R,), "num_tokens": (B,), "next_kv_lens": (B,), "next_draft_tokens": (B, K)}.get(
-            name, (B, K + 1)
-        )
+        return self._shape(name, self.shapes)
+
+    def _shape(self, name: str, given: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Of an output, for inputs of the shapes given."""
+        (T,), (B,), K = given["input_ids"], given["kv_lens"], given.get("draft_tokens", (0, 0))[1]
+        if name in ("hidden_states", "next_draft_tokens"):
+            return T if name == "hidden_states" else B, self.engine.tensors[name].shape[1]
+        if name == "tokens":
+            return given["gather_ids"]
+        return (B,) if name in ("num_tokens", "next_kv_lens") else (B, K + 1)
 
     def execute_async_v3(self, stream_handle: int) -> bool:
         cuda = self.engine.trt.cuda

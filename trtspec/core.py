@@ -341,7 +341,9 @@ class StepOutputs:
     proposal: Proposal | None = None  # one row per request; junk where the verdict has no tokens
     next_new_tokens: Tensor | None = None  # [B, K'+1] int64, last token and drafts: what the next step reads in
     next_kv_lens: Tensor | None = None  # [B] int32, tokens whose KV is kept
-    hidden_states: Tensor | None = None  # [T, n * H + H], n captured streams and the last states (SAVE_HIDDEN_STATES)
+    # [T, n * H] of n captured streams, [T, n * H + H] with the last states too (SAVE_HIDDEN_STATES); alone of a step's
+    # values these are on the device that computed them, as are StepInputs.hidden_states and DraftRequest's
+    hidden_states: Tensor | None = None
 
 
 PhaseMethod = tuple[object, str, str]

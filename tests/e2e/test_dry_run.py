@@ -342,11 +342,13 @@ def test_draft_layers_beside_the_target(models: Path) -> None:
         assert list(head.weights) == ["draft"]
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tensorrt"])
-def test_where_draft_layers_beside_the_target_do_not_run(models: Path, backend: str) -> None:
-    config = EngineConfig(backend=backend, **LIMITS)
-    with pytest.raises(UnsupportedError, match=f"mode=EAGLE3 on backend {backend}: .* use one_engine=True"):
-        plan_build(models / "target", wanted(models, "eagle3_beside"), config)
+def test_profiles_of_draft_layers_beside_the_target(models: Path) -> None:
+    plan = plan_build(models / "target", wanted(models, "eagle3_beside"), EngineConfig(backend="tensorrt", **LIMITS))
+    head = plan.executables["draft"]
+    assert sorted(head.profiles) == [0, K]
+    mixed, _ = head.profiles[K]
+    rows = LIMITS["max_num_tokens"]
+    assert (mixed.shapes["hidden_states"][0], mixed.shapes["hidden_states"][2]) == ((1, 96), (rows, 96))
 
 
 @pytest.mark.parametrize(

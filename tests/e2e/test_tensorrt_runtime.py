@@ -59,7 +59,7 @@ def trt(cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, pytest.param("eagle3_beside", marks=pytest.mark.long)])
 def test_batches_of_every_kind(trt: TensorRT, cuda: CudaRuntime, models: Path, tmp_path: Path, mode: str) -> None:
     """Packed in a tight cache: the words of eager decoding, one request at a time. Device memory comes back."""
     folder = build(models, tmp_path / mode, "tensorrt", mode, "float32", schedule=True)
@@ -94,11 +94,10 @@ def test_attention_of_tensorrts_own(trt: TensorRT, models: Path, tmp_path: Path,
 def test_what_attention_of_tensorrts_own_cannot_do(trt: TensorRT, models: Path, tmp_path: Path) -> None:
     options = TensorRTOptions(attention="native")
     config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
-    speculation = SpeculativeConfig.from_any(wishes("eagle3", models, False))
-    with pytest.raises(
-        UnsupportedError, match=r"EAGLE3_ONE_MODEL with 3 drafts writes the draft layers' cache 3 times"
-    ):
-        build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
+    for wanted, mode in (("eagle3", "EAGLE3_ONE_MODEL"), ("eagle3_beside", "EAGLE3")):
+        speculation = SpeculativeConfig.from_any(wishes(wanted, models, False))
+        with pytest.raises(UnsupportedError, match=f"{mode} with 3 drafts writes the draft layers' cache 3 times"):
+            build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
     with pytest.raises(ConfigError, match="leave num_kv_blocks and kv_cache_memory unset"):
         build_engine(models / "target", tmp_path / "engine", None, CONFIG, options=options)
     facts = json.loads((models / "target" / "config.json").read_text())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint, make_eagle3
+from tests.checkpoints import make_checkpoint, make_eagle, make_eagle3
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import Assembly, plan_assembly
@@ -37,16 +37,24 @@ def parts(model: Assembly, free: int = MUCH) -> int:
     return sum(size for name, size in gpu_memory(model, free).items() if name != "margin")
 
 
-@pytest.mark.parametrize("mode", ["none", "eagle3", "draft_model"])
+@pytest.mark.parametrize("mode", ["none", "eagle3", "eagle_beside", "draft_model"])
 def test_weights_are_counted_as_they_will_be_loaded(target: Path, tmp_path: Path, mode: str) -> None:
+    heads = {
+        "eagle3": lambda: make_eagle3(tmp_path, target, (0, 1), tuple(range(11))),
+        "eagle_beside": lambda: make_eagle(tmp_path, target),
+        "draft_model": lambda: target,
+    }
     speculation = None
     if mode != "none":
-        head = make_eagle3(tmp_path, target, (0, 1), tuple(range(11))) if mode == "eagle3" else target
-        speculation = {"method": mode, "model": str(head), "num_speculative_tokens": 2}
+        method = mode.removesuffix("_beside")
+        speculation = {"method": method, "model": str(heads[mode]()), "num_speculative_tokens": 2}
+        speculation |= {"one_engine": False} if mode.endswith("beside") else {}
     model = assembly(target, speculation)
-    loaded = weight_bytes(model.target_step())
-    if mode == "draft_model":
-        loaded += weight_bytes(model.draft_step())
+    made = [model.target_step()]
+    if mode in ("draft_model", "eagle_beside"):
+        made.append(model.draft_step())
+    loaded = weight_bytes(*made)
+    assert (loaded < sum(map(weight_bytes, made))) == (mode == "eagle_beside")  # the target's embedding and lm_head
     assert gpu_memory(model, MUCH)["weights"] == loaded > 10**6
 
 

@@ -83,13 +83,14 @@ def compiled(
         ("draft", "draft", "plugin"),
         ("draft", "draft", "native"),
         ("eagle3", "target", "plugin"),
+        ("eagle3_beside", "draft", "plugin"),
     ],
 )
 def test_what_is_asked_for_is_what_is_written_down(
     models: Path, tmp_path: Path, mode: str, role: str, attention: str
 ) -> None:
     native = attention == "native"
-    made = compiled(models, tmp_path, mode, role, draft_lens=(K,) if mode == "eagle3" else (0,), linear=native)
+    made = compiled(models, tmp_path, mode, role, draft_lens=(K,) if mode.startswith("eagle3") else (0,), linear=native)
     assert (made.linear, made.kv_blocks) == ((True, 9) if native else (False, SIZES.blocks))
     assert [graph.file for graph in made.graphs] == ["rank0.engine"]
     assert FakeBuilder._built is not None

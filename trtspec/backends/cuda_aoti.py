@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trtspec.backends.aoti_compile import compile_graphs
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.cudagraph import CudaExecutable
+from trtspec.backends.cudagraph import CudaExecutable, launch_graphs
 from trtspec.backends.device import open_gpu
 from trtspec.backends.weight_file import load_weights
 from trtspec.workers.step import Step
@@ -33,9 +33,7 @@ def compile_step(
 ) -> CompiledStep:
     """As aoti_compile.compile_step, for the GPU, where generations have graphs of their own whether drafts are made
     inside or not."""
-    lengths = sorted(draft_lens)
-    ragged = lengths if "draft_tokens" in step.spec_inputs else lengths[-1:]  # without drafts inside one takes every K
-    wanted = [*((K, False) for K in ragged), *((K, True) for K in lengths)]
+    wanted = launch_graphs(step, sorted(draft_lens))
     return compile_graphs(step.to(open_gpu()), block_size, wanted, folder, report)
 
 

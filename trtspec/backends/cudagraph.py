@@ -2,9 +2,11 @@
 
 A CUDA graph runs the same kernels on the same memory again, at next to no cost to the host. So steps of generations
 alone are captured for a few batch sizes (buckets); a smaller batch is filled up with rows that write to scratch. Where
-their inputs and outputs are: static_graph.py. Steps with a context row run kernel by kernel.
+their inputs and outputs are: static_graph.py. Steps with a context row run kernel by kernel, and so do all steps that
+give or take hidden states, of rows whose number changes with what was accepted.
 
-What a step draws is kept on the device, where the step after it can read it (core.Carry).
+What a step draws is kept on the device, where the step after it can read it (core.Carry). Hidden states are given and
+taken there, and not copied.
 """
 
 from __future__ import annotations
@@ -41,6 +43,10 @@ class LaunchLimits:
     def bucket(self, batch: int) -> int:
         """The smallest that holds so many requests."""
         return next(size for size in self.buckets if size >= batch)
+
+
+_ON_DEVICE = "hidden_states"
+"""The input, and the output, that the host does not see."""
 
 
 class DeviceLaunch:
@@ -154,7 +160,7 @@ class CudaExecutable(CompiledExecutable):
         sizes = {"R": batch * (draft_len + 1), "B": batch, "K": draft_len, "K + 1": draft_len + 1}
         parts: Parts = {}
         for name in self.compiled.outputs:
-            if name != "hidden_states":  # which graphs do not give
+            if name != _ON_DEVICE:  # which graphs do not give
                 shape = tuple(sizes[dim] for dim in OUTPUT_SHAPES[name])
                 parts[name] = shape, torch.int32 if name == "next_kv_lens" else torch.int64
         return Region(parts)
@@ -212,9 +218,13 @@ class CudaExecutable(CompiledExecutable):
         landed: list[Tensor] = []
 
         def work() -> None:
-            there = [self._work.to_device(tensor) for tensor in tensors]
+            there = [
+                tensor if name == _ON_DEVICE else self._work.to_device(tensor)
+                for name, tensor in zip(graph.names, tensors, strict=True)
+            ]
             carried = carry and Carry(self._work.to_device(carry.tokens), self._work.to_device(carry.kept))
-            landed.extend(map(self._work.to_host, self._step(graph, there, carried)))
+            given = zip(self.compiled.outputs, self._step(graph, there, carried), strict=True)
+            landed.extend(tensor if name == _ON_DEVICE else self._work.to_host(tensor) for name, tensor in given)
 
         def read() -> StepOutputs:
             return self._outputs(dict(zip(self.compiled.outputs, landed, strict=True)), spec)
@@ -251,9 +261,9 @@ class CudaExecutable(CompiledExecutable):
     def _keep(self, outputs: list[Tensor], kv_lens: Tensor) -> None:
         """For the next step: the tokens it reads in, and how many are kept before them."""
         named = dict(zip(self.compiled.outputs, outputs, strict=True))
-        if self.compiled.makes_drafts:
+        if self.compiled.verifies:
             tokens, kept = named["next_new_tokens"], named["next_kv_lens"]
-        elif self._width == 1:
+        elif self._width == 1 and not self.compiled.makes_drafts:
             tokens, kept = named["tokens"][:, None], kv_lens
         else:
             return  # drafts come from the host
@@ -296,11 +306,8 @@ def module_graphs(step: Step, draft_lens: Sequence[int], uniform: bool = True) -
 
     draft_lens: K that a step may verify, which are those that it makes for the next one, if it makes any.
     """
-    drafts = "draft_tokens" in step.spec_inputs
-    ragged = draft_lens if drafts else (max(draft_lens),)  # without drafts inside one takes every K
-    graphs = [Graph("", K, False, input_names(step)) for K in ragged]
-    if uniform and "hidden_states" not in step.outputs:  # which are as many as a batch has rows
-        graphs += [Graph("", K, True, input_names(step, uniform=True)) for K in draft_lens]
+    wanted = [one for one in launch_graphs(step, draft_lens) if uniform or not one[1]]
+    graphs = [Graph("", K, is_uniform, input_names(step, is_uniform)) for K, is_uniform in wanted]
     return CompiledStep(
         graphs=tuple(graphs),
         outputs=step.outputs,
@@ -309,4 +316,17 @@ def module_graphs(step: Step, draft_lens: Sequence[int], uniform: bool = True) -
         vocab_size=step.vocab_size,
         weight_bytes=step.weight_bytes_per_step,
         kernels="",
+        hidden_width=step.hidden_width,
     )
+
+
+def launch_graphs(step: Step, draft_lens: Sequence[int]) -> list[tuple[int, bool]]:
+    """(K, whether it is uniform) of the graphs that launches with these K need."""
+    ragged = draft_lens if "next_draft_tokens" in step.outputs else (max(draft_lens),)  # else one takes every K
+    uniform = draft_lens if has_uniform_graphs(step) else ()
+    return [*((K, False) for K in ragged), *((K, True) for K in uniform)]
+
+
+def has_uniform_graphs(step: Step) -> bool:
+    """Whether it can be captured: hidden states are as many as a batch has rows."""
+    return step.hidden_width == 0 and _ON_DEVICE not in step.outputs

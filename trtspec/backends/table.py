@@ -29,7 +29,6 @@ class Backend:
     profiles: bool = False
     symmetric: bool = False  # 4-bit weights without zero points
     only_float32: bool = False
-    row_states: bool = False  # runs draft layers beside the target, on its states of rows
     only_attention_writes: bool = False  # caches that change in place are those that attention writes
     on_gpu: bool = False  # through torch: executables are cudagraph.CudaExecutables
 
@@ -47,11 +46,6 @@ class Backend:
             raise UnsupportedError(
                 f"mode=MTP with {num_speculative_tokens} modules on backend {self.name}: they keep states in the KV "
                 "cache, which only attention changes there; use another backend, or num_speculative_tokens=1"
-            )
-        if mode.reads_hidden_states() and not self.row_states:
-            raise UnsupportedError(
-                f"mode={mode.name} on backend {self.name}: draft layers beside the target are not built there; use "
-                "one_engine=True, which runs them inside its graph"
             )
 
     def load_executable(self) -> type[CompiledExecutable]:
@@ -96,7 +90,6 @@ BACKENDS = {
             functional=False,
             packs=True,
             extra=None,
-            row_states=True,
         ),
         Backend(
             "onnx",
@@ -106,7 +99,6 @@ BACKENDS = {
             packs=False,
             extra="onnx",
             only_float32=True,
-            row_states=True,
         ),
         Backend(
             "tensorrt",

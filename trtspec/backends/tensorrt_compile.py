@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.cuda import Cuda
-from trtspec.backends.export import example_batch
+from trtspec.backends.export import example_for
 from trtspec.backends.onnx_export import DOMAIN, export_onnx
 from trtspec.backends.onnx_linear import write_linears
 from trtspec.backends.tensorrt import load_tensorrt, made_for, open_cuda
@@ -211,7 +211,7 @@ def compile_step(
         report(f"graph for K = {K}: exporting")
         if sizes.linear:
             block_size = 16  # of the example: the network's caches are others, and need not be allocated here
-        example = example_batch(K, block_size)
+        example = example_for(step, K, block_size)
         blocks = int(example.attn.block_tables.max()) + 1
         kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in step.kv_shapes]
         model = export_onnx(step, example, cast("list[KVLayer]", kv))
@@ -220,7 +220,7 @@ def compile_step(
             check_kernels(model, sizes.linear)
         names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(kv)])
         largest = Sizes(**{**vars(sizes), "draft_len": K}) if makes_drafts else sizes
-        shapes = profiles(names, step.kv_shapes, largest, options.opt_num_tokens)
+        shapes = profiles(names, step.kv_shapes, largest, options.opt_num_tokens, step.hidden_width)
         report(f"graph for K = {K}: building")
         file = "rank0.engine" if i == 0 else f"rank0_k{K}.engine"
         linear = (sizes.blocks - 1, sizes.block_size) if sizes.linear else None
@@ -243,6 +243,7 @@ def compile_step(
         kernels="",
         made_for=_needs(made_for(trt, cuda), options),
         kv_blocks=sizes.blocks,
+        hidden_width=step.hidden_width,
         linear=sizes.linear,
     )
 

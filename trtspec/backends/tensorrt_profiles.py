@@ -88,15 +88,21 @@ class Profile:
 
 
 def profiles(
-    inputs: Sequence[str], kv: Sequence[tuple[int, int]], sizes: Sizes, opt_num_tokens: int | None = None
+    inputs: Sequence[str],
+    kv: Sequence[tuple[int, int]],
+    sizes: Sizes,
+    opt_num_tokens: int | None = None,
+    hidden_width: int = 0,
 ) -> tuple[Profile, Profile]:
-    """The two profiles of a ragged graph with these inputs and KV layers of (kv heads, head size)."""
+    """The two profiles of a ragged graph with these inputs, hidden_states of that width among them if it takes any, and
+    KV layers of (kv heads, head size)."""
     B, K = sizes.batch_size, sizes.draft_len
     draws = B * (K + 1)
     usual_rows = min(opt_num_tokens or max(sizes.rows // 2, 1), sizes.rows)
     columns, bans = (1, max(sizes.columns // 2, 1), sizes.columns), (1, 1, MAX_BANS)
     blocks = (sizes.blocks,) * 3  # the cache is allocated once
-    fixed = {"K": (K,) * 3, "0": (0,) * 3, "columns": columns, "bans": bans, "blocks": blocks}
+    known = {"K": (K,) * 3, "0": (0,) * 3, "width": (hidden_width,) * 3}
+    fixed = {**known, "columns": columns, "bans": bans, "blocks": blocks}
     mixed = {"T": (1, usual_rows, sizes.rows), "B": (1, B, B), "G": (0, B, B), "R": (1, draws, draws), **fixed}
     generation = {"T": (1, draws, draws), "B": (1, B, B), "G": (0, B, B), "R": (1, draws, draws), **fixed}
     return tuple(  # type: ignore[return-value]

@@ -201,10 +201,10 @@ class Assembly:
 
     def _module_draft_lens(self, step: Step) -> Sequence[int]:
         """K that a launch of it may be asked for."""
-        if self.executables:
-            return (0,)  # a draft beside the target, which comes first
         own = graph_draft_lens(step, self.resolved)
-        return own if own != (0,) else range(self.max_draft_len + 1)
+        if own != (0,) or self.executables:  # a draft beside the target, which comes first
+            return own
+        return range(self.max_draft_len + 1)
 
     def _limits(self) -> LaunchLimits:
         sizes = Sizes.of(self.config, self.max_seq_len, self.max_draft_len, self.num_blocks)
@@ -218,9 +218,8 @@ class Assembly:
 
         timed = TimedAsyncExecutable(executable, executable.compiled.weight_bytes, kv_nbytes(executable.kv))
         self.executables.append(timed)
-        if executable.compiled.makes_drafts:
-            self.graph_draft_lens = executable.compiled.draft_lens
-        if role == "draft" and self.config.enable_cuda_graph:
+        self._learn_draft_lens(executable.compiled)
+        if role == "draft" and self.config.enable_cuda_graph and not executable.compiled.makes_drafts:
             assert self.gpu is not None
             chain = ChainOnCuda(executable, self.gpu, self._limits(), self.max_draft_len)
             chain.capture(report)  # in place of graphs of one pass, which are seldom asked for
@@ -239,11 +238,14 @@ class Assembly:
             graphed = cast("type[CudaExecutable]", executable)
             return self._graphed(graphed(compiled, built.path / role, there, self.gpu, self._limits()))
         kv = executable.allocate_kv(compiled, self.num_blocks, self.config.block_size, DTYPES[compiled.dtype])
+        self._learn_draft_lens(compiled)
+        return self._timed(executable(compiled, built.path / role, kv), compiled.weight_bytes, kv)
+
+    def _learn_draft_lens(self, compiled: CompiledStep) -> None:
         if compiled.verifies:
             self.graph_draft_lens = compiled.draft_lens
         elif compiled.makes_drafts:
             self.head_draft_lens = compiled.draft_lens
-        return self._timed(executable(compiled, built.path / role, kv), compiled.weight_bytes, kv)
 
     def _timed(self, executable: Executable, weight_bytes: int, kv: Sequence[KVLayer]) -> Executable:
         self.executables.append(TimedExecutable(executable, weight_bytes, kv_nbytes(kv)))

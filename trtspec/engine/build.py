@@ -137,10 +137,11 @@ def use_linear_cache(assembly: Assembly) -> None:
 
     UnsupportedError for steps and models that it cannot do; ConfigError where the cache's size was asked for.
     """
-    config, K = assembly.config, assembly.max_draft_len
-    if assembly.mode.use_one_engine() and not assembly.mode.drafts_without_kv() and K > 1:
+    config, mode, K = assembly.config, assembly.mode, assembly.max_draft_len
+    has_layers = mode.reads_hidden_states() or (mode.use_one_engine() and not mode.drafts_without_kv())
+    if has_layers and K > 1:
         raise UnsupportedError(
-            f"attention = 'native': {assembly.mode.name} with {K} drafts writes the draft layers' cache {K} times in a "
+            f"attention = 'native': {mode.name} with {K} drafts writes the draft layers' cache {K} times in a "
             "launch, TensorRT's own attention writes a cache once; use attention = 'plugin', or 1 draft"
         )
     models = [dense_spec(model) for model in (assembly.target, assembly.draft) if isinstance(model, ModelConfig)]

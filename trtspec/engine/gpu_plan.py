@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from trtspec.backends.cudagraph import has_uniform_graphs
 from trtspec.backends.tensorrt_profiles import Sizes
 from trtspec.drafters.base import CHAIN_ROWS
 from trtspec.engine.kv_plan import bytes_per_block, full_kv_blocks, wanted_kv_blocks
@@ -52,13 +53,15 @@ def gpu_memory(assembly: Assembly, free: int) -> dict[str, int]:
     if assembly.mode.has_draft_model():
         steps.append((described.draft_step(), 0, CHAIN_ROWS))
     parts = dict.fromkeys(("weights", "tables", "activations", "CUDA graphs"), 0)
+    parts["weights"] = weight_bytes(*(step for step, _, _ in steps))  # a head may share some of the target's
     for step, draft_len, width in steps:
         sizes = Sizes.of(config, assembly.max_seq_len, draft_len, 0)
         in_graphs = replace(sizes, rows=config.max_batch_size * width)
-        parts["weights"] += weight_bytes(step)
         parts["tables"] += table_bytes(step)
         parts["activations"] += _ALIVE * sum(part.bytes for part in activations(step, sizes))
-        if config.enable_cuda_graph:  # memory of its own, of the largest batch: graphs share it
+        if config.enable_cuda_graph and has_uniform_graphs(
+            step
+        ):  # memory of its own, of the largest batch: graphs share it
             parts["CUDA graphs"] += _ALIVE * sum(part.bytes for part in activations(step, in_graphs))
     return {**parts, "margin": int(_MARGIN * free)}
 

@@ -137,7 +137,7 @@ class HiddenStateCollector:
 
     def collect(self, batch: Batch, states: Tensor) -> None:
         """Before a step is committed: states [T, n * H + H] of its packed rows."""
-        self._rows.collect(batch, states)
+        self._rows.collect(batch, states.cpu())
 
     def ended(self, request: Request) -> None:
         """Before its KV is released: queue what was committed, if the request ended by itself."""

@@ -192,6 +192,7 @@ def _executable(
                 shapes,
                 at_draft_len(sizes, step, graph.draft_len),
                 None if options is None else options.opt_num_tokens,
+                step.hidden_width,
             )
             for graph in graphs
             if backend.profiles

@@ -1,0 +1,50 @@
+"""Rows of hidden states: which are kept, and where."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtspec.engine.row_states import RowStates
+
+
+class OnDevice(Tensor):
+    """A stand-in for a GPU's tensor."""
+
+    def cpu(self) -> Tensor:  # type: ignore[override]
+        return self.as_subclass(Tensor)
+
+
+def step(states: RowStates, request: Any, num_rows: int, accepted: int, mark: float) -> None:
+    """Rows from the last committed on, all of the value `mark`, of which some are committed then."""
+    made = torch.full((num_rows, 2), mark).as_subclass(OnDevice)
+    states.collect([SimpleNamespace(request=request, num_rows=num_rows)], made)  # type: ignore[arg-type]
+    request.kv.committed += accepted
+
+
+def test_rows_stay_where_they_are_for_a_step() -> None:
+    states, request = RowStates(), SimpleNamespace(request_id=3, kv=SimpleNamespace(committed=0))
+    step(states, request, 5, 5, 1.0)
+    step(states, request, 4, 2, 2.0)  # two are rejected
+    step(states, request, 3, 3, 3.0)
+    assert [type(rows) for _, rows in states._chunks[3]] == [Tensor, Tensor, OnDevice]
+    assert [start for start, _ in states._chunks[3]] == [0, 5, 7]
+    rows = states.rows(request, 3, 10)
+    assert rows is not None
+    assert rows[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
+    assert states.rows(request, 3, 11) is None
+    states.drop(request, 7)
+    assert states.rows(request, 6, 9) is None
+    assert states.rows(request, 7, 10) is not None
+
+
+def test_a_chunk_goes_when_all_that_was_committed_of_it_was_read() -> None:
+    states, request = RowStates(), SimpleNamespace(request_id=3, kv=SimpleNamespace(committed=0))
+    step(states, request, 4, 2, 1.0)
+    states.drop(request, 1)
+    assert states.rows(request, 1, 2) is not None
+    states.drop(request, 2)
+    assert not states._chunks[3]
