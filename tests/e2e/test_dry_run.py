@@ -28,7 +28,6 @@ from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.assemble import plan_assembly
 from trtspec.engine.build import build_engine
 from trtspec.engine.plan import plan_build
-from trtspec.errors import UnsupportedError
 from trtspec.workers.step import Step
 
 LLAMA = {
