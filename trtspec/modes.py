@@ -153,9 +153,13 @@ class SpeculativeDecodingMode(enum.IntEnum):
         """All drafts of a step come from one pass, over mask tokens."""
         return self.traits.parallel
 
+    def drafts_in_blocks(self) -> bool:
+        """Likewise, and the rows of that pass see each other."""
+        return self.traits.in_blocks
+
     def rows_ahead(self, max_draft_len: int) -> int:
         """Rows of KV that drafting writes, or sees, behind the rows of a step."""
-        return max_draft_len + self.traits.in_blocks
+        return max_draft_len + self.drafts_in_blocks()
 
     def draft_kv_is_shifted(self) -> bool:
         """Draft KV of a token depends on the token after it: so it is where layers read the target's states."""

@@ -125,7 +125,7 @@ def regroup(session: Session) -> None:
 def test_modules_of_two_kv_groups(decoder: Decoder, theirs: transformers.PreTrainedModel) -> None:
     """The same drafts, bit for bit, whether groups share a table, as in the engine, or have tables of their own."""
     one, many = open_modules(decoder), open_modules(decoder)
-    assert one.step.kv_groups == (0, 1, 2, 1, 2, 1)  # the target's, the modules', what their worker keeps
+    assert one.step.kv_groups == (0, 1, 2, 1, 2, *(K - 1) * (1,))  # the target's, the modules', what their worker keeps
     regroup(many)
     check_passes(one, theirs, lambda known: step_passes(one.worker.head, theirs, known))
     scores = one.worker.scores

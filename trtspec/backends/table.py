@@ -29,6 +29,7 @@ class Backend:
     profiles: bool = False
     symmetric: bool = False  # 4-bit weights without zero points
     only_float32: bool = False
+    causal: bool = False  # attention has no tree masks
     only_attention_writes: bool = False  # caches that change in place are those that attention writes
     on_gpu: bool = False  # through torch: executables are cudagraph.CudaExecutables
 
@@ -42,6 +43,11 @@ class Backend:
 
     def check_mode(self, mode: SpeculativeDecodingMode, num_speculative_tokens: int) -> None:
         """UnsupportedError for a mode whose draft layers it cannot run."""
+        if self.causal and mode.drafts_in_blocks():
+            raise UnsupportedError(
+                f"mode={mode.name} on backend {self.name}: masks of a block see each other, for which there is no "
+                "attention there yet; use another backend"
+            )
         if self.only_attention_writes and mode.is_mtp_vanilla() and num_speculative_tokens > 1:
             raise UnsupportedError(
                 f"mode=MTP with {num_speculative_tokens} modules on backend {self.name}: they keep states in the KV "
@@ -99,6 +105,7 @@ BACKENDS = {
             packs=False,
             extra="onnx",
             only_float32=True,
+            causal=True,
         ),
         Backend(
             "tensorrt",
@@ -108,6 +115,7 @@ BACKENDS = {
             packs=False,
             extra="tensorrt",
             profiles=True,
+            causal=True,
             symmetric=True,
             only_attention_writes=True,
         ),

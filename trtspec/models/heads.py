@@ -29,7 +29,7 @@ class DraftHead(nn.Module, ABC):
 
     advance_draft_positions (the name is vLLM's): False = passes after the first do not stand one position further each,
     but all at the row where the first draft was made, with its position and length of KV. reads_target_kv: it has
-    layers of queries alone, over KV of the target's (PagedAttend.read), and so runs in the target's graph only.
+    layers of queries alone, over KV of the target's (PagedAttend.query), and so runs in the target's graph only.
     """
 
     advance_draft_positions: ClassVar[bool] = True

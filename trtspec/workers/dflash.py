@@ -14,15 +14,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import Self
 
 from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
-from trtspec.errors import UnsupportedError
 from trtspec.models.attention import PagedAttend
-from trtspec.models.decoder import Decoder
 from trtspec.models.dflash import DFlashHead
 from trtspec.ops.attention import row_slots
-from trtspec.workers.base import WorkerResources
 from trtspec.workers.parallel import MaskWorker
 
 _BITS = 32  # of a word of a tree mask
@@ -32,16 +28,6 @@ class DFlashWorker(MaskWorker):
     """A block for every request."""
 
     head: DFlashHead
-
-    @classmethod
-    def from_resources(cls, resources: WorkerResources, target: Decoder) -> Self:
-        """See base.BuildableWorker. UnsupportedError for graphs whose attention has no tree mask."""
-        if resources.functional:
-            raise UnsupportedError(
-                "DFlash's masks see each other, for which graphs of the backends onnx and tensorrt have no attention "
-                "yet; use another backend"
-            )
-        return super().from_resources(resources, target)
 
     def read_in(
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
