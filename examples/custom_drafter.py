@@ -3,10 +3,10 @@
     python examples/custom_drafter.py MODEL_FOLDER ["a prompt" ...]
 
 A drafter is any object with two methods, `propose` and `forget` (trtspec.core.Drafter). It cannot do harm: the target
-verifies every guess, so wrong ones cost time and never change the text; a drafter that raises, or answers nonsense, is
-reported once and that request goes on without drafts. The one below needs no model. It remembers, over all requests,
-which token came after each pair of tokens, and follows that trail: good for a service whose answers resemble each
-other.
+verifies every guess, so wrong ones cost time and never change the text. A drafter that raises, or answers nonsense, for
+a request is reported in one warning and in the request's output (`drafter_error`), and that request goes on without
+drafts. The one below needs no model. It remembers, over all requests, which token came after each pair of tokens, and
+follows that trail: good for a service whose answers resemble each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SuccessorDrafter:
         self.num_learnt.pop(request_id, None)
 
     def _learn(self, request: DraftRequest) -> None:
-        """`request.tokens` is the prompt and the output so far, and only ever grows. Do not change it."""
+        """`request.tokens` is the prompt and the output so far, and only ever grows."""
         tokens = request.tokens
         for i in range(max(self.num_learnt.get(request.request_id, 0), 2), len(tokens)):
             self.successor[tokens[i - 2], tokens[i - 1]] = tokens[i]

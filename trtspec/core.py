@@ -386,7 +386,7 @@ class DraftRequest:
     """What a drafter is told of one request that wants drafts."""
 
     request_id: int
-    tokens: Sequence[int]  # prompt and output so far; do not change it
+    tokens: Sequence[int]  # prompt and output so far, to be read; a slice of it is a list of one's own
     max_draft_len: int  # 1..K
     sampling: ResolvedSampling
     block_table: Sequence[int]  # covers len(tokens) + max_draft_len - 1 tokens
@@ -401,7 +401,11 @@ class Drafter(Protocol):
     """Two-engine speculation: proposes from outside the target's graph."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """One row per request, in order, with draft_lens[b] <= requests[b].max_draft_len."""
+        """One row per request, in order, with draft_lens[b] <= requests[b].max_draft_len.
+
+        If it raises or answers nonsense, it is asked the same for each request alone; those for which it does so again
+        go on without drafts.
+        """
         ...
 
     def forget(self, request_id: int) -> None:

@@ -93,7 +93,10 @@ class OutputDelta:
 
 @dataclass
 class CompletionOutput:
-    """One sample. finish_reason: "stop" (end of sequence, stop token or stop string), "length", "abort" or "error"."""
+    """One sample. finish_reason: "stop" (end of sequence, stop token or stop string), "length", "abort" or "error".
+
+    drafter_error: why it was generated without drafts from some token on; that costs time and changes no token.
+    """
 
     index: int
     text: str
@@ -103,6 +106,7 @@ class CompletionOutput:
     seed: int | None  # None for a greedy sample
     speculation: SpeculationStats
     error: str | None = None
+    drafter_error: str | None = None
 
 
 @dataclass

@@ -7,7 +7,7 @@ decoding of each alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,67 +20,31 @@ from tests.e2e.tiny import (
     Case,
     LyingOracle,
     Outcome,
-    Run,
     assert_all_blocks_free,
     draw_cases,
     run_alone,
     run_together,
 )
+from tests.e2e.victims import BYSTANDERS, LIMITS, POISON, VICTIM, K, alone, right_answers, run_beside, user_llm
 from trtspec import LLM, SamplingParams
 from trtspec.backends.eager import EagerExecutable
-from trtspec.core import DraftRequest, Executable, Proposal, StepInputs, StepOutputs
+from trtspec.core import Executable, StepInputs, StepOutputs
 from trtspec.engine.request import Request
 from trtspec.errors import RequestError
 from trtspec.sampling_params import sample_seed
 from trtspec.text import TextStream
 
-K = 3
-POISON = 15  # bystanders never see or draw it
-LIMITS: dict[str, Any] = {"max_batch_size": 6, "max_num_tokens": 40, "num_kv_blocks": 60, "block_size": 4}
-
-
-def _without_poison(case: Case) -> Case:
-    """Prompt free of POISON; ids that stop cannot be drawn before min_tokens, so it is not drawn either."""
-    prompt = [1 if token == POISON else token for token in case.prompt]
-    return Case(
-        prompt,
-        dataclasses.replace(case.params, stop_token_ids=[POISON], min_tokens=case.params.max_tokens, stop=()),
-    )
-
-
-BYSTANDERS = [_without_poison(case) for case in draw_cases(6, seed=21, most_tokens=16)]
-VICTIM = Case(
-    [3, 4, 5, 6, 7, POISON, 8, 9, 10], SamplingParams(temperature=1.0, seed=14, max_tokens=20, ignore_eos=True)
-)
-
 
 @pytest.fixture(scope="module")
 def expected(target: Path) -> list[Outcome]:
     """What each bystander gives alone."""
-    with LLM(target) as llm:
-        return run_alone(llm.engine, BYSTANDERS)
+    return alone(target, BYSTANDERS)
 
 
 @pytest.fixture
 def llm(target: Path, draft: Path) -> LLM:
     """Drafts with a model, so that two caches must be kept in order."""
     return LLM(target, {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}, **LIMITS)
-
-
-def user_llm(target: Path, drafter: object) -> LLM:
-    return LLM(target, {"method": "custom_class", "drafter": drafter, "num_speculative_tokens": K}, **LIMITS)
-
-
-def run_beside(
-    llm: LLM, victim: Case = VICTIM, steps: int = 0, sabotage: Callable[[list[Request]], None] | None = None
-) -> tuple[list[Request], Run]:
-    """The victim, a few steps of its own, what befalls it, then the bystanders until all is done."""
-    samples = llm.engine.add_request(victim.prompt, victim.params)
-    for _ in range(steps):
-        llm.engine.step()
-    if sabotage is not None:
-        sabotage(samples)
-    return samples, run_together(llm.engine, BYSTANDERS)
 
 
 class LaunchFails:
@@ -215,116 +179,17 @@ def test_abort_of_a_request_whose_host_code_raises_frees_the_blocks(llm: LLM) ->
     assert_all_blocks_free(llm)
 
 
-# -- a drafter that fails ------------------------------------------------------------------------------------------
-
-
-class BadDrafter(LyingOracle):
-    """Right answers, spoilt for the victim (request 0) in the way that `spoil` does."""
-
-    def __init__(self, answers: Sequence[Sequence[int]], spoil: Callable[[Proposal, int], Proposal]) -> None:
-        super().__init__(answers, lie=0.3)
-        self.spoil = spoil
-
-    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        proposal = super().propose(requests)
-        rows = [row for row, request in enumerate(requests) if request.request_id == 0]
-        return self.spoil(proposal, rows[0]) if rows else proposal
-
-
-def _raise(proposal: Proposal, row: int) -> Proposal:
-    raise RuntimeError("no idea")
-
-
-def _set(proposal: Proposal, row: int, token: int) -> Proposal:
-    tokens = proposal.draft_tokens.clone()
-    tokens[row] = token
-    return dataclasses.replace(proposal, draft_tokens=tokens)
-
-
-def _set_length(proposal: Proposal, row: int, length: int) -> Proposal:
-    lengths = proposal.draft_lens.clone()
-    lengths[row] = length
-    return dataclasses.replace(proposal, draft_lens=lengths)
-
-
-SPOILT: dict[str, Callable[[Proposal, int], Any]] = {
-    "raises": _raise,
-    "answers None": lambda proposal, row: None,
-    "a row too few": lambda p, row: dataclasses.replace(p, draft_tokens=p.draft_tokens[1:]),
-    "a row too many": lambda p, row: dataclasses.replace(p, draft_tokens=torch.cat((p.draft_tokens, p.draft_tokens))),
-    "a length too few": lambda p, row: dataclasses.replace(p, draft_lens=p.draft_lens[1:]),
-    "one dimension": lambda p, row: dataclasses.replace(p, draft_tokens=p.draft_tokens.flatten()),
-    "too long": lambda p, row: _set_length(p, row, K + 1),
-    "negative length": lambda p, row: _set_length(p, row, -1),
-    "id past the vocabulary": lambda p, row: _set(p, row, VOCAB),
-    "negative id": lambda p, row: _set(p, row, -1),
-    "float ids": lambda p, row: dataclasses.replace(p, draft_tokens=p.draft_tokens.double()),
-    "float lengths": lambda p, row: dataclasses.replace(p, draft_lens=p.draft_lens.double()),
-    "too few draft KV lengths": lambda p, row: dataclasses.replace(p, draft_kv_lens=p.draft_lens[1:]),
-    "draft KV of tokens that do not exist": lambda p, row: dataclasses.replace(p, draft_kv_lens=p.draft_lens + 10_000),
-    "negative draft KV lengths": lambda p, row: dataclasses.replace(p, draft_kv_lens=p.draft_lens - 10_000),
-}
+# -- ends inside and across drafts ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def victim_alone(target: Path) -> Outcome:
-    with LLM(target) as llm:
-        return run_alone(llm.engine, [VICTIM])[0]
+    return alone(target, [VICTIM])[0]
 
 
 @pytest.fixture
 def answers(victim_alone: Outcome, expected: list[Outcome]) -> list[list[int]]:
-    """Prompt and plain output of the victim (request 0) and the bystanders (1..)."""
-    pairs = zip((VICTIM, *BYSTANDERS), (victim_alone, *expected), strict=True)
-    return [case.prompt + outcome.token_ids for case, outcome in pairs]
-
-
-@pytest.mark.parametrize("how", SPOILT)
-def test_a_drafter_that_fails_for_one_changes_no_output(
-    target: Path, answers: list[list[int]], victim_alone: Outcome, expected: list[Outcome], how: str
-) -> None:
-    llm = user_llm(target, BadDrafter(answers, SPOILT[how]))
-    (victim,), run = run_beside(llm)
-    assert [Outcome.of(victim), *run.outcomes] == [victim_alone, *expected]
-
-
-@pytest.mark.parametrize("how", SPOILT)
-def test_a_drafter_that_fails_for_one_still_drafts_for_the_others(
-    target: Path, answers: list[list[int]], how: str
-) -> None:
-    llm = user_llm(target, BadDrafter(answers, SPOILT[how]))
-    _, run = run_beside(llm)
-    assert run.speculation.num_accepted_tokens > 0
-
-
-def test_a_drafter_that_failed_is_not_asked_again_for_that_request(target: Path, answers: list[list[int]]) -> None:
-    llm = user_llm(target, BadDrafter(answers, _raise))
-    (victim,), _ = run_beside(llm)
-    assert victim.stats.num_draft_tokens == 0
-
-
-class ForgetFails(LyingOracle):
-    def forget(self, request_id: int) -> None:
-        raise RuntimeError("I never forget")
-
-
-def test_a_drafter_that_cannot_forget_harms_nobody(
-    target: Path, answers: list[list[int]], expected: list[Outcome]
-) -> None:
-    llm = user_llm(target, ForgetFails(answers))
-    _, run = run_beside(llm)
-    assert run.outcomes == expected
-
-
-def test_a_draft_model_that_yields_nan_harms_nobody(llm: LLM, expected: list[Outcome], victim_alone: Outcome) -> None:
-    drafter: Any = llm.engine.loop.proposer.drafter
-    with torch.no_grad():
-        drafter.model.inner.step.decoder.embedding.weight[POISON] = float("nan")
-    (victim,), run = run_beside(llm)
-    assert [Outcome.of(victim), *run.outcomes] == [victim_alone, *expected]
-
-
-# -- ends inside and across drafts ---------------------------------------------------------------------------------
+    return right_answers([victim_alone, *expected])
 
 
 @pytest.mark.parametrize("boundary", ["between two steps", "inside a draft", "between draft and bonus"])
@@ -338,7 +203,7 @@ def test_a_stop_string_across_tokens_ends_the_text_where_plain_decoding_does(
     text = "".join(PIECES[token] for token in ids[: second + 1])
     assert text.index(stop) + len(stop) > len(text) - len(PIECES[ids[second]]), "it occurs earlier; use another seed"
     victim = Case(VICTIM.prompt, dataclasses.replace(VICTIM.params, stop=stop))
-    answers = [c.prompt + o.token_ids for c, o in zip((VICTIM, *BYSTANDERS), (victim_alone, *expected), strict=True)]
+    answers = right_answers([victim_alone, *expected])
     llm = user_llm(target, LyingOracle(answers, lie=0.0))
     (request,), run = run_beside(llm, victim)
     assert Outcome.of(request) == Outcome(ids[: second + 1], text[: text.index(stop)], "stop", stop)
@@ -370,9 +235,9 @@ def test_nan_behind_the_end_of_a_request_is_not_its_error(target: Path) -> None:
     """A draft may run past the stop; plain decoding would never have computed the rows there."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with LLM(target) as plain:
-        (alone,) = run_alone(plain.engine, [Case([3, 4, 5], params)])
-    stop = alone.token_ids[2]
-    llm = user_llm(target, LyingOracle([[3, 4, 5, *alone.token_ids]], lie=0.0))
+        (outcome,) = run_alone(plain.engine, [Case([3, 4, 5], params)])
+    stop = outcome.token_ids[2]
+    llm = user_llm(target, LyingOracle([[3, 4, 5, *outcome.token_ids]], lie=0.0))
     poison_embedding(llm, stop)  # the row of the stop token, and all behind it
     (request,) = run_together(
         llm.engine, [Case([3, 4, 5], dataclasses.replace(params, stop_token_ids=[stop]))]

@@ -108,6 +108,7 @@ def _print(output: RequestOutput, as_json: bool) -> None:
                 "stop_reason": sample.stop_reason,
                 "seed": sample.seed,
                 "error": sample.error,
+                "drafter_error": sample.drafter_error,
                 "acceptance_length": sample.speculation.acceptance_length if sample.speculation.steps else None,
                 "acceptance_per_position": sample.speculation.acceptance_per_position,
                 "steps": sample.speculation.steps,

@@ -40,7 +40,7 @@ from trtspec.engine.scheduler import Scheduler
 from trtspec.engine.speculation import map_draft_vocabulary, resolve_speculation
 from trtspec.engine.stats import TimedAsyncExecutable, TimedChain, TimedExecutable
 from trtspec.engine.step import StepLoop
-from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.errors import ConfigError, TrtSpecError, UnsupportedError
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.pool import allocate_layers, allocate_on, kv_nbytes
 from trtspec.kv.reuse import PrefixReuse
@@ -413,13 +413,20 @@ def build_drafter(assembly: Assembly) -> Drafter | None:
 
 
 def _own_drafter(own: Any) -> Drafter:
-    """From "package.module:Class", a class, or an object; ConfigError if it is no drafter."""
-    if isinstance(own, str):
-        own = _load(own)
-    drafter = own() if isinstance(own, type) else own
+    """From "package.module:Class", a class, or an object; ConfigError if it is no drafter, or its own code fails."""
+    try:
+        found = _load(own) if isinstance(own, str) else own
+        drafter = found() if isinstance(found, type) else found
+    except TrtSpecError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"drafter={own!r} cannot be made ({type(error).__name__}: {error}); correct it, or give the object "
+            "itself: a class is called without arguments"
+        ) from error
     missing = [name for name in ("propose", "forget") if not callable(getattr(drafter, name, None))]
     if missing:
-        raise ConfigError(f"drafter={own!r} has no {' and no '.join(missing)}; give it the methods of core.Drafter")
+        raise ConfigError(f"drafter={found!r} has no {' and no '.join(missing)}; give it the methods of core.Drafter")
     return cast(Drafter, drafter)
 
 

@@ -288,6 +288,7 @@ def request_output(generation: Generation) -> RequestOutput:
                 seed=None if sample.sampling.greedy else sample.sampling.seed,
                 speculation=sample.stats,
                 error=None if sample.error is None else described(sample.error),
+                drafter_error=None if sample.drafter_error is None else described(sample.drafter_error),
             )
             for index, sample in enumerate(samples)
         ],

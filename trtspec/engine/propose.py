@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
 
+import torch
 from torch import Tensor
 
 from trtspec.config.resolved import ResolvedSpeculation, draft_len_for_batch
@@ -32,6 +34,7 @@ class Proposer:
         self.vocab_size = vocab_size
         self.states = states  # of rows that the drafter is yet to read, if it reads any
         self.num_failures = 0
+        self._blamed_nobody = False
         self.num_stale = 0  # drafts dropped because draft KV has a gap: the hidden states for it are gone
 
     def draft_len(self, scheduler: Scheduler) -> int:
@@ -72,7 +75,13 @@ class Proposer:
             try:
                 self.drafter.forget(request.request_id)
             except Exception as error:
-                self._report(error)
+                self.num_failures += 1
+                logger.warning(
+                    "the drafter failed to forget request %d, and may keep its memory (%s: %s)",
+                    request.request_id,
+                    type(error).__name__,
+                    error,
+                )
 
     def _draft_lens(self, requests: Sequence[Request], scheduler: Scheduler) -> list[int]:
         """Drafts each can use: within the draft's context, the request's own end, and its reserved blocks."""
@@ -89,29 +98,52 @@ class Proposer:
         return lengths
 
     def _ask(self, asked: list[tuple[Request, int]]) -> None:
-        """One call for all; if it fails, one call each, and who fails again goes on without speculation."""
+        """One call for all. If it fails, one for each, with the same questions: who is to blame is who fails again, and
+        goes on without speculation."""
         if self.states is not None:
             asked = [(request, length) for request, length in asked if self._can_be_read(request)]
         if not asked:
             return
         assert self.drafter is not None
-        questions = [_question(request, length, self._unread(request)) for request, length in asked]
+        questions = tuple(_question(request, length, self._unread(request)) for request, length in asked)
         try:
-            proposal = self.drafter.propose(questions)
-            answers = self._checked(proposal, questions)
+            answers = _checked(self.drafter.propose(questions), questions, self.vocab_size)
         except Exception as error:
-            self._report(error)
-            if len(asked) > 1:
-                for one in asked:
-                    self._ask([one])
-            else:
-                asked[0][0].speculates = False
+            self.num_failures += 1
+            if len(asked) == 1:
+                self._give_up(asked[0][0], error)
+                return
+            for one in asked:
+                self._ask([one])
+            if all(request.speculates for request, _ in asked):
+                self._blame_nobody(error, len(asked))
             return
         for (request, _), (drafts, kv_len) in zip(asked, answers, strict=True):
             request.drafts = drafts
             request.kv.draft_len = kv_len
             if self.states is not None:
                 self.states.drop(request, kv_len)
+
+    def _give_up(self, request: Request, error: Exception) -> None:
+        """The request goes on as if there were no drafter."""
+        request.speculates, request.drafter_error = False, error
+        logger.warning(
+            "request %d goes on without drafts, its output is not affected: the drafter failed (%s: %s)",
+            request.request_id,
+            type(error).__name__,
+            error,
+        )
+
+    def _blame_nobody(self, error: Exception, count: int) -> None:
+        if not self._blamed_nobody:
+            self._blamed_nobody = True  # said once: it may happen in every step
+            logger.warning(
+                "the drafter failed (%s: %s) when asked for %d requests at once, and not for each alone: drafting goes "
+                "on, at the cost of asking twice",
+                type(error).__name__,
+                error,
+                count,
+            )
 
     def _unread(self, request: Request) -> Tensor | None:
         """The states of rows that are committed and not in draft KV; None if the drafter reads no states, or one is
@@ -131,46 +163,77 @@ class Proposer:
             return False
         return True
 
-    def _checked(self, proposal: Proposal, questions: Sequence[DraftRequest]) -> list[tuple[list[int], int]]:
-        """Drafts and valid draft KV of each request, or EngineError saying what is wrong with the proposal."""
-        tokens, lengths = proposal.draft_tokens.tolist(), proposal.draft_lens.tolist()
-        kv_lens = [question.draft_kv_len for question in questions]
-        if proposal.draft_kv_lens is not None:
-            kv_lens = proposal.draft_kv_lens.tolist()
-        if not len(tokens) == len(lengths) == len(kv_lens) == len(questions):
-            raise EngineError(
-                f"the drafter answered {len(tokens)} rows, {len(lengths)} lengths and {len(kv_lens)} KV lengths to "
-                f"{len(questions)} requests"
-            )
-        answers = []
-        for row, length, kv_len, question in zip(tokens, lengths, kv_lens, questions, strict=True):
-            if not 0 <= length <= min(question.max_draft_len, len(row)):
-                raise EngineError(f"the drafter gave draft_len {length}; allowed are 0..{question.max_draft_len}")
-            drafts = row[:length]
-            if any(not isinstance(token, int) or not 0 <= token < self.vocab_size for token in drafts):
-                raise EngineError(f"the drafter proposed {drafts}; token ids are integers 0..{self.vocab_size - 1}")
-            most = len(question.tokens) + length
-            if not isinstance(kv_len, int) or not 0 <= kv_len <= most:
-                raise EngineError(f"the drafter gave draft_kv_len {kv_len!r}; allowed are 0..{most}")
-            answers.append((drafts, kv_len))
-        return answers
 
-    def _report(self, error: Exception) -> None:
-        self.num_failures += 1
-        if self.num_failures == 1:
-            logger.warning(
-                "the drafter failed (%s: %s); such requests go on without drafts", type(error).__name__, error
-            )
+class _Shown(Sequence[int]):
+    """A list of the engine's, to be read: a drafter that put its guesses behind a request's tokens would change the
+    text, and a copy for each step would take as long as the text is."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: list[int]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._items[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._items)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
 
 
 def _question(request: Request, length: int, states: Tensor | None) -> DraftRequest:
     return DraftRequest(
         request_id=request.request_id,
-        tokens=request.tokens,
+        tokens=_Shown(request.tokens),
         max_draft_len=length,
         sampling=request.sampling,
-        block_table=request.kv.blocks,
+        block_table=_Shown(request.kv.blocks),
         draft_kv_len=request.kv.draft_len,
         hidden_states=states,
         prompt_len=request.prompt_len,
     )
+
+
+def _checked(proposal: Proposal, questions: Sequence[DraftRequest], vocab_size: int) -> list[tuple[list[int], int]]:
+    """Drafts and valid draft KV of each request, or EngineError saying what is wrong with the proposal."""
+    if not isinstance(proposal, Proposal):
+        raise EngineError(f"propose() returned a {type(proposal).__name__}; it is to return a trtspec.core.Proposal")
+    B = len(questions)
+    tokens = _integers("draft_tokens", proposal.draft_tokens, B, dims=2).tolist()
+    lengths = _integers("draft_lens", proposal.draft_lens, B).tolist()
+    kv_lens = [question.draft_kv_len for question in questions]
+    if proposal.draft_kv_lens is not None:
+        kv_lens = _integers("draft_kv_lens", proposal.draft_kv_lens, B).tolist()
+    answers = []
+    for row, length, kv_len, question in zip(tokens, lengths, kv_lens, questions, strict=True):
+        most = min(question.max_draft_len, len(row))
+        if not 0 <= length <= most:
+            raise EngineError(f"the drafter gave draft_len {length}; allowed are 0..{most}")
+        drafts = row[:length]
+        if drafts and not 0 <= min(drafts) <= max(drafts) < vocab_size:
+            raise EngineError(f"the drafter proposed {drafts}; token ids are 0..{vocab_size - 1}")
+        known = len(question.tokens) + length
+        if not 0 <= kv_len <= known:
+            raise EngineError(f"the drafter gave draft_kv_len {kv_len}; allowed are 0..{known}")
+        answers.append((drafts, kv_len))
+    return answers
+
+
+def _integers(name: str, value: object, rows: int, dims: int = 1) -> Tensor:
+    """`value`, if it is what core.Proposal says of it."""
+    got = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        if value.dtype in (torch.int64, torch.int32) and value.dim() == dims and value.shape[0] == rows:
+            return value
+        got = f"{list(value.shape)} {value.dtype}"
+    wanted = f"[{rows}, K]" if dims == 2 else f"[{rows}]"
+    raise EngineError(f"the drafter gave {name} {got}; for {rows} requests it is a tensor {wanted} of int64 or int32")

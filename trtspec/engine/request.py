@@ -30,6 +30,7 @@ class Request:
     pending: int = 0  # rows in steps that are in flight: launched, their outputs not seen yet
     pending_drafts: int = 0  # drafts which the last of these makes for the step after it
     speculates: bool = True  # False once its drafter failed it
+    drafter_error: Exception | None = None  # with what
     reuses_prefix: bool = True  # False: every row is computed, because the caller wants what only computing gives
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: str | None = None
