@@ -373,7 +373,7 @@ def resolve_mode(
     if method not in METHODS:
         raise ConfigError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     if method in METHODS_WITHOUT_MODE:
-        ready = ", ".join(key[0] for key, mode in MODE_OF.items() if mode.traits.built)
+        ready = ", ".join(dict.fromkeys(key[0] for key, mode in MODE_OF.items() if mode.traits.built))
         raise UnsupportedError(f"method={method!r} is not built yet; use one of {ready}")
     parallels = [key[0] for key in MODE_OF if key[3]]
     if parallel and method not in parallels:

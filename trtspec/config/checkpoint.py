@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,10 +41,10 @@ def checkpoint_reader(path: str | os.PathLike[str], role: str) -> Reader:
     """The folder's config.json; `role` ("target", "draft") is what errors call the model. Raises CheckpointError."""
     folder = Path(path)
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{role} model {os.fspath(path)!r} is not a folder on this machine; download the checkpoint first "
-            f"(hf download {os.fspath(path)} --local-dir DIR) and pass the folder"
-        )
+        name, remedy = os.fspath(path), "pass the folder of a checkpoint"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # a name on the Hub
+            remedy = f"download the checkpoint first (hf download {name} --local-dir DIR) and pass the folder"
+        raise CheckpointError(f"{role} model {name!r} is not a folder on this machine; {remedy}")
     return Reader(read_json(folder / "config.json", role, required=True), folder / "config.json", role)
 
 

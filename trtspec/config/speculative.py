@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -45,6 +46,10 @@ def _method(name: str) -> str:
         warnings.warn(f"method={name!r} is deprecated; use method='mtp'", DeprecationWarning, stacklevel=4)
         return "mtp"
     return one_of("method", METHODS)(name)
+
+
+def _text_of_path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _tree(text: str) -> str:
@@ -91,7 +96,9 @@ class SpeculativeConfig(StrictConfig):
         ge=1,
         description="draft tokens per step, K; to decode without speculation leave speculative_config unset",
     )
-    model: str | None = Field(default=None, description="folder of the draft checkpoint")
+    model: Annotated[str | None, BeforeValidator(_text_of_path)] = Field(
+        default=None, description="folder of the draft checkpoint"
+    )
     method: Annotated[str, AfterValidator(_method)] | None = None
     one_engine: bool | None = Field(
         default=None, description="None: one-engine where a worker exists, except for draft_model"
@@ -132,7 +139,9 @@ class SpeculativeConfig(StrictConfig):
 
     # suffix
     suffix_decoding_max_tree_depth: Count = 24
-    suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] = 10000
+    suffix_decoding_max_cached_requests: int = Field(
+        default=10000, ge=0, le=1_000_000, description="responses kept, 33 to 200 kB each; 0: none"
+    )
     suffix_decoding_max_spec_factor: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
     suffix_decoding_min_token_prob: Unit = 0.1
 

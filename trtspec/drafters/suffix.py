@@ -35,6 +35,7 @@ from trtspec.core import DraftRequest, Proposal
 from trtspec.drafters.base import DraftResources
 from trtspec.drafters.history import TokenHistory, proposal_of
 from trtspec.drafters.suffix_tree import END, Guess, SuffixTree
+from trtspec.errors import CapacityError
 
 TOKENS_PER_RESPONSE = 1024
 """On average: max_cached_requests times as many are kept, a longer response at the expense of others."""
@@ -55,10 +56,16 @@ class SuffixDrafter:
 
     @classmethod
     def from_resources(cls, resources: DraftResources) -> SuffixDrafter:
-        """See base.BuildableDrafter."""
-        spec = resources.speculation
-        depth, cached = spec.suffix_decoding_max_tree_depth, spec.suffix_decoding_max_cached_requests
-        tree = SuffixTree(depth, cached, cached * TOKENS_PER_RESPONSE) if cached else None
+        """See base.BuildableDrafter. CapacityError where there is no memory for the tree."""
+        spec, cached = resources.speculation, resources.speculation.suffix_decoding_max_cached_requests
+        depth = min(spec.suffix_decoding_max_tree_depth, spec.max_model_len)  # no text is longer
+        try:
+            tree = SuffixTree(depth, cached, cached * TOKENS_PER_RESPONSE) if cached else None
+        except MemoryError as error:
+            raise CapacityError(
+                f"suffix_decoding_max_cached_requests={cached}: there is no memory for so many responses of "
+                f"{TOKENS_PER_RESPONSE} tokens; lower it"
+            ) from error
         return cls(depth, tree, spec.suffix_decoding_max_spec_factor, spec.suffix_decoding_min_token_prob)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:

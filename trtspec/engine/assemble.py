@@ -37,7 +37,7 @@ from trtspec.engine.overlap import OverlapLoop
 from trtspec.engine.propose import Proposer
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Scheduler
-from trtspec.engine.speculation import map_draft_vocabulary, resolve_speculation
+from trtspec.engine.speculation import map_draft_vocabulary, read_target, resolve_speculation
 from trtspec.engine.stats import TimedAsyncExecutable, TimedChain, TimedExecutable
 from trtspec.engine.step import StepLoop
 from trtspec.errors import ConfigError, TrtSpecError, UnsupportedError
@@ -274,9 +274,7 @@ def plan_assembly(
                 f"engine {built.path} was built with its own speculation; leave speculative_config unset, or build "
                 "another engine"
             )
-    target = ModelConfig.from_folder(
-        built.path / "target" if built is not None else cast("str | Path", model), "target"
-    )
+    target = read_target(built.path / "target" if built is not None else cast("str | Path", model))
     max_seq_len = config.max_seq_len or target.max_seq_len
     if max_seq_len > target.max_seq_len:
         raise ConfigError(f"max_seq_len = {max_seq_len} exceeds the checkpoint's {target.max_seq_len}; lower it")

@@ -14,10 +14,11 @@ from trtspec.config.mlp_speculator import MLP_SPECULATOR, MLPSpeculatorFacts
 from trtspec.config.model import ModelConfig
 from trtspec.config.mtp import mtp_layers, require_mtp
 from trtspec.config.parallel import mask_token_id
-from trtspec.config.resolve import method_and_model
+from trtspec.config.resolve import WITHOUT_CHECKPOINT, method_and_model
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.errors import ConfigError
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.models.specs import require_architecture
 from trtspec.text import Tokenizer
 from trtspec.text.vocabulary import VocabularyMap, map_vocabularies
 
@@ -39,8 +40,9 @@ def resolve_speculation(
     if speculative is None:
         return None, None
     draft, info = None, None
-    if speculative.model is not None and os.path.isdir(speculative.model):
-        draft, info = read_draft(speculative)
+    is_folder = speculative.model is not None and os.path.isdir(speculative.model)
+    if is_folder or method_and_model(speculative, None, None)[0] not in (*WITHOUT_CHECKPOINT, "mtp"):
+        draft, info = read_draft(speculative)  # says what is wrong with the folder
     if method_and_model(speculative, None, info)[0] == "mtp":
         speculative = _of_target(speculative, target)
     resolved = speculative.resolve(
@@ -59,8 +61,6 @@ def resolve_speculation(
     )
     if resolved.mode.traits.mtp or not (resolved.mode.has_draft_model() or resolved.mode.need_load_draft_weights()):
         draft = None
-    elif draft is None:
-        draft, _ = read_draft(speculative)  # says what is wrong with the folder
     return draft, resolved
 
 
@@ -68,12 +68,38 @@ def read_draft(speculative: SpeculativeConfig) -> tuple[CheckpointConfig, DraftI
     """The checkpoint that `speculative.model` names, a ModelConfig where it is a decoder, and what resolution needs to
     know of it. What it is, the method says, else its config.json."""
     draft = read_checkpoint(speculative.model or "", "draft")
-    kind = draft.model_type or (MEDUSA if "medusa_num_heads" in draft.raw else "")
+    kind = _kind(draft)
     facts = _HEADS.get(speculative.method or kind)
     if facts is not None:
         return draft, facts.of(draft).info
+    if kind in _HEADS:
+        raise UnsupportedError(
+            f"draft model {draft.path} is a checkpoint for method={kind!r}, not for method={speculative.method!r}; set "
+            "method to what it is, or leave method unset"
+        )
     model = ModelConfig.from_folder(draft.path, "draft")
     return model, draft_info(speculative, model)
+
+
+def read_target(path: str | os.PathLike[str]) -> ModelConfig:
+    """The target's config.json. What is no decoder is refused for what it is, not for the fields that it lacks:
+    UnsupportedError."""
+    checkpoint = read_checkpoint(path, "target")
+    name = next(iter(checkpoint.raw.get("architectures") or ()), None)
+    kind = _kind(checkpoint)
+    if kind in (*_HEADS, "eagle") or name in (*EAGLE3_ARCHITECTURES, *P_EAGLE_ARCHITECTURES):
+        raise UnsupportedError(
+            f"target model {checkpoint.path} is a draft head ({name or kind}); give it as model in speculative_config, "
+            "and the model that it drafts for as the target"
+        )
+    if isinstance(name, str):
+        require_architecture(name, checkpoint.path)
+    return ModelConfig.from_folder(path, "target")
+
+
+def _kind(checkpoint: CheckpointConfig) -> str:
+    """What it says it is, "" where it does not."""
+    return checkpoint.model_type or (MEDUSA if "medusa_num_heads" in checkpoint.raw else "")
 
 
 def _of_target(speculative: SpeculativeConfig, target: ModelConfig) -> SpeculativeConfig:

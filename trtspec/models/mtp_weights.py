@@ -46,7 +46,8 @@ def load_mtp(
         head = MtpHead(spec, target.spec.num_layers if first_layer is None else first_layer, max_position)
     slots = head_slots(spec)
     wanted = tuple(_prefix(spec, i) for i in range(num_modules))
-    tensors = checkpoint_tensors(config.path, _ROLE, lambda name: name.startswith(wanted))
+    packed = config.quantization is not None
+    tensors = checkpoint_tensors(config.path, _ROLE, lambda name: name.startswith(wanted), packed)
     load_weights(head, slots, tensors, config.path, _ROLE, config.quantization)
     head.share(target.embedding, target.head)
     return head.eval().requires_grad_(False)
@@ -106,5 +107,6 @@ def _check(config: ModelConfig, spec: MtpSpec) -> None:
     """All modules, those that are not to be loaded too: WeightsError."""
     family, count = require_mtp(config.raw, config.path)
     slots = head_slots(dataclasses.replace(spec, num_modules=count))
-    shapes = checkpoint_shapes(config.path, _ROLE, lambda name: name.startswith(family.prefix))
+    packed = config.quantization is not None
+    shapes = checkpoint_shapes(config.path, _ROLE, lambda name: name.startswith(family.prefix), packed)
     check_shapes(slots, shapes, config.path, _ROLE, config.quantization)

@@ -7,6 +7,7 @@ blocks, RMSNorm, rotary positions, gated MLP.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from trtspec.config.model import ModelConfig, RopeConfig
 from trtspec.config.mtp import MIMO
@@ -81,13 +82,17 @@ ARCHITECTURES: dict[str, ArchitectureRow] = {
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
     """The spec of a checkpoint. UnsupportedError names the architecture and the ones we have."""
-    row = ARCHITECTURES.get(config.architecture)
+    return dense_spec(config, require_architecture(config.architecture, config.path))
+
+
+def require_architecture(name: str, folder: Path) -> ArchitectureRow:
+    """The row of the checkpoint in `folder`; UnsupportedError as above."""
+    row = ARCHITECTURES.get(name)
     if row is None:
         raise UnsupportedError(
-            f"architecture {config.architecture!r} in {config.path} is not supported; "
-            f"supported: {', '.join(ARCHITECTURES)}"
+            f"architecture {name!r} in {folder} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
-    return dense_spec(config, row)
+    return row
 
 
 def dense_spec(config: ModelConfig, row: ArchitectureRow | None = None) -> DecoderSpec:

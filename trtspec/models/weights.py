@@ -28,6 +28,8 @@ from trtspec.models.specs import ARCHITECTURES, decoder_spec
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 _T = TypeVar("_T")
+_EAGLE_FC = {"fc.weight", "model.fc.weight"}
+_FLOATS = ("F64", "F32", "F16", "BF16")  # in the words of safetensors
 _MOST_MAPPED = 16 << 20  # bytes read of a file before it is opened anew, as they count as our memory until then
 
 
@@ -41,7 +43,8 @@ def load_decoder(
     """
     with unallocated(dtype):
         decoder = Decoder(decoder_spec(config), max_position)
-    slots, tensors = weight_slots(decoder.spec), checkpoint_tensors(config.path, role, _of_decoder(config))
+    packed = config.quantization is not None
+    slots, tensors = weight_slots(decoder.spec), checkpoint_tensors(config.path, role, _of_decoder(config), packed)
     load_weights(decoder, slots, tensors, config.path, role, config.quantization)
     return decoder.eval().requires_grad_(False)
 
@@ -58,7 +61,7 @@ def describe_decoder(
         decoder = Decoder(decoder_spec(config), max_position)
     slots = weight_slots(decoder.spec)
     if not missing_weights(config.path, role):
-        shapes = checkpoint_shapes(config.path, role, _of_decoder(config))
+        shapes = checkpoint_shapes(config.path, role, _of_decoder(config), config.quantization is not None)
         check_shapes(slots, shapes, config.path, role, config.quantization)
     QuantizedLinears(slots, config.quantization, f"{role} weights in {config.path}").describe(decoder)
     return decoder.eval().requires_grad_(False)
@@ -146,9 +149,16 @@ class _Expected:
         ]
         if problems:
             raise WeightsError(
-                f"{role} weights in {folder} do not fit its config.json: {'; '.join(problems)}. "
-                "Check that the weight files and config.json belong together"
+                f"{role} weights in {folder} do not fit its config.json: {'; '.join(problems)}. {self._remedy()}"
             )
+
+    def _remedy(self) -> str:
+        """Many an EAGLE head calls itself a plain decoder: only its fc tells them apart."""
+        if _EAGLE_FC & set(self.unexpected):
+            return "fc.weight is an EAGLE head's: give the folder as model in speculative_config, with method='eagle'"
+        if _EAGLE_FC & self.unseen:
+            return "Without fc.weight it is no EAGLE head; if it is a whole model, set method='draft_model'"
+        return "Check that the weight files and config.json belong together"
 
 
 def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
@@ -216,8 +226,11 @@ Wanted = Callable[[str], bool]
 """Which tensors are to be read, by name."""
 
 
-def checkpoint_tensors(folder: Path, role: str, wanted: Wanted = lambda name: True) -> Iterator[tuple[str, Tensor]]:
-    """Every wanted tensor of the folder's safetensors files, in their order, read one at a time."""
+def checkpoint_tensors(
+    folder: Path, role: str, wanted: Wanted = lambda name: True, packed: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Every wanted tensor of the folder's safetensors files, in their order, read one at a time. packed: some hold
+    quantised weights; if not, WeightsError for one that does."""
     shard: Any  # safetensors does not say
     for file in weight_files(folder, role):
         try:
@@ -225,6 +238,7 @@ def checkpoint_tensors(folder: Path, role: str, wanted: Wanted = lambda name: Tr
             for name in filter(wanted, shard.keys()):
                 if read > _MOST_MAPPED:
                     shard, read = safe_open(file, framework="pt"), 0
+                _check_dtype(shard, name, packed, folder, role)
                 tensor = shard.get_tensor(name)
                 read += tensor.nbytes
                 yield name, tensor
@@ -235,19 +249,30 @@ def checkpoint_tensors(folder: Path, role: str, wanted: Wanted = lambda name: Tr
 
 
 def checkpoint_shapes(
-    folder: Path, role: str, wanted: Wanted = lambda name: True
+    folder: Path, role: str, wanted: Wanted = lambda name: True, packed: bool = False
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every wanted tensor of the folder's safetensors files, from their headers."""
+    """Name and shape of what `checkpoint_tensors` gives, from the files' headers."""
     shard: Any
     for file in weight_files(folder, role):
         try:
             shard = safe_open(file, framework="pt")
             for name in filter(wanted, shard.keys()):
+                _check_dtype(shard, name, packed, folder, role)
                 yield name, tuple(shard.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{role} model: {file} is damaged or truncated ({error}); download or copy it again"
             ) from error
+
+
+def _check_dtype(shard: Any, name: str, packed: bool, folder: Path, role: str) -> None:
+    """Numbers that are to be scaled would be taken as they are."""
+    dtype = shard.get_slice(name).get_dtype()
+    if not packed and dtype not in _FLOATS and name.endswith((".weight", ".bias")):
+        raise WeightsError(
+            f"{role} weights in {folder}: {name} is stored as {dtype}, and config.json says nothing of quantised "
+            f"weights (quantization_config); use a checkpoint in {', '.join(_FLOATS)}, or its own config.json"
+        )
 
 
 def renamed(
