@@ -17,15 +17,16 @@ Pool = dict[tuple[int, ...], list[tuple[int, ...]]]
 class Definition:
     """One list of matches per pattern, in order of age, nothing ever forgotten."""
 
-    def __init__(self, largest: int, K: int, oldest: bool, keep_all: bool, public: bool) -> None:
-        self.largest, self.K, self.oldest, self.keep_all, self.public = largest, K, oldest, keep_all, public
+    def __init__(self, smallest: int, largest: int, K: int, oldest: bool, keep_all: bool, public: bool) -> None:
+        self.smallest, self.largest, self.K = smallest, largest, K
+        self.oldest, self.keep_all, self.public = oldest, keep_all, public
         self.pools: dict[int, Pool] = {}
         self.start: dict[int, int] = {}
 
     def drafts(self, request: int, tokens: list[int], most: int) -> list[int]:
         pool = self.pools.setdefault(0 if self.public else request, {})
         sequence = tokens[self.start.get(request, 0) :]
-        for size in range(min(self.largest, len(tokens) - 1), 0, -1):
+        for size in range(min(self.largest, len(tokens) - 1), self.smallest - 1, -1):
             for left in range(len(sequence) - size):
                 pattern = tuple(sequence[left : left + size])
                 match = tuple(sequence[left + size : left + size + self.K])
@@ -37,7 +38,7 @@ class Definition:
                 elif match not in pool[pattern]:
                     pool[pattern] = [old for old in pool[pattern] if len(old) >= len(match)] + [match]
         self.start[request] = max(0, len(tokens) - (self.K + self.largest - 1))
-        for size in range(min(self.largest, len(tokens) - 1), 0, -1):
+        for size in range(min(self.largest, len(tokens) - 1), self.smallest - 1, -1):
             if tuple(tokens[-size:]) in pool:
                 return list(pool[tuple(tokens[-size:])][0 if self.oldest else -1][:most])
         return []
@@ -48,18 +49,19 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 
 @given(
     events=st.lists(st.tuples(st.integers(0, 2), TOKENS), min_size=1, max_size=12),
-    largest=st.integers(1, 4),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
     K=st.integers(1, 5),
     oldest=st.booleans(),
     keep_all=st.booleans(),
     public=st.booleans(),
 )
 def test_drafts_equal_the_definition(
-    events: list[tuple[int, list[int]]], largest: int, K: int, oldest: bool, keep_all: bool, public: bool
+    events: list[tuple[int, list[int]]], sizes: list[int], K: int, oldest: bool, keep_all: bool, public: bool
 ) -> None:
     """Three requests that grow in turn, each step cut elsewhere as if near the end of what it may have."""
-    definition = Definition(largest, K, oldest, keep_all, public)
-    drafter = NGramPoolDrafter(1, largest, K, oldest=oldest, keep_all=keep_all, public=public)
+    smallest, largest = sizes
+    definition = Definition(smallest, largest, K, oldest, keep_all, public)
+    drafter = NGramPoolDrafter(smallest, largest, K, oldest=oldest, keep_all=keep_all, public=public)
     texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for step, (request, new) in enumerate(events):
         texts[request] += new
@@ -114,6 +116,41 @@ def test_drafts_end_where_the_request_does() -> None:
     """Upstream: max_seq_len - 1 - length; here the engine says so."""
     tokens = [1, 2, 3, 4, 5, 1]
     assert [ask(drafter(), tokens, most=most) for most in (1, 2, 3)] == [[2], [2, 3], [2, 3, 4]]
+
+
+def all_in_a_list(added: list[tuple[int, tuple[int, ...]]], size: int, keep_all: bool) -> list[list[tuple[int, ...]]]:
+    """[pattern, match, match, ...] of each pattern, in order of age: a pool without a clever line."""
+    pool: list[list[tuple[int, ...]]] = []
+    for number, match in added:
+        known = next((row for row in pool if row[0] == (number,)), None)
+        if known is None:
+            pool.append([(number,), match])
+        elif keep_all and match not in known[1:]:
+            known[1:] = [old for old in known[1:] if len(old) >= len(match)] + [match]
+        elif not keep_all and len(match) > len(known[1]):
+            known[1:] = [match]
+        while sum(len(row) - 1 for row in pool) > size:
+            pool.pop(0)
+    return pool
+
+
+@given(
+    added=st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple))),
+    size=st.integers(1, 8),
+    keep_all=st.booleans(),
+)
+def test_a_small_pool_keeps_what_a_list_would(
+    added: list[tuple[int, tuple[int, ...]]], size: int, keep_all: bool
+) -> None:
+    """Patterns that left may come again."""
+    pool = NGramPool(size, keep_all)
+    for count, (number, match) in enumerate(added, 1):
+        pool.add((number,), match)
+        expected = all_in_a_list(added[:count], size, keep_all)
+        assert len(pool) == sum(len(row) - 1 for row in expected)
+        kept = {row[0]: (row[1], row[-1]) for row in expected}
+        for i in range(4):
+            assert (pool.find((i,), True), pool.find((i,), False)) == kept.get((i,), ((), ()))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 40])

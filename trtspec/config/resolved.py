@@ -50,7 +50,7 @@ class ResolvedSpeculation:
     method: str
     num_speculative_tokens: int  # K
     model: str | None  # draft checkpoint; the target's for its own MTP layers; the method's name for ngram
-    max_model_len: int  # a step drafts nothing for a request whose length + K exceeds it
+    max_model_len: int  # drafts end before it; a model drafts nothing for a request whose length + K exceeds it
     quantization: str | None
     enforce_eager: bool | None
     draft_tensor_parallel_size: int

@@ -42,7 +42,7 @@ class Proposer:
         return 0 if self.speculation is None else draft_len_for_batch(self.speculation, len(scheduler.running))
 
     def longest(self, scheduler: Scheduler) -> int:
-        """Tokens that a request may have and still be given drafts: the draft model's context ends somewhere."""
+        """Tokens that a request may have and still be given drafts by a model, whose context ends somewhere."""
         assert self.speculation is not None
         return self.speculation.max_model_len - self.draft_len(scheduler)
 
@@ -86,16 +86,24 @@ class Proposer:
     def _draft_lens(self, requests: Sequence[Request], scheduler: Scheduler) -> list[int]:
         """Drafts each can use: within the draft's context, the request's own end, and its reserved blocks."""
         K, block_size = self.draft_len(scheduler), scheduler.allocator.block_size
-        longest = self.longest(scheduler)
         lengths = []
         for request in requests:
             length = len(request.tokens)
-            if request.speculates and length <= longest:
+            if request.speculates:
                 reserved = len(request.kv.blocks) * block_size
-                lengths.append(min(K, request.length_limit - length - 1, reserved - length + 1))
+                here = self._in_context(length, K, scheduler)
+                lengths.append(min(here, request.length_limit - length - 1, reserved - length + 1))
             else:
                 lengths.append(0)
         return lengths
+
+    def _in_context(self, length: int, K: int, scheduler: Scheduler) -> int:
+        """Drafts behind `length` tokens that fit what the drafter can see. As in vLLM a draft model makes all K of them
+        or none, and what is looked up is cut."""
+        assert self.speculation is not None
+        if self.speculation.mode.shapes_graphs():
+            return K if length <= self.longest(scheduler) else 0
+        return max(min(K, self.speculation.max_model_len - length - 1), 0)
 
     def _ask(self, asked: list[tuple[Request, int]]) -> None:
         """One call for all. If it fails, one for each, with the same questions: who is to blame is who fails again, and
