@@ -41,7 +41,7 @@ def checkpoint_reader(path: str | os.PathLike[str], role: str) -> Reader:
     """The folder's config.json; `role` ("target", "draft") is what errors call the model. Raises CheckpointError."""
     folder = Path(path)
     if not folder.is_dir():
-        name, remedy = os.fspath(path), "pass the folder of a checkpoint"
+        name, remedy = os.fspath(path), "pass the folder of a checkpoint that was downloaded"
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # a name on the Hub
             remedy = f"download the checkpoint first (hf download {name} --local-dir DIR) and pass the folder"
         raise CheckpointError(f"{role} model {name!r} is not a folder on this machine; {remedy}")

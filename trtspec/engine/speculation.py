@@ -19,6 +19,7 @@ from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.models.specs import require_architecture
+from trtspec.modes import METHODS_WITHOUT_MODE
 from trtspec.text import Tokenizer
 from trtspec.text.vocabulary import VocabularyMap, map_vocabularies
 
@@ -40,8 +41,7 @@ def resolve_speculation(
     if speculative is None:
         return None, None
     draft, info = None, None
-    is_folder = speculative.model is not None and os.path.isdir(speculative.model)
-    if is_folder or method_and_model(speculative, None, None)[0] not in (*WITHOUT_CHECKPOINT, "mtp"):
+    if method_and_model(speculative, None, None)[0] not in (*WITHOUT_CHECKPOINT, *METHODS_WITHOUT_MODE, "mtp"):
         draft, info = read_draft(speculative)  # says what is wrong with the folder
     if method_and_model(speculative, None, info)[0] == "mtp":
         speculative = _of_target(speculative, target)
