@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import edit_config, make_eagle, make_eagle3, make_medusa, make_mlp_speculator
-from tests.e2e.tiny import add_tokenizer, make_target
+from tests.checkpoints import edit_config, make_dflash, make_eagle, make_eagle3, make_medusa, make_mlp_speculator
+from tests.e2e.tiny import MASK, add_tokenizer, make_target
 from trtspec import LLM
 from trtspec.cli import main
 from trtspec.errors import TrtSpecError
@@ -50,6 +50,9 @@ class Folders:
 
     def eagle3(self, target: Path | None = None, **options: Any) -> str:
         return str(make_eagle3(self.tmp, target or self.target, **{"capture": (0, 1), **options}))
+
+    def dflash(self, target: Path | None = None) -> str:
+        return str(make_dflash(self.tmp, target or self.target, (0, 1), MASK))
 
     def medusa(self, target: Path | None = None, **options: Any) -> str:
         return str(make_medusa(self.tmp, target or self.target, **options))

@@ -49,6 +49,7 @@ def asked_for(mode: M, folders: Folders) -> dict[str, Any]:
         M.EAGLE3: lambda: {"model": folders.eagle3(), **K},
         M.EAGLE3_ONE_MODEL: lambda: {"model": folders.eagle3(), **K},
         M.P_EAGLE: lambda: {"model": folders.eagle3(mask=MASK), **K},
+        M.DFLASH: lambda: {"model": folders.dflash(), **K},
         M.MEDUSA: lambda: {"model": folders.medusa(), **K},
         M.MLP_SPECULATOR: lambda: {"model": folders.mlp(), **K},
     }
@@ -95,7 +96,7 @@ ARCHITECTURE: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
             WeightsError,
             ("made for another target", "48, the target's is 32" if what == "hidden size" else "is 24", "use the head"),
         )
-        for kind in ("eagle", "eagle3", "medusa", "mlp")
+        for kind in ("eagle", "eagle3", "medusa", "mlp", "dflash")
         for what in ("hidden size", "vocabulary")
     },
     **{
@@ -466,15 +467,14 @@ def test_a_tree_for_which_there_is_no_memory(target: Path, monkeypatch: pytest.M
 # -- what a backend cannot do ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["onnx", "tensorrt"])
-@pytest.mark.parametrize("mode", [M.EAGLE, M.EAGLE3, M.MTP_EAGLE, M.MTP], ids=lambda mode: mode.name)
+@pytest.mark.parametrize(("mode", "backend"), [(M.DFLASH, "onnx"), (M.DFLASH, "tensorrt"), (M.MTP, "tensorrt")])
 def test_a_mode_that_a_backend_cannot_run(
     folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: M, backend: str
 ) -> None:
     """The build says so as --dry_run does, before it loads anything."""
     spec: dict[str, Any] = asked_for(mode, folders)
     target = folders.mimos[2] if mode.traits.mtp else folders.target
-    remedy = "num_speculative_tokens=1" if mode is M.MTP else "use one_engine=True"
+    remedy = "num_speculative_tokens=1" if mode is M.MTP else "use another backend"
     arguments = ["build", "--checkpoint_dir", str(target), "--output_dir", str(tmp_path / "engine")]
     arguments += ["--backend", backend, "--spec", json.dumps(spec), "--dry_run"]
     assert main(arguments) == 1
