@@ -64,12 +64,6 @@ class SpeculativeDecodingMode(enum.IntEnum):
     def traits(self) -> ModeTraits:
         return _TRAITS[self]
 
-    def require_built(self) -> None:
-        """Raise UnsupportedError if this mode is known but cannot run yet."""
-        if not self.traits.built:
-            ready = ", ".join(mode.name for mode in SpeculativeDecodingMode if mode.traits.built)
-            raise UnsupportedError(f"mode={self.name} is not built yet; use one of {ready}")
-
     # -- which one ----------------------------------------------------------------------------------------------
     def is_mtp_one_model(self) -> bool:
         return self.traits.mtp and self.traits.one_engine
@@ -224,7 +218,6 @@ class ModeTraits:
     """One row: what a mode is. `worker`, `drafter` and `head` are "module:name" paths, imported only by
     engine/assemble.py."""
 
-    built: bool = False  # can run today
     mtp: bool = False  # the heads come with the target's checkpoint
     one_engine: bool = False
     draft_model: bool = False
@@ -248,7 +241,6 @@ _M = SpeculativeDecodingMode
 def _inside(head: str, worker: str = "trtspec.workers.heads:HeadWorker", mtp: bool = False) -> ModeTraits:
     """Draft layers in the target's graph. Whose weights are not the target's have a checkpoint of their own."""
     return ModeTraits(
-        built=True,
         mtp=mtp,
         one_engine=True,
         kv_rewind=True,
@@ -262,7 +254,6 @@ def _inside(head: str, worker: str = "trtspec.workers.heads:HeadWorker", mtp: bo
 def _beside(head: str, mtp: bool = False) -> ModeTraits:
     """Draft layers that read the target's states, as an engine of their own."""
     return ModeTraits(
-        built=True,
         mtp=mtp,
         draft_model=True,
         kv_recompute=True,
@@ -279,17 +270,13 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     _M.MTP_EAGLE_ONE_MODEL: _inside("trtspec.models.mtp_weights:load", mtp=True),
     _M.EAGLE3: _beside("trtspec.models.eagle3_weights:load"),
     _M.EAGLE3_ONE_MODEL: _inside("trtspec.models.eagle3_weights:load"),
-    _M.NGRAM: ModeTraits(built=True, kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.ngram:NGramDrafter"),
-    _M.DRAFT_TARGET: ModeTraits(
-        built=True, draft_model=True, spec_drafter=True, drafter="trtspec.drafters.chain:ChainDrafter"
-    ),
-    _M.USER_PROVIDED: ModeTraits(built=True, spec_drafter=True),  # the drafter comes with the config
-    _M.SAVE_HIDDEN_STATES: ModeTraits(built=True, spec_drafter=True),  # drafts nothing; see workers.step.CaptureStep
-    _M.NONE: ModeTraits(built=True),
-    _M.AUTO: ModeTraits(built=True),  # becomes another mode when the config is resolved
-    _M.SUFFIX: ModeTraits(
-        built=True, kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.suffix:SuffixDrafter"
-    ),
+    _M.NGRAM: ModeTraits(kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.ngram:NGramDrafter"),
+    _M.DRAFT_TARGET: ModeTraits(draft_model=True, spec_drafter=True, drafter="trtspec.drafters.chain:ChainDrafter"),
+    _M.USER_PROVIDED: ModeTraits(spec_drafter=True),  # the drafter comes with the config
+    _M.SAVE_HIDDEN_STATES: ModeTraits(spec_drafter=True),  # drafts nothing; see workers.step.CaptureStep
+    _M.NONE: ModeTraits(),
+    _M.AUTO: ModeTraits(),  # becomes another mode when the config is resolved
+    _M.SUFFIX: ModeTraits(kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.suffix:SuffixDrafter"),
     _M.EAGLE: _beside("trtspec.models.eagle_weights:load"),
     _M.EAGLE_ONE_MODEL: _inside("trtspec.models.eagle_weights:load"),
     _M.MEDUSA: replace(_inside("trtspec.models.medusa_weights:load"), without_kv=True),
@@ -373,7 +360,7 @@ def resolve_mode(
     if method not in METHODS:
         raise ConfigError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     if method in METHODS_WITHOUT_MODE:
-        ready = ", ".join(dict.fromkeys(key[0] for key, mode in MODE_OF.items() if mode.traits.built))
+        ready = ", ".join(dict.fromkeys(key[0] for key in MODE_OF))
         raise UnsupportedError(f"method={method!r} is not built yet; use one of {ready}")
     parallels = [key[0] for key in MODE_OF if key[3]]
     if parallel and method not in parallels:

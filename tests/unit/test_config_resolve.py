@@ -19,7 +19,8 @@ from trtspec.config import (
     default_capture_layers,
     mtp_layers,
 )
-from trtspec.config.resolve import _draft_tp, method_and_model, num_speculative_tokens, plan
+from trtspec.config.draft_len import num_speculative_tokens
+from trtspec.config.resolve import _draft_tp, method_and_model, plan
 from trtspec.config.tree import parse_tree
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode as M

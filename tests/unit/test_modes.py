@@ -129,16 +129,6 @@ def test_from_string() -> None:
 
 
 @pytest.mark.parametrize("mode", M)
-def test_require_built(mode: SpeculativeDecodingMode) -> None:
-    built = {*NAMES}
-    if mode.name in built:
-        mode.require_built()
-    else:
-        with pytest.raises(UnsupportedError, match=f"mode={mode.name} is not built yet; use one of .*NGRAM"):
-            mode.require_built()
-
-
-@pytest.mark.parametrize("mode", M)
 def test_rows_name_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMode) -> None:
     traits = mode.traits
     assert traits.worker is None or traits.one_engine
@@ -146,10 +136,10 @@ def test_rows_name_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMod
     if mode in (M.NGRAM, M.DRAFT_TARGET, M.SUFFIX):
         assert traits.drafter is not None
         assert traits.drafter.startswith("trtspec.drafters.")
-    if traits.built and traits.one_engine:
+    if traits.one_engine:
         assert traits.worker is not None
         assert traits.worker.startswith("trtspec.workers.")
-    if not traits.built or mode in (M.USER_PROVIDED, M.NONE, M.AUTO):
+    if mode in (M.USER_PROVIDED, M.NONE, M.AUTO):
         assert (traits.worker, traits.drafter) == (None, None)
 
 

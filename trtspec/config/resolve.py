@@ -7,12 +7,12 @@ built.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from trtspec.config.base import refuse_unbuilt
 from trtspec.config.capture import default_capture_layers
+from trtspec.config.draft_len import STATE_HEADS, Suggestion, check_against_k, num_speculative_tokens, suggest
 from trtspec.config.engine import QUANTIZATIONS
 from trtspec.config.mtp import MTP_TARGETS, mtp_capture_layers
 from trtspec.config.parallel import MASK_TOKEN_KEYS
@@ -30,9 +30,6 @@ EAGLE3_TARGETS = ("llama", "qwen", "minicpm", "gpt_oss")
 
 # Methods that need no draft checkpoint, and so no `model`.
 WITHOUT_CHECKPOINT = ("ngram", "suffix", "auto", "extract_hidden_states", "custom_class")
-
-# Heads of which each drafts one token.
-STATE_HEADS = ("medusa", "mlp_speculator")
 
 # Methods whose heads read the target's states after its last norm, and no others.
 READS_LAST_STATE = ("eagle", *STATE_HEADS)
@@ -84,7 +81,6 @@ def resolve(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | No
         raise UnsupportedError(
             f"speculative_token_tree={config.speculative_token_tree!r} branches, which is not built yet; leave it unset"
         )
-    resolved.mode.require_built()
     return resolved
 
 
@@ -94,7 +90,7 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
     check_fields(config, method)
     _check_draft(config, method, target, draft)
 
-    auto = _suggest(target.max_batch_size) if method == "auto" else None
+    auto = suggest(target.max_batch_size) if method == "auto" else None
     n_predict = _n_predict(method, model, target, draft)
     # TensorRT-LLM: more than one MTP module means one module per draft; they are one engine then
     several = method == "mtp" and (n_predict or 1) > 1 and config.one_engine is not False
@@ -228,75 +224,6 @@ def _n_predict(method: str, model: str | None, target: TargetInfo, draft: DraftI
     return None if draft is None or method in WITHOUT_CHECKPOINT else draft.n_predict
 
 
-@dataclass(frozen=True)
-class _Suggestion:
-    """AUTO's choice: n-gram speculation sized by the batch."""
-
-    k: int
-    ngram: int
-    max_concurrency: int = 32
-
-
-def _suggest(max_batch_size: int) -> _Suggestion:
-    return _Suggestion(k=5, ngram=3) if max_batch_size <= 4 else _Suggestion(k=3, ngram=5)
-
-
-def num_speculative_tokens(
-    config: SpeculativeConfig,
-    method: str,
-    n_predict: int | None,
-    auto: _Suggestion | None = None,
-    vanilla: bool = False,
-) -> int:
-    """K: what the user said, else what the checkpoint (or the method) implies. Raises ConfigError if nothing does.
-
-    vanilla: each draft is made by a module of its own.
-    """
-    k = config.num_speculative_tokens
-    if k is None:
-        implied = {"suffix": config.suffix_decoding_max_tree_depth, "extract_hidden_states": 1}.get(method)
-        k = auto.k if auto else implied or n_predict
-    elif n_predict is not None and k > n_predict and method in STATE_HEADS:
-        raise ConfigError(
-            f"num_speculative_tokens={k} exceeds the {n_predict} heads of the draft checkpoint, each of which drafts "
-            f"one token; use at most {n_predict}"
-        )
-    elif n_predict is not None and k > n_predict and method == "dflash":
-        raise ConfigError(
-            f"num_speculative_tokens={k} exceeds the {n_predict} masks of a block (block_size - 1) that the draft was "
-            f"trained on; use at most {n_predict}"
-        )
-    elif n_predict is not None and vanilla and k > n_predict:
-        other = "one_engine=False" if n_predict > 1 else "vanilla=False"
-        raise ConfigError(
-            f"num_speculative_tokens={k} with n_predict={n_predict}: each draft is made by an MTP module of its own; "
-            f"use at most {n_predict}, or {other} to make all of them with the first"
-        )
-    elif n_predict is not None and k > n_predict and k % n_predict != 0:
-        raise ConfigError(
-            f"num_speculative_tokens={k} must be divisible by n_predict={n_predict} of the draft checkpoint; use "
-            f"{k // n_predict * n_predict}"
-        )
-    if k is None:
-        raise ConfigError(f"num_speculative_tokens=None and method={method!r} implies none; set it, to 3 for a start")
-    return k
-
-
-def check_against_k(config: SpeculativeConfig, k: int) -> None:
-    """The rules between K and other fields. Raises ConfigError."""
-    schedule = config.draft_len_schedule
-    if schedule is not None and (max(schedule.values()) > k or schedule[min(schedule)] != k):
-        raise ConfigError(
-            f"draft_len_schedule={schedule} does not fit num_speculative_tokens={k}: no length may exceed it and the "
-            f"smallest key must map to it; use {{{min(schedule)}: {k}, ...}}"
-        )
-    rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
-    if rates is not None and len(rates) != k:
-        raise ConfigError(f"synthetic_acceptance_rates={rates} needs num_speculative_tokens={k} entries; give {k}")
-    if length is not None and length > k + 1:
-        raise ConfigError(f"synthetic_acceptance_length={length} exceeds K+1; use a value in [1, {k + 1}]")
-
-
 def _max_model_len(config: SpeculativeConfig, method: str, k: int, target: TargetInfo, draft: DraftInfo | None) -> int:
     """Longest sequence (tokens) for which drafts are made."""
     limits = {"target": target.max_model_len}
@@ -320,7 +247,7 @@ def _max_model_len(config: SpeculativeConfig, method: str, k: int, target: Targe
     return length
 
 
-def lookup_sizes(config: SpeculativeConfig, auto: _Suggestion | None = None) -> tuple[int, int]:
+def lookup_sizes(config: SpeculativeConfig, auto: Suggestion | None = None) -> tuple[int, int]:
     """(prompt_lookup_min, prompt_lookup_max): both unset 5, 5; one unset copies the other; AUTO tries 1..n."""
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
     if low is None and high is None:
@@ -328,7 +255,7 @@ def lookup_sizes(config: SpeculativeConfig, auto: _Suggestion | None = None) -> 
     return low or high or 5, high or low or 5
 
 
-def _max_concurrency(config: SpeculativeConfig, auto: _Suggestion | None) -> int | None:
+def _max_concurrency(config: SpeculativeConfig, auto: Suggestion | None) -> int | None:
     own_rule = config.max_concurrency is not None or config.draft_len_schedule is not None
     return config.max_concurrency if own_rule or auto is None else auto.max_concurrency
 

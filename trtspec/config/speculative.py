@@ -18,7 +18,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from trtspec.config.base import JsonKey, StrictConfig, list_to_tuple, one_of
-from trtspec.config.resolve import check_against_k, resolve
+from trtspec.config.draft_len import check_against_k
+from trtspec.config.resolve import resolve
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.tree import parse_tree
 from trtspec.errors import ConfigError

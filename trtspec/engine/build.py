@@ -22,7 +22,8 @@ from trtspec.config.engine_folder import EngineFolder, engine_json, file_facts
 from trtspec.config.model import ModelConfig
 from trtspec.config.quantized import CheckpointQuantization
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.assemble import Assembly, plan_assembly
+from trtspec.engine.assemble import plan_assembly
+from trtspec.engine.assembly import Assembly
 from trtspec.engine.kv_plan import full_kv_blocks, wanted_kv_blocks
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.models.specs import dense_spec

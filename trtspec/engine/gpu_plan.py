@@ -15,7 +15,7 @@ from trtspec.errors import CapacityError, UnsupportedError
 from trtspec.models.layers import weight_bytes
 
 if TYPE_CHECKING:
-    from trtspec.engine.assemble import Assembly
+    from trtspec.engine.assembly import Assembly
 
 _ALIVE = 2  # an op's inputs and outputs are there at the same time
 _MARGIN = 0.05  # of the free memory: for kernels, libraries and what the allocator cannot use

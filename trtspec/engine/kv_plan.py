@@ -14,7 +14,7 @@ from trtspec.errors import CapacityError, ConfigError
 from trtspec.models.weights import DTYPES
 
 if TYPE_CHECKING:
-    from trtspec.engine.assemble import Assembly
+    from trtspec.engine.assembly import Assembly
 
 
 def plan_kv_blocks(assembly: Assembly) -> int:

@@ -15,7 +15,8 @@ from trtspec.backends.table import Backend
 from trtspec.backends.tensorrt_profiles import Profile, TensorRTOptions, profiles
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.assemble import Assembly, plan_assembly
+from trtspec.engine.assemble import plan_assembly
+from trtspec.engine.assembly import Assembly
 from trtspec.engine.build import engine_backend, largest_sizes, steps, use_linear_cache
 from trtspec.engine.memory import Activation, activations, table_bytes
 from trtspec.models.layers import weight_bytes
