@@ -6,11 +6,10 @@ computes every pass over the whole text. The target's hidden states are those of
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,14 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.checkpoints import oracle
+from tests.models.head_session import Session, Watching, assert_close, open_session, states, told
 from trtspec.config.model import ModelConfig
-from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
-from trtspec.kv.pool import allocate_layers
-from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.models.heads import DraftHead
 from trtspec.models.weights import load_decoder
-from trtspec.sampling_params import ResolvedSampling
-from trtspec.workers.heads import HeadWorker
-from trtspec.workers.step import OneEngineStep
 
 K = 4
 VOCAB = 199
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 # -- the papers ----------------------------------------------------------------------------------------------------
@@ -133,103 +126,19 @@ def turned(x: Tensor) -> Tensor:
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-def states(target: transformers.PreTrainedModel, tokens: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """transformers' residual streams after each of `layers` side by side [n, len * Ht], and its logits [n, V].
-
-    -1 is the stream after the last norm, which transformers gives as the last of `hidden_states`; the one before that
-    norm it does not give, so it is caught where it enters the norm.
-    """
-    caught: list[Tensor] = []
-    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
-    with torch.no_grad():
-        out = target(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True)
-    hook.remove()
-    after = [*out.hidden_states[1:-1], caught[0], out.hidden_states[-1]]
-    return torch.cat([after[i][0] for i in layers], dim=-1), out.logits[0]
-
-
 # -- ours ----------------------------------------------------------------------------------------------------------
 
 
-class Watched(HeadWorker):
-    """Keeps what every pass gave."""
-
-    def reset(self) -> None:
-        self.first: Tensor = torch.empty(0)
-        self.rows: list[Tensor] = []  # y [B, H] of each pass
-        self.scores: list[Tensor] = []  # logits [B, Vd] of each pass
-
-    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        self.first = super().first_pass(next_ids, captured, positions, attend)
-        return self.first
-
-    def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
-        self.rows.append(hidden)
-        self.scores.append(super().draft_logits(step, hidden))
-        return self.scores[-1]
-
-
-@dataclass
-class Session:
-    """A one-engine step and a paged cache of small, scattered blocks, one table per request."""
-
-    step: OneEngineStep
-    kv: list[KVLayer]
-    tables: list[list[int]]
-    known: list[list[int]]  # tokens of each request
-    committed: list[int] = field(default_factory=list)
-
-    @property
-    def worker(self) -> Watched:
-        assert isinstance(self.step.worker, Watched)
-        return self.step.worker
-
-    @torch.no_grad()
-    def launch(self, drafts: list[list[int]]) -> StepOutputs:
-        """All requests at once: contexts at first, then one known token and these drafts. Commits what is accepted."""
-        B, contexts = len(self.known), not self.committed
-        starts = self.committed or [0] * B
-        rows = [[*known[start:], *own] for known, start, own in zip(self.known, starts, drafts, strict=True)]
-        attn = AttnMetadata.of(
-            [len(r) for r in rows], [s + len(r) for s, r in zip(starts, rows, strict=True)], self.tables
-        )
-        width = 1 if contexts else len(drafts[0]) + 1
-        ends = attn.cu_q_lens[1:].tolist()
-        draws = [len(known) + j for known in self.known for j in range(width)]
-        spec = dataclasses.replace(
-            SpecMetadata.plain(range(B), attn, SamplingTensors.of([GREEDY] * len(draws), draws), K),
-            gather_ids=torch.tensor([end - width + j for end in ends for j in range(width)]),
-            draft_tokens=torch.tensor([] if contexts else drafts, dtype=torch.int64).view(
-                0 if contexts else B, width - 1
-            ),
-            draft_lens=torch.full((B,), width - 1, dtype=torch.int32),
-        )
-        self.worker.reset()
-        outputs = self.step(StepInputs(torch.tensor([t for r in rows for t in r]), attn, spec), self.kv)
-        assert outputs.verdict is not None
-        assert outputs.next_kv_lens is not None
-        for known, new, count in zip(
-            self.known, outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist(), strict=True
-        ):
-            known += new[:count]
-        self.committed = outputs.next_kv_lens.tolist()
-        return outputs
-
-
-def open_session(
+def session_of(
     target: Path,
     load: Callable[[Decoder], DraftHead],
     capture: Sequence[int],
     prompts: list[list[int]],
-    kind: Callable[..., Watched] = Watched,
+    kind: Callable[..., Watching] = Watching,
 ) -> Session:
+    """Of a checkpoint, in fp32, with K drafts a step."""
     decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
-    worker = kind(load(decoder), K, capture)
-    blocks = 1 + sum(-(-(len(p) + 40) // 4) for p in prompts)
-    kv = allocate_layers([*decoder.spec.kv_shapes, *worker.kv_shapes], blocks, 4, torch.float32)
-    free = iter((torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist())
-    tables = [[next(free) for _ in range(-(-(len(p) + 40) // 4))] for p in prompts]
-    return Session(OneEngineStep(decoder, worker), kv, tables, [list(p) for p in prompts])
+    return open_session(decoder, kind(load(decoder), K, capture), prompts)
 
 
 def assert_every_pass_is_that_of_the_paper(
@@ -243,10 +152,10 @@ def assert_every_pass_is_that_of_the_paper(
     paper = paper_of(theirs)
     # past llama3's original length of 64, and ending anywhere in a block
     prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (90, 7)]
-    session = open_session(target, load, capture, prompts)
+    session = session_of(target, load, capture, prompts)
     for accepted in (None, 2, 0, 4, 1):  # None: the prompts
         before = [len(known) - 1 for known in session.known]
-        drafts = [[] if accepted is None else told(theirs, known, accepted) for known in session.known]
+        drafts = [[] if accepted is None else told(theirs, known, accepted, K) for known in session.known]
         outputs = session.launch(drafts)
         assert outputs.verdict is not None
         assert outputs.proposal is not None
@@ -264,17 +173,3 @@ def assert_every_pass_is_that_of_the_paper(
                 assert_close(session.worker.rows[j][b], each.y)
                 assert_close(session.worker.scores[j][b], each.logits)
             assert outputs.proposal.draft_tokens[b].tolist() == [each.draft for each in passes]
-
-
-def told(target: transformers.PreTrainedModel, known: list[int], right: int) -> list[int]:
-    """K drafts of which exactly the first `right` are what the target will say."""
-    tokens = list(known)
-    for _ in range(right + 1):
-        with torch.no_grad():
-            tokens.append(int(target(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return [*tokens[len(known) : -1], (tokens[-1] + 1) % VOCAB, 5, 6, 7][:K]
-
-
-def assert_close(got: Tensor, want: Tensor) -> None:
-    assert got.shape == want.shape
-    torch.testing.assert_close(got, want, rtol=0.0, atol=1e-5)

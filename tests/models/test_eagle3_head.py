@@ -14,14 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_eagle3, oracle
-from tests.models.paper_heads import (
-    VOCAB,
-    K,
-    PaperHead,
-    assert_close,
-    assert_every_pass_is_that_of_the_paper,
-    states,
-)
+from tests.models.head_session import assert_close, states
+from tests.models.paper_heads import VOCAB, K, PaperHead, assert_every_pass_is_that_of_the_paper
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
 from trtspec.config.model import ModelConfig

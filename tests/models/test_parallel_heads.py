@@ -22,7 +22,8 @@ from tests.checkpoints import (
     oracle,
     oracle_logits,
 )
-from tests.models.paper_heads import VOCAB, K, PaperHead, Watched, assert_close, open_session, states, told, turned
+from tests.models.head_session import Watching, assert_close, states, told
+from tests.models.paper_heads import VOCAB, K, PaperHead, session_of, turned
 from tests.models.test_eagle3_head import SOME_IDS, PaperEagle3
 from trtspec import LLM
 from trtspec.config.engine import EngineConfig
@@ -45,18 +46,18 @@ Expected = Callable[[list[int]], Tensor]
 """Tokens of a request, the one just drawn included -> logits [K, Vd] of its drafts."""
 
 
-class WatchedPard(Watched, PardWorker):
+class WatchedPard(Watching, PardWorker):
     """Keeps what its pass gave."""
 
 
-class WatchedPEagle(Watched, PEagleWorker):
+class WatchedPEagle(Watching, PEagleWorker):
     """The same."""
 
 
 def assert_drafts_are_those_of(
     target: Path,
     load: Callable[[Decoder], DraftHead],
-    kind: Callable[..., Watched],
+    kind: Callable[..., Watching],
     capture: Sequence[int],
     expected_of: Callable[[transformers.PreTrainedModel], Expected],
     target_ids: Sequence[int] = range(VOCAB),
@@ -65,9 +66,11 @@ def assert_drafts_are_those_of(
     theirs, generator = oracle(target), torch.Generator().manual_seed(1)
     expected = expected_of(theirs)
     prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (90, 7)]
-    session = open_session(target, load, capture, prompts, partial(kind, mask_token_id=MASK))
+    session = session_of(target, load, capture, prompts, partial(kind, mask_token_id=MASK))
     for accepted in (None, 2, 0, 4, 1):  # None: the prompts
-        outputs = session.launch([[] if accepted is None else told(theirs, known, accepted) for known in session.known])
+        outputs = session.launch(
+            [[] if accepted is None else told(theirs, known, accepted, K) for known in session.known]
+        )
         assert outputs.proposal is not None
         assert outputs.verdict is not None
         assert outputs.verdict.num_tokens.tolist() == [1 if accepted is None else accepted + 1] * 2
@@ -151,7 +154,7 @@ def test_p_eagle_reads_states_and_masks(tmp_path: Path, name: str) -> None:
 # -- DFlash --------------------------------------------------------------------------------------------------------
 
 
-class WatchedDFlash(Watched, DFlashWorker):
+class WatchedDFlash(Watching, DFlashWorker):
     """Keeps what its pass gave."""
 
 
