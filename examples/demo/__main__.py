@@ -13,12 +13,22 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
 
-from examples.demo.engines import ENGINES, TARGET, K, build_missing
+from examples.demo.engines import ENGINES, K, build_missing, target_of
 from trtspec import LLM, SamplingParams, SpeculationStats
 from trtspec.cli.generate import stream_coloured
 from trtspec.errors import TrtSpecError
 
 ROUNDS = 5
+NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+MODES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
+    "plain": ("plain", "plain"),
+    "ngram": (f"n-gram, K={K}", "plain", NGRAM),
+    "draft": (f"draft model, K={K}", "draft"),
+    "medusa": (f"Medusa, K={K}", "medusa"),
+    "mtp": (f"MTP, K={K}", "mtp"),
+    "eagle3": (f"EAGLE3, K={K}", "eagle3"),
+}
+"""Of --modes -> what a Mode is made of."""
 PROMPTS = (
     'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n        self.items = []\n\n    def',
     "import os\nimport sys\nimport unittest\n\n\nclass TestPath(unittest.TestCase):\n    def setUp(self):",
@@ -47,31 +57,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens generated per prompt")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = greedy (default 0.8)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="beside plain (default: all)")
     parser.add_argument("--backend", choices=("aoti", "eager"), default="aoti", help="compiled engines, or op by op")
     args = parser.parse_args()
     console = Console()
     params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.max_tokens, ignore_eos=True)
-    ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    modes = [
-        Mode("plain", "plain"),
-        Mode(f"n-gram, K={K}", "plain", ngram),
-        Mode(f"draft model, K={K}", "draft"),
-        Mode(f"EAGLE3, K={K}", "eagle3"),
-    ]
+    modes = [Mode(*MODES[name]) for name in MODES if name == "plain" or name in args.modes]
     try:
         if args.backend == "aoti":
-            folders = build_missing(console)
+            folders = build_missing({mode.engine: None for mode in modes}, console)
             engines = [LLM(folders[mode.engine], mode.speculative_config, max_batch_size=1) for mode in modes]
         else:
             speculation = [mode.speculative_config or ENGINES[mode.engine] for mode in modes]
-            engines = [LLM(TARGET, own, max_batch_size=1) for own in speculation]
+            targets = [target_of(mode.engine) for mode in modes]
+            engines = [LLM(target, own, max_batch_size=1) for target, own in zip(targets, speculation, strict=True)]
     except TrtSpecError as error:
         console.print(str(error), style="bold red")
         return 1
     for llm in engines:  # the first run pays for threads and code paths
         llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
 
-    console.print(Rule("EAGLE3: what it guessed and the target accepted is green"))
+    console.print(Rule(f"{modes[-1].name}: what it guessed and the target accepted is green"))
     for prompt in PROMPTS:
         console.print(prompt, style="dim", end="", highlight=False, markup=False)
         stream_coloured(engines[-1], prompt, params, console)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import shutil
+from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,33 @@ from trtspec.engine.sources import engine_digest
 from trtspec.errors import CheckpointError
 
 HERE = Path(__file__).parent
-TARGET, DRAFT, EAGLE3 = HERE / "target", HERE / "draft", HERE / "eagle3"
+TARGET = HERE / "target"
 K = 3
 CONFIG = EngineConfig(max_batch_size=8)
 FOLDER = HERE.parents[1] / "build" / "demo-engines"
 
+# name -> speculation
 ENGINES: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "draft": {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": K},
-    "eagle3": {"method": "eagle3", "model": str(EAGLE3), "num_speculative_tokens": K},
+    "draft": {"method": "draft_model", "model": str(HERE / "draft"), "num_speculative_tokens": K},
+    "eagle3": {"method": "eagle3", "model": str(HERE / "eagle3"), "num_speculative_tokens": K},
+    "medusa": {"method": "medusa", "model": str(HERE / "medusa"), "num_speculative_tokens": K},
+    "mtp": {"method": "mtp", "num_speculative_tokens": K},
 }
 
 
-def build_missing(console: Console) -> dict[str, Path]:
-    """Name -> folder of every engine, all of them there and up to date."""
-    folders = {name: folder_of(name) for name in ENGINES}
+def target_of(name: str) -> Path:
+    """The checkpoint of an engine: MTP modules have none of their own, but come with the same target's weights."""
+    return HERE / "mtp" if name == "mtp" else TARGET
+
+
+def build_missing(names: Collection[str], console: Console) -> dict[str, Path]:
+    """Name -> folder of each of these engines, all of them there and up to date."""
+    folders = {name: folder_of(name) for name in names}
     missing = [name for name, folder in folders.items() if not usable(folder)]
     if missing:
         with (
-            console.status(f"compiling engines: {', '.join(missing)} (once, about a minute)"),
+            console.status(f"compiling engines: {', '.join(missing)} (once; each takes half a minute)"),
             ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool,
         ):
             for done in as_completed([pool.submit(build, name, folders[name]) for name in missing]):
@@ -47,7 +56,7 @@ def build_missing(console: Console) -> dict[str, Path]:
 
 def build(name: str, folder: Path) -> Path:
     """Compile one engine; in a process of its own, as compilers keep two cores busy."""
-    build_engine(TARGET, folder, SpeculativeConfig.from_any(ENGINES[name]), CONFIG, replace_existing=True)
+    build_engine(target_of(name), folder, SpeculativeConfig.from_any(ENGINES[name]), CONFIG, replace_existing=True)
     for outdated in set(FOLDER.glob(f"{name}-*")) - {folder}:
         shutil.rmtree(outdated)
     return folder
@@ -67,4 +76,4 @@ def usable(folder: Path) -> bool:
 
 def folder_of(name: str) -> Path:
     """Another one whenever what the engine is made of changes: checkpoints, settings, code."""
-    return FOLDER / f"{name}-{engine_digest(TARGET, ENGINES[name], dataclasses.asdict(CONFIG))}"
+    return FOLDER / f"{name}-{engine_digest(target_of(name), ENGINES[name], dataclasses.asdict(CONFIG))}"
