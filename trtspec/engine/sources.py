@@ -24,7 +24,15 @@ DIGITS = 12
 PACKAGE = Path(__file__).resolve().parents[1]
 # What decides how an engine is compiled and packed: changing anything else in the package keeps it.
 _FOLDERS = ("backends", "config", "drafters", "models", "ops", "text", "verify", "workers")
-_FILES = ("core.py", "modes.py", "sampling_params.py", "engine/assemble.py", "engine/assembly.py", "engine/build.py")
+_FILES = (
+    "core.py",
+    "modes.py",
+    "sampling_params.py",
+    "kv/groups.py",
+    "engine/assemble.py",
+    "engine/assembly.py",
+    "engine/build.py",
+)
 _KERNEL_SOURCES = {".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
 
 
