@@ -193,6 +193,7 @@ def test_uniform_graphs_give_the_bits_of_ragged_ones(engine: Callable[[str, str]
         assert all(torch.equal(ragged, uniform) for ragged, uniform in zip(*results, strict=True))
 
 
+@pytest.mark.long
 def test_hidden_states_are_those_of_eager(engine: Callable[[str, str], Path], models: Path, tmp_path: Path) -> None:
     """SAVE_HIDDEN_STATES runs compiled, too."""
     from safetensors.torch import load_file

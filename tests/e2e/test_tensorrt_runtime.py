@@ -108,7 +108,7 @@ def test_what_attention_of_tensorrts_own_cannot_do(trt: TensorRT, models: Path, 
         build_engine(tmp_path / "windows", tmp_path / "engine", None, config, options=options)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.long)])
 def test_integers(trt: TensorRT, models: Path, tmp_path: Path, quantization: str) -> None:
     """Weights of 8 and 4 bits: speculation changes nothing."""
     made = {}
@@ -224,6 +224,7 @@ def test_plans_may_be_built_for_later_versions(
         LLM(tmp_path / "engine")
 
 
+@pytest.mark.long
 def test_stripped_plans_get_their_weights_from_beside_them(trt: TensorRT, models: Path, tmp_path: Path) -> None:
     options = TensorRTOptions(strip_plan=True, weight_streaming=True)
     speculation = SpeculativeConfig.from_any(wishes("eagle3", models, True))

@@ -181,6 +181,7 @@ def test_sequences_too_short_for_the_steps_are_named(model: Model) -> None:
 # -- the script -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(SHAPES, "40M", SHAPE)
     options = ["--model", "40M", "--only", "rows,start", "--rounds", "1", "--steps", "3", "--threads", "1"]
