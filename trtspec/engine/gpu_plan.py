@@ -59,9 +59,8 @@ def gpu_memory(assembly: Assembly, free: int) -> dict[str, int]:
         in_graphs = replace(sizes, rows=config.max_batch_size * width)
         parts["tables"] += table_bytes(step)
         parts["activations"] += _ALIVE * sum(part.bytes for part in activations(step, sizes))
-        if config.enable_cuda_graph and has_uniform_graphs(
-            step
-        ):  # memory of its own, of the largest batch: graphs share it
+        # memory of its own, of the largest batch: graphs share it
+        if config.enable_cuda_graph and has_uniform_graphs(step):
             parts["CUDA graphs"] += _ALIVE * sum(part.bytes for part in activations(step, in_graphs))
     return {**parts, "margin": int(_MARGIN * free)}
 
