@@ -70,8 +70,7 @@ def blocks_behind(attn: AttnMetadata, kept: Tensor, width: int, block_size: int)
     slots = row_slots(attn.block_tables, request, positions, block_size)  # [B, width]
     words = -(-width // _BITS)  # W
     bits = F.pad((slots >= block_size).int(), (0, words * _BITS - width))  # block 0 is scratch
-    values = torch.tensor([*(1 << i for i in range(_BITS - 1)), -(1 << (_BITS - 1))], dtype=torch.int32, device=device)
-    mask = (bits.view(B, words, _BITS) * values).sum(-1, dtype=torch.int32)  # [B, W]
+    mask = (bits.view(B, words, _BITS).long() << torch.arange(_BITS, device=device)).sum(-1).int()  # [B, W]
     return AttnMetadata(
         cu_q_lens=torch.arange(B + 1, dtype=torch.int32, device=device) * width,
         kv_lens=kept + width,

@@ -114,10 +114,12 @@ class ParallelWorker(MaskWorker):
         source = torch.arange(N, device=first.device) - more * request - self.lead  # [N]
         is_mask = source > last[request]
         after = self.prepare_context_input_ids(inputs.input_ids, accepted, attn, spec)  # [T]
-        ids = after[source.clamp(0, T - 1)]
+        # One lookup for all kinds of rows, which AOTInductor compiles: several, one in the other, it does not.
+        known = torch.cat((after, inputs.input_ids, after.new_full((1,), self.mask_token_id)))  # [2 T + 1]
+        place = source.clamp(0, T - 1)
         if self.lead:
-            ids = torch.where(source < first[request], inputs.input_ids[first[request]], ids)
-        ids = torch.where(is_mask, self.mask_token_id, ids)
+            place = torch.where(source < first[request], T + first[request], place)
+        ids = known[torch.where(is_mask, 2 * T, place)]
         states = self.states(captured, source.clamp(0, T - 1), is_mask)
         return self.first_pass(ids, states, rows.positions(N), attend.at(rows)), rows
 
