@@ -81,7 +81,7 @@ def table(cells: list[Cell]) -> str:
         "",
         "Written by `make contract`. Of each mode, backend and K the acceptance length, wherever the tokens of 64",
         "requests (greedy and seeded, packed, preempted, cut by stops) are those of plain decoding; else what is not.",
-        f"{len(cells)} of {ALL} cells were run; the others are blank.",
+        f"{len(cells)} of {ALL} cells were run{'.' if len(cells) == ALL else '; the others are blank.'}",
         "",
         f"| mode | backend | {' | '.join(f'K = {K}' for K in range(1, MOST_K + 1))} |",
         f"|---|---|{'---|' * MOST_K}",
