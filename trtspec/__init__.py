@@ -1,11 +1,17 @@
 """Speculative decoding for large language models: one loop, many ways to draft. See README.md."""
 
-from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.background import Generation
-from trtspec.llm import LLM
-from trtspec.modes import SpeculativeDecodingMode
-from trtspec.outputs import CompletionOutput, OutputDelta, RequestOutput, SpeculationStats
-from trtspec.sampling_params import SamplingParams
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtspec.config.speculative import SpeculativeConfig
+    from trtspec.engine.background import Generation
+    from trtspec.llm import LLM
+    from trtspec.modes import SpeculativeDecodingMode
+    from trtspec.outputs import CompletionOutput, OutputDelta, RequestOutput, SpeculationStats
+    from trtspec.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -19,3 +25,25 @@ __all__ = [
     "SpeculativeDecodingMode",
 ]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "llm",
+    "Generation": "engine.background",
+    "SamplingParams": "sampling_params",
+    "SpeculativeConfig": "config.speculative",
+    "SpeculativeDecodingMode": "modes",
+    **dict.fromkeys(("CompletionOutput", "OutputDelta", "RequestOutput", "SpeculationStats"), "outputs"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first asked for: importing torch takes seconds, and the server's front,
+    which runs no model, does without."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trtspec' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"trtspec.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,60 +1,51 @@
-"""`trtspec generate | bench | info | train | build | verify | export-config`: arguments in, exit status out."""
+"""`trtspec generate | serve | bench | info | train | build | verify | export-config`: arguments in, exit status out."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
 
-from trtspec.cli import bench, build, export_config, generate, info, train
-from trtspec.cli.options import add_engine_options, speculative_config
 from trtspec.errors import TrtSpecError
+
+
+class _Command(NamedTuple):
+    words: str  # "bench decode"
+    home: str  # module of trtspec.cli
+    help: str
+    takes_engine: bool  # model, speculation and limits are among its options
+    add: str = "add_arguments"  # its functions there
+    run: str = "run"
+
+
+COMMANDS = (
+    _Command("generate", "generate", "generate text from prompts", True),
+    _Command("serve", "serve", "an OpenAI-compatible server", True),
+    _Command("bench decode", "bench", "tokens per second, beside plain decoding and the machine's limit", True),
+    _Command(
+        "bench acceptance", "bench", "acceptance length and acceptance per position for K = 1, 2, ...", True,
+        "add_acceptance_arguments", "run_acceptance",
+    ),
+    _Command("info", "info", "what a model folder is, which speculation it supports, memory it needs", False),
+    _Command("build", "build", "compile an engine folder that LLM(folder) starts at once", False),
+    _Command(
+        "verify", "build", "check that an engine folder is whole and fits this machine", False,
+        "add_verify_arguments", "run_verify",
+    ),
+    _Command("export-config", "export_config", "speculation as settings of TensorRT-LLM or vLLM", False),
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 an error (one line on stderr), 2 unusable arguments, 130 interrupted."""
-    parser = argparse.ArgumentParser(prog="trtspec", description="Speculative decoding for large language models.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    command = commands.add_parser("generate", help="generate text from prompts")
-    add_engine_options(command)
-    generate.add_arguments(command)
-    command.set_defaults(run=generate.run)
-
-    group = commands.add_parser("bench", help="measure").add_subparsers(dest="what", required=True, metavar="WHAT")
-    command = group.add_parser("decode", help="tokens per second, beside plain decoding and the machine's limit")
-    add_engine_options(command)
-    bench.add_arguments(command)
-    command.set_defaults(run=bench.run)
-    command = group.add_parser("acceptance", help="acceptance length and acceptance per position for K = 1, 2, ...")
-    add_engine_options(command)
-    bench.add_acceptance_arguments(command)
-    command.set_defaults(run=bench.run_acceptance)
-
-    command = commands.add_parser("info", help="what a model folder is, which speculation it supports, memory it needs")
-    info.add_arguments(command)
-    command.set_defaults(run=info.run)
-
-    group = commands.add_parser("train", help="make drafts").add_subparsers(dest="what", required=True, metavar="WHAT")
-    for kind, what in train.WHAT.items():
-        command = group.add_parser(kind, help=f"{what} for a target; a run that was stopped goes on")
-        train.add_arguments(command, kind)
-
-    command = commands.add_parser("build", help="compile an engine folder that LLM(folder) starts at once")
-    build.add_arguments(command)
-    command.set_defaults(run=build.run)
-
-    command = commands.add_parser("verify", help="check that an engine folder is whole and fits this machine")
-    build.add_verify_arguments(command)
-    command.set_defaults(run=build.run_verify)
-
-    command = commands.add_parser("export-config", help="speculation as settings of TensorRT-LLM or vLLM")
-    export_config.add_arguments(command)
-    command.set_defaults(run=export_config.run)
-
-    namespace = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    namespace = _parser(given).parse_args(given)
     try:
         if "spec_method" in namespace:
+            from trtspec.cli.options import speculative_config
+
             namespace.speculative_config = speculative_config(namespace)
         return int(namespace.run(namespace))
     except (TrtSpecError, OSError) as error:
@@ -62,3 +53,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    """Knows all commands, and the options of the one that is given: the others' modules are not imported, as torch
+    alone takes seconds."""
+    parser = argparse.ArgumentParser(prog="trtspec", description="Speculative decoding for large language models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    benches = commands.add_parser("bench", help="measure")
+    measures = benches.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for one in COMMANDS:
+        *group, word = one.words.split()
+        command = (measures if group else commands).add_parser(word, help=one.help)
+        if list(given[: len(group) + 1]) == [*group, word]:
+            home = import_module(f"trtspec.cli.{one.home}")
+            if one.takes_engine:
+                from trtspec.cli.options import add_engine_options
+
+                add_engine_options(command)
+            getattr(home, one.add)(command)
+            command.set_defaults(run=getattr(home, one.run))
+    training = commands.add_parser("train", help="make drafts")
+    if given[:1] == ["train"]:
+        from trtspec.cli import train
+
+        heads = training.add_subparsers(dest="what", required=True, metavar="WHAT")
+        for kind, what in train.WHAT.items():
+            command = heads.add_parser(kind, help=f"{what} for a target; a run that was stopped goes on")
+            train.add_arguments(command, kind)
+    return parser

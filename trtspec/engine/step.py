@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ class Emission(NamedTuple):
     draft_len: int
     is_context: bool  # the first token(s) after reading in a prompt, or none yet
     finished: bool = False
+    drafts: Sequence[int] = ()  # those that were verified; not told of a batch that goes on as it is
 
 
 @dataclass
@@ -133,6 +135,7 @@ class StepLoop:
         """Commit one request's verdict: keep the accepted rows, rewind the rest, append the tokens. `made`: the drafts
         that draft layers in the launch have made behind them, if there are such layers."""
         request, num_rows, draft_len, is_context = row
+        offered = request.drafts[:draft_len]
         rewind.commit(request.kv, num_rows, len(tokens), draft_len, made is not None)
         request.drafts = made if made and tokens else []
         known, text = len(request.tokens), request.text
@@ -159,7 +162,7 @@ class StepLoop:
             self.remove(request)
         num_drafts = min(len(tokens) - 1, len(taken)) if len(tokens) > 1 else 0
         news, finished = "" if text is None else text.text[shown:], request.finish_reason is not None
-        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished)
+        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, offered)
 
     def fail(self, request: Request, error: Exception) -> Emission:
         """End a request that cannot be launched."""

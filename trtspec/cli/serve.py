@@ -1,0 +1,50 @@
+"""`trtspec serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import fields
+
+from trtspec.cli.options import engine_options
+from trtspec.errors import DependencyError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where to listen, and for whom."""
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 = all of this machine's")
+    server.add_argument("--port", type=int, default=8000, help="0 = any that is free")
+    server.add_argument("--served-name", help="what clients call the model (default: the folder's name)")
+    server.add_argument(
+        "--api-key", action="append", default=[], help="may be given more than once; or TRTSPEC_API_KEY"
+    )
+    server.add_argument("--max-queue", type=int, default=256, help="samples that may wait; then 429")
+    server.add_argument("--max-body", type=int, default=8 << 20, help="bytes of a request")
+    server.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds for a request that names none, and at most"
+    )
+    server.add_argument("--drain", type=float, default=30.0, help="seconds for what is in flight when told to stop")
+    server.add_argument(
+        "--cors", action="append", default=[], metavar="ORIGIN", help="browsers' pages that may call it"
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    try:
+        from trtspec.serve.server import serve
+        from trtspec.serve.settings import ServeSettings
+    except ImportError as error:
+        raise DependencyError(f"the server needs {error.name}; pip install 'trtspec[serve]'") from error
+    names = {field.name for field in fields(ServeSettings)}
+    given = {name: value for name, value in vars(namespace).items() if name in names}
+    keys = [*namespace.api_key, *filter(None, [os.environ.get("TRTSPEC_API_KEY")])]
+    settings = ServeSettings(**{**given, "cors": tuple(namespace.cors)}, api_keys=tuple(keys))
+    options = {"model": namespace.model, **engine_options(namespace)}
+    if namespace.tokenizer is not None:
+        options["tokenizer"] = namespace.tokenizer
+    if namespace.speculative_config is not None:
+        options["speculative_config"] = namespace.speculative_config
+    return serve(settings, options, lambda line: print(f"trtspec: {line}", file=sys.stderr, flush=True))

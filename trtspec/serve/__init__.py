@@ -1,0 +1,1 @@
+"""Serving: an OpenAI-compatible front in one process, the engine in another; and model repositories for Triton."""

@@ -1,0 +1,229 @@
+"""The front's hold on the engine's process: start it, talk to it, start it again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+from trtspec.errors import ConfigError, EngineError
+from trtspec.serve.wire import MAX_LINE, Delta, EngineFacts, EngineLoad, encode
+
+logger = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "restarting", "closed"]
+
+FIRST_DELAY, MAX_DELAY = 0.1, 10.0
+"""Seconds between an engine's death and its next start; doubled while engines die young."""
+YOUNG = 20.0
+"""Seconds: an engine that lived longer died of something else than its start."""
+
+
+class RefusedError(Exception):
+    """The engine cannot run a request; `kind` is the name of the error in trtspec.errors that says why."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+class Stream:
+    """What comes for some prompts that were submitted together, until all of their samples have ended. Nobody waits for
+    a reader."""
+
+    def __init__(self, client: EngineClient, request_ids: range, n: int) -> None:
+        self.request_ids = request_ids  # of the prompts, in order
+        self.n = n  # samples of each
+        self.num_running = len(request_ids) * n
+        self._client = client
+        self._deltas: list[Delta] = []
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    async def read(self) -> list[Delta]:
+        """All that has come since the last call; waits while there is nothing, and is empty at the end. EngineError if
+        the engine has gone, RefusedError if it cannot run a prompt, what end() was given; not before what came until
+        then is read."""
+        await self._news.wait()
+        deltas, self._deltas = self._deltas, []
+        if not deltas and self._error is not None:
+            raise self._error
+        if not self.ended:
+            self._news.clear()
+        return deltas
+
+    def choice(self, delta: Delta) -> int:
+        """Which of all samples it is of: prompt by prompt."""
+        return (delta.request - self.request_ids.start) * self.n + delta.sample
+
+    @property
+    def ended(self) -> bool:
+        return self.num_running == 0 or self._error is not None
+
+    def put(self, delta: Delta) -> None:
+        """For the client."""
+        self._deltas.append(delta)
+        self.num_running -= delta.finish_reason is not None
+        self._news.set()
+
+    def end(self, error: Exception) -> None:
+        """Stop it all; readers get what has come, then the error. Ignored once it has ended."""
+        if not self.ended:
+            self._error = error
+            self._news.set()
+            self._client.forget(self)
+
+
+class EngineClient:
+    """One engine, in a process of its own. All methods are for one event loop.
+
+    options: arguments of LLM, as JSON can write them. on_restart: called when an engine has died.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.state: State = "starting"
+        self.facts: EngineFacts | None = None
+        self.load = EngineLoad()
+        self.why: str | None = None  # the last engine ended
+        self.pid: int | None = None
+        self.on_restart: Callable[[], None] = lambda: None
+        self._streams: dict[int, Stream] = {}
+        self._next_id = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._first_start: asyncio.Future[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when requests can be submitted. ConfigError if the model cannot be loaded, EngineError if the engine
+        dies before it is ready."""
+        self._first_start = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise())
+        try:
+            await self._first_start
+        except BaseException:
+            await self.close()
+            raise
+
+    def submit(self, prompts: Sequence[Sequence[int]], params: dict[str, Any]) -> Stream:
+        """Start a request; params: fields of SamplingParams, for each prompt. EngineError while there is no engine."""
+        if self._writer is None or self.state != "ready":
+            raise EngineError(f"the engine is {self.state}; try again in a moment")
+        ids = range(self._next_id, self._next_id + len(prompts))
+        self._next_id = ids.stop
+        stream = Stream(self, ids, params.get("n", 1))
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            self._streams[request_id] = stream
+            self._writer.write(encode({"submit": request_id, "prompt": prompt, "params": params}))
+        return stream
+
+    def forget(self, stream: Stream) -> None:
+        """Nobody waits for it any more: the engine ends what is left of it."""
+        for request_id in stream.request_ids:
+            if self._streams.pop(request_id, None) is not None and self._writer is not None:
+                self._writer.write(encode({"abort": request_id}))
+
+    @property
+    def num_samples(self) -> int:
+        """In flight, whether they run or wait."""
+        return sum(stream.num_running for stream in set(self._streams.values()))
+
+    async def close(self) -> None:
+        """End the engine, and what it runs."""
+        self.state = "closed"
+        if self._writer is not None:
+            self._writer.close()
+        if self._supervisor is not None:
+            await asyncio.wait([self._supervisor])
+
+    async def _supervise(self) -> None:
+        delay = FIRST_DELAY
+        while True:
+            start = time.monotonic()
+            try:
+                await self._run()
+            except Exception as error:
+                logger.exception("the engine's process cannot be run")
+                self.why = str(error)
+            self._writer = self.pid = None
+            self._fail_all()
+            if self.state == "closed":
+                return
+            self.state, self.load = "restarting", EngineLoad()
+            self.on_restart()
+            if time.monotonic() - start > YOUNG:
+                delay = FIRST_DELAY
+            logger.error("the engine has ended (%s); another is started in %.1f s", self.why, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_DELAY)
+
+    async def _run(self) -> None:
+        """One life of an engine's process."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # in a session of its own: Ctrl-C in a terminal is for the front alone
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "trtspec.serve.engine_process", str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+        self.pid = process.pid
+        self.why = None
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
+        try:
+            self._writer.write(encode(self.options))
+            # the engine may die with a line half written, which is no message
+            with suppress(ConnectionError):
+                while (line := await reader.readline()).endswith(b"\n"):
+                    self._take(json.loads(line))
+        finally:
+            self._writer.close()
+            try:
+                status = await asyncio.wait_for(process.wait(), 10)
+            except TimeoutError:
+                process.kill()
+                status = await process.wait()
+        self.why = self.why or f"exit status {status}"
+
+    def _take(self, message: dict[str, Any]) -> None:
+        for fields in message.get("deltas", ()):
+            delta = Delta(*fields)
+            stream = self._streams.get(delta.request)
+            if stream is not None:
+                stream.put(delta)
+                if stream.ended:
+                    self._drop(stream)
+        if "load" in message:
+            self.load = EngineLoad(**message["load"])
+        elif "refused" in message:
+            refused = self._streams.pop(message["refused"], None)
+            if refused is not None:
+                refused.end(RefusedError(message["kind"], message["why"]))
+        elif "ready" in message:
+            self.facts = EngineFacts(**message["ready"])
+            if self.state != "closed":
+                self.state = "ready"
+            if self._first_start is not None and not self._first_start.done():
+                self._first_start.set_result(None)
+        elif "unusable" in message:
+            self.why = message["unusable"]
+            if self._first_start is not None and not self._first_start.done():
+                self._first_start.set_exception(ConfigError(self.why))
+        elif "failed" in message:
+            self.why = message["failed"]
+
+    def _drop(self, stream: Stream) -> None:
+        for request_id in stream.request_ids:
+            self._streams.pop(request_id, None)
+
+    def _fail_all(self) -> None:
+        why = "the server is shutting down" if self.state == "closed" else f"the engine has ended ({self.why})"
+        for stream in set(self._streams.values()):
+            stream.end(EngineError(f"{why}; the request is lost, send it again"))
+        if self._first_start is not None and not self._first_start.done():
+            self._first_start.set_exception(EngineError(f"the engine did not start: {self.why}"))

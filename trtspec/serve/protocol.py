@@ -1,0 +1,224 @@
+"""What clients may send: the fields of OpenAI's completions and chat completions, and of vLLM's server beside them.
+
+Unknown fields are errors that name them. Known fields that this server cannot honour are refused by name, unless their
+value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+MAX_SAMPLES = 128
+"""Of one request: prompts times n."""
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+StopText = Annotated[str, StringConstraints(min_length=1)]
+
+
+class StreamOptions(BaseModel):
+    """include_usage: a last chunk with `usage` and no choices. continuous_usage_stats: usage in every chunk (vLLM)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(BaseModel):
+    """OpenAI's wrapping of a schema."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    name: str = Field(default="schema", max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """type: "text", "json_object", or "json_schema" with a schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_asked(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('json_schema goes with type "json_schema", and only there')
+        return self
+
+
+class GenerationRequest(BaseModel):
+    """What both endpoints take."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = Field(default=None, description="a name of /v1/models; unset = the one that is served")
+    n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = Field(default=None, description="ignored")
+    metadata: dict[str, Any] | None = Field(default=None, description="ignored")
+    store: bool | None = Field(default=None, description="ignored: nothing is stored")
+    service_tier: str | None = Field(default=None, description="ignored")
+
+    # beyond OpenAI's: as vLLM's server has them
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100, allow_inf_nan=False)
+    min_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: TokenIds | None = Field(default=None, max_length=1024)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_token_ids: bool = Field(default=False, description="token_ids in each choice")
+
+    # our own
+    num_speculative_tokens: int | None = Field(
+        default=None, ge=0, description="draft tokens a step, at most the engine's K; 0 = plain decoding"
+    )
+    return_speculation: bool = Field(
+        default=False, description="what each step was offered, accepted and rejected, in each choice of a stream"
+    )
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="seconds for the whole request")
+
+    @model_validator(mode="after")
+    def _options_of_streams(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream=true; leave it out, or stream")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    max_tokens: int | None = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, description="only n itself: nothing is ranked")
+    suffix: str | None = Field(default=None, description="not supported")
+
+
+class Function(BaseModel):
+    """A function that the model may call; parameters: a JSON schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool of the one kind there is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(BaseModel):
+    """Of a tool_choice."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """A tool_choice that names a function."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class TextPart(BaseModel):
+    """Of a message's content; there are no others: the models read text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(BaseModel):
+    """Of an earlier turn; arguments: JSON text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """Of an earlier turn."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(BaseModel):
+    """One turn; the chat template decides which roles there are."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs=true")
+        if not self.tools and self.tool_choice not in (None, "none"):
+            raise ValueError("tool_choice goes with tools")
+        if isinstance(self.tool_choice, NamedTool):
+            names = [tool.function.name for tool in self.tools or ()]
+            if self.tool_choice.function.name not in names:
+                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}; tools: {', '.join(names)}")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens say the same; give one of them")
+        return self

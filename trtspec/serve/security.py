@@ -1,0 +1,80 @@
+"""What every request passes before it is read: who may come in, and how much may be sent."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trtspec.serve.api_errors import ApiError, response
+from trtspec.serve.metrics import Metrics
+
+
+class Gate:
+    """ASGI middleware: API keys for /v1, a limit on bodies, and a count of answers by status.
+
+    Keys are compared by their digests, all of them, whatever came before agrees: the time tells nothing.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body: int, metrics: Metrics) -> None:
+        self.app = app
+        self.max_body = max_body
+        self.metrics = metrics
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path, headers = scope["path"], dict(scope["headers"])
+        sent = 0
+
+        async def counted(message: Message) -> None:
+            nonlocal sent
+            if message["type"] == "http.response.start":
+                sent = message["status"]
+                endpoint = path if path in _COUNTED else "other"
+                self.metrics.requests.labels(endpoint, str(sent)).inc()
+            await send(message)
+
+        read = 0
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            if message["type"] == "http.request":
+                read += len(message.get("body", b""))
+                if read > self.max_body:
+                    raise self._too_large()
+            return message
+
+        try:
+            if path.startswith("/v1") and scope["method"] != "OPTIONS":
+                self._check_key(headers.get(b"authorization", b""))
+            length = headers.get(b"content-length", b"0")
+            if not length.isdigit() or int(length) > self.max_body:
+                raise self._too_large()
+            await self.app(scope, limited, counted)
+        except ApiError as error:
+            if not sent:
+                await response(error)(scope, receive, counted)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self.max_body} bytes", code="body_too_large")
+
+    def _check_key(self, header: bytes) -> None:
+        if not self._digests:
+            return
+        scheme, _, key = header.partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        known = [hmac.compare_digest(digest, one) for one in self._digests]
+        if scheme.lower() != b"bearer" or not any(known):
+            raise ApiError(
+                401, "no valid API key; send it as 'Authorization: Bearer KEY'", code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+
+
+_COUNTED = {"/v1/completions", "/v1/chat/completions", "/v1/models"}

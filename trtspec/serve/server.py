@@ -1,0 +1,75 @@
+"""Run it: the front in this process, the engine in another."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from trtspec.serve.engine_client import EngineClient
+from trtspec.serve.routes import build_app
+from trtspec.serve.security import Gate
+from trtspec.serve.service import Service
+from trtspec.serve.settings import ServeSettings
+from trtspec.text import Tokenizer
+
+
+def serve(settings: ServeSettings, options: dict[str, Any], announce: Callable[[str], None] = print) -> int:
+    """Serve until told to stop (SIGTERM, SIGINT); exit status. options: arguments of LLM, as JSON can write them;
+    announce hears where it listens, once requests can run.
+
+    ConfigError, EngineError if the model cannot be loaded; OSError if the address is taken.
+    """
+    with socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048) as listener:
+        return asyncio.run(_serve(settings, options, listener, announce))
+
+
+async def _serve(
+    settings: ServeSettings, options: dict[str, Any], listener: socket.socket, announce: Callable[[str], None]
+) -> int:
+    client = EngineClient(options)
+    starting = asyncio.create_task(client.start())  # beside what follows: both take a second
+    try:
+        await asyncio.sleep(0)
+        tokenizer = Tokenizer.from_folder(options.get("tokenizer") or settings.model)
+        service = Service(settings, client, tokenizer)
+        client.on_restart = service.metrics.restarts.inc
+        server = uvicorn.Server(_config(service))
+        await starting
+        host, port = listener.getsockname()[:2]
+        announce(f"serving {service.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
+        await server.serve(sockets=[listener])
+    finally:
+        starting.cancel()
+        await client.close()
+    return 0
+
+
+def _config(service: Service) -> uvicorn.Config:
+    return uvicorn.Config(
+        guarded(service),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=math.ceil(service.settings.drain),
+        server_header=False,
+    )
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def guarded(service: Service) -> ASGIApp:
+    """The app behind its gate."""
+    settings = service.settings
+    app: ASGIApp = Gate(build_app(service), settings.api_keys, settings.max_body, service.metrics)
+    if settings.cors:
+        app = CORSMiddleware(app, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
+    return app

@@ -1,0 +1,38 @@
+"""What the server is told when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtspec.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Raises ConfigError naming the field.
+
+    model: checkpoint or engine folder; served_name: what clients call it, None = the folder's name. api_keys: any of
+    them opens /v1; none = open to all who reach the address. max_queue: samples that may wait beyond those that run,
+    then 429. max_body: bytes. timeout: seconds for a request that names none. drain: seconds that requests in flight
+    are given when the server is told to stop. cors: origins that browsers may call from.
+    """
+
+    model: str
+    served_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    max_queue: int = 256
+    max_body: int = 8 << 20
+    timeout: float = 600.0
+    drain: float = 30.0
+    cors: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"port = {self.port}; use 0..65535 (0 = any that is free)")
+        for name, least in (("max_queue", 0), ("max_body", 1024), ("timeout", 0.001), ("drain", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be {least} or more")
+        if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
+            raise ConfigError("an API key must be printable ASCII, and not empty")

@@ -1,0 +1,103 @@
+"""What the front and the engine's process say to each other: a JSON object a line, over a socket pair.
+
+Front to engine:
+    {"submit": id, "prompt": [token ids], "params": {...}}    params: fields of SamplingParams; id: the front's own
+    {"abort": id}
+Engine to front:
+    {"ready": {...}}                                          once, see EngineFacts
+    {"unusable": "message"}                                   instead, if the model cannot be loaded; then it ends
+    {"refused": id, "kind": "RequestError", "why": "..."}     the request cannot run
+    {"deltas": [[...], ...], "load": {...}}                   what a step gave, see Delta; and EngineLoad after it
+    {"failed": "message"}                                     a fault that is nobody's own; then it ends
+Closing the socket ends the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+MAX_LINE = 1 << 28
+"""Bytes; a line that is longer is a fault."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the front must know of an engine."""
+
+    model: str  # folder
+    vocab_size: int
+    max_seq_len: int
+    max_batch_size: int
+    kv_tokens: int  # that the cache holds
+    mode: str  # SpeculativeDecodingMode
+    max_draft_len: int  # K
+    lossy: bool  # acceptance is forced
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Totals since the engine started, and how full it is."""
+
+    running: int = 0  # samples
+    waiting: int = 0
+    kv_used: float = 0.0  # share of the cache's blocks
+    steps: int = 0
+    step_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    drafter_failures: int = 0
+
+
+class Delta(NamedTuple):
+    """What one step gave to one sample of a request."""
+
+    request: int
+    sample: int  # of the prompt's n
+    text: str
+    token_ids: list[int]
+    draft_ids: list[int]  # that the step verified
+    num_accepted: int  # so many of those, the first ones, begin token_ids
+    is_context: bool  # the step that read in (the last of) its prompt
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass
+class Channel:
+    """The engine's end of the socket: lines in, lines out. Not thread-safe."""
+
+    connection: socket.socket
+    _pending: bytearray = field(default_factory=bytearray)
+
+    def receive(self, wait: bool) -> Iterator[dict[str, Any]]:
+        """The messages that are there; if asked to, waits for one. EOFError where the other end is closed."""
+        while True:
+            self.connection.setblocking(wait)
+            try:
+                chunk = self.connection.recv(1 << 20)
+            except BlockingIOError:
+                break
+            if not chunk:
+                raise EOFError("the other end is closed")
+            self._pending += chunk
+            wait = wait and b"\n" not in chunk
+        *lines, rest = self._pending.split(b"\n")
+        self._pending = rest
+        yield from map(json.loads, lines)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Waits until it is taken. OSError where the other end is closed."""
+        self.connection.setblocking(True)
+        self.connection.sendall(encode(message))
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """As a line."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
