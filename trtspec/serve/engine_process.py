@@ -32,7 +32,7 @@ class EngineServer:
         self.engine = engine
         self.channel = channel
         self.model = model
-        self._samples: dict[int, list[Request]] = {}  # by the front's id
+        self._samples: dict[int, list[Request]] = {}  # by the front's id; those that have not ended
         self._places: dict[int, tuple[int, int]] = {}  # sample's id -> front's id, index
 
     def run(self) -> NoReturn:
@@ -57,7 +57,7 @@ class EngineServer:
         except TrtSpecError as error:
             self.channel.send({"refused": front_id, "kind": type(error).__name__, "why": str(error)})
             return
-        self._samples[front_id] = samples
+        self._samples[front_id] = list(samples)
         self._places.update((sample.request_id, (front_id, index)) for index, sample in enumerate(samples))
 
     def abort(self, front_id: int) -> list[Emission]:
@@ -71,7 +71,8 @@ class EngineServer:
         front_id, index = self._places[request.request_id]
         if emission.finished:
             del self._places[request.request_id]
-            if all(sample.finished for sample in self._samples[front_id]):
+            self._samples[front_id].remove(request)
+            if not self._samples[front_id]:
                 del self._samples[front_id]
         return Delta(
             request=front_id,
@@ -123,7 +124,10 @@ def main() -> int:
     """The first line that comes is what LLM() is called with."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which then closes the socket
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    (options,) = channel.receive(wait=True)
+    try:
+        (options,) = channel.receive(wait=True)
+    except EOFError:
+        return 0
     try:
         llm = LLM(**options)
     except (TrtSpecError, OSError) as error:

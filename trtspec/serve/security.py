@@ -52,7 +52,7 @@ class Gate:
 
         try:
             if path.startswith("/v1") and scope["method"] != "OPTIONS":
-                self._check_key(headers.get(b"authorization", b""))
+                self.check_key(headers.get(b"authorization", b""))
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length) > self.max_body:
                 raise self._too_large()
@@ -64,7 +64,8 @@ class Gate:
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.max_body} bytes", code="body_too_large")
 
-    def _check_key(self, header: bytes) -> None:
+    def check_key(self, header: bytes) -> None:
+        """Of an Authorization header; ApiError if it holds none of the keys, where there are keys."""
         if not self._digests:
             return
         scheme, _, key = header.partition(b" ")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -40,7 +43,7 @@ async def _serve(
         tokenizer = Tokenizer.from_folder(options.get("tokenizer") or settings.model)
         service = Service(settings, client, tokenizer)
         client.on_restart = service.metrics.restarts.inc
-        server = uvicorn.Server(_config(service))
+        server = _Server(_config(service))
         await starting
         host, port = listener.getsockname()[:2]
         announce(f"serving {service.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
@@ -49,6 +52,24 @@ async def _serve(
         starting.cancel()
         await client.close()
     return 0
+
+
+class _Server(uvicorn.Server):
+    """SIGTERM and SIGINT: no new requests, those in flight may end; a second one: at once. Other than its parent's,
+    the process goes on afterwards, to end the engine."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See uvicorn.Server."""
+        loop = asyncio.get_running_loop()
+        for sign in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sign, self.handle_exit, sign, None)
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See uvicorn.Server."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 def _config(service: Service) -> uvicorn.Config:

@@ -1,0 +1,116 @@
+"""A real `trtspec serve` in processes of its own, and the models it serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+EAGLE3: dict[str, Any] = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 3}
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n<tool_call>{% endif %}"
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}def {% endif %}"
+)
+
+
+def chat_model(folder: Path) -> Path:
+    """The demo's target with a chat template."""
+    shutil.copytree(DEMO / "target", folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
+
+
+@dataclass
+class Server:
+    """Where it listens, and its front's process."""
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    @property
+    def engine_pid(self) -> int:
+        """Of the engine's process, the front's only child."""
+        task = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        (child,) = Path(task).read_text().split()
+        return int(child)
+
+    def get(self, path: str) -> str:
+        """The body; HTTPError for a status that is no success."""
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return str(answer.read().decode())
+
+    def metric(self, name: str) -> float:
+        """Of /metrics, all labels together."""
+        values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return sum(map(float, values))
+
+    def wait_idle(self, seconds: float = 10) -> None:
+        """Until nothing runs, and no block of the KV cache is held."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if not (self.metric("trtspec_running") or self.metric("trtspec_waiting")):
+                assert self.metric("trtspec_kv_used_ratio") == 0
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"still busy after {seconds} s: {self.get('/metrics')}")
+
+    def wait_ready(self, seconds: float = 30) -> float:
+        """Seconds until /ready says so."""
+        start = time.monotonic()
+        while time.monotonic() - start < seconds:
+            try:
+                if json.loads(self.get("/ready"))["state"] == "ready":
+                    return time.monotonic() - start
+            except OSError:
+                pass
+            time.sleep(0.02)
+        raise AssertionError(f"not ready after {seconds} s: {self.log.read_text()}")
+
+
+@contextmanager
+def running(
+    model: Path, log: Path, speculation: dict[str, Any] | None = None, options: Sequence[str] = ()
+) -> Iterator[Server]:
+    """Started, and stopped at the end; its log is in `log`."""
+    command = [sys.executable, "-m", "trtspec", "serve", "--model", str(model), "--port", "0", *options]
+    if speculation is not None:
+        command += ["--spec", json.dumps(speculation)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stderr=stream, stdout=stream, text=True, env=environment)
+    try:
+        yield Server(_address(process, log), process, log)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _address(process: subprocess.Popen[str], log: Path) -> str:
+    for _ in range(6000):
+        found = re.search(r"serving \S+ at (http://\S+)", log.read_text())
+        if found:
+            return found[1]
+        if process.poll() is not None:
+            break
+        time.sleep(0.01)
+    raise AssertionError(f"the server did not start:\n{log.read_text()}")

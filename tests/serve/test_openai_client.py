@@ -1,0 +1,184 @@
+"""OpenAI's own client against the server: what it is told is what plain decoding gives offline."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serve.server import Server
+from trtspec import LLM, SamplingParams
+
+PROMPTS = ["def quicksort(", "import os\n\n\nclass ", "    for i in range(", "# Read a file and "]
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def offline_texts(llm: LLM, prompts: list[Any], **params: Any) -> list[list[str]]:
+    outputs = llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+    return [[one.text for one in output.outputs] for output in outputs]
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    (card,) = client.models.list().data
+    assert card.id == "coder"
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.8, "seed": 7, "top_p": 0.9}])
+def test_completions_are_those_of_plain_decoding(client: openai.OpenAI, offline: LLM, params: dict[str, Any]) -> None:
+    answer = client.completions.create(model="coder", prompt=PROMPTS, max_tokens=40, n=2, **params)
+    expected = [text for texts in offline_texts(offline, PROMPTS, max_tokens=40, n=2, **params) for text in texts]
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == list(range(8))
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens > 0 < details.rejected_prediction_tokens
+    ended = sum(choice.finish_reason == "stop" for choice in answer.choices)
+    assert ended == 0
+    assert answer.usage.completion_tokens == 8 * 40
+
+
+def test_streams_join_to_the_same_texts(client: openai.OpenAI, offline: LLM) -> None:
+    params: dict[str, Any] = {"temperature": 0.8, "seed": 11, "max_tokens": 30, "n": 2}
+    texts = ["", ""]
+    reasons: list[str | None] = [None, None]
+    usage = None
+    chunks = client.completions.create(
+        model="coder", prompt=PROMPTS[0], stream=True, stream_options={"include_usage": True}, **params
+    )
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+        usage = chunk.usage or usage
+    assert [texts] == offline_texts(offline, PROMPTS[:1], **params)
+    assert reasons == ["length", "length"]
+    assert usage is not None
+    assert usage.completion_tokens == 60
+
+
+def test_token_ids_go_in_and_come_out(client: openai.OpenAI, offline: LLM) -> None:
+    assert offline.tokenizer is not None
+    ids = offline.tokenizer.encode(PROMPTS[0])
+    answer = client.completions.create(
+        model="coder", prompt=ids, max_tokens=20, temperature=0, extra_body={"return_token_ids": True}
+    )
+    (output,) = offline.generate(PROMPTS[0], SamplingParams(max_tokens=20, temperature=0))
+    assert answer.choices[0].text == output.outputs[0].text
+    assert answer.choices[0].model_extra is not None
+    assert answer.choices[0].model_extra["token_ids"] == output.outputs[0].token_ids
+
+
+def test_stop_strings_echo_and_vllms_fields(client: openai.OpenAI, offline: LLM) -> None:
+    params: dict[str, Any] = {"max_tokens": 60, "temperature": 0}
+    answer = client.completions.create(model="coder", prompt=PROMPTS[0], stop=["\n"], echo=True, **params)
+    (expected,) = offline_texts(offline, PROMPTS[:1], stop=["\n"], **params)
+    assert answer.choices[0].text == PROMPTS[0] + expected[0]
+    assert answer.choices[0].finish_reason == "stop"
+    extra = {"top_k": 3, "min_p": 0.05, "min_tokens": 5, "ignore_eos": True}
+    answer = client.completions.create(
+        model="coder", prompt=PROMPTS[1], max_tokens=20, temperature=1.0, seed=3, extra_body=extra
+    )
+    assert (
+        answer.choices[0].text
+        == offline_texts(offline, PROMPTS[1:2], max_tokens=20, seed=3, temperature=1.0, **extra)[0][0]
+    )
+
+
+def test_chat_and_its_stream(client: openai.OpenAI, offline: LLM) -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": "You write Python."},
+        {"role": "user", "content": [{"type": "text", "text": "Sort "}, {"type": "text", "text": "a list"}]},
+    ]
+    answer = client.chat.completions.create(model="coder", messages=messages, max_completion_tokens=25, temperature=0)
+    plain = [messages[0], {"role": "user", "content": "Sort a list"}]
+    (output,) = offline.chat(plain, SamplingParams(max_tokens=25, temperature=0))
+    message = answer.choices[0].message
+    assert (message.role, message.content) == ("assistant", output.outputs[0].text)
+    deltas = [
+        chunk.choices[0].delta
+        for chunk in client.chat.completions.create(
+            model="coder", messages=messages, max_completion_tokens=25, temperature=0, stream=True
+        )
+    ]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+
+
+def test_a_stream_tells_accepted_rejected_and_bonus_tokens(client: openai.OpenAI) -> None:
+    steps = []
+    text = ""
+    for chunk in client.completions.create(
+        model="coder", prompt=PROMPTS[0], max_tokens=60, temperature=0, stream=True,
+        extra_body={"return_speculation": True},
+    ):  # fmt: skip
+        assert chunk.choices[0].model_extra is not None
+        steps.append(chunk.choices[0].model_extra["speculation"])
+        text += chunk.choices[0].text
+    said = "".join(token for step in steps for token in step["accepted"] + step["bonus"])
+    assert said == text
+    assert any(step["accepted"] for step in steps)
+    assert any(step["rejected"] for step in steps)
+    assert all(len(step["accepted"]) + len(step["rejected"]) == step["draft_len"] for step in steps[:-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"model": "gpt-4"}, 404, "there is no model 'gpt-4' here"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"max_tokens": 10**9}, 400, "exceed the context of 512"),
+        ({"prompt": ""}, 400, "the prompt is empty"),
+        ({"prompt": [1, 99999]}, 400, "token id 99999"),
+        ({"prompt": "x " * 3000}, 400, "exceed the context"),
+        ({"n": 10**6}, 400, "n: "),
+        ({"prompt": ["x"] * 100, "n": 100}, 400, "10000 samples"),
+        ({"suffix": "x"}, 400, "suffix is not supported"),
+        ({"best_of": 3}, 400, "best_of = 3"),
+        ({"extra_body": {"frobnicate": 1}}, 400, "unknown field 'frobnicate'"),
+        ({"extra_body": {"min_tokens": 9}, "max_tokens": 3}, 400, "min_tokens = 9 exceeds max_tokens = 3"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream=true"),
+        ({"stop": [""]}, 400, "stop"),
+    ],
+    ids=str,
+)
+def test_errors_are_those_the_client_knows(
+    client: openai.OpenAI, change: dict[str, Any], status: int, words: str
+) -> None:
+    request: dict[str, Any] = {"model": "coder", "prompt": "x", "max_tokens": 4, **change}
+    with pytest.raises(openai.APIStatusError, match=words) as caught:
+        client.completions.create(**request)
+    assert caught.value.status_code == status
+    body = caught.value.body
+    assert isinstance(body, dict)
+    assert set(body) == {"message", "type", "param", "code"}
+
+
+def test_a_deadline_ends_a_request(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.APIStatusError, match=r"more than 0\.05 s") as caught:
+        client.completions.create(
+            model="coder", prompt="x", max_tokens=400, extra_body={"timeout": 0.05, "ignore_eos": True}
+        )
+    assert caught.value.status_code == 504
+    with pytest.raises(openai.APIError, match=r"more than 0\.2 s"):
+        for _ in client.completions.create(
+            model="coder", prompt=["x"] * 8, n=16, max_tokens=400, stream=True,
+            extra_body={"timeout": 0.2, "ignore_eos": True},
+        ):  # fmt: skip
+            pass
+    server.wait_idle()
+
+
+def test_operators_are_answered(server: Server) -> None:
+    assert json.loads(server.get("/health")) == {"status": "ok"}
+    assert json.loads(server.get("/ready"))["state"] == "ready"
+    assert set(json.loads(server.get("/version"))) == {"version"}
+    assert server.metric("trtspec_generated_tokens_total") > 0
+    assert 0 < server.metric("trtspec_accepted_tokens_total") < server.metric("trtspec_draft_tokens_total")
+    assert server.metric("trtspec_time_to_first_token_seconds_count") > 0

@@ -1,0 +1,157 @@
+"""Who may come in, how much may be sent, and what nonsense does: nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.server import Server, running
+from trtspec.serve.api_errors import ApiError
+from trtspec.serve.security import Gate
+
+KEY = "sk-right-horse-battery"
+GOOD = {"prompt": "x", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def locked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("locked") / "log"
+    options = ["--api-key", KEY, "--max-body", "100000", "--max-seq-len", "256"]
+    with running(model, log, None, options) as server:
+        yield server
+
+
+def post(server: Server, content: bytes, **headers: str) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", **headers}
+    return httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=30)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/nothing"])
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", KEY, f"Basic {KEY}", f"Bearer {KEY}x"])
+def test_without_the_key_there_is_nothing(locked: Server, path: str, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header}
+    answer = httpx.request("POST", locked.url + path, headers=headers, json=GOOD)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_with_the_key_there_is(locked: Server) -> None:
+    assert post(locked, json.dumps(GOOD).encode()).status_code == 200
+    assert httpx.get(f"{locked.url}/health").status_code == 200
+
+
+def test_the_time_of_a_refusal_tells_nothing_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key's digest is compared, by the function whose time is the same wherever they differ, whichever is right:
+    a measure of times would have to find nanoseconds in the noise of a shared machine."""
+    compared: list[tuple[int, int]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return one == other
+
+    monkeypatch.setattr("trtspec.serve.security.hmac.compare_digest", compare)
+    keys = ["first", "second", "a third that is much longer than those"]
+    gate = Gate(None, keys, 1, None)  # type: ignore[arg-type]
+    for guess in (*keys, "fir", "", "x" * 10_000):
+        compared.clear()
+        with suppress(ApiError) if guess in keys else pytest.raises(ApiError):
+            gate.check_key(f"Bearer {guess}".encode())
+        assert compared == [(32, 32)] * 3
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[" * 50_000, 400),
+        (b'{"prompt":' + b"[" * 40_000 + b"]" * 40_000 + b"}", 400),
+        (b'{"prompt":"x","logit_bias":' + b'{"a":' * 15_000 + b"1" + b"}" * 15_000 + b"}", 400),
+        (b'{"prompt":"\xff\xfe"}', 400),
+        (b'{"prompt":"\\ud800"}', 400),
+        (b'{"prompt":"x","n":1e400}', 400),
+        (b'{"prompt":"x","n":' + b"9" * 5000 + b"}", 400),
+        (b'{"prompt":"x","max_tokens":' + b"9" * 30 + b"}", 400),
+        (b'{"prompt":"x","temperature":NaN}', 400),
+        (b'{"prompt":"' + b"x" * 200_000 + b'"}', 413),
+        (b"\0" * 1000, 400),
+    ],
+    ids=range(13),
+)
+def test_nonsense_is_refused(locked: Server, content: bytes, status: int) -> None:
+    answer = post(locked, content)
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_without_a_length_is_cut_off(locked: Server) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(1000):
+            yield b"x" * 10_000
+
+    headers = {"Authorization": f"Bearer {KEY}"}
+    try:
+        answer = httpx.post(f"{locked.url}/v1/completions", content=endless(), headers=headers)
+    except httpx.TransportError:
+        return  # cut off while it was still being sent
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(
+    "path", ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/../../etc/passwd", "//etc/passwd"]
+)
+def test_no_path_leads_out(locked: Server, path: str) -> None:
+    answer = raw(locked, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    assert b"root:" not in answer
+    assert answer.split(b" ")[1] in (b"404", b"401")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: b\r\n c: d\x00\r\n\r\n",
+        b"GET /he\r\nX: y HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+    ids=range(5),
+)
+def test_heads_that_are_none_do_no_harm(locked: Server, head: bytes) -> None:
+    raw(locked, head)
+    assert httpx.get(f"{locked.url}/health").status_code == 200
+
+
+def test_what_a_client_names_is_not_written_into_a_head(locked: Server) -> None:
+    answer = post(locked, json.dumps({**GOOD, "model": "x\r\nSet-Cookie: a=b"}).encode())
+    assert answer.status_code == 404
+    assert "set-cookie" not in answer.headers
+
+
+def test_no_other_page_may_call_it(locked: Server) -> None:
+    answer = httpx.options(
+        f"{locked.url}/v1/completions",
+        headers={"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "POST"},
+    )
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def raw(server: Server, request: bytes) -> bytes:
+    """What comes back for these very bytes."""
+    port = int(server.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        try:
+            while chunk := connection.recv(65536):
+                answer += chunk
+        except OSError:
+            pass
+        return answer
