@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from trtspec.serve.api_errors import ApiError, api_error
 from trtspec.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, NamedTool
-from trtspec.serve.replies import DONE, Reply, event, step_of
+from trtspec.serve.replies import DONE, ChatLogprobs, CompletionLogprobs, Reply, event, step_of
 from trtspec.serve.service import Generation
 from trtspec.serve.tools import CallParser, Notation, read_demanded
 from trtspec.serve.wire import Delta
@@ -31,7 +31,6 @@ class Answer(ABC):
         self.generation = generation
         self.tokenizer = generation.service.tokenizer
         self.reply = Reply(self.kind, generation.service.name)
-        self.steps: list[list[dict[str, Any]]] = [[] for _ in generation.tallies]
 
     def opening(self) -> list[dict[str, Any]]:
         """Choices that a stream begins with, a chunk each."""
@@ -103,6 +102,7 @@ class CompletionAnswer(Answer):
     def __init__(self, body: CompletionRequest, generation: Generation, prompts: list[str] | None) -> None:
         super().__init__(body, generation)
         self.prompts = prompts
+        self.logprobs = [CompletionLogprobs(self.tokenizer) for _ in generation.tallies]
 
     def opening(self) -> list[dict[str, Any]]:
         """See Answer: the prompts, where they are to be repeated."""
@@ -113,13 +113,14 @@ class CompletionAnswer(Answer):
 
     def part(self, choice: int, delta: Delta) -> dict[str, Any]:
         """See Answer."""
-        text = {"index": choice, "text": delta.text, "logprobs": None}
+        text = {"index": choice, "text": delta.text, "logprobs": self.logprobs[choice].add(delta)}
         return {**text, **self.ending(choice), **self.ids(delta.token_ids)}
 
     def whole(self, choice: int) -> dict[str, Any]:
         """See Answer."""
         tally = self.generation.tallies[choice]
-        text = {"index": choice, "text": self._prompt(choice) + tally.text, "logprobs": None}
+        logprobs = None if self.body.logprobs is None else self.logprobs[choice].all
+        text = {"index": choice, "text": self._prompt(choice) + tally.text, "logprobs": logprobs}
         return {**text, **self.ending(choice), **self.ids(tally.token_ids)}
 
     def _prompt(self, choice: int) -> str:
@@ -138,6 +139,7 @@ class ChatAnswer(Answer):
         self.demanded = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
         self.parsers = [CallParser(notation) for _ in many] if notation is not None else []
         self.contents = ["" for _ in many]
+        self.logprobs = [ChatLogprobs(self.tokenizer, body.top_logprobs or 0) for _ in many]
         self.calls: list[list[dict[str, Any]]] = [[] for _ in many]
 
     def opening(self) -> list[dict[str, Any]]:
@@ -157,7 +159,7 @@ class ChatAnswer(Answer):
         if calls:
             news["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(calls)]
         rest = {**self.ending(choice), **self.ids(delta.token_ids)}
-        return {"index": choice, "delta": news, "logprobs": None, **rest}
+        return {"index": choice, "delta": news, "logprobs": self.logprobs[choice].add(delta), **rest}
 
     def whole(self, choice: int) -> dict[str, Any]:
         """See Answer."""
@@ -165,7 +167,8 @@ class ChatAnswer(Answer):
         if self.calls[choice]:
             message |= {"content": self.contents[choice] or None, "tool_calls": self.calls[choice]}
         rest = {**self.ending(choice), **self.ids(self.generation.tallies[choice].token_ids)}
-        return {"index": choice, "message": message, "logprobs": None, **rest}
+        logprobs = self.logprobs[choice].all if self.body.logprobs else None
+        return {"index": choice, "message": message, "logprobs": logprobs, **rest}
 
     def ending(self, choice: int) -> dict[str, Any]:
         """See Answer; "tool_calls" where there are some."""

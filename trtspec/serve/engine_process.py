@@ -19,8 +19,8 @@ from trtspec.engine.request import Request
 from trtspec.engine.step import Emission
 from trtspec.errors import TrtSpecError
 from trtspec.llm import LLM
-from trtspec.sampling_params import SamplingParams
-from trtspec.serve.wire import Channel, Delta, EngineFacts, EngineLoad
+from trtspec.outputs import Logprob
+from trtspec.serve.wire import Channel, Delta, EngineFacts, EngineLoad, sampling_params
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class EngineServer:
     def submit(self, front_id: int, prompt_ids: list[int], params: dict[str, Any]) -> None:
         """Queue a request, or refuse it."""
         try:
-            samples = self.engine.add_request(prompt_ids, SamplingParams(**params))
+            samples = self.engine.add_request(prompt_ids, sampling_params(params))
         except TrtSpecError as error:
             self.channel.send({"refused": front_id, "kind": type(error).__name__, "why": str(error)})
             return
@@ -85,6 +85,7 @@ class EngineServer:
             finish_reason=request.finish_reason if emission.finished else None,
             stop_reason=request.stop_reason,
             error=None if request.error is None else described(request.error),
+            logprobs=None if emission.logprobs is None else [_likely(one) for one in emission.logprobs],
         )
 
     def facts(self) -> EngineFacts:
@@ -118,6 +119,10 @@ class EngineServer:
             prefix_hit_tokens=stats.prefix_hit_tokens,
             drafter_failures=stats.drafter_failures,
         )
+
+
+def _likely(entry: dict[int, Logprob]) -> list[tuple[int, float, int]]:
+    return [(token, one.logprob, one.rank) for token, one in entry.items()]
 
 
 def main() -> int:

@@ -40,11 +40,65 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
 
 
+class CompletionLogprobs:
+    """OpenAI's `logprobs` of a completion: of each token its text, its own, those of the likeliest, its place."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._length = 0
+        self.all: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def add(self, delta: Delta) -> dict[str, list[Any]] | None:
+        """Those of a step's tokens."""
+        if delta.logprobs is None:
+            return None
+        news: dict[str, list[Any]] = {name: [] for name in self.all}
+        for entry in delta.logprobs:
+            words = [word_of(token, self._tokenizer) for token, *_ in entry]
+            news["tokens"].append(words[0])
+            news["token_logprobs"].append(entry[0][1])
+            news["top_logprobs"].append({word: one[1] for word, one in zip(words, entry, strict=True)})
+            news["text_offset"].append(self._length)
+            self._length += len(words[0])
+        for name, values in news.items():
+            self.all[name] += values
+        return news
+
+
+class ChatLogprobs:
+    """OpenAI's `logprobs` of a chat completion; `top`: how many of the likeliest are wanted of each token."""
+
+    def __init__(self, tokenizer: Tokenizer | None, top: int) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self.all: dict[str, Any] = {"content": [], "refusal": None}
+
+    def add(self, delta: Delta) -> dict[str, Any] | None:
+        """Those of a step's tokens."""
+        if delta.logprobs is None:
+            return None
+        news = []
+        for drawn, *others in delta.logprobs:
+            likeliest = sorted((drawn, *others), key=lambda one: one[2])[: self._top]
+            news.append({**self._one(*drawn), "top_logprobs": [self._one(*one) for one in likeliest]})
+        self.all["content"] += news
+        return {"content": news, "refusal": None}
+
+    def _one(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        word = word_of(token, self._tokenizer)
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode(errors="replace"))}
+
+
+def word_of(token: int, tokenizer: Tokenizer | None) -> str:
+    """A token's text alone; half a character is U+FFFD."""
+    return str(token) if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+
+
 def step_of(delta: Delta, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What a step did, token by token: drafts that were accepted, the token behind them, drafts that were rejected."""
 
     def words(ids: Sequence[int]) -> list[str]:
-        return [str(token) if tokenizer is None else tokenizer.decode([token], False) for token in ids]
+        return [word_of(token, tokenizer) for token in ids]
 
     accepted = delta.num_accepted
     return {

@@ -56,7 +56,8 @@ def build_app(service: Service) -> FastAPI:
         asked = "max_tokens" in body.model_fields_set
         room = service.facts.max_seq_len - max(map(len, ids), default=0)
         max_tokens = body.max_tokens if asked else min(body.max_tokens or room, max(room, 1))
-        generation = service.start(body, ids, {"max_tokens": max_tokens, **_constraint(body)}, started)
+        more = {"max_tokens": max_tokens, "logprobs": body.logprobs, **_constraint(body)}
+        generation = service.start(body, ids, more, started)
         echoed = None
         if body.echo:
             echoed = [one if isinstance(one, str) else service.decode(one) for one in prompts]
@@ -68,7 +69,10 @@ def build_app(service: Service) -> FastAPI:
         started = time.perf_counter()
         service.check_model(body.model)
         ids = await service.encode_chat(_messages(body), _template_options(body))
-        more: dict[str, Any] = {"max_tokens": body.max_completion_tokens or body.max_tokens}
+        more: dict[str, Any] = {
+            "max_tokens": body.max_completion_tokens or body.max_tokens,
+            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        }
         notation: Notation | None = None
         if body.tools and (body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)):
             if _constraint(body):

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.errors import EngineError, RequestError
-from trtspec.sampling_params import SamplingParams
 from trtspec.serve.api_errors import ApiError
 from trtspec.serve.engine_client import EngineClient, Stream
 from trtspec.serve.metrics import Metrics
 from trtspec.serve.protocol import MAX_SAMPLES, GenerationRequest
 from trtspec.serve.settings import ServeSettings
-from trtspec.serve.wire import Delta, EngineFacts
+from trtspec.serve.wire import Delta, EngineFacts, sampling_params
 from trtspec.text import Tokenizer
 
 _PASSED_ON = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
     "include_stop_str_in_output", "skip_special_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias",
 )  # fmt: skip
 _LONG_TEXT = 20_000
 """Characters of a prompt that are tokenized in a thread, as they would hold up everybody's streams."""
@@ -202,7 +202,7 @@ class Service:
             params["max_draft_len"] = request.num_speculative_tokens
         params = {name: value for name, value in params.items() if value is not None}
         try:
-            SamplingParams(**params)
+            sampling_params(params)
         except RequestError as error:
             raise ApiError(400, str(error)) from error
         return params

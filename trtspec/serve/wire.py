@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from trtspec.errors import RequestError
+from trtspec.sampling_params import SamplingParams, StructuredOutputs
 
 MAX_LINE = 1 << 28
 """Bytes; a line that is longer is a fault."""
@@ -67,6 +70,20 @@ class Delta(NamedTuple):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    logprobs: list[list[tuple[int, float, int]]] | None = None  # of each token: [id, logprob, rank], itself first
+
+
+def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """From JSON, where keys are strings and there are no classes. RequestError for what cannot be asked."""
+    fields = dict(fields)
+    if "logit_bias" in fields:
+        try:
+            fields["logit_bias"] = {int(token): value for token, value in fields["logit_bias"].items()}
+        except ValueError as error:
+            raise RequestError(f"logit_bias: a key is no token id ({error})") from error
+    if "structured_outputs" in fields:
+        fields["structured_outputs"] = StructuredOutputs(**fields["structured_outputs"])
+    return SamplingParams(**fields)
 
 
 @dataclass
