@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo test test-long test-kernels test-gpu memcheck-gpu contract contract-tensorrt contract-flashinfer \
-    bench bench-gpu lint format clean
+    soak bench bench-gpu lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -62,6 +62,11 @@ contract-tensorrt: .venv/.dev
 # Our calls of FlashInfer against its own signatures, likewise.
 contract-flashinfer: .venv/.dev
 	$(BIN)/python tests/contract/run_flashinfer.py
+
+# A crowd of clients at the server for minutes; then the same with the engine's process killed every 30 seconds.
+soak: .venv/.dev .venv/.plugins
+	$(BIN)/python -m tests.serve.soak
+	$(BIN)/python -m tests.serve.soak --kill-every 30
 
 bench: .venv/.dev .venv/.plugins
 	$(BIN)/python benchmarks/decode.py

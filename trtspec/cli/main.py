@@ -28,6 +28,7 @@ COMMANDS = (
         "bench acceptance", "bench", "acceptance length and acceptance per position for K = 1, 2, ...", True,
         "add_acceptance_arguments", "run_acceptance",
     ),
+    _Command("bench serve", "bench_serve", "latencies and goodput of an OpenAI-compatible server", False),
     _Command("info", "info", "what a model folder is, which speculation it supports, memory it needs", False),
     _Command("build", "build", "compile an engine folder that LLM(folder) starts at once", False),
     _Command(
