@@ -203,7 +203,7 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = chat_model(Path(folder) / "coder")
-        cases = make_cases(model, 300)
+        cases = make_cases(model, 120)
         options = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
         options += ["--max-body", str(MAX_BODY)]
         with running(model, Path(folder) / "log", EAGLE3, options) as server:
