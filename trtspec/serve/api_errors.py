@@ -104,7 +104,7 @@ def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     place = [str(part) for part in first["loc"] if part != "body"]
     param = ".".join(place) or None
     if first["type"] == "extra_forbidden":
-        message = f"unknown field {param!r}; see /docs for those there are"
+        message = f"unknown field {param!r}; see /openapi.json for those there are"
     elif first["type"] == "json_invalid":
         param, message = None, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}"
     else:
