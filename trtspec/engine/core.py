@@ -60,6 +60,9 @@ class EngineCore:
         for token in stop_ids:
             if token >= self.model.vocab_size:
                 raise RequestError(f"stop_token_ids holds {token}; the vocabulary has {self.model.vocab_size} ids")
+        for token in params.logit_bias or ():
+            if token >= self.model.vocab_size:
+                raise RequestError(f"logit_bias holds token {token}; the vocabulary has {self.model.vocab_size} ids")
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         base_seed = sample_seed(self.seed, self._next_id + 1) if params.seed is None else params.seed
         samples = []
