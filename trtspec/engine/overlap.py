@@ -6,8 +6,8 @@ were accepted, so that there are blocks enough; the lengths that hold are comput
 step come in, the step after it is in flight already, with requests that have just ended. What that gives them is thrown
 away, and only when it has landed are their blocks free.
 
-Where the host must know more than it does (blocks run short, a launch fails) it waits, and makes a step without
-looking ahead.
+Where the host must know more than it does (blocks run short, a launch fails, a request's draws depend on the tokens
+before them) it waits, and makes a step without looking ahead.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OverlapLoop(StepLoop):
         """See StepLoop."""
         flight, self.flight = self.flight, None
         batch = self.scheduler.schedule()
-        if batch:
+        if batch and not any(row.request.needs_host for row in batch):
             with suppress(Exception):  # who is to blame shows when it is launched as others are, with nothing in flight
                 self.flight = self.take_off(batch, flight)
         if flight is None:

@@ -37,6 +37,10 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+    needs_host: bool = field(init=False)  # the host sees to its draws in every step
+
+    def __post_init__(self) -> None:
+        self.needs_host = self.sampling.is_penalised or bool(self.sampling.logit_bias)
 
     @property
     def num_output(self) -> int:
