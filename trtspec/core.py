@@ -359,6 +359,7 @@ class StepOutputs:
     # [T, n * H] of n captured streams, [T, n * H + H] with the last states too (SAVE_HIDDEN_STATES); alone of a step's
     # values these are on the device that computed them, as are StepInputs.hidden_states and DraftRequest's
     hidden_states: Tensor | None = None
+    logits: Tensor | None = None  # [R, V] fp32, as lm_head gave them; where bringing them costs, of batches with edits
 
 
 PhaseMethod = tuple[object, str, str]

@@ -128,6 +128,12 @@ class ResolvedSampling:
         """What was said so far changes its logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def edits(self) -> dict[str, object]:
+        """What of it is done to logits by way of core.LogitEdits: fields of SamplingParams, with their values."""
+        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": ()}
+        return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
+
     @classmethod
     def of(
         cls,

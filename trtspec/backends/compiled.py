@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtspec.backends.export import INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype
+from trtspec.backends.export import EDITS, INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype
 from trtspec.core import KVLayer, PhaseMethod, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 from trtspec.kv.pool import allocate_layers
@@ -28,6 +28,7 @@ WEIGHTS = "weights.safetensors"
 
 # A graph takes every sampling field, so one that no row of the batch uses is filled with what changes nothing.
 _NEUTRAL = {"seeds": 0, "temperatures": 0, "top_ks": 0, "top_ps": 1, "min_ps": 0, "ban_ids": -1, "ban_until": 0}
+_NEUTRAL |= dict.fromkeys(EDITS, 0)  # of no columns, where there are columns
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class CompiledStep:
     @property
     def makes_drafts(self) -> bool:
         return "next_draft_tokens" in self.outputs
+
+    @property
+    def takes_edits(self) -> bool:
+        return "logits" in self.outputs
 
     def check_kernels(self) -> None:
         """DependencyError where the kernels that graphs call are not there, CheckpointError where they are others."""
@@ -258,14 +263,15 @@ class CompiledExecutable(ABC):
 
     def _filled(self, name: str, rows: int) -> Tensor:
         if self._neutral[name].shape[0] != rows:
-            shape = (rows, 1) if name.startswith("ban") else (rows,)
+            dims = INPUT_SHAPES[name]
+            shape = (rows,) if len(dims) == 1 else (rows, 0 if name in EDITS else 1)
             self._neutral[name] = torch.full(shape, _NEUTRAL[name], dtype=INPUT_DTYPES[name])
         return self._neutral[name]
 
     def _outputs(self, named: dict[str, Tensor], spec: SpecMetadata) -> StepOutputs:
         K = spec.next_draft_len
         if not self.compiled.makes_drafts:
-            return StepOutputs(named["tokens"], hidden_states=named.get("hidden_states"))
+            return StepOutputs(named["tokens"], hidden_states=named.get("hidden_states"), logits=named.get("logits"))
         drafts, new_tokens = named["next_draft_tokens"], named.get("next_new_tokens")
         if drafts.shape[1] != K:  # the graph makes more
             drafts, new_tokens = drafts[:, :K], None if new_tokens is None else new_tokens[:, : K + 1]
@@ -278,6 +284,7 @@ class CompiledExecutable(ABC):
             proposal,
             next_new_tokens=new_tokens,
             next_kv_lens=named["next_kv_lens"],
+            logits=named.get("logits"),
         )
 
     def _draft_lens(self, batch_size: int, draft_len: int) -> Tensor:

@@ -29,7 +29,9 @@ class EngineCore:
         use_generation_config: bool,
         executables: Sequence[TimedExecutable],
         debug: bool = False,
+        without_edits: str | None = None,
     ) -> None:
+        """without_edits: the backend's name, where the target's launches take no edits of logits."""
         self.loop = loop
         self.model = model
         self.tokenizer = tokenizer
@@ -39,6 +41,7 @@ class EngineCore:
         self.defaults = dict(model.generation_defaults) if use_generation_config else {}
         self.executables = executables  # target first, then the draft's
         self.debug = debug
+        self.without_edits = without_edits
         self.stats = EngineStats()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         self.eos_ids = model.eos_token_ids | (frozenset() if tokenizer_eos is None else {tokenizer_eos})
@@ -84,6 +87,12 @@ class EngineCore:
                     text=self._text_stream(params),
                     reuses_prefix=self.loop.collector is None,
                 )
+            )
+        if samples[0].needs_host and self.without_edits is not None:
+            asked = ", ".join(f"{name} = {value}" for name, value in samples[0].sampling.edits.items())
+            raise RequestError(
+                f"{asked}: this engine on backend {self.without_edits} was built to draw without; leave it at its "
+                "neutral value, or use the checkpoint itself or a new engine on backend aoti or onnx"
             )
         self._next_id += params.n
         return samples

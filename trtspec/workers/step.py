@@ -112,7 +112,7 @@ class DecodeStep(Step):
         attend = self.attend(inputs.attn, kv)
         hidden = self.decoder(inputs.input_ids, inputs.attn.positions(inputs.input_ids.shape[0]), attend)  # [T, H]
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
-        return StepOutputs(draw(logits, inputs.spec.sampling, edits=inputs.spec.edits))
+        return StepOutputs(draw(logits, inputs.spec.sampling, edits=inputs.spec.edits), logits=logits)
 
     @property
     def like(self) -> Tensor:
@@ -162,7 +162,8 @@ class CaptureStep(DecodeStep):
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.capture_layers)
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
-        return StepOutputs(draw(logits, inputs.spec.sampling, edits=inputs.spec.edits), hidden_states=captured)
+        tokens = draw(logits, inputs.spec.sampling, edits=inputs.spec.edits)
+        return StepOutputs(tokens, hidden_states=captured, logits=logits)
 
     @property
     def row_widths(self) -> dict[str, int]:
