@@ -4,13 +4,14 @@ from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.background import Generation
 from trtspec.llm import LLM
 from trtspec.modes import SpeculativeDecodingMode
-from trtspec.outputs import CompletionOutput, OutputDelta, RequestOutput, SpeculationStats
+from trtspec.outputs import CompletionOutput, Logprob, OutputDelta, RequestOutput, SpeculationStats
 from trtspec.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
     "CompletionOutput",
     "Generation",
+    "Logprob",
     "OutputDelta",
     "RequestOutput",
     "SamplingParams",

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from trtspec.config.model import ModelConfig
+from trtspec.engine.logprobs import LogprobRecord
 from trtspec.engine.request import Request
 from trtspec.engine.stats import EngineStats, TimedExecutable
 from trtspec.engine.step import Emission, StepLoop
@@ -85,11 +86,13 @@ class EngineCore:
                     stop_token_ids=stop_ids,
                     include_stop=params.include_stop_str_in_output,
                     text=self._text_stream(params),
+                    logprobs=None if params.logprobs is None else LogprobRecord(params.logprobs, self.tokenizer),
                     reuses_prefix=self.loop.collector is None,
                 )
             )
         if samples[0].needs_host and self.without_edits is not None:
-            asked = ", ".join(f"{name} = {value}" for name, value in samples[0].sampling.edits.items())
+            wanted = samples[0].sampling.edits | ({} if params.logprobs is None else {"logprobs": params.logprobs})
+            asked = ", ".join(f"{name} = {value}" for name, value in wanted.items())
             raise RequestError(
                 f"{asked}: this engine on backend {self.without_edits} was built to draw without; leave it at its "
                 "neutral value, or use the checkpoint itself or a new engine on backend aoti or onnx"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trtspec.engine.logprobs import LogprobRecord
 from trtspec.kv.blocks import SequenceKV
 from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import ResolvedSampling
@@ -25,6 +26,7 @@ class Request:
     stop_token_ids: frozenset[int]
     include_stop: bool
     text: TextStream | None  # None: no tokenizer, or the caller wants ids only
+    logprobs: LogprobRecord | None = None  # None: nobody wants them
     kv: SequenceKV = field(default_factory=SequenceKV)
     drafts: list[int] = field(default_factory=list)  # proposal for the next step; do not change the list
     pending: int = 0  # rows in steps that are in flight: launched, their outputs not seen yet
@@ -40,7 +42,7 @@ class Request:
     needs_host: bool = field(init=False)  # the host sees to its draws in every step
 
     def __post_init__(self) -> None:
-        self.needs_host = self.sampling.is_penalised or bool(self.sampling.logit_bias)
+        self.needs_host = bool(self.sampling.edits) or self.logprobs is not None
 
     @property
     def num_output(self) -> int:
