@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 
@@ -86,6 +87,8 @@ class EngineCore:
                     stop_token_ids=stop_ids,
                     include_stop=params.include_stop_str_in_output,
                     text=self._text_stream(params),
+                    max_draft_len=sys.maxsize if params.max_draft_len is None else params.max_draft_len,
+                    speculates=params.max_draft_len != 0,
                     logprobs=None if params.logprobs is None else LogprobRecord(params.logprobs, self.tokenizer),
                     reuses_prefix=self.loop.collector is None,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ class Request:
     drafts: list[int] = field(default_factory=list)  # proposal for the next step; do not change the list
     pending: int = 0  # rows in steps that are in flight: launched, their outputs not seen yet
     pending_drafts: int = 0  # drafts which the last of these makes for the step after it
-    max_draft_len: int | None = None  # drafts that a step of it verifies at most; None = K
+    max_draft_len: int = sys.maxsize  # drafts that a step of it verifies at most, beside K
     speculates: bool = True  # False where it wants no drafts, or once its drafter failed it
     drafter_error: Exception | None = None  # with what
     reuses_prefix: bool = True  # False: every row is computed, because the caller wants what only computing gives

@@ -65,7 +65,7 @@ class StepLoop:
 
     def launch(self, batch: Batch) -> StepOutputs:
         """One launch of the target: K+1 rows per generating request verified at once. Commits nothing."""
-        wanted = self.proposer.draft_len(self.scheduler) if any(row.emits for row in batch) else 0
+        wanted = self.proposer.wanted(batch, self.scheduler)
         return self.verify(self.assemble(batch, wanted))
 
     def verify(self, inputs: StepInputs) -> StepOutputs:
