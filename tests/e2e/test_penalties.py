@@ -3,9 +3,6 @@ speculation."""
 
 from __future__ import annotations
 
-import dataclasses
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import transformers
 
 from tests.checkpoints import make_checkpoint
 from tests.contract.modes import Models, check
-from tests.e2e.tiny import VOCAB, Case
+from tests.e2e.tiny import with_edits
 from trtspec import LLM, SamplingParams
 from trtspec.errors import RequestError
 from trtspec.modes import SpeculativeDecodingMode as M
@@ -90,27 +87,10 @@ def test_penalties_and_biases_are_vllms(
             assert changed[token] >= changed.max() - 1e-4  # the same up to rounding
 
 
-def edited(cases: list[Case]) -> list[Case]:
-    """Two of three cases with penalties or biases, of all sizes."""
-    rng = random.Random(8)
-    draws: dict[str, Callable[[], Any]] = {
-        "repetition_penalty": lambda: rng.uniform(0.8, 1.5),
-        "presence_penalty": lambda: rng.uniform(-1, 1),
-        "frequency_penalty": lambda: rng.uniform(-1, 1),
-        "logit_bias": lambda: {rng.randrange(VOCAB): rng.uniform(-4, 4) for _ in range(rng.randint(1, 4))},
-    }
-    made = []
-    for i, case in enumerate(cases):
-        names = rng.sample(list(draws), rng.randint(1, 4)) if i % 3 else []
-        params = dataclasses.replace(case.params, **{name: draws[name]() for name in names})
-        made.append(Case(case.prompt, params))
-    return made
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     made = Models(tmp_path_factory.mktemp("modes"))
-    made.cases = edited(made.cases)
+    made.cases = with_edits(made.cases)
     return made
 
 

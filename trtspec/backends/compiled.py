@@ -28,7 +28,6 @@ WEIGHTS = "weights.safetensors"
 
 # A graph takes every sampling field, so one that no row of the batch uses is filled with what changes nothing.
 _NEUTRAL = {"seeds": 0, "temperatures": 0, "top_ks": 0, "top_ps": 1, "min_ps": 0, "ban_ids": -1, "ban_until": 0}
-_NEUTRAL |= dict.fromkeys(EDITS, 0)  # of no columns, where there are columns
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class LoadedGraph:
         self.draft_len, self.uniform, self.names, self.run = graph.draft_len, graph.uniform, graph.inputs, run
         self.read = graph_reader(graph.inputs)
         self.dtypes = [input_dtype(name, dtype) for name in graph.inputs]
-        self.optional = [(i, name) for i, name in enumerate(graph.inputs) if name in _NEUTRAL]
+        self.optional = [(i, name) for i, name in enumerate(graph.inputs) if name in (*_NEUTRAL, *EDITS)]
         self.ranges = [(i, *ranges[name]) for i, name in enumerate(graph.inputs) if name in ranges]
         self.last_shapes: list[torch.Size] = []  # of inputs that fitted
 
@@ -149,7 +148,7 @@ class CompiledExecutable(ABC):
         # uniform graphs first, as they take less work to feed and to run
         self._graphs.sort(key=lambda graph: (graph.draft_len, not graph.uniform))
         self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
-        self._neutral = {name: torch.empty(0) for name in _NEUTRAL}
+        self._neutral = {name: torch.empty(0) for name in (*_NEUTRAL, *EDITS)}
         self._last_draft_lens = (0, 0), torch.empty(0, dtype=torch.int32)  # (B, K) and B times K
 
     @classmethod
@@ -263,9 +262,9 @@ class CompiledExecutable(ABC):
 
     def _filled(self, name: str, rows: int) -> Tensor:
         if self._neutral[name].shape[0] != rows:
-            dims = INPUT_SHAPES[name]
-            shape = (rows,) if len(dims) == 1 else (rows, 0 if name in EDITS else 1)
-            self._neutral[name] = torch.full(shape, _NEUTRAL[name], dtype=INPUT_DTYPES[name])
+            columns = (0,) if name in EDITS else (1,)
+            shape = (rows, *columns[: len(INPUT_SHAPES[name]) - 1])
+            self._neutral[name] = torch.full(shape, _NEUTRAL.get(name, 0), dtype=INPUT_DTYPES[name])
         return self._neutral[name]
 
     def _outputs(self, named: dict[str, Tensor], spec: SpecMetadata) -> StepOutputs:

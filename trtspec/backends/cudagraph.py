@@ -228,9 +228,13 @@ class CudaExecutable(CompiledExecutable):
         landed: dict[str, Tensor] = {}
 
         def work() -> None:
+            unused = {}
+            if spec.edits is None:
+                rows = spec.gather_ids.shape[0]
+                unused = {name: left_out(name, rows, self._work.device) for name in graph.names if name in EDITS}
             there = [
-                tensor if name == _ON_DEVICE else self._work.to_device(tensor)
-                for name, tensor in zip(graph.names, tensors, strict=True)
+                tensor if name == _ON_DEVICE or name in unused else self._work.to_device(tensor)
+                for name, tensor in (dict(zip(graph.names, tensors, strict=True)) | unused).items()
             ]
             carried = carry and Carry(self._work.to_device(carry.tokens), self._work.to_device(carry.kept))
             for name, tensor in zip(self.compiled.outputs, self._step(graph, there, carried), strict=True):

@@ -130,7 +130,6 @@ class SpecWorkerBase(nn.Module, ABC):
             proposal=Proposal(drafts, torch.full_like(spec.draft_lens, spec.next_draft_len)),
             next_new_tokens=self.prepare_next_new_tokens(accepted, counts, drafts),
             next_kv_lens=attn.kv_lens - rejected,
-            logits=logits,
         )
 
     def phases(self) -> Sequence[PhaseMethod]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -206,7 +207,7 @@ class OneEngineStep(DecodeStep):
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.worker.capture_layers)
         logits: Tensor = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
-        return self.worker(inputs, captured, logits, attend)  # type: ignore[no-any-return]
+        return replace(self.worker(inputs, captured, logits, attend), logits=logits)
 
     def phases(self) -> Sequence[PhaseMethod]:
         """See core.Executable."""
