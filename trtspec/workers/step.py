@@ -207,7 +207,8 @@ class OneEngineStep(DecodeStep):
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.worker.capture_layers)
         logits: Tensor = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
-        return replace(self.worker(inputs, captured, logits, attend), logits=logits)
+        outputs: StepOutputs = self.worker(inputs, captured, logits, attend)
+        return replace(outputs, logits=logits)
 
     def phases(self) -> Sequence[PhaseMethod]:
         """See core.Executable."""
