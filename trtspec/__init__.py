@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from trtspec.engine.background import Generation
     from trtspec.llm import LLM
     from trtspec.modes import SpeculativeDecodingMode
-    from trtspec.outputs import CompletionOutput, OutputDelta, RequestOutput, SpeculationStats
+    from trtspec.outputs import CompletionOutput, Logprob, OutputDelta, RequestOutput, SpeculationStats
     from trtspec.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
     "CompletionOutput",
     "Generation",
+    "Logprob",
     "OutputDelta",
     "RequestOutput",
     "SamplingParams",
@@ -32,7 +33,7 @@ _HOMES = {
     "SamplingParams": "sampling_params",
     "SpeculativeConfig": "config.speculative",
     "SpeculativeDecodingMode": "modes",
-    **dict.fromkeys(("CompletionOutput", "OutputDelta", "RequestOutput", "SpeculationStats"), "outputs"),
+    **dict.fromkeys(("CompletionOutput", "Logprob", "OutputDelta", "RequestOutput", "SpeculationStats"), "outputs"),
 }
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from trtspec.errors import RequestError
 
 NEVER = 2**62
 """A token index no sequence reaches: `ban_until` of ids banned for ever."""
+
+MOST_LOGPROBS = 20
+"""Most likely tokens that a request may ask for beside each one drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,13 @@ class SamplingParams:
     max_tokens: None = up to the engine's max_seq_len. min_tokens: end-of-sequence and stop token ids cannot be drawn
     before that many output tokens. stop: strings that end the text (not part of it, unless include_stop_str_in_output).
     n: samples per prompt; sample 0 uses the seed itself, sample i a hash of it.
+
+    repetition_penalty: a logit of what prompt or output hold is divided by it where it is positive, multiplied where it
+    is not; None = the checkpoint's, else 1.0 = off. presence_penalty is taken off the logit of what the output holds,
+    frequency_penalty as often as the output holds it; both are in [-2, 2], 0 = off. logit_bias: token id -> what is
+    added to its logit, -100..100. logprobs: 0..20, the log-probabilities of each token drawn and of so many of the most
+    likely; None = none. max_draft_len: at most so many drafts a step; 0 = plain decoding, None = the engine's K, which
+    no request exceeds. It changes the time that a request takes, and no token.
     """
 
     n: int = 1
@@ -38,14 +48,26 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    logprobs: int | None = None
+    max_draft_len: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _int("n", self.n, 1)
-        _real("temperature", self.temperature, lambda x: x >= 0, ">= 0 (0 = greedy)")
-        _real("top_p", self.top_p, lambda x: 0 < x <= 1, "in (0, 1] (1 = off)")
-        _real("min_p", self.min_p, lambda x: 0 <= x <= 1, "in [0, 1] (0 = off)")
+        optional: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+            ("temperature", lambda x: x >= 0, ">= 0 (0 = greedy)"),
+            ("top_p", lambda x: 0 < x <= 1, "in (0, 1] (1 = off)"),
+            ("min_p", lambda x: 0 <= x <= 1, "in [0, 1] (0 = off)"),
+            ("repetition_penalty", lambda x: x > 0, "> 0 (1 = off)"),
+        )
+        for name, allowed, words in optional:
+            if getattr(self, name) is not None:
+                _real(name, getattr(self, name), allowed, words)
         if self.top_k is not None:
             _int("top_k", self.top_k, -1)
         if self.max_tokens is not None:
@@ -65,6 +87,15 @@ class SamplingParams:
             _int("stop_token_ids", token, 0)
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text: leave detokenize on, or use stop_token_ids")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _real(name, getattr(self, name), lambda x: -2 <= x <= 2, "in [-2, 2] (0 = off)")
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.logprobs is not None:
+            _int("logprobs", self.logprobs, 0)
+            if self.logprobs > MOST_LOGPROBS:
+                raise RequestError(f"logprobs = {self.logprobs} exceeds {MOST_LOGPROBS}; ask for fewer")
+        if self.max_draft_len is not None:
+            _int("max_draft_len", self.max_draft_len, 0)
 
     @classmethod
     def tensorrt_llm(cls, **fields: Any) -> SamplingParams:
@@ -87,6 +118,21 @@ class ResolvedSampling:
     seed: int
     ban_ids: tuple[int, ...] = ()
     ban_until: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_penalised(self) -> bool:
+        """What was said so far changes its logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def edits(self) -> dict[str, object]:
+        """What of it is done to logits by way of core.LogitEdits: fields of SamplingParams, with their values."""
+        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": ()}
+        return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
 
     @classmethod
     def of(
@@ -113,6 +159,10 @@ class ResolvedSampling:
             seed=seed,
             ban_ids=tuple(sorted(stop_ids)) if params.min_tokens else (),
             ban_until=prompt_len + params.min_tokens,
+            repetition_penalty=value("repetition_penalty", 1.0),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            logit_bias=tuple(sorted((params.logit_bias or {}).items())),
         )
 
 
@@ -121,11 +171,21 @@ def _int(name: str, value: object, least: int) -> None:
         raise RequestError(f"{name} = {value!r} must be an integer >= {least}")
 
 
-def _real(name: str, value: float | None, allowed: Any, words: str) -> None:
-    if value is None:
-        return
+def _real(name: str, value: object, allowed: Callable[[float], bool], words: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not allowed(value):
         raise RequestError(f"{name} = {value!r} must be {words}")
+
+
+def _checked_bias(bias: Mapping[int, float] | None) -> Mapping[int, float] | None:
+    """A copy of it."""
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias = {bias!r:.80} must be a mapping from token ids to numbers")
+    for token, value in bias.items():
+        _int("logit_bias: token id", token, 0)
+        _real(f"logit_bias of token {token}", value, lambda x: -100 <= x <= 100, "in [-100, 100]")
+    return dict(bias)
 
 
 def sample_seed(seed: int, index: int) -> int:

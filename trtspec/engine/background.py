@@ -268,6 +268,7 @@ def output_delta(request_id: int, emission: Emission) -> OutputDelta:
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         error=None if request.error is None else described(request.error),
+        logprobs=None if emission.logprobs is None else tuple(emission.logprobs),
     )
 
 
@@ -289,6 +290,8 @@ def request_output(generation: Generation) -> RequestOutput:
                 speculation=sample.stats,
                 error=None if sample.error is None else described(sample.error),
                 drafter_error=None if sample.drafter_error is None else described(sample.drafter_error),
+                logprobs=None if sample.logprobs is None else sample.logprobs.entries,
+                cumulative_logprob=None if sample.logprobs is None else sample.logprobs.cumulative,
             )
             for index, sample in enumerate(samples)
         ],

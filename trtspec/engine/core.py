@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 
 from trtspec.config.model import ModelConfig
+from trtspec.engine.logprobs import LogprobRecord
 from trtspec.engine.request import Request
 from trtspec.engine.stats import EngineStats, TimedExecutable
 from trtspec.engine.step import Emission, StepLoop
@@ -29,7 +31,9 @@ class EngineCore:
         use_generation_config: bool,
         executables: Sequence[TimedExecutable],
         debug: bool = False,
+        without_edits: str | None = None,
     ) -> None:
+        """without_edits: the backend's name, where the target's launches take no edits of logits."""
         self.loop = loop
         self.model = model
         self.tokenizer = tokenizer
@@ -39,6 +43,7 @@ class EngineCore:
         self.defaults = dict(model.generation_defaults) if use_generation_config else {}
         self.executables = executables  # target first, then the draft's
         self.debug = debug
+        self.without_edits = without_edits
         self.stats = EngineStats()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         self.eos_ids = model.eos_token_ids | (frozenset() if tokenizer_eos is None else {tokenizer_eos})
@@ -60,6 +65,9 @@ class EngineCore:
         for token in stop_ids:
             if token >= self.model.vocab_size:
                 raise RequestError(f"stop_token_ids holds {token}; the vocabulary has {self.model.vocab_size} ids")
+        for token in params.logit_bias or ():
+            if token >= self.model.vocab_size:
+                raise RequestError(f"logit_bias holds token {token}; the vocabulary has {self.model.vocab_size} ids")
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         base_seed = sample_seed(self.seed, self._next_id + 1) if params.seed is None else params.seed
         samples = []
@@ -79,8 +87,18 @@ class EngineCore:
                     stop_token_ids=stop_ids,
                     include_stop=params.include_stop_str_in_output,
                     text=self._text_stream(params),
+                    max_draft_len=sys.maxsize if params.max_draft_len is None else params.max_draft_len,
+                    speculates=params.max_draft_len != 0,
+                    logprobs=None if params.logprobs is None else LogprobRecord(params.logprobs, self.tokenizer),
                     reuses_prefix=self.loop.collector is None,
                 )
+            )
+        if samples[0].needs_host and self.without_edits is not None:
+            wanted = samples[0].sampling.edits | ({} if params.logprobs is None else {"logprobs": params.logprobs})
+            asked = ", ".join(f"{name} = {value}" for name, value in wanted.items())
+            raise RequestError(
+                f"{asked}: this engine on backend {self.without_edits} was built to draw without; leave it at its "
+                "neutral value, or use the checkpoint itself or a new engine on backend aoti or onnx"
             )
         self._next_id += params.n
         return samples

@@ -37,9 +37,13 @@ _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt", "c
 
 def build_app(service: Service) -> FastAPI:
     """The routes over a service."""
-    # FastAPI's pages of documentation load scripts from elsewhere
-    about = {"title": "trtspec", "version": trtspec.__version__, "description": "OpenAI-compatible generation"}
-    app = FastAPI(**about, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="trtspec",
+        version=trtspec.__version__,
+        description="OpenAI-compatible generation",
+        docs_url=None,  # FastAPI's pages of documentation load scripts from elsewhere
+        redoc_url=None,
+    )
     api_errors.install(app)
 
     @app.post("/v1/completions", responses=_ERRORS)
