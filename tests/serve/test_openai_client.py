@@ -268,8 +268,8 @@ SCHEMA = {
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_json_schema_binds_the_text(client: openai.OpenAI, stream: bool) -> None:
     request: dict[str, Any] = {
-        "model": "coder", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 100, "temperature": 1, "seed": 4,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
+        "model": "coder", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 100, "temperature": 1,
+        "seed": 4, "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
     }  # fmt: skip
     if stream:
         text = "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(stream=True, **request))
