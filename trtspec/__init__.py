@@ -5,7 +5,7 @@ from trtspec.engine.background import Generation
 from trtspec.llm import LLM
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.outputs import CompletionOutput, Logprob, OutputDelta, RequestOutput, SpeculationStats
-from trtspec.sampling_params import SamplingParams
+from trtspec.sampling_params import SamplingParams, StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -18,5 +18,6 @@ __all__ = [
     "SpeculationStats",
     "SpeculativeConfig",
     "SpeculativeDecodingMode",
+    "StructuredOutputs",
 ]
 __version__ = "0.1.0"
