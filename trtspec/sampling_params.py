@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from json import dumps
 from typing import Any
 
 from trtspec.errors import RequestError
@@ -14,6 +15,43 @@ NEVER = 2**62
 
 MOST_LOGPROBS = 20
 """Most likely tokens that a request may ask for beside each one drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What a text must be, exactly one of: JSON of a schema (a dict, or its text), any JSON object, all of a regular
+    expression, one of some strings, a sentence of a grammar (EBNF, its root is `root`). Names are vLLM's.
+
+    RequestError for anything else; what is wrong inside one of them shows when a request is made of it.
+    """
+
+    json: Mapping[str, Any] | str | None = field(default=None, hash=False)
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, Mapping):
+            try:
+                object.__setattr__(self, "json", dumps(self.json))
+            except (TypeError, ValueError) as error:
+                raise RequestError(f"structured_outputs: the schema is no JSON ({error}); give plain values") from error
+        if self.choice is not None and not isinstance(self.choice, str):
+            object.__setattr__(self, "choice", tuple(self.choice))
+            if not self.choice or any(not isinstance(one, str) or not one for one in self.choice):
+                raise RequestError(f"structured_outputs: choice = {self.choice!r:.80} must be non-empty strings")
+        elif self.choice is not None:
+            raise RequestError(f"structured_outputs: choice = {self.choice!r:.80} must be a list of strings")
+        for name in ("json", "regex", "grammar"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise RequestError(f"structured_outputs: {name} = {getattr(self, name)!r:.80} must be text")
+        given = [name for name in ("json", "json_object", "regex", "choice", "grammar") if getattr(self, name)]
+        if len(given) != 1:
+            raise RequestError(
+                "structured_outputs takes exactly one of json, json_object, regex, choice and grammar; this has "
+                f"{' and '.join(given) or 'none'}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +70,9 @@ class SamplingParams:
     added to its logit, -100..100. logprobs: 0..20, the log-probabilities of each token drawn and of so many of the most
     likely; None = none. max_draft_len: at most so many drafts a step; 0 = plain decoding, None = the engine's K, which
     no request exceeds. It changes the time that a request takes, and no token.
+
+    structured_outputs: what the text must be. End-of-sequence and stop token ids can then be drawn where it may end,
+    and nothing else where it must; so min_tokens and ignore_eos, which contradict that, are refused beside it.
     """
 
     n: int = 1
@@ -54,6 +95,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     logprobs: int | None = None
     max_draft_len: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -96,6 +138,13 @@ class SamplingParams:
                 raise RequestError(f"logprobs = {self.logprobs} exceeds {MOST_LOGPROBS}; ask for fewer")
         if self.max_draft_len is not None:
             _int("max_draft_len", self.max_draft_len, 0)
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputs):
+                raise RequestError(f"structured_outputs = {self.structured_outputs!r:.80} must be a StructuredOutputs")
+            if self.min_tokens or self.ignore_eos:
+                raise RequestError(
+                    "structured_outputs says where the text ends; leave min_tokens and ignore_eos at their defaults"
+                )
 
     @classmethod
     def tensorrt_llm(cls, **fields: Any) -> SamplingParams:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtspec.errors import RequestError
-from trtspec.sampling_params import NEVER, ResolvedSampling, SamplingParams, sample_seed
+from trtspec.sampling_params import NEVER, ResolvedSampling, SamplingParams, StructuredOutputs, sample_seed
 
 
 def resolve(
@@ -102,6 +102,35 @@ def test_stop_strings_need_text() -> None:
     with pytest.raises(RequestError, match="detokenize"):
         SamplingParams(stop="end", detokenize=False)
     assert not SamplingParams(stop_token_ids=[1], detokenize=False).detokenize
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "exactly one of json, .*; this has none"),
+        ({"json": "{}", "regex": "a"}, "exactly one of .*; this has json and regex"),
+        ({"json": {"a": {1}}}, "the schema is no JSON"),
+        ({"json": 3}, "json = 3 must be text"),
+        ({"regex": b"a"}, "regex = b'a' must be text"),
+        ({"choice": "yes"}, "choice = 'yes' must be a list"),
+        ({"choice": []}, r"choice = \(\) must be non-empty strings"),
+        ({"choice": ["a", ""]}, "must be non-empty strings"),
+        ({"grammar": 1}, "grammar = 1 must be text"),
+    ],
+)
+def test_structured_outputs_are_of_one_form(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        StructuredOutputs(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"min_tokens": 1}, {"ignore_eos": True}])
+def test_what_contradicts_structured_outputs_is_refused(fields: dict[str, Any]) -> None:
+    form = StructuredOutputs(json={"type": "object"})
+    assert form.json == '{"type": "object"}'
+    with pytest.raises(RequestError, match="structured_outputs says where the text ends; leave min_tokens and ignore"):
+        SamplingParams(structured_outputs=form, **fields)
+    with pytest.raises(RequestError, match="structured_outputs = 'json' must be a StructuredOutputs"):
+        SamplingParams(structured_outputs="json")  # type: ignore[arg-type]
 
 
 def test_unknown_and_positional_arguments_are_errors() -> None:

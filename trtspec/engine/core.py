@@ -15,6 +15,7 @@ from trtspec.errors import CapacityError, EngineError, RequestError
 from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import ResolvedSampling, SamplingParams, sample_seed
 from trtspec.text import TextStream, Tokenizer
+from trtspec.verify.grammar import GrammarCompiler, Guide
 
 
 class EngineCore:
@@ -47,6 +48,7 @@ class EngineCore:
         self.stats = EngineStats()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         self.eos_ids = model.eos_token_ids | (frozenset() if tokenizer_eos is None else {tokenizer_eos})
+        self._compiler: GrammarCompiler | None = None  # once somebody wants one
         self._next_id = 0
         self._requests: dict[int, Request] = {}
 
@@ -70,6 +72,9 @@ class EngineCore:
                 raise RequestError(f"logit_bias holds token {token}; the vocabulary has {self.model.vocab_size} ids")
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         base_seed = sample_seed(self.seed, self._next_id + 1) if params.seed is None else params.seed
+        guides: Sequence[Guide | None] = [None] * params.n
+        if params.structured_outputs is not None:
+            guides = self._grammars().guides(params.structured_outputs, eos_ids | stop_ids, params.n)
         samples = []
         for index in range(params.n):
             sampling = ResolvedSampling.of(
@@ -90,11 +95,15 @@ class EngineCore:
                     max_draft_len=sys.maxsize if params.max_draft_len is None else params.max_draft_len,
                     speculates=params.max_draft_len != 0,
                     logprobs=None if params.logprobs is None else LogprobRecord(params.logprobs, self.tokenizer),
+                    guide=guides[index],
                     reuses_prefix=self.loop.collector is None,
                 )
             )
         if samples[0].needs_host and self.without_edits is not None:
-            wanted = samples[0].sampling.edits | ({} if params.logprobs is None else {"logprobs": params.logprobs})
+            wanted = dict(samples[0].sampling.edits)
+            for name in ("logprobs", "structured_outputs"):
+                if getattr(params, name) is not None:
+                    wanted[name] = getattr(params, name)
             asked = ", ".join(f"{name} = {value}" for name, value in wanted.items())
             raise RequestError(
                 f"{asked}: this engine on backend {self.without_edits} was built to draw without; leave it at its "
@@ -189,6 +198,14 @@ class EngineCore:
         reason = request.finish_reason or ""
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
         self.stats.speculation = SpeculationStats.total((self.stats.speculation, request.stats))
+
+    def _grammars(self) -> GrammarCompiler:
+        """RequestError without a tokenizer, DependencyError without xgrammar."""
+        if self.tokenizer is None:
+            raise RequestError("structured_outputs needs a tokenizer, and this model folder has none")
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self.tokenizer, self.model.vocab_size)
+        return self._compiler
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self.tokenizer is None or not params.detokenize:

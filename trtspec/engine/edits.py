@@ -39,7 +39,7 @@ def logit_edits(batch: Batch, draft_len: int) -> LogitEdits | None:
             rows += [_Row(request, len(request.tokens) + min(j, num_drafts)) for j in range(draft_len + 1)]
     history, prompt_lens, penalties = _penalties(rows)
     bias_ids, bias_values = _biases(rows)
-    return LogitEdits(history, prompt_lens, penalties, bias_ids, bias_values, _INTS)
+    return LogitEdits(history, prompt_lens, penalties, bias_ids, bias_values, _mask(batch, draft_len))
 
 
 def _penalties(rows: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,3 +71,17 @@ def _biases(rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
     ids, values = zip(*chain.from_iterable(padded), strict=True)
     shape = len(rows), width
     return torch.tensor(ids, dtype=torch.int32).view(shape), torch.tensor(values, dtype=torch.float32).view(shape)
+
+
+def _mask(batch: Batch, draft_len: int) -> Tensor:
+    """allow_mask [R, ceil(V/32)] int32. Rows of a request without a guide, and those of no use, allow everything."""
+    num_words = max(0 if row.request.guide is None else row.request.guide.num_words for row in batch)
+    if num_words == 0:
+        return _INTS
+    sizes = [1 if row.is_context else draft_len + 1 for row in batch]
+    mask = torch.full((sum(sizes), num_words), -1, dtype=torch.int32)
+    for row, part in zip(batch, torch.split(mask, sizes), strict=True):
+        if row.request.guide is not None and row.emits:
+            drafts = [] if row.is_context else row.request.drafts[: row.draft_len]
+            row.request.guide.fill(part, drafts)
+    return mask

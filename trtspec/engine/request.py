@@ -11,6 +11,7 @@ from trtspec.kv.blocks import SequenceKV
 from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import ResolvedSampling
 from trtspec.text import TextStream
+from trtspec.verify.grammar import Guide
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +29,7 @@ class Request:
     include_stop: bool
     text: TextStream | None  # None: no tokenizer, or the caller wants ids only
     logprobs: LogprobRecord | None = None  # None: nobody wants them
+    guide: Guide | None = None  # behind its tokens; None: they may be any
     kv: SequenceKV = field(default_factory=SequenceKV)
     drafts: list[int] = field(default_factory=list)  # proposal for the next step; do not change the list
     pending: int = 0  # rows in steps that are in flight: launched, their outputs not seen yet
@@ -43,7 +45,7 @@ class Request:
     needs_host: bool = field(init=False)  # the host sees to its draws in every step
 
     def __post_init__(self) -> None:
-        self.needs_host = bool(self.sampling.edits) or self.logprobs is not None
+        self.needs_host = bool(self.sampling.edits) or self.logprobs is not None or self.guide is not None
 
     @property
     def num_output(self) -> int:

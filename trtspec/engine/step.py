@@ -162,6 +162,8 @@ class StepLoop:
                     f"request {request.request_id}: no token can be drawn: NaN logits (check the model's "
                     "weights and dtype), or every token is banned"
                 )
+            if request.guide is not None and not request.finished:
+                request.guide.accept(real)
         except Exception as error:
             request.fail(error)
         taken = request.tokens[known:]
