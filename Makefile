@@ -67,6 +67,7 @@ contract-flashinfer: .venv/.dev
 soak: .venv/.dev .venv/.plugins
 	$(BIN)/python -m tests.serve.soak
 	$(BIN)/python -m tests.serve.soak --kill-every 30
+	TRTSPEC_FUZZ_EXAMPLES=60 $(BIN)/python -m pytest -q --timeout 1800 tests/serve/test_schema_fuzz.py
 
 bench: .venv/.dev .venv/.plugins
 	$(BIN)/python benchmarks/decode.py
