@@ -63,6 +63,7 @@ class Counts:
         seconds = max(self.seconds - past.seconds, 1e-3)
         positions = sorted(self.drafted, key=int)
         return {
+            "seconds": seconds,
             "tokens_per_second": round((self.tokens - past.tokens) / seconds, 1),
             # an engine that was started anew counts from zero
             "steps_per_second": round(max(self.steps - past.steps, 0) / seconds, 1),

@@ -103,9 +103,9 @@ function verdict([first, second], inTurn) {
   if (first.text !== second.text) {
     let i = 0;
     while (first.text[i] === second.text[i]) i++;
-    return `The texts differ from character ${i + 1} on.`;
+    return `Texts differ from character ${i + 1} on.`;
   }
-  const equal = `The texts are equal (${first.text.length} characters).`;
+  const equal = `Texts are equal (${first.text.length} characters).`;
   if (!inTurn) return equal;
   const [fast, slow] = first.speed >= second.speed ? [first, second] : [second, first];
   return `${equal} K = ${fast.k}: ${(fast.speed / slow.speed).toFixed(2)}x the speed of K = ${slow.k}.`;

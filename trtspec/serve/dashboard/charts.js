@@ -13,7 +13,7 @@ const CHARTS = [
   { name: "Tokens/s", value: (e) => e.tokens_per_second, words: whole },
   { name: "Steps/s", value: (e) => e.steps_per_second, words: whole },
   {
-    name: "Drafts accepted",
+    name: "Accepted",
     value: (e) => (sum(e.drafted) ? sum(e.accepted) / sum(e.drafted) : null),
     words: percent,
     top: () => 1,
