@@ -207,6 +207,17 @@ def test_two_settings_are_compared_side_by_side(view: View) -> None:
     view.run(r"^Texts are equal .* K = [03]: \d+\.\d\dx the speed of K = [03]\.$")
 
 
+def test_texts_that_differ_are_said_to(view: View) -> None:
+    def answer(route: Any) -> None:
+        k = route.request.post_data_json["num_speculative_tokens"]
+        event = choice(f"same {k}", one([], [], ["same", f" {k}"]))
+        route.fulfill(status=200, body=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
+
+    view.page.route("**/v1/completions", answer)
+    view.settings(compare=True, k=2, other_k=1)
+    view.run(r"^Texts differ from character 6 on\.$")
+
+
 def test_a_run_shows_its_text_as_it_comes_and_escape_frees_it(view: View) -> None:
     view.settings(prompt=PROMPT, max_tokens=1900, k=0)
     view.page.locator("#prompt").press("Control+Enter")
