@@ -105,8 +105,8 @@ build/path/.made: pyproject.toml
 	touch $@
 
 # A browser for the live view's tests, unless the machine has one; without it they are skipped.
-build/chromium/.made: build_scripts/get_chromium.py .venv/.base
-	@$(BIN)/python -m build_scripts.get_chromium && mkdir -p $(@D) && touch $@ || true
+build/chromium/.made: tests/serve/chromium.py .venv/.base
+	@$(BIN)/python -m tests.serve.chromium && mkdir -p $(@D) && touch $@ || true
 
 # Without a compiler the reference kernels serve; the script says so in one line.
 .venv/.plugins: .venv/.base $(wildcard plugins/cpu/src/*) plugins/cpu/build.py

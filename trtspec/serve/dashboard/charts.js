@@ -20,7 +20,7 @@ const CHARTS = [
   },
   { name: "Batch", value: (e) => e.load.running, words: whole, top: (e) => e.facts.max_batch_size, latest: true },
   { name: "Waiting", value: (e) => e.load.waiting, words: whole, latest: true },
-  { name: "KV in use", value: (e) => e.load.kv_used, words: (x) => `${(100 * x).toFixed(1)}%`, latest: true },
+  { name: "KV in use", value: (e) => e.load.kv_used, words: (x) => `${(100 * x).toFixed(x > 0 && x < 0.1 ? 1 : 0)}%`, latest: true },
 ];
 
 class Chart {

@@ -130,7 +130,7 @@ export class Pane {
     }
     const percent = `${((100 * accepted) / offered).toFixed(0)}%`;
     this.bars.children[i].querySelector(".fill").style.width = percent;
-    this.bars.children[i].querySelector(".share").textContent = `${percent} (${accepted} of ${offered})`;
+    this.bars.children[i].querySelector(".share").textContent = `${percent} (${accepted}/${offered})`;
   }
 }
 
