@@ -7,7 +7,7 @@ BIN := .venv/bin
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
 
-test: .venv/.dev .venv/.plugins
+test: .venv/.dev .venv/.plugins build/chromium/.made
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -109,6 +109,10 @@ build/path/.made: pyproject.toml
 	ln -sfn ../../plugins build/path/trtspec_plugins
 	$(PYTHON) -c 'from setuptools import setup; setup()' -q egg_info
 	touch $@
+
+# A browser for the live view's tests, unless the machine has one; without it they are skipped.
+build/chromium/.made: tests/serve/chromium.py .venv/.base
+	@$(BIN)/python -m tests.serve.chromium && mkdir -p $(@D) && touch $@ || true
 
 # Without a compiler the reference kernels serve; the script says so in one line.
 .venv/.plugins: .venv/.base $(wildcard plugins/cpu/src/*) plugins/cpu/build.py

@@ -13,6 +13,7 @@ import trtspec
 from trtspec.serve import api_errors
 from trtspec.serve.answers import ChatAnswer, CompletionAnswer
 from trtspec.serve.api_errors import ApiError
+from trtspec.serve.live import live_view
 from trtspec.serve.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -45,6 +46,7 @@ def build_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     api_errors.install(app)
+    app.include_router(live_view(service))
 
     @app.post("/v1/completions", responses=_ERRORS)
     async def completions(body: CompletionRequest, http: Request) -> Response:

@@ -43,7 +43,7 @@ async def _serve(
         tokenizer = Tokenizer.from_folder(options.get("tokenizer") or settings.model)
         service = Service(settings, client, tokenizer)
         client.on_restart = service.metrics.restarts.inc
-        server = _Server(_config(service))
+        server = _Server(service)
         await starting
         host, port = listener.getsockname()[:2]
         announce(f"serving {service.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
@@ -58,6 +58,10 @@ class _Server(uvicorn.Server):
     """SIGTERM and SIGINT: no new requests, those in flight may end; a second one: at once. Other than its parent's,
     the process goes on afterwards, to end the engine."""
 
+    def __init__(self, service: Service) -> None:
+        super().__init__(_config(service))
+        self._service = service
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """See uvicorn.Server."""
@@ -69,7 +73,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See uvicorn.Server."""
         self.force_exit = self.should_exit
-        self.should_exit = True
+        self.should_exit = self._service.stopping = True
 
 
 def _config(service: Service) -> uvicorn.Config:

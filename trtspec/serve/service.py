@@ -115,6 +115,7 @@ class Service:
         self.metrics = Metrics(client)
         self.name = settings.served_name or Path(settings.model).resolve().name
         self.created = int(time.time())
+        self.stopping = False  # the server has been told to
 
     @property
     def facts(self) -> EngineFacts:
