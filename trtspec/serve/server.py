@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -15,28 +16,31 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from trtspec.serve import logs
 from trtspec.serve.engine_client import EngineClient
+from trtspec.serve.request_log import RequestLog
 from trtspec.serve.routes import build_app
 from trtspec.serve.security import Gate
 from trtspec.serve.service import Service
 from trtspec.serve.settings import ServeSettings
 from trtspec.text import Tokenizer
 
+logger = logging.getLogger(__name__)
 
-def serve(settings: ServeSettings, options: dict[str, Any], announce: Callable[[str], None] = print) -> int:
-    """Serve until told to stop (SIGTERM, SIGINT); exit status. options: arguments of LLM, as JSON can write them;
-    announce hears where it listens, once requests can run.
+
+def serve(settings: ServeSettings, options: dict[str, Any]) -> int:
+    """Serve until told to stop (SIGTERM, SIGINT); exit status. options: arguments of LLM, as JSON can write them.
+    The log says where it listens, once requests can run.
 
     ConfigError, EngineError if the model cannot be loaded; OSError if the address is taken.
     """
+    logs.configure(settings.log_format, settings.log_level)
     with socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048) as listener:
-        return asyncio.run(_serve(settings, options, listener, announce))
+        return asyncio.run(_serve(settings, options, listener))
 
 
-async def _serve(
-    settings: ServeSettings, options: dict[str, Any], listener: socket.socket, announce: Callable[[str], None]
-) -> int:
-    client = EngineClient(options)
+async def _serve(settings: ServeSettings, options: dict[str, Any], listener: socket.socket) -> int:
+    client = EngineClient(options, (settings.log_format, settings.log_level))
     starting = asyncio.create_task(client.start())  # beside what follows: both take a second
     try:
         await asyncio.sleep(0)
@@ -46,8 +50,9 @@ async def _serve(
         server = _Server(_config(service))
         await starting
         host, port = listener.getsockname()[:2]
-        announce(f"serving {service.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
+        logger.info("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
         await server.serve(sockets=[listener])
+        logger.info("stopped")
     finally:
         starting.cancel()
         await client.close()
@@ -75,7 +80,7 @@ class _Server(uvicorn.Server):
 def _config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         guarded(service),
-        log_level="warning",
+        log_config=None,  # its events go where ours go
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=math.ceil(service.settings.drain),
@@ -93,4 +98,4 @@ def guarded(service: Service) -> ASGIApp:
     app: ASGIApp = Gate(build_app(service), settings.api_keys, settings.max_body, service.metrics)
     if settings.cors:
         app = CORSMiddleware(app, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
-    return app
+    return RequestLog(app)
