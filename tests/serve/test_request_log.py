@@ -36,11 +36,15 @@ def logging_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def events(server: Server) -> list[dict[str, Any]]:
-    """All that is in the log; each of its lines is JSON."""
-    return [json.loads(line) for line in server.log.read_text().splitlines()]
+    """All that is in the log; each of its lines is JSON, but for one that is still being written."""
+    return [json.loads(line) for line in server.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def line_of(server: Server, identity: str) -> dict[str, Any]:
+    for _ in range(500):  # the answer may be here before its line is
+        if f'"id":"{identity}"' in server.log.read_text():
+            break
+        time.sleep(0.01)
     (found,) = [one for one in events(server) if one.get("id") == identity]
     assert found["logger"] == "trtspec.serve.requests"
     return found

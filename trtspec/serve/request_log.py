@@ -40,7 +40,7 @@ class Record:
     status: int = 499  # of the answer; as it is, none was sent
     error: str | None = None  # a word for what went wrong before anything was generated
     generation: Generation | None = None
-    _start: float = field(default_factory=time.perf_counter)
+    start: float = field(default_factory=time.perf_counter)  # `began` on the clock that measures
 
     @property
     def reason(self) -> str:
@@ -49,9 +49,16 @@ class Record:
             return self.generation.reason
         return self.error or ("ok" if self.status < 400 else "client_gone" if self.status == 499 else "error")
 
+    @property
+    def first_token_at(self) -> int | None:
+        """Nanoseconds since 1970; None if there was none."""
+        if self.generation is None or self.generation.first_token is None:
+            return None
+        return self.began + int((self.generation.started - self.start + self.generation.first_token) * 1e9)
+
     def finish(self) -> None:
         """It has been answered, or will not be."""
-        self.ended = self.began + int((time.perf_counter() - self._start) * 1e9)
+        self.ended = self.began + int((time.perf_counter() - self.start) * 1e9)
 
     def fields(self) -> dict[str, Any]:
         """What is written of it."""

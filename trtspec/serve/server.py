@@ -18,11 +18,12 @@ from starlette.types import ASGIApp
 
 from trtspec.serve import logs
 from trtspec.serve.engine_client import EngineClient
-from trtspec.serve.request_log import RequestLog
+from trtspec.serve.request_log import RequestLog, write
 from trtspec.serve.routes import build_app
 from trtspec.serve.security import Gate
 from trtspec.serve.service import Service
 from trtspec.serve.settings import ServeSettings
+from trtspec.serve.tracing import Tracing, from_environment
 from trtspec.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,14 @@ def serve(settings: ServeSettings, options: dict[str, Any]) -> int:
     ConfigError, EngineError if the model cannot be loaded; OSError if the address is taken.
     """
     logs.configure(settings.log_format, settings.log_level)
+    tracing = from_environment()
     with socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048) as listener:
-        return asyncio.run(_serve(settings, options, listener))
+        return asyncio.run(_serve(settings, options, listener, tracing))
 
 
-async def _serve(settings: ServeSettings, options: dict[str, Any], listener: socket.socket) -> int:
+async def _serve(
+    settings: ServeSettings, options: dict[str, Any], listener: socket.socket, tracing: Tracing | None
+) -> int:
     client = EngineClient(options, (settings.log_format, settings.log_level))
     starting = asyncio.create_task(client.start())  # beside what follows: both take a second
     try:
@@ -47,7 +51,7 @@ async def _serve(settings: ServeSettings, options: dict[str, Any], listener: soc
         tokenizer = Tokenizer.from_folder(options.get("tokenizer") or settings.model)
         service = Service(settings, client, tokenizer)
         client.on_restart = service.metrics.restarts.inc
-        server = _Server(_config(service))
+        server = _Server(_config(service, tracing))
         await starting
         host, port = listener.getsockname()[:2]
         logger.info("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
@@ -56,6 +60,8 @@ async def _serve(settings: ServeSettings, options: dict[str, Any], listener: soc
     finally:
         starting.cancel()
         await client.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
     return 0
 
 
@@ -77,9 +83,9 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _config(service: Service) -> uvicorn.Config:
+def _config(service: Service, tracing: Tracing | None) -> uvicorn.Config:
     return uvicorn.Config(
-        guarded(service),
+        guarded(service, tracing),
         log_config=None,  # its events go where ours go
         access_log=False,
         lifespan="off",
@@ -92,10 +98,10 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def guarded(service: Service) -> ASGIApp:
-    """The app behind its gate."""
+def guarded(service: Service, tracing: Tracing | None = None) -> ASGIApp:
+    """The app behind its gate, and before that the records of all that comes."""
     settings = service.settings
     app: ASGIApp = Gate(build_app(service), settings.api_keys, settings.max_body, service.metrics)
     if settings.cors:
         app = CORSMiddleware(app, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
-    return RequestLog(app)
+    return RequestLog(app, (write,) if tracing is None else (write, tracing))
