@@ -113,7 +113,7 @@ def running(
 
 def _address(process: subprocess.Popen[str], log: Path) -> str:
     for _ in range(6000):
-        found = re.search(r"serving \S+ at (http://\S+)", log.read_text())
+        found = re.search(r"serving \S+ at (http://[^\s\"]+)", log.read_text())
         if found:
             return found[1]
         if process.poll() is not None:

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from trtspec.errors import CapacityError, EngineError, RequestError, TrtSpecError, UnsupportedError
 from trtspec.serve.engine_client import RefusedError
+from trtspec.serve.request_log import current
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,9 @@ def install(app: FastAPI) -> None:
 
 
 def response(error: ApiError) -> JSONResponse:
-    """As HTTP."""
+    """As HTTP; its word goes into the request's record."""
+    if (record := current()) is not None:
+        record.error = error.code or error.body["error"]["type"]
     return JSONResponse(error.body, error.status_code, error.headers)
 
 
