@@ -1,4 +1,4 @@
-"""`trtspec generate | bench | info | train | build | verify | export-config`: arguments in, exit status out."""
+"""`trtspec`: a row for each command; arguments in, exit status out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from trtspec.cli import bench, build, export_config, generate, info, train
+from trtspec.cli import bench, build, export_config, generate, info, train, triton_repo
 from trtspec.cli.options import add_engine_options, speculative_config
 from trtspec.errors import TrtSpecError
 
@@ -51,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("export-config", help="speculation as settings of TensorRT-LLM or vLLM")
     export_config.add_arguments(command)
     command.set_defaults(run=export_config.run)
+
+    command = commands.add_parser("triton-repo", help="write a model repository for Triton Inference Server")
+    add_engine_options(command)
+    triton_repo.add_arguments(command)
+    command.set_defaults(run=triton_repo.run)
 
     namespace = parser.parse_args(arguments)
     try:

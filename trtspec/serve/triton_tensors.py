@@ -1,0 +1,71 @@
+"""Tensors of Triton's python backend, in and out, with numpy 1 and with numpy 2.
+
+`triton_python_backend_utils` exists inside the server alone; it is passed around as `pb`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trtspec.errors import RequestError
+from trtspec.serve.triton_configs import TensorSpec
+
+Values = Mapping[str, list[Any]]
+"""Tensors by name: the elements of each, all dimensions in a row; strings are str."""
+
+_DTYPES = {"BOOL": np.bool_, "INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32}
+
+
+def read_inputs(request: Any, specs: Sequence[TensorSpec]) -> dict[str, list[Any]]:
+    """The inputs of a pb.InferenceRequest. RequestError naming the tensor: one that is refused, text that is not UTF-8,
+    more than one element where one is meant."""
+    values = read_tensors(request.inputs(), specs)
+    for spec in specs:
+        elements = values.get(spec.name)
+        if elements is None:
+            continue
+        if spec.refused is not None and not set(elements) <= set(spec.neutral):
+            raise RequestError(f"input {spec.name}: {spec.refused}")
+        if spec.dims == (1,) and len(elements) != 1:
+            raise RequestError(f"input {spec.name} has {len(elements)} elements; give one")
+    return values
+
+
+def read_tensors(tensors: Iterable[Any], specs: Sequence[TensorSpec]) -> dict[str, list[Any]]:
+    """Of pb.Tensors, those of `specs`. RequestError for text that is not UTF-8."""
+    known = {spec.name: spec for spec in specs}
+    return {tensor.name(): _elements(tensor, known[tensor.name()]) for tensor in tensors}
+
+
+def _elements(tensor: Any, spec: TensorSpec) -> list[Any]:
+    if spec.dtype != "STRING":
+        return list(torch.from_dlpack(tensor.to_dlpack()).flatten().tolist())
+    try:
+        return [text.decode() for text in tensor.as_numpy().ravel()]
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{spec.name} is not UTF-8 ({error}); encode it so") from error
+
+
+def make_tensors(pb: Any, specs: Sequence[TensorSpec], values: Values, batched: bool) -> list[Any]:
+    """A pb.Tensor for each of `specs` that has values. batched: with a batch dimension of 1 before its own."""
+    return [_tensor(pb, spec, values[spec.name], batched) for spec in specs if spec.name in values]
+
+
+def _tensor(pb: Any, spec: TensorSpec, elements: Sequence[Any], batched: bool) -> Any:
+    shape = [1] * batched + _shape(spec.dims, len(elements))
+    if spec.dtype == "STRING":
+        return pb.Tensor(spec.name, np.array([text.encode() for text in elements], dtype=np.object_).reshape(shape))
+    return pb.Tensor.from_dlpack(spec.name, np.array(elements, dtype=_DTYPES[spec.dtype]).reshape(shape))
+
+
+def _shape(dims: Sequence[int], count: int) -> list[int]:
+    """Of `count` elements: the last -1 takes what there is, others are 1."""
+    shape = [1 if dim == -1 else dim for dim in dims]
+    if -1 in dims:
+        shape[len(dims) - 1 - list(dims)[::-1].index(-1)] = count // math.prod(shape)
+    return shape
