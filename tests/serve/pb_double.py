@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 FINAL = 1
 TIMEOUT = 60
@@ -18,18 +20,14 @@ class Tensor:
         self._name, self._array = name, array
 
     @classmethod
-    def from_dlpack(cls, name: str, array: np.ndarray) -> Tensor:
-        return cls(name, np.from_dlpack(array))
+    def from_dlpack(cls, name: str, tensor: torch.Tensor) -> Tensor:
+        return cls(name, tensor.numpy())
 
     def name(self) -> str:
         return self._name
 
     def as_numpy(self) -> np.ndarray:
         return self._array
-
-    def to_dlpack(self) -> Any:
-        assert self._array.dtype != np.object_, "strings have no DLPack"
-        return np.array(self._array).__dlpack__()
 
 
 class TritonError:
@@ -139,7 +137,7 @@ def make_pb(models: Mapping[str, Any] | None = None) -> SimpleNamespace:
             returned = self._model.execute([self])
             if not decoupled:
                 return returned[0] if returned else next(iter(self.sender))
-            return (response for response in [*self.sender, InferenceResponse()])
+            return itertools.chain(self.sender, [InferenceResponse()])
 
     return SimpleNamespace(
         Tensor=Tensor,

@@ -25,6 +25,7 @@ from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import SamplingParams
 from trtspec.serve.triton_configs import LAYOUTS, ModelSpec
 from trtspec.serve.triton_metrics import Metrics
+from trtspec.serve.triton_numpy import repair
 from trtspec.serve.triton_settings import Settings
 from trtspec.serve.triton_tensors import Values, make_tensors, read_inputs
 
@@ -118,6 +119,7 @@ class EngineHost:
         """Triton's call, when the model is unloaded: end what still runs, and free the engine."""
         self._watcher.cancel()
         self.llm.shutdown()
+        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -183,6 +185,11 @@ class EngineHost:
                     running.generation.abort()
             self.metrics.update(self.llm, len(self._running))
 
+    async def _drain(self) -> None:
+        """Wait until every request is answered: with an error, those that shutdown ended."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     def _stop(self, request_id: str) -> None:
         """End the requests of this id: they are answered with what they have."""
         if not request_id:
@@ -198,7 +205,9 @@ class Cancelled(Exception):
 
 def backend_utils() -> Any:
     """The module that the server hands to its python models; there is none elsewhere."""
-    return importlib.import_module("triton_python_backend_utils")
+    pb = importlib.import_module("triton_python_backend_utils")
+    repair(pb)
+    return pb
 
 
 def send_error(pb: Any, sender: Any, error: Exception) -> None:

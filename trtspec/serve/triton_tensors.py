@@ -18,7 +18,7 @@ from trtspec.serve.triton_configs import TensorSpec
 Values = Mapping[str, list[Any]]
 """Tensors by name: the elements of each, all dimensions in a row; strings are str."""
 
-_DTYPES = {"BOOL": np.bool_, "INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32}
+_DTYPES = {"BOOL": torch.bool, "INT32": torch.int32, "UINT64": torch.uint64, "FP32": torch.float32}
 
 
 def read_inputs(request: Any, specs: Sequence[TensorSpec]) -> dict[str, list[Any]]:
@@ -43,10 +43,9 @@ def read_tensors(tensors: Iterable[Any], specs: Sequence[TensorSpec]) -> dict[st
 
 
 def _elements(tensor: Any, spec: TensorSpec) -> list[Any]:
-    if spec.dtype != "STRING":
-        return list(torch.from_dlpack(tensor.to_dlpack()).flatten().tolist())
+    elements = tensor.as_numpy().ravel().tolist()
     try:
-        return [text.decode() for text in tensor.as_numpy().ravel()]
+        return [text.decode() for text in elements] if spec.dtype == "STRING" else elements
     except UnicodeDecodeError as error:
         raise RequestError(f"{spec.name} is not UTF-8 ({error}); encode it so") from error
 
@@ -60,7 +59,8 @@ def _tensor(pb: Any, spec: TensorSpec, elements: Sequence[Any], batched: bool) -
     shape = [1] * batched + _shape(spec.dims, len(elements))
     if spec.dtype == "STRING":
         return pb.Tensor(spec.name, np.array([text.encode() for text in elements], dtype=np.object_).reshape(shape))
-    return pb.Tensor.from_dlpack(spec.name, np.array(elements, dtype=_DTYPES[spec.dtype]).reshape(shape))
+    # Not an array of numpy: servers may take it for empty (see triton_numpy), nor its capsule, which they break.
+    return pb.Tensor.from_dlpack(spec.name, torch.tensor(elements, dtype=_DTYPES[spec.dtype]).reshape(shape))
 
 
 def _shape(dims: Sequence[int], count: int) -> list[int]:
