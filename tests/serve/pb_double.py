@@ -85,9 +85,9 @@ class Sender:
 class Request:
     """A request as a model gets it: by name, arrays of strings (as bytes) or numbers."""
 
-    def __init__(self, inputs: Mapping[str, Any], request_id: str = "") -> None:
+    def __init__(self, inputs: Mapping[str, Any], request_id: str = "", parameters: str = "") -> None:
         self._inputs = [Tensor(name, _array(value)) for name, value in inputs.items()]
-        self._request_id = request_id
+        self._request_id, self._parameters = request_id, parameters
         self.sender = Sender()
 
     def inputs(self) -> list[Tensor]:
@@ -95,6 +95,9 @@ class Request:
 
     def request_id(self) -> str:
         return self._request_id
+
+    def parameters(self) -> str:
+        return self._parameters
 
     def get_response_sender(self) -> Sender:
         return self.sender

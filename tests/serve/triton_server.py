@@ -5,17 +5,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import queue
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
+from trtspec.serve.triton_configs import LAYOUTS
+
 START_SECONDS = 120
+MESSAGE_SECONDS = 30
 
 
 def home() -> Path | None:
@@ -27,9 +34,10 @@ def home() -> Path | None:
 
 
 class TritonServer:
-    """tritonserver with one model repository, ready; ends with its context."""
+    """tritonserver with one model repository, ready; ends with its context. models: those that clients call."""
 
-    def __init__(self, repository: Path) -> None:
+    def __init__(self, repository: Path, models: list[str]) -> None:
+        self.models = models
         self.http, self.grpc, self.metrics = _free_ports(3)
         self.log = repository.with_name(f"{repository.name}.log")
         folder = home()
@@ -86,6 +94,15 @@ class TritonServer:
             lines = answer.read().decode().splitlines()
         return {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("trtspec_")}
 
+    def settled(self) -> dict[str, float]:
+        """The same, once no request is in flight."""
+        deadline = time.monotonic() + 30
+        before = None
+        while before != (before := self.figures()) or before["trtspec_running_requests"]:
+            assert time.monotonic() < deadline, f"requests do not end: {before}"
+            time.sleep(0.3)
+        return before
+
     def _is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/v2/health/ready", timeout=5) as answer:
@@ -104,3 +121,95 @@ def _free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a gRPC stream brings. text: None of an empty one."""
+
+    text: str | None = None
+    accepted: int = 0
+    finish_reason: str | None = None
+    final: bool = False
+    error: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.text or "")
+
+
+class GrpcStream:
+    """A gRPC stream of tritonclient's: send one request, then iterate over its messages."""
+
+    def __init__(self, server: TritonServer) -> None:
+        import tritonclient.grpc
+
+        self.client = tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}")
+        self.messages: queue.Queue[Message] = queue.Queue()
+        self.ended = False
+
+    def __enter__(self) -> GrpcStream:
+        self.client.start_stream(lambda result, error: self.messages.put(_message(result, error)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+
+    def send(self, model: str, body: dict[str, Any], request_id: str = "") -> None:
+        self.ended = False
+        self.client.async_stream_infer(
+            model, grpc_inputs(model, body), request_id=request_id, enable_empty_final_response=True
+        )
+
+    def cancel(self) -> None:
+        self.client.stop_stream(cancel_requests=True)
+
+    def __iter__(self) -> GrpcStream:
+        return self
+
+    def __next__(self) -> Message:
+        if self.ended:
+            raise StopIteration
+        message = self.messages.get(timeout=MESSAGE_SECONDS)
+        self.ended = message.final
+        return message
+
+
+def _message(result: Any, error: Any) -> Message:
+    if error is not None:
+        return Message(error=str(error), final=True)
+    final = result.get_response().parameters["triton_final_response"].bool_param
+
+    def first(name: str) -> Any:
+        array = result.as_numpy(name)
+        return None if array is None else array.ravel()[0]
+
+    text, reason = first("text_output"), first("finish_reason")
+    return Message(
+        text=None if text is None else text.decode(),
+        accepted=int(first("total_accepted_draft_tokens") or 0),
+        finish_reason=None if reason is None else reason.decode(),
+        final=final,
+    )
+
+
+def grpc_inputs(model: str, body: dict[str, Any]) -> list[Any]:
+    """A JSON request as tritonclient's inputs."""
+    import tritonclient.grpc
+
+    # A tensorrt_llm that clients call is that of llmapi, the first
+    spec = next(spec for specs in LAYOUTS.values() for spec in specs if spec.name == model)
+    dtypes = {one.name: one.dtype for one in spec.inputs}
+    inputs = []
+    for name, value in body.items():
+        dtype = dtypes[name]
+        numpy_dtype = {"STRING": np.object_, "BOOL": np.bool_, "FP32": np.float32}.get(dtype) or dtype.lower()
+        array = np.array(value if isinstance(value, list) else [value], dtype=numpy_dtype)
+        if dtype == "STRING":
+            array = np.array([text.encode() for text in array], dtype=np.object_)
+        array = array.reshape([1] * (spec.max_batch_size > 0) + [array.size])
+        made = tritonclient.grpc.InferInput(name, list(array.shape), "BYTES" if dtype == "STRING" else dtype)
+        made.set_data_from_numpy(array)
+        inputs.append(made)
+    return inputs

@@ -77,8 +77,7 @@ class EngineHost:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's call: load the engine. Whatever it raises is why the model is not ready."""
         self.pb = backend_utils()
-        policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
-        self.decoupled = bool(policy.get("decoupled", False))
+        self.decoupled = is_decoupled(args)
         settings = Settings.read(Path(args["model_repository"]) / args["model_version"])
         self.period = settings.cancellation_check_period
         options = dict(settings.llm)
@@ -102,11 +101,7 @@ class EngineHost:
                     sender.send(self.pb.InferenceResponse([]), self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                     continue
                 job = self.job(values)
-                if job.streaming and not self.decoupled:
-                    raise RequestError(
-                        "this model repository answers a request once; write it again with trtspec triton-repo, "
-                        "without --no-streaming, or ask for no stream"
-                    )
+                check_streaming(job.streaming, self.decoupled)
                 generation = self.llm.generate_async(job.prompt, job.params)
             except Exception as error:
                 send_error(self.pb, sender, error)
@@ -197,6 +192,21 @@ class EngineHost:
         for running in list(self._running.values()):
             if running.request_id == request_id:
                 running.generation.abort()
+
+
+def is_decoupled(args: Mapping[str, str]) -> bool:
+    """Whether a request may get several responses; args: of Triton's call of initialize."""
+    policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
+    return bool(policy.get("decoupled", False))
+
+
+def check_streaming(asked: bool, decoupled: bool) -> None:
+    """RequestError for a stream where a request is answered once."""
+    if asked and not decoupled:
+        raise RequestError(
+            "this model repository answers a request once; write it again with trtspec triton-repo, without "
+            "--no-streaming, or ask for no stream"
+        )
 
 
 class Cancelled(Exception):

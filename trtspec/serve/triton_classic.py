@@ -12,7 +12,17 @@ from typing import Any, ClassVar
 
 from trtspec.errors import RequestError
 from trtspec.sampling_params import SamplingParams
-from trtspec.serve.triton_backend import Cancelled, EngineHost, Job, Part, backend_utils, sampling_params, send_error
+from trtspec.serve.triton_backend import (
+    Cancelled,
+    EngineHost,
+    Job,
+    Part,
+    backend_utils,
+    check_streaming,
+    is_decoupled,
+    sampling_params,
+    send_error,
+)
 from trtspec.serve.triton_configs import (
     FROM_PREPROCESSING,
     LAYOUTS,
@@ -189,8 +199,7 @@ class BlsModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's call."""
         self.pb = backend_utils()
-        policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
-        self.decoupled = bool(policy.get("decoupled", False))
+        self.decoupled = is_decoupled(args)
         self._threads = ThreadPoolExecutor(NUM_BLS_THREADS, thread_name_prefix="trtspec-bls")
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -207,6 +216,7 @@ class BlsModel:
         try:
             values = read_inputs(request, self.spec.inputs)
             streaming = any(values.get("stream", ()))
+            check_streaming(streaming, self.decoupled)
             whole: dict[str, list[Any]] = {}
             for outputs in self._generate(values, sender):
                 outputs["text_output"] = ["".join([*whole.get("text_output", ()), *outputs["text_output"]])]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,8 +23,12 @@ _DTYPES = {"BOOL": torch.bool, "INT32": torch.int32, "UINT64": torch.uint64, "FP
 
 
 def read_inputs(request: Any, specs: Sequence[TensorSpec]) -> dict[str, list[Any]]:
-    """The inputs of a pb.InferenceRequest. RequestError naming the tensor: one that is refused, text that is not UTF-8,
-    more than one element where one is meant."""
+    """The inputs of a pb.InferenceRequest. RequestError naming the tensor: one that is refused or that we do not know,
+    text that is not UTF-8, more than one element where one is meant."""
+    # Triton's generate calls turn each field that is no input of the model into a parameter.
+    for name in json.loads(request.parameters() or "{}"):
+        if not name.startswith("triton_"):
+            raise RequestError(f"{name} is no input of this model; inputs are {', '.join(spec.name for spec in specs)}")
     values = read_tensors(request.inputs(), specs)
     for spec in specs:
         elements = values.get(spec.name)
