@@ -85,9 +85,11 @@ class Sender:
 class Request:
     """A request as a model gets it: by name, arrays of strings (as bytes) or numbers."""
 
-    def __init__(self, inputs: Mapping[str, Any], request_id: str = "", parameters: str = "") -> None:
+    def __init__(
+        self, inputs: Mapping[str, Any], request_id: str = "", parameters: str = "", outputs: Sequence[str] = ()
+    ) -> None:
         self._inputs = [Tensor(name, _array(value)) for name, value in inputs.items()]
-        self._request_id, self._parameters = request_id, parameters
+        self._request_id, self._parameters, self._outputs = request_id, parameters, outputs
         self.sender = Sender()
 
     def inputs(self) -> list[Tensor]:
@@ -95,6 +97,9 @@ class Request:
 
     def request_id(self) -> str:
         return self._request_id
+
+    def requested_output_names(self) -> Sequence[str]:
+        return self._outputs
 
     def parameters(self) -> str:
         return self._parameters
@@ -133,7 +138,7 @@ def make_pb(models: Mapping[str, Any] | None = None) -> SimpleNamespace:
         def __init__(
             self, model_name: str, request_id: str, requested_output_names: Sequence[str], inputs: Sequence[Tensor]
         ) -> None:
-            super().__init__({}, request_id)
+            super().__init__({}, request_id, outputs=requested_output_names)
             self._inputs, self._model = list(inputs), (models or {})[model_name]
 
         def exec(self, decoupled: bool = False) -> Any:

@@ -89,9 +89,8 @@ def load(target: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 def ask(model: Any, request_id: str = "", **inputs: Any) -> Request:
     """Send one request and return at once."""
-    request = Request(
-        {name: value if isinstance(value, list) else [value] for name, value in inputs.items()}, request_id
-    )
+    arrays = {name: value if isinstance(value, list) else [value] for name, value in inputs.items()}
+    request = Request(arrays, request_id, outputs=[spec.name for spec in model.spec.outputs])
     model.execute([request])
     return request
 
@@ -213,8 +212,8 @@ def test_a_client_that_goes_frees_its_request(load: Callable[..., Any], layout: 
     assert responses[-1].error().code() == model.pb.TritonError.CANCELLED
     wait_until(lambda: engine.llm.num_kv_blocks_in_use == 0)
     assert engine.llm.get_metrics().finished == {"abort": 1}
-    wait_until(lambda: engine.pb.metrics["trtspec_steps_total"] == engine.llm.get_metrics().steps)
-    wait_until(lambda: engine.pb.metrics["trtspec_running_requests"] == 0)
+    wait_until(lambda: engine.pb.metrics.get("trtspec_steps_total") == engine.llm.get_metrics().steps)
+    wait_until(lambda: not engine.pb.metrics.get("trtspec_running_requests"))
 
 
 def slow_down(engine: Any) -> None:
@@ -287,6 +286,24 @@ def test_a_bad_request_fails_alone(
     assert text(list(good.sender)) == offline.generate(PROMPT, SAMPLED)[0].outputs[0].text
 
 
+def test_parameters_that_are_no_inputs_are_refused(load: Callable[..., Any]) -> None:
+    """Triton's generate calls make them of every field that is none."""
+    model = load("llmapi")
+    request = Request({"text_input": [PROMPT]}, parameters='{"max_tokens": 3}')
+    model.execute([request])
+    assert "max_tokens is no input of this model; inputs are text_input, streaming" in error(request)
+
+
+def test_only_outputs_that_are_wanted_are_sent(load: Callable[..., Any]) -> None:
+    for layout in SENT:
+        model = load(layout)
+        inputs = {name: [value] for name, value in {"text_input": PROMPT, **SENT[layout]}.items()}
+        request = Request(inputs, outputs=["total_draft_tokens"])
+        model.execute([request])
+        [response] = request.sender
+        assert set(outputs(response)) == {"total_draft_tokens"}
+
+
 def test_what_asks_for_nothing_is_served(load: Callable[..., Any], offline: LLM) -> None:
     """Clients of TensorRT-LLM send these with every request."""
     neutral = {"beam_width": 1, "length_penalty": 1.0, "bad_words": [""], "return_log_probs": False}
@@ -347,7 +364,8 @@ def test_postprocessing_reads_ids_where_there_is_no_text(load: Callable[..., Any
     post = load("classic").models["postprocessing"]
     made = offline.generate(PROMPT, SAMPLED)[0].outputs[0]
     ids = list(made.token_ids)
-    [response] = post.execute([Request({"TOKENS_BATCH": [[[*ids, 3]]], "SEQUENCE_LENGTH": [[len(ids)]]})])
+    inputs = {"TOKENS_BATCH": [[[*ids, 3]]], "SEQUENCE_LENGTH": [[len(ids)]]}
+    [response] = post.execute([Request(inputs, outputs=["OUTPUT"])])
     assert response.output_tensors()[0].as_numpy().ravel()[0].decode() == made.text
 
 

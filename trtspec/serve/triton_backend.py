@@ -23,11 +23,11 @@ from trtspec.errors import CapacityError, EngineError, RequestError, Unsupported
 from trtspec.llm import LLM, Prompt
 from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import SamplingParams
-from trtspec.serve.triton_configs import LAYOUTS, ModelSpec
+from trtspec.serve.triton_configs import LAYOUTS, ModelSpec, TensorSpec
 from trtspec.serve.triton_metrics import Metrics
 from trtspec.serve.triton_numpy import repair
 from trtspec.serve.triton_settings import Settings
-from trtspec.serve.triton_tensors import Values, make_tensors, read_inputs
+from trtspec.serve.triton_tensors import Values, make_tensors, read_inputs, requested
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class Running:
 
     request_id: str  # the client's, "" if it gave none
     sender: Any
+    outputs: list[TensorSpec]  # that it wants
     job: Job
     generation: Generation
     cancelled: bool = False
@@ -107,7 +108,8 @@ class EngineHost:
                 send_error(self.pb, sender, error)
                 continue
             number = next(self._numbers)
-            self._running[number] = Running(request.request_id(), sender, job, generation)
+            outputs = requested(request, self.spec.outputs)
+            self._running[number] = Running(request.request_id(), sender, outputs, job, generation)
             asyncio.run_coroutine_threadsafe(self._serve(number), self._loop)
 
     def finalize(self) -> None:
@@ -166,7 +168,7 @@ class EngineHost:
             raise Cancelled("the request was cancelled by its client")
         outputs = {**self.outputs(running.job, part), **speculation_outputs(part.speculation)}
         batched = self.spec.max_batch_size > 0
-        response = self.pb.InferenceResponse(make_tensors(self.pb, self.spec.outputs, outputs, batched))
+        response = self.pb.InferenceResponse(make_tensors(self.pb, running.outputs, outputs, batched))
         flags = 0 if part.finish_reason is None else self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         running.sender.send(response, flags)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -29,14 +31,17 @@ from trtspec.serve.triton_configs import (
     TO_ENGINE,
     TO_PREPROCESSING,
     ModelSpec,
+    TensorSpec,
 )
 from trtspec.serve.triton_settings import CANCELLATION_CHECK_MS
-from trtspec.serve.triton_tensors import Values, make_tensors, read_inputs, read_tensors
+from trtspec.serve.triton_tensors import Values, make_tensors, read_inputs, read_tensors, requested
 from trtspec.text import Tokenizer
 
 _SPECS: dict[str, ModelSpec] = {model.name: model for model in LAYOUTS["classic"]}
 NUM_BLS_THREADS = 128
 """Requests that the BLS model carries at once; more wait their turn."""
+KEPT_SECONDS = 5.0
+"""How long it keeps what it was answered, see BlsModel._keep."""
 
 
 class EngineModel(EngineHost):
@@ -138,7 +143,8 @@ class _TextModel:
     def _response(self, request: Any) -> Any:
         try:
             outputs = self.outputs(read_inputs(request, self.spec.inputs))
-            return self.pb.InferenceResponse(make_tensors(self.pb, self.spec.outputs, outputs, batched=True))
+            wanted = requested(request, self.spec.outputs)
+            return self.pb.InferenceResponse(make_tensors(self.pb, wanted, outputs, batched=True))
         except Exception as error:
             return self.pb.InferenceResponse(error=self.pb.TritonError(str(error), self.pb.TritonError.INVALID_ARG))
 
@@ -201,6 +207,8 @@ class BlsModel:
         self.pb = backend_utils()
         self.decoupled = is_decoupled(args)
         self._threads = ThreadPoolExecutor(NUM_BLS_THREADS, thread_name_prefix="trtspec-bls")
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[float, Any]] = deque()  # time, responses
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Triton's call: start the requests, and return."""
@@ -218,16 +226,17 @@ class BlsModel:
             streaming = any(values.get("stream", ()))
             check_streaming(streaming, self.decoupled)
             whole: dict[str, list[Any]] = {}
+            wanted = requested(request, self.spec.outputs)
             for outputs in self._generate(values, sender):
                 outputs["text_output"] = ["".join([*whole.get("text_output", ()), *outputs["text_output"]])]
                 if streaming:
-                    sender.send(self._response(outputs), 0)
+                    sender.send(self._response(wanted, outputs), 0)
                 else:
                     whole = outputs
             if streaming:
                 sender.send(flags=final)
             else:
-                sender.send(self._response(whole), final)
+                sender.send(self._response(wanted, whole), final)
         except InnerError as error:
             sender.send(self.pb.InferenceResponse(error=error.error), final)
         except Exception as error:
@@ -242,8 +251,9 @@ class BlsModel:
         inputs.update((own, values[theirs]) for own, theirs in TO_ENGINE if theirs in values)
         inputs["streaming"] = [self.decoupled]
         checked, ended = time.monotonic(), False
+        steps = self._call("tensorrt_llm", inputs, name)
         try:
-            for outputs in self._call("tensorrt_llm", inputs, name):
+            for outputs in steps:
                 yield outputs
                 if time.monotonic() - checked > CANCELLATION_CHECK_MS / 1000:
                     checked = time.monotonic()
@@ -253,9 +263,10 @@ class BlsModel:
         finally:
             if not ended:
                 list(self._call("tensorrt_llm", {**inputs, "stop": [True]}, name))
+                steps.close()
 
-    def _call(self, model: str, inputs: Values, request_id: str) -> Iterator[dict[str, list[Any]]]:
-        """The outputs of each of its responses. InnerError."""
+    def _call(self, model: str, inputs: Values, request_id: str) -> Generator[dict[str, list[Any]], None, None]:
+        """The outputs of each of its responses; closed early, it waits for the last one all the same. InnerError."""
         spec = _SPECS[model]
         request = self.pb.InferenceRequest(
             model_name=model,
@@ -264,12 +275,26 @@ class BlsModel:
             inputs=make_tensors(self.pb, spec.inputs, inputs, batched=True),
         )
         decoupled = self.decoupled and spec.decoupled
-        responses = request.exec(decoupled=True) if decoupled else [request.exec()]
-        for response in responses:
-            if response.has_error():
-                raise InnerError(response.error())
-            if response.output_tensors():  # the last one of several has none
-                yield read_tensors(response.output_tensors(), spec.outputs)
+        responses = request.exec(decoupled=True) if decoupled else iter([request.exec()])
+        try:
+            for response in responses:
+                if response.has_error():
+                    raise InnerError(response.error())
+                if response.output_tensors():  # the last one of several has none
+                    yield read_tensors(response.output_tensors(), spec.outputs)
+        finally:
+            for _ in responses:
+                pass
+            self._keep(responses)
 
-    def _response(self, outputs: Values) -> Any:
-        return self.pb.InferenceResponse(make_tensors(self.pb, self.spec.outputs, outputs, batched=True))
+    def _keep(self, responses: Any) -> None:
+        """Not to be the one who drops them first: the last one frees their tensors, and when that is a thread of
+        tritonserver 2.51's own, which takes some milliseconds, it does so without the interpreter's lock."""
+        now = time.monotonic()
+        with self._lock:
+            self._kept.append((now, responses))
+            while now - self._kept[0][0] > KEPT_SECONDS:
+                self._kept.popleft()
+
+    def _response(self, wanted: Sequence[TensorSpec], outputs: Values) -> Any:
+        return self.pb.InferenceResponse(make_tensors(self.pb, wanted, outputs, batched=True))

@@ -55,6 +55,13 @@ def _elements(tensor: Any, spec: TensorSpec) -> list[Any]:
         raise RequestError(f"{spec.name} is not UTF-8 ({error}); encode it so") from error
 
 
+def requested(request: Any, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """The outputs that a pb.InferenceRequest wants. Others must not be given to its response sender: tritonserver 2.51
+    frees them without holding the interpreter's lock, which corrupts memory."""
+    names = set(request.requested_output_names())
+    return [spec for spec in specs if spec.name in names]
+
+
 def make_tensors(pb: Any, specs: Sequence[TensorSpec], values: Values, batched: bool) -> list[Any]:
     """A pb.Tensor for each of `specs` that has values. batched: with a batch dimension of 1 before its own."""
     return [_tensor(pb, spec, values[spec.name], batched) for spec in specs if spec.name in values]
