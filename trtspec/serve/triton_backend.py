@@ -120,6 +120,7 @@ class EngineHost:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        del self.metrics  # which the server can still be told of; later it would crash
 
     def job(self, values: Values) -> Job:
         """What the inputs ask for. RequestError, UnsupportedError."""

@@ -218,6 +218,7 @@ class BlsModel:
     def finalize(self) -> None:
         """Triton's call, when the model is unloaded."""
         self._threads.shutdown()
+        self._kept.clear()
 
     def _serve(self, request: Any, sender: Any) -> None:
         final = self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
