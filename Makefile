@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-docker test-kernels test-gpu memcheck-gpu contract contract-tensorrt \
+.PHONY: demo test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
     contract-flashinfer soak bench bench-gpu lint format clean
 
 demo: .venv/.plugins
@@ -62,6 +62,10 @@ contract: .venv/.dev .venv/.plugins
 # The plugins against TensorRT's own Python bindings, in a venv under build/; no GPU, and no TensorRT in .venv.
 contract-tensorrt: .venv/.dev
 	$(BIN)/python tests/contract/run_tensorrt.py
+
+# The model repositories in a real Triton Inference Server on the CPU, likewise.
+test-triton: .venv/.dev .venv/.plugins
+	$(BIN)/python tests/contract/run_triton.py
 
 # Our calls of FlashInfer against its own signatures, likewise.
 contract-flashinfer: .venv/.dev
