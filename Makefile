@@ -1,8 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-kernels test-gpu memcheck-gpu contract contract-tensorrt contract-flashinfer \
-    bench bench-gpu lint format clean
+.PHONY: demo test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
+    contract-flashinfer soak bench bench-gpu lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -12,12 +12,16 @@ test: .venv/.dev .venv/.plugins build/chromium/.made
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	TRTSPEC_PLUGINS=0 $(BIN)/python -m pytest -q tests/unit/test_ops_*.py
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long'
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not docker'
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/plugins/test_triton_*.py || test $$? -eq 5 # none: no Triton
 
 # What takes too long for `make test`.
 test-long: .venv/.dev .venv/.plugins
 	$(BIN)/python -m pytest -q -m long
+
+# Dockerfile.cpu, executed in a scratch root and served from there; as root, on Linux, without a container engine.
+test-docker: .venv/.dev
+	$(BIN)/python -m pytest -q tests/docker
 
 # The kernels' tests with every instruction set this machine has, then checked for bad addresses and undefined behaviour.
 test-kernels: .venv/.dev .venv/.plugins
@@ -59,9 +63,19 @@ contract: .venv/.dev .venv/.plugins
 contract-tensorrt: .venv/.dev
 	$(BIN)/python tests/contract/run_tensorrt.py
 
+# The model repositories in a real Triton Inference Server on the CPU, likewise.
+test-triton: .venv/.dev .venv/.plugins
+	$(BIN)/python tests/contract/run_triton.py
+
 # Our calls of FlashInfer against its own signatures, likewise.
 contract-flashinfer: .venv/.dev
 	$(BIN)/python tests/contract/run_flashinfer.py
+
+# A crowd of clients at the server for minutes; then the same with the engine's process killed every 30 seconds.
+soak: .venv/.dev .venv/.plugins
+	$(BIN)/python -m tests.serve.soak
+	$(BIN)/python -m tests.serve.soak --kill-every 30
+	TRTSPEC_FUZZ_EXAMPLES=60 $(BIN)/python -m pytest -q --timeout 1800 tests/serve/test_schema_fuzz.py
 
 bench: .venv/.dev .venv/.plugins
 	$(BIN)/python benchmarks/decode.py

@@ -10,29 +10,31 @@ if TYPE_CHECKING:
     from trtspec.engine.background import Generation
     from trtspec.llm import LLM
     from trtspec.modes import SpeculativeDecodingMode
-    from trtspec.outputs import CompletionOutput, OutputDelta, RequestOutput, SpeculationStats
-    from trtspec.sampling_params import SamplingParams
+    from trtspec.outputs import CompletionOutput, Logprob, OutputDelta, RequestOutput, SpeculationStats
+    from trtspec.sampling_params import SamplingParams, StructuredOutputs
 
 __all__ = [
     "LLM",
     "CompletionOutput",
     "Generation",
+    "Logprob",
     "OutputDelta",
     "RequestOutput",
     "SamplingParams",
     "SpeculationStats",
     "SpeculativeConfig",
     "SpeculativeDecodingMode",
+    "StructuredOutputs",
 ]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "llm",
     "Generation": "engine.background",
-    "SamplingParams": "sampling_params",
+    **dict.fromkeys(("SamplingParams", "StructuredOutputs"), "sampling_params"),
     "SpeculativeConfig": "config.speculative",
     "SpeculativeDecodingMode": "modes",
-    **dict.fromkeys(("CompletionOutput", "OutputDelta", "RequestOutput", "SpeculationStats"), "outputs"),
+    **dict.fromkeys(("CompletionOutput", "Logprob", "OutputDelta", "RequestOutput", "SpeculationStats"), "outputs"),
 }
 
 

@@ -174,6 +174,20 @@ class SamplingTensors:
 
 
 @dataclass(frozen=True)
+class LogitEdits:
+    """What the target's logits rows are changed by before a token is drawn, from the tokens before each: see
+    ops.process_logits. A group that no row of the batch uses is zero-size. Drafts are made without: that costs some of
+    them their acceptance, and changes no token."""
+
+    history: Tensor  # [R, L] int32, -1 padded: all tokens before the row's draw, drafts included
+    prompt_lens: Tensor  # [R] int64, how many of them are prompt
+    penalties: Tensor  # [R, 3] fp32: repetition (1 = off), presence, frequency
+    bias_ids: Tensor  # [R, n] int32, -1 padded
+    bias_values: Tensor  # [R, n] fp32
+    allow_mask: Tensor  # [R, ceil(V/32)] int32, bit v % 32 of word v // 32: v may be drawn
+
+
+@dataclass(frozen=True)
 class SpecMetadata:
     """What speculation needs to know of a batch. Field names follow TensorRT-LLM's SpecMetadata."""
 
@@ -187,6 +201,7 @@ class SpecMetadata:
     next_prompt_token: Tensor  # [B] int64, -1 where the request emits (final chunk or generation)
     forced_accept: Tensor  # [B] int32, -1 = off
     sampling: SamplingTensors
+    edits: LogitEdits | None = None  # None: no request wants the host to see to its draws in every step
     next_draft_len: int = 0  # drafts that a one-engine step makes for the next one, 0..max_draft_len
     is_cuda_graph: bool = False
     is_spec_dec_tree: bool = False
@@ -344,6 +359,7 @@ class StepOutputs:
     # [T, n * H] of n captured streams, [T, n * H + H] with the last states too (SAVE_HIDDEN_STATES); alone of a step's
     # values these are on the device that computed them, as are StepInputs.hidden_states and DraftRequest's
     hidden_states: Tensor | None = None
+    logits: Tensor | None = None  # [R, V] fp32, as lm_head gave them; where bringing them costs, of batches with edits
 
 
 PhaseMethod = tuple[object, str, str]

@@ -70,6 +70,16 @@ class SpeculationStats:
         return [sum(count for length, count in lengths if length > position) for position in range(K)]
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model found a token, before penalties, temperature and filters. rank: tokens that are no less
+    likely, itself among them. decoded_token: its text alone; None where the model folder has no tokenizer."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
 @dataclass(frozen=True)
 class OutputDelta:
     """What one step gave one sample of a prompt. A sample's deltas in a row are its CompletionOutput, text and ids.
@@ -85,6 +95,7 @@ class OutputDelta:
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
+    logprobs: tuple[dict[int, Logprob], ...] | None = None  # of token_ids, one each; see CompletionOutput
 
     @property
     def finished(self) -> bool:
@@ -96,6 +107,8 @@ class CompletionOutput:
     """One sample. finish_reason: "stop" (end of sequence, stop token or stop string), "length", "abort" or "error".
 
     drafter_error: why it was generated without drafts from some token on; that costs time and changes no token.
+    logprobs: where asked for, a dict for each token, its own id first, then the most likely ones in order;
+    cumulative_logprob: the sum of the tokens' own.
     """
 
     index: int
@@ -107,6 +120,8 @@ class CompletionOutput:
     speculation: SpeculationStats
     error: str | None = None
     drafter_error: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass

@@ -3,14 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from json import dumps
 from typing import Any
 
 from trtspec.errors import RequestError
 
 NEVER = 2**62
 """A token index no sequence reaches: `ban_until` of ids banned for ever."""
+
+MOST_LOGPROBS = 20
+"""Most likely tokens that a request may ask for beside each one drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What a text must be, exactly one of: JSON of a schema (a dict, or its text), any JSON object, all of a regular
+    expression, one of some strings, a sentence of a grammar (EBNF, its root is `root`). Names are vLLM's.
+
+    RequestError for anything else; what is wrong inside one of them shows when a request is made of it.
+    """
+
+    json: Mapping[str, Any] | str | None = field(default=None, hash=False)
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, Mapping):
+            try:
+                object.__setattr__(self, "json", dumps(self.json))
+            except (TypeError, ValueError) as error:
+                raise RequestError(f"structured_outputs: the schema is no JSON ({error}); give plain values") from error
+        if self.choice is not None and not isinstance(self.choice, str):
+            object.__setattr__(self, "choice", tuple(self.choice))
+            if not self.choice or any(not isinstance(one, str) or not one for one in self.choice):
+                raise RequestError(f"structured_outputs: choice = {self.choice!r:.80} must be non-empty strings")
+        elif self.choice is not None:
+            raise RequestError(f"structured_outputs: choice = {self.choice!r:.80} must be a list of strings")
+        for name in ("json", "regex", "grammar"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise RequestError(f"structured_outputs: {name} = {getattr(self, name)!r:.80} must be text")
+        given = [name for name in ("json", "json_object", "regex", "choice", "grammar") if getattr(self, name)]
+        if len(given) != 1:
+            raise RequestError(
+                "structured_outputs takes exactly one of json, json_object, regex, choice and grammar; this has "
+                f"{' and '.join(given) or 'none'}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +63,16 @@ class SamplingParams:
     max_tokens: None = up to the engine's max_seq_len. min_tokens: end-of-sequence and stop token ids cannot be drawn
     before that many output tokens. stop: strings that end the text (not part of it, unless include_stop_str_in_output).
     n: samples per prompt; sample 0 uses the seed itself, sample i a hash of it.
+
+    repetition_penalty: a logit of what prompt or output hold is divided by it where it is positive, multiplied where it
+    is not; None = the checkpoint's, else 1.0 = off. presence_penalty is taken off the logit of what the output holds,
+    frequency_penalty as often as the output holds it; both are in [-2, 2], 0 = off. logit_bias: token id -> what is
+    added to its logit, -100..100. logprobs: 0..20, the log-probabilities of each token drawn and of so many of the most
+    likely; None = none. max_draft_len: at most so many drafts a step; 0 = plain decoding, None = the engine's K, which
+    no request exceeds. It changes the time that a request takes, and no token.
+
+    structured_outputs: what the text must be. End-of-sequence and stop token ids can then be drawn where it may end,
+    and nothing else where it must; so min_tokens and ignore_eos, which contradict that, are refused beside it.
     """
 
     n: int = 1
@@ -38,14 +89,27 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    logprobs: int | None = None
+    max_draft_len: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _int("n", self.n, 1)
-        _real("temperature", self.temperature, lambda x: x >= 0, ">= 0 (0 = greedy)")
-        _real("top_p", self.top_p, lambda x: 0 < x <= 1, "in (0, 1] (1 = off)")
-        _real("min_p", self.min_p, lambda x: 0 <= x <= 1, "in [0, 1] (0 = off)")
+        optional: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+            ("temperature", lambda x: x >= 0, ">= 0 (0 = greedy)"),
+            ("top_p", lambda x: 0 < x <= 1, "in (0, 1] (1 = off)"),
+            ("min_p", lambda x: 0 <= x <= 1, "in [0, 1] (0 = off)"),
+            ("repetition_penalty", lambda x: x > 0, "> 0 (1 = off)"),
+        )
+        for name, allowed, words in optional:
+            if getattr(self, name) is not None:
+                _real(name, getattr(self, name), allowed, words)
         if self.top_k is not None:
             _int("top_k", self.top_k, -1)
         if self.max_tokens is not None:
@@ -65,6 +129,22 @@ class SamplingParams:
             _int("stop_token_ids", token, 0)
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text: leave detokenize on, or use stop_token_ids")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _real(name, getattr(self, name), lambda x: -2 <= x <= 2, "in [-2, 2] (0 = off)")
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.logprobs is not None:
+            _int("logprobs", self.logprobs, 0)
+            if self.logprobs > MOST_LOGPROBS:
+                raise RequestError(f"logprobs = {self.logprobs} exceeds {MOST_LOGPROBS}; ask for fewer")
+        if self.max_draft_len is not None:
+            _int("max_draft_len", self.max_draft_len, 0)
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputs):
+                raise RequestError(f"structured_outputs = {self.structured_outputs!r:.80} must be a StructuredOutputs")
+            if self.min_tokens or self.ignore_eos:
+                raise RequestError(
+                    "structured_outputs says where the text ends; leave min_tokens and ignore_eos at their defaults"
+                )
 
     @classmethod
     def tensorrt_llm(cls, **fields: Any) -> SamplingParams:
@@ -87,6 +167,21 @@ class ResolvedSampling:
     seed: int
     ban_ids: tuple[int, ...] = ()
     ban_until: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_penalised(self) -> bool:
+        """What was said so far changes its logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def edits(self) -> dict[str, object]:
+        """What of it is done to logits by way of core.LogitEdits: fields of SamplingParams, with their values."""
+        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": ()}
+        return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
 
     @classmethod
     def of(
@@ -113,6 +208,10 @@ class ResolvedSampling:
             seed=seed,
             ban_ids=tuple(sorted(stop_ids)) if params.min_tokens else (),
             ban_until=prompt_len + params.min_tokens,
+            repetition_penalty=value("repetition_penalty", 1.0),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            logit_bias=tuple(sorted((params.logit_bias or {}).items())),
         )
 
 
@@ -121,11 +220,21 @@ def _int(name: str, value: object, least: int) -> None:
         raise RequestError(f"{name} = {value!r} must be an integer >= {least}")
 
 
-def _real(name: str, value: float | None, allowed: Any, words: str) -> None:
-    if value is None:
-        return
+def _real(name: str, value: object, allowed: Callable[[float], bool], words: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not allowed(value):
         raise RequestError(f"{name} = {value!r} must be {words}")
+
+
+def _checked_bias(bias: Mapping[int, float] | None) -> Mapping[int, float] | None:
+    """A copy of it."""
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias = {bias!r:.80} must be a mapping from token ids to numbers")
+    for token, value in bias.items():
+        _int("logit_bias: token id", token, 0)
+        _real(f"logit_bias of token {token}", value, lambda x: -100 <= x <= 100, "in [-100, 100]")
+    return dict(bias)
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -14,8 +14,17 @@ from torch import Tensor
 
 from tests.async_stand_in import HostQueue
 from tests.checkpoints import make_eagle, make_eagle3
-from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, perturbed, run_alone, run_together
-from trtspec import LLM, SamplingParams
+from tests.e2e.tiny import (
+    Case,
+    Outcome,
+    assert_all_blocks_free,
+    draw_cases,
+    perturbed,
+    run_alone,
+    run_together,
+    with_edits,
+)
+from trtspec import LLM, RequestOutput, SamplingParams
 from trtspec.backends import cuda_aoti
 from trtspec.backends.cudagraph import LaunchLimits
 from trtspec.config.engine import EngineConfig
@@ -112,6 +121,29 @@ def test_ids_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueu
         accepted = run.speculation.acceptance_per_position
         assert len(accepted) == K
         assert all(0 < rate < 1 for rate in accepted)
+
+
+@pytest.mark.parametrize("mode", ["none", "eagle3", "draft_model"])
+def test_edits_of_logits_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueue, mode: str) -> None:
+    """Batches with a request that has any run kernel by kernel, and no step is launched before the last has landed."""
+    drawn = draw_cases(24, 6, most_prompt=60, most_tokens=40)
+    cases = drawn[:8] + with_edits(drawn[8:])
+    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
+        want = [one.outputs[0] for one in generated(llm, cases)]
+    with LLM(models["target"], speculation(models, mode), **{**LIMITS, "backend": "cuda", "debug": True}) as llm:
+        got = [one.outputs[0] for one in generated(llm, cases)]
+        assert isinstance(llm.engine.loop, OverlapLoop) == (mode != "draft_model")
+        assert_all_blocks_free(llm)
+    assert work.num_replayed > 0  # of batches without
+    for one, other in zip(got, want, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
+
+
+def generated(llm: LLM, cases: list[Case]) -> list[RequestOutput]:
+    """Every case at once."""
+    prompts, params = [case.prompt for case in cases], [case.params for case in cases]
+    return llm.generate(prompts, params, use_tqdm=False)
 
 
 # -- a draft model: all of its passes are one launch -------------------------------------------------------------------

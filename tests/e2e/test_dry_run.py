@@ -332,7 +332,7 @@ def test_draft_layers_beside_the_target(models: Path) -> None:
         assert plan.mode == "EAGLE3"
         target, head = plan.executables["target"], plan.executables["draft"]
         assert [(graph.draft_len, graph.kind) for graph in target.graphs] == [(0, "ragged")]
-        assert [output.name for output in target.graphs[0].outputs] == ["tokens", "hidden_states"]
+        assert [output.name for output in target.graphs[0].outputs] == ["tokens", "hidden_states", "logits"]
         assert [(graph.draft_len, graph.kind) for graph in head.graphs] == [(n, "ragged") for n in lengths]
         (states,) = [given for given in head.graphs[0].inputs if given.name == "hidden_states"]
         assert (states.dtype, states.shape) == ("float32", ("T", 96))

@@ -31,7 +31,15 @@ from trtspec.cli.main import main
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.build import build_engine
-from trtspec.errors import CapacityError, CheckpointError, ConfigError, DependencyError, EngineError, UnsupportedError
+from trtspec.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    DependencyError,
+    EngineError,
+    RequestError,
+    UnsupportedError,
+)
 
 CONFIG = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS, **TIGHT)
 CHECK_KERNELS = tensorrt_compile.check_kernels
@@ -72,6 +80,15 @@ def test_batches_of_every_kind(trt: TensorRT, cuda: CudaRuntime, models: Path, t
 
     gc.collect()
     assert len(cuda.blocks) == before
+
+
+def test_edits_of_logits_are_refused_by_name(trt: TensorRT, models: Path, tmp_path: Path) -> None:
+    """Plans have no inputs for them."""
+    llm = LLM(build(models, tmp_path / "engine", "tensorrt", "none", "float32"), **TIGHT)
+    params = SamplingParams(repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=2)
+    asked = r"repetition_penalty = 1\.2, logit_bias = \(\(3, 1\.0\),\), logprobs = 2"
+    with pytest.raises(RequestError, match=rf"{asked}: this engine on backend tensorrt .*aoti or onnx"):
+        llm.generate([[1, 2]], params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("mode", ["none", "ngram", "draft"])

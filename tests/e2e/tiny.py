@@ -6,6 +6,7 @@ vocabulary would never agree, and nothing of rewinding would be tested.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -171,6 +172,24 @@ def draw_cases(count: int, seed: int = 0, most_prompt: int = 80, most_tokens: in
     """`count` requests, the same for the same seed."""
     rng = random.Random(seed)
     return [Case(motif_prompt(rng, most_prompt), draw_params(rng, most_tokens)) for _ in range(count)]
+
+
+def with_edits(cases: Sequence[Case]) -> list[Case]:
+    """Two of three cases with penalties or biases of their own, and half of all with logprobs."""
+    rng = random.Random(8)
+    draws: dict[str, Callable[[], Any]] = {
+        "repetition_penalty": lambda: rng.uniform(0.8, 1.5),
+        "presence_penalty": lambda: rng.uniform(-1, 1),
+        "frequency_penalty": lambda: rng.uniform(-1, 1),
+        "logit_bias": lambda: {rng.randrange(VOCAB): rng.uniform(-4, 4) for _ in range(rng.randint(1, 4))},
+    }
+    made = []
+    for i, case in enumerate(cases):
+        names = rng.sample(list(draws), rng.randint(1, 4) if i % 3 else 0)
+        asked = {name: draws[name]() for name in names}
+        asked["logprobs"] = rng.randint(0, 3) if rng.random() < 0.5 else None
+        made.append(Case(case.prompt, dataclasses.replace(case.params, **asked)))
+    return made
 
 
 def run_alone(engine: EngineCore, cases: Sequence[Case]) -> list[Outcome]:

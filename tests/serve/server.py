@@ -46,9 +46,15 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """Of the engine's process, the front's only child."""
-        task = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
-        (child,) = Path(task).read_text().split()
-        return int(child)
+        pid = self.maybe_engine_pid
+        assert pid is not None
+        return pid
+
+    @property
+    def maybe_engine_pid(self) -> int | None:
+        """None between two engines."""
+        children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        return next(map(int, Path(children).read_text().split()), None)
 
     def get(self, path: str) -> str:
         """The body; HTTPError for a status that is no success."""
@@ -107,7 +113,7 @@ def running(
 
 def _address(process: subprocess.Popen[str], log: Path) -> str:
     for _ in range(6000):
-        found = re.search(r"serving \S+ at (http://\S+)", log.read_text())
+        found = re.search(r"serving \S+ at (http://[^\s\"]+)", log.read_text())
         if found:
             return found[1]
         if process.poll() is not None:

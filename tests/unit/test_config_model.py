@@ -125,6 +125,14 @@ def test_generation_defaults_need_do_sample(tmp_path: Path) -> None:
     assert sampled.generation_defaults == {"top_k": 20}
 
 
+def test_greedy_decoding_heeds_a_repetition_penalty(tmp_path: Path) -> None:
+    """As in transformers."""
+    defaults = read(tmp_path, LLAMA31_8B, {"top_k": 20, "repetition_penalty": 1.1}).generation_defaults
+    assert defaults == {"repetition_penalty": 1.1}
+    with pytest.raises(CheckpointError, match=r"repetition_penalty.*greater than 0"):
+        read(tmp_path, LLAMA31_8B, {"repetition_penalty": 0})
+
+
 def test_windows(tmp_path: Path) -> None:
     swa = {"use_sliding_window": True, "sliding_window": 99, "num_hidden_layers": 3, "max_window_layers": 1}
     types = ["full_attention", "sliding_attention", "full_attention"]

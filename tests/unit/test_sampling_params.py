@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtspec.errors import RequestError
-from trtspec.sampling_params import NEVER, ResolvedSampling, SamplingParams, sample_seed
+from trtspec.sampling_params import NEVER, ResolvedSampling, SamplingParams, StructuredOutputs, sample_seed
 
 
 def resolve(
@@ -38,6 +38,12 @@ REFUSED: dict[str, list[Any]] = {
     "min_tokens": [-1, 0.0, None, False],
     "stop": ["", [""], ["ok", ""], [b"x"], [1]],
     "stop_token_ids": [[-1], [1.0], ["1"], [True], [None]],
+    "repetition_penalty": [0, 0.0, -1.0, NAN, INF, "1", True],
+    "presence_penalty": [None, -2.01, 2.01, NAN, INF, "1", True],
+    "frequency_penalty": [None, -2.01, 2.01, NAN, INF, "1", True],
+    "logit_bias": [[1], 1, {-1: 1.0}, {1.0: 1.0}, {"1": 1.0}, {True: 1.0}, {1: 100.5}, {1: -101}, {1: NAN}, {1: None}],
+    "logprobs": [-1, 21, 1.0, "1", True],
+    "max_draft_len": [-1, 1.0, "1", False],
 }
 ALLOWED: dict[str, list[Any]] = {
     "n": [1, 64],
@@ -50,6 +56,12 @@ ALLOWED: dict[str, list[Any]] = {
     "min_tokens": [0, 1, 16],
     "stop": [(), "end", ["a", "b"], ("a",)],
     "stop_token_ids": [(), [0], (5, 6)],
+    "repetition_penalty": [None, 1e-3, 1, 1.0, 1.2, 3],
+    "presence_penalty": [-2, 0, 2, 1.5],
+    "frequency_penalty": [-2, 0, 2, 1.5],
+    "logit_bias": [None, {}, {0: -100, 7: 100.0}],
+    "logprobs": [None, 0, 20],
+    "max_draft_len": [None, 0, 1, 1000],
 }
 
 
@@ -92,6 +104,35 @@ def test_stop_strings_need_text() -> None:
     assert not SamplingParams(stop_token_ids=[1], detokenize=False).detokenize
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "exactly one of json, .*; this has none"),
+        ({"json": "{}", "regex": "a"}, "exactly one of .*; this has json and regex"),
+        ({"json": {"a": {1}}}, "the schema is no JSON"),
+        ({"json": 3}, "json = 3 must be text"),
+        ({"regex": b"a"}, "regex = b'a' must be text"),
+        ({"choice": "yes"}, "choice = 'yes' must be a list"),
+        ({"choice": []}, r"choice = \(\) must be non-empty strings"),
+        ({"choice": ["a", ""]}, "must be non-empty strings"),
+        ({"grammar": 1}, "grammar = 1 must be text"),
+    ],
+)
+def test_structured_outputs_are_of_one_form(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        StructuredOutputs(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"min_tokens": 1}, {"ignore_eos": True}])
+def test_what_contradicts_structured_outputs_is_refused(fields: dict[str, Any]) -> None:
+    form = StructuredOutputs(json={"type": "object"})
+    assert form.json == '{"type": "object"}'
+    with pytest.raises(RequestError, match="structured_outputs says where the text ends; leave min_tokens and ignore"):
+        SamplingParams(structured_outputs=form, **fields)
+    with pytest.raises(RequestError, match="structured_outputs = 'json' must be a StructuredOutputs"):
+        SamplingParams(structured_outputs="json")  # type: ignore[arg-type]
+
+
 def test_unknown_and_positional_arguments_are_errors() -> None:
     with pytest.raises(TypeError):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
@@ -100,10 +141,12 @@ def test_unknown_and_positional_arguments_are_errors() -> None:
 
 
 def test_values_are_frozen_and_sequences_copied() -> None:
-    stops, ids = ["a"], [1]
-    params = SamplingParams(stop=stops, stop_token_ids=ids)
+    stops, ids, bias = ["a"], [1], {3: 1.0}
+    params = SamplingParams(stop=stops, stop_token_ids=ids, logit_bias=bias)
     stops.append("b")
     ids.append(2)
+    bias[4] = 2.0
+    assert params.logit_bias == {3: 1.0}
     assert params.stop == ("a",)
     assert params.stop_token_ids == (1,)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -124,15 +167,18 @@ def test_nothing_said_anywhere() -> None:
     )
 
 
-CHECKPOINT = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
+CHECKPOINT = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.05}
 
 
 def test_the_checkpoint_fills_in_what_is_unset() -> None:
     resolved = resolve(SamplingParams(), CHECKPOINT)
-    assert (resolved.temperature, resolved.top_k, resolved.top_p, resolved.min_p) == (0.6, 20, 0.95, 0.01)
+    assert {field: getattr(resolved, field) for field in CHECKPOINT} == CHECKPOINT
 
 
-@pytest.mark.parametrize(("name", "value"), [("temperature", 1.3), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.2)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 1.3), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.2), ("repetition_penalty", 1.0)],
+)
 def test_the_caller_wins_over_the_checkpoint_field_by_field(name: str, value: float) -> None:
     resolved = resolve(SamplingParams(**{name: value}), CHECKPOINT)
     assert {field: getattr(resolved, field) for field in CHECKPOINT} == {**CHECKPOINT, name: value}
@@ -166,6 +212,20 @@ def test_min_tokens_bans_the_stop_ids_until_the_index_of_the_first_free_token() 
 
 def test_without_min_tokens_nothing_is_banned() -> None:
     assert resolve(SamplingParams(), stop_ids=(9, 2)).ban_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "penalised"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 1.0, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {1: 2.0}}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -0.5}, True),
+        ({"frequency_penalty": 0.5}, True),
+    ],
+)
+def test_penalties_that_are_off_are_none(fields: dict[str, Any], penalised: bool) -> None:
+    assert resolve(SamplingParams(**fields)).is_penalised is penalised
 
 
 def test_never_is_beyond_every_token_index() -> None:

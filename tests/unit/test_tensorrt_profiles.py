@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.backends.export import INPUT_DTYPES
+from trtspec.backends.export import EDITS, INPUT_DTYPES
 from trtspec.backends.tensorrt_profiles import Sizes, TensorRTOptions, profiles
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError
 
-INPUTS = [name for name in INPUT_DTYPES if name != "tree_mask"]
+INPUTS = [name for name in INPUT_DTYPES if name != "tree_mask" and name not in EDITS]
 
 
 @given(

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for, export_step, graph_kinds, input_names, moved
+from trtspec.backends.export import example_for, export_step, graph_kinds, input_names, moved, output_names
 from trtspec.core import KVLayer
 from trtspec.errors import DependencyError, EngineError
 from trtspec.ops import graph_calls, kernel_interface
@@ -47,11 +47,12 @@ def compile_step(
     draft_lens: Sequence[int],
     folder: Path,
     report: Callable[[str], None] = lambda what: None,
+    edits: bool = False,
 ) -> CompiledStep:
     """Compile `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a uniform one if it
-    makes drafts. `report` hears what is being done."""
+    makes drafts. `report` hears what is being done. edits: graphs take edits of logits, and give these."""
     wanted = list(itertools.product(sorted(draft_lens), graph_kinds(step).values()))
-    return compile_graphs(step, block_size, wanted, folder, report)
+    return compile_graphs(step, block_size, wanted, folder, report, edits)
 
 
 def compile_graphs(
@@ -60,6 +61,7 @@ def compile_graphs(
     wanted: Sequence[tuple[int, bool]],
     folder: Path,
     report: Callable[[str], None],
+    edits: bool = False,
 ) -> CompiledStep:
     """Graphs for these (K, uniform), for the device that the step is on."""
     weights: dict[str, Tensor] = {}
@@ -68,7 +70,7 @@ def compile_graphs(
     for K, uniform in wanted:
         kind = "uniform" if uniform else "ragged"
         report(f"{kind} graph for K = {K}: tracing")
-        example = moved(example_for(step, K, block_size, uniform), step.like.device)
+        example = moved(example_for(step, K, block_size, uniform, edits), step.like.device)
         blocks = int(example.attn.block_tables.max()) + 1
         kv = [tuple(step.like.new_zeros(blocks, block_size, h, d) for _ in "kv") for h, d in step.kv_shapes]
         program = export_step(step, example, cast("list[KVLayer]", kv), uniform)
@@ -85,12 +87,12 @@ def compile_graphs(
             if name in weights and not torch.equal(weights[name], tensor):
                 raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
             weights[name] = tensor
-        graphs.append(Graph(file.name, K, uniform, input_names(step, uniform)))
+        graphs.append(Graph(file.name, K, uniform, input_names(step, uniform, edits=edits)))
     report("writing weights")
     save_file({name: tensor.contiguous().clone().cpu() for name, tensor in weights.items()}, folder / WEIGHTS)
     return CompiledStep(
         graphs=tuple(graphs),
-        outputs=step.outputs,
+        outputs=output_names(step, edits),
         kv=tuple(step.kv_shapes),
         dtype=str(step.like.dtype).removeprefix("torch."),
         vocab_size=step.vocab_size,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtspec.backends.export import INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype
+from trtspec.backends.export import EDITS, INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype
 from trtspec.core import KVLayer, PhaseMethod, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 from trtspec.kv.pool import allocate_layers
@@ -71,6 +71,10 @@ class CompiledStep:
     def makes_drafts(self) -> bool:
         return "next_draft_tokens" in self.outputs
 
+    @property
+    def takes_edits(self) -> bool:
+        return "logits" in self.outputs
+
     def check_kernels(self) -> None:
         """DependencyError where the kernels that graphs call are not there, CheckpointError where they are others."""
         if self.kernels and not kernel_interface():
@@ -116,7 +120,7 @@ class LoadedGraph:
         self.draft_len, self.uniform, self.names, self.run = graph.draft_len, graph.uniform, graph.inputs, run
         self.read = graph_reader(graph.inputs)
         self.dtypes = [input_dtype(name, dtype) for name in graph.inputs]
-        self.optional = [(i, name) for i, name in enumerate(graph.inputs) if name in _NEUTRAL]
+        self.optional = [(i, name) for i, name in enumerate(graph.inputs) if name in (*_NEUTRAL, *EDITS)]
         self.ranges = [(i, *ranges[name]) for i, name in enumerate(graph.inputs) if name in ranges]
         self.last_shapes: list[torch.Size] = []  # of inputs that fitted
 
@@ -144,7 +148,7 @@ class CompiledExecutable(ABC):
         # uniform graphs first, as they take less work to feed and to run
         self._graphs.sort(key=lambda graph: (graph.draft_len, not graph.uniform))
         self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
-        self._neutral = {name: torch.empty(0) for name in _NEUTRAL}
+        self._neutral = {name: torch.empty(0) for name in (*_NEUTRAL, *EDITS)}
         self._last_draft_lens = (0, 0), torch.empty(0, dtype=torch.int32)  # (B, K) and B times K
 
     @classmethod
@@ -258,14 +262,15 @@ class CompiledExecutable(ABC):
 
     def _filled(self, name: str, rows: int) -> Tensor:
         if self._neutral[name].shape[0] != rows:
-            shape = (rows, 1) if name.startswith("ban") else (rows,)
-            self._neutral[name] = torch.full(shape, _NEUTRAL[name], dtype=INPUT_DTYPES[name])
+            columns = (0,) if name in EDITS else (1,)
+            shape = (rows, *columns[: len(INPUT_SHAPES[name]) - 1])
+            self._neutral[name] = torch.full(shape, _NEUTRAL.get(name, 0), dtype=INPUT_DTYPES[name])
         return self._neutral[name]
 
     def _outputs(self, named: dict[str, Tensor], spec: SpecMetadata) -> StepOutputs:
         K = spec.next_draft_len
         if not self.compiled.makes_drafts:
-            return StepOutputs(named["tokens"], hidden_states=named.get("hidden_states"))
+            return StepOutputs(named["tokens"], hidden_states=named.get("hidden_states"), logits=named.get("logits"))
         drafts, new_tokens = named["next_draft_tokens"], named.get("next_new_tokens")
         if drafts.shape[1] != K:  # the graph makes more
             drafts, new_tokens = drafts[:, :K], None if new_tokens is None else new_tokens[:, : K + 1]
@@ -278,6 +283,7 @@ class CompiledExecutable(ABC):
             proposal,
             next_new_tokens=new_tokens,
             next_kv_lens=named["next_kv_lens"],
+            logits=named.get("logits"),
         )
 
     def _draft_lens(self, batch_size: int, draft_len: int) -> Tensor:

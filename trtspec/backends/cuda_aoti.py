@@ -30,11 +30,12 @@ def compile_step(
     draft_lens: Sequence[int],
     folder: Path,
     report: Callable[[str], None] = lambda what: None,
+    edits: bool = False,
 ) -> CompiledStep:
     """As aoti_compile.compile_step, for the GPU, where generations have graphs of their own whether drafts are made
     inside or not."""
     wanted = launch_graphs(step, sorted(draft_lens))
-    return compile_graphs(step.to(open_gpu()), block_size, wanted, folder, report)
+    return compile_graphs(step.to(open_gpu()), block_size, wanted, folder, report, edits)
 
 
 class AotiOnCuda(CudaExecutable):

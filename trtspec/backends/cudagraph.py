@@ -21,7 +21,15 @@ from torch import Tensor
 
 from trtspec.backends.compiled import CompiledExecutable, CompiledStep, Graph, LoadedGraph
 from trtspec.backends.device import Mark, WorkQueue
-from trtspec.backends.export import INPUT_DTYPES, OUTPUT_SHAPES, GraphStep, input_names, step_inputs
+from trtspec.backends.export import (
+    EDITS,
+    INPUT_DTYPES,
+    OUTPUT_SHAPES,
+    GraphStep,
+    input_names,
+    output_names,
+    step_inputs,
+)
 from trtspec.backends.static_graph import BAN_COLUMNS, FILTERS, GraphMemory, Kind, Parts, Region, StaticGraph, left_out
 from trtspec.core import Carry, KVLayer, PhaseMethod, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.workers.step import Step
@@ -47,6 +55,8 @@ class LaunchLimits:
 
 _ON_DEVICE = "hidden_states"
 """The input, and the output, that the host does not see."""
+_LOGITS = "logits"
+"""The output that the host sees of batches with edits alone."""
 
 
 class DeviceLaunch:
@@ -94,12 +104,12 @@ class CudaExecutable(CompiledExecutable):
         graph, tensors = self._checked(inputs)
         spec = inputs.spec
         kind = self.kind(spec.sampling)
-        if graph.uniform and spec.sampling.ban_ids.shape[1] <= BAN_COLUMNS:
+        if graph.uniform and spec.edits is None and spec.sampling.ban_ids.shape[1] <= BAN_COLUMNS:
             captured = self._graph(graph, self._limits.bucket(spec.batch_size), kind)
             return self._replay(captured, graph, tensors, carry, spec)
         read = graph.read(inputs)
         tensors = [
-            given if kind.leaves_out(name) else tensor
+            given if kind.leaves_out(name) and name not in EDITS else tensor
             for name, given, tensor in zip(graph.names, read, tensors, strict=True)
         ]
         return self._run_kernels(graph, tensors, carry, spec)
@@ -160,7 +170,7 @@ class CudaExecutable(CompiledExecutable):
         sizes = {"R": batch * (draft_len + 1), "B": batch, "K": draft_len, "K + 1": draft_len + 1}
         parts: Parts = {}
         for name in self.compiled.outputs:
-            if name != _ON_DEVICE:  # which graphs do not give
+            if name not in (_ON_DEVICE, _LOGITS):  # which graphs do not give
                 shape = tuple(sizes[dim] for dim in OUTPUT_SHAPES[name])
                 parts[name] = shape, torch.int32 if name == "next_kv_lens" else torch.int64
         return Region(parts)
@@ -183,8 +193,8 @@ class CudaExecutable(CompiledExecutable):
         def step(there: dict[str, Tensor]) -> Mapping[str, Tensor]:
             named = {**there, **unused}
             carry = Carry(there["carry_tokens"], there["carry_kept"])
-            outputs = self._step(graph, [named[name] for name in graph.names], carry)
-            return dict(zip(self.compiled.outputs, outputs, strict=True))
+            given = self._step(graph, [named[name] for name in graph.names], carry)
+            return {name: tensor for name, tensor in zip(self.compiled.outputs, given, strict=True) if name != _LOGITS}
 
         def put_back() -> None:
             self._new_tokens.copy_(kept[0])
@@ -215,19 +225,24 @@ class CudaExecutable(CompiledExecutable):
     def _run_kernels(
         self, graph: LoadedGraph, tensors: list[Tensor], carry: Carry | None, spec: SpecMetadata
     ) -> DeviceLaunch:
-        landed: list[Tensor] = []
+        landed: dict[str, Tensor] = {}
 
         def work() -> None:
+            unused = {}
+            if spec.edits is None:
+                rows = spec.gather_ids.shape[0]
+                unused = {name: left_out(name, rows, self._work.device) for name in graph.names if name in EDITS}
             there = [
-                tensor if name == _ON_DEVICE else self._work.to_device(tensor)
-                for name, tensor in zip(graph.names, tensors, strict=True)
+                tensor if name == _ON_DEVICE or name in unused else self._work.to_device(tensor)
+                for name, tensor in (dict(zip(graph.names, tensors, strict=True)) | unused).items()
             ]
             carried = carry and Carry(self._work.to_device(carry.tokens), self._work.to_device(carry.kept))
-            given = zip(self.compiled.outputs, self._step(graph, there, carried), strict=True)
-            landed.extend(tensor if name == _ON_DEVICE else self._work.to_host(tensor) for name, tensor in given)
+            for name, tensor in zip(self.compiled.outputs, self._step(graph, there, carried), strict=True):
+                if name != _LOGITS or spec.edits is not None:
+                    landed[name] = tensor if name == _ON_DEVICE else self._work.to_host(tensor)
 
         def read() -> StepOutputs:
-            return self._outputs(dict(zip(self.compiled.outputs, landed, strict=True)), spec)
+            return self._outputs(landed, spec)
 
         self._work.submit(work)
         return DeviceLaunch(self._work.mark(), read)
@@ -301,16 +316,17 @@ class ModuleOnCuda(CudaExecutable):
         return run
 
 
-def module_graphs(step: Step, draft_lens: Sequence[int], uniform: bool = True) -> CompiledStep:
+def module_graphs(step: Step, draft_lens: Sequence[int], uniform: bool = True, edits: bool = False) -> CompiledStep:
     """What `ModuleOnCuda` runs: for each K a graph for any batch and, if `uniform`, one for generations alone.
 
-    draft_lens: K that a step may verify, which are those that it makes for the next one, if it makes any.
+    draft_lens: K that a step may verify, which are those that it makes for the next one, if it makes any. edits: as of
+    export.input_names.
     """
     wanted = [one for one in launch_graphs(step, draft_lens) if uniform or not one[1]]
-    graphs = [Graph("", K, is_uniform, input_names(step, is_uniform)) for K, is_uniform in wanted]
+    graphs = [Graph("", K, is_uniform, input_names(step, is_uniform, edits=edits)) for K, is_uniform in wanted]
     return CompiledStep(
         graphs=tuple(graphs),
-        outputs=step.outputs,
+        outputs=output_names(step, edits),
         kv=tuple(step.kv_shapes),
         dtype=str(step.like.dtype).removeprefix("torch."),
         vocab_size=step.vocab_size,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trtspec.backends.export import INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, input_dtype, input_names
+from trtspec.backends.export import INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, input_dtype, input_names, output_names
 from trtspec.backends.tensorrt_profiles import Sizes
 from trtspec.core import KVLayer
 from trtspec.errors import UnsupportedError
@@ -53,14 +53,18 @@ class GraphPlan:
     calls: tuple[Calls, ...]
 
 
-def describe_graph(step: Step, sizes: Sizes, kind: str, draft_len: int, functional: bool) -> GraphPlan:
+def describe_graph(
+    step: Step, sizes: Sizes, kind: str, draft_len: int, functional: bool, edits: bool = False
+) -> GraphPlan:
     """The graph of kind "ragged" or "uniform" and K = draft_len, at its largest: sizes of its launches. `step` is one
-    on the meta device. What a functional graph does not read, a tree mask, it does not take."""
+    on the meta device. What a functional graph does not read, a tree mask, it does not take. edits: as of
+    export.input_names."""
     uniform = kind == "uniform"
-    names = input_names(step, uniform)
+    names = input_names(step, uniform, edits=edits)
     R = sizes.batch_size * (sizes.draft_len + 1)
     open_sizes = {"T": R if uniform else sizes.rows, "R": R, "B": sizes.batch_size, "G": sizes.batch_size}
     open_sizes |= {"K": draft_len, "columns": sizes.columns, "bans": 1, "0": 0, "width": step.hidden_width}
+    open_sizes |= {"known": 1, "kinds": 3, "biases": 1, "words": 1}
     dtype = step.like.dtype
     with torch.device("meta"), torch.no_grad(), _Recorder() as recorder:
         tensors = {
@@ -81,7 +85,7 @@ def describe_graph(step: Step, sizes: Sizes, kind: str, draft_len: int, function
             for name in names
             if not (functional and "0" in INPUT_SHAPES[name])
         ),
-        tuple(_output(name, given[name]) for name in step.outputs),
+        tuple(_output(name, given[name]) for name in output_names(step, edits)),
         recorder.calls(),
     )
 

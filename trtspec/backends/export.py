@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from trtspec.config.resolved import ResolvedSpeculation
-from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.core import AttnMetadata, KVLayer, LogitEdits, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.sampling_params import ResolvedSampling
 from trtspec.workers.step import Step
 
 _ATTN = ("kv_lens", "block_tables", "tree_mask")  # cu_q_lens follows from seq_lens, and so its size from B
 _SAMPLING = tuple(field.name for field in fields(SamplingTensors))
-_OF_SPEC = {field.name for field in fields(SpecMetadata)} - {"spec_dec_mode", "sampling"}
+EDITS = tuple(field.name for field in fields(LogitEdits))
+"""Inputs of those graphs alone that draw for requests with edits, and that give their logits."""
+_OF_SPEC = {field.name for field in fields(SpecMetadata)} - {"spec_dec_mode", "sampling", "edits"}
 _KNOWN_IF_UNIFORM = {"seq_lens", "gather_ids", "draft_tokens", "draft_lens", "next_prompt_token", "positions"}
 INPUT_SHAPES = {
     "input_ids": ("T",),
@@ -36,6 +38,11 @@ INPUT_SHAPES = {
     **dict.fromkeys(("kv_lens", "seq_lens", "draft_lens", "next_prompt_token", "forced_accept"), ("B",)),
     **dict.fromkeys(("ban_ids", "ban_until"), ("R", "bans")),
     **dict.fromkeys(("gather_ids", *(name for name in _SAMPLING if not name.startswith("ban"))), ("R",)),
+    "history": ("R", "known"),
+    "prompt_lens": ("R",),
+    "penalties": ("R", "kinds"),  # 3 or, where no row has any, 0
+    **dict.fromkeys(("bias_ids", "bias_values"), ("R", "biases")),
+    "allow_mask": ("R", "words"),
 }
 
 OUTPUT_SHAPES = {
@@ -46,6 +53,7 @@ OUTPUT_SHAPES = {
     "next_new_tokens": ("B", "K + 1"),
     "next_kv_lens": ("B",),
     "hidden_states": ("T",),  # and a width of the model's own
+    "logits": ("R",),  # and the vocabulary
 }
 
 INPUT_DTYPES = {
@@ -68,6 +76,12 @@ INPUT_DTYPES = {
     "min_ps": torch.float32,
     "ban_ids": torch.int32,
     "ban_until": torch.int64,
+    "history": torch.int32,
+    "prompt_lens": torch.int64,
+    "penalties": torch.float32,
+    "bias_ids": torch.int32,
+    "bias_values": torch.float32,
+    "allow_mask": torch.int32,
 }
 
 
@@ -76,12 +90,18 @@ def input_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if name == "hidden_states" else INPUT_DTYPES[name]
 
 
-def input_names(step: Step, uniform: bool = False, grouped: bool = False) -> tuple[str, ...]:
-    """The tensors a step's graph takes, in order; grouped: block tables of further KV groups are among them."""
+def input_names(step: Step, uniform: bool = False, grouped: bool = False, edits: bool = False) -> tuple[str, ...]:
+    """The tensors a step's graph takes, in order; grouped: block tables of further KV groups are among them; edits:
+    EDITS are, as the last."""
     hidden = ("hidden_states",) if step.hidden_width else ()
     groups = ("group_tables",) if grouped else ()
-    names = ("input_ids", *hidden, *_ATTN, *groups, *step.spec_inputs, *_SAMPLING)
+    names = ("input_ids", *hidden, *_ATTN, *groups, *step.spec_inputs, *_SAMPLING, *(EDITS if edits else ()))
     return tuple(name for name in names if not (uniform and name in _KNOWN_IF_UNIFORM))
+
+
+def output_names(step: Step, edits: bool) -> tuple[str, ...]:
+    """What a step's graph gives, in order; edits: as of input_names."""
+    return (*step.outputs, "logits") if edits else step.outputs
 
 
 class GraphStep(nn.Module):
@@ -97,13 +117,17 @@ class GraphStep(nn.Module):
     def forward(
         self, tensors: dict[str, Tensor], kv: list[KVLayer]
     ) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """tensors: those of input_names -> what the step gives, by name, and the new KV of a functional step (else
-        none)."""
+        """tensors: those of input_names -> what the step gives, by name, those of output_names, and the new KV of a
+        functional step (else none)."""
         kv = list(kv)
         old = list(kv)
         outputs = self.step(step_inputs(tensors, self.next_draft_len, self.width), kv)
         changed = [new for new, before in zip(kv, old, strict=True) if new is not before]
-        return graph_outputs(outputs), changed
+        named = graph_outputs(outputs)
+        if EDITS[0] in tensors:
+            assert outputs.logits is not None
+            named["logits"] = outputs.logits
+        return named, changed
 
 
 def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: int = 0) -> StepInputs:
@@ -118,6 +142,8 @@ def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: i
     attn = AttnMetadata(cu_q_lens, **{name: tensors[name] for name in _ATTN}, width=width, group_tables=groups)
     plain = SpecMetadata.plain((), attn, SamplingTensors(**{name: tensors[name] for name in _SAMPLING}))
     spec: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in _OF_SPEC}
+    if EDITS[0] in tensors:
+        spec["edits"] = LogitEdits(**{name: tensors[name] for name in EDITS})
     batch = replace(plain, next_draft_len=next_draft_len, **spec)
     return StepInputs(tensors["input_ids"], attn, batch, tensors.get("hidden_states"))
 
@@ -137,7 +163,17 @@ def _known_if_uniform(input_ids: Tensor, kv_lens: Tensor, width: int) -> dict[st
 
 
 def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, ...]]:
-    """What reads the tensors of those names from a step's inputs."""
+    """What reads the tensors of those names from a step's inputs; those of a batch without edits are of no elements."""
+    edits = [name for name in names if name in EDITS]
+    if edits:
+        first = graph_reader(names[: -len(edits)])
+        of_edits, unused = attrgetter(*edits), (torch.empty(0),) * len(edits)
+
+        def read(inputs: StepInputs) -> tuple[Tensor, ...]:
+            given = inputs.spec.edits
+            return (*first(inputs), *(unused if given is None else of_edits(given)))
+
+        return read
     parts = {
         "input_ids": "",
         "hidden_states": "",
@@ -183,8 +219,9 @@ def graph_outputs(outputs: StepOutputs) -> dict[str, Tensor]:
     return named
 
 
-def example_batch(draft_len: int, block_size: int, uniform: bool = False) -> StepInputs:
-    """Two generations with `draft_len` drafts each and, unless uniform, two contexts: two or more of everything."""
+def example_batch(draft_len: int, block_size: int, uniform: bool = False, edits: bool = False) -> StepInputs:
+    """Two generations with `draft_len` drafts each and, unless uniform, two contexts: two or more of everything.
+    edits: of their logits, too."""
     K, C = draft_len, 0 if uniform else 2
     q_lens, kv_lens = [*[3, 2][:C], K + 1, K + 1], [*[3, 6][:C], K + 9, K + 12]
     blocks = -(-max(kv_lens) // block_size) + 1
@@ -202,15 +239,28 @@ def example_batch(draft_len: int, block_size: int, uniform: bool = False) -> Ste
         draft_lens=torch.tensor([*[0, 0][:C], K, K], dtype=torch.int32),
         next_prompt_token=torch.tensor([*[-1, 3][:C], -1, -1]),
         next_draft_len=K,
+        edits=_example_edits(len(gather)) if edits else None,
     )
     return StepInputs(torch.ones(starts[-1], dtype=torch.int64), attn, spec)
 
 
-def example_for(step: Step, draft_len: int, block_size: int, uniform: bool = False) -> StepInputs:
+def _example_edits(rows: int) -> LogitEdits:
+    """Every group in use; sizes differ where they are to stay open one by one."""
+    return LogitEdits(
+        history=torch.zeros(rows, 5, dtype=torch.int32),
+        prompt_lens=torch.ones(rows, dtype=torch.int64),
+        penalties=torch.ones(rows, 3),
+        bias_ids=torch.zeros(rows, 2, dtype=torch.int32),
+        bias_values=torch.zeros(rows, 2),
+        allow_mask=torch.full((rows, 4), -1, dtype=torch.int32),
+    )
+
+
+def example_for(step: Step, draft_len: int, block_size: int, uniform: bool = False, edits: bool = False) -> StepInputs:
     """A batch to export the step's graph of K = draft_len with: example_batch; for draft layers beside the target, rows
     with states of it, and as many drafts to make."""
     if not step.hidden_width:
-        return example_batch(draft_len, block_size, uniform)
+        return example_batch(draft_len, block_size, uniform, edits)
     example = example_batch(0, block_size)
     states = step.like.new_zeros(example.input_ids.shape[0], step.hidden_width)
     return replace(example, spec=replace(example.spec, next_draft_len=draft_len), hidden_states=states)
@@ -241,15 +291,16 @@ def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[
 
 def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False) -> ExportedProgram:
     """The graph that `example` is a case of; call it as
-    `program.module()(graph_inputs(inputs, input_names(step, uniform)), list(kv))`; it takes group_tables if that has
-    them.
+    `program.module()(graph_inputs(inputs, input_names(step, uniform)), list(kv))`; it takes group_tables and edits if
+    that has them.
 
     Fixed by the example: K, K', which sampling fields are in use (not zero-size). Open: B, T, G, the width of block
-    tables and ban lists, and the number of KV blocks; a uniform graph has T = B * (K + 1) rows of B generations. The
-    example needs two or more of each, generations and contexts alike (unless uniform): torch.export takes a size of 1
-    or 0 for a constant.
+    tables, of ban lists and of edits, which may be 0, and the number of KV blocks; a uniform graph has T = B * (K + 1)
+    rows of B generations. The example needs two or more of each, generations and contexts alike (unless uniform):
+    torch.export takes a size of 1 or 0 for a constant.
     """
-    tensors = graph_inputs(example, input_names(step, uniform, example.attn.group_tables is not None))
+    names = input_names(step, uniform, example.attn.group_tables is not None, example.spec.edits is not None)
+    tensors = graph_inputs(example, names)
     width = example.spec.runtime_draft_len + 1 if uniform else 0
     with torch.no_grad():
         return torch.export.export(
@@ -282,6 +333,10 @@ def _dynamic_shapes(tensors: Mapping[str, Tensor], width: int) -> dict[str, Any]
     if tensors["ban_ids"].shape[1] > 1:
         bans = Dim("bans", min=1, max=2**16)
         shapes |= {"ban_ids": {0: R, 1: bans}, "ban_until": {0: R, 1: bans}}
+    widths = {size: Dim(size, min=0, max=2**20) for size in ("known", "kinds", "biases", "words")}
+    for name in EDITS:
+        if name in tensors:
+            shapes[name] = dict(enumerate((R, *(widths[size] for size in INPUT_SHAPES[name][1:]))))
     return shapes
 
 

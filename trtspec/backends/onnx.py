@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledExecutable, Graph
 from trtspec.backends.onnx_functions import with_bodies
+from trtspec.core import StepInputs, StepOutputs
 from trtspec.errors import CheckpointError, DependencyError
 
 _OLDEST = (1, 22)
@@ -39,15 +40,23 @@ _NUMPY = {
 class OnnxExecutable(CompiledExecutable):
     """See compiled.CompiledExecutable."""
 
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """See core.Executable. What leaves ONNX Runtime is copied, so logits do only where they are asked for."""
+        for bound in self._bound:
+            bound.gives_logits = inputs.spec.edits is not None
+        return super().run(inputs)
+
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
         if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < _OLDEST:
             raise DependencyError(
                 f"backend onnx needs onnxruntime {'.'.join(map(str, _OLDEST))} or newer, this is "
                 f"{onnxruntime.__version__}: pip install --upgrade 'trtspec[onnx]'"
             )
-        return {graph: self._load_graph(folder, graph) for graph in self.compiled.graphs}
+        loaded = {graph: self._load_graph(folder, graph) for graph in self.compiled.graphs}
+        self._bound = list(loaded.values())
+        return {graph: bound.run for graph, bound in loaded.items()}
 
-    def _load_graph(self, folder: Path, graph: Graph) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _load_graph(self, folder: Path, graph: Graph) -> _BoundGraph:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3  # errors
@@ -71,7 +80,7 @@ class OnnxExecutable(CompiledExecutable):
                 f"{folder / graph.file} has {len(set(caches.values()))} caches, config.json says {len(self._flat_kv)}; "
                 "rebuild the engine"
             )
-        return _BoundGraph(session, graph, self.compiled.outputs, caches, self._flat_kv).run
+        return _BoundGraph(session, graph, self.compiled.outputs, caches, self._flat_kv)
 
 
 _CACHES = {"SpecAttention": {3: 1, 4: 2}, "KvCompact": {0: 0, 1: 1}, "ScatterND": {0: 0}}
@@ -117,6 +126,7 @@ class _BoundGraph:
         self.session = session
         self.inputs = graph.inputs
         self.outputs = outputs
+        self.gives_logits = True  # False: of no elements
         self.binding = session.io_binding()
         memory = {f"{'kv'[i % 2]}_cache_{i // 2}": tensor for i, tensor in enumerate(flat_kv)}
         for state, name in caches.items():
@@ -133,4 +143,7 @@ class _BoundGraph:
             binding.bind_output(name, "cpu")  # anew: it forgets the last shape
         self.session.run_with_iobinding(binding)
         results = binding.get_outputs()[-len(self.outputs) :]  # in the order in which they were first bound
-        return [torch.from_numpy(result.numpy()) for result in results]
+        return [
+            torch.from_numpy(result.numpy()) if name != "logits" or self.gives_logits else torch.empty(0)
+            for name, result in zip(self.outputs, results, strict=True)
+        ]

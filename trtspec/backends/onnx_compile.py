@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for, graph_kinds
+from trtspec.backends.export import example_for, graph_kinds, output_names
 from trtspec.backends.onnx_export import OWN, export_onnx
 from trtspec.backends.onnx_linear import as_torch, write_linears
 from trtspec.core import KVLayer
@@ -37,15 +37,16 @@ def compile_step(
     draft_lens: Sequence[int],
     folder: Path,
     report: Callable[[str], None] = lambda what: None,
+    edits: bool = False,
 ) -> CompiledStep:
     """Export a functional `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a
-    uniform one if it makes drafts. `report` hears what is being done."""
+    uniform one if it makes drafts. `report` hears what is being done. edits: as of aoti_compile.compile_step."""
     dtype = step.like.dtype
     models: dict[str, ir.Model] = {}
     graphs = []
     for K, (kind, uniform) in itertools.product(sorted(draft_lens), graph_kinds(step).items()):
         report(f"{kind} graph for K = {K}")
-        example = example_for(step, K, block_size, uniform)
+        example = example_for(step, K, block_size, uniform, edits)
         blocks = int(example.attn.block_tables.max()) + 1
         kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in step.kv_shapes]
         model = export_onnx(step, example, cast("list[KVLayer]", kv), uniform)
@@ -58,7 +59,7 @@ def compile_step(
     save_models(models, folder)
     return CompiledStep(
         graphs=tuple(graphs),
-        outputs=step.outputs,
+        outputs=output_names(step, edits),
         kv=tuple(step.kv_shapes),
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=step.vocab_size,

@@ -23,7 +23,7 @@ import torch
 from onnxscript import opset21, values
 from torch.export import ExportedProgram
 
-from trtspec.backends.export import INPUT_SHAPES, export_step, input_names
+from trtspec.backends.export import INPUT_SHAPES, export_step, input_names, output_names
 from trtspec.core import KVLayer, StepInputs
 from trtspec.workers.step import Step
 
@@ -53,10 +53,11 @@ def export_onnx(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform:
     Constants are named as in the step's state_dict and hold torch's memory: nothing is copied.
     """
     program = export_step(step, example, kv, uniform)
-    names = input_names(step, uniform)
+    edits = example.spec.edits is not None
+    names = input_names(step, uniform, edits=edits)
     layers = range(len(kv))
     inputs = [*names, *(f"{part}_cache_{i}" for i in layers for part in "kv")]
-    outputs = [*step.outputs, *(f"new_{part}_cache_{i}" for i in layers for part in "kv")]
+    outputs = [*output_names(step, edits), *(f"new_{part}_cache_{i}" for i in layers for part in "kv")]
     with warnings.catch_warnings(), _quiet("torch.onnx"):
         warnings.simplefilter("ignore")
         exported = torch.onnx.export(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.device import WorkQueue
-from trtspec.backends.export import INPUT_DTYPES, INPUT_SHAPES
+from trtspec.backends.export import EDITS, INPUT_DTYPES, INPUT_SHAPES
 
 _PADDING = {"greedy": 1, "top_ps": 1, "ban_ids": -1, "forced_accept": -1, "carry_tokens": -1, "carry_kept": -1}
 """What rows that fill a batch size have; 0 where nothing is said, and of kv_lens as many as a request has rows."""
@@ -33,7 +33,8 @@ Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Kind(NamedTuple):
-    """Which sampling inputs a graph takes: those it does not take cost no kernels."""
+    """Which sampling inputs a graph takes: those it does not take cost no kernels. None takes edits of logits: batches
+    with these run kernel by kernel."""
 
     sampled: bool
     filtered: bool
@@ -41,7 +42,7 @@ class Kind(NamedTuple):
 
     def leaves_out(self, name: str) -> bool:
         inputs = ((self.sampled, _SAMPLED), (self.filtered, FILTERS), (self.bans, _BANS))
-        return any(not taken and name in names for taken, names in inputs)
+        return name in EDITS or any(not taken and name in names for taken, names in inputs)
 
     def input_parts(self, names: Sequence[str], sizes: Mapping[str, int]) -> Parts:
         """The inputs of that name which it takes; sizes: of the dimensions that INPUT_SHAPES names."""
@@ -54,7 +55,11 @@ class Kind(NamedTuple):
 
 def left_out(name: str, rows: int, device: torch.device) -> Tensor:
     """What stands for a sampling input that no row uses."""
-    return torch.empty((rows, 0) if name in _BANS else (0,), dtype=INPUT_DTYPES[name], device=device)
+    if len(INPUT_SHAPES[name]) == 2:
+        shape: tuple[int, ...] = (rows, 0)
+    else:
+        shape = (rows if name in EDITS else 0,)
+    return torch.zeros(shape, dtype=INPUT_DTYPES[name], device=device)
 
 
 class Region:

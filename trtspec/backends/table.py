@@ -31,6 +31,7 @@ class Backend:
     only_float32: bool = False
     causal: bool = False  # attention has no tree masks
     only_attention_writes: bool = False  # caches that change in place are those that attention writes
+    edits: bool = False  # a target's graphs take edits of its logits, and give these
     on_gpu: bool = False  # through torch: executables are cudagraph.CudaExecutables
 
     def check_dtype(self, dtype: torch.dtype) -> None:
@@ -87,6 +88,7 @@ BACKENDS = {
             functional=False,
             packs=False,
             extra=None,
+            edits=True,
             on_gpu=True,
         ),
         Backend(
@@ -96,6 +98,7 @@ BACKENDS = {
             functional=False,
             packs=True,
             extra=None,
+            edits=True,
         ),
         Backend(
             "onnx",
@@ -106,6 +109,7 @@ BACKENDS = {
             extra="onnx",
             only_float32=True,
             causal=True,
+            edits=True,
         ),
         Backend(
             "tensorrt",

@@ -45,3 +45,23 @@ def plot_profile(results: dict[str, dict[str, Any]], png: str | Path) -> None:
     axes.invert_yaxis()
     axes.legend(ncols=len(PHASES), fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     save_png(figure, png)
+
+
+def plot_serving(series: dict[str, list[float]], png: str | Path) -> None:
+    """What bench serve saw: time to first token (ms) of each request by when it was due (s), and how both times are
+    spread."""
+    figure = new_figure(9, 4)
+    left, right = figure.subplots(1, 2)
+    left.plot(series["due"], series["time to first token"], ".", markersize=3)
+    left.set_xlabel("request due at (s)")
+    left.set_ylabel("time to first token (ms)")
+    for name in ("time to first token", "time per output token"):
+        values = sorted(series[name])
+        right.plot(values, [100 * (i + 1) / len(values) for i in range(len(values))], label=name)
+    right.set_xscale("log")
+    right.set_xlabel("ms")
+    right.set_ylabel("requests (%)")
+    right.legend(fontsize="small")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    save_png(figure, png)

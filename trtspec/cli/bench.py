@@ -16,12 +16,12 @@ from trtspec.bench import bench_acceptance, bench_decode, profile_decode
 from trtspec.bench.plot import plot_acceptance, plot_profile
 from trtspec.bench.profile import PHASES
 from trtspec.cli.options import engine_options
+from trtspec.cli.prompts import read_jsonl, read_texts
 from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.model import ModelConfig
 from trtspec.errors import ConfigError, RequestError
 from trtspec.sampling_params import SamplingParams
 from trtspec.text import Tokenizer
-from trtspec.train.data import standard_library
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,26 +189,6 @@ def make_prompts(namespace: argparse.Namespace) -> list[list[int]]:
         f"only {len(prompts)} texts of {namespace.input_len} tokens for --batch {namespace.batch}; "
         "lower --input-len or --batch, or give --prompts"
     )
-
-
-def read_jsonl(path: Path) -> list[str]:
-    """The "prompt" of every line, whole: --input-len does not cut it."""
-    try:
-        prompts = [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RequestError(f'{path}: every line must be a JSON object with a "prompt" ({error!r})') from error
-    if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
-        raise RequestError(f"{path}: every prompt must be a text, and there must be one")
-    return prompts
-
-
-def read_texts(source: str | None) -> list[str]:
-    """The given file or folder of .py files; without one, the held-out files of Python's own standard library."""
-    if source is None:
-        return [file.text for file in standard_library() if file.held_out]
-    path = Path(source)
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    return [file.read_text(encoding="utf-8", errors="replace") for file in files]
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:

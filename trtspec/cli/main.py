@@ -1,4 +1,4 @@
-"""`trtspec generate | serve | bench | info | train | build | verify | export-config`: arguments in, exit status out."""
+"""`trtspec`: a row for each command; arguments in, exit status out."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ COMMANDS = (
         "bench acceptance", "bench", "acceptance length and acceptance per position for K = 1, 2, ...", True,
         "add_acceptance_arguments", "run_acceptance",
     ),
+    _Command("bench serve", "bench_serve", "latencies and goodput of an OpenAI-compatible server", False),
     _Command("info", "info", "what a model folder is, which speculation it supports, memory it needs", False),
     _Command("build", "build", "compile an engine folder that LLM(folder) starts at once", False),
     _Command(
         "verify", "build", "check that an engine folder is whole and fits this machine", False,
         "add_verify_arguments", "run_verify",
     ),
+    _Command("triton-repo", "triton_repo", "write a model repository for Triton Inference Server", True),
     _Command("export-config", "export_config", "speculation as settings of TensorRT-LLM or vLLM", False),
 )  # fmt: skip
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import fields
 
 from trtspec.cli.options import engine_options
 from trtspec.errors import DependencyError
+from trtspec.serve.logs import FORMATS, LEVELS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--cors", action="append", default=[], metavar="ORIGIN", help="browsers' pages that may call it"
     )
+    server.add_argument("--log-format", choices=FORMATS, default="text", help="of the lines on stderr")
+    server.add_argument("--log-level", choices=LEVELS, default="info", help="the least that is written")
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -47,4 +49,4 @@ def run(namespace: argparse.Namespace) -> int:
         options["tokenizer"] = namespace.tokenizer
     if namespace.speculative_config is not None:
         options["speculative_config"] = namespace.speculative_config
-    return serve(settings, options, lambda line: print(f"trtspec: {line}", file=sys.stderr, flush=True))
+    return serve(settings, options)

@@ -53,8 +53,7 @@ class ModelConfig(CheckpointConfig):
 
     `eos_token_ids` is the union of config.json and generation_config.json; the tokenizer may add its own.
     `generation_defaults` holds those of temperature, top_k, top_p, min_p that generation_config.json sets with
-    `do_sample`; it is empty for a checkpoint that means to be greedy or does not say. `raw` is an EAGLE head's without
-    its wrapper.
+    `do_sample`, and its repetition_penalty. `raw` is an EAGLE head's without its wrapper.
     """
 
     architecture: str
@@ -279,4 +278,6 @@ def _generation_defaults(read: Reader) -> Mapping[str, float | int]:
         for key, kind in _SAMPLING_KEYS.items():
             if read.get(key) is not None:
                 values[key] = read.integer(key) if kind is int else read.number(key)
+    if read.get("repetition_penalty") is not None:  # which greedy decoding heeds, too
+        values["repetition_penalty"] = read.number("repetition_penalty", minimum=0.0)
     return values

@@ -158,6 +158,7 @@ def assemble_engine(
         use_generation_config=config.generation_config == "auto",
         executables=assembly.executables,
         debug=config.debug,
+        without_edits=None if assembly.takes_edits else config.backend,
     )
 
 

@@ -68,6 +68,7 @@ class Assembly:
     chain: ChainExecutable | None = None  # of the draft model, once it is there, if its backend has one
     graph_draft_lens: tuple[int, ...] = ()  # K of the target's graphs; empty: any K
     head_draft_lens: tuple[int, ...] = ()  # likewise of draft layers beside it
+    takes_edits: bool = False  # the target's launches take edits of its logits, and give these
 
     @property
     def speculation(self) -> ResolvedSpeculation:
@@ -159,6 +160,7 @@ class Assembly:
 
     def target_model(self) -> Executable:
         """What verifies, on the configured backend."""
+        self.takes_edits = True
         return self._module(self.target_step()) if self.built is None else self._compiled(self.built, "target")
 
     def draft_model(self) -> DraftModel:
@@ -172,7 +174,8 @@ class Assembly:
             step.to(self.gpu.device)
             norms_as_ops(step)
             kv = allocate_on(self.gpu.device, shapes, self.num_blocks, self.config.block_size, dtype)
-            compiled = module_graphs(step, self._module_draft_lens(step), self.config.enable_cuda_graph)
+            edits = not self.executables  # the target comes first
+            compiled = module_graphs(step, self._module_draft_lens(step), self.config.enable_cuda_graph, edits)
             return self._graphed(ModuleOnCuda(step, compiled, kv, self.gpu, self._limits()))
         kv = allocate_layers(shapes, self.num_blocks, self.config.block_size, dtype)
         return self._timed(EagerExecutable(step, kv), step.weight_bytes_per_step, kv)
@@ -210,6 +213,8 @@ class Assembly:
         compiled = CompiledStep.from_dict(built.data["executables"][role])
         executable = BACKENDS[built.backend].load_executable()
         executable.check(compiled)
+        if role == "target":
+            self.takes_edits = compiled.takes_edits
         if self.gpu is not None:
             dtype = DTYPES[compiled.dtype]
             there = allocate_on(self.gpu.device, compiled.kv, self.num_blocks, self.config.block_size, dtype)

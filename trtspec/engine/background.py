@@ -20,7 +20,7 @@ from trtspec.engine.core import EngineCore
 from trtspec.engine.request import Request
 from trtspec.engine.step import Emission
 from trtspec.errors import EngineError
-from trtspec.outputs import CompletionOutput, OutputDelta, RequestOutput
+from trtspec.outputs import CompletionOutput, OutputDelta, RequestOutput, SpeculationStats
 from trtspec.sampling_params import SamplingParams
 
 EXIT_SECONDS = 10.0
@@ -92,6 +92,11 @@ class Generation:
                 f"request {self.request_id} is not finished after {timeout} s; wait on, or abort() it"
             ) from None
         return request_output(self)
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """Of all samples, so far; from any thread."""
+        return SpeculationStats.total(SpeculationStats(sample.stats.outcomes.copy()) for sample in self.samples)
 
     def abort(self) -> None:
         """End it before the next step with what it has, finish_reason "abort". Ignored once it has ended."""
@@ -268,6 +273,7 @@ def output_delta(request_id: int, emission: Emission) -> OutputDelta:
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         error=None if request.error is None else described(request.error),
+        logprobs=None if emission.logprobs is None else tuple(emission.logprobs),
     )
 
 
@@ -289,6 +295,8 @@ def request_output(generation: Generation) -> RequestOutput:
                 speculation=sample.stats,
                 error=None if sample.error is None else described(sample.error),
                 drafter_error=None if sample.drafter_error is None else described(sample.drafter_error),
+                logprobs=None if sample.logprobs is None else sample.logprobs.entries,
+                cumulative_logprob=None if sample.logprobs is None else sample.logprobs.cumulative,
             )
             for index, sample in enumerate(samples)
         ],

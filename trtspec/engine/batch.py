@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from trtspec.core import AttnMetadata, Carry, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.engine.edits import logit_edits
 from trtspec.engine.scheduler import Batch
 from trtspec.modes import SpeculativeDecodingMode
 
@@ -166,7 +167,9 @@ class BatchAssembler:
         layout = self._layout
         if layout is None or layout.batch != batch or layout.spec.next_draft_len != next_draft_len:
             layout = self._layout = self._make_layout(batch, next_draft_len)
-        return self._next_frame(layout).fill(batch)
+        inputs = self._next_frame(layout).fill(batch)
+        edits = logit_edits(batch, layout.spec.runtime_draft_len)
+        return inputs if edits is None else replace(inputs, spec=replace(inputs.spec, edits=edits))
 
     def carry(self, batch: Batch, last: Batch) -> Carry:
         """What the batch takes from the outputs of `last`, which is in flight."""

@@ -79,14 +79,18 @@ def build_engine(
             draft_lens = set(graph_draft_lens(step, assembly.resolved))
             if backend.on_gpu and role == "target" and draft_lens == {0}:
                 draft_lens.add(assembly.max_draft_len)  # those of a drafter beside it
-            fixed = {"sizes": largest_sizes(assembly, role, options), "options": options} if backend.profiles else {}
+            own: dict[str, Any] = {}
+            if backend.profiles:
+                own = {"sizes": largest_sizes(assembly, role, options), "options": options}
+            if backend.edits:
+                own["edits"] = role == "target"
             compiled = compile_step(
                 step,
                 config.block_size,
                 sorted(draft_lens),
                 folder,
                 lambda what, role=role: report(f"{role}: {what}"),
-                **fixed,
+                **own,
             )
             executables[role] = compiled.to_dict()
         _copy_checkpoint_facts(assembly, staging)

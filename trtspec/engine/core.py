@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 
 from trtspec.config.model import ModelConfig
+from trtspec.engine.logprobs import LogprobRecord
 from trtspec.engine.request import Request
 from trtspec.engine.stats import EngineStats, TimedExecutable
 from trtspec.engine.step import Emission, StepLoop
@@ -13,6 +15,7 @@ from trtspec.errors import CapacityError, EngineError, RequestError
 from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import ResolvedSampling, SamplingParams, sample_seed
 from trtspec.text import TextStream, Tokenizer
+from trtspec.verify.grammar import GrammarCompiler, Guide
 
 
 class EngineCore:
@@ -29,7 +32,9 @@ class EngineCore:
         use_generation_config: bool,
         executables: Sequence[TimedExecutable],
         debug: bool = False,
+        without_edits: str | None = None,
     ) -> None:
+        """without_edits: the backend's name, where the target's launches take no edits of logits."""
         self.loop = loop
         self.model = model
         self.tokenizer = tokenizer
@@ -39,9 +44,11 @@ class EngineCore:
         self.defaults = dict(model.generation_defaults) if use_generation_config else {}
         self.executables = executables  # target first, then the draft's
         self.debug = debug
+        self.without_edits = without_edits
         self.stats = EngineStats()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         self.eos_ids = model.eos_token_ids | (frozenset() if tokenizer_eos is None else {tokenizer_eos})
+        self._compiler: GrammarCompiler | None = None  # once somebody wants one
         self._next_id = 0
         self._requests: dict[int, Request] = {}
 
@@ -60,8 +67,14 @@ class EngineCore:
         for token in stop_ids:
             if token >= self.model.vocab_size:
                 raise RequestError(f"stop_token_ids holds {token}; the vocabulary has {self.model.vocab_size} ids")
+        for token in params.logit_bias or ():
+            if token >= self.model.vocab_size:
+                raise RequestError(f"logit_bias holds token {token}; the vocabulary has {self.model.vocab_size} ids")
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         base_seed = sample_seed(self.seed, self._next_id + 1) if params.seed is None else params.seed
+        guides: Sequence[Guide | None] = [None] * params.n
+        if params.structured_outputs is not None:
+            guides = self._grammars().guides(params.structured_outputs, eos_ids | stop_ids, params.n)
         samples = []
         for index in range(params.n):
             sampling = ResolvedSampling.of(
@@ -79,8 +92,22 @@ class EngineCore:
                     stop_token_ids=stop_ids,
                     include_stop=params.include_stop_str_in_output,
                     text=self._text_stream(params),
+                    max_draft_len=sys.maxsize if params.max_draft_len is None else params.max_draft_len,
+                    speculates=params.max_draft_len != 0,
+                    logprobs=None if params.logprobs is None else LogprobRecord(params.logprobs, self.tokenizer),
+                    guide=guides[index],
                     reuses_prefix=self.loop.collector is None,
                 )
+            )
+        if samples[0].needs_host and self.without_edits is not None:
+            wanted = dict(samples[0].sampling.edits)
+            for name in ("logprobs", "structured_outputs"):
+                if getattr(params, name) is not None:
+                    wanted[name] = getattr(params, name)
+            asked = ", ".join(f"{name} = {value}" for name, value in wanted.items())
+            raise RequestError(
+                f"{asked}: this engine on backend {self.without_edits} was built to draw without; leave it at its "
+                "neutral value, or use the checkpoint itself or a new engine on backend aoti or onnx"
             )
         self._next_id += params.n
         return samples
@@ -171,6 +198,14 @@ class EngineCore:
         reason = request.finish_reason or ""
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
         self.stats.speculation = SpeculationStats.total((self.stats.speculation, request.stats))
+
+    def _grammars(self) -> GrammarCompiler:
+        """RequestError without a tokenizer, DependencyError without xgrammar."""
+        if self.tokenizer is None:
+            raise RequestError("structured_outputs needs a tokenizer, and this model folder has none")
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self.tokenizer, self.model.vocab_size)
+        return self._compiler
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self.tokenizer is None or not params.detokenize:

@@ -6,8 +6,8 @@ were accepted, so that there are blocks enough; the lengths that hold are comput
 step come in, the step after it is in flight already, with requests that have just ended. What that gives them is thrown
 away, and only when it has landed are their blocks free.
 
-Where the host must know more than it does (blocks run short, a launch fails) it waits, and makes a step without
-looking ahead.
+Where the host must know more than it does (blocks run short, a launch fails, a request's draws depend on the tokens
+before them) it waits, and makes a step without looking ahead.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OverlapLoop(StepLoop):
         """See StepLoop."""
         flight, self.flight = self.flight, None
         batch = self.scheduler.schedule()
-        if batch:
+        if batch and not any(row.request.needs_host for row in batch):
             with suppress(Exception):  # who is to blame shows when it is launched as others are, with nothing in flight
                 self.flight = self.take_off(batch, flight)
         if flight is None:
@@ -72,7 +72,7 @@ class OverlapLoop(StepLoop):
 
     def take_off(self, batch: Batch, last: Flight | None) -> Flight:
         """Launch the batch behind the last step, if that is in flight."""
-        wanted = self.proposer.draft_len(self.scheduler) if any(row.emits for row in batch) else 0
+        wanted = self.proposer.wanted(batch, self.scheduler)
         inputs = self.assemble(batch, wanted)
         carry = None if last is None else self.assemble.carry(batch, last.batch)
         flight = Flight(batch, inputs.spec, self.target.launch(inputs, carry))
@@ -80,15 +80,15 @@ class OverlapLoop(StepLoop):
         return flight
 
     def usable_drafts(self, row: Scheduled, made: int) -> int:
-        """How many of the drafts that a step makes for a request the next one may verify: none past a gap in the draft
-        KV, or where the draft model sees no further."""
+        """How many of the drafts that a step makes for a request the next one may verify: as many as it wants, none
+        past a gap in the draft KV, or where the draft model sees no further."""
         request = row.request
-        if made == 0 or not row.emits or row.end >= self.proposer.longest(self.scheduler):
+        if made == 0 or request.max_draft_len == 0 or not row.emits or row.end >= self.proposer.longest(self.scheduler):
             return 0
         if request.kv.draft_len < request.kv.committed:
             self.proposer.num_stale += 1
             return 0
-        return made
+        return min(made, request.max_draft_len)
 
     def land(self, flight: Flight, outputs: StepOutputs) -> list[Emission]:
         """A step is over: give its requests what they got."""

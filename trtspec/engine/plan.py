@@ -163,7 +163,9 @@ def _executable(
     lengths = graph_draft_lens(step, assembly.resolved)
     kinds = ["ragged"] if backend.profiles else [*graph_kinds(step)]
     graphs = tuple(
-        describe_graph(step, at_draft_len(sizes, step, K), kind, K, backend.functional)
+        describe_graph(
+            step, at_draft_len(sizes, step, K), kind, K, backend.functional, backend.edits and role == "target"
+        )
         for K in lengths
         for kind in kinds
     )

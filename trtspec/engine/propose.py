@@ -13,7 +13,7 @@ from trtspec.config.resolved import ResolvedSpeculation, draft_len_for_batch
 from trtspec.core import Drafter, DraftRequest, Proposal
 from trtspec.engine.request import Request
 from trtspec.engine.row_states import RowStates
-from trtspec.engine.scheduler import Scheduler
+from trtspec.engine.scheduler import Batch, Scheduler
 from trtspec.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,11 @@ class Proposer:
         """K of the next step, as the number of running requests has it."""
         return 0 if self.speculation is None else draft_len_for_batch(self.speculation, len(scheduler.running))
 
+    def wanted(self, batch: Batch, scheduler: Scheduler) -> int:
+        """Drafts that the launch of a batch is to make for each request: K, or none if nobody can use any."""
+        anybody = any(row.emits and row.request.max_draft_len > 0 for row in batch)
+        return self.draft_len(scheduler) if anybody else 0
+
     def longest(self, scheduler: Scheduler) -> int:
         """Tokens that a request may have and still be given drafts by a model, whose context ends somewhere."""
         assert self.speculation is not None
@@ -53,6 +58,10 @@ class Proposer:
             return
         lengths = self._draft_lens(requests, scheduler)
         if self.drafter is not None:
+            if self.states is not None:
+                for request in requests:
+                    if not request.speculates:
+                        self.states.forget(request)
             self._ask([(request, length) for request, length in zip(requests, lengths, strict=True) if length > 0])
             return
         for request, length in zip(requests, lengths, strict=True):
@@ -84,7 +93,7 @@ class Proposer:
                 )
 
     def _draft_lens(self, requests: Sequence[Request], scheduler: Scheduler) -> list[int]:
-        """Drafts each can use: within the draft's context, the request's own end, and its reserved blocks."""
+        """Drafts each wants and can use: within the draft's context, the request's own end, and its reserved blocks."""
         K, block_size = self.draft_len(scheduler), scheduler.allocator.block_size
         lengths = []
         for request in requests:
@@ -92,7 +101,8 @@ class Proposer:
             if request.speculates:
                 reserved = len(request.kv.blocks) * block_size
                 here = self._in_context(length, K, scheduler)
-                lengths.append(min(here, request.length_limit - length - 1, reserved - length + 1))
+                end = request.length_limit - length - 1
+                lengths.append(min(here, request.max_draft_len, end, reserved - length + 1))
             else:
                 lengths.append(0)
         return lengths

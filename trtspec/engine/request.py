@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trtspec.engine.logprobs import LogprobRecord
 from trtspec.kv.blocks import SequenceKV
 from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import ResolvedSampling
 from trtspec.text import TextStream
+from trtspec.verify.grammar import Guide
 
 
 @dataclass(eq=False, slots=True)
@@ -25,17 +28,24 @@ class Request:
     stop_token_ids: frozenset[int]
     include_stop: bool
     text: TextStream | None  # None: no tokenizer, or the caller wants ids only
+    logprobs: LogprobRecord | None = None  # None: nobody wants them
+    guide: Guide | None = None  # behind its tokens; None: they may be any
     kv: SequenceKV = field(default_factory=SequenceKV)
     drafts: list[int] = field(default_factory=list)  # proposal for the next step; do not change the list
     pending: int = 0  # rows in steps that are in flight: launched, their outputs not seen yet
     pending_drafts: int = 0  # drafts which the last of these makes for the step after it
-    speculates: bool = True  # False once its drafter failed it
+    max_draft_len: int = sys.maxsize  # drafts that a step of it verifies at most, beside K
+    speculates: bool = True  # False where it wants no drafts, or once its drafter failed it
     drafter_error: Exception | None = None  # with what
     reuses_prefix: bool = True  # False: every row is computed, because the caller wants what only computing gives
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+    needs_host: bool = field(init=False)  # the host sees to its draws in every step
+
+    def __post_init__(self) -> None:
+        self.needs_host = bool(self.sampling.edits) or self.logprobs is not None or self.guide is not None
 
     @property
     def num_output(self) -> int:

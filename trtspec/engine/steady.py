@@ -64,7 +64,7 @@ class SteadyBatch:
         if proposer.drafter is not None or not everybody or not same_shapes:
             return None
         for request, _, draft_len, _ in batch:
-            if draft_len != K or len(request.drafts) != K or request.finish_reason is not None:
+            if draft_len != K or len(request.drafts) != K or request.finish_reason is not None or request.needs_host:
                 return None
         return cls(batch, outputs, scheduler, proposer)
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from torch import Tensor
+
 from trtspec.core import Executable, StepInputs, StepOutputs
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.faults import launch_isolated
@@ -17,6 +19,7 @@ from trtspec.engine.scheduler import Batch, Scheduled, Scheduler
 from trtspec.engine.steady import SteadyBatch
 from trtspec.errors import EngineError
 from trtspec.kv import rewind
+from trtspec.outputs import Logprob
 from trtspec.verify.strict import accept
 
 
@@ -31,6 +34,7 @@ class Emission(NamedTuple):
     is_context: bool  # the first token(s) after reading in a prompt, or none yet
     finished: bool = False
     drafts: Sequence[int] = ()  # those that were verified; not told of a batch that goes on as it is
+    logprobs: list[dict[int, Logprob]] | None = None  # of `tokens`, one each, where asked for
 
 
 @dataclass
@@ -63,7 +67,7 @@ class StepLoop:
 
     def launch(self, batch: Batch) -> StepOutputs:
         """One launch of the target: K+1 rows per generating request verified at once. Commits nothing."""
-        wanted = self.proposer.draft_len(self.scheduler) if any(row.emits for row in batch) else 0
+        wanted = self.proposer.wanted(batch, self.scheduler)
         return self.verify(self.assemble(batch, wanted))
 
     def verify(self, inputs: StepInputs) -> StepOutputs:
@@ -93,9 +97,10 @@ class StepLoop:
         assert outputs.verdict is not None
         tokens, counts = outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist()
         made = [None] * len(batch) if outputs.proposal is None else outputs.proposal.draft_tokens.tolist()
+        logits = _logits_of(batch, outputs)
         return [
-            self.update(row, drawn[:count], drafts)
-            for row, drawn, count, drafts in zip(batch, tokens, counts, made, strict=True)
+            self.update(row, drawn[:count], drafts, behind)
+            for row, drawn, count, drafts, behind in zip(batch, tokens, counts, made, logits, strict=True)
             if row.request.finish_reason is None
         ]
 
@@ -131,11 +136,15 @@ class StepLoop:
             running = [request for request in steady.requests if request.finish_reason is None]
             self.proposer.propose(running, self.scheduler)
 
-    def update(self, row: Scheduled, tokens: list[int], made: list[int] | None) -> Emission:
+    def update(
+        self, row: Scheduled, tokens: list[int], made: list[int] | None, logits: Tensor | None = None
+    ) -> Emission:
         """Commit one request's verdict: keep the accepted rows, rewind the rest, append the tokens. `made`: the drafts
-        that draft layers in the launch have made behind them, if there are such layers."""
+        that draft layers in the launch have made behind them, if there are such layers. logits [n, V] fp32 behind the
+        tokens, where the request wants to know of them."""
         request, num_rows, draft_len, is_context = row
         offered = request.drafts[:draft_len]
+        likely: list[dict[int, Logprob]] = []
         rewind.commit(request.kv, num_rows, len(tokens), draft_len, made is not None)
         request.drafts = made if made and tokens else []
         known, text = len(request.tokens), request.text
@@ -145,15 +154,21 @@ class StepLoop:
         if tokens and max(tokens) >= self.vocab_size:
             real = list(itertools.takewhile(lambda token: token < self.vocab_size, tokens))
         try:
+            if request.logprobs is not None and logits is not None:
+                likely = request.logprobs.read(logits, real)
             request.append(real)  # stop strings and detokenizer: host code that may raise
             if real is not tokens and not request.finished:
                 raise EngineError(
                     f"request {request.request_id}: no token can be drawn: NaN logits (check the model's "
                     "weights and dtype), or every token is banned"
                 )
+            if request.guide is not None and not request.finished:
+                request.guide.accept(real)
         except Exception as error:
             request.fail(error)
         taken = request.tokens[known:]
+        if request.logprobs is not None:
+            request.logprobs.entries += likely[: len(taken)]
         if tokens and is_context:
             self.scheduler.release_siblings(request)
         elif tokens:
@@ -162,7 +177,8 @@ class StepLoop:
             self.remove(request)
         num_drafts = min(len(tokens) - 1, len(taken)) if len(tokens) > 1 else 0
         news, finished = "" if text is None else text.text[shown:], request.finish_reason is not None
-        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, offered)
+        shown_logprobs = None if request.logprobs is None else likely[: len(taken)]
+        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, offered, shown_logprobs)
 
     def fail(self, request: Request, error: Exception) -> Emission:
         """End a request that cannot be launched."""
@@ -177,3 +193,14 @@ class StepLoop:
             self.collector.ended(request)
         self.scheduler.remove(request)
         self.proposer.forget(request)
+
+
+def _logits_of(batch: Batch, outputs: StepOutputs) -> list[Tensor | None]:
+    """[n, V] behind the tokens of each request that wants to know of them: of a context n = 1, else K + 1."""
+    if not any(row.request.logprobs is not None for row in batch):
+        return [None] * len(batch)
+    assert outputs.verdict is not None
+    assert outputs.logits is not None
+    ends = list(itertools.accumulate(1 if row.is_context else outputs.verdict.tokens.shape[1] for row in batch))
+    parts = zip(batch, [0, *ends], ends, strict=False)
+    return [outputs.logits[start:end] if row.request.logprobs is not None else None for row, start, end in parts]

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from trtspec.errors import CapacityError, EngineError, RequestError, TrtSpecError, UnsupportedError
 from trtspec.serve.engine_client import RefusedError
+from trtspec.serve.request_log import current
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +22,10 @@ TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
-    504: "timeout_error",
 }
 
 
@@ -94,7 +95,9 @@ def install(app: FastAPI) -> None:
 
 
 def response(error: ApiError) -> JSONResponse:
-    """As HTTP."""
+    """As HTTP; its word goes into the request's record."""
+    if (record := current()) is not None:
+        record.error = error.code or error.body["error"]["type"]
     return JSONResponse(error.body, error.status_code, error.headers)
 
 
@@ -104,7 +107,7 @@ def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     place = [str(part) for part in first["loc"] if part != "body"]
     param = ".".join(place) or None
     if first["type"] == "extra_forbidden":
-        message = f"unknown field {param!r}; see /docs for those there are"
+        message = f"unknown field {param!r}; see /openapi.json for those there are"
     elif first["type"] == "json_invalid":
         param, message = None, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}"
     else:

@@ -83,11 +83,13 @@ class Stream:
 class EngineClient:
     """One engine, in a process of its own. All methods are for one event loop.
 
-    options: arguments of LLM, as JSON can write them. on_restart: called when an engine has died.
+    options: arguments of LLM, as JSON can write them. log: format and level of the engine's log, see logs.configure.
+    on_restart: called when an engine has died.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], log: tuple[str, str] = ("text", "info")) -> None:
         self.options = options
+        self.log = log
         self.state: State = "starting"
         self.facts: EngineFacts | None = None
         self.load = EngineLoad()
@@ -169,7 +171,7 @@ class EngineClient:
         with theirs:
             # in a session of its own: Ctrl-C in a terminal is for the front alone
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "trtspec.serve.engine_process", str(theirs.fileno()),
+                sys.executable, "-m", "trtspec.serve.engine_process", str(theirs.fileno()), *self.log,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
         self.pid = process.pid
@@ -206,6 +208,7 @@ class EngineClient:
                 refused.end(RefusedError(message["kind"], message["why"]))
         elif "ready" in message:
             self.facts = EngineFacts(**message["ready"])
+            logger.info("the engine is ready", extra={"fields": {"pid": self.pid, **message["ready"]}})
             if self.state != "closed":
                 self.state = "ready"
             if self._first_start is not None and not self._first_start.done():

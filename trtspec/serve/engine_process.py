@@ -1,4 +1,5 @@
-"""The engine's process: `python -m trtspec.serve.engine_process FD`. It talks to the front through the socket FD.
+"""The engine's process: `python -m trtspec.serve.engine_process FD FORMAT LEVEL`. It talks to the front through the
+socket FD and logs as told, see logs.configure.
 
 One thread: between two steps it reads what the front has sent, and after each it sends what the step gave. So nobody
 waits for a lock, and what a request costs the engine is what it costs here.
@@ -20,6 +21,7 @@ from trtspec.engine.step import Emission
 from trtspec.errors import TrtSpecError
 from trtspec.llm import LLM
 from trtspec.outputs import Logprob
+from trtspec.serve.logs import configure
 from trtspec.serve.wire import Channel, Delta, EngineFacts, EngineLoad, sampling_params
 
 logger = logging.getLogger(__name__)
@@ -127,6 +129,7 @@ def _likely(entry: dict[int, Logprob]) -> list[tuple[int, float, int]]:
 
 def main() -> int:
     """The first line that comes is what LLM() is called with."""
+    configure(sys.argv[2], sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which then closes the socket
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:

@@ -28,17 +28,23 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "the request is wrong: see `error`"},
     401: {"description": "no valid API key"},
     404: {"description": "no such model"},
+    408: {"description": "the request took longer than its timeout"},
     413: {"description": "the body is too large"},
     429: {"description": "too much is in flight; Retry-After says when to try again"},
     503: {"description": "there is no engine right now; Retry-After says when to try again"},
-    504: {"description": "the request took longer than its timeout"},
 }
 _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 
 
 def build_app(service: Service) -> FastAPI:
     """The routes over a service."""
-    app = FastAPI(title="trtspec", version=trtspec.__version__, description="OpenAI-compatible generation")
+    app = FastAPI(
+        title="trtspec",
+        version=trtspec.__version__,
+        description="OpenAI-compatible generation",
+        docs_url=None,  # FastAPI's pages of documentation load scripts from elsewhere
+        redoc_url=None,
+    )
     api_errors.install(app)
     app.include_router(live_view(service))
 

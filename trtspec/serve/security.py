@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trtspec.serve.api_errors import ApiError, response
 from trtspec.serve.metrics import Metrics
+from trtspec.serve.request_log import ENDPOINTS
 
 
 class Gate:
@@ -35,7 +36,7 @@ class Gate:
             nonlocal sent
             if message["type"] == "http.response.start":
                 sent = message["status"]
-                endpoint = path if path in _COUNTED else "other"
+                endpoint = path if path in ENDPOINTS else "other"
                 self.metrics.requests.labels(endpoint, str(sent)).inc()
             await send(message)
 
@@ -76,6 +77,3 @@ class Gate:
                 401, "no valid API key; send it as 'Authorization: Bearer KEY'", code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
-
-
-_COUNTED = {"/v1/completions", "/v1/chat/completions", "/v1/models"}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -15,42 +16,52 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from trtspec.serve import logs
 from trtspec.serve.engine_client import EngineClient
+from trtspec.serve.request_log import RequestLog, write
 from trtspec.serve.routes import build_app
 from trtspec.serve.security import Gate
 from trtspec.serve.service import Service
 from trtspec.serve.settings import ServeSettings
+from trtspec.serve.tracing import Tracing, from_environment
 from trtspec.text import Tokenizer
 
+logger = logging.getLogger(__name__)
 
-def serve(settings: ServeSettings, options: dict[str, Any], announce: Callable[[str], None] = print) -> int:
-    """Serve until told to stop (SIGTERM, SIGINT); exit status. options: arguments of LLM, as JSON can write them;
-    announce hears where it listens, once requests can run.
+
+def serve(settings: ServeSettings, options: dict[str, Any]) -> int:
+    """Serve until told to stop (SIGTERM, SIGINT); exit status. options: arguments of LLM, as JSON can write them.
+    The log says where it listens, once requests can run.
 
     ConfigError, EngineError if the model cannot be loaded; OSError if the address is taken.
     """
+    logs.configure(settings.log_format, settings.log_level)
+    tracing = from_environment()
     with socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048) as listener:
-        return asyncio.run(_serve(settings, options, listener, announce))
+        return asyncio.run(_serve(settings, options, listener, tracing))
 
 
 async def _serve(
-    settings: ServeSettings, options: dict[str, Any], listener: socket.socket, announce: Callable[[str], None]
+    settings: ServeSettings, options: dict[str, Any], listener: socket.socket, tracing: Tracing | None
 ) -> int:
-    client = EngineClient(options)
+    client = EngineClient(options, (settings.log_format, settings.log_level))
     starting = asyncio.create_task(client.start())  # beside what follows: both take a second
     try:
         await asyncio.sleep(0)
         tokenizer = Tokenizer.from_folder(options.get("tokenizer") or settings.model)
         service = Service(settings, client, tokenizer)
         client.on_restart = service.metrics.restarts.inc
-        server = _Server(service)
+        server = _Server(service, _config(service, tracing))
         await starting
         host, port = listener.getsockname()[:2]
-        announce(f"serving {service.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
+        logger.info("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
         await server.serve(sockets=[listener])
+        logger.info("stopped")
     finally:
         starting.cancel()
         await client.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
     return 0
 
 
@@ -58,8 +69,8 @@ class _Server(uvicorn.Server):
     """SIGTERM and SIGINT: no new requests, those in flight may end; a second one: at once. Other than its parent's,
     the process goes on afterwards, to end the engine."""
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(_config(service))
+    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+        super().__init__(config)
         self._service = service
 
     @contextmanager
@@ -76,10 +87,10 @@ class _Server(uvicorn.Server):
         self.should_exit = self._service.stopping = True
 
 
-def _config(service: Service) -> uvicorn.Config:
+def _config(service: Service, tracing: Tracing | None) -> uvicorn.Config:
     return uvicorn.Config(
-        guarded(service),
-        log_level="warning",
+        guarded(service, tracing),
+        log_config=None,  # its events go where ours go
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=math.ceil(service.settings.drain),
@@ -91,10 +102,10 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def guarded(service: Service) -> ASGIApp:
-    """The app behind its gate."""
+def guarded(service: Service, tracing: Tracing | None = None) -> ASGIApp:
+    """The app behind its gate, and before that the records of all that comes."""
     settings = service.settings
     app: ASGIApp = Gate(build_app(service), settings.api_keys, settings.max_body, service.metrics)
     if settings.cors:
         app = CORSMiddleware(app, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
-    return app
+    return RequestLog(app, (write,) if tracing is None else (write, tracing))

@@ -14,6 +14,7 @@ from trtspec.serve.api_errors import ApiError
 from trtspec.serve.engine_client import EngineClient, Stream
 from trtspec.serve.metrics import Metrics
 from trtspec.serve.protocol import MAX_SAMPLES, GenerationRequest
+from trtspec.serve.request_log import current
 from trtspec.serve.settings import ServeSettings
 from trtspec.serve.wire import Delta, EngineFacts, sampling_params
 from trtspec.text import Tokenizer
@@ -61,10 +62,21 @@ class Generation:
     timeout: float
     started: float
     tallies: list[Tally]
+    request: GenerationRequest
+    first_token: float | None = None  # seconds after it started
+    failed: Exception | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, in a word: of its samples, or of what went wrong."""
+        if self.failed is not None:
+            return str(getattr(self.failed, "code", None) or getattr(self.failed, "kind", type(self.failed).__name__))
+        reasons = {tally.finish_reason for tally in self.tallies}
+        return "client_gone" if None in reasons else ",".join(sorted(filter(None, reasons)))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         metrics, loop = self.service.metrics, asyncio.get_running_loop()
-        late = ApiError(504, f"the request took more than {self.timeout:g} s", code="timeout")
+        late = ApiError(408, f"the request took more than {self.timeout:g} s", code="timeout")
         deadline = loop.call_later(self.timeout, self.stream.end, late)
         last: dict[int, float] = {}
         try:
@@ -74,6 +86,7 @@ class Generation:
                     choice = self.stream.choice(delta)
                     metrics.count(delta)
                     if delta.token_ids and choice not in last:
+                        self.first_token = self.first_token or now - self.started
                         metrics.first_token.observe(now - self.started)
                     elif delta.token_ids:
                         metrics.between_tokens.observe((now - last[choice]) / len(delta.token_ids))
@@ -81,6 +94,9 @@ class Generation:
                     self.tallies[choice].add(delta)
                     yield choice, delta
             metrics.duration.observe(time.perf_counter() - self.started)
+        except Exception as error:
+            self.failed = error
+            raise
         finally:
             deadline.cancel()
             self.stream.end(ApiError(499, "the client went away"))
@@ -179,7 +195,10 @@ class Service:
         self.metrics.prompt_tokens.inc(num_prompt_tokens)
         timeout = min(request.timeout or self.settings.timeout, self.settings.timeout)
         tallies = [Tally() for _ in range(num_samples)]
-        return Generation(self, stream, num_prompt_tokens, timeout, started, tallies)
+        generation = Generation(self, stream, num_prompt_tokens, timeout, started, tallies, request)
+        if (record := current()) is not None:
+            record.generation = generation
+        return generation
 
     def _check_length(self, prompt: Sequence[int], max_tokens: int | None, facts: EngineFacts) -> None:
         if not prompt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtspec.errors import ConfigError
+from trtspec.serve.logs import FORMATS, LEVELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +16,7 @@ class ServeSettings:
     them opens /v1; none = open to all who reach the address. max_queue: samples that may wait beyond those that run,
     then 429. max_body: bytes. timeout: seconds for a request that names none. drain: seconds that requests in flight
     are given when the server is told to stop. cors: origins that browsers may call from.
+    log_format: "text" or "json"; log_level: one of trtspec.serve.logs.LEVELS.
     """
 
     model: str
@@ -27,6 +29,8 @@ class ServeSettings:
     timeout: float = 600.0
     drain: float = 30.0
     cors: tuple[str, ...] = ()
+    log_format: str = "text"
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -34,5 +38,10 @@ class ServeSettings:
         for name, least in (("max_queue", 0), ("max_body", 1024), ("timeout", 0.001), ("drain", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be {least} or more")
+        if self.log_format not in FORMATS or self.log_level not in LEVELS:
+            raise ConfigError(
+                f"log_format = {self.log_format!r}, log_level = {self.log_level!r}; "
+                f"use one of {', '.join(FORMATS)}, and one of {', '.join(LEVELS)}"
+            )
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key must be printable ASCII, and not empty")

@@ -41,7 +41,9 @@ class Tokenizer:
             token for token, added in backend.get_added_tokens_decoder().items() if added.special
         )
         decoder = backend.decoder  # its state is its part of tokenizer.json; to_str() would write the vocabulary, too
-        self._has_byte_fallback = decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
+        state = b"" if decoder is None else decoder.__getstate__()
+        self._has_byte_fallback = b'"ByteFallback"' in state
+        self._is_byte_level = b'"ByteLevel"' in state
         self.name = name
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
@@ -77,6 +79,21 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Every token as the tokenizer spells it -> its id."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
+
+    @property
+    def spelling(self) -> str:
+        """How it spells tokens: "byte_level" (a character for each byte), "byte_fallback" (a marker for a blank, <0x0A>
+        for a byte that is no character) or "raw", as their text."""
+        return "byte_level" if self._is_byte_level else "byte_fallback" if self._has_byte_fallback else "raw"
+
+    def spelled(self, size: int) -> list[str]:
+        """Ids 0 .. size - 1 as it spells them; "" for those that are no text: special tokens, and ids it does not
+        have."""
+        found = [""] * size
+        for text, token in self.vocabulary.items():
+            if token < size and token not in self._special_ids:
+                found[token] = text
+        return found
 
     @property
     def bos_token_id(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -112,7 +113,7 @@ class DecodeStep(Step):
         attend = self.attend(inputs.attn, kv)
         hidden = self.decoder(inputs.input_ids, inputs.attn.positions(inputs.input_ids.shape[0]), attend)  # [T, H]
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
-        return StepOutputs(draw(logits, inputs.spec.sampling))
+        return StepOutputs(draw(logits, inputs.spec.sampling, edits=inputs.spec.edits), logits=logits)
 
     @property
     def like(self) -> Tensor:
@@ -162,7 +163,8 @@ class CaptureStep(DecodeStep):
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.capture_layers)
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
-        return StepOutputs(draw(logits, inputs.spec.sampling), hidden_states=captured)
+        tokens = draw(logits, inputs.spec.sampling, edits=inputs.spec.edits)
+        return StepOutputs(tokens, hidden_states=captured, logits=logits)
 
     @property
     def row_widths(self) -> dict[str, int]:
@@ -205,7 +207,8 @@ class OneEngineStep(DecodeStep):
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.worker.capture_layers)
         logits: Tensor = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
-        return self.worker(inputs, captured, logits, attend)  # type: ignore[no-any-return]
+        outputs: StepOutputs = self.worker(inputs, captured, logits, attend)
+        return replace(outputs, logits=logits)
 
     def phases(self) -> Sequence[PhaseMethod]:
         """See core.Executable."""

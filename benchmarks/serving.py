@@ -1,0 +1,166 @@
+"""Our server beside vLLM's: the same model, draft head, requests and arrivals; each server alone on the machine.
+
+    python benchmarks/serving.py --vllm-python PATH/TO/VLLM/VENV/bin/python
+
+For each rate both get the same requests (Poisson arrivals, seeded). Goodput counts requests a second whose first token
+came within --slo-ttft and whose further tokens took --slo-tpot each at most. vLLM runs in an environment of its own
+(made as benchmarks/heads_vs_vllm.py says), with Intel's OpenMP where that has it, and without CUDA or compile flags of
+ours. Our server runs an engine folder, which is built first, once (build/serving-engine).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.peers.environments import vllm_variables  # noqa: E402
+from trtspec.bench.serving import Objective, arrivals, run_clients, summary  # noqa: E402
+from trtspec.cli.bench_serve import make_prompts, served_model  # noqa: E402
+
+DEMO = ROOT / "examples" / "demo"
+MAX_LEN, MAX_BATCH = 1024, 32
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm-python", help="python of the environment that has vLLM; without it ours runs alone")
+    parser.add_argument("--rates", type=float, nargs="+", default=[4, 8, 16, 24, 32], help="requests a second")
+    parser.add_argument("--seconds", type=float, default=20, help="of arrivals, at each rate")
+    parser.add_argument("--input-chars", type=int, default=400)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--slo-ttft", type=float, default=250, help="ms")
+    parser.add_argument("--slo-tpot", type=float, default=20, help="ms")
+    parser.add_argument("--k", type=int, default=3, help="draft tokens of the demo's EAGLE3 head; 0 = plain decoding")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    results: dict[str, Any] = {"asked": {k: v for k, v in vars(asked).items() if k not in ("json", "vllm_python")}}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with ours(asked.k, log) as url:
+            results["trtspec"] = measure(url, asked)
+        if asked.vllm_python:
+            with theirs(asked.vllm_python, asked.k, log) as url:
+                results["vLLM"] = measure(url, asked)
+    show(results)
+    if asked.json:
+        asked.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+@contextlib.contextmanager
+def ours(K: int, log: Path) -> Iterator[str]:
+    engine = ROOT / "build" / f"serving-engine-{K}"
+    if not engine.exists():
+        mode = [] if K == 0 else [
+            "--speculative_decoding_mode", "EAGLE3_ONE_MODEL", "--speculative_model_dir", str(DEMO / "eagle3"),
+            "--max_draft_len", str(K),
+        ]  # fmt: skip
+        limits = ["--max_batch_size", str(MAX_BATCH), "--max_seq_len", str(MAX_LEN)]
+        build = ["build", "--checkpoint_dir", str(DEMO / "target"), "--output_dir", str(engine), *limits, *mode]
+        subprocess.run([sys.executable, "-m", "trtspec", *build], check=True)
+    command = [sys.executable, "-m", "trtspec", "serve", "--model", str(engine), "--port", "8377"]
+    with server(command, "http://127.0.0.1:8377", "/ready", log, {}) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def theirs(python: str, K: int, log: Path) -> Iterator[str]:
+    speculation = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": K}
+    command = [
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO / "target"), "--port", "8378",
+        "--host", "127.0.0.1", "--max-model-len", str(MAX_LEN), "--max-num-seqs", str(MAX_BATCH),
+        "--generation-config", "vllm", *(["--speculative-config", json.dumps(speculation)] if K else []),
+    ]  # fmt: skip
+    cpus = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))]
+    variables = {**vllm_variables(python, cpus, in_process=False), "HF_HUB_OFFLINE": "1"}
+    with server(command, "http://127.0.0.1:8378", "/health", log, variables) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def server(command: Sequence[str], url: str, ready: str, log: Path, variables: dict[str, str]) -> Iterator[str]:
+    """Run until the block is left; its start is not measured here (benchmarks/peers.py does)."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **variables},
+            stdout=output,
+            stderr=output,
+            cwd=log.parent,
+            start_new_session=True,
+        )
+    try:
+        for _ in range(1800):
+            with contextlib.suppress(OSError), urllib.request.urlopen(url + ready, timeout=2) as answer:
+                if answer.status == 200:
+                    break
+            if process.poll() is not None:
+                raise SystemExit(f"{command[0]} did not start:\n{log.read_text()[-3000:]}")
+            time.sleep(0.2)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def measure(url: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """By rate, after a round that warms up."""
+    model, fields = served_model(url, None), {"temperature": 0, "ignore_eos": True}
+    objective = Objective(asked.slo_ttft / 1000, asked.slo_tpot / 1000)
+
+    def once(rate: float, seconds: float) -> dict[str, Any]:
+        prompts = make_prompts(None, max(int(rate * seconds), 8), asked.input_chars, seed=int(rate * 10))
+        asks = arrivals(prompts, asked.output_len, rate, seed=1)
+        return summary(asyncio.run(run_clients(url, model, asks, fields)), objective)
+
+    once(asked.rates[0], 5)
+    return {f"{rate:g}": once(rate, asked.seconds) for rate in asked.rates}
+
+
+def show(results: dict[str, Any]) -> None:
+    """A row for each rate; where both were measured, how many times as good ours is."""
+    rows = ("ttft_ms p50", "ttft_ms p99", "tpot_ms p50", "tpot_ms p99", "tokens_s", "goodput_s")
+    names = [name for name in ("trtspec", "vLLM") if name in results]
+    print(f"{'rate':>6}  {'':12}" + "".join(f"{row:>14}" for row in rows))
+    for rate in results["trtspec"]:
+        values = {name: [_value(results[name][rate], row) for row in rows] for name in names}
+        for name in names:
+            print(f"{rate:>6}  {name:12}" + "".join(f"{value:14.2f}" for value in values[name]))
+        if len(names) == 2:
+            pairs = zip(rows, values["trtspec"], values["vLLM"], strict=True)
+            ratios = [
+                (theirs / ours if "ms" in row else ours / theirs) if ours and theirs else float("nan")
+                for row, ours, theirs in pairs
+            ]
+            print(f"{'':6}  {'ratio':12}" + "".join(f"{ratio:13.2f}x" for ratio in ratios))
+    best = {name: max(one["goodput_s"] for one in results[name].values()) for name in names}
+    print("best goodput: " + ", ".join(f"{name} {value:.2f} requests/s" for name, value in best.items()))
+    if len(names) == 2 and best["vLLM"]:
+        print(f"ratio of best goodputs: {best['trtspec'] / best['vLLM']:.2f}x")
+
+
+def _value(result: dict[str, Any], row: str) -> float:
+    name, _, part = row.partition(" ")
+    return float(result[name][part] if part else result[name])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

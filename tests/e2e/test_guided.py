@@ -1,0 +1,276 @@
+"""Texts of a given form: they have it, and speculation changes none of them."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+
+from tests.checkpoints import make_eagle3
+from tests.e2e.tiny import assert_all_blocks_free, make_target, perturbed
+from trtspec import LLM, RequestOutput, SamplingParams, StructuredOutputs
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.core import DraftRequest, Proposal
+from trtspec.engine.build import build_engine
+from trtspec.errors import DependencyError, RequestError
+from trtspec.verify.grammar import Guide
+
+pytest.importorskip("xgrammar", reason="pip install 'trtspec[guided]'")
+
+# Every character that JSON needs and pieces of several; id 0 ends a text.
+CHARACTERS = [chr(code) for code in range(32, 127)]
+PIECES = ["</s>", *CHARACTERS, '{"', '":', '",', '"}', "true", "null", "10", "é", "ab"]
+EOS, BLANK = 0, PIECES.index(" ")
+LIMITS: dict[str, Any] = {"block_size": 4, "max_batch_size": 4}
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "kind": {"enum": ["red", "green", "blue"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "kind", "count", "tags"],
+}
+REGEX = r"[a-c]{2,5}-(10|7)+x?"
+CHOICES = ["yes", "no", 'may"be', "yesterday"]
+FORMS = {
+    "json": StructuredOutputs(json=SCHEMA),
+    "regex": StructuredOutputs(regex=REGEX),
+    "choice": StructuredOutputs(choice=CHOICES),
+    "grammar": StructuredOutputs(grammar='root ::= "(" item ("," item){1,4} ")"\nitem ::= [0-9] | "ab"\n'),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_target(tmp_path_factory.mktemp("guided"), vocab_size=len(PIECES) + 5, num_hidden_layers=3)
+    ids = {piece: token for token, piece in enumerate(PIECES)}
+    backend = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([PIECES[EOS]])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}', encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def speculation(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("drafts")
+    head = make_eagle3(folder, target, (0, 1), tuple(range(len(PIECES))))
+    return {
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "draft": {"method": "draft_model", "model": str(perturbed(target, 0.1, folder))},
+        "eagle3": {"method": "eagle3", "model": str(head)},
+    }
+
+
+def jobs() -> tuple[list[str], list[SamplingParams], list[str]]:
+    """Prompts, params and what each is to be; whitespace is not wanted, or a random model writes nothing else."""
+    prompts, params, forms = [], [], []
+    for i in range(24):
+        form = list(FORMS)[i % 4]
+        prompts.append(["{}", 'a "name": ', "10,10,10", "yes no yes"][i % 3])
+        params.append(
+            SamplingParams(
+                temperature=(0.0, 1.0, 3.0)[i % 3],
+                seed=i,
+                max_tokens=100,
+                n=2 if i % 5 == 0 else 1,
+                logit_bias={BLANK: -100.0},
+                structured_outputs=FORMS[form],
+            )
+        )
+        forms.append(form)
+    return prompts, params, forms
+
+
+def check_form(form: str, text: str) -> None:
+    if form == "json":
+        value = json.loads(text)
+        assert list(value) == SCHEMA["required"]
+        assert len(value["name"]) <= 4
+        assert value["kind"] in ("red", "green", "blue")
+        assert isinstance(value["count"], int)
+        assert 0 <= value["count"] <= 120
+        assert 1 <= len(value["tags"]) <= 3
+        assert all(isinstance(tag, bool) for tag in value["tags"])
+    elif form == "choice":
+        assert text in CHOICES
+    else:
+        assert re.fullmatch(REGEX if form == "regex" else r"\(([0-9]|ab)(,([0-9]|ab)){1,4}\)", text)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> list[tuple[str, list[Any]]]:
+    prompts, params, forms = jobs()
+    with LLM(target, **LIMITS) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for form, output in zip(forms, outputs, strict=True):
+        for sample in output.outputs:
+            assert sample.finish_reason == "stop", (form, sample)
+            check_form(form, sample.text)
+    return told(outputs)
+
+
+def told(outputs: Sequence[RequestOutput]) -> list[Any]:
+    return [
+        [(sample.text, list(sample.token_ids), sample.finish_reason) for sample in output.outputs] for output in outputs
+    ]
+
+
+@pytest.mark.parametrize("K", [1, 3])
+@pytest.mark.parametrize("mode", ["ngram", "draft", "eagle3"])
+def test_speculation_changes_nothing(
+    target: Path, speculation: dict[str, dict[str, Any]], plain: list[Any], mode: str, K: int
+) -> None:
+    """In a cache that is too small for them: requests are preempted, and their guides stay where they were."""
+    prompts, params, _ = jobs()
+    with LLM(target, speculation[mode] | {"num_speculative_tokens": K}, num_kv_blocks=41, **LIMITS) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.get_metrics().preemptions > 0
+        assert llm.get_metrics().speculation.num_accepted_tokens > 0
+        assert_all_blocks_free(llm)
+    assert told(outputs) == plain
+
+
+class Contrarian:
+    """Drafts what the grammar never allows, or what follows an end."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        K = max(request.max_draft_len for request in requests)
+        rows = [[(PIECES.index("~"), EOS)[(len(request.tokens) + i) % 2] for i in range(K)] for request in requests]
+        return Proposal(torch.tensor(rows), torch.tensor([request.max_draft_len for request in requests]))
+
+    def forget(self, request_id: int) -> None:
+        """Nothing is kept."""
+
+
+def test_drafts_that_are_forbidden_cost_time_and_change_nothing(target: Path, plain: list[Any]) -> None:
+    wanted = {"method": "custom_class", "drafter": Contrarian(), "num_speculative_tokens": 3}
+    prompts, params, _ = jobs()
+    with LLM(target, wanted, **LIMITS) as llm:
+        assert told(llm.generate(prompts, params, use_tqdm=False)) == plain
+        assert llm.get_metrics().speculation.num_draft_tokens > 100
+
+
+def test_other_requests_say_what_they_would_alone(target: Path) -> None:
+    """Beside guided ones; the text ends where its form does, though the model would go on."""
+    free = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    guided = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputs(regex="(ab){3}"))
+    with LLM(target, **LIMITS) as llm:
+        alone = told(llm.generate(["{}"], free, use_tqdm=False))
+        beside = llm.generate(["{}", "{}"], [free, guided], use_tqdm=False)
+    assert told(beside[:1]) == alone
+    assert beside[1].outputs[0].text == "ababab"
+    assert beside[1].outputs[0].token_ids[-1] == EOS
+
+
+def test_any_json_object(target: Path) -> None:
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=200,
+        structured_outputs=StructuredOutputs(json_object=True),
+        logit_bias={BLANK: -100.0, PIECES.index("}"): 9.0, PIECES.index('"}'): 9.0, PIECES.index('"'): 5.0},
+    )
+    with LLM(target, **LIMITS) as llm:
+        output = llm.generate(["{}"], params, use_tqdm=False)[0].outputs[0]
+    assert output.finish_reason == "stop"
+    assert isinstance(json.loads(output.text), dict)
+
+
+def test_a_stop_token_ends_a_text_only_where_it_may_end(target: Path) -> None:
+    """However much the model wants it."""
+    stop = PIECES.index("!")
+    params = SamplingParams(
+        temperature=0.0, stop_token_ids=[stop], logit_bias={stop: 100.0}, structured_outputs=FORMS["regex"]
+    )
+    with LLM(target, **LIMITS) as llm:
+        output = llm.generate(["{}"], params, use_tqdm=False)[0].outputs[0]
+    assert output.stop_reason == stop
+    check_form("regex", output.text)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"json": '{"type": "objekt"}'}, "structured_outputs: .*objekt"),
+        ({"json": "{"}, "structured_outputs: "),
+        ({"regex": "(a"}, "structured_outputs: "),
+        ({"grammar": "root = a"}, "structured_outputs: "),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_in_xgrammars_words(
+    target: Path, form: dict[str, Any], message: str
+) -> None:
+    with LLM(target, **LIMITS) as llm:
+        with pytest.raises(RequestError, match=message):
+            llm.generate(["{}"], SamplingParams(structured_outputs=StructuredOutputs(**form)), use_tqdm=False)
+        assert llm.generate(["{}"], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+def test_a_guide_that_fails_fails_its_request_alone(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, doomed = Guide.fill, []
+
+    def fill(self: Guide, *arguments: Any) -> None:
+        if self in doomed:
+            raise RuntimeError("lost its way")
+        real(self, *arguments)
+
+    monkeypatch.setattr(Guide, "fill", fill)
+    with LLM(target, **LIMITS) as llm:
+        params = SamplingParams(temperature=0.0, structured_outputs=FORMS["choice"])
+        (bad,), (good,) = (llm.engine.add_request([1, 2, 3], params) for _ in range(2))
+        assert bad.guide is not None
+        doomed.append(bad.guide)
+        while llm.engine.has_work:
+            llm.engine.step()
+        assert "lost its way" in str(bad.error)
+        assert good.finish_reason == "stop"
+        assert_all_blocks_free(llm)
+
+
+def test_without_xgrammar_the_error_says_how_to_install_it(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def absent(name: str, *arguments: Any, **more: Any) -> Any:
+        if name == "xgrammar":
+            raise ImportError("No module named 'xgrammar'")
+        return real(name, *arguments, **more)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with LLM(target, **LIMITS) as llm, pytest.raises(DependencyError, match=r"pip install 'trtspec\[guided\]'"):
+        llm.generate(["{}"], SamplingParams(structured_outputs=FORMS["json"]), use_tqdm=False)
+
+
+def test_samples_have_guides_of_their_own(target: Path) -> None:
+    params = SamplingParams(n=6, temperature=5.0, seed=1, structured_outputs=FORMS["choice"])
+    with LLM(target, **LIMITS) as llm:
+        texts = [sample.text for sample in llm.generate(["{}"], params, use_tqdm=False)[0].outputs]
+    assert set(texts) <= set(CHOICES)
+    assert len(set(texts)) > 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["onnx", "aoti"])
+def test_engines_say_the_same(
+    target: Path, speculation: dict[str, dict[str, Any]], plain: list[Any], backend: str, tmp_path: Path
+) -> None:
+    """A graph that verifies and drafts takes masks as one of its inputs."""
+    wanted = SpeculativeConfig.from_any(speculation["eagle3"] | {"num_speculative_tokens": 3})
+    build_engine(target, tmp_path / "engine", wanted, EngineConfig(backend=backend, dtype="float32", **LIMITS))
+    prompts, params, _ = jobs()
+    with LLM(tmp_path / "engine") as llm:
+        assert told(llm.generate(prompts, params, use_tqdm=False)) == plain
+        assert llm.get_metrics().speculation.num_accepted_tokens > 0

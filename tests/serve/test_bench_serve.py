@@ -1,0 +1,126 @@
+"""`trtspec bench serve`: what it counts and times, on made-up results and on the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from tests.serve.server import Server
+from trtspec.bench.serving import Ask, Objective, Told, arrivals, percentiles, run_clients, summary
+from trtspec.cli import main
+from trtspec.errors import RequestError
+
+ASK = Ask("x", 10, 0.0)
+
+
+def told(first: float, last: float, tokens: int, **more: Any) -> Told:
+    return Told(ASK, first, last, num_tokens=tokens, **more)
+
+
+def test_percentiles_are_numpys() -> None:
+    values = np.random.default_rng(0).exponential(size=357)
+    got = percentiles(list(values))
+    assert got is not None
+    assert got["mean"] == pytest.approx(1000 * values.mean())
+    for p in (50, 90, 99):
+        assert got[f"p{p}"] == pytest.approx(1000 * np.percentile(values, p))
+    assert percentiles([]) is None
+    assert percentiles([0.25]) == {"mean": 250, "p50": 250, "p90": 250, "p99": 250}
+
+
+def test_goodput_counts_what_keeps_both_limits() -> None:
+    results = [
+        told(0.1, 1.0, 10),  # 0.1 s a token
+        told(0.3, 1.2, 10),  # late
+        told(0.1, 2.0, 10),  # slow
+        Told(ASK, error="refused"),
+        told(0.2, 0.2, 1),
+    ]
+    result = summary(results, Objective(0.25, 0.15))
+    assert (result["requests"], result["failed"], result["errors"]) == (5, 1, ["refused"])
+    assert result["seconds"] == 2.0
+    assert result["goodput_s"] == 1.0
+    assert result["tokens_s"] == 31 / 2
+    assert summary(results, Objective())["goodput_s"] == 2.0
+    with pytest.raises(RequestError, match="refused"):
+        summary(results[3:4], Objective())
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    due = [ask.due for ask in arrivals(["x"] * 4000, 1, rate=8.0, seed=0)]
+    gaps = np.diff(due)
+    # of 4000 exponential gaps the mean is within 5% and the deviation within 8%, but for one seed in 500
+    assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
+    assert gaps.std() == pytest.approx(1 / 8, rel=0.08)
+    assert [ask.due for ask in arrivals(["x"] * 3, 1, float("inf"), 0)] == [0, 0, 0]
+
+
+def test_times_count_from_when_a_request_was_due() -> None:
+    """A server that answers one request at a time, in 50 ms: the fourth of four that were due at once waits 200 ms."""
+
+    async def scenario() -> list[Told]:
+        lock = asyncio.Lock()
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            assert (await request.json())["stream_options"] == {"include_usage": True}
+            response = web.StreamResponse()
+            async with lock:
+                await asyncio.sleep(0.05)
+                await response.prepare(request)
+                await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+                await asyncio.sleep(0.02)
+                await response.write(b'data: {"choices": [{"text": "b"}]}\n\n')
+            usage = {"completion_tokens": 2, "completion_tokens_details": {"accepted_prediction_tokens": 1}}
+            await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+            return response
+
+        app = web.Application()
+        app.router.add_post("/v1/completions", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            return await run_clients(url, "m", [ASK] * 4, {})
+        finally:
+            await runner.cleanup()
+
+    results = sorted(asyncio.run(scenario()), key=lambda one: one.first or 0)
+    for place, one in enumerate(results):
+        assert one.first is not None
+        assert one.per_token is not None
+        assert one.first >= 0.04 + 0.07 * place  # some ms less than slept: timers and sockets are not exact
+        assert one.per_token >= 0.01
+        assert (one.num_tokens, one.accepted, one.error) == (2, 1, None)
+
+
+def test_it_measures_the_server(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, png = tmp_path / "result.json", tmp_path / "result.png"
+    command = ["bench", "serve", "--url", server.url, "--num-requests", "12", "--rate", "20", "--output-len", "16"]
+    assert main([*command, "--input-chars", "80", "--slo-ttft", "60000", "--json", str(file), "--png", str(png)]) == 0
+    result = json.loads(file.read_text())
+    assert (result["requests"], result["failed"]) == (12, 0)
+    assert result["tokens_s"] * result["seconds"] == pytest.approx(12 * 16)
+    assert result["goodput_s"] == pytest.approx(result["requests_s"])
+    assert 0 < result["accepted_share"] < 1
+    assert result["ttft_ms"]["p50"] < result["e2e_ms"]["p50"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "time to first token" in capsys.readouterr().out
+
+
+def test_what_cannot_be_measured_is_said(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:9"]) == 1
+    assert "gives no model" in capsys.readouterr().err
+    assert main(["bench", "serve", "--url", server.url, "--rate", "0"]) == 1
+    assert "--rate" in capsys.readouterr().err
+    assert main(["bench", "serve", "--url", server.url, "--fields", "[1"]) == 1
+    assert "--fields" in capsys.readouterr().err
+    assert main(["bench", "serve", "--url", server.url, "--num-requests", "1", "--fields", '{"q": 1}']) == 1
+    assert "unknown field 'q'" in capsys.readouterr().err

@@ -1,0 +1,201 @@
+"""One line a request: what it says, what it never says, and what cannot be made of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.server import NGRAM, Server, running
+from trtspec.errors import ConfigError
+from trtspec.serve.logs import FORMATS, configure
+from trtspec.serve.request_log import Record, RequestLog, request_id
+from trtspec.serve.settings import ServeSettings
+
+SECRET = "def secret_function(a, b):"
+FORGED = "x\n2026-01-01T00:00:00.000Z INFO trtspec forged\r\x1b[31m\u2028\x85"
+
+
+@pytest.fixture(scope="module")
+def logging_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("logs") / "log"
+    options = ["--log-format", "json", "--log-level", "debug", "--api-key", "sk-good", "--timeout", "20"]
+    with running(model, log, NGRAM, options) as server:
+        yield server
+
+
+def events(server: Server) -> list[dict[str, Any]]:
+    """All that is in the log; each of its lines is JSON, but for one that is still being written."""
+    return [json.loads(line) for line in server.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def line_of(server: Server, identity: str) -> dict[str, Any]:
+    for _ in range(500):  # the answer may be here before its line is
+        if f'"id":"{identity}"' in server.log.read_text():
+            break
+        time.sleep(0.01)
+    (found,) = [one for one in events(server) if one.get("id") == identity]
+    assert found["logger"] == "trtspec.serve.requests"
+    return found
+
+
+def ask(server: Server, identity: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    headers = {"X-Request-Id": identity, "Authorization": "Bearer sk-good"}
+    return httpx.post(server.url + path, json=body, headers=headers, timeout=60)
+
+
+def test_a_request_is_one_line_without_a_word_of_it(logging_server: Server) -> None:
+    answer = ask(logging_server, "whole-1", prompt=SECRET, max_tokens=24, ignore_eos=True)
+    assert answer.headers["x-request-id"] == "whole-1"
+    usage, line = answer.json()["usage"], line_of(logging_server, "whole-1")
+    assert (line["endpoint"], line["status"], line["reason"]) == ("/v1/completions", 200, "length")
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (usage["prompt_tokens"], 24)
+    speculation = usage["speculation"]
+    wanted = 1 + speculation["accepted_tokens"] / speculation["steps"]
+    assert line["acceptance_length"] == pytest.approx(wanted, abs=1e-3)
+    assert 0 < line["first_token_seconds"] < line["seconds"] < 60
+    assert "secret" not in logging_server.log.read_text()
+    assert answer.json()["choices"][0]["text"] not in logging_server.log.read_text()
+
+
+def test_a_stream_is_one_line_at_its_end(logging_server: Server) -> None:
+    answer = ask(logging_server, "stream-1", prompt="for ", max_tokens=9, ignore_eos=True, stream=True)
+    assert answer.headers["x-request-id"] == "stream-1"
+    assert line_of(logging_server, "stream-1")["completion_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("identity", "body", "status", "reason"),
+    [
+        ("refused-1", {"prompt": SECRET, "no_such_field": SECRET}, 400, "invalid_request_error"),
+        ("refused-2", {"prompt": SECRET, "model": SECRET}, 404, "model_not_found"),
+        ("refused-3", {"prompt": "x", "max_tokens": 10**6}, 400, "context_length_exceeded"),
+        ("late-1", {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "timeout": 0.01}, 408, "timeout"),
+    ],
+)
+def test_what_went_wrong_is_a_word(
+    logging_server: Server, identity: str, body: dict[str, Any], status: int, reason: str
+) -> None:
+    assert ask(logging_server, identity, **body).status_code == status
+    line = line_of(logging_server, identity)
+    assert (line["status"], line["reason"]) == (status, reason)
+    assert "secret" not in logging_server.log.read_text()
+
+
+def test_who_is_not_let_in_has_a_line_too(logging_server: Server) -> None:
+    answer = httpx.get(f"{logging_server.url}/v1/models", headers={"X-Request-Id": "out-1"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (401, "out-1")
+    assert line_of(logging_server, "out-1")["reason"] == "invalid_api_key"
+
+
+def test_a_client_that_went_away_is_told_apart(logging_server: Server) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{logging_server.url}/v1/completions",
+            json={"prompt": "x", "n": 8, "max_tokens": 450, "ignore_eos": True},
+            headers={"X-Request-Id": "gone-1", "Authorization": "Bearer sk-good"},
+            timeout=0.3,
+        )
+    logging_server.wait_idle()
+    assert line_of(logging_server, "gone-1")["reason"] == "client_gone"
+
+
+def test_paths_and_ids_forge_nothing(logging_server: Server) -> None:
+    httpx.get(f"{logging_server.url}/%0aforged%1b[31m?a=%0aforged", headers={"X-Request-Id": "forge-1"})
+    assert line_of(logging_server, "forge-1")["endpoint"] == "other"
+    answer = httpx.get(f"{logging_server.url}/health", headers={"X-Request-Id": "y" * 129})
+    made = answer.headers["x-request-id"]
+    assert re.fullmatch("[0-9a-f]{32}", made)
+    assert line_of(logging_server, made)["level"] == "debug"
+    assert "forged" not in logging_server.log.read_text()
+
+
+def test_the_life_of_the_engine_is_in_the_log(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path / "log", None, ["--log-format", "json"]) as server:
+        first = server.engine_pid
+        os.kill(first, signal.SIGKILL)
+        while not server.metric("trtspec_engine_restarts_total"):
+            time.sleep(0.02)
+        server.wait_ready()
+        logged = events(server)
+    ready = [one["pid"] for one in logged if one["message"] == "the engine is ready"]
+    assert ready[0] == first != ready[1]
+    (died,) = [one for one in logged if one["level"] == "error"]
+    assert "exit status -9" in died["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (b"a", True),
+        (b"01-abc/DEF:{x} y", True),
+        (b"x" * 128, True),
+        (b"x" * 129, False),
+        (b"", False),
+        (b" ", False),
+        (b"a\tb", False),
+        (b"a\x7f", False),
+        ("ä".encode(), False),
+        (None, False),
+    ],
+)
+def test_an_id_is_taken_over_if_it_can_be_written(given: bytes | None, taken: bool) -> None:
+    assert (request_id(given).encode() == given) is taken
+    assert taken or re.fullmatch("[0-9a-f]{32}", request_id(given))
+
+
+@pytest.mark.parametrize("log_format", FORMATS)
+def test_no_message_makes_two_lines(log_format: str) -> None:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    stream = io.StringIO()
+    try:
+        configure(log_format, "info", stream)
+        logging.getLogger("a").info("hello %s", FORGED, extra={"fields": {"of": FORGED, "count": 2}})
+        logging.getLogger("a").debug("not written")
+        try:
+            raise ValueError(FORGED)
+        except ValueError:
+            logging.getLogger("b").exception("failed")
+    finally:
+        logging.basicConfig(level=level, handlers=handlers, force=True)
+    first, *rest = stream.getvalue().splitlines()
+    assert all(c.isprintable() for c in first)
+    if log_format == "json":
+        event = json.loads(first)
+        assert (event["message"], event["of"], event["count"]) == (f"hello {FORGED}", FORGED, 2)
+        (second,) = rest
+        assert json.loads(second)["exception"].endswith(f"ValueError: {FORGED}")
+    else:
+        assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO a hello x\\n2026", first)
+        assert first.endswith("count=2")
+        assert " ERROR b failed" in rest[0]
+        assert all(line.startswith("    | ") and line.isprintable() for line in rest[1:])
+
+
+def test_a_request_without_an_answer_is_recorded_as_such() -> None:
+    records: list[Record] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("dies")
+
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+    with pytest.raises(RuntimeError, match="dies"):
+        asyncio.run(RequestLog(app, [records.append])(scope, None, None))  # type: ignore[arg-type]
+    assert (records[0].status, records[0].reason) == (499, "client_gone")
+
+
+def test_settings_name_what_they_take() -> None:
+    with pytest.raises(ConfigError, match="text, json"):
+        ServeSettings(model="m", log_format="xml")

@@ -1,0 +1,65 @@
+"""What each logits row of a step sees of the tokens before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trtspec.engine.edits import logit_edits
+from trtspec.engine.request import Request
+from trtspec.engine.scheduler import Scheduled
+from trtspec.sampling_params import ResolvedSampling
+
+GREEDY: dict[str, Any] = {"greedy": True, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+
+
+def request(tokens: list[int], prompt_len: int, drafts: list[int] | None = None, **asked: Any) -> Request:
+    made = Request(
+        request_id=0,
+        tokens=tokens,
+        prompt_len=prompt_len,
+        sampling=ResolvedSampling(**GREEDY, **asked),
+        length_limit=100,
+        min_tokens=0,
+        eos_ids=frozenset(),
+        stop_token_ids=frozenset(),
+        include_stop=False,
+        text=None,
+    )
+    made.drafts = drafts or []
+    made.kv.committed = 0 if len(tokens) == prompt_len else len(tokens) - 1
+    return made
+
+
+def test_nobody_asks() -> None:
+    assert logit_edits((Scheduled(request([1, 2], 2), 2, 0, True),), 0) is None
+
+
+def test_a_generation_sees_its_drafts_and_a_chunk_of_a_prompt_what_it_has_read() -> None:
+    """K = 2; the second generation brings one draft, so its last row is there twice."""
+    chunk = request([7, 8, 9, 9], 4, repetition_penalty=1.5)
+    full = request([1, 2, 3], 2, [4, 5], presence_penalty=0.5)
+    short = request([1, 6], 1, [3], frequency_penalty=-1.0)
+    other = request([5, 5], 1)
+    batch = (
+        Scheduled(chunk, 3, 0, True),
+        Scheduled(full, 3, 2, False),
+        Scheduled(short, 2, 1, False),
+        Scheduled(other, 1, 0, False),
+    )
+    edits = logit_edits(batch, 2)
+    assert edits is not None
+    want = [[7, 8, 9], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 6], [1, 6, 3], [1, 6, 3], [], [], []]
+    assert [[token for token in row if token >= 0] for row in edits.history.tolist()] == want
+    assert edits.prompt_lens.tolist() == [4, 2, 2, 2, 1, 1, 1, 1, 1, 1]
+    asked = [(1.5, 0.0, 0.0), *[(1.0, 0.5, 0.0)] * 3, *[(1.0, 0.0, -1.0)] * 3, *[(1.0, 0.0, 0.0)] * 3]
+    assert edits.penalties.tolist() == [list(one) for one in asked]
+    assert edits.bias_ids.numel() == edits.allow_mask.numel() == 0
+
+
+def test_biases_are_padded() -> None:
+    one, two = request([1], 1, logit_bias=((3, 2.0),)), request([1, 2], 1, logit_bias=((0, -1.0), (5, 0.5)))
+    edits = logit_edits((Scheduled(one, 1, 0, True), Scheduled(two, 1, 0, False)), 0)
+    assert edits is not None
+    assert edits.bias_ids.tolist() == [[3, -1], [0, 5]]
+    assert edits.bias_values.tolist() == [[2.0, 0.0], [-1.0, 0.5]]
+    assert edits.history.numel() == edits.penalties.numel() == 0

@@ -1,0 +1,87 @@
+"""What requests ask of the target's logits that depends on the tokens before each row: of one step, made on the host.
+
+A generation's row j stands behind its first j drafts, so it sees those: what the target draws there is what it would
+draw if they had been its own words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trtspec.core import LogitEdits
+from trtspec.engine.request import Request
+from trtspec.engine.scheduler import Batch
+
+_INTS, _FLOATS = torch.empty(0, dtype=torch.int32), torch.empty(0)
+
+
+class _Row(NamedTuple):
+    """A logits row of a request: `known` tokens stand before the one it draws, drafts among them."""
+
+    request: Request
+    known: int
+
+
+def logit_edits(batch: Batch, draft_len: int) -> LogitEdits | None:
+    """Of the R logits rows of a step (see core.SpecMetadata) with K = `draft_len`. None: no request wants the host to
+    see to its draws."""
+    if not any(row.request.needs_host for row in batch):
+        return None
+    rows = [_Row(row.request, row.end) for row in batch if row.is_context]
+    for request, _, num_drafts, is_context in batch:
+        if not is_context:
+            rows += [_Row(request, len(request.tokens) + min(j, num_drafts)) for j in range(draft_len + 1)]
+    history, prompt_lens, penalties = _penalties(rows)
+    bias_ids, bias_values = _biases(rows)
+    return LogitEdits(history, prompt_lens, penalties, bias_ids, bias_values, _mask(batch, draft_len))
+
+
+def _penalties(rows: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:
+    """history [R, L] int32, prompt_lens [R] int64 and penalties [R, 3] fp32."""
+    penalised = {id(row.request): row.request for row in rows if row.request.sampling.is_penalised}
+    if not penalised:
+        return _INTS, _INTS.long(), _FLOATS
+    tokens = {key: np.array(one.tokens + one.drafts, np.int32) for key, one in penalised.items()}
+    history = np.full((len(rows), max(row.known for row in rows if id(row.request) in tokens)), -1, np.int32)
+    for r, (request, known) in enumerate(rows):
+        if id(request) in tokens:
+            history[r, :known] = tokens[id(request)][:known]
+    asked = [row.request.sampling for row in rows]
+    values = [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in asked]
+    return (
+        torch.from_numpy(history),
+        torch.tensor([row.request.prompt_len for row in rows]),
+        torch.tensor(values, dtype=torch.float32),
+    )
+
+
+def _biases(rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
+    """bias_ids [R, M] int32, -1 padded, and bias_values [R, M] fp32."""
+    biases = [row.request.sampling.logit_bias for row in rows]
+    width = max(map(len, biases))
+    if width == 0:
+        return _INTS, _FLOATS
+    padded = [(*bias, *[(-1, 0.0)] * (width - len(bias))) for bias in biases]
+    ids, values = zip(*chain.from_iterable(padded), strict=True)
+    shape = len(rows), width
+    return torch.tensor(ids, dtype=torch.int32).view(shape), torch.tensor(values, dtype=torch.float32).view(shape)
+
+
+def _mask(batch: Batch, draft_len: int) -> Tensor:
+    """allow_mask [R, ceil(V/32)] int32. Rows of a request without a guide, and those of no use, allow everything."""
+    num_words = max(0 if row.request.guide is None else row.request.guide.num_words for row in batch)
+    if num_words == 0:
+        return _INTS
+    sizes = [1 if row.is_context else draft_len + 1 for row in batch]
+    mask = torch.full((sum(sizes), num_words), -1, dtype=torch.int32)
+    for row, part in zip(batch, torch.split(mask, sizes), strict=True):
+        if row.request.guide is not None and row.emits:
+            drafts = [] if row.is_context else row.request.drafts[: row.draft_len]
+            row.request.guide.fill(part, drafts)
+    return mask

@@ -1,0 +1,48 @@
+"""Log-probabilities of what a request was given, from the logits behind each of its tokens.
+
+They are those of the model's own distribution, before penalties, temperature and filters (vLLM's raw_logprobs). Each
+row is worked on by itself, so that the bits do not depend on what else a step verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from trtspec.outputs import Logprob
+from trtspec.text import Tokenizer
+
+
+@dataclass(slots=True)
+class LogprobRecord:
+    """One sample's: a dict for each of its tokens. tokenizer: None where ids have no text."""
+
+    num_top: int
+    tokenizer: Tokenizer | None
+    entries: list[dict[int, Logprob]] = field(default_factory=list)
+
+    @property
+    def cumulative(self) -> float:
+        """Of the whole output: the dict of a token begins with its own."""
+        return sum(next(iter(entry.values())).logprob for entry in self.entries)
+
+    def read(self, logits: Tensor, tokens: Sequence[int]) -> list[dict[int, Logprob]]:
+        """logits [>= n, V] fp32 behind each of n tokens -> their entries, which are not kept."""
+        return [self._entry(row, token) for row, token in zip(logits, tokens, strict=False)]
+
+    def _entry(self, logits: Tensor, token: int) -> dict[int, Logprob]:
+        """logits [V] fp32. The token first, and then the most likely in order."""
+        logprobs = logits.float().log_softmax(-1)
+        own = logprobs[token]
+        entry = {token: self._named(token, own.item(), int((logprobs >= own).sum()))}
+        if self.num_top:
+            values, ids = logprobs.topk(min(self.num_top, len(logprobs)))
+            for rank, (value, id_) in enumerate(zip(values.tolist(), ids.tolist(), strict=True), start=1):
+                entry.setdefault(id_, self._named(id_, value, rank))
+        return entry
+
+    def _named(self, token: int, logprob: float, rank: int) -> Logprob:
+        text = None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        return Logprob(logprob, rank, text)

@@ -1,0 +1,105 @@
+"""Texts that must be of some form: which tokens may come next, as xgrammar has it. Its only home.
+
+A request has a `Guide`, which stands behind the tokens that the request was given. To verify drafts it walks along
+them and back again, so that nothing has happened if the step fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from trtspec.errors import DependencyError, EngineError, RequestError
+from trtspec.sampling_params import StructuredOutputs
+from trtspec.text import Tokenizer
+
+_CACHE_BYTES = 256 * 2**20
+"""Of compiled grammars, which xgrammar keeps by their text."""
+
+
+class Guide:
+    """Where in its grammar one sample is; `matcher`: an xgrammar.GrammarMatcher. num_words: of a row of masks."""
+
+    def __init__(self, matcher: Any, num_words: int) -> None:
+        self._matcher = matcher
+        self.num_words = num_words
+
+    def fill(self, allow_mask: Tensor, drafts: Sequence[int]) -> None:
+        """allow_mask [1 + len(drafts), ceil(V/32)] int32, all bits set: row j becomes what may follow the first j
+        drafts. Rows behind a draft that may not be there, or that ends the text, stay: no step reaches them."""
+        walked = 0
+        try:
+            self._matcher.fill_next_token_bitmask(allow_mask, 0)
+            for j, draft in enumerate(drafts, start=1):
+                if not self._matcher.accept_token(draft):
+                    break
+                walked = j
+                if self._matcher.is_terminated():
+                    break
+                self._matcher.fill_next_token_bitmask(allow_mask, j)
+        finally:
+            if walked:
+                self._matcher.rollback(walked)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The request was given these. EngineError for one that may not be there, which forced acceptance may give."""
+        for token in tokens:
+            if not self._matcher.accept_token(token):
+                raise EngineError(
+                    f"token {token} breaks the request's structured_outputs; drafts were accepted by force, which they "
+                    "do not go together with"
+                )
+
+
+class GrammarCompiler:
+    """Makes guides for a model whose V ids `tokenizer` spells. DependencyError where xgrammar is missing."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise DependencyError(
+                f"structured_outputs needs xgrammar ({error}): pip install 'trtspec[guided]'"
+            ) from error
+        self._xgrammar, self._num_words = xgrammar, -(-vocab_size // 32)
+        vocabulary = xgrammar.TokenizerInfo(
+            tokenizer.spelled(vocab_size),
+            getattr(xgrammar.VocabType, tokenizer.spelling.upper()),
+            vocab_size=vocab_size,
+            stop_token_ids=[],
+        )
+        threads = min(8, os.cpu_count() or 1)
+        self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=threads, cache_limit_bytes=_CACHE_BYTES)
+
+    def guides(self, wanted: StructuredOutputs, end_ids: Collection[int], count: int) -> list[Guide]:
+        """So many, at the beginning of what is wanted; end_ids may be drawn where the text may end. RequestError, in
+        xgrammar's words, if that cannot be compiled."""
+        if not end_ids:
+            raise RequestError(
+                "structured_outputs needs an id that ends the text, and this model folder names none; give "
+                "stop_token_ids"
+            )
+        try:
+            compiled = self._compiled(wanted)
+            make = self._xgrammar.GrammarMatcher
+            ends = sorted(end_ids)
+            return [Guide(make(compiled, override_stop_tokens=ends), self._num_words) for _ in range(count)]
+        except Exception as error:  # it raises whatever its C++ does
+            raise RequestError(f"structured_outputs: {str(error).strip() or type(error).__name__}") from error
+
+    def _compiled(self, wanted: StructuredOutputs) -> Any:
+        if wanted.json is not None:
+            return self._compiler.compile_json_schema(wanted.json)
+        if wanted.json_object:
+            return self._compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
+        if wanted.regex is not None:
+            return self._compiler.compile_regex(wanted.regex)
+        if wanted.choice is not None:
+            return self._compiler.compile_grammar(
+                "root ::= " + " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice)
+            )
+        return self._compiler.compile_grammar(wanted.grammar)
