@@ -121,8 +121,7 @@ def view(open_view: Callable[..., View], roomy: Server) -> View:
 
 def shown(word: str) -> str:
     """A rejected draft as the page writes it."""
-    signs = word.replace("\n", "↵").replace("\t", "⇥")
-    return signs if signs.strip() else "␣" * len(signs)
+    return re.sub(r" {2,}|^ $", "␣", word.replace("\n", "↵").replace("\t", "⇥"))
 
 
 def steps_of(server: Server, **body: Any) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
@@ -390,7 +389,7 @@ def test_screenshots(open_view: Callable[..., View], roomy: Server) -> None:
         view = open_view(roomy, color_scheme=scheme)
         with ThreadPoolExecutor(24) as pool:
             list(pool.map(others, range(24)))
-        prompt = 'class Reader:\n    """Reads a file."""\n\n    def '
-        view.settings(prompt=prompt, max_tokens=160, temperature=0.6, seed=3, compare=True, in_turn=True)
+        prompt = 'def read_lines(path):\n    """Return the lines of a file."""\n    '
+        view.settings(prompt=prompt, max_tokens=160, temperature=0.7, seed=7, compare=True, in_turn=True)
         view.run("equal")
         view.page.screenshot(path=Path(os.environ["TRTSPEC_SCREENSHOTS"]) / f"live-{scheme}.png")

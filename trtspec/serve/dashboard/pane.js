@@ -134,8 +134,7 @@ export class Pane {
   }
 }
 
-/** A rejected draft takes no room for blanks and new lines: they are shown by signs. */
+/** A rejected draft takes no room for new lines and indentation: they are shown by signs. */
 function visible(word) {
-  const signs = word.replaceAll("\n", "↵").replaceAll("\t", "⇥");
-  return signs.trim() === "" ? "␣".repeat(signs.length) : signs;
+  return word.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(/ {2,}|^ $/g, "␣");
 }
