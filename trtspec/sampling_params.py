@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from json import dumps
 from typing import Any
 
@@ -12,6 +14,9 @@ from trtspec.errors import RequestError
 
 NEVER = 2**62
 """A token index no sequence reaches: `ban_until` of ids banned for ever."""
+
+MOST_NESTED = 64
+"""Brackets in brackets of a JSON schema: compiling one takes the longer, and much, the deeper it is."""
 
 MOST_LOGPROBS = 20
 """Most likely tokens that a request may ask for beside each one drawn."""
@@ -35,8 +40,10 @@ class StructuredOutputs:
         if isinstance(self.json, Mapping):
             try:
                 object.__setattr__(self, "json", dumps(self.json))
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise RequestError(f"structured_outputs: the schema is no JSON ({error}); give plain values") from error
+        if isinstance(self.json, str) and _nesting(self.json) > MOST_NESTED:
+            raise RequestError(f"structured_outputs: the schema is nested deeper than {MOST_NESTED} levels; flatten it")
         if self.choice is not None and not isinstance(self.choice, str):
             object.__setattr__(self, "choice", tuple(self.choice))
             if not self.choice or any(not isinstance(one, str) or not one for one in self.choice):
@@ -223,6 +230,12 @@ def _int(name: str, value: object, least: int) -> None:
 def _real(name: str, value: object, allowed: Callable[[float], bool], words: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not allowed(value):
         raise RequestError(f"{name} = {value!r} must be {words}")
+
+
+def _nesting(text: str) -> int:
+    """The deepest that brackets of a JSON text lie in each other; those in its strings do not count."""
+    outside = re.sub(r'"(\\.|[^"\\])*"', "", text, flags=re.DOTALL)
+    return max(accumulate(1 if char in "{[" else -1 if char in "}]" else 0 for char in outside), default=0)
 
 
 def _checked_bias(bias: Mapping[int, float] | None) -> Mapping[int, float] | None:

@@ -116,11 +116,17 @@ def test_stop_strings_need_text() -> None:
         ({"choice": []}, r"choice = \(\) must be non-empty strings"),
         ({"choice": ["a", ""]}, "must be non-empty strings"),
         ({"grammar": 1}, "grammar = 1 must be text"),
+        ({"json": '{"items":' * 65 + "{}" + "}" * 65}, "nested deeper than 64 levels"),
     ],
 )
 def test_structured_outputs_are_of_one_form(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         StructuredOutputs(**fields)
+
+
+def test_brackets_in_strings_are_no_nesting() -> None:
+    text = '{"const": "' + "[{" * 100 + r"\"{" + '"}'
+    assert StructuredOutputs(json=text).json == text
 
 
 @pytest.mark.parametrize("fields", [{"min_tokens": 1}, {"ignore_eos": True}])
