@@ -15,6 +15,7 @@ from trtspec.serve.answers import ChatAnswer, CompletionAnswer
 from trtspec.serve.api_errors import ApiError
 from trtspec.serve.live import live_view
 from trtspec.serve.protocol import (
+    MAX_GRAMMAR,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
@@ -154,6 +155,8 @@ def _constraint(body: GenerationRequest) -> dict[str, Any]:
             if asked:
                 raise ApiError(400, "response_format and guided_* fields: give one of them", f"guided_{name}")
             asked[name] = value
+    if len(json.dumps(asked.get("json", ""))) > MAX_GRAMMAR:
+        raise ApiError(400, f"the schema has more than {MAX_GRAMMAR} characters", "response_format")
     return {"structured_outputs": asked} if asked else {}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import importlib
 import itertools
 import json
@@ -120,7 +121,9 @@ class EngineHost:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        del self.metrics  # which the server can still be told of; later it would crash
+        # What is the server's must go while it is there to be told: metrics, and senders that wait in cycles.
+        del self.metrics
+        gc.collect()
 
     def job(self, values: Values) -> Job:
         """What the inputs ask for. RequestError, UnsupportedError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import threading
@@ -219,6 +220,7 @@ class BlsModel:
         """Triton's call, when the model is unloaded."""
         self._threads.shutdown()
         self._kept.clear()
+        gc.collect()  # as EngineHost.finalize
 
     def _serve(self, request: Any, sender: Any) -> None:
         final = self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
