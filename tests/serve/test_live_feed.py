@@ -73,7 +73,7 @@ def test_the_feed_tells_what_the_engine_does_four_times_a_second(server: Server)
 def test_a_viewer_who_leaves_is_forgotten(server: Server) -> None:
     with feed(server.url) as events:
         next(events)
-        assert server.metric("trtspec_live_viewers") == 1
+        assert server.metric("trtspec_live_viewers") >= 1
     end = time.monotonic() + 5
     while server.metric("trtspec_live_viewers") and time.monotonic() < end:
         time.sleep(0.05)

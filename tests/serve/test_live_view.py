@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -347,6 +348,24 @@ def test_tokens_find_their_text(view: View, events: list[dict[str, Any]], tokens
     view.run("Done")
     assert view.tokens() == tokens
     assert view.page.locator(".output img, .output b").count() == 0
+
+
+def test_an_engine_that_dies_is_said_to_have(open_view: Callable[..., View], model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path / "log", EAGLE3, LIMITS) as server:
+        view = open_view(server)
+        state = view.page.locator("#state")
+        view.settings(max_tokens=1900, k=0)
+        view.page.locator("#prompt").press("Control+Enter")
+        expect(view.page.locator(".output .token").nth(5)).to_be_attached()
+        os.kill(server.engine_pid, signal.SIGKILL)
+        expect(view.page.locator("#problem")).to_contain_text("the engine has ended")
+        expect(view.page.locator(".progress")).to_have_text("failed")
+        expect(state).to_have_text("restarting")
+        expect(state).to_have_text("ready", timeout=30_000)
+        expect(state).to_have_attribute("title", "the last engine ended: exit status -9")
+        view.settings(max_tokens=8)
+        view.run("Done")
+        expect(view.page.locator("#problem")).to_be_hidden()
 
 
 def test_a_key_is_asked_for_and_kept_until_the_tab_is_closed(

@@ -93,9 +93,10 @@ class EngineClient:
         self.state: State = "starting"
         self.facts: EngineFacts | None = None
         self.load = EngineLoad()
-        self.why: str | None = None  # the last engine ended
+        self.why: str | None = None  # the last engine ended; None: none has
         self.pid: int | None = None
         self.on_restart: Callable[[], None] = lambda: None
+        self._last_words: str | None = None  # of the engine that runs, on why it ends
         self._streams: dict[int, Stream] = {}
         self._next_id = 0
         self._writer: asyncio.StreamWriter | None = None
@@ -175,7 +176,7 @@ class EngineClient:
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
         self.pid = process.pid
-        self.why = None
+        self._last_words = None
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
         try:
             self._writer.write(encode(self.options))
@@ -190,7 +191,7 @@ class EngineClient:
             except TimeoutError:
                 process.kill()
                 status = await process.wait()
-        self.why = self.why or f"exit status {status}"
+        self.why = self._last_words or f"exit status {status}"
 
     def _take(self, message: dict[str, Any]) -> None:
         for fields in message.get("deltas", ()):
@@ -214,11 +215,11 @@ class EngineClient:
             if self._first_start is not None and not self._first_start.done():
                 self._first_start.set_result(None)
         elif "unusable" in message:
-            self.why = message["unusable"]
+            self._last_words = message["unusable"]
             if self._first_start is not None and not self._first_start.done():
-                self._first_start.set_exception(ConfigError(self.why))
+                self._first_start.set_exception(ConfigError(message["unusable"]))
         elif "failed" in message:
-            self.why = message["failed"]
+            self._last_words = message["failed"]
 
     def _drop(self, stream: Stream) -> None:
         for request_id in stream.request_ids:
