@@ -1,13 +1,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-docker test-kernels test-gpu memcheck-gpu contract contract-tensorrt \
+.PHONY: demo test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
     contract-flashinfer soak bench bench-gpu lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
 
-test: .venv/.dev .venv/.plugins
+test: .venv/.dev .venv/.plugins build/chromium/.made
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -63,6 +63,10 @@ contract: .venv/.dev .venv/.plugins
 contract-tensorrt: .venv/.dev
 	$(BIN)/python tests/contract/run_tensorrt.py
 
+# The model repositories in a real Triton Inference Server on the CPU, likewise.
+test-triton: .venv/.dev .venv/.plugins
+	$(BIN)/python tests/contract/run_triton.py
+
 # Our calls of FlashInfer against its own signatures, likewise.
 contract-flashinfer: .venv/.dev
 	$(BIN)/python tests/contract/run_flashinfer.py
@@ -71,6 +75,7 @@ contract-flashinfer: .venv/.dev
 soak: .venv/.dev .venv/.plugins
 	$(BIN)/python -m tests.serve.soak
 	$(BIN)/python -m tests.serve.soak --kill-every 30
+	TRTSPEC_FUZZ_EXAMPLES=60 $(BIN)/python -m pytest -q --timeout 1800 tests/serve/test_schema_fuzz.py
 
 bench: .venv/.dev .venv/.plugins
 	$(BIN)/python benchmarks/decode.py
@@ -112,6 +117,10 @@ build/path/.made: pyproject.toml
 	ln -sfn ../../plugins build/path/trtspec_plugins
 	$(PYTHON) -c 'from setuptools import setup; setup()' -q egg_info
 	touch $@
+
+# A browser for the live view's tests, unless the machine has one; without it they are skipped.
+build/chromium/.made: tests/serve/chromium.py .venv/.base
+	@$(BIN)/python -m tests.serve.chromium && mkdir -p $(@D) && touch $@ || true
 
 # Without a compiler the reference kernels serve; the script says so in one line.
 .venv/.plugins: .venv/.base $(wildcard plugins/cpu/src/*) plugins/cpu/build.py

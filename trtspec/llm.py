@@ -146,6 +146,12 @@ class LLM:
         """Totals since the start: steps, times, tokens, finish reasons, speculation."""
         return self._engine_thread.engine.stats
 
+    @property
+    def num_kv_blocks_in_use(self) -> int:
+        """KV blocks that requests hold now; those that are only kept for reuse do not count."""
+        allocator = self._engine_thread.engine.loop.scheduler.allocator
+        return allocator.num_blocks - 1 - allocator.num_free  # without the scratch block
+
     def shutdown(self) -> None:
         """Free the model and the cache. What is running ends with EngineError, and so do further calls.
 

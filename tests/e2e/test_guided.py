@@ -120,6 +120,7 @@ def plain(target: Path) -> list[tuple[str, list[Any]]]:
     for form, output in zip(forms, outputs, strict=True):
         for sample in output.outputs:
             assert sample.finish_reason == "stop", (form, sample)
+            assert max(sample.token_ids) < len(PIECES)  # no id that is no text
             check_form(form, sample.text)
     return told(outputs)
 

@@ -81,7 +81,7 @@ def test_a_stream_is_one_line_at_its_end(logging_server: Server) -> None:
         ("refused-1", {"prompt": SECRET, "no_such_field": SECRET}, 400, "invalid_request_error"),
         ("refused-2", {"prompt": SECRET, "model": SECRET}, 404, "model_not_found"),
         ("refused-3", {"prompt": "x", "max_tokens": 10**6}, 400, "context_length_exceeded"),
-        ("late-1", {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "timeout": 0.01}, 504, "timeout"),
+        ("late-1", {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "timeout": 0.01}, 408, "timeout"),
     ],
 )
 def test_what_went_wrong_is_a_word(

@@ -17,6 +17,7 @@ from trtspec.ops.sample import LOG_COEFFICIENTS, M0, M1, W0, W1
 INF = float("inf")
 NO_TOKEN = 2**63 - 1
 """What a row that has no best token draws; the host refuses it."""
+Step = tuple[Value, Callable[[], Value], Callable[[Value], Value]]
 
 
 def spec_accept() -> FunctionProto:
@@ -51,17 +52,31 @@ def process_logits(absent: Collection[str] = ()) -> FunctionProto:
     ) = body.inputs  # fmt: skip
     V = out.dim(1)
     # What a step needs of the inputs, whether a row asks for it, and the step.
-    steps: list[tuple[Value, Callable[[], Value], Callable[[Value], Value]]] = [
+    edits: list[Step] = [
         (penalties, lambda: body.Size(penalties) > 0, lambda x: _penalise(x, history, prompt_lens, penalties)),
         (bias_ids, lambda: (bias_ids.int64() >= 0).any(), lambda x: _bias(x, bias_ids, bias_values)),
         (ban_ids, lambda: (ban_ids.int64() >= 0).any(), lambda x: _ban(x, ban_ids, ban_until, positions)),
         (allow_mask, lambda: body.Size(allow_mask) > 0, lambda x: _allow(x, allow_mask)),
+    ]
+    filters: list[Step] = [
         (temperatures, lambda: (temperatures > 0.0).any(), lambda x: _warm(x, temperatures)),
         (top_ks, lambda: _in_use(top_ks, V).any(), lambda x: _top_k(x, top_ks)),
         (top_ps, lambda: (top_ps < 1.0).any(), lambda x: _top_p(x, top_ps)),
         (min_ps, lambda: (min_ps > 0.0).any(), lambda x: _min_p(x, min_ps)),
     ]
-    for needed, asked, change in steps:
+    asked_edits = [(asked(), change) for needed, asked, change in edits if body.has(needed)]
+
+    def edited(x: Value) -> Value:
+        for asked, change in asked_edits:
+            x = body.maybe(asked, x, functools.partial(change, x))
+        return x
+
+    if len(asked_edits) > 1:  # a step that is skipped copies its logits: with one around them all, they are copied once
+        any_edit = functools.reduce(Value.__or__, (asked for asked, _ in asked_edits))
+        out = body.maybe(any_edit, out, functools.partial(edited, out))
+    else:
+        out = edited(out)
+    for needed, asked, change in filters:
         if body.has(needed):
             out = body.maybe(asked(), out, functools.partial(change, out))
     return body.function((body.Identity(out),), ("processed",))

@@ -1,4 +1,4 @@
-"""`trtspec generate | serve | bench | info | train | build | verify | export-config`: arguments in, exit status out."""
+"""`trtspec`: a row for each command; arguments in, exit status out."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ COMMANDS = (
         "verify", "build", "check that an engine folder is whole and fits this machine", False,
         "add_verify_arguments", "run_verify",
     ),
+    _Command("triton-repo", "triton_repo", "write a model repository for Triton Inference Server", True),
     _Command("export-config", "export_config", "speculation as settings of TensorRT-LLM or vLLM", False),
 )  # fmt: skip
 

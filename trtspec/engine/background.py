@@ -20,7 +20,7 @@ from trtspec.engine.core import EngineCore
 from trtspec.engine.request import Request
 from trtspec.engine.step import Emission
 from trtspec.errors import EngineError
-from trtspec.outputs import CompletionOutput, OutputDelta, RequestOutput
+from trtspec.outputs import CompletionOutput, OutputDelta, RequestOutput, SpeculationStats
 from trtspec.sampling_params import SamplingParams
 
 EXIT_SECONDS = 10.0
@@ -92,6 +92,11 @@ class Generation:
                 f"request {self.request_id} is not finished after {timeout} s; wait on, or abort() it"
             ) from None
         return request_output(self)
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """Of all samples, so far; from any thread."""
+        return SpeculationStats.total(SpeculationStats(sample.stats.outcomes.copy()) for sample in self.samples)
 
     def abort(self) -> None:
         """End it before the next step with what it has, finish_reason "abort". Ignored once it has ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -46,6 +46,7 @@ class Metrics:
         self.refused = Counter("trtspec_refused", "requests refused because the queue was full", registry=registry)
         self.disconnects = Counter("trtspec_disconnects", "requests whose client went away", registry=registry)
         self.restarts = Counter("trtspec_engine_restarts", "engines that died and were replaced", registry=registry)
+        self.viewers = Gauge("trtspec_live_viewers", "live views that are open", registry=registry)
         registry.register(_EngineCollector(client))
 
     def count(self, delta: Delta) -> None:

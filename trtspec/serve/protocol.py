@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 MAX_SAMPLES = 128
 """Of one request: prompts times n."""
 
+MAX_GRAMMAR = 65_536
+"""Characters of a schema or a grammar: the engine compiles it between two steps, for which everybody waits."""
+
 TokenIds = list[Annotated[int, Field(ge=0)]]
 StopText = Annotated[str, StringConstraints(min_length=1)]
 
@@ -84,10 +87,10 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_json: dict[str, Any] | Annotated[str, Field(max_length=MAX_GRAMMAR)] | None = None
+    guided_regex: str | None = Field(default=None, max_length=4096)
+    guided_choice: list[str] | None = Field(default=None, max_length=1024)
+    guided_grammar: str | None = Field(default=None, max_length=MAX_GRAMMAR)
     return_token_ids: bool = Field(default=False, description="token_ids in each choice")
 
     # our own

@@ -13,7 +13,9 @@ import trtspec
 from trtspec.serve import api_errors
 from trtspec.serve.answers import ChatAnswer, CompletionAnswer
 from trtspec.serve.api_errors import ApiError
+from trtspec.serve.live import live_view
 from trtspec.serve.protocol import (
+    MAX_GRAMMAR,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
@@ -27,10 +29,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "the request is wrong: see `error`"},
     401: {"description": "no valid API key"},
     404: {"description": "no such model"},
+    408: {"description": "the request took longer than its timeout"},
     413: {"description": "the body is too large"},
     429: {"description": "too much is in flight; Retry-After says when to try again"},
     503: {"description": "there is no engine right now; Retry-After says when to try again"},
-    504: {"description": "the request took longer than its timeout"},
 }
 _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 
@@ -45,6 +47,7 @@ def build_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     api_errors.install(app)
+    app.include_router(live_view(service))
 
     @app.post("/v1/completions", responses=_ERRORS)
     async def completions(body: CompletionRequest, http: Request) -> Response:
@@ -152,6 +155,8 @@ def _constraint(body: GenerationRequest) -> dict[str, Any]:
             if asked:
                 raise ApiError(400, "response_format and guided_* fields: give one of them", f"guided_{name}")
             asked[name] = value
+    if len(json.dumps(asked.get("json", ""))) > MAX_GRAMMAR:
+        raise ApiError(400, f"the schema has more than {MAX_GRAMMAR} characters", "response_format")
     return {"structured_outputs": asked} if asked else {}
 
 

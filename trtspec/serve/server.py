@@ -51,7 +51,7 @@ async def _serve(
         tokenizer = Tokenizer.from_folder(options.get("tokenizer") or settings.model)
         service = Service(settings, client, tokenizer)
         client.on_restart = service.metrics.restarts.inc
-        server = _Server(_config(service, tracing))
+        server = _Server(service, _config(service, tracing))
         await starting
         host, port = listener.getsockname()[:2]
         logger.info("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
@@ -69,6 +69,10 @@ class _Server(uvicorn.Server):
     """SIGTERM and SIGINT: no new requests, those in flight may end; a second one: at once. Other than its parent's,
     the process goes on afterwards, to end the engine."""
 
+    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._service = service
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """See uvicorn.Server."""
@@ -80,7 +84,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See uvicorn.Server."""
         self.force_exit = self.should_exit
-        self.should_exit = True
+        self.should_exit = self._service.stopping = True
 
 
 def _config(service: Service, tracing: Tracing | None) -> uvicorn.Config:

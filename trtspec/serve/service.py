@@ -76,7 +76,7 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         metrics, loop = self.service.metrics, asyncio.get_running_loop()
-        late = ApiError(504, f"the request took more than {self.timeout:g} s", code="timeout")
+        late = ApiError(408, f"the request took more than {self.timeout:g} s", code="timeout")
         deadline = loop.call_later(self.timeout, self.stream.end, late)
         last: dict[int, float] = {}
         try:
@@ -131,6 +131,7 @@ class Service:
         self.metrics = Metrics(client)
         self.name = settings.served_name or Path(settings.model).resolve().name
         self.created = int(time.time())
+        self.stopping = False  # the server has been told to
 
     @property
     def facts(self) -> EngineFacts:

@@ -1,0 +1,94 @@
+"""The live view's routes without a browser: what they send, and that nobody who looks on is in the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.server import Server, running
+from trtspec.serve.live import PERIOD
+
+
+@contextmanager
+def feed(url: str) -> Iterator[Iterator[dict[str, Any]]]:
+    """The feed's events."""
+    with httpx.stream("GET", f"{url}/live", timeout=20) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        yield (json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line)
+
+
+def test_the_page_is_of_this_origin_alone_and_holds_nothing_inline(server: Server) -> None:
+    page = httpx.get(server.url)
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith("default-src 'self';")
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    assert " style=" not in page.text
+    for name, kind in (("app.js", "text/javascript"), ("style.css", "text/css"), ("icon.svg", "image/svg+xml")):
+        assert httpx.get(f"{server.url}/dashboard/{name}").headers["content-type"].startswith(kind)
+
+
+@pytest.mark.parametrize("path", ["nope.js", "..%2Flive.py", "%2e%2e/live.py", "index.html%00", "__init__.py"])
+def test_no_other_file_is_served(server: Server, path: str) -> None:
+    answer = httpx.get(f"{server.url}/dashboard/{path}")
+    assert answer.status_code == 404
+    assert "there is no /" in answer.json()["error"]["message"]
+
+
+def test_the_feed_tells_what_the_engine_does_four_times_a_second(server: Server) -> None:
+    body = {"prompt": "def quicksort(", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    with feed(server.url) as events:
+        first = next(events)
+        start = time.monotonic()
+        seen = [next(events)]
+        usage = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["usage"]
+        while len(seen) < 100 and (
+            seen[-1]["drafted"] != [0, 0, 0] or not any(sum(event["drafted"]) for event in seen)
+        ):
+            seen.append(next(events))
+        seconds = time.monotonic() - start
+    assert first["name"] == "coder"
+    assert first["state"] == "ready"
+    assert first["needs_key"] is False
+    assert "model" not in first["facts"]  # the folder's path
+    assert first["facts"]["max_draft_len"] == 3
+    assert len(seen) * PERIOD <= seconds + PERIOD
+    # each event counts what has come since the one before: nothing twice, nothing left out
+    speculation = usage["speculation"]
+    assert sum(sum(event["drafted"]) for event in seen) == speculation["drafted_tokens"]
+    assert sum(sum(event["accepted"]) for event in seen) == speculation["accepted_tokens"]
+    tokens = sum(event["tokens_per_second"] * event["seconds"] for event in seen)
+    assert tokens == pytest.approx(100, abs=1)
+
+
+def test_a_viewer_who_leaves_is_forgotten(server: Server) -> None:
+    with feed(server.url) as events:
+        next(events)
+        assert server.metric("trtspec_live_viewers") == 1
+    end = time.monotonic() + 5
+    while server.metric("trtspec_live_viewers") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert server.metric("trtspec_live_viewers") == 0
+
+
+def test_a_server_with_keys_shows_the_page_and_stops_though_somebody_looks_on(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path / "log", options=["--api-key", "secret", "--drain", "30"]) as keyed:
+        assert httpx.get(keyed.url).status_code == 200
+        assert httpx.post(f"{keyed.url}/v1/completions", json={"prompt": "x"}).status_code == 401
+        with feed(keyed.url) as events:
+            assert next(events)["needs_key"] is True
+            start = time.monotonic()
+            keyed.process.send_signal(signal.SIGTERM)
+            for _ in events:  # it ends, and not in the middle of an event
+                pass
+            assert keyed.process.wait(10) == 0
+        assert time.monotonic() - start < 5

@@ -1,0 +1,395 @@
+"""The live view in headless Chromium, against a real server: what a person sees is what the API says.
+
+TRTSPEC_SCREENSHOTS=DIR writes live-light.png and live-dark.png there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.chromium import installed
+from tests.serve.page_checks import CONTRAST, UNLABELLED
+from tests.serve.server import EAGLE3, Server, running
+
+playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'trtspec[dev]'")
+expect = playwright.expect
+
+PROMPT = "import os\n\n\nclass Reader:\n    def "
+LIMITS = ["--max-batch-size", "8", "--max-seq-len", "2048"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Of the module alone: while playwright is at work no other event loop can run in this thread."""
+    found = installed()
+    if found is None:
+        pytest.skip("no Chromium: TRTSPEC_CHROMIUM or PATH may name one, `python -m tests.serve.chromium` gets one")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=found[0], env={**os.environ, **found[1]})
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def roomy(model: Path) -> Iterator[Server]:
+    """With room for a run that is long enough to be stopped."""
+    with running(model, model.parent / "live.log", EAGLE3, LIMITS) as server:
+        yield server
+
+
+@dataclass
+class View:
+    """An open page, and what it has complained of and asked for."""
+
+    page: Any
+    server: Server
+    complaints: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def settings(self, **values: object) -> None:
+        """Fill fields by id; True and False are for boxes."""
+        for name, value in values.items():
+            element = self.page.locator(f"#{name.replace('_', '-')}")
+            if isinstance(value, bool):
+                element.set_checked(value)
+            else:
+                element.fill(str(value))
+
+    def run(self, status: str) -> None:
+        """From the keyboard; until the status says so (a regular expression)."""
+        self.page.locator("#prompt").press("Control+Enter")
+        expect(self.page.locator("#status")).to_have_text(re.compile(status), timeout=60_000)
+
+    def tokens(self, pane: int = 0) -> list[tuple[str, str]]:
+        """(kind, text) of each, in order."""
+        tokens = self.page.locator(".pane").nth(pane).locator(".output .token")
+        pairs = tokens.evaluate_all("tokens => tokens.map(t => [t.classList[1], t.textContent])")
+        return [(kind, text) for kind, text in pairs]
+
+    def text(self, pane: int = 0) -> str:
+        """What was generated."""
+        return "".join(text for kind, text in self.tokens(pane) if kind != "rejected")
+
+    def figure(self, name: str, pane: int = 0) -> str:
+        """See index.html."""
+        return str(self.page.locator(".pane").nth(pane).locator(f"[data-figure={name}]").inner_text())
+
+    def answer(self, *events: dict[str, Any], done: bool = True) -> None:
+        """Have this stream come in the server's place."""
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"] * done
+        self.page.route("**/v1/completions", lambda route: route.fulfill(status=200, body="".join(lines)))
+
+
+@pytest.fixture
+def open_view(browser: Any) -> Iterator[Callable[..., View]]:
+    """Opens pages, and holds each to be silent and to ask nobody but its server."""
+    views: list[View] = []
+
+    def opened(server: Server, **options: Any) -> View:
+        context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, **options})
+        view = View(context.new_page(), server)
+        views.append(view)
+        view.page.on("console", lambda message: view.complaints.append(message.text))
+        view.page.on("pageerror", lambda error: view.complaints.append(str(error)))
+        view.page.on("request", lambda request: view.asked.append(request.url))
+        view.page.goto(server.url)
+        expect(view.page.locator("#state")).to_have_text("ready")
+        return view
+
+    yield opened
+    for view in views:
+        view.page.context.close()
+        assert view.complaints == []
+        assert [url for url in view.asked if not url.startswith(f"{view.server.url}/")] == []
+
+
+@pytest.fixture
+def view(open_view: Callable[..., View], roomy: Server) -> View:
+    return open_view(roomy)
+
+
+def shown(word: str) -> str:
+    """A rejected draft as the page writes it."""
+    return re.sub(r" {2,}|^ $", "␣", word.replace("\n", "↵").replace("\t", "⇥"))
+
+
+def steps_of(server: Server, **body: Any) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
+    """What each step did, the text, and the usage, as the API streams them."""
+    asked = {"stream": True, "return_speculation": True, "stream_options": {"include_usage": True}, **body}
+    steps, text, usage = [], "", {}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                steps += [choice["speculation"] for choice in event["choices"]]
+                text += "".join(choice["text"] for choice in event["choices"])
+                usage = event.get("usage", usage)
+    return steps, text, usage
+
+
+def test_what_is_typed_is_run_and_each_token_is_marked_as_the_api_says(view: View) -> None:
+    keyboard = view.page.keyboard  # the prompt has the focus from the start
+    keyboard.press("Control+A")
+    for line in PROMPT.split("\n"):
+        keyboard.type(line)
+        keyboard.press("Enter")
+    keyboard.press("Backspace")
+    keyboard.press("Tab")
+    keyboard.type("60")
+    keyboard.press("Control+Enter")
+    expect(view.page.locator("#status")).to_have_text("Done.", timeout=60_000)
+
+    steps, text, usage = steps_of(view.server, prompt=PROMPT, max_tokens=60, temperature=0, num_speculative_tokens=3)
+    expected = []
+    for step in steps:
+        expected += [("accepted", word) for word in step["accepted"]]
+        expected += [("rejected", shown(word)) for word in step["rejected"]]
+        expected += [("bonus" if step["draft_len"] else "plain", word) for word in step["bonus"]]
+    assert view.tokens() == expected
+    assert view.text() == text
+    assert {kind for kind, _ in expected} == {"accepted", "rejected", "bonus", "plain"}
+
+    assert view.figure("tokens") == "60"
+    assert view.figure("steps") == str(usage["speculation"]["steps"])
+    assert view.figure("length") == f"{59 / usage['speculation']['steps']:.2f}"
+    assert float(view.figure("speed")) > 0
+    assert view.figure("first").endswith(" ms")
+    shares = view.page.locator(".bars .share").all_inner_texts()
+    counted = [re.search(r"\((\d+)/(\d+)\)", share) for share in shares]
+    assert len(counted) == 3
+    assert sum(int(one[1]) for one in counted if one) == usage["speculation"]["accepted_tokens"]
+    assert sum(int(one[2]) for one in counted if one) == usage["speculation"]["drafted_tokens"]
+
+
+def test_kinds_differ_by_more_than_colour_and_rejected_ones_can_be_hidden(view: View) -> None:
+    view.settings(prompt=PROMPT, max_tokens=40)
+    view.run("Done")
+    lines = {}
+    for kind in ("accepted", "rejected", "bonus", "plain"):
+        token = view.page.locator(f".output .{kind}").first
+        lines[kind] = token.evaluate(
+            "t => [getComputedStyle(t).textDecorationLine, getComputedStyle(t).textDecorationStyle]"
+        )
+    assert lines["accepted"] == ["underline", "solid"]
+    assert lines["rejected"] == ["line-through", "solid"]
+    assert lines["bonus"] == ["underline", "dotted"]
+    assert lines["plain"][0] == "none"
+    assert view.page.locator(".legend .token").count() == 4
+    rejected = view.page.locator(".output .rejected").first
+    expect(rejected).to_be_visible()
+    view.settings(show_rejected=False)
+    expect(rejected).to_be_hidden()
+
+
+def test_two_settings_are_compared_side_by_side(view: View) -> None:
+    view.settings(prompt=PROMPT, max_tokens=80, temperature=0.8, seed="", compare=True, k=3, other_k=0)
+    view.run(r"^Texts are equal \(\d+ characters\)\.$")
+    assert view.text(0) == view.text(1) != ""
+    assert {kind for kind, _ in view.tokens(1)} == {"plain"}
+    assert (view.figure("steps", 1), view.figure("length", 1)) == ("79", "1.00")
+    assert float(view.figure("length", 0)) > 1
+    left, right = (view.page.locator(".pane").nth(i).bounding_box() for i in (0, 1))
+    assert left["y"] == right["y"]
+    assert left["x"] + left["width"] <= right["x"]
+    view.settings(in_turn=True)
+    view.run(r"^Texts are equal .* K = [03]: \d+\.\d\dx the speed of K = [03]\.$")
+
+
+def test_texts_that_differ_are_said_to(view: View) -> None:
+    def answer(route: Any) -> None:
+        k = route.request.post_data_json["num_speculative_tokens"]
+        event = choice(f"same {k}", one([], [], ["same", f" {k}"]))
+        route.fulfill(status=200, body=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
+
+    view.page.route("**/v1/completions", answer)
+    view.settings(compare=True, k=2, other_k=1)
+    view.run(r"^Texts differ from character 6 on\.$")
+
+
+def test_a_run_shows_its_text_as_it_comes_and_escape_frees_it(view: View) -> None:
+    view.settings(prompt=PROMPT, max_tokens=1900, k=0)
+    view.page.locator("#prompt").press("Control+Enter")
+    expect(view.page.locator(".output .token").nth(20)).to_be_attached()
+    expect(view.page.locator("#status")).to_have_text("Running.")
+    assert view.server.metric("trtspec_running") == 1
+    expect(view.page.locator(".now").nth(3)).to_have_text("1")  # the batch, in the charts
+    view.page.keyboard.press("Escape")
+    expect(view.page.locator("#status")).to_have_text("Stopped.")
+    view.server.wait_idle()
+    count = len(view.tokens())
+    assert 20 < count < 1900
+    expect(view.page.locator(".now").nth(3)).to_have_text("0")
+    assert len(view.tokens()) == count
+    paths = view.page.locator(".charts path").evaluate_all("paths => paths.map(p => p.getAttribute('d'))")
+    assert len(paths) == 6
+    assert all(path.startswith("M") for path in (paths[i] for i in (0, 1, 3, 4, 5)))
+
+
+def test_the_theme_is_the_systems_until_one_is_chosen_which_is_remembered(
+    open_view: Callable[..., View], roomy: Server
+) -> None:
+    view = open_view(roomy, color_scheme="dark")
+    background = "getComputedStyle(document.body).backgroundColor"
+    dark = view.page.evaluate(background)
+    view.page.locator("#theme").select_option("light")
+    light = view.page.evaluate(background)
+    assert dark != light
+    view.page.reload()
+    expect(view.page.locator("#theme")).to_have_value("light")
+    assert view.page.evaluate(background) == light
+    view.page.locator("#theme").select_option("system")
+    assert view.page.evaluate(background) == dark
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_has_a_name_and_enough_contrast(open_view: Callable[..., View], roomy: Server, scheme: str) -> None:
+    view = open_view(roomy, color_scheme=scheme)
+    view.settings(prompt=PROMPT, max_tokens=60, compare=True)
+    view.run("equal")
+    view.page.evaluate("document.getElementById('key-field').hidden = false")
+    view.page.evaluate("document.getElementById('problem').textContent = 'What went wrong.'")
+    assert view.page.evaluate(UNLABELLED) == []
+    measured = view.page.evaluate(CONTRAST)
+    assert len(measured) > 60
+    assert [one for one in measured if one["ratio"] < 4.5] == []
+
+
+def test_the_keyboard_reaches_all_there_is_and_shows_where_it_is(view: View) -> None:
+    view.settings(prompt=PROMPT, max_tokens=8, compare=True)
+    view.run("equal")
+    view.page.locator("#theme").focus()
+    reached = []
+    for _ in range(15):
+        focused = view.page.evaluate(
+            "(() => { const f = document.activeElement, s = getComputedStyle(f);"
+            " return [f.id || f.className, s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2]; })()"
+        )
+        reached.append(focused[0])
+        assert focused[1], f"{focused[0]} does not show that it has the focus"
+        view.page.keyboard.press("Tab")
+    fields = ["theme", "prompt", "max-tokens", "temperature", "seed", "k", "other-k", "run", "stop"]
+    assert reached == [*fields, "compare", "in-turn", "chat", "show-rejected", "output", "output"]
+
+
+@pytest.mark.parametrize("width", [320, 768, 2560])
+def test_no_width_makes_the_page_scroll_sideways(open_view: Callable[..., View], roomy: Server, width: int) -> None:
+    view = open_view(roomy, viewport={"width": width, "height": 800})
+    view.settings(prompt=PROMPT, max_tokens=60, compare=True)
+    view.run("equal")
+    assert view.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_errors_are_said_in_words(view: View) -> None:
+    problem = view.page.locator("#problem")
+    view.settings(max_tokens=100_000)
+    view.run("Failed")
+    expect(problem).to_contain_text("exceed the context of 2048")
+    view.settings(max_tokens=8, k=4)  # the engine has 3
+    view.page.locator("#prompt").press("Control+Enter")
+    assert view.page.locator("#k").evaluate("k => k.validationMessage") != ""
+    view.answer({"choices": [{"text": "ab", "speculation": one(["a"], [], ["b"])}]}, done=False)
+    view.settings(k=3)
+    view.run("Failed")
+    expect(problem).to_contain_text("closed the stream before it was complete")
+    assert view.text() == "ab"
+    view.answer({"error": {"message": "the engine has ended; the request is lost"}})
+    view.run("Failed")
+    expect(problem).to_have_text("the engine has ended; the request is lost")
+    assert view.complaints == ["Failed to load resource: the server responded with a status of 400 (Bad Request)"]
+    view.complaints.clear()
+
+
+def one(accepted: list[str], rejected: list[str], bonus: list[str]) -> dict[str, Any]:
+    """A step's speculation."""
+    drafts = len(accepted) + len(rejected)
+    return {"accepted": accepted, "rejected": rejected, "bonus": bonus, "draft_len": drafts}
+
+
+def choice(text: str, speculation: dict[str, Any]) -> dict[str, Any]:
+    return {"choices": [{"text": text, "speculation": speculation}]}
+
+
+@pytest.mark.parametrize(
+    ("events", "tokens"),
+    [
+        (  # markup is text
+            [choice("<img src=x onerror=alert(1)><b>", one(["<img src=x onerror=alert(1)>"], ["</div>"], ["<b>"]))],
+            [("accepted", "<img src=x onerror=alert(1)>"), ("rejected", "</div>"), ("bonus", "<b>")],
+        ),
+        (  # a character of two tokens, which has no text until both are there
+            [choice("a", one(["a"], ["x"], ["�"])), choice("é b", one(["�"], [], [" b"]))],
+            [("accepted", "a"), ("rejected", "x"), ("bonus", "é"), ("bonus", " b")],
+        ),
+        (  # tokenizers that drop a word's blank when it stands alone
+            [choice("two words", one(["two"], [], ["words"]))],
+            [("accepted", "two"), ("bonus", " words")],
+        ),
+        (  # text that is held back while it may be a stop string, then is one; a token that has none
+            [choice("a", one(["a", "ST"], ["y"], ["O"])), choice("", one(["P"], [], ["<|end|>"]))],
+            [("accepted", "a"), ("rejected", "y")],
+        ),
+    ],
+    ids=["markup", "halves", "blanks", "stop"],
+)
+def test_tokens_find_their_text(view: View, events: list[dict[str, Any]], tokens: list[tuple[str, str]]) -> None:
+    view.answer(*events)
+    view.run("Done")
+    assert view.tokens() == tokens
+    assert view.page.locator(".output img, .output b").count() == 0
+
+
+def test_a_key_is_asked_for_and_kept_until_the_tab_is_closed(
+    open_view: Callable[..., View], model: Path, tmp_path: Path
+) -> None:
+    with running(model, tmp_path / "log", EAGLE3, ["--api-key", "secret"]) as server:
+        view = open_view(server)
+        key = view.page.locator("#key")
+        expect(key).to_be_visible()
+        view.settings(max_tokens=8)
+        view.run("Failed")
+        expect(view.page.locator("#problem")).to_contain_text("no valid API key")
+        expect(key).to_be_focused()
+        view.page.keyboard.type("secret")
+        view.run("Done")
+        assert view.page.evaluate("sessionStorage.getItem('trtspec-key')") == "secret"
+        assert "secret" not in view.page.evaluate("JSON.stringify(localStorage)")
+        assert not any("secret" in url for url in view.asked)
+        view.page.reload()
+        expect(key).to_have_value("secret")
+        server.process.terminate()
+        expect(view.page.locator("#state")).to_have_text("no connection", timeout=20_000)
+        server.process.wait(20)
+        view.run("Failed")
+        expect(view.page.locator("#problem")).to_contain_text("cannot be reached")
+        assert all(complaint.startswith("Failed to load resource") for complaint in view.complaints)
+        view.complaints.clear()
+
+
+@pytest.mark.skipif("TRTSPEC_SCREENSHOTS" not in os.environ, reason="TRTSPEC_SCREENSHOTS names no folder to write to")
+def test_screenshots(open_view: Callable[..., View], roomy: Server) -> None:
+    """Of real runs, after half a minute of others, so that there is something in the charts."""
+
+    def others(i: int) -> None:
+        body = {"prompt": f"def function_{i}(self", "max_tokens": 60 + 37 * i, "temperature": 0.7, "ignore_eos": True}
+        time.sleep(i)
+        httpx.post(f"{roomy.url}/v1/completions", json=body, timeout=60)
+
+    for scheme in ("light", "dark"):
+        view = open_view(roomy, color_scheme=scheme)
+        with ThreadPoolExecutor(24) as pool:
+            list(pool.map(others, range(24)))
+        prompt = 'def read_lines(path):\n    """Return the lines of a file."""\n    '
+        view.settings(prompt=prompt, max_tokens=160, temperature=0.7, seed=7, compare=True, in_turn=True)
+        view.run("equal")
+        view.page.screenshot(path=Path(os.environ["TRTSPEC_SCREENSHOTS"]) / f"live-{scheme}.png")

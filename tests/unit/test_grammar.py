@@ -1,0 +1,104 @@
+"""Masks of what may come next, along real tokenizers' tokens: bytes, characters and specials."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.test_text import TOKENIZERS
+from trtspec import StructuredOutputs
+from trtspec.errors import EngineError, RequestError
+from trtspec.text import Tokenizer
+from trtspec.verify.grammar import GrammarCompiler, Guide
+
+pytest.importorskip("xgrammar", reason="pip install 'trtspec[guided]'")
+
+NAMES = ["byte_level", "byte_fallback"]
+TEXT = '{"name": "dé 语", "on": true}'
+SCHEMA = StructuredOutputs(
+    json={
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "on": {"type": "boolean"}},
+        "required": ["name", "on"],
+    }
+)
+SPARE = 40  # ids of the model that the tokenizer does not have
+
+
+def guide(tokenizer: Tokenizer, wanted: StructuredOutputs, ends: set[int]) -> Guide:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size + SPARE).guides(wanted, ends, 1)[0]
+
+
+def allowed(made: Guide, drafts: list[int], size: int) -> list[set[int]]:
+    """Of each row what may be drawn."""
+    mask = torch.full((len(drafts) + 1, made.num_words), -1, dtype=torch.int32)
+    made.fill(mask, drafts)
+    return [ids_of(row, size) for row in mask]
+
+
+def ids_of(row: Tensor, size: int) -> set[int]:
+    return {id_ for id_ in range(size) if int(row[id_ // 32]) >> (id_ % 32) & 1}
+
+
+def special(tokenizer: Tokenizer) -> set[int]:
+    return {token for token in range(tokenizer.vocab_size) if not tokenizer.is_visible(token, skip_special_tokens=True)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_is_allowed_token_by_token_and_as_drafts(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    if name == "byte_fallback":  # whose encoding begins with a blank that is not there
+        ids = ids[1:] if tokenizer.decode(ids[:1]) in ("", " ") else ids
+    size, end = tokenizer.vocab_size + SPARE, min(special(tokenizer))
+    made = guide(tokenizer, SCHEMA, {end})
+    rows = allowed(made, ids, size)
+    assert all(token in row for token, row in zip(ids, rows, strict=False))
+    assert all(end not in row for row in rows[:-1])
+    assert rows[-1] == {end}
+    nothing = special(tokenizer) | set(range(tokenizer.vocab_size, size))
+    assert len(nothing) > SPARE
+    assert all(not (nothing - {end}) & row for row in rows)
+    for token, row in zip(ids, rows, strict=False):
+        assert allowed(made, [], size) == [row]  # drafts have left no trace
+        made.accept([token])
+    assert allowed(made, [], size) == [{end}]
+
+
+def test_rows_behind_a_wrong_draft_or_an_end_are_left_alone() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    size, end = tokenizer.vocab_size + SPARE, min(special(tokenizer))
+    made = guide(tokenizer, StructuredOutputs(choice=["ab", "a"]), {end})
+    a, b, c = (tokenizer.encode(one, add_special_tokens=False)[0] for one in "abc")
+    everything = set(range(size))
+    first, second, third, fourth = allowed(made, [a, c, b], size)
+    assert a in first
+    assert b in second
+    assert end in second
+    assert third == fourth == everything
+    _, second, third, fourth = allowed(made, [a, end, end], size)
+    assert end in second
+    assert third == fourth == everything
+    assert allowed(made, [], size) == [first]
+
+
+def test_a_token_that_may_not_be_there_is_an_error() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    made = guide(tokenizer, StructuredOutputs(regex="a+"), {0})
+    with pytest.raises(EngineError, match="breaks the request's structured_outputs"):
+        made.accept(tokenizer.encode("b", add_special_tokens=False))
+
+
+def test_a_text_must_be_able_to_end() -> None:
+    with pytest.raises(RequestError, match="give stop_token_ids"):
+        guide(TOKENIZERS["byte_level"], SCHEMA, set())
+
+
+@pytest.mark.parametrize("choice", [['say "no"', "back\\slash", "line\nend", "语 é 😀"]])
+def test_choices_may_be_any_text(choice: list[str]) -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    end = min(special(tokenizer))
+    for text in choice:
+        made = guide(tokenizer, StructuredOutputs(choice=choice), {end})
+        made.accept([*tokenizer.encode(text, add_special_tokens=False), end])

@@ -1,0 +1,140 @@
+// One run of a prompt with one K: its text as it comes, and its figures.
+
+import { Aligner, events, problemOf } from "./stream.js";
+
+/** A request's end that is no success; status: of HTTP, 0 if there was none. */
+export class RunError extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export class Pane {
+  text = "";
+  speed = 0; // tokens/s, those after the first step's
+  #tokens = 0;
+  #steps = 0;
+  #started = 0;
+  #first = 0; // when the first tokens came, 0 = not yet
+  #firstTokens = 0;
+  #offered = []; // by position
+  #accepted = [];
+  #aligner = new Aligner();
+
+  constructor(k, template, barTemplate) {
+    this.k = k;
+    this.element = template.content.firstElementChild.cloneNode(true);
+    this.barTemplate = barTemplate;
+    this.output = this.element.querySelector(".output");
+    this.bars = this.element.querySelector(".bars");
+    this.title = k === 0 ? "K = 0, plain decoding" : `K = ${k}`;
+    this.element.querySelector(".title").textContent = this.title;
+    this.output.setAttribute("aria-label", `Output, K = ${k}`);
+    if (k === 0) this.element.querySelector(".acceptance").hidden = true;
+  }
+
+  /** Until the text is complete; a RunError if it does not get there, an AbortError if the signal ends it. */
+  async run(path, body, key, signal) {
+    this.#started = performance.now();
+    this.progress("running");
+    try {
+      const response = await this.#ask(path, { ...body, num_speculative_tokens: this.k }, key, signal);
+      if (!response.ok) throw new RunError(await problemOf(response), response.status);
+      for await (const event of events(response)) this.#take(event);
+      this.#append(this.#aligner.finish());
+    } catch (error) {
+      this.progress(signal.aborted ? "stopped" : "failed");
+      throw error;
+    }
+  }
+
+  progress(words) {
+    this.element.querySelector(".progress").textContent = words;
+    this.element.dataset.state = words.split(":")[0];
+  }
+
+  async #ask(path, body, key, signal) {
+    const headers = { "Content-Type": "application/json" };
+    if (key) headers.Authorization = `Bearer ${key}`;
+    try {
+      return await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+    } catch (error) {
+      if (signal.aborted) throw error;
+      throw new RunError("The server cannot be reached. Is it still running?");
+    }
+  }
+
+  #take(event) {
+    if (event.error) throw new RunError(event.error.message);
+    const [choice] = event.choices;
+    if (choice?.speculation) {
+      const text = choice.text ?? choice.delta.content ?? "";
+      this.text += text;
+      this.#count(choice.speculation);
+      this.#append(this.#aligner.push(text, choice.speculation));
+    }
+    if (choice?.finish_reason) this.progress(`done: ${choice.finish_reason}`);
+    if (event.usage) this.#steps = event.usage.speculation.steps;
+    this.#show();
+  }
+
+  #count({ accepted, bonus, rejected, draft_len: drafted }) {
+    const now = performance.now();
+    const count = accepted.length + bonus.length;
+    this.#tokens += count;
+    if (count === 0) return;
+    if (this.#first === 0) {
+      this.#first = now; // the step that read the prompt in
+      this.#firstTokens = count;
+      return;
+    }
+    this.#steps += 1;
+    this.speed = (1000 * (this.#tokens - this.#firstTokens)) / Math.max(now - this.#first, 1);
+    for (let i = 0; i < drafted && accepted.length + rejected.length > 0; i++) {
+      this.#offered[i] = (this.#offered[i] ?? 0) + 1;
+      this.#accepted[i] = (this.#accepted[i] ?? 0) + (i < accepted.length ? 1 : 0);
+    }
+  }
+
+  #append(pieces) {
+    const atEnd = this.output.scrollHeight - this.output.scrollTop - this.output.clientHeight < 30;
+    for (const { kind, word } of pieces) {
+      const token = document.createElement(kind === "rejected" ? "del" : "span");
+      token.className = `token ${kind}`;
+      token.textContent = kind === "rejected" ? visible(word) : word;
+      this.output.append(token);
+    }
+    if (atEnd) this.output.scrollTop = this.output.scrollHeight;
+  }
+
+  #show() {
+    const figures = {
+      speed: this.speed ? this.speed.toFixed(0) : "–",
+      first: this.#first ? `${(this.#first - this.#started).toFixed(0)} ms` : "–",
+      length: this.#steps ? ((this.#tokens - this.#firstTokens) / this.#steps).toFixed(2) : "–",
+      tokens: this.#tokens,
+      steps: this.#steps,
+    };
+    for (const [name, value] of Object.entries(figures)) {
+      this.element.querySelector(`[data-figure="${name}"]`).textContent = value;
+    }
+    this.#offered.forEach((offered, i) => this.#bar(i, this.#accepted[i], offered));
+  }
+
+  #bar(i, accepted, offered) {
+    if (!this.bars.children[i]) {
+      const bar = this.barTemplate.content.firstElementChild.cloneNode(true);
+      bar.querySelector(".position").textContent = i + 1;
+      this.bars.append(bar);
+    }
+    const percent = `${((100 * accepted) / offered).toFixed(0)}%`;
+    this.bars.children[i].querySelector(".fill").style.width = percent;
+    this.bars.children[i].querySelector(".share").textContent = `${percent} (${accepted}/${offered})`;
+  }
+}
+
+/** A rejected draft takes no room for new lines and indentation: they are shown by signs. */
+function visible(word) {
+  return word.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(/ {2,}|^ $/g, "␣");
+}

@@ -1,0 +1,87 @@
+// What the server streams, and which part of the text each token is.
+
+/** The JSON of each server-sent event until the stream says that it is done; an Error if it breaks off before. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let pending = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) throw new Error("The server closed the stream before it was complete.");
+      const parts = (pending + value).split("\n\n");
+      pending = parts.pop();
+      for (const part of parts) {
+        const data = part.replace(/^data: /, "");
+        if (data === "[DONE]") return;
+        yield JSON.parse(data);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // an aborted stream cannot be cancelled again
+  }
+}
+
+/** What a response that is no success says in words. */
+export async function problemOf(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `The server answered with status ${response.status}.`;
+  }
+}
+
+/**
+ * Cuts the text into the tokens it is made of. A token's own text is not always a part of the whole: half a character
+ * has none, a tokenizer may drop a word's blank when it stands alone, and the text comes later than its tokens while it
+ * may become a stop string. So tokens wait for their text, and what cannot be told apart stays in one piece.
+ */
+export class Aligner {
+  #text = "";
+  #waiting = []; // {kind, word}
+
+  /** [{kind, word}], kind one of accepted, rejected, bonus, plain: what text and a step's speculation complete. */
+  push(text, speculation) {
+    const own = speculation.draft_len > 0 ? "bonus" : "plain";
+    const add = (kind, words) => this.#waiting.push(...words.map((word) => ({ kind, word })));
+    add("accepted", speculation.accepted);
+    add("rejected", speculation.rejected); // where they were refused: before the token that came instead
+    add(own, speculation.bonus);
+    this.#text += text;
+    const pieces = [];
+    while (this.#waiting.length > 0) {
+      const { kind, word } = this.#waiting[0];
+      if (kind === "rejected") pieces.push(this.#waiting.shift());
+      else if (this.#text.startsWith(word)) pieces.push(this.#take(kind, word.length));
+      else if (this.#text.startsWith(` ${word}`)) pieces.push(this.#take(kind, word.length + 1));
+      else if (word.startsWith(this.#text)) break; // the rest of it has not come
+      else pieces.push(...this.#skip());
+    }
+    return pieces;
+  }
+
+  /** What is left at the end. */
+  finish() {
+    const pieces = this.#waiting.filter(({ kind }) => kind === "rejected");
+    if (this.#text !== "") pieces.unshift({ kind: this.#waiting[0]?.kind ?? "plain", word: this.#text });
+    return pieces;
+  }
+
+  #take(kind, length) {
+    const word = this.#text.slice(0, length);
+    this.#text = this.#text.slice(length);
+    this.#waiting.shift();
+    return { kind, word };
+  }
+
+  /** The text up to the next token that can be found in it, in one piece; all of it if there is none. */
+  #skip() {
+    const next = this.#waiting.findIndex(
+      ({ kind, word }, i) => i > 0 && kind !== "rejected" && /^[^\uFFFD]+$/.test(word) && this.#text.includes(word),
+    );
+    const skipped = this.#waiting.splice(0, next < 0 ? this.#waiting.length : next);
+    const length = next < 0 ? this.#text.length : this.#text.indexOf(this.#waiting[0].word);
+    const word = this.#text.slice(0, length);
+    this.#text = this.#text.slice(length);
+    return [{ kind: skipped[0].kind, word }, ...skipped.filter(({ kind }) => kind === "rejected")];
+  }
+}

@@ -1,0 +1,49 @@
+"""What an engine counts, as metrics of the Triton server that it runs in (its /metrics)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trtspec.llm import LLM
+
+_COUNTERS = {
+    "trtspec_steps_total": "Steps of the engine",
+    "trtspec_output_tokens_total": "Tokens generated",
+    "trtspec_draft_tokens_total": "Drafts verified, of finished requests",
+    "trtspec_accepted_draft_tokens_total": "Drafts accepted, of finished requests",
+}
+_GAUGES = {
+    "trtspec_running_requests": "Requests in flight",
+    "trtspec_kv_blocks_in_use": "KV blocks that requests hold",
+}
+
+
+class Metrics:
+    """The figures of one model; each call of update that finds a change tells the server."""
+
+    def __init__(self, pb: Any, model: str) -> None:
+        # The server drops a family that is no longer referenced.
+        self._families = {
+            name: pb.MetricFamily(name=name, description=text, kind=kind)
+            for texts, kind in ((_COUNTERS, pb.MetricFamily.COUNTER), (_GAUGES, pb.MetricFamily.GAUGE))
+            for name, text in texts.items()
+        }
+        self._metrics = {name: family.Metric(labels={"model": model}) for name, family in self._families.items()}
+        self._told = dict.fromkeys(self._metrics, 0)
+
+    def update(self, llm: LLM, running: int) -> None:
+        """running: requests in flight."""
+        stats = llm.get_metrics()
+        now = {
+            "trtspec_steps_total": stats.steps,
+            "trtspec_output_tokens_total": stats.output_tokens,
+            "trtspec_draft_tokens_total": stats.speculation.num_draft_tokens,
+            "trtspec_accepted_draft_tokens_total": stats.speculation.num_accepted_tokens,
+            "trtspec_running_requests": running,
+            "trtspec_kv_blocks_in_use": llm.num_kv_blocks_in_use,
+        }
+        for name, value in now.items():
+            change = value - self._told[name]
+            if change:
+                self._metrics[name].increment(change)  # a gauge takes what is below zero, too
+                self._told[name] = value
