@@ -185,7 +185,7 @@ class Builder:
         """By /bin/sh; cache mounts are folders that outlive the build."""
         mounted = []
         for name, value in instruction.flags:
-            options = dict(one.split("=", 1) for one in value.split(","))
+            options = dict(one.split("=", 1) for one in value.split(",") if "=" in one)
             if name != "mount" or options.get("type") != "cache":
                 raise ValueError(f"RUN --{name}={value}")
             kept = self.cache / options["target"].strip("/").replace("/", "-")

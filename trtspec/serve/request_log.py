@@ -24,6 +24,7 @@ logger = logging.getLogger("trtspec.serve.requests")
 ENDPOINTS = {"/v1/completions", "/v1/chat/completions", "/v1/models"}
 """Those that are told apart by name; a path that a client makes up is written nowhere."""
 _OPERATORS = {"/health", "/ready", "/metrics", "/version"}
+_TRACE = ("traceparent", "tracestate")
 _GOOD_ID = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
 
 
@@ -34,7 +35,7 @@ class Record:
     id: str
     method: str
     endpoint: str  # a path of ours, or "other"
-    headers: dict[str, str]  # of the request, in small letters
+    trace: dict[str, str]  # the request's headers that say which trace it is of
     began: int = field(default_factory=time.time_ns)
     ended: int = 0
     status: int = 499  # of the answer; as it is, none was sent
@@ -112,7 +113,7 @@ class RequestLog:
         path = scope["path"] if scope["path"] in ENDPOINTS | _OPERATORS else "other"
         record = Record(
             request_id(headers.get(b"x-request-id")), scope["method"], path,
-            {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()},
+            {name: headers[name.encode()].decode("latin-1") for name in _TRACE if name.encode() in headers},
         )  # fmt: skip
 
         async def noted(message: Message) -> None:

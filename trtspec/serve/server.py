@@ -91,6 +91,7 @@ def _config(service: Service, tracing: Tracing | None) -> uvicorn.Config:
     return uvicorn.Config(
         guarded(service, tracing),
         log_config=None,  # its events go where ours go
+        log_level="warning",
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=math.ceil(service.settings.drain),

@@ -53,7 +53,7 @@ class Tracing:
             return
         span = self._tracer.start_span(
             _name(record),
-            context=self._propagator.extract(record.headers),
+            context=self._propagator.extract(record.trace),
             kind=SpanKind.SERVER,
             attributes=_attributes(record),
             start_time=record.began,
