@@ -33,7 +33,7 @@ class Emission(NamedTuple):
     draft_len: int
     is_context: bool  # the first token(s) after reading in a prompt, or none yet
     finished: bool = False
-    drafts: Sequence[int] = ()  # those that were verified; not told of a batch that goes on as it is
+    drafts: Sequence[int] = ()  # those that were verified
     logprobs: list[dict[int, Logprob]] | None = None  # of `tokens`, one each, where asked for
 
 
@@ -113,13 +113,14 @@ class StepLoop:
             outputs = self.verify(self.assemble.go_on(*steady.rows()))
         except Exception:
             return None
+        read = steady.read  # [B, K+1] what this step has verified
         given = steady.take(outputs, self.vocab_size)
         if given is None:  # there is a token that may end a request
             self.settle()
             return self.conclude([(steady.batch, outputs)])
         emissions = [
-            Emission(request, tokens, "", len(tokens) - 1, steady.draft_len, False)
-            for request, tokens in zip(steady.requests, given, strict=True)
+            Emission(request, tokens, "", len(tokens) - 1, steady.draft_len, False, drafts=known[1:])
+            for request, tokens, known in zip(steady.requests, given, read, strict=True)
         ]
         for b in steady.texts:  # is made at once; it may end its request
             drafts = None if outputs.proposal is None else outputs.proposal.draft_tokens[b].tolist()
