@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.serve.server import NGRAM, Server, running
 
-EXAMPLES = os.environ.get("TRTSPEC_FUZZ_EXAMPLES", "6")
-"""Of each endpoint; `make soak` asks for more."""
+EXAMPLES = os.environ.get("TRTSPEC_FUZZ_EXAMPLES")
+"""Of each endpoint, beside the cases that schemathesis makes of every bound; without it some random ones alone."""
 
 
 def test_no_request_is_answered_with_a_servers_error(model: Path, tmp_path: Path) -> None:
@@ -20,13 +20,14 @@ def test_no_request_is_answered_with_a_servers_error(model: Path, tmp_path: Path
         assert run.returncode == 0, run.stdout + run.stderr
         sent = re.search(r"(\d+) generated", run.stdout)
         assert sent is not None, run.stdout
-        assert int(sent[1]) > 300
+        assert int(sent[1]) > 30, run.stdout
         server.wait_idle()
         assert "Traceback" not in server.log.read_text()
 
 
 def fuzz(server: Server, folder: Path) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("schemathesis")
-    options = ["--checks", "not_a_server_error", "--max-examples", EXAMPLES, "--generation-deterministic"]
+    options = ["--checks", "not_a_server_error", "--generation-deterministic"]
+    options += ["--max-examples", EXAMPLES] if EXAMPLES else ["--phases", "fuzzing", "--max-examples", "40"]
     command = [str(program), "run", f"{server.url}/openapi.json", *options]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=1500)
