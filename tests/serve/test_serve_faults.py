@@ -137,6 +137,15 @@ def test_told_to_stop_it_finishes_what_runs(model: Path, offline: LLM, tmp_path:
             socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
 
 
+def test_told_to_stop_while_there_is_no_engine_it_stops(model: Path, tmp_path: Path) -> None:
+    with running(model, tmp_path / "log") as server:
+        os.kill(server.engine_pid, signal.SIGKILL)
+        while httpx.get(f"{server.url}/ready").status_code == 200:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+
+
 def test_it_does_not_start_what_it_cannot_serve(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"trtspec: .*config\.json"), running(tmp_path, tmp_path / "log"):
         pass

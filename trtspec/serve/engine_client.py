@@ -140,10 +140,13 @@ class EngineClient:
     async def close(self) -> None:
         """End the engine, and what it runs."""
         self.state = "closed"
+        if self._supervisor is None:
+            return
         if self._writer is not None:
             self._writer.close()
-        if self._supervisor is not None:
-            await asyncio.wait([self._supervisor])
+        else:  # it waits to start an engine, or is about to
+            self._supervisor.cancel()
+        await asyncio.wait([self._supervisor])
 
     async def _supervise(self) -> None:
         delay = FIRST_DELAY
@@ -188,7 +191,7 @@ class EngineClient:
             self._writer.close()
             try:
                 status = await asyncio.wait_for(process.wait(), 10)
-            except TimeoutError:
+            except asyncio.TimeoutError:
                 process.kill()
                 status = await process.wait()
         self.why = self._last_words or f"exit status {status}"
