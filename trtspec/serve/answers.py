@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from trtspec.serve.api_errors import ApiError, api_error
-from trtspec.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, NamedTool
+from trtspec.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from trtspec.serve.replies import DONE, ChatLogprobs, CompletionLogprobs, Reply, event, step_of
 from trtspec.serve.service import Generation
 from trtspec.serve.tools import CallParser, Notation, read_demanded
@@ -136,7 +136,6 @@ class ChatAnswer(Answer):
     def __init__(self, body: ChatCompletionRequest, generation: Generation, notation: Notation | None) -> None:
         super().__init__(body, generation)
         many = range(len(generation.tallies))
-        self.demanded = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
         self.parsers = [CallParser(notation) for _ in many] if notation is not None else []
         self.contents = ["" for _ in many]
         self.logprobs = [ChatLogprobs(self.tokenizer, body.top_logprobs or 0) for _ in many]
@@ -180,7 +179,7 @@ class ChatAnswer(Answer):
     def _read(self, choice: int, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
         """The content and the tool calls that a step completes."""
         ended = delta.finish_reason is not None
-        if self.demanded:
+        if self.body.demands_call:
             calls = read_demanded(self.generation.tallies[choice].text) if ended else []
             return "", [call.to_dict() for call in calls]
         if not self.parsers:

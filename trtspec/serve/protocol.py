@@ -212,6 +212,11 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
 
+    @property
+    def demands_call(self) -> bool:
+        """A tool is to be called, whatever the model would rather say."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
     @model_validator(mode="after")
     def _tools_fit(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:

@@ -20,7 +20,6 @@ from trtspec.serve.protocol import (
     ChatMessage,
     CompletionRequest,
     GenerationRequest,
-    NamedTool,
 )
 from trtspec.serve.service import Service
 from trtspec.serve.tools import Notation, demanded_schema, notation_of
@@ -83,7 +82,7 @@ def build_app(service: Service) -> FastAPI:
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         }
         notation: Notation | None = None
-        if body.tools and (body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)):
+        if body.tools and body.tool_choice is not None and body.demands_call:
             if _constraint(body):
                 raise ApiError(400, "tool_choice demands a call, response_format something else", "tool_choice")
             schema = demanded_schema(body.tools, body.tool_choice, body.parallel_tool_calls)
