@@ -23,10 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from trtspec.core import DraftRequest
 from trtspec.drafters.ngram_pool import NGramPool
 from trtspec.drafters.suffix import TOKENS_PER_RESPONSE, SuffixDrafter
 from trtspec.drafters.suffix_tree import SuffixTree
+from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import ResolvedSampling
 
 GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)

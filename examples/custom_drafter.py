@@ -2,11 +2,11 @@
 
     python examples/custom_drafter.py MODEL_FOLDER ["a prompt" ...]
 
-A drafter is any object with two methods, `propose` and `forget` (trtspec.core.Drafter). It cannot do harm: the target
-verifies every guess, so wrong ones cost time and never change the text. A drafter that raises, or answers nonsense, for
-a request is reported in one warning and in the request's output (`drafter_error`), and that request goes on without
-drafts. The one below needs no model. It remembers, over all requests, which token came after each pair of tokens, and
-follows that trail: good for a service whose answers resemble each other.
+A drafter is any object with two methods, `propose` and `forget` (trtspec.protocols.Drafter). It cannot do harm: the
+target verifies every guess, so wrong ones cost time and never change the text. A drafter that raises, or answers
+nonsense, for a request is reported in one warning and in the request's output (`drafter_error`), and that request goes
+on without drafts. The one below needs no model. It remembers, over all requests, which token came after each pair of
+tokens, and follows that trail: good for a service whose answers resemble each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from trtspec import LLM, SamplingParams
-from trtspec.core import DraftRequest, Proposal
+from trtspec.core import Proposal
+from trtspec.protocols import DraftRequest
 
 
 class SuccessorDrafter:

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtspec.core import Carry, Executable, PhaseMethod, StepInputs, StepOutputs
+from trtspec.core import Carry, StepInputs, StepOutputs
+from trtspec.protocols import Executable, PhaseMethod
 
 
 class ThreadLaunch:
-    """See core.Launch."""
+    """See protocols.Launch."""
 
     def __init__(self) -> None:
         self.outputs: Future[StepOutputs] = Future()

@@ -17,8 +17,9 @@ from benchmarks.steps.results import Figure, Result, per_round, ratios
 from benchmarks.steps.rounds import Contestant, Turn, take_turns
 from benchmarks.steps.start import start
 from trtspec import LLM
-from trtspec.core import DraftRequest, Executable, PhaseMethod, Proposal, StepInputs, StepOutputs
+from trtspec.core import Proposal, StepInputs, StepOutputs
 from trtspec.engine.core import EngineCore
+from trtspec.protocols import DraftRequest, Executable, PhaseMethod
 
 K = 3
 SMALL_VOCAB = 4096
@@ -65,7 +66,7 @@ class Guesses:
         self.length = length
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See core.Drafter."""
+        """See protocols.Drafter."""
         drafts = [[(r.tokens[-1] + 1 + j) % self.vocab_size for j in range(self.length)] for r in requests]
         lengths = [min(self.length, request.max_draft_len) for request in requests]
         return Proposal(
@@ -74,7 +75,7 @@ class Guesses:
         )
 
     def forget(self, request_id: int) -> None:
-        """See core.Drafter."""
+        """See protocols.Drafter."""
 
 
 class Recorded:
@@ -93,14 +94,14 @@ class Recorded:
         self.given = iter(self.outputs) if self.outputs else None
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """See core.Executable."""
+        """See protocols.Executable."""
         if self.given is not None:
             return next(self.given)
         self.outputs.append(self.inner.run(inputs))
         return self.outputs[-1]
 
     def phases(self) -> Sequence[PhaseMethod]:
-        """See core.Executable."""
+        """See protocols.Executable."""
         return self.inner.phases()
 
 

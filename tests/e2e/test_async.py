@@ -24,8 +24,9 @@ import pytest
 
 from tests.e2e.tiny import EOS, PIECES, VOCAB, Case, assert_all_blocks_free, draw_cases
 from trtspec import LLM, Generation, OutputDelta, RequestOutput, SamplingParams
-from trtspec.core import Executable, StepInputs, StepOutputs
+from trtspec.core import StepInputs, StepOutputs
 from trtspec.errors import CapacityError, EngineError, RequestError
+from trtspec.protocols import Executable
 
 LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 48, "num_kv_blocks": 150, "block_size": 4}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}

@@ -13,8 +13,8 @@ import examples.custom_drafter
 from examples.custom_drafter import SuccessorDrafter
 from tests.e2e.tiny import Case, LyingOracle, assert_all_blocks_free, draw_cases, run_alone, run_together
 from trtspec import LLM
-from trtspec.core import DraftRequest
 from trtspec.errors import ConfigError
+from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import ResolvedSampling
 
 GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)

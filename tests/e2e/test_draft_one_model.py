@@ -30,8 +30,8 @@ from tests.e2e.tiny import (
     run_together,
 )
 from trtspec import LLM, SamplingParams
-from trtspec.core import DraftRequest
 from trtspec.models.draft_model import DecoderHead
+from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import sample_seed
 from trtspec.workers.draft_model import DraftModelWorker
 from trtspec.workers.step import OneEngineStep

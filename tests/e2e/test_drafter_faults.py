@@ -17,8 +17,9 @@ import torch
 from tests.e2e.tiny import VOCAB, LyingOracle, Outcome, assert_all_blocks_free
 from tests.e2e.victims import BYSTANDERS, LIMITS, POISON, VICTIM, K, alone, right_answers, run_beside, user_llm
 from trtspec import LLM
-from trtspec.core import DraftRequest, Proposal
+from trtspec.core import Proposal
 from trtspec.errors import ConfigError
+from trtspec.protocols import DraftRequest
 
 Spoil = Callable[[Sequence[DraftRequest], Proposal, int], Any]
 """(questions, right answer, the victim's row) -> wrong answer."""

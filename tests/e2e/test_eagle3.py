@@ -38,9 +38,10 @@ from tests.e2e.tiny import (
     run_together,
 )
 from trtspec import LLM, SamplingParams
-from trtspec.core import Executable, StepInputs, StepOutputs
+from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine.request import Request
 from trtspec.engine.step import Emission
+from trtspec.protocols import Executable
 from trtspec.sampling_params import sample_seed
 
 DTYPES = ("float32", "bfloat16")

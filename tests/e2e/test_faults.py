@@ -28,9 +28,10 @@ from tests.e2e.tiny import (
 from tests.e2e.victims import BYSTANDERS, LIMITS, POISON, VICTIM, K, alone, right_answers, run_beside, user_llm
 from trtspec import LLM, SamplingParams
 from trtspec.backends.eager import EagerExecutable
-from trtspec.core import Executable, StepInputs, StepOutputs
+from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine.request import Request
 from trtspec.errors import RequestError
+from trtspec.protocols import Executable
 from trtspec.sampling_params import sample_seed
 from trtspec.text import TextStream
 

@@ -19,9 +19,10 @@ from tests.e2e.tiny import assert_all_blocks_free, make_target, perturbed
 from trtspec import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.core import DraftRequest, Proposal
+from trtspec.core import Proposal
 from trtspec.engine.build import build_engine
 from trtspec.errors import DependencyError, RequestError
+from trtspec.protocols import DraftRequest
 from trtspec.verify.grammar import Guide
 
 pytest.importorskip("xgrammar", reason="pip install 'trtspec[guided]'")

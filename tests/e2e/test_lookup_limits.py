@@ -19,7 +19,8 @@ from tests.unit.test_drafters import brute_force as ngram
 from tests.unit.test_ngram_pool import Definition
 from tests.unit.test_suffix import brute_force as suffix
 from trtspec import LLM, SamplingParams
-from trtspec.core import Drafter, DraftRequest, Proposal
+from trtspec.core import Proposal
+from trtspec.protocols import Drafter, DraftRequest
 
 K, MAX_SEQ_LEN = 4, 40
 NGRAM: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}

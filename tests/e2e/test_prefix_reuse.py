@@ -26,10 +26,11 @@ from tests.e2e.tiny import (
     run_together,
 )
 from trtspec import LLM, SamplingParams
-from trtspec.core import Executable, StepInputs, StepOutputs
+from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine.assemble import prefix_reuse
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.modes import SpeculativeDecodingMode
+from trtspec.protocols import Executable
 
 K = 3
 SIZE = 4  # tokens per block

@@ -16,10 +16,11 @@ from tests.checkpoints import make_eagle3
 from tests.e2e.heads import watch
 from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, run_alone
 from trtspec import LLM
-from trtspec.core import Executable, StepInputs, StepOutputs
+from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine import steady
 from trtspec.engine.request import Request
 from trtspec.engine.step import Emission
+from trtspec.protocols import Executable
 
 K = 3
 LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 48, "num_kv_blocks": 64, "block_size": 4}

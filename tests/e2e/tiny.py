@@ -21,11 +21,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tests.checkpoints import edit_config, make_checkpoint
 from trtspec import LLM, SamplingParams
-from trtspec.core import DraftRequest, Proposal
+from trtspec.core import Proposal
 from trtspec.engine.core import EngineCore
 from trtspec.engine.request import Request
 from trtspec.engine.step import Emission
 from trtspec.outputs import SpeculationStats
+from trtspec.protocols import DraftRequest
 
 # Pieces of text of 1 to 2 characters: stop strings begin and end inside tokens. Id 0 ends a sequence.
 PIECES = ("</s>", "a", "b", "c", "d", "e", "f", "g", "ab", "ca", " b", " ", "é", "gg", "\n", "dé")

@@ -32,12 +32,13 @@ from tests.checkpoints import make_checkpoint, oracle
 from tests.e2e.tiny import perturbed
 from trtspec import LLM, SamplingParams
 from trtspec.config.model import ModelConfig
-from trtspec.core import AttnMetadata, DraftRequest, Proposal
+from trtspec.core import AttnMetadata, Proposal
 from trtspec.kv.pool import allocate_layers
 from trtspec.models.attention import PagedAttend
 from trtspec.models.weights import load_decoder
 from trtspec.ops import spec_sample
 from trtspec.outputs import SpeculationStats
+from trtspec.protocols import DraftRequest
 
 FALSE_ALARM = 1e-4
 VOCAB, K = 5, 2

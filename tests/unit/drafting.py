@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtspec.core import DraftRequest, Proposal
+from trtspec.core import Proposal
+from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import ResolvedSampling
 
 GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)

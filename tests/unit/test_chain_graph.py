@@ -18,9 +18,10 @@ from tests.e2e.tiny import VOCAB, make_target, perturbed
 from tests.unit.test_drafters import drafts_of
 from trtspec import LLM
 from trtspec.backends.chain_graph import chain_step
-from trtspec.core import DraftRequest, KVLayer
+from trtspec.core import KVLayer
 from trtspec.drafters.chain import ChainDrafter
 from trtspec.engine import assemble
+from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import ResolvedSampling
 
 K, BLOCK = 4, 4

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from tests.e2e.tiny import Case, Outcome, draw_cases, make_target, perturbed, run_alone, run_together
 from tests.unit.drafting import GREEDY, drafts_of, question
 from trtspec import LLM
-from trtspec.core import DraftRequest, Proposal, StepInputs, StepOutputs
+from trtspec.core import Proposal, StepInputs, StepOutputs
 from trtspec.drafters.chain import ChainDrafter
 from trtspec.drafters.ngram import NGramDrafter
+from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import ResolvedSampling
 
 SAMPLED = ResolvedSampling(greedy=False, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=42)

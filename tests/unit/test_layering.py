@@ -15,6 +15,7 @@ LAYERS = [
     {"errors"},
     {"modes", "sampling_params", "outputs", "plotting"},
     {"core"},
+    {"protocols"},
     {"config", "text"},
     {"ops"},
     {"parallel"},

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.export import EDITS, INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype
-from trtspec.core import KVLayer, PhaseMethod, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
+from trtspec.core import KVLayer, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 from trtspec.kv.pool import allocate_layers
 from trtspec.ops import kernel_interface
+from trtspec.protocols import PhaseMethod
 
 WEIGHTS = "weights.safetensors"
 """Of a folder: every constant of its graphs, once."""
@@ -126,7 +127,7 @@ class LoadedGraph:
 
 
 class CompiledExecutable(ABC):
-    """The graphs of a compiled step and its KV layers. See core.Executable. A backend says how a graph is loaded.
+    """The graphs of a compiled step and its KV layers. See protocols.Executable. A backend says how a graph is loaded.
 
     Raises EngineError for inputs a graph would misread; the graphs check none of them.
     """
@@ -169,13 +170,13 @@ class CompiledExecutable(ABC):
         memory of `_flat_kv` (k, v of every layer)."""
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """One launch; see core.Executable."""
+        """One launch; see protocols.Executable."""
         graph, tensors = self._checked(inputs)
         outputs = graph.run(tensors)
         return self._outputs(dict(zip(self.compiled.outputs, outputs, strict=True)), inputs.spec)
 
     def phases(self) -> Sequence[PhaseMethod]:
-        """See core.Executable: the graph itself is one piece."""
+        """See protocols.Executable: the graph itself is one piece."""
         return (self, "_checked", "inputs"), (self, "_outputs", "deliver")
 
     def _graph_for(self, inputs: StepInputs) -> LoadedGraph:

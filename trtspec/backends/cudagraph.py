@@ -31,7 +31,8 @@ from trtspec.backends.export import (
     step_inputs,
 )
 from trtspec.backends.static_graph import BAN_COLUMNS, FILTERS, GraphMemory, Kind, Parts, Region, StaticGraph, left_out
-from trtspec.core import Carry, KVLayer, PhaseMethod, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.core import Carry, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.protocols import PhaseMethod
 from trtspec.workers.step import Step
 
 
@@ -60,19 +61,19 @@ _LOGITS = "logits"
 
 
 class DeviceLaunch:
-    """See core.Launch."""
+    """See protocols.Launch."""
 
     def __init__(self, mark: Mark, read: Callable[[], StepOutputs]) -> None:
         self._mark, self._read = mark, read
 
     def wait(self) -> StepOutputs:
-        """See core.Launch. DeviceError if the device failed."""
+        """See protocols.Launch. DeviceError if the device failed."""
         self._mark.wait()
         return self._read()
 
 
 class CudaExecutable(CompiledExecutable):
-    """See core.AsyncExecutable. `takes_all`: graphs take every sampling input, whether a row uses it or not."""
+    """See protocols.AsyncExecutable. `takes_all`: graphs take every sampling input, whether a row uses it or not."""
 
     takes_all = True
 
@@ -96,11 +97,11 @@ class CudaExecutable(CompiledExecutable):
         """As the base class, with tensors on the device."""
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """See core.Executable."""
+        """See protocols.Executable."""
         return self.launch(inputs).wait()
 
     def launch(self, inputs: StepInputs, carry: Carry | None = None) -> DeviceLaunch:
-        """See core.AsyncExecutable. EngineError for inputs a graph would misread."""
+        """See protocols.AsyncExecutable. EngineError for inputs a graph would misread."""
         graph, tensors = self._checked(inputs)
         spec = inputs.spec
         kind = self.kind(spec.sampling)
@@ -115,7 +116,7 @@ class CudaExecutable(CompiledExecutable):
         return self._run_kernels(graph, tensors, carry, spec)
 
     def phases(self) -> Sequence[PhaseMethod]:
-        """See core.Executable: what the host does for a launch, and how long it waits for one."""
+        """See protocols.Executable: what the host does for a launch, and how long it waits for one."""
         return (self, "launch", "inputs"), (DeviceLaunch, "wait", "verify"), (self, "_outputs", "deliver")
 
     def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from trtspec.core import KVLayer, PhaseMethod, StepInputs, StepOutputs
+from trtspec.core import KVLayer, StepInputs, StepOutputs
+from trtspec.protocols import PhaseMethod
 from trtspec.workers.step import Step
 
 
@@ -19,9 +20,9 @@ class EagerExecutable:
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """One launch; see core.Executable."""
+        """One launch; see protocols.Executable."""
         return self.step(inputs, self.kv)  # type: ignore[no-any-return]
 
     def phases(self) -> Sequence[PhaseMethod]:
-        """See core.Executable."""
+        """See protocols.Executable."""
         return self.step.phases()

@@ -41,7 +41,7 @@ class OnnxExecutable(CompiledExecutable):
     """See compiled.CompiledExecutable."""
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """See core.Executable. What leaves ONNX Runtime is copied, so logits do only where they are asked for."""
+        """See protocols.Executable. What leaves ONNX Runtime is copied, so logits do only where they are asked for."""
         for bound in self._bound:
             bound.gives_logits = inputs.spec.edits is not None
         return super().run(inputs)

@@ -12,12 +12,12 @@ from typing import Any
 
 import trtspec.engine.step as loop_module
 from trtspec.bench.decode import versions
-from trtspec.core import PhaseMethod
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.core import EngineCore
 from trtspec.engine.steady import SteadyBatch
 from trtspec.engine.step import StepLoop
 from trtspec.llm import LLM
+from trtspec.protocols import PhaseMethod
 from trtspec.sampling_params import SamplingParams
 
 PHASES = ("inputs", "verify", "accept", "draft", "deliver", "host")

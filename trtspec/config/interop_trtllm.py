@@ -39,7 +39,7 @@ _TYPES = {
 }
 _NEAREST = {
     "custom_class": "UserProvidedDecodingConfig in Python, which takes an object of TensorRT-LLM's own Drafter: a "
-    "drafter written for trtspec.core.Drafter does not run there; from a file, decoding_type NGram",
+    "drafter written for trtspec.protocols.Drafter does not run there; from a file, decoding_type NGram",
     "eagle": "decoding_type Eagle3, with an EAGLE3 head",
     "medusa": "decoding_type Eagle3: its PyTorch backend runs no Medusa heads",
     "mlp_speculator": "decoding_type Eagle3, or Draft_Target with a small model",

@@ -21,7 +21,7 @@ SERVER = "vLLM"
 _NEAREST = {
     "auto": "method='ngram' with num_speculative_tokens=5 (3 for more than 4 requests) and prompt_lookup_min=1",
     "custom_class": "vLLM's own custom_class, which takes the import path of a vLLM proposer as model: a drafter "
-    "written for trtspec.core.Drafter does not run there; from a file, method='ngram'",
+    "written for trtspec.protocols.Drafter does not run there; from a file, method='ngram'",
     "mlp_speculator": "method='medusa' or 'eagle3': vLLM knows the name, but has nothing that runs it",
 }
 # No draft model, so no way of drawing its tokens.

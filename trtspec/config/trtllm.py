@@ -196,7 +196,7 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
 
 
 class UserProvidedDecodingConfig(DecodingBaseConfig):
-    """Your own drafter: "module:Class", a class or an object that follows trtspec.core.Drafter."""
+    """Your own drafter: "module:Class", a class or an object that follows trtspec.protocols.Drafter."""
 
     decoding_type: ClassVar[str] = "User_Provided"
     method: ClassVar[str] = "custom_class"

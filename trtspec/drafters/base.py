@@ -8,7 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from trtspec.config.resolved import ResolvedSpeculation
-from trtspec.core import Drafter, Executable, StepInputs
+from trtspec.core import StepInputs
+from trtspec.protocols import Drafter, Executable
 
 CHAIN_ROWS = 2
 """Tokens of every request that a chain in one launch reads in: the draft KV of the last two is missing where all drafts

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trtspec.core import AttnMetadata, DraftRequest, Executable, Proposal, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.core import AttnMetadata, Proposal, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.drafters.base import CHAIN_ROWS, ChainExecutable, DraftResources
 from trtspec.drafters.packing import pack_rows
+from trtspec.protocols import DraftRequest, Executable
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class ChainDrafter:
         """Nothing is kept outside the cache."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See core.Drafter."""
+        """See protocols.Drafter."""
         # A request that wants fewer than K runs along: what it writes past its blocks lands in scratch.
         K = max(request.max_draft_len for request in requests)
         drafts = self._in_one_launch(requests, K)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trtspec.core import AttnMetadata, DraftRequest, Executable, Proposal, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.core import AttnMetadata, Proposal, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.drafters.base import DraftResources
 from trtspec.drafters.packing import Piece, pack_rows
+from trtspec.protocols import DraftRequest, Executable
 
 
 class HeadDrafter:
@@ -34,7 +35,7 @@ class HeadDrafter:
         """Nothing is kept outside the cache."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See core.Drafter; DraftRequest.hidden_states are needed."""
+        """See protocols.Drafter; DraftRequest.hidden_states are needed."""
         wanted = [request.max_draft_len for request in requests]
         starts = [request.draft_kv_len for request in requests]
         ends = [start + len(_states(request)) for start, request in zip(starts, requests, strict=True)]

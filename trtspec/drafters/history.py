@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trtspec.core import DraftRequest, Proposal
+from trtspec.core import Proposal
+from trtspec.protocols import DraftRequest
 
 
 class TokenHistory:

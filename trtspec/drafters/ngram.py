@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trtspec.core import Drafter, DraftRequest, Proposal
+from trtspec.core import Proposal
 from trtspec.drafters.base import DraftResources
 from trtspec.drafters.history import TokenHistory, proposal_of
 from trtspec.drafters.ngram_pool import NGramPoolDrafter
+from trtspec.protocols import Drafter, DraftRequest
 
 
 class NGramDrafter:
@@ -36,7 +37,7 @@ class NGramDrafter:
         self._history.forget(request_id)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See core.Drafter."""
+        """See protocols.Drafter."""
         return proposal_of(requests, [self.lookup(self._history.update(request)) for request in requests])
 
     def lookup(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:

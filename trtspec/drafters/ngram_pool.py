@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from trtspec.core import DraftRequest, Proposal
+from trtspec.core import Proposal
 from trtspec.drafters.base import DraftResources
 from trtspec.drafters.history import proposal_of
+from trtspec.protocols import DraftRequest
 
 Tokens = tuple[int, ...]
 
@@ -103,7 +104,7 @@ class NGramPoolDrafter:
         self._scanned.pop(request_id, None)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See core.Drafter."""
+        """See protocols.Drafter."""
         return proposal_of(requests, [self._lookup(request) for request in requests])
 
     def _lookup(self, request: DraftRequest) -> Tokens:

@@ -31,11 +31,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trtspec.core import DraftRequest, Proposal
+from trtspec.core import Proposal
 from trtspec.drafters.base import DraftResources
 from trtspec.drafters.history import TokenHistory, proposal_of
 from trtspec.drafters.suffix_tree import END, Guess, SuffixTree
 from trtspec.errors import CapacityError
+from trtspec.protocols import DraftRequest
 
 TOKENS_PER_RESPONSE = 1024
 """On average: max_cached_requests times as many are kept, a longer response at the expense of others."""
@@ -69,7 +70,7 @@ class SuffixDrafter:
         return cls(depth, tree, spec.suffix_decoding_max_spec_factor, spec.suffix_decoding_min_token_prob)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See core.Drafter."""
+        """See protocols.Drafter."""
         most = ABSORBED_PER_CALL + ABSORBED_PER_REQUEST * len(requests)
         if sum(1 for _ in islice(self._absorbing, most)) < most:  # nothing waits any more: this iterator is at its end
             self._absorbing = self._arrivals()

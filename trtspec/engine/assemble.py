@@ -12,7 +12,6 @@ from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.model import ModelConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.core import AsyncExecutable, Drafter
 from trtspec.drafters.base import BuildableDrafter
 from trtspec.engine.assembly import Assembly, Progress, load_named
 from trtspec.engine.batch import BatchAssembler
@@ -32,6 +31,7 @@ from trtspec.kv.reuse import PrefixReuse
 from trtspec.models.hidden_shards import ShardFacts
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.ops import load_plugins
+from trtspec.protocols import AsyncExecutable, Drafter
 from trtspec.text import Tokenizer
 from trtspec.verify.strict import get_force_num_accepted_tokens
 
@@ -211,5 +211,7 @@ def _own_drafter(own: Any) -> Drafter:
         ) from error
     missing = [name for name in ("propose", "forget") if not callable(getattr(drafter, name, None))]
     if missing:
-        raise ConfigError(f"drafter={found!r} has no {' and no '.join(missing)}; give it the methods of core.Drafter")
+        raise ConfigError(
+            f"drafter={found!r} has no {' and no '.join(missing)}; give it the methods of protocols.Drafter"
+        )
     return cast(Drafter, drafter)

@@ -23,7 +23,7 @@ from trtspec.config.engine import EngineConfig
 from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.model import ModelConfig
 from trtspec.config.resolved import ResolvedSpeculation
-from trtspec.core import Executable, KVLayer
+from trtspec.core import KVLayer
 from trtspec.drafters.base import ChainExecutable, DraftModel
 from trtspec.engine.stats import TimedAsyncExecutable, TimedChain, TimedExecutable
 from trtspec.errors import ConfigError, UnsupportedError
@@ -34,6 +34,7 @@ from trtspec.models.layers import norms_as_ops
 from trtspec.models.packing import pack_decoder
 from trtspec.models.weights import DTYPES, describe_decoder, load_decoder
 from trtspec.modes import SpeculativeDecodingMode
+from trtspec.protocols import Executable
 from trtspec.text.vocabulary import VocabularyMap
 from trtspec.workers.base import BuildableWorker
 from trtspec.workers.heads import HeadWorker

@@ -15,10 +15,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from trtspec.core import AsyncExecutable, Launch, SpecMetadata, StepOutputs
+from trtspec.core import SpecMetadata, StepOutputs
 from trtspec.engine.scheduler import Batch, Scheduled
 from trtspec.engine.step import Emission, StepLoop
 from trtspec.errors import DeviceError
+from trtspec.protocols import AsyncExecutable, Launch
 from trtspec.verify.strict import accept
 
 

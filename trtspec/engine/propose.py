@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from trtspec.config.resolved import ResolvedSpeculation, draft_len_for_batch
-from trtspec.core import Drafter, DraftRequest, Proposal
+from trtspec.core import Proposal
 from trtspec.engine.request import Request
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Batch, Scheduler
 from trtspec.errors import EngineError
+from trtspec.protocols import Drafter, DraftRequest
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trtspec.core import AsyncExecutable, Carry, Executable, Launch, PhaseMethod, StepInputs, StepOutputs
+from trtspec.core import Carry, StepInputs, StepOutputs
 from trtspec.drafters.base import ChainExecutable
 from trtspec.outputs import SpeculationStats
+from trtspec.protocols import AsyncExecutable, Executable, Launch, PhaseMethod
 
 
 class TimedExecutable:
@@ -34,7 +35,7 @@ class TimedExecutable:
         self.seconds += time.perf_counter() - start
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """See core.Executable."""
+        """See protocols.Executable."""
         start = time.perf_counter()
         try:
             return self.inner.run(inputs)
@@ -42,7 +43,7 @@ class TimedExecutable:
             self.count(start)
 
     def phases(self) -> Sequence[PhaseMethod]:
-        """See core.Executable."""
+        """See protocols.Executable."""
         return self.inner.phases()
 
 
@@ -55,7 +56,7 @@ class TimedAsyncExecutable(TimedExecutable):
         super().__init__(inner, weight_bytes, kv_bytes)
 
     def launch(self, inputs: StepInputs, carry: Carry | None = None) -> Launch:
-        """See core.AsyncExecutable."""
+        """See protocols.AsyncExecutable."""
         start = time.perf_counter()
         try:
             return _TimedLaunch(self, self.inner.launch(inputs, carry))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from trtspec.core import Executable, StepInputs, StepOutputs
+from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.faults import launch_isolated
 from trtspec.engine.hidden_states import HiddenStateCollector
@@ -20,6 +20,7 @@ from trtspec.engine.steady import SteadyBatch
 from trtspec.errors import EngineError
 from trtspec.kv import rewind
 from trtspec.outputs import Logprob
+from trtspec.protocols import Executable
 from trtspec.verify.strict import accept
 
 

@@ -18,7 +18,6 @@ from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import (
     AttnMetadata,
     LogitEdits,
-    PhaseMethod,
     Proposal,
     SamplingTensors,
     SpecMetadata,
@@ -31,6 +30,7 @@ from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.models.heads import DraftHead
 from trtspec.ops import process_logits, spec_accept, spec_sample
+from trtspec.protocols import PhaseMethod
 from trtspec.verify.strict import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, get_force_num_accepted_tokens
 
 __all__ = [
@@ -133,7 +133,7 @@ class SpecWorkerBase(nn.Module, ABC):
         )
 
     def phases(self) -> Sequence[PhaseMethod]:
-        """See core.Executable."""
+        """See protocols.Executable."""
         return (
             (self, "sample_tokens_for_batch", "accept"),
             (self, "sample_and_accept_draft_tokens", "accept"),

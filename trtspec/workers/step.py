@@ -10,11 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from trtspec.core import AttnMetadata, KVLayer, PhaseMethod, Proposal, StepInputs, StepOutputs
+from trtspec.core import AttnMetadata, KVLayer, Proposal, StepInputs, StepOutputs
 from trtspec.errors import UnsupportedError
 from trtspec.kv.groups import layer_groups
 from trtspec.models.attention import FunctionalAttend, PagedAttend
 from trtspec.models.decoder import Decoder
+from trtspec.protocols import PhaseMethod
 from trtspec.workers.base import SpecWorkerBase, draw
 
 
@@ -41,7 +42,7 @@ class Step(nn.Module, ABC):
         return self._attend(attn, kv, self.windows, self.kv_groups)
 
     def phases(self) -> Sequence[PhaseMethod]:
-        """See core.Executable."""
+        """See protocols.Executable."""
         return ()
 
     @property
@@ -211,7 +212,7 @@ class OneEngineStep(DecodeStep):
         return replace(outputs, logits=logits)
 
     def phases(self) -> Sequence[PhaseMethod]:
-        """See core.Executable."""
+        """See protocols.Executable."""
         return self.worker.phases()
 
     @property
