@@ -44,10 +44,19 @@ class ApiError(HTTPException):
         self.param, self.code = param, code
 
     @property
+    def kind(self) -> str:
+        """OpenAI's type of it."""
+        return TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
+
+    @property
+    def word(self) -> str:
+        """The most telling that there is."""
+        return self.code or self.kind
+
+    @property
     def body(self) -> dict[str, Any]:
         """As it is sent."""
-        kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
-        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def api_error(error: Exception) -> ApiError:
@@ -97,7 +106,7 @@ def install(app: FastAPI) -> None:
 def response(error: ApiError) -> JSONResponse:
     """As HTTP; its word goes into the request's record."""
     if (record := current()) is not None:
-        record.error = error.code or error.body["error"]["type"]
+        record.error = error.word
     return JSONResponse(error.body, error.status_code, error.headers)
 
 

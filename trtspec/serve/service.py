@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.errors import EngineError, RequestError
-from trtspec.serve.api_errors import ApiError
+from trtspec.serve.api_errors import ApiError, api_error
 from trtspec.serve.engine_client import EngineClient, Stream
 from trtspec.serve.metrics import Metrics
 from trtspec.serve.protocol import MAX_SAMPLES, GenerationRequest
@@ -54,7 +54,8 @@ class Tally:
 
 @dataclass
 class Generation:
-    """A request that runs: iterate over what each step gives, as (choice, delta). Leaving ends it."""
+    """A request that runs: iterate over what each step gives, as (choice, delta). Leaving ends it. ApiError for
+    whatever ends it early."""
 
     service: Service
     stream: Stream
@@ -64,13 +65,13 @@ class Generation:
     tallies: list[Tally]
     request: GenerationRequest
     first_token: float | None = None  # seconds after it started
-    failed: Exception | None = None
+    failed: ApiError | None = None
 
     @property
     def reason(self) -> str:
         """Why it ended, in a word: of its samples, or of what went wrong."""
         if self.failed is not None:
-            return str(getattr(self.failed, "code", None) or getattr(self.failed, "kind", type(self.failed).__name__))
+            return self.failed.word
         reasons = {tally.finish_reason for tally in self.tallies}
         return "client_gone" if None in reasons else ",".join(sorted(filter(None, reasons)))
 
@@ -95,8 +96,8 @@ class Generation:
                     yield choice, delta
             metrics.duration.observe(time.perf_counter() - self.started)
         except Exception as error:
-            self.failed = error
-            raise
+            self.failed = api_error(error)
+            raise self.failed from error
         finally:
             deadline.cancel()
             self.stream.end(ApiError(499, "the client went away"))
