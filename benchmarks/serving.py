@@ -2,10 +2,11 @@
 
     python benchmarks/serving.py --vllm-python PATH/TO/VLLM/VENV/bin/python
 
-For each rate both get the same requests (Poisson arrivals, seeded). Goodput counts requests a second whose first token
-came within --slo-ttft and whose further tokens took --slo-tpot each at most. vLLM runs in an environment of its own
-(made as benchmarks/heads_vs_vllm.py says), with Intel's OpenMP where that has it, and without CUDA or compile flags of
-ours. Our server runs an engine folder, which is built first, once (build/serving-engine).
+For each rate both get the same requests (Poisson arrivals, seeded). Goodput at an objective TTFT:TPOT counts requests a
+second whose first token came within TTFT ms and whose further tokens took TPOT ms each at most; the best of a server is
+that at the rate which suits it best. vLLM runs in an environment of its own (made as benchmarks/heads_vs_vllm.py says),
+with Intel's OpenMP where that has it, and without CUDA or compile flags of ours. Our server runs an engine folder;
+it is built first, once (build/serving-engine-K).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.peers.environments import vllm_variables  # noqa: E402
-from trtspec.bench.serving import Objective, arrivals, run_clients, summary  # noqa: E402
+from trtspec.bench.serving import Objective, arrivals, goodput, run_clients, summary  # noqa: E402
 from trtspec.cli.bench_serve import make_prompts, served_model  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo"
@@ -39,24 +40,25 @@ MAX_LEN, MAX_BATCH = 1024, 32
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", help="python of the environment that has vLLM; without it ours runs alone")
-    parser.add_argument("--rates", type=float, nargs="+", default=[4, 8, 16, 24, 32], help="requests a second")
+    rates = [8, 16, 20, 24, 28, 32, 36, 40, 44, 48]
+    parser.add_argument("--rates", type=float, nargs="+", default=rates, help="requests a second")
     parser.add_argument("--seconds", type=float, default=20, help="of arrivals, at each rate")
     parser.add_argument("--input-chars", type=int, default=400)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--slo-ttft", type=float, default=250, help="ms")
-    parser.add_argument("--slo-tpot", type=float, default=20, help="ms")
+    parser.add_argument("--slo", nargs="+", default=["100:5", "100:10", "250:20"], metavar="TTFT:TPOT", help="ms")
     parser.add_argument("--k", type=int, default=3, help="draft tokens of the demo's EAGLE3 head; 0 = plain decoding")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    objectives = {slo: Objective(*(float(ms) / 1000 for ms in slo.split(":"))) for slo in asked.slo}
     results: dict[str, Any] = {"asked": {k: v for k, v in vars(asked).items() if k not in ("json", "vllm_python")}}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with ours(asked.k, log) as url:
-            results["trtspec"] = measure(url, asked)
+            results["trtspec"] = measure(url, asked, objectives)
         if asked.vllm_python:
             with theirs(asked.vllm_python, asked.k, log) as url:
-                results["vLLM"] = measure(url, asked)
-    show(results)
+                results["vLLM"] = measure(url, asked, objectives)
+    show(results, asked.slo)
     if asked.json:
         asked.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -121,40 +123,42 @@ def server(command: Sequence[str], url: str, ready: str, log: Path, variables: d
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def measure(url: str, asked: argparse.Namespace) -> dict[str, Any]:
+def measure(url: str, asked: argparse.Namespace, objectives: dict[str, Objective]) -> dict[str, Any]:
     """By rate, after a round that warms up."""
     model, fields = served_model(url, None), {"temperature": 0, "ignore_eos": True}
-    objective = Objective(asked.slo_ttft / 1000, asked.slo_tpot / 1000)
 
     def once(rate: float, seconds: float) -> dict[str, Any]:
         prompts = make_prompts(None, max(int(rate * seconds), 8), asked.input_chars, seed=int(rate * 10))
         asks = arrivals(prompts, asked.output_len, rate, seed=1)
-        return summary(asyncio.run(run_clients(url, model, asks, fields)), objective)
+        told = asyncio.run(run_clients(url, model, asks, fields))
+        return summary(told) | {"goodput_s": {slo: goodput(told, one) for slo, one in objectives.items()}}
 
     once(asked.rates[0], 5)
     return {f"{rate:g}": once(rate, asked.seconds) for rate in asked.rates}
 
 
-def show(results: dict[str, Any]) -> None:
+def show(results: dict[str, Any], slos: Sequence[str]) -> None:
     """A row for each rate; where both were measured, how many times as good ours is."""
-    rows = ("ttft_ms p50", "ttft_ms p99", "tpot_ms p50", "tpot_ms p99", "tokens_s", "goodput_s")
+    times = ("ttft_ms p50", "ttft_ms p99", "tpot_ms p50", "tpot_ms p99")
+    rows = (*times, "tokens_s", *(f"goodput_s {slo}" for slo in slos))
     names = [name for name in ("trtspec", "vLLM") if name in results]
-    print(f"{'rate':>6}  {'':12}" + "".join(f"{row:>14}" for row in rows))
+    print(f"{'rate':>6}  {'':8}" + "".join(f"{row:>17}" for row in rows))
     for rate in results["trtspec"]:
         values = {name: [_value(results[name][rate], row) for row in rows] for name in names}
         for name in names:
-            print(f"{rate:>6}  {name:12}" + "".join(f"{value:14.2f}" for value in values[name]))
+            print(f"{rate:>6}  {name:8}" + "".join(f"{value:17.2f}" for value in values[name]))
         if len(names) == 2:
             pairs = zip(rows, values["trtspec"], values["vLLM"], strict=True)
             ratios = [
                 (theirs / ours if "ms" in row else ours / theirs) if ours and theirs else float("nan")
                 for row, ours, theirs in pairs
             ]
-            print(f"{'':6}  {'ratio':12}" + "".join(f"{ratio:13.2f}x" for ratio in ratios))
-    best = {name: max(one["goodput_s"] for one in results[name].values()) for name in names}
-    print("best goodput: " + ", ".join(f"{name} {value:.2f} requests/s" for name, value in best.items()))
-    if len(names) == 2 and best["vLLM"]:
-        print(f"ratio of best goodputs: {best['trtspec'] / best['vLLM']:.2f}x")
+            print(f"{'':6}  {'ratio':8}" + "".join(f"{ratio:16.2f}x" for ratio in ratios))
+    for slo in slos:
+        best = {name: max(one["goodput_s"][slo] for one in results[name].values()) for name in names}
+        words = ", ".join(f"{name} {value:.2f} requests/s" for name, value in best.items())
+        ratio = f", ratio {best['trtspec'] / best['vLLM']:.2f}x" if best.get("vLLM") else ""
+        print(f"best goodput at {slo} ms: {words}{ratio}")
 
 
 def _value(result: dict[str, Any], row: str) -> float:

@@ -130,12 +130,12 @@ def _read(told: Told, line: bytes, now: float) -> None:
     told.accepted, told.drafted = accepted, accepted + (details.get("rejected_prediction_tokens") or 0)
 
 
-def summary(told: Sequence[Told], objective: Objective) -> dict[str, Any]:
+def summary(told: Sequence[Told]) -> dict[str, Any]:
     """Times in ms; rates a second. RequestError if nothing succeeded."""
     good = [one for one in told if one.error is None]
     if not good:
         raise RequestError(f"no request succeeded; the first failed with: {told[0].error}")
-    seconds = max(one.ask.due + (one.last or 0) for one in good)
+    seconds = _seconds(told)
     tokens = sum(one.num_tokens for one in good)
     drafted = sum(one.drafted for one in good)
     return {
@@ -145,17 +145,22 @@ def summary(told: Sequence[Told], objective: Objective) -> dict[str, Any]:
         "seconds": seconds,
         "requests_s": len(good) / seconds,
         "tokens_s": tokens / seconds,
-        "goodput_s": sum(map(objective.kept, told)) / seconds,
-        "slo_ms": {
-            name: None if limit is None else 1000 * limit
-            for name, limit in (("ttft", objective.first_token), ("tpot", objective.per_token))
-        },
         "ttft_ms": percentiles([one.first for one in good if one.first is not None]),
         "tpot_ms": percentiles([one.per_token for one in good if one.per_token is not None]),
         "itl_ms": percentiles([gap for one in good for gap in one.gaps]),
         "e2e_ms": percentiles([one.last for one in good if one.last is not None]),
         "accepted_share": sum(one.accepted for one in good) / drafted if drafted else None,
     }
+
+
+def goodput(told: Sequence[Told], objective: Objective) -> float:
+    """Requests a second that kept it."""
+    return sum(map(objective.kept, told)) / _seconds(told)
+
+
+def _seconds(told: Sequence[Told]) -> float:
+    """Until the last token of all."""
+    return max((one.ask.due + (one.last or 0) for one in told if one.error is None), default=float("inf"))
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:

@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from trtspec.bench.plot import plot_serving
-from trtspec.bench.serving import Objective, Told, arrivals, run_clients, summary
+from trtspec.bench.serving import Objective, Told, arrivals, goodput, run_clients, summary
 from trtspec.cli.prompts import read_jsonl, read_texts
 from trtspec.errors import RequestError
 
@@ -66,8 +66,9 @@ def run(namespace: argparse.Namespace) -> int:
         task = progress.add_task("requests", total=len(asks))
         clients = run_clients(namespace.url, model, asks, fields, namespace.api_key, lambda: progress.advance(task))
         told = asyncio.run(clients)
-    seconds = [None if ms is None else ms / 1000 for ms in (namespace.slo_ttft, namespace.slo_tpot)]
-    result = summary(told, Objective(*seconds))
+    slo = {"ttft": namespace.slo_ttft, "tpot": namespace.slo_tpot}
+    objective = Objective(*(None if ms is None else ms / 1000 for ms in slo.values()))
+    result = summary(told) | {"slo_ms": slo, "goodput_s": goodput(told, objective)}
     show(result)
     if namespace.json:
         Path(namespace.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
