@@ -23,9 +23,9 @@ KVLayer = tuple[Tensor, Tensor]
 
 
 def row_requests(cu_q_lens: Tensor, num_rows: int) -> Tensor:
-    """cu_q_lens [B+1] -> the request each packed row belongs to, [T] int64."""
+    """cu_q_lens [B+1] -> the request each packed row belongs to, [T] int64: as many end at or before it."""
     rows = torch.arange(num_rows, device=cu_q_lens.device)
-    return torch.searchsorted(cu_q_lens, rows, right=True) - 1
+    return (cu_q_lens[1:] <= rows[:, None]).sum(1)
 
 
 def row_positions(cu_q_lens: Tensor, kv_lens: Tensor, request: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 import torch
-from onnxscript import opset21, values
+from onnxscript import values
 from torch.export import ExportedProgram
 
 from trtspec.backends.export import INPUT_SHAPES, export_step, input_names, output_names
@@ -82,7 +82,7 @@ def export_onnx(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform:
 @functools.cache
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Torch overload -> what writes its node."""
-    table: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.aten.searchsorted.Tensor: _searchsorted}
+    table: dict[Callable[..., Any], Callable[..., Any]] = {}
     for name in OPS:
         overload = getattr(torch.ops.trtspec, name).default
         table[overload] = _translation(node_type(name), overload._schema)
@@ -142,16 +142,6 @@ def _unless_empty(value: Any) -> Any:
     """None for a tensor that has no elements whatever the batch."""
     shape = getattr(value, "shape", None)
     return None if shape is not None and any(size == 0 for size in shape) else value
-
-
-def _searchsorted(sorted_sequence: Any, self: Any, *, right: bool = False, **_: Any) -> Any:
-    """How many of a sorted sequence [n] lie at or before each value [m]: its right insertion point."""
-    assert right
-    before = opset21.LessOrEqual(
-        opset21.Unsqueeze(opset21.Cast(sorted_sequence, to=ir.DataType.INT64), [0]),
-        opset21.Unsqueeze(opset21.Cast(self, to=ir.DataType.INT64), [1]),
-    )
-    return opset21.ReduceSum(opset21.Cast(before, to=ir.DataType.INT64), [1], keepdims=0)
 
 
 def _type_results(model: ir.Model, program: ExportedProgram) -> None:
