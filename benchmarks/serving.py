@@ -40,7 +40,7 @@ MAX_LEN, MAX_BATCH = 1024, 32
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", help="python of the environment that has vLLM; without it ours runs alone")
-    rates = [8, 16, 20, 24, 28, 32, 36, 40, 44, 48]
+    rates = [8, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52]
     parser.add_argument("--rates", type=float, nargs="+", default=rates, help="requests a second")
     parser.add_argument("--seconds", type=float, default=20, help="of arrivals, at each rate")
     parser.add_argument("--input-chars", type=int, default=400)
