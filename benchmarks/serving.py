@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.peers.environments import vllm_variables  # noqa: E402
-from trtspec.bench.serving import Objective, arrivals, goodput, run_clients, summary  # noqa: E402
+from trtspec.bench.serving import Objective, Told, arrivals, goodput, run_clients, summary  # noqa: E402
 from trtspec.cli.bench_serve import make_prompts, served_model  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo"
@@ -51,21 +51,29 @@ def main() -> int:
     asked = parser.parse_args()
     objectives = {slo: Objective(*(float(ms) / 1000 for ms in slo.split(":"))) for slo in asked.slo}
     results: dict[str, Any] = {"asked": {k: v for k, v in vars(asked).items() if k not in ("json", "vllm_python")}}
+
+    def keep() -> None:
+        if asked.json:
+            asked.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with ours(asked.k, log) as url:
-            results["trtspec"] = measure(url, asked, objectives)
-        if asked.vllm_python:
-            with theirs(asked.vllm_python, asked.k, log) as url:
-                results["vLLM"] = measure(url, asked, objectives)
+        for name, server in (("trtspec", ours), ("vLLM", theirs)):
+            if name == "trtspec" or asked.vllm_python:
+                command, ready, variables = server(asked)
+                with running(command, ready, variables, log) as (url, seconds):
+                    print(f"{name}: ready {seconds:.1f} s after its start", flush=True)
+                    results[name] = {}
+                    for rate, result in measure(url, asked, objectives):
+                        results[name][rate] = result
+                        keep()
     show(results, asked.slo)
-    if asked.json:
-        asked.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-@contextlib.contextmanager
-def ours(K: int, log: Path) -> Iterator[str]:
+def ours(asked: argparse.Namespace) -> tuple[Sequence[str], str, dict[str, str]]:
+    """The command, where it tells that it is ready, and variables."""
+    K = asked.k
     engine = ROOT / "build" / f"serving-engine-{K}"
     if not engine.exists():
         mode = [] if K == 0 else [
@@ -76,12 +84,12 @@ def ours(K: int, log: Path) -> Iterator[str]:
         build = ["build", "--checkpoint_dir", str(DEMO / "target"), "--output_dir", str(engine), *limits, *mode]
         subprocess.run([sys.executable, "-m", "trtspec", *build], check=True)
     command = [sys.executable, "-m", "trtspec", "serve", "--model", str(engine), "--port", "8377"]
-    with server(command, "http://127.0.0.1:8377", "/ready", log, {}) as url:
-        yield url
+    return command, "http://127.0.0.1:8377/ready", {}
 
 
-@contextlib.contextmanager
-def theirs(python: str, K: int, log: Path) -> Iterator[str]:
+def theirs(asked: argparse.Namespace) -> tuple[Sequence[str], str, dict[str, str]]:
+    """See `ours`."""
+    python, K = asked.vllm_python, asked.k
     speculation = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": K}
     command = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO / "target"), "--port", "8378",
@@ -90,13 +98,13 @@ def theirs(python: str, K: int, log: Path) -> Iterator[str]:
     ]  # fmt: skip
     cpus = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))]
     variables = {**vllm_variables(python, cpus, in_process=False), "HF_HUB_OFFLINE": "1"}
-    with server(command, "http://127.0.0.1:8378", "/health", log, variables) as url:
-        yield url
+    return command, "http://127.0.0.1:8378/health", variables
 
 
 @contextlib.contextmanager
-def server(command: Sequence[str], url: str, ready: str, log: Path, variables: dict[str, str]) -> Iterator[str]:
-    """Run until the block is left; its start is not measured here (benchmarks/peers.py does)."""
+def running(command: Sequence[str], ready: str, variables: dict[str, str], log: Path) -> Iterator[tuple[str, float]]:
+    """Until the block is left: its address, and the seconds until it was ready."""
+    start = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
@@ -107,14 +115,14 @@ def server(command: Sequence[str], url: str, ready: str, log: Path, variables: d
             start_new_session=True,
         )
     try:
-        for _ in range(1800):
-            with contextlib.suppress(OSError), urllib.request.urlopen(url + ready, timeout=2) as answer:
+        for _ in range(6000):
+            with contextlib.suppress(OSError), urllib.request.urlopen(ready, timeout=2) as answer:
                 if answer.status == 200:
                     break
             if process.poll() is not None:
                 raise SystemExit(f"{command[0]} did not start:\n{log.read_text()[-3000:]}")
-            time.sleep(0.2)
-        yield url
+            time.sleep(0.05)
+        yield ready.rpartition("/")[0], time.monotonic() - start
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -123,18 +131,21 @@ def server(command: Sequence[str], url: str, ready: str, log: Path, variables: d
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def measure(url: str, asked: argparse.Namespace, objectives: dict[str, Objective]) -> dict[str, Any]:
-    """By rate, after a round that warms up."""
+def measure(
+    url: str, asked: argparse.Namespace, objectives: dict[str, Objective]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What came of each rate, after a round that warms up."""
     model, fields = served_model(url, None), {"temperature": 0, "ignore_eos": True}
 
-    def once(rate: float, seconds: float) -> dict[str, Any]:
-        prompts = make_prompts(None, max(int(rate * seconds), 8), asked.input_chars, seed=int(rate * 10))
-        asks = arrivals(prompts, asked.output_len, rate, seed=1)
-        told = asyncio.run(run_clients(url, model, asks, fields))
-        return summary(told) | {"goodput_s": {slo: goodput(told, one) for slo, one in objectives.items()}}
+    def once(rate: float, seconds: float, seed: int) -> list[Told]:
+        prompts = make_prompts(None, max(int(rate * seconds), 8), asked.input_chars, seed)
+        return asyncio.run(run_clients(url, model, arrivals(prompts, asked.output_len, rate, seed=1), fields))
 
-    once(asked.rates[0], 5)
-    return {f"{rate:g}": once(rate, asked.seconds) for rate in asked.rates}
+    once(asked.rates[0], 5, seed=0)
+    for rate in asked.rates:
+        told = once(rate, asked.seconds, seed=int(rate * 10))
+        good = {slo: goodput(told, objective) for slo, objective in objectives.items()}
+        yield f"{rate:g}", summary(told) | {"goodput_s": good}
 
 
 def show(results: dict[str, Any], slos: Sequence[str]) -> None:

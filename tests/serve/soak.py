@@ -2,10 +2,11 @@
 
     python -m tests.serve.soak --seconds 300 --streams 64 [--kill-every 30]
 
-Streams are read quickly, slowly, or left in the middle; beside them come bodies that are too large, that are no JSON,
-and nonsense. Every stream that is read to its end must be, letter by letter, what plain decoding gives offline. In the
-end nothing runs, no block of the KV cache is held, and memory has stayed where it was. With --kill-every the engine's
-process is killed again and again: a stream may then end with an error that says so, and nothing else changes.
+Streams are read quickly, slowly, or left in the middle, large ones not at all; beside them come bodies that are too
+large, that are no JSON, and nonsense. Every stream that is read to its end must be, letter by letter, what plain
+decoding gives offline. In the end nothing runs, no block of the KV cache is held, and memory has stayed where it was.
+With --kill-every the engine's process is killed again and again: a stream may then end with an error that says so, and
+nothing else changes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from trtspec import LLM, SamplingParams
 
 LIMITS = {"max_batch_size": 32, "max_seq_len": 512}
 MAX_BODY = 65536
+KINDS = ("whole", "slow", "left", "stalled", "large", "no json", "nonsense")
+WEIGHTS = (20, 6, 8, 1, 2, 2, 2)
+STALLED = {"prompt": "x", "max_tokens": 300, "n": 4, "logprobs": 5, "ignore_eos": True, "stream": True}
 GONE = ("the engine has ended", "the engine is ")
 
 
@@ -82,9 +86,11 @@ async def client(session: aiohttp.ClientSession, cases: Sequence[Case], seen: Se
     rng = random.Random(seed)
     while time.monotonic() < end:
         try:
-            kind = rng.choices(("whole", "slow", "left", "large", "no json", "nonsense"), (10, 3, 4, 1, 1, 1))[0]
+            kind = rng.choices(KINDS, WEIGHTS)[0]
             if kind in ("whole", "slow", "left"):
                 await _stream(session, rng.choice(cases), seen, kind, rng)
+            elif kind == "stalled":
+                await _stall(session, seen, rng)
             else:
                 content = {
                     "large": b"x" * (MAX_BODY + 1),
@@ -101,6 +107,15 @@ async def client(session: aiohttp.ClientSession, cases: Sequence[Case], seen: Se
                 seen.counts["large, cut off"] += 1  # while it was being sent
             else:
                 seen.wrong.append(f"{kind}: {error!r}")
+
+
+async def _stall(session: aiohttp.ClientSession, seen: Seen, rng: random.Random) -> None:
+    """Read nothing of megabytes for some seconds, then leave."""
+    async with session.post("/v1/completions", json=STALLED) as answer:
+        if answer.status == 200:
+            await asyncio.sleep(rng.uniform(2, 5))
+            seen.counts["stalled, then left"] += 1
+            answer.close()
 
 
 _JSON = {"Content-Type": "application/json"}
@@ -194,6 +209,19 @@ def grown(series: Sequence[float]) -> float:
     return statistics.median(series[-fifth:]) - statistics.median(series[fifth : 2 * fifth] or series[:1])
 
 
+def missing(seen: Seen, asked: argparse.Namespace) -> list[str]:
+    """What such a crowd must have met, or this was no test."""
+    wanted = ["whole: read to the end", "slow: read to the end", "left in the middle", "stalled, then left", "no json"]
+    wanted += ["nonsense"] if asked.kill_every is None else ["ended by an error: the engine was killed"]
+    never = [f"never: {what}" for what in wanted if not seen.counts[what]]
+    whole = seen.counts["whole: read to the end"]
+    if whole < asked.seconds:
+        never.append(f"only {whole} streams were read to the end")
+    if asked.kill_every is not None and len(seen.seconds_away) < asked.seconds // asked.kill_every - 1:
+        never.append(f"only {len(seen.seconds_away)} kills")
+    return never
+
+
 def main() -> int:
     """0 if all was well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -217,7 +245,7 @@ def main() -> int:
         print(
             f"memory of the {name}: {series[0]:.0f} MB at first, {series[-1]:.0f} at last, grown {grown(series):.1f} MB"
         )
-    problems = list(seen.wrong)
+    problems = [*seen.wrong, *missing(seen, asked)]
     if grown(seen.megabytes["front"]) > 30 or (asked.kill_every is None and grown(seen.megabytes["engine"]) > 60):
         problems.append("memory grows")
     if seen.seconds_away:

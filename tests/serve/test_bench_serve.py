@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,44 +62,71 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert [ask.due for ask in arrivals(["x"] * 3, 1, float("inf"), 0)] == [0, 0, 0]
 
 
-def test_times_count_from_when_a_request_was_due() -> None:
-    """A server that answers one request at a time, in 50 ms: the fourth of four that were due at once waits 200 ms."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def asked_of(answer: Handler, count: int) -> list[Told]:
+    """What came of requests that were all due at once, of a server that answers so."""
 
     async def scenario() -> list[Told]:
-        lock = asyncio.Lock()
-
-        async def answer(request: web.Request) -> web.StreamResponse:
-            assert (await request.json())["stream_options"] == {"include_usage": True}
-            response = web.StreamResponse()
-            async with lock:
-                await asyncio.sleep(0.05)
-                await response.prepare(request)
-                await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
-                await asyncio.sleep(0.02)
-                await response.write(b'data: {"choices": [{"text": "b"}]}\n\n')
-            usage = {"completion_tokens": 2, "completion_tokens_details": {"accepted_prediction_tokens": 1}}
-            await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
-            return response
-
         app = web.Application()
         app.router.add_post("/v1/completions", answer)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            return await run_clients(url, "m", [ASK] * 4, {})
+            return await run_clients(f"http://127.0.0.1:{runner.addresses[0][1]}", "m", [ASK] * count, {})
         finally:
             await runner.cleanup()
 
-    results = sorted(asyncio.run(scenario()), key=lambda one: one.first or 0)
+    return asyncio.run(scenario())
+
+
+def test_times_count_from_when_a_request_was_due() -> None:
+    """A server that answers one request at a time, in 50 ms: the fourth of four that were due at once waits 200 ms."""
+    lock = asyncio.Semaphore()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert (await request.json())["stream_options"] == {"include_usage": True}
+        response = web.StreamResponse()
+        async with lock:
+            await asyncio.sleep(0.05)
+            await response.prepare(request)
+            await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+            await asyncio.sleep(0.02)
+            await response.write(b'data: {"choices": [{"text": "b"}]}\n\n')
+        usage = {"completion_tokens": 2, "completion_tokens_details": {"accepted_prediction_tokens": 1}}
+        await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+        return response
+
+    results = sorted(asked_of(answer, 4), key=lambda one: one.first or 0)
     for place, one in enumerate(results):
         assert one.first is not None
         assert one.per_token is not None
         assert one.first >= 0.04 + 0.07 * place  # some ms less than slept: timers and sockets are not exact
         assert one.per_token >= 0.01
         assert (one.num_tokens, one.accepted, one.error) == (2, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b'data: {"choices": [{"text": "a"}]}\n\n', "no usage"),
+        (b"data: [DONE]\n\n", "no token"),
+        (b"data: {oops\n\n", "JSONDecodeError"),
+        (b"data: " + b"x" * 2**20, "Got more than"),
+    ],
+)
+def test_what_no_server_should_send_fails_that_request_alone(content: bytes, error: str) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(content)
+        return response
+
+    (one,) = asked_of(answer, 1)
+    assert one.error is not None
+    assert error in one.error
 
 
 def test_it_measures_the_server(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

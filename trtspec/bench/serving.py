@@ -80,6 +80,7 @@ async def run_clients(
     """Send them when they are due; what came of each, in order. `fields`: of every request, beside prompt and model."""
     try:
         import aiohttp
+        from aiohttp.http import HttpProcessingError
     except ImportError as error:
         raise DependencyError("bench serve needs aiohttp; pip install 'trtspec[bench]'") from error
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -100,10 +101,12 @@ async def run_clients(
                     else:
                         async for line in answer.content:
                             _read(told, line, time.perf_counter() - start - ask.due)
-                if told.first is None and told.error is None:
-                    told.error = "no token came"
+                if told.error is None and not told.num_tokens:
+                    told.error = "no token came" if told.first is None else "no usage came, though it was asked for"
             except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as error:
                 told.error = repr(error)
+            except (ValueError, HttpProcessingError) as error:  # a line that is no JSON, or has no end
+                told.error = repr(error)[:200]
             on_done()
             return told
 
