@@ -203,13 +203,14 @@ fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh14x", b"lo", 0x1 | 0x40))"
 
 
 class Container:
-    """What runs on a root that cannot be written, but for /tmp: what an engine does with --read-only --tmpfs /tmp."""
+    """What runs on a root that cannot be written, but for /tmp: what Docker does with --read-only --tmpfs /tmp:OPTIONS,
+    where nothing can be executed unless they say so."""
 
-    def __init__(self, root: Root, command: Sequence[str], volumes: Mapping[str, str]) -> None:
+    def __init__(self, root: Root, command: Sequence[str], volumes: Mapping[str, str], tmpfs: str) -> None:
         self.root = root
         for outside, inside in volumes.items():
             root.bind(Path(outside), inside, read_only=True)
-        _run("mount", "-t", "tmpfs", "-o", "mode=1777", "tmp", root.path / "tmp")
+        _run("mount", "-t", "tmpfs", "-o", f"mode=1777,noexec,nosuid,nodev,{tmpfs}", "tmp", root.path / "tmp")
         for name in ("usr/local", "usr", "etc", "var"):
             if os.path.ismount(root.path / name):
                 _run("mount", "-o", "remount,ro", root.path / name)
@@ -233,6 +234,15 @@ class Container:
         enter = ["nsenter", f"--target={self.pid}", "--mount", "--net", "--pid"]
         command = [*enter, *self.root.command(words)]
         return subprocess.run(command, env=self.root.env, capture_output=True, text=True, check=False, timeout=120)
+
+    def wait_for(self, words: Sequence[str]) -> float:
+        """Until that command succeeds; the seconds it took."""
+        start = time.monotonic()
+        while (done := self.execute(*words)).returncode:
+            if self.process.poll() is not None or time.monotonic() - start > 120:
+                raise RuntimeError(f"{' '.join(words)}: {done.stderr}")
+            time.sleep(0.2)
+        return time.monotonic() - start
 
     def status(self) -> dict[str, str]:
         """/proc/PID/status of its process 1."""
@@ -263,7 +273,7 @@ print(urllib.request.urlopen(request, timeout=60).read().decode())"""
 
 def main(order: Mapping[str, Any]) -> dict[str, Any]:
     """Build, start, ask and stop; what was seen. order: dockerfile, context, scratch, cache, build_args, volumes,
-    arguments (for the entry point), request (for /v1/completions)."""
+    tmpfs (options of /tmp), arguments (for the entry point), request (for /v1/completions)."""
     start = time.monotonic()
     stages = parse(Path(order["dockerfile"]).read_text())
     builder = Builder(Path(order["context"]), Path(order["scratch"]), Path(order["cache"]), order["build_args"])
@@ -272,16 +282,10 @@ def main(order: Mapping[str, Any]) -> dict[str, Any]:
     entry, check = stages[-1].last("ENTRYPOINT"), stages[-1].last("HEALTHCHECK")
     assert entry is not None
     assert check is not None
-    container = Container(root, [*(entry.listed or ()), *order["arguments"]], order["volumes"])
-    began = time.monotonic()
-    while container.execute(*healthcheck(check)).returncode:
-        if container.process.poll() is not None or time.monotonic() - began > 120:
-            raise RuntimeError("it did not become healthy")
-        time.sleep(0.2)
-    healthy = time.monotonic() - began
+    container = Container(root, [*(entry.listed or ()), *order["arguments"]], order["volumes"], order["tmpfs"])
+    healthy = container.wait_for(healthcheck(check))
     ready = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=4)"
-    while container.execute("python", "-c", ready).returncode:
-        time.sleep(0.2)
+    container.wait_for(["python", "-c", ready])
     status = container.status()
     return {
         "build_seconds": built - start,

@@ -46,21 +46,26 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if why is not None:
         pytest.skip(why)
     scratch = tmp_path_factory.mktemp("image")
-    order = scratch / "order.json"
+    order, engine, dockerfile = scratch / "order.json", scratch / "engine", ROOT / "docker" / "Dockerfile.cpu"
+    documented = re.search(r"docker run .*--tmpfs /tmp(?::(\S+))?", dockerfile.read_text())
+    assert documented is not None
+    # The loader of compiled graphs unpacks them into /tmp and maps them from there.
+    build = ["build", "--checkpoint_dir", str(DEMO / "target"), "--output_dir", str(engine), "--max_seq_len", "512",
+             "--speculative_decoding_mode", "EAGLE3_ONE_MODEL", "--speculative_model_dir", str(DEMO / "eagle3"),
+             "--max_draft_len", "3"]  # fmt: skip
+    subprocess.run([sys.executable, "-m", "trtspec", *build], check=True, capture_output=True)
     fields = {
-        "dockerfile": str(ROOT / "docker" / "Dockerfile.cpu"),
+        "dockerfile": str(dockerfile),
         "context": str(ROOT),
         "scratch": str(scratch / "stages"),
         "cache": str(ROOT / "build" / "docker-cache"),
         # whatever index this machine has, with torch among its packages
         "build_args": {"TORCH_INDEX": os.environ.get("TORCH_INDEX", "https://pypi.org/simple")},
-        "volumes": {str(DEMO): "/models"},
-        "arguments": [
-            "--model", "/models/target", "--spec-method", "eagle3", "--spec-model", "/models/eagle3", "--spec-tokens",
-            "3", "--log-format", "json",
-        ],
+        "volumes": {str(engine): "/models"},
+        "tmpfs": documented[1] or "noexec",
+        "arguments": ["--model", "/models", "--log-format", "json"],
         "request": {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True},
-    }  # fmt: skip
+    }
     order.write_text(json.dumps(fields))
     command = ["unshare", "--mount", sys.executable, "-m", "tests.docker.scratch_root", str(order)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
