@@ -7,6 +7,7 @@ BIN := .venv/bin
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
 
+# Ends with the short form of test-triton, which has a venv of its own, made once; skipped where it cannot be had.
 test: .venv/.dev .venv/.plugins build/chromium/.made
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -14,6 +15,7 @@ test: .venv/.dev .venv/.plugins build/chromium/.made
 	TRTSPEC_PLUGINS=0 $(BIN)/python -m pytest -q tests/unit/test_ops_*.py
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not docker'
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/plugins/test_triton_*.py || test $$? -eq 5 # none: no Triton
+	TRTSPEC_TRITON_SHORT=1 $(BIN)/python tests/contract/run_triton.py
 
 # What takes too long for `make test`.
 test-long: .venv/.dev .venv/.plugins
@@ -63,7 +65,7 @@ contract: .venv/.dev .venv/.plugins
 contract-tensorrt: .venv/.dev
 	$(BIN)/python tests/contract/run_tensorrt.py
 
-# The model repositories in a real Triton Inference Server on the CPU, likewise.
+# The model repositories in a real Triton Inference Server on the CPU, likewise: all of what `test` runs a part of.
 test-triton: .venv/.dev .venv/.plugins
 	$(BIN)/python tests/contract/run_triton.py
 

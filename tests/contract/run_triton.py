@@ -1,4 +1,5 @@
-"""Run the tests against a real Triton Inference Server, without a GPU (make test-triton).
+"""Run the tests against a real Triton Inference Server, without a GPU: all of them (make test-triton), or with
+TRTSPEC_TRITON_SHORT=1 those that stand for the rest (make test).
 
 The server is that of nvidia-pytriton's wheel (Linux, x86-64); it and its clients come from the package registry, into a
 venv of their own under build/, since the clients want other versions than the rest. torch and the tools come from the
@@ -40,11 +41,15 @@ def main(arguments: list[str]) -> int:
         "-q",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "pytest_timeout",
         *arguments,
         "tests/serve/test_triton_server.py",
     ]
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, check=False).returncode
+    # Of the lender's pytest plugins, which take seconds to import, only the one that pyproject.toml speaks of
+    environment = {**os.environ, "PATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 def _complete(python: Path, packages: Path) -> None:

@@ -1,7 +1,12 @@
-"""Both layouts in a real tritonserver, with the demo models: over HTTP, gRPC and gRPC streams (make test-triton)."""
+"""Both layouts in a real tritonserver, with the demo models: over HTTP, gRPC and gRPC streams.
+
+make test-triton runs all of it; make test does with fewer servers, prompts and clients (TRTSPEC_TRITON_SHORT=1), as
+each server takes ten seconds to come and go.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +23,10 @@ from trtspec.serve.triton_repo import write_repository
 
 pytestmark = [
     pytest.mark.triton,
-    pytest.mark.skipif(home() is None, reason="no tritonserver here; make test-triton gets one and runs this"),
+    pytest.mark.skipif(home() is None, reason="no tritonserver here; tests/contract/run_triton.py gets one"),
 ]
+SHORT = os.environ.get("TRTSPEC_TRITON_SHORT") == "1"
+in_long_form = pytest.mark.skipif(SHORT, reason="in the long form alone: make test-triton")
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 SPECULATION = {
@@ -28,7 +35,11 @@ SPECULATION = {
 }
 LIMITS: dict[str, Any] = {"max_batch_size": 32, "max_seq_len": 1024, "num_kv_blocks": 1500}
 PROMPTS = ["def quicksort(", "class Node:\n    ", "import os\nimport sys\n\n", "# naïve Ünïcödé → ☃\ndef f(", "x = ["]
-NUM_CLIENTS = 32
+CASE_PROMPTS = [PROMPTS[0], PROMPTS[3]] if SHORT else PROMPTS
+NUM_CLIENTS = 16 if SHORT else 32
+SERVERS = [("llmapi", "eagle3"), *([] if SHORT else [("llmapi", "ngram")]), ("classic", "eagle3")]
+SERVER_OPTIONS = ["--disable-auto-complete-config"] if SHORT else []
+"""Else it loads each model twice, first to ask for what its config.pbtxt leaves out: nothing here."""
 MODELS = {"llmapi": ["tensorrt_llm"], "classic": ["ensemble", "tensorrt_llm_bls"]}
 """What clients call, by layout."""
 LLMAPI_NAMES = {
@@ -41,7 +52,7 @@ LLMAPI_NAMES = {
 
 CASES = [
     (prompt, params)
-    for i, prompt in enumerate(PROMPTS)
+    for i, prompt in enumerate(CASE_PROMPTS)
     for params in (
         SamplingParams(temperature=0.0, max_tokens=24),
         SamplingParams(temperature=0.8, seed=i, max_tokens=40),
@@ -87,17 +98,17 @@ def served(folder: Path, layout: str, speculation: str, streaming: bool) -> Trit
     write_repository(
         repository, DEMO / "target", SPECULATION[speculation], layout=layout, streaming=streaming, **LIMITS
     )
-    return TritonServer(repository, MODELS[layout])
+    return TritonServer(repository, MODELS[layout], SERVER_OPTIONS)
 
 
-@pytest.fixture(scope="module", params=[("llmapi", "eagle3"), ("llmapi", "ngram"), ("classic", "eagle3")], ids="-".join)
+@pytest.fixture(scope="module", params=SERVERS, ids="-".join)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """Streaming. pytest runs all tests of one before those of the next."""
     with served(tmp_path_factory.mktemp("triton"), *request.param, streaming=True) as server:
         yield server
 
 
-@pytest.fixture(scope="module", params=["llmapi", "classic"])
+@pytest.fixture(scope="module", params=["llmapi"] if SHORT else ["llmapi", "classic"])
 def unary_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """Answers each request once."""
     with served(tmp_path_factory.mktemp("triton"), request.param, "ngram", streaming=False) as server:
@@ -113,6 +124,7 @@ def test_http(server: TritonServer, offline: dict[Case, CompletionOutput]) -> No
     assert 0 < figures["trtspec_accepted_draft_tokens_total"] < figures["trtspec_draft_tokens_total"]
 
 
+@in_long_form
 def test_http_stream(server: TritonServer, offline: dict[Case, CompletionOutput]) -> None:
     """One response for each step of the engine, which has nothing else to do."""
     for model in server.models:
@@ -177,6 +189,7 @@ def test_many_clients_are_batched(server: TritonServer, offline: dict[Case, Comp
         assert steps < tokens / 8
 
 
+@in_long_form
 def test_an_error_concerns_its_request_alone(server: TritonServer, offline: dict[Case, CompletionOutput]) -> None:
     bad = {
         "llmapi": [("sampling_param_best_of", 2), ("return_cumulative_logprob", True), ("sampling_param_top_p", 7.0)],
@@ -221,6 +234,7 @@ def test_calls_that_return_one_response(unary_server: TritonServer, offline: dic
             assert "--no-streaming" in answer["error"]
 
 
+@in_long_form
 def test_many_unary_clients_are_batched(unary_server: TritonServer, offline: dict[Case, CompletionOutput]) -> None:
     test_many_clients_are_batched(unary_server, offline)
 

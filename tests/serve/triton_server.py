@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,9 +34,10 @@ def home() -> Path | None:
 
 
 class TritonServer:
-    """tritonserver with one model repository, ready; ends with its context. models: those that clients call."""
+    """tritonserver with one model repository, ready; ends with its context. models: those that clients call.
+    options: further ones of its command line."""
 
-    def __init__(self, repository: Path, models: list[str]) -> None:
+    def __init__(self, repository: Path, models: list[str], options: Sequence[str] = ()) -> None:
         self.models = models
         self.http, self.grpc, self.metrics = _free_ports(3)
         self.log = repository.with_name(f"{repository.name}.log")
@@ -46,7 +47,7 @@ class TritonServer:
         command += [f"--backend-directory={folder / 'backends'}"]
         command += ["--http-address=127.0.0.1", f"--http-port={self.http}"]
         command += ["--grpc-address=127.0.0.1", f"--grpc-port={self.grpc}"]
-        command += ["--metrics-address=127.0.0.1", f"--metrics-port={self.metrics}"]
+        command += ["--metrics-address=127.0.0.1", f"--metrics-port={self.metrics}", *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
