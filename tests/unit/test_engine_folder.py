@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from trtspec.backends.weight_file import load_weights
+from trtspec.backends.weight_file import load_weights, save_weights
 from trtspec.config.engine_folder import FORMAT, EngineFolder, machine
 from trtspec.engine.build import _publish, refuse_taken
 from trtspec.errors import CheckpointError, ConfigError
@@ -145,12 +144,21 @@ def test_weights_with_a_damaged_header_are_refused(tmp_path: Path, header: bytes
         load_weights(file)
 
 
-def test_tensors_without_elements_are_loaded_too(tmp_path: Path) -> None:
-    tensors = {"none": torch.empty(0, 3), "some": torch.ones(3)}
-    save_file(tensors, tmp_path / "weights.safetensors")
+def test_weights_of_all_kinds_come_back(tmp_path: Path) -> None:
+    """Without elements, shared, a part of another, strided."""
+    base = torch.arange(12.0).view(3, 4)
+    tensors = {"none": torch.empty(0, 3), "base": base, "same": base, "part": base[1:], "turned": base.t()}
+    save_weights(tensors, tmp_path / "weights.safetensors")
     loaded = load_weights(tmp_path / "weights.safetensors")
-    assert loaded["none"].shape == (0, 3)
-    assert torch.equal(loaded["some"], tensors["some"])
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_whoever_may_read_a_folder_may_read_its_weights(tmp_path: Path) -> None:
+    """An engine is built by one user and served by another, a container's."""
+    save_weights({"some": torch.ones(3)}, tmp_path / "weights.safetensors")
+    assert (tmp_path / "weights.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone gives huge pages")

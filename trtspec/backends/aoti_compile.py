@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.export import example_for, export_step, graph_kinds, input_names, moved, output_names
+from trtspec.backends.weight_file import save_weights
 from trtspec.core import KVLayer
 from trtspec.errors import DependencyError, EngineError
 from trtspec.ops import graph_calls, kernel_interface
@@ -89,7 +89,7 @@ def compile_graphs(
             weights[name] = tensor
         graphs.append(Graph(file.name, K, uniform, input_names(step, uniform, edits=edits)))
     report("writing weights")
-    save_file({name: tensor.contiguous().clone().cpu() for name, tensor in weights.items()}, folder / WEIGHTS)
+    save_weights(weights, folder / WEIGHTS)
     return CompiledStep(
         graphs=tuple(graphs),
         outputs=output_names(step, edits),

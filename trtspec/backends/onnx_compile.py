@@ -13,12 +13,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from safetensors.torch import save_file
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.export import example_for, graph_kinds, output_names
 from trtspec.backends.onnx_export import OWN, export_onnx
 from trtspec.backends.onnx_linear import as_torch, write_linears
+from trtspec.backends.weight_file import save_weights
 from trtspec.core import KVLayer
 from trtspec.errors import EngineError
 from trtspec.workers.step import Step
@@ -82,8 +82,7 @@ def save_models(models: dict[str, ir.Model], folder: Path) -> None:
                 known = tensors.setdefault(name, held)
                 if known is not held and not np.array_equal(known.numpy(), held.numpy()):
                     raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
-    # copies, as safetensors refuses tensors that share memory
-    save_file({name: as_torch(held).contiguous().clone() for name, held in tensors.items()}, folder / WEIGHTS)
+    save_weights({name: as_torch(held) for name, held in tensors.items()}, folder / WEIGHTS)
     places = _places(folder / WEIGHTS)
     for file, model in models.items():
         for name, value in model.graph.initializers.items():

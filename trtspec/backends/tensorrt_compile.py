@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import onnx_ir as ir
 import torch
-from safetensors.torch import save_file
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.cuda import Cuda
@@ -31,6 +30,7 @@ from trtspec.backends.onnx_linear import write_linears
 from trtspec.backends.tensorrt import load_tensorrt, made_for, open_cuda
 from trtspec.backends.tensorrt_network import Attributes, PluginOf, write_network
 from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, profiles
+from trtspec.backends.weight_file import save_weights
 from trtspec.core import KVLayer
 from trtspec.errors import ConfigError, DependencyError, EngineError
 from trtspec.workers.step import Step
@@ -175,6 +175,7 @@ def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)
+    os.chmod(file.name, 0o644)  # temporary files are private
     os.replace(file.name, path)
 
 
@@ -232,7 +233,7 @@ def compile_step(
             weights |= used
         graphs.append(Graph(file, K, False, names))
     if weights:
-        _save(weights, folder / WEIGHTS)
+        save_weights(weights, folder / WEIGHTS)
     return CompiledStep(
         graphs=tuple(reversed(graphs)),
         outputs=step.outputs,
@@ -246,16 +247,6 @@ def compile_step(
         hidden_width=step.hidden_width,
         linear=sizes.linear,
     )
-
-
-def _save(weights: Mapping[str, torch.Tensor], file: Path) -> None:
-    """As safetensors, which refuses tensors that share memory: a tied embedding is written twice."""
-    seen: set[int] = set()
-    apart = {}
-    for name, tensor in weights.items():
-        apart[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
-        seen.add(tensor.data_ptr())
-    save_file(apart, file)
 
 
 def _needs(here: Mapping[str, str], options: TensorRTOptions) -> dict[str, str]:

@@ -1,15 +1,17 @@
-"""Read a safetensors file whole and fast, into memory that kernels stream from at full speed."""
+"""Write the weights of an engine; read them whole and fast, into memory that kernels stream from at full speed."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from trtspec.errors import CapacityError, CheckpointError
@@ -29,6 +31,19 @@ _SAFETENSORS_DTYPES = {
 _ALIGNMENT = 64  # bytes: a cache line, a vector register
 _READ_AT_ONCE = 16 * 2**20  # bytes
 _READERS = 4
+
+
+def save_weights(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """As safetensors, which refuses tensors that share memory: those are written twice. It makes its file private; an
+    engine may be served by another user."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        held = tensor.detach().cpu().contiguous()
+        apart[name] = held.clone() if held.untyped_storage().data_ptr() in seen else held
+        seen.add(held.untyped_storage().data_ptr())
+    save_file(apart, file)
+    file.chmod(0o644)
 
 
 def load_weights(file: Path) -> dict[str, Tensor]:

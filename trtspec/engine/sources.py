@@ -27,6 +27,7 @@ _FOLDERS = ("backends", "config", "drafters", "models", "ops", "text", "verify",
 _FILES = (
     "core.py",
     "modes.py",
+    "protocols.py",
     "sampling_params.py",
     "kv/groups.py",
     "engine/assemble.py",
