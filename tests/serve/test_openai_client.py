@@ -347,12 +347,12 @@ def test_tools_that_may_be_called_leave_text_that_calls_none_as_it_is(client: op
 
 def test_a_conversation_goes_on_until_the_context_is_full(client: openai.OpenAI, offline: LLM) -> None:
     """Without a limit, with nulls for what is not asked, and with the client's own message sent back."""
-    messages: list[Any] = [{"role": "user", "content": "x = 1\n" * 90}]
-    for _ in range(2):
+    messages: list[Any] = [{"role": "user", "content": "x = 1\n" * 110}]
+    for limit in (None, 5):
         answer = client.chat.completions.create(
-            model="coder", messages=messages, temperature=0, n=None, logprobs=None, stream=None, stop=None
+            model="coder", messages=messages, temperature=0, max_tokens=limit, n=None, logprobs=None, stream=None
         ).choices[0]
-        (output,) = offline.chat(messages, SamplingParams(max_tokens=None, temperature=0))
+        (output,) = offline.chat(messages, SamplingParams(max_tokens=limit, temperature=0))
         assert answer.message.content == output.outputs[0].text
         assert answer.finish_reason == output.outputs[0].finish_reason
         messages = [{"role": "user", "content": "x"}, answer.message.model_dump()]
