@@ -385,7 +385,7 @@ def test_chat_errors(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="plain JSON"):
         tokenizer.render_chat([{"role": "user", "content": object()}], chat_template=CHATML)
     nested: dict[str, Any] = {}
-    for _ in range(2000):
+    for _ in range(100_000):  # deeper than JSON is written
         nested = {"a": nested}
     with pytest.raises(RequestError, match="plain JSON"):
         tokenizer.render_chat(MESSAGES, chat_template=CHATML, tools=[nested])
