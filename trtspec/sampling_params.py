@@ -234,7 +234,8 @@ def _real(name: str, value: object, allowed: Callable[[float], bool], words: str
 
 def _nesting(text: str) -> int:
     """The deepest that brackets of a JSON text lie in each other; those in its strings do not count."""
-    outside = re.sub(r'"(\\.|[^"\\])*"', "", text, flags=re.DOTALL)
+    # a string that is never closed is one, too: else the search would start again at each quote inside it
+    outside = re.sub(r'"(\\.|[^"\\])*"?', "", text, flags=re.DOTALL)
     return max(accumulate(1 if char in "{[" else -1 if char in "}]" else 0 for char in outside), default=0)
 
 

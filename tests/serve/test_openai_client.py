@@ -345,6 +345,19 @@ def test_tools_that_may_be_called_leave_text_that_calls_none_as_it_is(client: op
     assert client.chat.completions.create(**{**request, "messages": history}).choices[0].message.content
 
 
+def test_a_conversation_goes_on_until_the_context_is_full(client: openai.OpenAI, offline: LLM) -> None:
+    """Without a limit, with nulls for what is not asked, and with the client's own message sent back."""
+    messages: list[Any] = [{"role": "user", "content": "x = 1\n" * 110}]
+    for limit in (None, 5):
+        answer = client.chat.completions.create(
+            model="coder", messages=messages, temperature=0, max_tokens=limit, n=None, logprobs=None, stream=None
+        ).choices[0]
+        (output,) = offline.chat(messages, SamplingParams(max_tokens=limit, temperature=0))
+        assert answer.message.content == output.outputs[0].text
+        assert answer.finish_reason == output.outputs[0].finish_reason
+        messages = [{"role": "user", "content": "x"}, answer.message.model_dump()]
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -355,7 +368,7 @@ def test_tools_that_may_be_called_leave_text_that_calls_none_as_it_is(client: op
         ({"guided_json": "{"}, "json"),
         ({"guided_json": {"type": "nonsense"}}, "json"),
         ({"guided_regex": "a" * 5000}, "guided_regex"),
-        ({"guided_json": {"enum": ["x" * 70_000]}}, "65536 characters"),
+        ({"guided_json": {"enum": ["x" * 70_000]}}, "65536 at most"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "one of them"),
         ({"echo": True, "logprobs": 1}, "echo with logprobs"),
     ],

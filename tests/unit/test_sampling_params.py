@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -127,6 +128,12 @@ def test_structured_outputs_are_of_one_form(fields: dict[str, Any], message: str
 def test_brackets_in_strings_are_no_nesting() -> None:
     text = '{"const": "' + "[{" * 100 + r"\"{" + '"}'
     assert StructuredOutputs(json=text).json == text
+
+
+def test_a_string_that_is_never_closed_is_read_once() -> None:
+    start = time.perf_counter()
+    StructuredOutputs(json='"' + r"\"" * 60_000)  # a search that began again at each quote would take a minute
+    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize("fields", [{"min_tokens": 1}, {"ignore_eos": True}])

@@ -384,6 +384,11 @@ def test_chat_errors(tmp_path: Path) -> None:
         tokenizer.render_chat([], chat_template=CHATML)
     with pytest.raises(RequestError, match="plain JSON"):
         tokenizer.render_chat([{"role": "user", "content": object()}], chat_template=CHATML)
+    nested: dict[str, Any] = {}
+    for _ in range(100_000):  # deeper than JSON is written
+        nested = {"a": nested}
+    with pytest.raises(RequestError, match="plain JSON"):
+        tokenizer.render_chat(MESSAGES, chat_template=CHATML, tools=[nested])
     with pytest.raises(RequestError, match="objects"):
         tokenizer.render_chat(["hello"], chat_template=CHATML)  # type: ignore[list-item]
     with pytest.raises(RequestError, match="role oracle is unknown"):

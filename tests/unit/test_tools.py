@@ -40,6 +40,7 @@ CASES: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
     ),
     (HERMES, "<tool_call>{nonsense</tool_call>", "<tool_call>{nonsense</tool_call>", []),
     (HERMES, "a < b, <tool", "a < b, <tool", []),
+    (HERMES, "<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, []),  # deeper than JSON is read
     (
         MISTRAL,
         '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Besançon", "days": [1, 2]}}]',
@@ -108,6 +109,10 @@ def test_demanded_calls_are_a_list_of_those_there_are() -> None:
     assert named["items"]["properties"]["name"]["const"] == "a"
     assert named["items"]["properties"]["arguments"]["required"] == ["x"]
     assert named["maxItems"] == 1
+
+
+def test_demanded_calls_that_never_end_are_none() -> None:
+    assert read_demanded('[{"name": "a", "arguments": ' + "[" * 100_000) == []
 
 
 @given(st.integers(0, 200))

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from trtspec.serve.api_errors import ApiError, api_error
 from trtspec.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from trtspec.serve.replies import DONE, ChatLogprobs, CompletionLogprobs, Reply, event, step_of
+from trtspec.serve.replies import DONE, ChatLogprobs, CompletionLogprobs, Reply, event, step_of, word_of
 from trtspec.serve.service import Generation
 from trtspec.serve.tools import CallParser, Notation, read_demanded
 from trtspec.serve.wire import Delta
@@ -128,14 +128,18 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """Of /v1/chat/completions. notation: of tool calls, where there are tools and none is demanded."""
+    """Of /v1/chat/completions. notation: of tool calls, where there are tools and none is demanded; unhidden: the text
+    shows special tokens for the sake of its markers alone."""
 
     kind = "chat.completion"
     body: ChatCompletionRequest
 
-    def __init__(self, body: ChatCompletionRequest, generation: Generation, notation: Notation | None) -> None:
+    def __init__(
+        self, body: ChatCompletionRequest, generation: Generation, notation: Notation | None, unhidden: bool
+    ) -> None:
         super().__init__(body, generation)
         many = range(len(generation.tallies))
+        self.unhidden = unhidden
         self.parsers = [CallParser(notation) for _ in many] if notation is not None else []
         self.contents = ["" for _ in many]
         self.logprobs = [ChatLogprobs(self.tokenizer, body.top_logprobs or 0) for _ in many]
@@ -184,9 +188,15 @@ class ChatAnswer(Answer):
             return "", [call.to_dict() for call in calls]
         if not self.parsers:
             return delta.text, []
-        content = self.parsers[choice].push(delta.text)
+        content = self.parsers[choice].push(delta.text, self._specials(delta) if self.unhidden else ())
         rest, calls = self.parsers[choice].finish() if ended else ("", [])
         return content + rest, [call.to_dict() for call in calls]
+
+    def _specials(self, delta: Delta) -> list[str]:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return []
+        return [word_of(token, tokenizer) for token in delta.token_ids if tokenizer.is_special(token)]
 
 
 async def unless_gone(http: Request, generation: Generation, work: Awaitable[T]) -> T:

@@ -1,14 +1,26 @@
 """What clients may send: the fields of OpenAI's completions and chat completions, and of vLLM's server beside them.
 
 Unknown fields are errors that name them. Known fields that this server cannot honour are refused by name, unless their
-value asks for nothing.
+value asks for nothing; null always does: it is as if the field were not there.
+
+Pydantic tells everything that is wrong, and FastAPI copies it, while all streams wait. So what may be long is bounded,
+or ends at its first error.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 
 MAX_SAMPLES = 128
 """Of one request: prompts times n."""
@@ -16,23 +28,81 @@ MAX_SAMPLES = 128
 MAX_GRAMMAR = 65_536
 """Characters of a schema or a grammar: the engine compiles it between two steps, for which everybody waits."""
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
+MAX_FIELDS = 100
+"""Of an object whose fields we know; there are fewer."""
+
+MAX_MESSAGES = 4096
+"""Of a conversation; and parts of a message, and calls of one."""
+
+MAX_BIASES = 4096
+"""Tokens in a logit_bias."""
+
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+TokenIds = Many[Annotated[int, Field(ge=0)]]
 StopText = Annotated[str, StringConstraints(min_length=1)]
 
 
-class StreamOptions(BaseModel):
-    """include_usage: a last chunk with `usage` and no choices. continuous_usage_stats: usage in every chunk (vLLM)."""
+class Fields(BaseModel):
+    """An object that has these fields and no others."""
 
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _those_that_ask(cls, value: Any) -> Any:
+        """Without those that are null."""
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_FIELDS:
+            raise ValueError(f"the object has {len(value)} fields; /openapi.json says which there are")
+        return {name: one for name, one in value.items() if one is not None}
+
+
+class StreamOptions(Fields):
+    """include_usage: a last chunk with `usage` and no choices. continuous_usage_stats: usage in every chunk (vLLM)."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = Field(default=False, description="chunks are not padded")
 
 
-class JsonSchema(BaseModel):
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"there are {len(value)} biases; give {MAX_BIASES} at most")
+    return value
+
+
+Biases = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]], BeforeValidator(_few_biases)
+]
+
+
+def _kind(prompt: Any) -> str | None:
+    """Of prompt, by its first item: so an error is told once, and not for each of the forms that were not meant."""
+    if not isinstance(prompt, list):
+        return "text" if isinstance(prompt, str) else None
+    first = prompt[0] if prompt else 0
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Many[str], Field(max_length=MAX_SAMPLES), Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[Many[TokenIds], Field(max_length=MAX_SAMPLES), Tag("lists")],
+    Discriminator(
+        _kind,
+        custom_error_type="prompt_kind",
+        custom_error_message="give a text, a list of texts, a list of token ids, or a list of such lists",
+    ),
+]
+
+
+class JsonSchema(Fields):
     """OpenAI's wrapping of a schema."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     name: str = Field(default="schema", max_length=64)
     description: str | None = None
@@ -40,10 +110,8 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Fields):
     """type: "text", "json_object", or "json_schema" with a schema."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -55,10 +123,8 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(Fields):
     """What both endpoints take."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = Field(default=None, description="a name of /v1/models; unset = the one that is served")
     n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
@@ -69,7 +135,7 @@ class GenerationRequest(BaseModel):
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    logit_bias: Biases | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
     response_format: ResponseFormat | None = None
@@ -77,6 +143,8 @@ class GenerationRequest(BaseModel):
     metadata: dict[str, Any] | None = Field(default=None, description="ignored")
     store: bool | None = Field(default=None, description="ignored: nothing is stored")
     service_tier: str | None = Field(default=None, description="ignored")
+    prompt_cache_key: str | None = Field(default=None, description="ignored: all prompts share one cache")
+    safety_identifier: str | None = Field(default=None, description="ignored")
 
     # beyond OpenAI's: as vLLM's server has them
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
@@ -112,7 +180,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: Prompt
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
@@ -120,10 +188,8 @@ class CompletionRequest(GenerationRequest):
     suffix: str | None = Field(default=None, description="not supported")
 
 
-class Function(BaseModel):
+class Function(Fields):
     """A function that the model may call; parameters: a JSON schema."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
@@ -131,69 +197,55 @@ class Function(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(Fields):
     """A tool of the one kind there is."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"] = "function"
     function: Function
 
 
-class FunctionName(BaseModel):
+class FunctionName(Fields):
     """Of a tool_choice."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(Fields):
     """A tool_choice that names a function."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"] = "function"
     function: FunctionName
 
 
-class TextPart(BaseModel):
+class TextPart(Fields):
     """Of a message's content; there are no others: the models read text."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Fields):
     """Of an earlier turn; arguments: JSON text."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     arguments: str
 
 
-class ToolCall(BaseModel):
+class ToolCall(Fields):
     """Of an earlier turn."""
-
-    model_config = ConfigDict(extra="forbid")
 
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Fields):
     """One turn; the chat template decides which roles there are."""
 
-    model_config = ConfigDict(extra="forbid")
-
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[Many[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = Field(default=None, max_length=MAX_MESSAGES)
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -202,15 +254,18 @@ class ChatMessage(BaseModel):
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Many[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tools: Many[Tool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    modalities: Annotated[list[Literal["text"]], Field(max_length=8)] | None = Field(
+        default=None, description="there is text alone"
+    )
 
     @property
     def demands_call(self) -> bool:

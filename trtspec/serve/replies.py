@@ -57,7 +57,10 @@ class CompletionLogprobs:
             words = [word_of(token, self._tokenizer) for token, *_ in entry]
             news["tokens"].append(words[0])
             news["token_logprobs"].append(entry[0][1])
-            news["top_logprobs"].append({word: one[1] for word, one in zip(words, entry, strict=True)})
+            likeliest: dict[str, float] = {}
+            for word, one in zip(words, entry, strict=True):  # of tokens with the same text the first: the drawn one's
+                likeliest.setdefault(word, one[1])
+            news["top_logprobs"].append(likeliest)
             news["text_offset"].append(self._length)
             self._length += len(words[0])
         for name, values in news.items():

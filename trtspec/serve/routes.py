@@ -14,13 +14,7 @@ from trtspec.serve import api_errors
 from trtspec.serve.answers import ChatAnswer, CompletionAnswer
 from trtspec.serve.api_errors import ApiError
 from trtspec.serve.live import live_view
-from trtspec.serve.protocol import (
-    MAX_GRAMMAR,
-    ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
-    GenerationRequest,
-)
+from trtspec.serve.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
 from trtspec.serve.service import Service
 from trtspec.serve.tools import Notation, demanded_schema, notation_of
 
@@ -60,10 +54,10 @@ def build_app(service: Service) -> FastAPI:
         if body.echo and body.logprobs is not None:
             raise ApiError(400, "echo with logprobs is not supported: a prompt's tokens have no logprobs here", "echo")
         prompts = _prompts(body)
-        ids = [await service.encode(one) if isinstance(one, str) else one for one in prompts]
-        asked = "max_tokens" in body.model_fields_set
-        room = service.facts.max_seq_len - max(map(len, ids), default=0)
-        max_tokens = body.max_tokens if asked else min(body.max_tokens or room, max(room, 1))
+        service.check_room(len(prompts), body.n)
+        ids = await service.encode(prompts)
+        asked, room = "max_tokens" in body.model_fields_set, service.room(ids)
+        max_tokens = body.max_tokens if asked else min(body.max_tokens or room, room)
         more = {"max_tokens": max_tokens, "logprobs": body.logprobs, **_constraint(body)}
         generation = service.start(body, ids, more, started)
         echoed = None
@@ -76,12 +70,14 @@ def build_app(service: Service) -> FastAPI:
         """The next message of a conversation, in the words of the checkpoint's chat template."""
         started = time.perf_counter()
         service.check_model(body.model)
+        service.check_room(1, body.n)
         ids = await service.encode_chat(_messages(body), _template_options(body))
         more: dict[str, Any] = {
-            "max_tokens": body.max_completion_tokens or body.max_tokens,
+            "max_tokens": body.max_completion_tokens or body.max_tokens or service.room([ids]),
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         }
         notation: Notation | None = None
+        unhidden = False
         if body.tools and body.tool_choice is not None and body.demands_call:
             if _constraint(body):
                 raise ApiError(400, "tool_choice demands a call, response_format something else", "tool_choice")
@@ -89,8 +85,10 @@ def build_app(service: Service) -> FastAPI:
             more["structured_outputs"] = {"json": schema}
         elif body.tools and body.tool_choice != "none":
             notation = notation_of(service.chat_template)
+            if "skip_special_tokens" not in body.model_fields_set and service.hides(notation.markers):
+                unhidden, more["skip_special_tokens"] = True, False
         generation = service.start(body, [ids], {**more, **_constraint(body)}, started)
-        return await ChatAnswer(body, generation, notation).respond(http)
+        return await ChatAnswer(body, generation, notation, unhidden).respond(http)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -154,8 +152,6 @@ def _constraint(body: GenerationRequest) -> dict[str, Any]:
             if asked:
                 raise ApiError(400, "response_format and guided_* fields: give one of them", f"guided_{name}")
             asked[name] = value
-    if len(json.dumps(asked.get("json", ""))) > MAX_GRAMMAR:
-        raise ApiError(400, f"the schema has more than {MAX_GRAMMAR} characters", "response_format")
     return {"structured_outputs": asked} if asked else {}
 
 
@@ -171,7 +167,7 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     for call in plain.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(400, f"a tool call's arguments are not JSON: {error}", "messages") from error
     return plain
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from trtspec.errors import EngineError, RequestError
 from trtspec.serve.api_errors import ApiError, api_error
 from trtspec.serve.engine_client import EngineClient, Stream
 from trtspec.serve.metrics import Metrics
-from trtspec.serve.protocol import MAX_SAMPLES, GenerationRequest
+from trtspec.serve.protocol import MAX_GRAMMAR, MAX_SAMPLES, GenerationRequest
 from trtspec.serve.request_log import current
 from trtspec.serve.settings import ServeSettings
 from trtspec.serve.wire import Delta, EngineFacts, sampling_params
@@ -25,7 +26,7 @@ _PASSED_ON = (
     "logit_bias",
 )  # fmt: skip
 _LONG_TEXT = 20_000
-"""Characters of a prompt that are tokenized in a thread, as they would hold up everybody's streams."""
+"""Characters of a request that are tokenized in a thread, as they would hold up everybody's streams."""
 
 
 @dataclass
@@ -146,13 +147,19 @@ class Service:
         if name is not None and name != self.name:
             raise ApiError(404, f"there is no model {name!r} here, but {self.name!r}", "model", "model_not_found")
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
+    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Token ids of prompts, which are texts, or token ids already."""
+        texts = [one for one in prompts if isinstance(one, str)]
+        if not texts:
+            return [one for one in prompts if not isinstance(one, str)]
         if self.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer; send token ids", "prompt")
-        if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self.tokenizer.encode, text)
-        return self.tokenizer.encode(text)
+        encode = self.tokenizer.encode
+
+        def encoded() -> list[list[int]]:
+            return [encode(text) for text in texts]
+
+        return await asyncio.to_thread(encoded) if sum(map(len, texts)) > _LONG_TEXT else encoded()
 
     async def encode_chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation. The template is a program, and may be a slow one: it runs in a thread."""
@@ -166,47 +173,66 @@ class Service:
         templates = {} if self.tokenizer is None else self.tokenizer.chat_templates
         return templates.get("tool_use", templates.get("default", ""))
 
+    def hides(self, words: Sequence[str]) -> bool:
+        """Any of them is a special token, which texts leave out unless they are asked not to."""
+        if self.tokenizer is None:
+            return False
+        tokens = map(self.tokenizer.token_id, words)
+        return any(token is not None and self.tokenizer.is_special(token) for token in tokens)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Their text."""
         return "" if self.tokenizer is None else self.tokenizer.decode(ids)
 
-    def start(
-        self, request: GenerationRequest, prompts: Sequence[Sequence[int]], more: Mapping[str, Any], started: float
-    ) -> Generation:
-        """Hand a request to the engine; `more`: fields of SamplingParams beside those that all endpoints share."""
-        facts, num_samples = self.facts, len(prompts) * request.n
+    def room(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Tokens that may follow the longest of them; 1 where it is too long, see `start`."""
+        return max(self._context - max(map(len, prompts), default=0), 1)
+
+    def check_room(self, num_prompts: int, n: int) -> None:
+        """ApiError for more samples than a request may have, or than there is room for now. To ask before the prompts
+        are read: that is work."""
+        num_samples = num_prompts * n
         if num_samples > MAX_SAMPLES:
             raise ApiError(
-                400,
-                f"{len(prompts)} prompts with n = {request.n} are {num_samples} samples; {MAX_SAMPLES} at most",
-                "n",
+                400, f"{num_prompts} prompts with n = {n} are {num_samples} samples; {MAX_SAMPLES} at most", "n"
             )
-        for prompt in prompts:
-            self._check_length(prompt, more.get("max_tokens"), facts)
-        params = self._params(request, more)
-        limit = facts.max_batch_size + self.settings.max_queue
+        limit = self.facts.max_batch_size + self.settings.max_queue
         if self.client.num_samples + num_samples > limit:
             self.metrics.refused.inc()
             raise ApiError(
                 429, f"{self.client.num_samples} samples are in flight, {limit} at most; try again later",
                 code="queue_full", headers={"Retry-After": "1"},
             )  # fmt: skip
+
+    def start(
+        self, request: GenerationRequest, prompts: Sequence[Sequence[int]], more: Mapping[str, Any], started: float
+    ) -> Generation:
+        """Hand a request to the engine; `more`: fields of SamplingParams beside those that all endpoints share."""
+        for prompt in prompts:
+            self._check_length(prompt, more.get("max_tokens"))
+        params = self._params(request, more)
+        self.check_room(len(prompts), request.n)  # again: others came while the prompts were read
         stream = self.client.submit(prompts, params)
         num_prompt_tokens = sum(map(len, prompts))
         self.metrics.prompt_tokens.inc(num_prompt_tokens)
         timeout = min(request.timeout or self.settings.timeout, self.settings.timeout)
-        tallies = [Tally() for _ in range(num_samples)]
+        tallies = [Tally() for _ in range(len(prompts) * request.n)]
         generation = Generation(self, stream, num_prompt_tokens, timeout, started, tallies, request)
         if (record := current()) is not None:
             record.generation = generation
         return generation
 
-    def _check_length(self, prompt: Sequence[int], max_tokens: int | None, facts: EngineFacts) -> None:
+    @property
+    def _context(self) -> int:
+        """Tokens of a prompt and of what follows it."""
+        return min(self.facts.max_seq_len, self.facts.kv_tokens)
+
+    def _check_length(self, prompt: Sequence[int], max_tokens: int | None) -> None:
         if not prompt:
             raise ApiError(400, "the prompt is empty; give at least one token", "prompt")
-        if max(prompt) >= facts.vocab_size:
-            raise ApiError(400, f"token id {max(prompt)} is none: ids are 0..{facts.vocab_size - 1}", "prompt")
-        most = min(facts.max_seq_len, facts.kv_tokens)
+        vocab_size, most = self.facts.vocab_size, self._context
+        if max(prompt) >= vocab_size:
+            raise ApiError(400, f"token id {max(prompt)} is none: ids are 0..{vocab_size - 1}", "prompt")
         if len(prompt) + (max_tokens or 1) > most:
             raise ApiError(
                 400,
@@ -223,7 +249,12 @@ class Service:
             params["max_draft_len"] = request.num_speculative_tokens
         params = {name: value for name, value in params.items() if value is not None}
         try:
+            size = len(json.dumps(params.get("structured_outputs"), ensure_ascii=False))
+            if size > MAX_GRAMMAR:
+                raise RequestError(f"the schema, grammar or choices have {size} characters; {MAX_GRAMMAR} at most")
             sampling_params(params)
+        except RecursionError as error:
+            raise ApiError(400, "the schema is nested too deep; flatten it") from error
         except RequestError as error:
             raise ApiError(400, str(error)) from error
         return params

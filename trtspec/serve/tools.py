@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,18 +111,22 @@ class CallParser:
     """Divides a text, as it comes, into content and calls.
 
     Content is handed on as it comes; from the first marker on the text is kept, and read when it ends. What begins like
-    a call and is none is content.
+    a call and is none is content; special tokens never are.
     """
 
     def __init__(self, notation: Notation) -> None:
         self._notation = notation
         self._held = ""  # may become a marker, or is behind one
+        self._specials: set[str] = set()  # that came so far
         self._in_call = False
         self._started = False  # there was text that is not blank
 
-    def push(self, text: str) -> str:
-        """The text that is certainly content."""
+    def push(self, text: str, specials: Iterable[str] = ()) -> str:
+        """The text that is certainly content; specials: special tokens that the text shows, or is about to."""
+        self._specials.update(specials)
         self._held += text
+        for special in self._specials.difference(self._notation.markers):
+            self._held = self._held.replace(special, "")
         if self._in_call:
             return ""
         if self._notation.only_at_start:
@@ -140,7 +144,9 @@ class CallParser:
             return held, []
         try:
             return "", self._notation.read(held)
-        except ValueError:  # JSON's too
+        except (ValueError, RecursionError):  # JSON's too
+            for marker in self._specials.intersection(self._notation.markers):
+                held = held.replace(marker, "")
             return held, []
 
     def _push_start(self) -> str:
@@ -201,7 +207,7 @@ def read_demanded(text: str) -> list[Call]:
         try:
             value, end = _decoder.raw_decode(rest)
             calls.append(_call(value))
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         rest = rest[end:]
     return calls

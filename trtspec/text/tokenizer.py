@@ -113,10 +113,20 @@ class Tokenizer:
         """A token as the tokenizer spells it; None if there is no such id."""
         return self._backend.id_to_token(token_id)
 
+    def token_id(self, text: str) -> int | None:
+        """Of the token that it spells so."""
+        found = self._backend.token_to_id(text)
+        return None if found is None else int(found)
+
+    def is_special(self, token: int) -> bool:
+        """Whether texts leave it out unless they are asked to keep special tokens."""
+        return token in self._special_ids
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. RequestError where it is not valid Unicode text."""
+        """Token ids of `text`. Other threads run meanwhile. RequestError where it is not valid Unicode text."""
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            # the library's encode() would hold the interpreter's lock, for a second where the text is a megabyte
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (TypeError, UnicodeError) as error:
             raise RequestError(
                 f"prompt {text!r:.80} is not valid Unicode text ({error}); pass a str without lone surrogates"
@@ -129,6 +139,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Message],
+        /,
         *,
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
@@ -169,7 +180,7 @@ class Tokenizer:
                 "chat_template="
             ) from error
 
-    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], /, **options: Any) -> list[int]:
         """Token ids of `render_chat(messages, **options)`. The template writes BOS itself, so none is added."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
@@ -185,7 +196,7 @@ class Tokenizer:
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
-        return None if text is None else self._backend.token_to_id(text)
+        return None if text is None else self.token_id(text)
 
     def _template_source(self, wanted: str | None, with_tools: bool) -> str:
         if wanted is not None:
@@ -254,5 +265,5 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 def _plain(what: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{what} must be plain JSON values (str, numbers, lists, objects): {error}") from error
