@@ -57,7 +57,7 @@ def test_the_time_of_a_refusal_tells_nothing_of_the_keys(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("trtspec.serve.security.hmac.compare_digest", compare)
     keys = ["first", "second", "a third that is much longer than those"]
-    gate = Gate(None, keys, 1, None)  # type: ignore[arg-type]
+    gate = Gate(None, keys, 1, 1, None)  # type: ignore[arg-type]
     for guess in (*keys, "fir", "", "x" * 10_000):
         compared.clear()
         with suppress(ApiError) if guess in keys else pytest.raises(ApiError):
