@@ -69,8 +69,7 @@ async def _serve(
         server.config.limit_concurrency = service.facts.max_batch_size + settings.max_queue + _SPARE
         listener.listen(2048)
         host, port = listener.getsockname()[:2]
-        if not settings.api_keys and not ipaddress.ip_address(host).is_loopback:
-            logger.warning("there is no API key: whoever reaches %s can generate", host)
+        warn_if_open(host, settings)
         logger.info("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
         watch = asyncio.create_task(patience.watch(server.server_state.connections))
         await server.serve(sockets=[listener])
@@ -130,6 +129,12 @@ def _bound(host: str, port: int) -> socket.socket:
         bound.close()
         raise OSError(error.errno, f"{error.strerror} (while attempting to bind on address {(host, port)})") from None
     return bound
+
+
+def warn_if_open(host: str, settings: ServeSettings) -> None:
+    """A line in the log where others can reach this address, and need no key."""
+    if not settings.api_keys and not ipaddress.ip_address(host).is_loopback:
+        logger.warning("there is no API key: whoever reaches %s can generate", host)
 
 
 def guarded(service: Service, tracing: Tracing | None = None) -> ASGIApp:
