@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -11,14 +12,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.server import Server, running
+from tests.serve.server import DEMO, Server, running
 from trtspec.cli.main import main
+from trtspec.errors import RequestError
 from trtspec.serve.api_errors import ApiError, api_error
+from trtspec.serve.engine_client import EngineClient
 from trtspec.serve.security import Gate
 from trtspec.serve.server import warn_if_open
-from trtspec.serve.service import Tally
+from trtspec.serve.service import Service, Tally
 from trtspec.serve.settings import ServeSettings
 from trtspec.serve.wire import Delta
+from trtspec.text import Tokenizer
 
 KEY = "sk-right-horse-battery"
 GOOD = {"prompt": "x", "max_tokens": 1}
@@ -90,6 +94,13 @@ def test_a_server_that_is_open_to_others_says_so(
 ) -> None:
     warn_if_open(host, ServeSettings(model="m", api_keys=keys))
     assert ("there is no API key" in caplog.text) is warned
+
+
+def test_errors_of_templates_do_not_name_a_folder() -> None:
+    target = DEMO / "target"  # it has no template
+    service = Service(ServeSettings(model=str(target)), EngineClient({}), Tokenizer.from_folder(target))
+    with pytest.raises(RequestError, match=r"^target has no chat template"):
+        asyncio.run(service.encode_chat([{"role": "user", "content": "x"}], {}))
 
 
 def test_errors_of_nobodys_making_do_not_share_what_they_hold() -> None:

@@ -139,6 +139,8 @@ class Service:
         self.tokenizer = tokenizer
         self.metrics = Metrics(client)
         self.name = settings.served_name or Path(settings.model).resolve().name
+        if tokenizer is not None:
+            tokenizer.name = self.name  # clients see what it complains of, and have no business with its folder
         self.created = int(time.time())
         self.stopping = False  # the server has been told to
 
