@@ -147,6 +147,10 @@ def test_who_does_not_read_counts_until_he_is_cut_off(impatient: Server) -> None
         time.sleep(0.1)
     assert last == 200
     assert all(len(rest_of(reader)) < 4_000_000 for reader in readers)
+    whole = httpx.post(f"{impatient.url}/v1/completions", json=long, timeout=30)  # who reads gets all of it
+    assert len(whole.content) == int(whole.headers["content-length"]) > 5_000_000
+    first, *others = (choice["text"] for choice in whole.json()["choices"])
+    assert [text[:85_000] for text in others] == [first[:85_000]] * 63
 
 
 def test_who_stops_in_the_middle_of_asking_is_cut_off(impatient: Server) -> None:
