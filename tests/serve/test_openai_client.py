@@ -167,6 +167,7 @@ def test_a_deadline_ends_a_request(client: openai.OpenAI, server: Server) -> Non
             model="coder", prompt="x", max_tokens=400, extra_body={"timeout": 0.05, "ignore_eos": True}
         )
     assert caught.value.status_code == 408
+    assert caught.value.response.headers["x-should-retry"] == "false"
     with pytest.raises(openai.APIError, match=r"more than 0\.2 s"):
         for _ in client.completions.create(
             model="coder", prompt=["x"] * 8, n=16, max_tokens=400, stream=True,

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -196,6 +197,17 @@ def test_a_request_without_an_answer_is_recorded_as_such() -> None:
     assert (records[0].status, records[0].reason) == (499, "client_gone")
 
 
-def test_settings_name_what_they_take() -> None:
-    with pytest.raises(ConfigError, match="text, json"):
-        ServeSettings(model="m", log_format="xml")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"log_format": "xml"}, "text, json"),
+        ({"timeout": math.nan}, "timeout = nan must be 0.001 or more, and finite"),
+        ({"drain": math.inf}, "drain = inf must be 0 or more, and finite"),
+        ({"client_timeout": 0}, "client_timeout = 0 must be 0.001 or more"),
+        ({"engine_timeout": -1.0}, "engine_timeout"),
+    ],
+    ids=str,
+)
+def test_settings_name_what_they_take(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ServeSettings(model="m", **given)

@@ -8,6 +8,12 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,8 @@ import pytest
 from tests.serve.server import EAGLE3, NGRAM, Server, running
 from trtspec import LLM, SamplingParams
 
+ABORTED = 'trtspec_samples_total{reason="abort"}'
+LONGEST_TOKEN = 1740  # 45 characters
 SOURCES = [f"def function_{i}(self, values):\n    for " for i in range(24)]
 
 
@@ -80,6 +88,103 @@ def test_a_client_that_hangs_up_frees_its_request(server: Server) -> None:
     assert server.metric("trtspec_disconnects_total") == before + 1
 
 
+def test_a_stream_that_is_left_counts_as_one_whose_client_went_away(server: Server) -> None:
+    before, aborted = server.metric("trtspec_disconnects_total"), server.metric(ABORTED)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body("x", n=2, max_tokens=450, stream=True)) as one:
+        next(one.iter_lines())
+    server.wait_idle()
+    assert server.metric("trtspec_disconnects_total") == before + 1
+    assert server.metric(ABORTED) == aborted + 2
+
+
+@pytest.fixture(scope="module")
+def impatient(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("impatient") / "log"
+    limits = ["--max-batch-size", "2", "--max-queue", "126", "--client-timeout", "2", "--engine-timeout", "3"]
+    with running(model, log, None, limits) as server:
+        yield server
+
+
+def connect(server: Server, sent: bytes = b"", buffer: int = 65536) -> socket.socket:
+    """buffer: bytes that are taken of an answer though nobody reads."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.settimeout(10)
+    connection.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    connection.sendall(sent)
+    return connection
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """Until it is closed by the server."""
+    rest = b""
+    with connection, suppress(ConnectionError):
+        while chunk := connection.recv(1 << 16):
+            rest += chunk
+    return rest
+
+
+def request(content: bytes, length: int) -> bytes:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    return f"{head}{length}\r\n\r\n".encode() + content
+
+
+def status(server: Server, n: int = 1) -> int:
+    return httpx.post(f"{server.url}/v1/completions", json=body("x", n=n, max_tokens=1), timeout=30).status_code
+
+
+def test_who_does_not_read_counts_until_he_is_cut_off(impatient: Server) -> None:
+    """Whether what he does not read would come as a stream or in one piece."""
+    long = {"prompt": [LONGEST_TOKEN] * 1900, "n": 64, "max_tokens": 1, "echo": True}  # 5 MB of text
+    bodies = [json.dumps({**long, "stream": stream}).encode() for stream in (True, False)]
+    readers = [connect(impatient, request(one, len(one)), 4096) for one in bodies]
+    while impatient.metric("trtspec_samples_total") < 64 or impatient.metric("trtspec_waiting"):
+        time.sleep(0.05)
+    assert impatient.metric("trtspec_running") == 0  # nothing is left to do
+    assert status(impatient) == 429
+    end = time.monotonic() + 10
+    while (last := status(impatient, n=128)) == 429 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert last == 200
+    assert all(len(rest_of(reader)) < 4_000_000 for reader in readers)
+    whole = httpx.post(f"{impatient.url}/v1/completions", json=long, timeout=30)  # who reads gets all of it
+    assert len(whole.content) == int(whole.headers["content-length"]) > 5_000_000
+    first, *others = (choice["text"] for choice in whole.json()["choices"])
+    assert [text[:85_000] for text in others] == [first[:85_000]] * 63
+
+
+def test_who_stops_in_the_middle_of_asking_is_cut_off(impatient: Server) -> None:
+    halves = [b"", b"POST /v1/comp", request(b'{"prompt": "', 100)]
+    connections = [connect(impatient, one) for one in halves]
+    busy = HTTPConnection("127.0.0.1", int(impatient.url.rsplit(":", 1)[1]))
+    for _ in range(15):  # one who asks again and again on one connection is not
+        busy.request("GET", "/health")
+        assert busy.getresponse().read() == b'{"status":"ok"}'
+        time.sleep(0.2)
+    busy.close()
+    answers = [rest_of(connection) for connection in connections]
+    assert answers[:2] == [b"", b""]
+    head, _, error = answers[2].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(error)["error"]["code"] == "body_timeout"
+
+
+def test_an_engine_that_hangs_is_killed(impatient: Server) -> None:
+    first = impatient.engine_pid
+    url = f"{impatient.url}/v1/completions"
+    with httpx.stream("POST", url, json=body("x", max_tokens=1500, stream=True), timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(first, signal.SIGSTOP)
+        rest = [line for line in lines if line]
+    assert "the engine has ended" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+    assert impatient.metric("trtspec_engine_up") == 0
+    impatient.wait_ready()
+    assert impatient.engine_pid != first
+    assert status(impatient) == 200
+    assert "it had work and said nothing for 3." in impatient.log.read_text()
+
+
 def test_a_killed_engine_is_replaced_and_its_requests_end_with_an_error(
     model: Path, offline: LLM, tmp_path: Path
 ) -> None:
@@ -121,6 +226,12 @@ def test_a_full_queue_says_when_to_come_back(model: Path, tmp_path: Path) -> Non
         assert server.metric("trtspec_refused_total") == 5
         server.wait_idle()
 
+        crowd = [connect(server) for _ in range(2 + 1 + 256)]  # of people who say nothing
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        for one in crowd:
+            one.close()
+        server.wait_ready()
+
 
 def test_told_to_stop_it_finishes_what_runs(model: Path, offline: LLM, tmp_path: Path) -> None:
     with running(model, tmp_path / "log", EAGLE3) as server:
@@ -144,6 +255,27 @@ def test_told_to_stop_while_there_is_no_engine_it_stops(model: Path, tmp_path: P
             pass
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) == 0
+
+
+def test_told_to_stop_while_it_loads_it_stops(model: Path, tmp_path: Path) -> None:
+    """By itself: nobody does it for process 1 of a container. Until then it is not there, for who asks."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "trtspec", "serve", "--model", str(model), "--port", str(port)]
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stderr=log) as process:
+        server = Server(f"http://127.0.0.1:{port}", process, tmp_path / "log")  # type: ignore[arg-type]
+        while server.maybe_engine_pid is None:
+            assert process.poll() is None
+            time.sleep(0.01)
+        engine = server.engine_pid
+        time.sleep(0.3)
+        with pytest.raises(ConnectionRefusedError):
+            connect(server)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine, 0)
+    assert "the engine is ready" not in (tmp_path / "log").read_text()
 
 
 def test_it_does_not_start_what_it_cannot_serve(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -11,9 +12,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.server import Server, running
-from trtspec.serve.api_errors import ApiError
+from tests.serve.server import DEMO, Server, running
+from trtspec.cli.main import main
+from trtspec.errors import RequestError
+from trtspec.serve.api_errors import ApiError, api_error
+from trtspec.serve.engine_client import EngineClient
 from trtspec.serve.security import Gate
+from trtspec.serve.server import warn_if_open
+from trtspec.serve.service import Service, Tally
+from trtspec.serve.settings import ServeSettings
+from trtspec.serve.wire import Delta
+from trtspec.text import Tokenizer
 
 KEY = "sk-right-horse-battery"
 GOOD = {"prompt": "x", "max_tokens": 1}
@@ -57,12 +66,52 @@ def test_the_time_of_a_refusal_tells_nothing_of_the_keys(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("trtspec.serve.security.hmac.compare_digest", compare)
     keys = ["first", "second", "a third that is much longer than those"]
-    gate = Gate(None, keys, 1, None)  # type: ignore[arg-type]
+    gate = Gate(None, keys, 1, 1, None)  # type: ignore[arg-type]
     for guess in (*keys, "fir", "", "x" * 10_000):
         compared.clear()
         with suppress(ApiError) if guess in keys else pytest.raises(ApiError):
             gate.check_key(f"Bearer {guess}".encode())
         assert compared == [(32, 32)] * 3
+
+
+def test_a_key_that_is_empty_is_not_taken_for_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRTSPEC_API_KEY", "")
+    assert main(["serve", "--model", "m"]) == 1
+    assert "an API key must be printable ASCII, and not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warned"),
+    [
+        ("127.0.0.1", (), False), ("::1", (), False), ("0.0.0.0", (), True), ("::", (), True), ("10.0.0.1", (), True),
+        ("0.0.0.0", (KEY,), False),
+    ],
+)  # fmt: skip
+def test_a_server_that_is_open_to_others_says_so(
+    caplog: pytest.LogCaptureFixture, host: str, keys: tuple[str, ...], warned: bool
+) -> None:
+    warn_if_open(host, ServeSettings(model="m", api_keys=keys))
+    assert ("there is no API key" in caplog.text) is warned
+
+
+def test_errors_of_templates_do_not_name_a_folder() -> None:
+    target = DEMO / "target"  # it has no template
+    service = Service(ServeSettings(model=str(target)), EngineClient({}), Tokenizer.from_folder(target))
+    with pytest.raises(RequestError, match=r"^target has no chat template"):
+        asyncio.run(service.encode_chat([{"role": "user", "content": "x"}], {}))
+
+
+def test_errors_of_nobodys_making_do_not_share_what_they_hold() -> None:
+    first, second = (api_error(ValueError(word)) for word in ("one", "other"))
+    assert first is not second
+
+
+def test_a_request_that_breaks_a_step_is_not_worth_a_second_try() -> None:
+    with pytest.raises(ApiError) as raised:
+        Tally().add(Delta(0, 0, "", [], [], 0, False, "error", error="ValueError: poison"))
+    assert raised.value.headers == {"x-should-retry": "false"}
 
 
 @pytest.mark.parametrize(

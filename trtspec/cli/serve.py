@@ -25,6 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--timeout", type=float, default=600.0, help="seconds for a request that names none, and at most"
     )
+    server.add_argument(
+        "--client-timeout", type=float, default=60.0, help="seconds to send a body, and to take 64 KiB of an answer"
+    )
+    server.add_argument(
+        "--engine-timeout", type=float, default=300.0,
+        help="seconds without a word from an engine that has work; then another is started",
+    )  # fmt: skip
     server.add_argument("--drain", type=float, default=30.0, help="seconds for what is in flight when told to stop")
     server.add_argument(
         "--cors", action="append", default=[], metavar="ORIGIN", help="browsers' pages that may call it"
@@ -42,7 +49,7 @@ def run(namespace: argparse.Namespace) -> int:
         raise DependencyError(f"the server needs {error.name}; pip install 'trtspec[serve]'") from error
     names = {field.name for field in fields(ServeSettings)}
     given = {name: value for name, value in vars(namespace).items() if name in names}
-    keys = [*namespace.api_key, *filter(None, [os.environ.get("TRTSPEC_API_KEY")])]
+    keys = [*namespace.api_key, *(os.environ[name] for name in ["TRTSPEC_API_KEY"] if name in os.environ)]
     settings = ServeSettings(**{**given, "cors": tuple(namespace.cors)}, api_keys=tuple(keys))
     options = {"model": namespace.model, **engine_options(namespace)}
     if namespace.tokenizer is not None:

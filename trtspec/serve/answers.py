@@ -208,7 +208,6 @@ async def unless_gone(http: Request, generation: Generation, work: Awaitable[T])
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        generation.service.metrics.disconnects.inc()
         raise ApiError(499, "the client went away", code="client_closed_request")
     finally:
         for one in both:

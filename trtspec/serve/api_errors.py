@@ -29,6 +29,10 @@ TYPES = {
 }
 
 
+ONCE = {"x-should-retry": "false"}
+"""Header of an answer that would be the same again: OpenAI's clients repeat 408 and all from 500 on unless told so."""
+
+
 class ApiError(HTTPException):
     """Ends a request with a status. param: the field that is wrong; code: a word for programs."""
 
@@ -70,10 +74,12 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, TrtSpecError):
         return ApiError(500, str(error))
     logger.error("a request failed", exc_info=error)
-    return _INTERNAL
+    return _internal()
 
 
-_INTERNAL = ApiError(500, "the server failed to handle the request; its log says why", code="internal_error")
+def _internal() -> ApiError:
+    """A new one each time: whoever raises an exception adds to what it holds."""
+    return ApiError(500, "the server failed to handle the request; its log says why", code="internal_error")
 
 
 def install(app: FastAPI) -> None:
@@ -90,7 +96,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def _unknown(request: Request, error: Exception) -> JSONResponse:
-        return response(_INTERNAL)  # the HTTP server logs the error itself
+        return response(_internal())  # the HTTP server logs the error itself
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:

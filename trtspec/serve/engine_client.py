@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 import sys
 import time
@@ -22,7 +23,10 @@ State = Literal["starting", "ready", "restarting", "closed"]
 FIRST_DELAY, MAX_DELAY = 0.1, 10.0
 """Seconds between an engine's death and its next start; doubled while engines die young."""
 YOUNG = 20.0
-"""Seconds: an engine that lived longer died of something else than its start."""
+"""Seconds: an engine that was ready for longer died of something else than its start."""
+
+
+GONE = "the engine has ended; the request is lost, send it again"
 
 
 class RefusedError(Exception):
@@ -40,7 +44,7 @@ class Stream:
     def __init__(self, client: EngineClient, request_ids: range, n: int) -> None:
         self.request_ids = request_ids  # of the prompts, in order
         self.n = n  # samples of each
-        self.num_running = len(request_ids) * n
+        self.num_samples = self.num_running = len(request_ids) * n
         self._client = client
         self._deltas: list[Delta] = []
         self._error: Exception | None = None
@@ -79,25 +83,39 @@ class Stream:
             self._news.set()
             self._client.forget(self)
 
+    def close(self) -> None:
+        """What has come is not held any more either."""
+        self.end(EngineError("closed"))
+        self._client.release(self)
+
 
 class EngineClient:
     """One engine, in a process of its own. All methods are for one event loop.
 
     options: arguments of LLM, as JSON can write them. log: format and level of the engine's log, see logs.configure.
-    on_restart: called when an engine has died.
+    patience: seconds without a word from an engine that has work, after which it is killed. on_restart: called when an
+    engine has died.
     """
 
-    def __init__(self, options: dict[str, Any], log: tuple[str, str] = ("text", "info")) -> None:
+    command = (sys.executable, "-m", "trtspec.serve.engine_process")
+
+    def __init__(
+        self, options: dict[str, Any], log: tuple[str, str] = ("text", "info"), patience: float = math.inf
+    ) -> None:
         self.options = options
         self.log = log
+        self.patience = patience
         self.state: State = "starting"
         self.facts: EngineFacts | None = None
         self.load = EngineLoad()
-        self.why: str | None = None  # the last engine ended; None: none has
+        self.why: str | None = None  # the last engine ended, as anybody may know it; None: none has
         self.pid: int | None = None
         self.on_restart: Callable[[], None] = lambda: None
-        self._last_words: str | None = None  # of the engine that runs, on why it ends
-        self._streams: dict[int, Stream] = {}
+        self._last_words: str | None = None  # of the engine that runs, on why it ends: for the log
+        self._ready_since: float | None = None  # the engine that runs; time.monotonic(), as is:
+        self._owes_since: float | None = None  # it a word; None: it does not
+        self._streams: dict[int, Stream] = {}  # that have not ended
+        self._open: set[Stream] = set()  # that are not closed
         self._next_id = 0
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -121,21 +139,31 @@ class EngineClient:
         ids = range(self._next_id, self._next_id + len(prompts))
         self._next_id = ids.stop
         stream = Stream(self, ids, params.get("n", 1))
+        self._open.add(stream)
         for request_id, prompt in zip(ids, prompts, strict=True):
             self._streams[request_id] = stream
-            self._writer.write(encode({"submit": request_id, "prompt": prompt, "params": params}))
+            self._tell({"submit": request_id, "prompt": prompt, "params": params})
         return stream
 
     def forget(self, stream: Stream) -> None:
         """Nobody waits for it any more: the engine ends what is left of it."""
         for request_id in stream.request_ids:
-            if self._streams.pop(request_id, None) is not None and self._writer is not None:
-                self._writer.write(encode({"abort": request_id}))
+            if self._streams.pop(request_id, None) is not None and self.state == "ready":
+                self._tell({"abort": request_id})
+
+    def release(self, stream: Stream) -> None:
+        """It does not count any more."""
+        self._open.discard(stream)
 
     @property
     def num_samples(self) -> int:
-        """In flight, whether they run or wait."""
-        return sum(stream.num_running for stream in set(self._streams.values()))
+        """In flight: that run, wait, or belong to a request whose client has not got all of the answer."""
+        return sum(stream.num_samples for stream in self._open)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the engine's last word, if it has work."""
+        return 0.0 if self._owes_since is None else time.monotonic() - self._owes_since
 
     async def close(self) -> None:
         """End the engine, and what it runs."""
@@ -148,39 +176,52 @@ class EngineClient:
             self._supervisor.cancel()
         await asyncio.wait([self._supervisor])
 
+    @property
+    def _age(self) -> float:
+        """Seconds since the engine that runs, or ran last, was ready; 0 if it has never been."""
+        return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """The engine answers whatever it is told, be it with a step that gave nothing."""
+        assert self._writer is not None
+        self._writer.write(encode(message))
+        if self._owes_since is None:
+            self._owes_since = time.monotonic()
+
     async def _supervise(self) -> None:
         delay = FIRST_DELAY
         while True:
-            start = time.monotonic()
+            self._last_words = self._ready_since = None
             try:
-                await self._run()
-            except Exception as error:
+                self.why = f"exit status {await self._run()}"
+            except Exception:
                 logger.exception("the engine's process cannot be run")
-                self.why = str(error)
+                self.why = "it cannot be run"
             self._writer = self.pid = None
-            self._fail_all()
+            if self._first_start is not None and not self._first_start.done():
+                self._first_start.set_exception(EngineError(f"the engine did not start: {self.why}"))
             if self.state == "closed":
                 return
-            self.state, self.load = "restarting", EngineLoad()
             self.on_restart()
-            if time.monotonic() - start > YOUNG:
+            if self._age > YOUNG:
                 delay = FIRST_DELAY
-            logger.error("the engine has ended (%s); another is started in %.1f s", self.why, delay)
+            words = self.why if self._last_words is None else f"{self.why}: {self._last_words}"
+            logger.error("the engine has ended (%s); another is started in %.1f s", words, delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, MAX_DELAY)
 
-    async def _run(self) -> None:
-        """One life of an engine's process."""
+    async def _run(self) -> int:
+        """One life of an engine's process; its exit status."""
         ours, theirs = socket.socketpair()
         with theirs:
             # in a session of its own: Ctrl-C in a terminal is for the front alone
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "trtspec.serve.engine_process", str(theirs.fileno()), *self.log,
+                *self.command, str(theirs.fileno()), *self.log,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
         self.pid = process.pid
-        self._last_words = None
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
+        watch = asyncio.create_task(self._watch(process))
         try:
             self._writer.write(encode(self.options))
             # the engine may die with a line half written, which is no message
@@ -188,13 +229,31 @@ class EngineClient:
                 while (line := await reader.readline()).endswith(b"\n"):
                     self._take(json.loads(line))
         finally:
+            # at once: until the process itself has gone, seconds may pass
+            watch.cancel()
             self._writer.close()
+            if self.state != "closed":
+                self.state = "restarting"
+            self.load, self._owes_since = EngineLoad(), None
+            for stream in set(self._streams.values()):
+                stream.end(EngineError("the server is shutting down" if self.state == "closed" else GONE))
+            # one that is still loading does not see that nobody wants it any more
+            seconds = 0 if self.state == "closed" and not self._age else 10
             try:
-                status = await asyncio.wait_for(process.wait(), 10)
+                await asyncio.wait_for(process.wait(), seconds)
             except asyncio.TimeoutError:
-                process.kill()
-                status = await process.wait()
-        self.why = self._last_words or f"exit status {status}"
+                with suppress(ProcessLookupError):
+                    process.kill()
+            status = await process.wait()
+        return status
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kills an engine that hangs; what follows is as if it had died."""
+        while self.silence < self.patience:
+            await asyncio.sleep(min(self.patience / 8, 1.0))
+        self._last_words = f"it had work and said nothing for {self.silence:.1f} s"
+        with suppress(ProcessLookupError):
+            process.kill()
 
     def _take(self, message: dict[str, Any]) -> None:
         for fields in message.get("deltas", ()):
@@ -204,6 +263,7 @@ class EngineClient:
                 stream.put(delta)
                 if stream.ended:
                     self._drop(stream)
+        self._owes_since = time.monotonic() if self._streams else None
         if "load" in message:
             self.load = EngineLoad(**message["load"])
         elif "refused" in message:
@@ -213,6 +273,7 @@ class EngineClient:
         elif "ready" in message:
             self.facts = EngineFacts(**message["ready"])
             logger.info("the engine is ready", extra={"fields": {"pid": self.pid, **message["ready"]}})
+            self._ready_since = time.monotonic()
             if self.state != "closed":
                 self.state = "ready"
             if self._first_start is not None and not self._first_start.done():
@@ -227,10 +288,3 @@ class EngineClient:
     def _drop(self, stream: Stream) -> None:
         for request_id in stream.request_ids:
             self._streams.pop(request_id, None)
-
-    def _fail_all(self) -> None:
-        why = "the server is shutting down" if self.state == "closed" else f"the engine has ended ({self.why})"
-        for stream in set(self._streams.values()):
-            stream.end(EngineError(f"{why}; the request is lost, send it again"))
-        if self._first_start is not None and not self._first_start.done():
-            self._first_start.set_exception(EngineError(f"the engine did not start: {self.why}"))

@@ -73,6 +73,9 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         load, ready = self._client.load, self._client.state == "ready"
         yield GaugeMetricFamily("trtspec_engine_up", "1 while requests can run", value=ready)
+        yield GaugeMetricFamily(
+            "trtspec_engine_silent_seconds", "since its last word, while it has work", value=self._client.silence
+        )
         yield GaugeMetricFamily("trtspec_running", "samples in the running batch", value=load.running)
         yield GaugeMetricFamily("trtspec_waiting", "samples that wait", value=load.waiting)
         yield GaugeMetricFamily("trtspec_kv_used_ratio", "share of the KV cache's blocks in use", value=load.kv_used)

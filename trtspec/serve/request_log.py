@@ -128,5 +128,7 @@ class RequestLog:
         finally:
             _CURRENT.reset(token)
             record.finish()
+            if record.generation is not None:
+                record.generation.close()
             for listener in self.listeners:
                 listener(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -14,14 +15,15 @@ from trtspec.serve.request_log import ENDPOINTS
 
 
 class Gate:
-    """ASGI middleware: API keys for /v1, a limit on bodies, and a count of answers by status.
+    """ASGI middleware: API keys for /v1, limits on bodies (bytes, seconds), and a count of answers by status.
 
     Keys are compared by their digests, all of them, whatever came before agrees: the time tells nothing.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body: int, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body: int, seconds: float, metrics: Metrics) -> None:
         self.app = app
         self.max_body = max_body
+        self.seconds = seconds
         self.metrics = metrics
         self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
@@ -40,11 +42,17 @@ class Gate:
                 self.metrics.requests.labels(endpoint, str(sent)).inc()
             await send(message)
 
-        read = 0
+        read, more = 0, True
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.seconds
 
         async def limited() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, more
+            try:
+                message = await asyncio.wait_for(receive(), end - loop.time() if more else None)
+            except asyncio.TimeoutError:
+                raise self._too_slow() from None
+            more = message.get("more_body", False)
             if message["type"] == "http.request":
                 read += len(message.get("body", b""))
                 if read > self.max_body:
@@ -64,6 +72,10 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.max_body} bytes", code="body_too_large")
+
+    def _too_slow(self) -> ApiError:
+        why = f"the body did not come within {self.seconds:g} s"
+        return ApiError(408, why, code="body_timeout", headers={"Connection": "close"})
 
     def check_key(self, header: bytes) -> None:
         """Of an Authorization header; ApiError if it holds none of the keys, where there are keys."""

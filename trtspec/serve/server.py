@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import math
 import signal
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp
 
 from trtspec.serve import logs
 from trtspec.serve.engine_client import EngineClient
+from trtspec.serve.patience import Patience
 from trtspec.serve.request_log import RequestLog, write
 from trtspec.serve.routes import build_app
 from trtspec.serve.security import Gate
@@ -28,34 +30,50 @@ from trtspec.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_SPARE = 256
+"""Connections beyond those whose samples run or wait: of clients that will be told 429, viewers, probes."""
+
 
 def serve(settings: ServeSettings, options: dict[str, Any]) -> int:
     """Serve until told to stop (SIGTERM, SIGINT); exit status. options: arguments of LLM, as JSON can write them.
-    The log says where it listens, once requests can run.
+    The log says where it listens, once requests can run; connections are refused until then.
 
     ConfigError, EngineError if the model cannot be loaded; OSError if the address is taken.
     """
     logs.configure(settings.log_format, settings.log_level)
     tracing = from_environment()
-    with socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048) as listener:
-        return asyncio.run(_serve(settings, options, listener, tracing))
+    with _bound(settings.host, settings.port) as listener:
+        try:
+            return asyncio.run(_serve(settings, options, listener, tracing))
+        except asyncio.CancelledError:  # told to stop while the model was loaded
+            return 0
 
 
 async def _serve(
     settings: ServeSettings, options: dict[str, Any], listener: socket.socket, tracing: Tracing | None
 ) -> int:
-    client = EngineClient(options, (settings.log_format, settings.log_level))
+    task = asyncio.current_task()
+    assert task is not None
+    # until the HTTP server has its own; process 1 of a container has none at all, which would be no way to stop it
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    client = EngineClient(options, (settings.log_format, settings.log_level), settings.engine_timeout)
     starting = asyncio.create_task(client.start())  # beside what follows: both take a second
     try:
         await asyncio.sleep(0)
         tokenizer = Tokenizer.from_folder(options.get("tokenizer") or settings.model)
         service = Service(settings, client, tokenizer)
         client.on_restart = service.metrics.restarts.inc
-        server = _Server(service, _config(service, tracing))
+        patience = Patience(guarded(service, tracing), settings.client_timeout)
+        server = _Server(service, _config(service, patience))
         await starting
+        server.config.limit_concurrency = service.facts.max_batch_size + settings.max_queue + _SPARE
+        listener.listen(2048)
         host, port = listener.getsockname()[:2]
+        warn_if_open(host, settings)
         logger.info("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
+        watch = asyncio.create_task(patience.watch(server.server_state.connections))
         await server.serve(sockets=[listener])
+        watch.cancel()
         logger.info("stopped")
     finally:
         starting.cancel()
@@ -87,9 +105,9 @@ class _Server(uvicorn.Server):
         self.should_exit = self._service.stopping = True
 
 
-def _config(service: Service, tracing: Tracing | None) -> uvicorn.Config:
+def _config(service: Service, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
-        guarded(service, tracing),
+        app,
         log_config=None,  # its events go where ours go
         log_level="warning",
         access_log=False,
@@ -99,14 +117,32 @@ def _config(service: Service, tracing: Tracing | None) -> uvicorn.Config:
     )
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that does not listen yet: who asks whether the server is ready is refused rather than left waiting."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if bound.family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, f"{error.strerror} (while attempting to bind on address {(host, port)})") from None
+    return bound
+
+
+def warn_if_open(host: str, settings: ServeSettings) -> None:
+    """A line in the log where others can reach this address, and need no key."""
+    if not settings.api_keys and not ipaddress.ip_address(host).is_loopback:
+        logger.warning("there is no API key: whoever reaches %s can generate", host)
 
 
 def guarded(service: Service, tracing: Tracing | None = None) -> ASGIApp:
     """The app behind its gate, and before that the records of all that comes."""
     settings = service.settings
-    app: ASGIApp = Gate(build_app(service), settings.api_keys, settings.max_body, service.metrics)
+    app: ASGIApp = Gate(
+        build_app(service), settings.api_keys, settings.max_body, settings.client_timeout, service.metrics
+    )
     if settings.cors:
         app = CORSMiddleware(app, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
     return RequestLog(app, (write,) if tracing is None else (write, tracing))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.errors import EngineError, RequestError
-from trtspec.serve.api_errors import ApiError, api_error
+from trtspec.serve.api_errors import ONCE, ApiError, api_error
 from trtspec.serve.engine_client import EngineClient, Stream
 from trtspec.serve.metrics import Metrics
 from trtspec.serve.protocol import MAX_GRAMMAR, MAX_SAMPLES, GenerationRequest
@@ -48,15 +48,15 @@ class Tally:
         self.steps += bool(delta.token_ids) and not delta.is_context
         self.num_drafted += len(delta.draft_ids)
         self.num_accepted += delta.num_accepted
-        if delta.error is not None:
-            raise ApiError(500, f"the request failed: {delta.error}", code="request_failed")
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.error is not None:
+            raise ApiError(500, f"the request failed: {delta.error}", code="request_failed", headers=ONCE)
 
 
 @dataclass
 class Generation:
     """A request that runs: iterate over what each step gives, as (choice, delta). Leaving ends it. ApiError for
-    whatever ends it early."""
+    whatever ends it early. It counts for admission until close() is called, which its record does in the end."""
 
     service: Service
     stream: Stream
@@ -78,7 +78,7 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         metrics, loop = self.service.metrics, asyncio.get_running_loop()
-        late = ApiError(408, f"the request took more than {self.timeout:g} s", code="timeout")
+        late = ApiError(408, f"the request took more than {self.timeout:g} s", code="timeout", headers=ONCE)
         deadline = loop.call_later(self.timeout, self.stream.end, late)
         last: dict[int, float] = {}
         try:
@@ -102,6 +102,14 @@ class Generation:
         finally:
             deadline.cancel()
             self.stream.end(ApiError(499, "the client went away"))
+
+    def close(self) -> None:
+        """It has been answered, or will not be."""
+        unfinished = sum(tally.finish_reason is None for tally in self.tallies)
+        self.service.metrics.finished.labels("abort").inc(unfinished)
+        if unfinished and self.failed is None:
+            self.service.metrics.disconnects.inc()
+        self.stream.close()
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's `usage`, and under `speculation` what it leaves out."""
@@ -132,12 +140,14 @@ class Service:
         self.tokenizer = tokenizer
         self.metrics = Metrics(client)
         self.name = settings.served_name or Path(settings.model).resolve().name
+        if tokenizer is not None:
+            tokenizer.name = self.name  # clients see what it complains of, and have no business with its folder
         self.created = int(time.time())
         self.stopping = False  # the server has been told to
 
     @property
     def facts(self) -> EngineFacts:
-        """ApiError before the first engine is ready."""
+        """EngineError before the first engine is ready."""
         if self.client.facts is None:
             raise EngineError(f"the engine is {self.client.state}; try again in a moment")
         return self.client.facts

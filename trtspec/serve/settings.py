@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trtspec.errors import ConfigError
@@ -14,8 +15,11 @@ class ServeSettings:
 
     model: checkpoint or engine folder; served_name: what clients call it, None = the folder's name. api_keys: any of
     them opens /v1; none = open to all who reach the address. max_queue: samples that may wait beyond those that run,
-    then 429. max_body: bytes. timeout: seconds for a request that names none. drain: seconds that requests in flight
-    are given when the server is told to stop. cors: origins that browsers may call from.
+    then 429. max_body: bytes. timeout: seconds for a request that names none. client_timeout: seconds for a client to
+    send a body, and to take each 64 KiB of an answer. engine_timeout: seconds without a word from an engine that has
+    work, after which it is replaced; loading the model does not count, the first steps and grammars that are compiled
+    do. drain: seconds that requests in flight are given when the server is told to stop. cors: origins that browsers
+    may call from.
     log_format: "text" or "json"; log_level: one of trtspec.serve.logs.LEVELS.
     """
 
@@ -27,6 +31,8 @@ class ServeSettings:
     max_queue: int = 256
     max_body: int = 8 << 20
     timeout: float = 600.0
+    client_timeout: float = 60.0
+    engine_timeout: float = 300.0
     drain: float = 30.0
     cors: tuple[str, ...] = ()
     log_format: str = "text"
@@ -35,13 +41,15 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port = {self.port}; use 0..65535 (0 = any that is free)")
-        for name, least in (("max_queue", 0), ("max_body", 1024), ("timeout", 0.001), ("drain", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be {least} or more")
+        least = {"max_queue": 0, "max_body": 1024, "drain": 0}
+        for name in ("max_queue", "max_body", "timeout", "client_timeout", "engine_timeout", "drain"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= least.get(name, 0.001)):
+                raise ConfigError(f"{name} = {value} must be {least.get(name, 0.001)} or more, and finite")
         if self.log_format not in FORMATS or self.log_level not in LEVELS:
             raise ConfigError(
                 f"log_format = {self.log_format!r}, log_level = {self.log_level!r}; "
                 f"use one of {', '.join(FORMATS)}, and one of {', '.join(LEVELS)}"
             )
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
-            raise ConfigError("an API key must be printable ASCII, and not empty")
+            raise ConfigError("an API key must be printable ASCII, and not empty (--api-key, TRTSPEC_API_KEY)")

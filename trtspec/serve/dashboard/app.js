@@ -106,8 +106,8 @@ function verdict([first, second], inTurn) {
     return `Texts differ from character ${i + 1} on.`;
   }
   const equal = `Texts are equal (${first.text.length} characters).`;
-  if (!inTurn) return equal;
   const [fast, slow] = first.speed >= second.speed ? [first, second] : [second, first];
+  if (!inTurn || !slow.speed) return equal; // a run of one step has no speed
   return `${equal} K = ${fast.k}: ${(fast.speed / slow.speed).toFixed(2)}x the speed of K = ${slow.k}.`;
 }
 

@@ -1,0 +1,187 @@
+"""The front's hold on an engine whose process does what engines do when they go wrong: a script that talks like one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trtspec.errors import EngineError
+from trtspec.serve import engine_client
+from trtspec.serve.engine_client import EngineClient, Stream
+
+SECRET = "CUDA error in /home/somebody/models/private"
+SCRIPT = """
+import json, socket, sys, time
+connection = socket.socket(fileno=int(sys.argv[1]))
+lines = connection.makefile("r")
+options = json.loads(lines.readline())
+
+def say(**message):
+    connection.sendall(json.dumps(message).encode() + b"\\n")
+
+FACTS = dict(
+    model="m", vocab_size=9, max_seq_len=9, max_batch_size=1, kv_tokens=9, mode="NONE", max_draft_len=0, lossy=False
+)
+"""
+READY = SCRIPT + "say(ready=FACTS)\n"
+FAILS = READY + f"lines.readline(); say(failed={SECRET!r}); lines.close(); connection.close(); time.sleep(1)\n"
+ANSWERS = READY + "for line in lines:\n    say(deltas=[], load={})\n"
+HANGS = READY + "lines.readline(); say(deltas=[], load={}); time.sleep(60)\n"
+DIES_YOUNG = (
+    SCRIPT
+    + """
+import pathlib
+first = pathlib.Path(__file__).with_name("first")
+if first.exists():
+    time.sleep(0.2)
+else:
+    first.touch()
+    say(ready=FACTS)
+"""
+)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Callable[..., EngineClient]:
+    """Makes a client whose engine is this script."""
+
+    def made(script: str, patience: float = 60.0) -> EngineClient:
+        path = tmp_path / "engine.py"
+        path.write_text(script)
+        client = EngineClient({}, patience=patience)
+        client.command = (sys.executable, "-S", str(path))
+        return client
+
+    return made
+
+
+def submit(client: EngineClient) -> Stream:
+    return client.submit([[1, 2]], {})
+
+
+async def ended(stream: Stream) -> str:
+    with pytest.raises(EngineError) as raised:
+        await stream.read()
+    return str(raised.value)
+
+
+def test_an_engine_that_has_said_its_last_word_takes_nothing_more(
+    engine: Callable[..., EngineClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process may live on for seconds, as one does that has to give back a device."""
+
+    async def run() -> None:
+        client = engine(FAILS)
+        await client.start()
+        pid, start = client.pid, time.monotonic()
+        assert pid is not None
+        stream = submit(client)
+        assert await ended(stream) == engine_client.GONE
+        assert client.state == "restarting"
+        os.kill(pid, 0)  # it lives
+        with pytest.raises(EngineError, match="restarting"):
+            submit(client)
+        while client.why is None:
+            await asyncio.sleep(0.05)
+        assert time.monotonic() - start > 0.8
+        await client.close()
+        assert client.why == "exit status 0"
+
+    asyncio.run(run())
+    assert SECRET in caplog.text  # which is for the operator alone
+
+
+def test_it_can_be_closed_while_the_process_of_one_that_failed_lives_on(engine: Callable[..., EngineClient]) -> None:
+    async def run() -> None:
+        client = engine(FAILS)
+        await client.start()
+        pid = client.pid
+        assert pid is not None
+        await ended(submit(client))
+        await client.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_hangs_is_replaced(
+    engine: Callable[..., EngineClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        client = engine(HANGS, patience=0.5)
+        await client.start()
+        await asyncio.sleep(0.7)  # with nothing to do it may be silent
+        assert client.state == "ready"
+        assert client.silence == 0
+        assert await asyncio.wait_for(ended(submit(client)), 5) == engine_client.GONE
+        while client.state != "ready":
+            await asyncio.sleep(0.02)
+        assert client.why == f"exit status -{signal.SIGKILL.value}"
+        await client.close()
+
+    asyncio.run(run())
+    assert "it had work and said nothing for 0." in caplog.text
+
+
+def test_silence_counts_from_the_first_thing_that_is_unanswered(engine: Callable[..., EngineClient]) -> None:
+    """Else requests that give up before the engine is given up would hide that it hangs."""
+
+    async def run() -> None:
+        client = engine(ANSWERS)
+        await client.start()
+        pid = client.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(4):
+            stream = submit(client)
+            await asyncio.sleep(0.1)
+            stream.end(EngineError("too late"))
+        assert client.silence > 0.35
+        os.kill(pid, signal.SIGCONT)
+        while client.silence:
+            await asyncio.sleep(0.02)
+        assert client.state == "ready"
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_counts_until_it_is_closed(engine: Callable[..., EngineClient]) -> None:
+    async def run() -> None:
+        client = engine(ANSWERS)
+        await client.start()
+        stream = client.submit([[1], [2]], {"n": 3})
+        stream.end(EngineError("too late"))  # its reader may not have heard of it
+        assert client.num_samples == 6
+        stream.close()
+        assert client.num_samples == 0
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_never_was_ready_has_died_young(
+    engine: Callable[..., EngineClient], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However long it took to load."""
+    monkeypatch.setattr(engine_client, "YOUNG", 0.1)
+
+    async def run() -> None:
+        client, died = engine(DIES_YOUNG), []
+        client.on_restart = lambda: died.append(client.why)
+        await client.start()
+        while len(died) < 3:
+            await asyncio.sleep(0.02)
+        await client.close()
+
+    asyncio.run(run())
+    assert re.findall(r"another is started in (\S+) s", caplog.text) == ["0.1", "0.2", "0.4"]

@@ -1,0 +1,69 @@
+"""Clients that stop in the middle: that connect and ask nothing, or do not read what they asked for. The HTTP server
+would wait for them for ever, and hold what they do not take. (How long a body may take to come: see Gate.)"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+PIECE = 1 << 16
+"""Bytes that are sent at once: what a client must take in time."""
+_SINCE = "trtspec.sending_since"
+
+
+class Patience:
+    """ASGI middleware around all others, and what watches over the server's connections: one on which nothing moves for
+    `limit` seconds is cut off. To the app that is a client which has hung up."""
+
+    def __init__(self, app: ASGIApp, limit: float) -> None:
+        self.app = app
+        self.limit = limit
+        self._still: dict[Any, tuple[tuple[Any, int], float]] = {}  # connections without a request: how, since when
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def timed(message: Message) -> None:
+            """`send` waits for the client to take what it was given before, all but some 64 KiB."""
+            scope[_SINCE] = time.monotonic()
+            try:
+                await send(message)
+            finally:
+                del scope[_SINCE]
+
+        async def in_pieces(message: Message) -> None:
+            body = message.get("body", b"")
+            last = max(len(body) - 1, 0) // PIECE * PIECE
+            for start in range(0, last, PIECE):
+                await timed({**message, "body": body[start : start + PIECE], "more_body": True})
+            await timed({**message, "body": body[last:]} if last else message)
+
+        await self.app(scope, receive, in_pieces)
+
+    async def watch(self, connections: Collection[Any]) -> NoReturn:
+        """Until it is cancelled. connections: uvicorn's, as they come and go."""
+        while True:
+            await asyncio.sleep(min(self.limit / 4, 1.0))
+            self.sweep(connections, time.monotonic())
+
+    def sweep(self, connections: Collection[Any], now: float) -> None:
+        """Cut off those whose time is up."""
+        still = {}
+        for connection in list(connections):
+            cycle, transport = connection.cycle, connection.transport
+            if cycle is not None and not cycle.response_complete and not transport.is_closing():
+                since = cycle.scope.get(_SINCE, now)
+            else:
+                state = cycle, transport.get_write_buffer_size()  # its last request, what is not taken of the answer
+                before, since = self._still.get(connection, (state, now))
+                since = since if state == before else now
+                still[connection] = state, since
+            if now - since > self.limit:
+                logger.info("a client that neither sends nor reads is cut off")
+                transport.abort()
+        self._still = still
