@@ -71,12 +71,12 @@ class SamplingParams:
     before that many output tokens. stop: strings that end the text (not part of it, unless include_stop_str_in_output).
     n: samples per prompt; sample 0 uses the seed itself, sample i a hash of it.
 
-    repetition_penalty: a logit of what prompt or output hold is divided by it where it is positive, multiplied where it
-    is not; None = the checkpoint's, else 1.0 = off. presence_penalty is taken off the logit of what the output holds,
-    frequency_penalty as often as the output holds it; both are in [-2, 2], 0 = off. logit_bias: token id -> what is
-    added to its logit, -100..100. logprobs: 0..20, the log-probabilities of each token drawn and of so many of the most
-    likely; None = none. max_draft_len: at most so many drafts a step; 0 = plain decoding, None = the engine's K, which
-    no request exceeds. It changes the time that a request takes, and no token.
+    logit_bias: token id -> what is added to its logit, -100..100; penalties see the sum. repetition_penalty: a logit of
+    what prompt or output hold is divided by it where it is positive, multiplied where it is not; None = the
+    checkpoint's, else 1.0 = off. presence_penalty is taken off the logit of what the output holds, frequency_penalty as
+    often as the output holds it; both are in [-2, 2], 0 = off. logprobs: 0..20, the log-probabilities of each token
+    drawn and of so many of the most likely; None = none. max_draft_len: at most so many drafts a step; 0 = plain
+    decoding, None = the engine's K, which no request exceeds. It changes the time that a request takes, and no token.
 
     structured_outputs: what the text must be. End-of-sequence and stop token ids can then be drawn where it may end,
     and nothing else where it must; so min_tokens and ignore_eos, which contradict that, are refused beside it.
