@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -16,7 +15,7 @@ import pytest
 from tests.e2e.tiny import add_tokenizer, make_target
 from tests.serve.pb_double import InferenceResponse, Request, make_pb
 from trtspec import LLM, SamplingParams
-from trtspec.errors import RequestError, UnsupportedError
+from trtspec.errors import RequestError
 from trtspec.serve.triton_backend import LlmApiModel
 from trtspec.serve.triton_classic import (
     BlsModel,
@@ -252,7 +251,7 @@ BAD = {
     "llmapi": [
         ({"sampling_param_best_of": 2}, "input sampling_param_best_of: one request is one sample"),
         ({"return_cumulative_logprob": True}, "input return_cumulative_logprob: log probabilities are not built"),
-        ({"sampling_param_top_p": 0.0}, "top_p = 0.0 must be in"),
+        ({"sampling_param_top_p": 1.5}, "top_p = 1.5 must be in"),
         ({"sampling_param_max_tokens": 0}, "max_tokens = 0 must be"),
         ({"sampling_param_seed": [1, 2]}, "input sampling_param_seed has 2 elements"),
         ({"text_input": [b"\xff"]}, "text_input is not UTF-8"),
@@ -311,15 +310,31 @@ def test_what_asks_for_nothing_is_served(load: Callable[..., Any], offline: LLM)
     assert text(list(request.sender)) == offline.generate(PROMPT, SAMPLED)[0].outputs[0].text
 
 
-def test_penalties_reach_the_sampler_or_are_refused(load: Callable[..., Any]) -> None:
-    """Which of both: whether this version's SamplingParams has them."""
-    model = load("llmapi")
-    values = {"text_input": ["a"], "sampling_param_presence_penalty": [0.5]}
-    if "presence_penalty" in {field.name for field in dataclasses.fields(SamplingParams)}:
-        assert model.job(values).params.presence_penalty == 0.5
+SAMPLING: dict[str, float] = {
+    "temperature": 0.7, "top_k": 4, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": -0.25, "max_tokens": 9,
+    "seed": 11,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [LlmApiModel, EngineModel])
+def test_each_input_reaches_its_field_of_the_sampler(load: Callable[..., Any], model: Any) -> None:
+    if model is LlmApiModel:
+        wanted = SAMPLING
+        sent: dict[str, Any] = {f"sampling_param_{name}": [value] for name, value in wanted.items()}
+        job = load("llmapi").job({"text_input": ["a"], **sent})
     else:
-        with pytest.raises(UnsupportedError, match=r"presence_penalty: .* not built"):
-            model.job(values)
+        wanted = {**SAMPLING, "repetition_penalty": 1.25, "min_tokens": 2}
+        tensors = {"top_k": "runtime_top_k", "top_p": "runtime_top_p", "max_tokens": "request_output_len"}
+        sent = {tensors.get(name, name): [value] for name, value in wanted.items()}
+        job = load("classic").models["tensorrt_llm"].job({"input_ids": [1], "input_lengths": [1], **sent})
+    assert set(sent) == set(model._FIELDS)
+    assert {name: getattr(job.params, name) for name in wanted} == wanted
+
+
+def test_what_nvidias_client_sends_unasked_is_greedy(load: Callable[..., Any], offline: LLM) -> None:
+    [expected] = offline.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12))
+    sent = {"max_tokens": 12, "temperature": 1.0, "top_k": 1, "top_p": 0.0, "repetition_penalty": 1.0}
+    assert text(list(ask(load("classic"), text_input=PROMPT, **sent).sender)) == expected.outputs[0].text
 
 
 def test_no_stream_where_a_request_is_answered_once(load: Callable[..., Any], offline: LLM) -> None:

@@ -7,7 +7,6 @@ thread of our own hands out what the engine makes of them, and looks for those w
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import importlib
 import itertools
@@ -31,8 +30,6 @@ from trtspec.serve.triton_settings import Settings
 from trtspec.serve.triton_tensors import Values, make_tensors, read_inputs, requested
 
 logger = logging.getLogger(__name__)
-
-SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 @dataclass(frozen=True)
@@ -254,15 +251,8 @@ def speculation_outputs(stats: SpeculationStats) -> Values:
 
 
 def sampling_params(values: Values, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Keyword arguments of SamplingParams from the tensors that are there. fields: tensor -> field. UnsupportedError
-    for a tensor whose field SamplingParams does not have."""
-    params: dict[str, Any] = {}
-    for tensor, name in fields.items():
-        if tensor in values:
-            if name not in SAMPLING_FIELDS:
-                raise UnsupportedError(f"input {tensor}: {name} is not built in this version; leave it out")
-            params[name] = values[tensor][0]
-    return params
+    """Keyword arguments of SamplingParams from the tensors that are there. fields: tensor -> field."""
+    return {name: values[tensor][0] for tensor, name in fields.items() if tensor in values}
 
 
 class LlmApiModel(EngineHost):
