@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from trtspec.serve.triton_metrics import Metrics
 from trtspec.serve.triton_numpy import repair
 from trtspec.serve.triton_settings import Settings
 from trtspec.serve.triton_tensors import Values, make_tensors, read_inputs, requested
+from trtspec.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,13 @@ class EngineHost:
         # What is the server's must go while it is there to be told: metrics, and senders that wait in cycles.
         del self.metrics
         gc.collect()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's."""
+        tokenizer = self.llm.tokenizer
+        assert tokenizer is not None, "trtspec triton-repo writes no repository without one"
+        return tokenizer
 
     def job(self, values: Values) -> Job:
         """What the inputs ask for. RequestError, UnsupportedError."""
@@ -255,6 +263,23 @@ def sampling_params(values: Values, fields: Mapping[str, str]) -> dict[str, Any]
     return {name: values[tensor][0] for tensor, name in fields.items() if tensor in values}
 
 
+def stop_fields(tokenizer: Tokenizer, words: Iterable[tuple[str, Sequence[int]]]) -> dict[str, list[Any]]:
+    """What of SamplingParams makes words, each with its token ids, end a text. A word ends it where it begins, however
+    its letters are cut into tokens; a special token, of which no text tells, by its id. RequestError for one in a word
+    of more tokens."""
+    fields: dict[str, list[Any]] = {"stop": [], "stop_token_ids": []}
+    for word, ids in words:
+        if all(tokenizer.is_visible(token, skip_special_tokens=True) for token in ids):
+            fields["stop"].append(word)
+        elif len(ids) == 1:
+            fields["stop_token_ids"] += ids
+        else:
+            raise RequestError(
+                f"stop word {word!r} (token ids {list(ids)}) holds a special token beside others; give that one alone"
+            )
+    return fields
+
+
 class LlmApiModel(EngineHost):
     """The one model of the llmapi layout: text in, text out."""
 
@@ -271,7 +296,7 @@ class LlmApiModel(EngineHost):
         if len(prompts) != 1:
             raise RequestError(f"input text_input holds {len(prompts)} prompts; send one request for each")
         fields = sampling_params(values, self._FIELDS)
-        fields["stop"] = values.get("sampling_param_stop", ())
+        fields |= stop_fields(self.tokenizer, self._words(values.get("sampling_param_stop", ())))
         echo = not values.get("sampling_param_exclude_input_from_output", [True])[0]
         return Job(
             prompts[0],
@@ -287,5 +312,9 @@ class LlmApiModel(EngineHost):
         if any(job.values.get("return_finish_reason", ())):
             outputs["finish_reason"] = [part.finish_reason or ""]
         if any(job.values.get("return_stop_reason", ())):
-            outputs["stop_reason"] = ["" if part.stop_reason is None else str(part.stop_reason)]
+            stop = part.stop_reason
+            outputs["stop_reason"] = [(self.tokenizer.token(stop) if isinstance(stop, int) else stop) or ""]
         return outputs
+
+    def _words(self, words: Sequence[str]) -> list[tuple[str, list[int]]]:
+        return [(word, self.tokenizer.encode(word, add_special_tokens=False)) for word in words]

@@ -25,6 +25,7 @@ from trtspec.serve.triton_backend import (
     is_decoupled,
     sampling_params,
     send_error,
+    stop_fields,
 )
 from trtspec.serve.triton_configs import (
     FROM_PREPROCESSING,
@@ -63,7 +64,7 @@ class EngineModel(EngineHost):
     }
 
     def job(self, values: Values) -> Job:
-        """See EngineHost. A stop word ends the text where it begins, however its letters are cut into tokens."""
+        """See EngineHost."""
         ids, length = values["input_ids"], values["input_lengths"][0]
         if not 0 < length <= len(ids):
             raise RequestError(
@@ -71,17 +72,19 @@ class EngineModel(EngineHost):
             )
         prompt = ids[:length]
         fields = sampling_params(values, self._FIELDS)
-        fields["stop"] = self._stop_words(values.get("stop_words_list", []))
+        words = unpacked_words(values.get("stop_words_list", []))
+        fields |= stop_fields(self.tokenizer, [(self.tokenizer.decode(ids, False), ids) for ids in words])
         if "end_id" in values:
             end = values["end_id"][0]
-            fields.update(ignore_eos=True, stop_token_ids=[end] if end >= 0 else [])  # -1 = nothing ends it
+            fields["ignore_eos"] = True
+            fields["stop_token_ids"] += [end] if end >= 0 else []  # -1 = nothing ends it
         echo = not values.get("exclude_input_in_output", [True])[0]
         return Job(
             prompt,
             SamplingParams.tensorrt_llm(**fields),
             any(values.get("streaming", ())),
             values,
-            self._decode(prompt) if echo else "",
+            self.tokenizer.decode(prompt) if echo else "",
             tuple(prompt) if echo else (),
         )
 
@@ -93,14 +96,6 @@ class EngineModel(EngineHost):
             "sequence_length": [len(part.token_ids)],
             "text_output": [part.text],
         }
-
-    def _stop_words(self, flat: Sequence[int]) -> list[str]:
-        return [self._decode(ids) for ids in unpacked_words(flat)]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        tokenizer = self.llm.tokenizer
-        assert tokenizer is not None, "trtspec triton-repo writes no repository without one"
-        return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def packed_words(words: Sequence[Sequence[int]]) -> list[int]:
