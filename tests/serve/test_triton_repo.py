@@ -110,10 +110,11 @@ def test_a_model_yaml_that_cannot_be_meant(tmp_path: Path, text: str, message: s
 def test_command_line(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     options = ["--model", str(target), "--output-dir", str(out), "--spec-method", "ngram", "--spec-tokens", "2"]
-    assert main(["triton-repo", *options, "--max-batch-size", "3", "--no-streaming"]) == 0
+    more = ["--max-batch-size", "3", "--no-streaming", "--generation-config", "off"]
+    assert main(["triton-repo", *options, *more]) == 0
     assert capsys.readouterr().out == f"{out / 'tensorrt_llm'}\n"
     llm = Settings.read(out / "tensorrt_llm" / "1").llm
-    assert llm["max_batch_size"] == 3
+    assert (llm["max_batch_size"], llm["generation_config"]) == (3, "off")
     assert llm["speculative_config"] == {"method": "ngram", "num_speculative_tokens": 2}
     assert "decoupled: false" in (out / "tensorrt_llm" / "config.pbtxt").read_text()
     assert main(["triton-repo", *options]) == 1

@@ -66,7 +66,7 @@ def loaded(model: Any, repository: Path, pb: SimpleNamespace, decoupled: bool = 
 
 
 def layouts(target: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """A fixture: load(layout, decoupled, checkpoint) -> the model that clients call, with `.pb`; unloaded at the end."""
+    """A fixture: load(layout, decoupled, checkpoint) -> the model that clients call, with `.pb`; unloaded at last."""
     open_models = []
 
     def load_layout(layout: str, decoupled: bool = True, checkpoint: Path = target) -> Any:
