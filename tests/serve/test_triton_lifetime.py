@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from tests.serve.triton_models import (
     wait_until,
 )
 from trtspec import LLM
+from trtspec.errors import DeviceError
+from trtspec.serve import triton_backend
 
 target = pytest.fixture(scope="module")(make_model)
 offline = pytest.fixture(scope="module")(plain)
@@ -45,6 +48,50 @@ def test_a_client_that_goes_frees_its_request(load: Callable[..., Any], layout: 
     assert engine.llm.get_metrics().finished == {"abort": 1}
     wait_until(lambda: engine.pb.metrics.get("trtspec_steps_total") == engine.llm.get_metrics().steps)
     wait_until(lambda: not engine.pb.metrics.get("trtspec_running_requests"))
+
+
+def fail(engine: Any) -> None:
+    """From its next step on."""
+    engine.llm.engine.step = gone
+
+
+def gone(*_: Any, **__: Any) -> Any:
+    raise DeviceError("the GPU is gone")
+
+
+@both
+def test_an_engine_that_fails_is_replaced(load: Callable[..., Any], offline: LLM, layout: str) -> None:
+    model = load(layout)
+    engine = model.models["tensorrt_llm"]
+    list(ask(model, text_input=PROMPT, **SENT[layout]).sender)
+    wait_until(lambda: engine.pb.metrics.get("trtspec_output_tokens_total", 0) > 0)
+    counted = dict(engine.pb.metrics)
+    failed = engine.llm
+    fail(engine)
+    assert "the GPU is gone" in error(ask(model, text_input=PROMPT, **SENT[layout]))
+    wait_until(lambda: engine.llm is not failed)
+    [response] = ask(model, text_input=PROMPT, **SENT[layout]).sender
+    assert outputs(response)["text_output"].decode() == offline.generate(PROMPT, SAMPLED)[0].outputs[0].text
+    assert engine.is_model_ready()
+    wait_until(lambda: engine.pb.metrics["trtspec_output_tokens_total"] > counted["trtspec_output_tokens_total"])
+    assert (engine.pb.metrics["trtspec_engine_up"], engine.pb.metrics["trtspec_engine_failures_total"]) == (1, 1)
+
+
+def test_a_process_that_can_have_no_engine_ends(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
+    """And is not ready until then, nor takes requests."""
+    model = load("llmapi")
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(triton_backend, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(triton_backend, "LLM", gone)
+    fail(model)
+    assert "the GPU is gone" in error(ask(model, text_input=PROMPT))
+    wait_until(lambda: bool(ended))
+    assert ended[0] == 1
+    assert not model.is_model_ready()
+    assert model.pb.metrics["trtspec_engine_up"] == 0
+    [refused] = ask(model, text_input=PROMPT).sender
+    assert refused.error().code() == model.pb.TritonError.UNAVAILABLE
 
 
 def test_a_request_is_stopped_by_its_id(load: Callable[..., Any], offline: LLM) -> None:

@@ -7,12 +7,15 @@ thread of our own hands out what the engine makes of them, and looks for those w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import itertools
 import json
 import logging
+import os
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,13 @@ from trtspec.serve.triton_tensors import Values, make_tensors, read_inputs, requ
 from trtspec.text import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+FIRST_DELAY, MAX_DELAY = 1.0, 30.0
+"""Seconds before an engine takes the place of the second that fails in a row, and the most; of the first, at once."""
+SOUND_SECONDS = 60.0
+"""What fails after so long fails for the first time in a row."""
+MOST_FAILURES = 5
+"""In a row, before an engine that cannot be started ends the process."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +90,9 @@ class EngineHost:
         self.decoupled = is_decoupled(args)
         settings = Settings.read(Path(args["model_repository"]) / args["model_version"])
         self.period = settings.cancellation_check_period
-        options = dict(settings.llm)
-        self.llm = LLM(options.pop("model"), **options)
+        self._options = dict(settings.llm)
+        self._failures = 0  # in a row
+        self._start()
         self.metrics = Metrics(self.pb, args["model_name"])
         self._numbers = itertools.count()
         self._running: dict[int, Running] = {}  # two threads share it: every operation on it is atomic
@@ -102,6 +113,8 @@ class EngineHost:
                     continue
                 job = self.job(values)
                 check_streaming(job.streaming, self.decoupled)
+                if not self.ready:
+                    raise Restarting("the engine has failed, and another is being started; try again soon")
                 generation = self.llm.generate_async(job.prompt, job.params)
             except Exception as error:
                 send_error(self.pb, sender, error)
@@ -110,6 +123,10 @@ class EngineHost:
             outputs = requested(request, self.spec.outputs)
             self._running[number] = Running(request.request_id(), sender, outputs, job, generation)
             asyncio.run_coroutine_threadsafe(self._serve(number), self._loop)
+
+    def is_model_ready(self) -> bool:
+        """Triton's call, of servers that ask: whether this model's /ready says so."""
+        return self.ready
 
     def finalize(self) -> None:
         """Triton's call, when the model is unloaded: end what still runs, and free the engine."""
@@ -190,6 +207,36 @@ class EngineHost:
                     running.cancelled = True
                     running.generation.abort()
             self.metrics.update(self.llm, len(self._running))
+            if self.llm.failure is not None:
+                await self._restart()
+
+    def _start(self) -> None:
+        options = dict(self._options)
+        self.llm = LLM(options.pop("model"), **options)
+        self._started, self.ready = time.monotonic(), True
+
+    async def _restart(self) -> None:
+        """Another engine in the place of one that failed, the later the more have. A process that cannot have one (its
+        GPU context is broken, say) ends: of what has no process the server says that it is not ready."""
+        self.ready = False
+        logger.error("the engine has failed, another is started in its place: %r", self.llm.failure)
+        self.metrics.failed()
+        if time.monotonic() - self._started > SOUND_SECONDS:
+            self._failures = 0
+        while self._running:  # they hear of it in tasks of their own
+            await asyncio.sleep(self.period)
+        with contextlib.suppress(EngineError):  # of what it was to write, some was not
+            self.llm.shutdown()
+        gc.collect()  # tracebacks hold the old one's memory
+        while not self.ready:
+            await asyncio.sleep(min(FIRST_DELAY * (2**self._failures - 1), MAX_DELAY))
+            self._failures += 1
+            try:
+                await asyncio.to_thread(self._start)
+            except Exception:
+                logger.exception("no engine can be started in the place of the one that failed")
+                if self._failures >= MOST_FAILURES:
+                    os._exit(1)
 
     async def _drain(self) -> None:
         """Wait until every request is answered: with an error, those that shutdown ended."""
@@ -220,6 +267,10 @@ def check_streaming(asked: bool, decoupled: bool) -> None:
         )
 
 
+class Restarting(Exception):
+    """There is no engine at the moment."""
+
+
 class Cancelled(Exception):
     """The client does not want the answer any more."""
 
@@ -237,6 +288,8 @@ def send_error(pb: Any, sender: Any, error: Exception) -> None:
     code = codes.INTERNAL
     if isinstance(error, Cancelled):
         code = codes.CANCELLED
+    elif isinstance(error, Restarting):
+        code = codes.UNAVAILABLE
     elif isinstance(error, UnsupportedError):
         code = codes.UNSUPPORTED
     elif isinstance(error, (RequestError, CapacityError)):
