@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.serve.triton_models import (
+    LIMITS,
     PROMPT,
     SAMPLED,
     SENT,
@@ -48,6 +49,24 @@ def test_a_client_that_goes_frees_its_request(load: Callable[..., Any], layout: 
     assert engine.llm.get_metrics().finished == {"abort": 1}
     wait_until(lambda: engine.pb.metrics.get("trtspec_steps_total") == engine.llm.get_metrics().steps)
     wait_until(lambda: not engine.pb.metrics.get("trtspec_running_requests"))
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_client_that_goes_is_not_waited_for(load: Callable[..., Any], decoupled: bool) -> None:
+    """Also where its request waits for others, which fill the engine, and where it is answered once."""
+    model = load("classic", decoupled)
+    engine = model.models["tensorrt_llm"]
+    slow_down(engine)
+    ids = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": 40, "end_id": -1}
+    for _ in range(LIMITS["max_batch_size"]):
+        ask(engine, "others", **ids)
+    wait_until(lambda: engine.llm.get_metrics().output_tokens > 0)
+    request = ask(model, text_input=PROMPT, **SENT["classic"])
+    wait_until(lambda: len(engine._running) > LIMITS["max_batch_size"])
+    request.sender.cancelled = True
+    assert "cancelled by its client" in error(request)
+    assert engine.llm.get_metrics().finished == {"abort": 1}
+    ask(engine, "others", **{**ids, "stop": True})
 
 
 def fail(engine: Any) -> None:
