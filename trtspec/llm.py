@@ -152,6 +152,12 @@ class LLM:
         allocator = self._engine_thread.engine.loop.scheduler.allocator
         return allocator.num_blocks - 1 - allocator.num_free  # without the scratch block
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why every request ends with EngineError: the engine has failed, and a new LLM must be made. None: it has
+        not."""
+        return self._engine_thread.failure
+
     def shutdown(self) -> None:
         """Free the model and the cache. What is running ends with EngineError, and so do further calls.
 

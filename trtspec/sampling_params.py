@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from json import dumps
 from typing import Any
@@ -71,12 +71,12 @@ class SamplingParams:
     before that many output tokens. stop: strings that end the text (not part of it, unless include_stop_str_in_output).
     n: samples per prompt; sample 0 uses the seed itself, sample i a hash of it.
 
-    repetition_penalty: a logit of what prompt or output hold is divided by it where it is positive, multiplied where it
-    is not; None = the checkpoint's, else 1.0 = off. presence_penalty is taken off the logit of what the output holds,
-    frequency_penalty as often as the output holds it; both are in [-2, 2], 0 = off. logit_bias: token id -> what is
-    added to its logit, -100..100. logprobs: 0..20, the log-probabilities of each token drawn and of so many of the most
-    likely; None = none. max_draft_len: at most so many drafts a step; 0 = plain decoding, None = the engine's K, which
-    no request exceeds. It changes the time that a request takes, and no token.
+    logit_bias: token id -> what is added to its logit, -100..100; penalties see the sum. repetition_penalty: a logit of
+    what prompt or output hold is divided by it where it is positive, multiplied where it is not; None = the
+    checkpoint's, else 1.0 = off. presence_penalty is taken off the logit of what the output holds, frequency_penalty as
+    often as the output holds it; both are in [-2, 2], 0 = off. logprobs: 0..20, the log-probabilities of each token
+    drawn and of so many of the most likely; None = none. max_draft_len: at most so many drafts a step; 0 = plain
+    decoding, None = the engine's K, which no request exceeds. It changes the time that a request takes, and no token.
 
     structured_outputs: what the text must be. End-of-sequence and stop token ids can then be drawn where it may end,
     and nothing else where it must; so min_tokens and ignore_eos, which contradict that, are refused beside it.
@@ -155,11 +155,18 @@ class SamplingParams:
 
     @classmethod
     def tensorrt_llm(cls, **fields: Any) -> SamplingParams:
-        """TensorRT-LLM's defaults: greedy if temperature, top_k and top_p are all unset, else temperature 1.0."""
-        unset = all(fields.get(name) is None for name in ("temperature", "top_k", "top_p"))
-        if fields.get("temperature") is None:
-            fields["temperature"] = 0.0 if unset else 1.0
-        return cls(**fields)
+        """What a request of TensorRT-LLM's means: greedy if temperature, top_k and top_p are all unset, if temperature
+        or top_p is 0 (or top_p less) or if top_k is 1. Unset is else 1.0, or off: generation_config.json has no say."""
+        off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        given = {name: value for name, value in fields.items() if value is not None or name not in off}
+        greedy = given.keys().isdisjoint(("temperature", "top_k", "top_p"))
+        if isinstance(given.get("top_p"), (int, float)) and given["top_p"] <= 0:
+            greedy = True
+            del given["top_p"]
+        params = cls(**{**off, **given})
+        if greedy or params.top_k == 1 or params.temperature == 0:
+            return replace(params, temperature=0.0, top_k=0, top_p=1.0)
+        return params
 
 
 @dataclass(frozen=True)

@@ -293,11 +293,11 @@ def process_logits(
     ban_until: torch.Tensor, allow_mask: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor,
     top_ps: torch.Tensor, min_ps: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """The op: see trtspec/ops/logits.py. Penalties and bias, which few requests ask for, are the reference's code."""
-    if penalties.numel():
-        logits = penalise(logits, history, prompt_lens, penalties)
+    """The op: see trtspec/ops/logits.py. Bias and penalties, which few requests ask for, are the reference's code."""
     if bias_ids.numel():
         logits = add_bias(logits, bias_ids, bias_values)
+    if penalties.numel():
+        logits = penalise(logits, history, prompt_lens, penalties)
     form = process_rows if logits.shape[1] <= CHUNK else process_spread
     groups = (positions, ban_ids, ban_until, allow_mask, temperatures, top_ks, top_ps, min_ps)
     return form(logits.contiguous(), *(group.contiguous() for group in groups))

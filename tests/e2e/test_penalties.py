@@ -51,16 +51,34 @@ def test_repetition_penalty_is_that_of_transformers(
     assert generated(checkpoint, speculation) != want
 
 
+@pytest.mark.parametrize("speculation", [None, NGRAM], ids=["plain", "ngram"])
+def test_biases_are_scaled_with_what_they_are_added_to(
+    checkpoint: Path, oracle: Any, speculation: dict[str, Any] | None
+) -> None:
+    """They come before penalties, as in transformers: 4 on top of a seen 2 makes 6 / 1.3, not 2 / 1.3 + 4."""
+    want = []
+    for prompt in PROMPTS:
+        ids = oracle.generate(
+            torch.tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=40,
+            repetition_penalty=1.3,
+            sequence_bias=[[[token], value] for token, value in {5: 4.0, 9: 4.0}.items()],
+        )
+        want.append(ids[0, len(prompt) :].tolist())
+    assert generated(checkpoint, speculation, repetition_penalty=1.3, logit_bias={5: 4.0, 9: 4.0}) == want
+
+
 def formula(logits: np.ndarray, prompt: list[int], output: list[int], asked: dict[str, Any]) -> np.ndarray:
-    """vLLM's, of logits [V]: what prompt or output hold is scaled; what the output holds is lowered."""
+    """vLLM's, of logits [V]: biases are added; what prompt or output hold is scaled; what the output holds is
+    lowered."""
+    for token, value in asked.get("logit_bias", {}).items():
+        logits[token] += value
     counts = np.bincount(output, minlength=len(logits))
     seen = np.bincount(prompt + output, minlength=len(logits)) > 0
     scale = asked.get("repetition_penalty", 1.0)
     logits = np.where(seen, np.where(logits > 0, logits / scale, logits * scale), logits)
-    logits = logits - asked.get("frequency_penalty", 0.0) * counts - asked.get("presence_penalty", 0.0) * (counts > 0)
-    for token, value in asked.get("logit_bias", {}).items():
-        logits[token] += value
-    return logits
+    return logits - asked.get("frequency_penalty", 0.0) * counts - asked.get("presence_penalty", 0.0) * (counts > 0)
 
 
 @pytest.mark.parametrize("speculation", [None, NGRAM], ids=["plain", "ngram"])

@@ -22,7 +22,7 @@ from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, build, make_mo
 from tests.e2e.tiny import run_alone, run_together
 from tests.fake_tensorrt.plugins import fake_plugin_of
 from tests.tensorrt_stand_in import CudaRuntime, TensorRT
-from trtspec import LLM, SamplingParams
+from trtspec import LLM, SamplingParams, StructuredOutputs
 from trtspec.backends import tensorrt, tensorrt_compile
 from trtspec.backends.cuda import Cuda
 from trtspec.backends.export import example_batch
@@ -89,6 +89,35 @@ def test_edits_of_logits_are_refused_by_name(trt: TensorRT, models: Path, tmp_pa
     asked = r"repetition_penalty = 1\.2, logit_bias = \(\(3, 1\.0\),\), logprobs = 2"
     with pytest.raises(RequestError, match=rf"{asked}: this engine on backend tensorrt .*aoti or onnx"):
         llm.generate([[1, 2]], params, use_tqdm=False)
+
+
+def test_they_are_refused_before_any_work(trt: TensorRT, models: Path, tmp_path: Path) -> None:
+    """A grammar is not compiled, by a package that may be missing: what is wrong with it is not found."""
+    llm = LLM(build(models, tmp_path / "engine", "tensorrt", "none", "float32"), **TIGHT)
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="("))
+    with pytest.raises(RequestError, match=r"structured_outputs = .*: this engine on backend tensorrt"):
+        llm.generate([[1, 2]], params, use_tqdm=False)
+
+
+def test_a_penalty_that_nobody_asked_for_is_dropped_with_a_warning(
+    trt: TensorRT, models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen2.5's generation_config.json has one."""
+    opinionated = shutil.copytree(models, tmp_path / "models")
+    file = opinionated / "target" / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "repetition_penalty": 1.5}))
+    folder = build(opinionated, tmp_path / "engine", "tensorrt", "none", "float32")
+    params = SamplingParams(temperature=0, max_tokens=8)
+    [want] = LLM(models / "target", num_kv_blocks=128, **LIMITS).generate([[1, 2]], params, use_tqdm=False)
+    llm = LLM(folder, **TIGHT)
+    for _ in range(2):
+        [got] = llm.generate([[1, 2]], params, use_tqdm=False)
+        assert got.outputs[0].token_ids == want.outputs[0].token_ids
+    [warning] = caplog.messages
+    assert "generation_config.json says repetition_penalty = 1.5, and this engine on backend tensorrt" in warning
+    caplog.clear()
+    LLM(folder, generation_config="off", **TIGHT)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("mode", ["none", "ngram", "draft"])

@@ -31,7 +31,7 @@ class Tensor:
 
 
 class TritonError:
-    UNKNOWN, INTERNAL, INVALID_ARG, UNSUPPORTED, CANCELLED = range(5)
+    UNKNOWN, INTERNAL, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, CANCELLED = range(6)
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
         self._message, self._code = message, code

@@ -3,125 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from shutil import copytree
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import processors
 
-from tests.e2e.tiny import add_tokenizer, make_target
-from tests.serve.pb_double import InferenceResponse, Request, make_pb
-from trtspec import LLM, SamplingParams
-from trtspec.errors import RequestError, UnsupportedError
-from trtspec.serve.triton_backend import LlmApiModel
-from trtspec.serve.triton_classic import (
-    BlsModel,
-    EngineModel,
-    Postprocessing,
-    Preprocessing,
-    packed_words,
-    unpacked_words,
+from tests.e2e.tiny import EOS, PIECES
+from tests.serve.pb_double import Request
+from tests.serve.triton_models import (
+    LIMITS,
+    PROMPT,
+    SAMPLED,
+    SENT,
+    STOP,
+    STREAM,
+    ask,
+    both,
+    error,
+    layouts,
+    make_model,
+    outputs,
+    plain,
+    text,
 )
-from trtspec.serve.triton_repo import write_repository
+from trtspec import LLM, SamplingParams
+from trtspec.errors import RequestError
+from trtspec.serve.triton_backend import LlmApiModel
+from trtspec.serve.triton_classic import EngineModel, packed_words, unpacked_words
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-LIMITS: dict[str, Any] = {"max_batch_size": 8, "num_kv_blocks": 150, "block_size": 4}
-PROMPT = "abcabcabcabc"
-SAMPLED = SamplingParams(temperature=0.7, seed=5, max_tokens=40)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_target(tmp_path_factory.mktemp("triton"))
-    add_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def offline(target: Path) -> Iterator[LLM]:
-    """Plain decoding of the same model."""
-    with LLM(target, **LIMITS) as llm:
-        yield llm
-
-
-def loaded(model: Any, repository: Path, pb: SimpleNamespace, decoupled: bool = True) -> Any:
-    """The model as the server initialises it."""
-    folder = repository / model.spec.name
-    config = {
-        "model_transaction_policy": {"decoupled": decoupled},
-        "parameters": {"tokenizer_dir": {"string_value": pb.tokenizer_dir}},
-    }
-    args = {"model_config": json.dumps(config), "model_name": model.spec.name}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "triton_python_backend_utils", pb)
-        model.initialize({**args, "model_repository": str(folder), "model_version": "1"})
-    return model
-
-
-@pytest.fixture
-def load(target: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """load(layout, decoupled) -> the model that clients call, with `.pb`; unloaded at the end."""
-    open_models = []
-
-    def load_layout(layout: str, decoupled: bool = True) -> Any:
-        repository = tmp_path / layout
-        write_repository(repository, target, NGRAM, layout=layout, **LIMITS)
-        models: dict[str, Any] = {}
-        pb = make_pb(models)
-        pb.tokenizer_dir = str(target)
-        kinds = [LlmApiModel] if layout == "llmapi" else [Preprocessing, EngineModel, Postprocessing, BlsModel]
-        for kind in kinds:
-            models[kind.spec.name] = loaded(kind(), repository, pb, decoupled)
-        open_models.extend(models.values())
-        called = models["tensorrt_llm" if layout == "llmapi" else "tensorrt_llm_bls"]
-        called.models = models
-        return called
-
-    yield load_layout
-    for model in reversed(open_models):
-        if hasattr(model, "finalize"):
-            model.finalize()
-
-
-def ask(model: Any, request_id: str = "", **inputs: Any) -> Request:
-    """Send one request and return at once."""
-    arrays = {name: value if isinstance(value, list) else [value] for name, value in inputs.items()}
-    request = Request(arrays, request_id, outputs=[spec.name for spec in model.spec.outputs])
-    model.execute([request])
-    return request
-
-
-def outputs(response: InferenceResponse) -> dict[str, Any]:
-    """First element of each output."""
-    assert not response.has_error(), response.error().message()
-    return {tensor.name(): tensor.as_numpy().ravel()[0] for tensor in response.output_tensors()}
-
-
-def text(responses: Sequence[InferenceResponse]) -> str:
-    return b"".join(outputs(response)["text_output"] for response in responses).decode()
-
-
-def error(request: Request) -> str:
-    [response] = request.sender
-    assert response.has_error()
-    return response.error().message()
-
-
-SENT = {
-    "llmapi": {
-        "sampling_param_temperature": 0.7,
-        "sampling_param_seed": 5,
-        "sampling_param_max_tokens": 40,
-    },
-    "classic": {"temperature": 0.7, "seed": 5, "max_tokens": 40},
-}
-STREAM = {"llmapi": "streaming", "classic": "stream"}
-STOP = {"llmapi": "sampling_param_stop", "classic": "stop_words"}
-both = pytest.mark.parametrize("layout", ["llmapi", "classic"])
+target = pytest.fixture(scope="module")(make_model)
+offline = pytest.fixture(scope="module")(plain)
+load = pytest.fixture(layouts)
 
 
 @both
@@ -157,6 +73,55 @@ def test_text_ends_before_a_stop_word(load: Callable[..., Any], offline: LLM, la
     expected = whole.outputs[0].text.split(stop)[0]
     responses = list(ask(model, text_input=PROMPT, **SENT[layout], **{STOP[layout]: [stop, "zz"]}).sender)
     assert text(responses) == expected != whole.outputs[0].text
+
+
+@pytest.fixture(scope="module")
+def special(target: Path, offline: LLM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The model with a tokenizer that begins each prompt with </s>, and one token more that is special; and that one.
+    Text of SAMPLED meets it."""
+    assert offline.tokenizer is not None
+    ids = [EOS, *offline.tokenizer.encode(PROMPT)]
+    [output] = offline.generate([ids], SAMPLED)
+    token = next(token for token in output.outputs[0].token_ids[2:] if PIECES[token] not in PROMPT)
+    folder = copytree(target, tmp_path_factory.mktemp("special") / "target")
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens([PIECES[token]])
+    backend.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", EOS)])
+    backend.save(str(folder / "tokenizer.json"))
+    return folder, token
+
+
+@both
+def test_a_special_token_is_a_stop_word(load: Callable[..., Any], special: tuple[Path, int], layout: str) -> None:
+    """Though no text shows it."""
+    folder, token = special
+    model = load(layout, checkpoint=folder)
+    with LLM(folder, **LIMITS) as llm:
+        [whole] = llm.generate(PROMPT, SAMPLED)
+        [expected] = llm.generate(PROMPT, dataclasses.replace(SAMPLED, stop_token_ids=[token]))
+    asked = {"text_input": PROMPT, **SENT[layout]}
+    reasons = {"return_stop_reason": True} if layout == "llmapi" else {}
+    [response] = ask(model, **asked, **reasons, **{STOP[layout]: ["zz", PIECES[token]]}).sender
+    assert outputs(response)["text_output"].decode() == expected.outputs[0].text != whole.outputs[0].text
+    if layout == "llmapi":
+        assert outputs(response)["stop_reason"].decode() == PIECES[token]
+    beside = ask(model, **asked, **{STOP[layout]: ["a" + PIECES[token]]})
+    assert "holds a special token beside others; give that one alone" in error(beside)
+
+
+def test_a_special_token_stops_beside_an_end_id(load: Callable[..., Any]) -> None:
+    engine = load("classic").models["tensorrt_llm"]
+    inputs = {"input_ids": [1], "input_lengths": [1], "request_output_len": [9], "stop_words_list": [EOS, 1]}
+    assert engine.job({**inputs, "end_id": [7]}).params.stop_token_ids == (EOS, 7)
+
+
+@both
+def test_what_the_tokenizer_puts_before_a_prompt_is_not_shown(
+    load: Callable[..., Any], special: tuple[Path, int], layout: str
+) -> None:
+    name = {"llmapi": "sampling_param_exclude_input_from_output", "classic": "exclude_input_in_output"}[layout]
+    request = ask(load(layout, checkpoint=special[0]), text_input=PROMPT, **SENT[layout], **{name: False})
+    assert text(list(request.sender)).startswith(PROMPT)
 
 
 @both
@@ -199,60 +164,11 @@ def test_many_requests_share_the_steps(load: Callable[..., Any], offline: LLM) -
     assert model.llm.get_metrics().steps - steps < tokens / 4
 
 
-@both
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_client_that_goes_frees_its_request(load: Callable[..., Any], layout: str, streaming: bool) -> None:
-    model = load(layout)
-    engine = model.models["tensorrt_llm"]
-    slow_down(engine)
-    request = ask(model, text_input=PROMPT, **SENT[layout], **{STREAM[layout]: streaming})
-    wait_until(lambda: engine.llm.num_kv_blocks_in_use > 0)
-    request.sender.cancelled = True
-    responses = list(request.sender)
-    assert responses[-1].error().code() == model.pb.TritonError.CANCELLED
-    wait_until(lambda: engine.llm.num_kv_blocks_in_use == 0)
-    assert engine.llm.get_metrics().finished == {"abort": 1}
-    wait_until(lambda: engine.pb.metrics.get("trtspec_steps_total") == engine.llm.get_metrics().steps)
-    wait_until(lambda: not engine.pb.metrics.get("trtspec_running_requests"))
-
-
-def slow_down(engine: Any) -> None:
-    """So that there is time to go away: a pause before each of its steps, longer than clients are looked for."""
-    step = engine.llm.engine.step
-
-    def slow() -> Any:
-        time.sleep(0.15)
-        return step()
-
-    engine.llm.engine.step = slow
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
-def test_a_request_is_stopped_by_its_id(load: Callable[..., Any], offline: LLM) -> None:
-    model = load("llmapi")
-    slow_down(model)
-    asked = {"text_input": PROMPT, "sampling_param_max_tokens": 500, "return_finish_reason": True}
-    one, other = ask(model, "one", **asked), ask(model, "other", text_input=PROMPT, **SENT["llmapi"])
-    wait_until(lambda: model.llm.get_metrics().output_tokens > 0)
-    [answer] = ask(model, "one", text_input="", stop=True).sender
-    assert not answer.has_error()
-    [response] = one.sender
-    assert outputs(response)["finish_reason"] == b"abort"
-    assert text(list(other.sender)) == offline.generate(PROMPT, SAMPLED)[0].outputs[0].text
-    assert "request id" in error(ask(model, text_input="", stop=True))
-
-
 BAD = {
     "llmapi": [
         ({"sampling_param_best_of": 2}, "input sampling_param_best_of: one request is one sample"),
         ({"return_cumulative_logprob": True}, "input return_cumulative_logprob: log probabilities are not built"),
-        ({"sampling_param_top_p": 0.0}, "top_p = 0.0 must be in"),
+        ({"sampling_param_top_p": 1.5}, "top_p = 1.5 must be in"),
         ({"sampling_param_max_tokens": 0}, "max_tokens = 0 must be"),
         ({"sampling_param_seed": [1, 2]}, "input sampling_param_seed has 2 elements"),
         ({"text_input": [b"\xff"]}, "text_input is not UTF-8"),
@@ -311,15 +227,31 @@ def test_what_asks_for_nothing_is_served(load: Callable[..., Any], offline: LLM)
     assert text(list(request.sender)) == offline.generate(PROMPT, SAMPLED)[0].outputs[0].text
 
 
-def test_penalties_reach_the_sampler_or_are_refused(load: Callable[..., Any]) -> None:
-    """Which of both: whether this version's SamplingParams has them."""
-    model = load("llmapi")
-    values = {"text_input": ["a"], "sampling_param_presence_penalty": [0.5]}
-    if "presence_penalty" in {field.name for field in dataclasses.fields(SamplingParams)}:
-        assert model.job(values).params.presence_penalty == 0.5
+SAMPLING: dict[str, float] = {
+    "temperature": 0.7, "top_k": 4, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": -0.25, "max_tokens": 9,
+    "seed": 11,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [LlmApiModel, EngineModel])
+def test_each_input_reaches_its_field_of_the_sampler(load: Callable[..., Any], model: Any) -> None:
+    if model is LlmApiModel:
+        wanted = SAMPLING
+        sent: dict[str, Any] = {f"sampling_param_{name}": [value] for name, value in wanted.items()}
+        job = load("llmapi").job({"text_input": ["a"], **sent})
     else:
-        with pytest.raises(UnsupportedError, match=r"presence_penalty: .* not built"):
-            model.job(values)
+        wanted = {**SAMPLING, "repetition_penalty": 1.25, "min_tokens": 2}
+        tensors = {"top_k": "runtime_top_k", "top_p": "runtime_top_p", "max_tokens": "request_output_len"}
+        sent = {tensors.get(name, name): [value] for name, value in wanted.items()}
+        job = load("classic").models["tensorrt_llm"].job({"input_ids": [1], "input_lengths": [1], **sent})
+    assert set(sent) == set(model._FIELDS)
+    assert {name: getattr(job.params, name) for name in wanted} == wanted
+
+
+def test_what_nvidias_client_sends_unasked_is_greedy(load: Callable[..., Any], offline: LLM) -> None:
+    [expected] = offline.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12))
+    sent = {"max_tokens": 12, "temperature": 1.0, "top_k": 1, "top_p": 0.0, "repetition_penalty": 1.0}
+    assert text(list(ask(load("classic"), text_input=PROMPT, **sent).sender)) == expected.outputs[0].text
 
 
 def test_no_stream_where_a_request_is_answered_once(load: Callable[..., Any], offline: LLM) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.tiny import add_tokenizer, make_target
+from trtspec import LLM
 from trtspec.cli import main
 from trtspec.errors import ConfigError, TrtSpecError
 from trtspec.serve.triton_configs import LAYOUTS
@@ -68,6 +69,36 @@ def test_paths_are_absolute(target: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert llm["speculative_config"]["model"] == str(target.parent / "draft")
 
 
+@pytest.mark.parametrize(
+    ("speculation", "field"),
+    [
+        ({"method": "extract_hidden_states", "output_directory": "shards"}, "output_directory"),
+        ({"decoding_type": "Eagle3", "speculative_model": "shards", "max_draft_len": 2}, "speculative_model"),
+        ({"decoding_type": "Eagle3", "speculative_model_dir": "shards", "max_draft_len": 2}, "speculative_model_dir"),
+    ],
+)
+def test_so_are_all_folders_of_speculation(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any], field: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    [folder] = write_repository("out", target, speculation)
+    kept = Settings.read(folder / "1").llm["speculative_config"]
+    assert kept == {**speculation, field: str(tmp_path / "shards")}
+
+
+@pytest.mark.parametrize("name", ["ngram", "[ngram]", "suffix"])
+def test_names_of_methods_are_no_folders(target: Path, tmp_path: Path, name: str) -> None:
+    """vLLM says model: "[ngram]"."""
+    speculation = {"model": name, "num_speculative_tokens": 3}
+    if name == "suffix":
+        speculation["method"] = name
+    [folder] = write_repository(tmp_path / "out", target, speculation)
+    kept = Settings.read(folder / "1").llm["speculative_config"]
+    assert kept == speculation
+    with LLM(target, kept, num_kv_blocks=64) as llm:  # as the server loads it
+        assert llm.generate([[1, 2]], use_tqdm=False)
+
+
 def test_an_empty_folder_is_filled_and_another_kept(target: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     write_repository(tmp_path / "out", target)
@@ -110,10 +141,11 @@ def test_a_model_yaml_that_cannot_be_meant(tmp_path: Path, text: str, message: s
 def test_command_line(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     options = ["--model", str(target), "--output-dir", str(out), "--spec-method", "ngram", "--spec-tokens", "2"]
-    assert main(["triton-repo", *options, "--max-batch-size", "3", "--no-streaming"]) == 0
+    more = ["--max-batch-size", "3", "--no-streaming", "--generation-config", "off"]
+    assert main(["triton-repo", *options, *more]) == 0
     assert capsys.readouterr().out == f"{out / 'tensorrt_llm'}\n"
     llm = Settings.read(out / "tensorrt_llm" / "1").llm
-    assert llm["max_batch_size"] == 3
+    assert (llm["max_batch_size"], llm["generation_config"]) == (3, "off")
     assert llm["speculative_config"] == {"method": "ngram", "num_speculative_tokens": 2}
     assert "decoupled: false" in (out / "tensorrt_llm" / "config.pbtxt").read_text()
     assert main(["triton-repo", *options]) == 1

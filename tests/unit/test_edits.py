@@ -18,7 +18,7 @@ def request(tokens: list[int], prompt_len: int, drafts: list[int] | None = None,
         tokens=tokens,
         prompt_len=prompt_len,
         sampling=ResolvedSampling(**GREEDY, **asked),
-        length_limit=100,
+        length_limit=10000,
         min_tokens=0,
         eos_ids=frozenset(),
         stop_token_ids=frozenset(),
@@ -54,6 +54,35 @@ def test_a_generation_sees_its_drafts_and_a_chunk_of_a_prompt_what_it_has_read()
     asked = [(1.5, 0.0, 0.0), *[(1.0, 0.5, 0.0)] * 3, *[(1.0, 0.0, -1.0)] * 3, *[(1.0, 0.0, 0.0)] * 3]
     assert edits.penalties.tolist() == [list(one) for one in asked]
     assert edits.bias_ids.numel() == edits.allow_mask.numel() == 0
+
+
+class Counted(list[int]):
+    """Tokens of which it counts those that are read."""
+
+    read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.read += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def __add__(self, more: Any) -> Any:
+        self.read += len(self)
+        return super().__add__(more)
+
+
+def test_a_history_is_read_once() -> None:
+    """Not in every step: thousands of tokens of many requests would take longer than a launch."""
+    one = request(Counted(range(500)), 400, [7, 8], repetition_penalty=1.5)
+    for tokens in ([], [3], [4, 5]):
+        one.append(tokens)
+        known = list(one.tokens)
+        edits = logit_edits((Scheduled(one, 3, 2, False),), 2)
+        assert edits is not None
+        assert [row[: len(known) + j] for j, row in enumerate(edits.history.tolist())] == [
+            known + [7, 8][:j] for j in range(3)
+        ]
+    assert one.tokens.read == 503
 
 
 def test_biases_are_padded() -> None:

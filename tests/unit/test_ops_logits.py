@@ -15,6 +15,7 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -284,15 +285,18 @@ def test_allow_mask_is_packed_in_words_of_32(allowed: list[bool]) -> None:
     p=top_ps,
     min_p=st.integers(1, 16).map(lambda n: n / 64),
     penalty=st.integers(32, 128).map(lambda n: n / 64),
+    bias=st.integers(-256, 256).map(lambda n: n / 64),
     history=st.lists(st.integers(3, 49), min_size=4, max_size=20),
 )
 def test_order_of_operations_is_that_of_transformers(
-    seed: int, temperature: float, k: int, p: float, min_p: float, penalty: float, history: list[int]
+    seed: int, temperature: float, k: int, p: float, min_p: float, penalty: float, bias: float, history: list[int]
 ) -> None:
-    """Penalty, bans, temperature, top-k, top-p, min-p: swapping any two changes some of these rows."""
+    """Bias, penalty, bans, temperature, top-k, top-p, min-p: swapping any two changes some of these rows."""
     logits = random_logits(seed, rows=1)
     stops, prompt_len, min_tokens = [0, 1], 2, len(history)
+    biased = [2, history[0]]
     processors = (
+        SequenceBiasLogitsProcessor({(token,): bias for token in biased}),
         RepetitionPenaltyLogitsProcessor(penalty),
         MinNewTokensLengthLogitsProcessor(prompt_len, min_tokens, stops),
         TemperatureLogitsWarper(temperature),
@@ -306,6 +310,8 @@ def test_order_of_operations_is_that_of_transformers(
         history=torch.tensor([history], dtype=torch.int32),
         prompt_lens=torch.tensor([prompt_len], dtype=torch.int32),
         penalties=torch.tensor([[penalty, 0.0, 0.0]]),
+        bias_ids=torch.tensor([biased], dtype=torch.int32),
+        bias_values=torch.full((1, 2), bias),
         ban_ids=torch.tensor([stops], dtype=torch.int32),
         ban_until=torch.full((1, 2), prompt_len + min_tokens),
         temperatures=each(temperature, 1),

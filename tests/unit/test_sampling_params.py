@@ -248,24 +248,53 @@ def test_never_is_beyond_every_token_index() -> None:
 # --- TensorRT-LLM's defaults ------------------------------------------------------------------------------------------
 
 
-def test_tensorrt_llm_is_greedy_when_nothing_is_set() -> None:
-    assert SamplingParams.tensorrt_llm(max_tokens=5, seed=3) == SamplingParams(max_tokens=5, seed=3, temperature=0.0)
+OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 1, "top_p": 0.0},  # what its client sends unless told otherwise
+        {"top_k": 1, "temperature": 0.7},
+        {"top_p": 0.0, "top_k": 40},
+        {"top_p": -0.5},
+        {"temperature": 0.0, "top_k": 3},
+        {"max_tokens": None, "repetition_penalty": 1.0},
+        {"temperature": None, "top_k": None, "top_p": None},
+    ],
+    ids=str,
+)
+def test_tensorrt_llm_is_greedy(fields: dict[str, Any]) -> None:
+    max_tokens = fields.get("max_tokens", 5)
+    params = SamplingParams.tensorrt_llm(**{"max_tokens": 5, "seed": 3, **fields})
+    assert params == SamplingParams(max_tokens=max_tokens, seed=3, **{**OFF, "temperature": 0.0})
+    assert resolve(params, CHECKPOINT).greedy
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 40}, {"top_p": 0.9}, {"top_k": 0}, {"top_p": 1.0, "temperature": None}])
 def test_tensorrt_llm_samples_at_one_when_a_filter_is_set(fields: dict[str, Any]) -> None:
-    assert SamplingParams.tensorrt_llm(**fields) == SamplingParams(**{**fields, "temperature": 1.0})
+    assert SamplingParams.tensorrt_llm(**fields) == SamplingParams(**{**OFF, **fields, "temperature": 1.0})
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3])
-def test_tensorrt_llm_keeps_a_temperature(temperature: float) -> None:
-    params = SamplingParams.tensorrt_llm(temperature=temperature, top_k=3)
-    assert params == SamplingParams(temperature=temperature, top_k=3)
+def test_tensorrt_llm_keeps_a_temperature() -> None:
+    assert SamplingParams.tensorrt_llm(temperature=0.3, top_k=3) == SamplingParams(
+        **{**OFF, "temperature": 0.3, "top_k": 3}
+    )
 
 
-def test_tensorrt_llm_does_not_ask_the_checkpoint_for_a_temperature() -> None:
-    assert resolve(SamplingParams.tensorrt_llm(), CHECKPOINT).greedy
-    assert resolve(SamplingParams.tensorrt_llm(top_p=0.9), CHECKPOINT).temperature == 1.0
+@pytest.mark.parametrize("fields", [{"temperature": 0.3}, {"top_p": 0.9}, {"top_k": 7, "repetition_penalty": 1.2}])
+def test_tensorrt_llm_does_not_ask_the_checkpoint(fields: dict[str, Any]) -> None:
+    resolved = resolve(SamplingParams.tensorrt_llm(**fields), CHECKPOINT)
+    assert {name: getattr(resolved, name) for name in OFF} == {**OFF, **fields}
+    assert resolved.is_penalised is ("repetition_penalty" in fields)
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 1, "temperature": -1.0}, {"top_p": NAN}, {"top_p": "0"}, {"top_k": -2}])
+def test_tensorrt_llm_refuses_what_nobody_can_mean(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        SamplingParams.tensorrt_llm(**fields)
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------

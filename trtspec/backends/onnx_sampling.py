@@ -53,8 +53,8 @@ def process_logits(absent: Collection[str] = ()) -> FunctionProto:
     V = out.dim(1)
     # What a step needs of the inputs, whether a row asks for it, and the step.
     edits: list[Step] = [
-        (penalties, lambda: body.Size(penalties) > 0, lambda x: _penalise(x, history, prompt_lens, penalties)),
         (bias_ids, lambda: (bias_ids.int64() >= 0).any(), lambda x: _bias(x, bias_ids, bias_values)),
+        (penalties, lambda: body.Size(penalties) > 0, lambda x: _penalise(x, history, prompt_lens, penalties)),
         (ban_ids, lambda: (ban_ids.int64() >= 0).any(), lambda x: _ban(x, ban_ids, ban_until, positions)),
         (allow_mask, lambda: body.Size(allow_mask) > 0, lambda x: _allow(x, allow_mask)),
     ]

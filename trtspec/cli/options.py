@@ -27,6 +27,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--quantization", help="int8, int4, int4_g64 or int4_g128")
     for name in ("max-batch-size", "max-num-tokens", "max-seq-len", "num-kv-blocks", "kv-cache-memory"):
         engine.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")
+    engine.add_argument(
+        "--generation-config", choices=("auto", "off"), help="off: unset sampling fields ignore generation_config.json"
+    )
     engine.add_argument("--disable-overlap-scheduler", action="store_true", help="wait for every step (cuda)")
 
 
@@ -41,6 +44,7 @@ def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
         "max_seq_len",
         "num_kv_blocks",
         "kv_cache_memory",
+        "generation_config",
     )
     options = {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
     if namespace.disable_overlap_scheduler:

@@ -180,6 +180,11 @@ class EngineThread:
                     self._running.update((sample.request_id, generation) for sample in generation.samples)
         return generations
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What a step raised, which nothing can follow; None while the engine runs, and after shutdown()."""
+        return self._cause
+
     def abort(self, request_id: int) -> None:
         """End a generation, all its samples, before the next step. Unknown and finished ids are ignored."""
         self._aborted.append(request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import ResolvedSampling, SamplingParams, sample_seed
 from trtspec.text import TextStream, Tokenizer
 from trtspec.verify.grammar import GrammarCompiler, Guide
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -45,6 +48,8 @@ class EngineCore:
         self.executables = executables  # target first, then the draft's
         self.debug = debug
         self.without_edits = without_edits
+        if without_edits is not None:
+            self._drop_default_edits()
         self.stats = EngineStats()
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         self.eos_ids = model.eos_token_ids | (frozenset() if tokenizer_eos is None else {tokenizer_eos})
@@ -70,6 +75,8 @@ class EngineCore:
         for token in params.logit_bias or ():
             if token >= self.model.vocab_size:
                 raise RequestError(f"logit_bias holds token {token}; the vocabulary has {self.model.vocab_size} ids")
+        if self.without_edits is not None:
+            self._refuse_edits(params)
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         base_seed = sample_seed(self.seed, self._next_id + 1) if params.seed is None else params.seed
         guides: Sequence[Guide | None] = [None] * params.n
@@ -98,16 +105,6 @@ class EngineCore:
                     guide=guides[index],
                     reuses_prefix=self.loop.collector is None,
                 )
-            )
-        if samples[0].needs_host and self.without_edits is not None:
-            wanted = dict(samples[0].sampling.edits)
-            for name in ("logprobs", "structured_outputs"):
-                if getattr(params, name) is not None:
-                    wanted[name] = getattr(params, name)
-            asked = ", ".join(f"{name} = {value}" for name, value in wanted.items())
-            raise RequestError(
-                f"{asked}: this engine on backend {self.without_edits} was built to draw without; leave it at its "
-                "neutral value, or use the checkpoint itself or a new engine on backend aoti or onnx"
             )
         self._next_id += params.n
         return samples
@@ -198,6 +195,30 @@ class EngineCore:
         reason = request.finish_reason or ""
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
         self.stats.speculation = SpeculationStats.total((self.stats.speculation, request.stats))
+
+    def _drop_default_edits(self) -> None:
+        """What no caller has asked for fails no request."""
+        penalty = self.defaults.pop("repetition_penalty", 1.0)
+        if penalty != 1.0:
+            logger.warning(
+                "generation_config.json says repetition_penalty = %s, and this engine on backend %s was built to draw "
+                "without: it does so; to have it, use the checkpoint itself or an engine on backend aoti or onnx",
+                penalty,
+                self.without_edits,
+            )
+
+    def _refuse_edits(self, params: SamplingParams) -> None:
+        """RequestError for what the host must see to, where launches take no edits."""
+        wanted = ResolvedSampling.of(params, 0, 0, (), self.defaults).edits
+        for name in ("logprobs", "structured_outputs"):
+            if getattr(params, name) is not None:
+                wanted[name] = getattr(params, name)
+        if wanted:
+            asked = ", ".join(f"{name} = {value}" for name, value in wanted.items())
+            raise RequestError(
+                f"{asked}: this engine on backend {self.without_edits} was built to draw without; leave it at its "
+                "neutral value, or use the checkpoint itself or a new engine on backend aoti or onnx"
+            )
 
     def _grammars(self) -> GrammarCompiler:
         """RequestError without a tokenizer, DependencyError without xgrammar."""

@@ -47,11 +47,13 @@ def _penalties(rows: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:
     penalised = {id(row.request): row.request for row in rows if row.request.sampling.is_penalised}
     if not penalised:
         return _INTS, _INTS.long(), _FLOATS
-    tokens = {key: np.array(one.tokens + one.drafts, np.int32) for key, one in penalised.items()}
+    tokens = {key: np.frombuffer(one.known_tokens(), np.int32) for key, one in penalised.items()}
     history = np.full((len(rows), max(row.known for row in rows if id(row.request) in tokens)), -1, np.int32)
     for r, (request, known) in enumerate(rows):
         if id(request) in tokens:
-            history[r, :known] = tokens[id(request)][:known]
+            own = tokens[id(request)][:known]
+            history[r, : len(own)] = own
+            history[r, len(own) : known] = request.drafts[: known - len(own)]
     asked = [row.request.sampling for row in rows]
     values = [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in asked]
     return (

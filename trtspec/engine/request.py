@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,9 +44,16 @@ class Request:
     stop_reason: int | str | None = None
     error: Exception | None = None
     needs_host: bool = field(init=False)  # the host sees to its draws in every step
+    token_array: array[int] = field(init=False, default_factory=lambda: array("i"))  # see known_tokens
 
     def __post_init__(self) -> None:
         self.needs_host = bool(self.sampling.edits) or self.logprobs is not None or self.guide is not None
+
+    def known_tokens(self) -> array[int]:
+        """`tokens` as 32-bit integers; each is converted once, however often this is asked. For use at once: who holds
+        its memory keeps it from growing."""
+        self.token_array.extend(self.tokens[len(self.token_array) :])
+        return self.token_array
 
     @property
     def num_output(self) -> int:

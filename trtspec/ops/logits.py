@@ -72,10 +72,10 @@ def _reference(
     temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor,
 ) -> Tensor:  # fmt: skip
     out = logits.clone()
-    if penalties.numel():
-        out = penalise(out, history, prompt_lens, penalties)
     if bias_ids.numel():
         out = add_bias(out, bias_ids, bias_values)
+    if penalties.numel():
+        out = penalise(out, history, prompt_lens, penalties)
     if ban_ids.numel():
         out = _ban(out, ban_ids, ban_until, positions)
     if allow_mask.numel():
@@ -109,7 +109,7 @@ def process_logits(
     bias_ids: Tensor, bias_values: Tensor, ban_ids: Tensor, ban_until: Tensor, allow_mask: Tensor,
     temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Penalties, bias, bans, mask -> temperature -> top-k -> top-p -> min-p; what is removed is -inf. Returns [R, V].
+    """Bias, penalties, bans, mask -> temperature -> top-k -> top-p -> min-p; what is removed is -inf. Returns [R, V].
 
     logits [R, V] fp32; positions [R] int64, absolute index of the token each row draws. Any group below may be
     zero-size (unused):

@@ -7,14 +7,16 @@ thread of our own hands out what the engine makes of them, and looks for those w
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import gc
 import importlib
 import itertools
 import json
 import logging
+import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,10 +31,16 @@ from trtspec.serve.triton_metrics import Metrics
 from trtspec.serve.triton_numpy import repair
 from trtspec.serve.triton_settings import Settings
 from trtspec.serve.triton_tensors import Values, make_tensors, read_inputs, requested
+from trtspec.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
+FIRST_DELAY, MAX_DELAY = 1.0, 30.0
+"""Seconds before an engine takes the place of the second that fails in a row, and the most; of the first, at once."""
+SOUND_SECONDS = 60.0
+"""What fails after so long fails for the first time in a row."""
+MOST_FAILURES = 5
+"""In a row, before an engine that cannot be started ends the process."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +90,9 @@ class EngineHost:
         self.decoupled = is_decoupled(args)
         settings = Settings.read(Path(args["model_repository"]) / args["model_version"])
         self.period = settings.cancellation_check_period
-        options = dict(settings.llm)
-        self.llm = LLM(options.pop("model"), **options)
+        self._options = dict(settings.llm)
+        self._failures = 0  # in a row
+        self._start()
         self.metrics = Metrics(self.pb, args["model_name"])
         self._numbers = itertools.count()
         self._running: dict[int, Running] = {}  # two threads share it: every operation on it is atomic
@@ -104,6 +113,8 @@ class EngineHost:
                     continue
                 job = self.job(values)
                 check_streaming(job.streaming, self.decoupled)
+                if not self.ready:
+                    raise Restarting("the engine has failed, and another is being started; try again soon")
                 generation = self.llm.generate_async(job.prompt, job.params)
             except Exception as error:
                 send_error(self.pb, sender, error)
@@ -112,6 +123,10 @@ class EngineHost:
             outputs = requested(request, self.spec.outputs)
             self._running[number] = Running(request.request_id(), sender, outputs, job, generation)
             asyncio.run_coroutine_threadsafe(self._serve(number), self._loop)
+
+    def is_model_ready(self) -> bool:
+        """Triton's call, of servers that ask: whether this model's /ready says so."""
+        return self.ready
 
     def finalize(self) -> None:
         """Triton's call, when the model is unloaded: end what still runs, and free the engine."""
@@ -124,6 +139,13 @@ class EngineHost:
         # What is the server's must go while it is there to be told: metrics, and senders that wait in cycles.
         del self.metrics
         gc.collect()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's."""
+        tokenizer = self.llm.tokenizer
+        assert tokenizer is not None, "trtspec triton-repo writes no repository without one"
+        return tokenizer
 
     def job(self, values: Values) -> Job:
         """What the inputs ask for. RequestError, UnsupportedError."""
@@ -185,6 +207,36 @@ class EngineHost:
                     running.cancelled = True
                     running.generation.abort()
             self.metrics.update(self.llm, len(self._running))
+            if self.llm.failure is not None:
+                await self._restart()
+
+    def _start(self) -> None:
+        options = dict(self._options)
+        self.llm = LLM(options.pop("model"), **options)
+        self._started, self.ready = time.monotonic(), True
+
+    async def _restart(self) -> None:
+        """Another engine in the place of one that failed, the later the more have. A process that cannot have one (its
+        GPU context is broken, say) ends: of what has no process the server says that it is not ready."""
+        self.ready = False
+        logger.error("the engine has failed, another is started in its place: %r", self.llm.failure)
+        self.metrics.failed()
+        if time.monotonic() - self._started > SOUND_SECONDS:
+            self._failures = 0
+        while self._running:  # they hear of it in tasks of their own
+            await asyncio.sleep(self.period)
+        with contextlib.suppress(EngineError):  # of what it was to write, some was not
+            self.llm.shutdown()
+        gc.collect()  # tracebacks hold the old one's memory
+        while not self.ready:
+            await asyncio.sleep(min(FIRST_DELAY * (2**self._failures - 1), MAX_DELAY))
+            self._failures += 1
+            try:
+                await asyncio.to_thread(self._start)
+            except Exception:
+                logger.exception("no engine can be started in the place of the one that failed")
+                if self._failures >= MOST_FAILURES:
+                    os._exit(1)
 
     async def _drain(self) -> None:
         """Wait until every request is answered: with an error, those that shutdown ended."""
@@ -215,6 +267,10 @@ def check_streaming(asked: bool, decoupled: bool) -> None:
         )
 
 
+class Restarting(Exception):
+    """There is no engine at the moment."""
+
+
 class Cancelled(Exception):
     """The client does not want the answer any more."""
 
@@ -232,6 +288,8 @@ def send_error(pb: Any, sender: Any, error: Exception) -> None:
     code = codes.INTERNAL
     if isinstance(error, Cancelled):
         code = codes.CANCELLED
+    elif isinstance(error, Restarting):
+        code = codes.UNAVAILABLE
     elif isinstance(error, UnsupportedError):
         code = codes.UNSUPPORTED
     elif isinstance(error, (RequestError, CapacityError)):
@@ -254,15 +312,25 @@ def speculation_outputs(stats: SpeculationStats) -> Values:
 
 
 def sampling_params(values: Values, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Keyword arguments of SamplingParams from the tensors that are there. fields: tensor -> field. UnsupportedError
-    for a tensor whose field SamplingParams does not have."""
-    params: dict[str, Any] = {}
-    for tensor, name in fields.items():
-        if tensor in values:
-            if name not in SAMPLING_FIELDS:
-                raise UnsupportedError(f"input {tensor}: {name} is not built in this version; leave it out")
-            params[name] = values[tensor][0]
-    return params
+    """Keyword arguments of SamplingParams from the tensors that are there. fields: tensor -> field."""
+    return {name: values[tensor][0] for tensor, name in fields.items() if tensor in values}
+
+
+def stop_fields(tokenizer: Tokenizer, words: Iterable[tuple[str, Sequence[int]]]) -> dict[str, list[Any]]:
+    """What of SamplingParams makes words, each with its token ids, end a text. A word ends it where it begins, however
+    its letters are cut into tokens; a special token, of which no text tells, by its id. RequestError for one in a word
+    of more tokens."""
+    fields: dict[str, list[Any]] = {"stop": [], "stop_token_ids": []}
+    for word, ids in words:
+        if all(tokenizer.is_visible(token, skip_special_tokens=True) for token in ids):
+            fields["stop"].append(word)
+        elif len(ids) == 1:
+            fields["stop_token_ids"] += ids
+        else:
+            raise RequestError(
+                f"stop word {word!r} (token ids {list(ids)}) holds a special token beside others; give that one alone"
+            )
+    return fields
 
 
 class LlmApiModel(EngineHost):
@@ -281,7 +349,7 @@ class LlmApiModel(EngineHost):
         if len(prompts) != 1:
             raise RequestError(f"input text_input holds {len(prompts)} prompts; send one request for each")
         fields = sampling_params(values, self._FIELDS)
-        fields["stop"] = values.get("sampling_param_stop", ())
+        fields |= stop_fields(self.tokenizer, self._words(values.get("sampling_param_stop", ())))
         echo = not values.get("sampling_param_exclude_input_from_output", [True])[0]
         return Job(
             prompts[0],
@@ -297,5 +365,9 @@ class LlmApiModel(EngineHost):
         if any(job.values.get("return_finish_reason", ())):
             outputs["finish_reason"] = [part.finish_reason or ""]
         if any(job.values.get("return_stop_reason", ())):
-            outputs["stop_reason"] = ["" if part.stop_reason is None else str(part.stop_reason)]
+            stop = part.stop_reason
+            outputs["stop_reason"] = [(self.tokenizer.token(stop) if isinstance(stop, int) else stop) or ""]
         return outputs
+
+    def _words(self, words: Sequence[str]) -> list[tuple[str, list[int]]]:
+        return [(word, self.tokenizer.encode(word, add_special_tokens=False)) for word in words]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
+import logging
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from trtspec.errors import RequestError
@@ -25,6 +28,7 @@ from trtspec.serve.triton_backend import (
     is_decoupled,
     sampling_params,
     send_error,
+    stop_fields,
 )
 from trtspec.serve.triton_configs import (
     FROM_PREPROCESSING,
@@ -37,6 +41,8 @@ from trtspec.serve.triton_configs import (
 from trtspec.serve.triton_settings import CANCELLATION_CHECK_MS
 from trtspec.serve.triton_tensors import Values, make_tensors, read_inputs, read_tensors, requested
 from trtspec.text import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _SPECS: dict[str, ModelSpec] = {model.name: model for model in LAYOUTS["classic"]}
 NUM_BLS_THREADS = 128
@@ -63,7 +69,7 @@ class EngineModel(EngineHost):
     }
 
     def job(self, values: Values) -> Job:
-        """See EngineHost. A stop word ends the text where it begins, however its letters are cut into tokens."""
+        """See EngineHost."""
         ids, length = values["input_ids"], values["input_lengths"][0]
         if not 0 < length <= len(ids):
             raise RequestError(
@@ -71,17 +77,19 @@ class EngineModel(EngineHost):
             )
         prompt = ids[:length]
         fields = sampling_params(values, self._FIELDS)
-        fields["stop"] = self._stop_words(values.get("stop_words_list", []))
+        words = unpacked_words(values.get("stop_words_list", []))
+        fields |= stop_fields(self.tokenizer, [(self.tokenizer.decode(ids, False), ids) for ids in words])
         if "end_id" in values:
             end = values["end_id"][0]
-            fields.update(ignore_eos=True, stop_token_ids=[end] if end >= 0 else [])  # -1 = nothing ends it
+            fields["ignore_eos"] = True
+            fields["stop_token_ids"] += [end] if end >= 0 else []  # -1 = nothing ends it
         echo = not values.get("exclude_input_in_output", [True])[0]
         return Job(
             prompt,
             SamplingParams.tensorrt_llm(**fields),
             any(values.get("streaming", ())),
             values,
-            self._decode(prompt) if echo else "",
+            self.tokenizer.decode(prompt) if echo else "",
             tuple(prompt) if echo else (),
         )
 
@@ -93,14 +101,6 @@ class EngineModel(EngineHost):
             "sequence_length": [len(part.token_ids)],
             "text_output": [part.text],
         }
-
-    def _stop_words(self, flat: Sequence[int]) -> list[str]:
-        return [self._decode(ids) for ids in unpacked_words(flat)]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        tokenizer = self.llm.tokenizer
-        assert tokenizer is not None, "trtspec triton-repo writes no repository without one"
-        return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def packed_words(words: Sequence[Sequence[int]]) -> list[int]:
@@ -194,12 +194,18 @@ class InnerError(Exception):
         self.error = error
 
 
-class BlsModel:
-    """tensorrt_llm_bls: calls the other models for each request, in a thread of its own.
+@dataclass
+class _Watched:
+    """A request that the engine has, or soon will."""
 
-    It reads the engine's answer step by step also where its own client wants all at once, so that it notices when that
-    client goes.
-    """
+    sender: Any
+    stop: Values  # what the engine is sent to stop it
+    gone: bool = False  # its client
+
+
+class BlsModel:
+    """tensorrt_llm_bls: calls the other models for each request, in a thread of its own. Another looks, every
+    CANCELLATION_CHECK_MS, whose client has gone: also of requests that wait, and where each is answered once."""
 
     spec = _SPECS["tensorrt_llm_bls"]
 
@@ -210,6 +216,10 @@ class BlsModel:
         self._threads = ThreadPoolExecutor(NUM_BLS_THREADS, thread_name_prefix="trtspec-bls")
         self._lock = threading.Lock()
         self._kept: deque[tuple[float, Any]] = deque()  # time, responses
+        self._watched: dict[str, _Watched] = {}  # by request id
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="trtspec-bls-watch", daemon=True)
+        self._watcher.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Triton's call: start the requests, and return."""
@@ -219,6 +229,8 @@ class BlsModel:
     def finalize(self) -> None:
         """Triton's call, when the model is unloaded."""
         self._threads.shutdown()
+        self._over.set()
+        self._watcher.join()
         self._kept.clear()
         gc.collect()  # as EngineHost.finalize
 
@@ -228,14 +240,13 @@ class BlsModel:
             values = read_inputs(request, self.spec.inputs)
             streaming = any(values.get("stream", ()))
             check_streaming(streaming, self.decoupled)
-            whole: dict[str, list[Any]] = {}
             wanted = requested(request, self.spec.outputs)
-            for outputs in self._generate(values, sender):
-                outputs["text_output"] = ["".join([*whole.get("text_output", ()), *outputs["text_output"]])]
+            with contextlib.closing(self._generate(values, sender)) as steps:
                 if streaming:
-                    sender.send(self._response(wanted, outputs), 0)
+                    for outputs in steps:
+                        sender.send(self._response(wanted, outputs), 0)
                 else:
-                    whole = outputs
+                    [whole] = steps
             if streaming:
                 sender.send(flags=final)
             else:
@@ -245,28 +256,44 @@ class BlsModel:
         except Exception as error:
             send_error(self.pb, sender, error)
 
-    def _generate(self, values: Values, sender: Any) -> Iterator[dict[str, list[Any]]]:
-        """The outputs that the engine gives, step by step where it can. Cancelled when the client has gone."""
+    def _generate(self, values: Values, sender: Any) -> Generator[dict[str, list[Any]], None, None]:
+        """The outputs that the engine gives, of each step or of all. Cancelled when the client has gone."""
         name = uuid.uuid4().hex
         inputs = {own: values[theirs] for own, theirs in TO_PREPROCESSING if theirs in values}
         [tokens] = self._call("preprocessing", inputs, name)
         inputs = {own: tokens[theirs] for own, theirs in FROM_PREPROCESSING}
         inputs.update((own, values[theirs]) for own, theirs in TO_ENGINE if theirs in values)
-        inputs["streaming"] = [self.decoupled]
-        checked, ended = time.monotonic(), False
-        steps = self._call("tensorrt_llm", inputs, name)
+        watched = _Watched(sender, {**inputs, "stop": [True]})
+        with self._lock:
+            self._watched[name] = watched
+        steps, ended = self._call("tensorrt_llm", inputs, name), False
         try:
-            for outputs in steps:
+            # `yield from` would close the steps, which waits for the last of them, before they are stopped
+            for outputs in steps:  # noqa: UP028
                 yield outputs
-                if time.monotonic() - checked > CANCELLATION_CHECK_MS / 1000:
-                    checked = time.monotonic()
-                    if sender.is_cancelled():
-                        raise Cancelled("the request was cancelled by its client")
             ended = True
         finally:
+            with self._lock:
+                del self._watched[name]
             if not ended:
-                list(self._call("tensorrt_llm", {**inputs, "stop": [True]}, name))
+                list(self._call("tensorrt_llm", watched.stop, name))
                 steps.close()
+        if watched.gone:
+            raise Cancelled("the request was cancelled by its client")
+
+    def _watch(self) -> None:
+        """Stop the requests whose clients have gone: again and again, as the engine may not have one yet, until it is
+        answered."""
+        while not self._over.wait(CANCELLATION_CHECK_MS / 1000):
+            for name, watched in list(self._watched.items()):
+                with self._lock:  # a sender must not be asked once it has sent its last
+                    if name not in self._watched or not watched.sender.is_cancelled():
+                        continue
+                    watched.gone = True
+                try:
+                    list(self._call("tensorrt_llm", watched.stop, name))
+                except Exception:
+                    logger.exception("could not stop a request whose client has gone")
 
     def _call(self, model: str, inputs: Values, request_id: str) -> Generator[dict[str, list[Any]], None, None]:
         """The outputs of each of its responses; closed early, it waits for the last one all the same. InnerError."""

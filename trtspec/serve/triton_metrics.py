@@ -11,8 +11,10 @@ _COUNTERS = {
     "trtspec_output_tokens_total": "Tokens generated",
     "trtspec_draft_tokens_total": "Drafts verified, of finished requests",
     "trtspec_accepted_draft_tokens_total": "Drafts accepted, of finished requests",
+    "trtspec_engine_failures_total": "Engines that failed",
 }
 _GAUGES = {
+    "trtspec_engine_up": "1 while the engine takes requests, 0 from its failure until another is there",
     "trtspec_running_requests": "Requests in flight",
     "trtspec_kv_blocks_in_use": "KV blocks that requests hold",
 }
@@ -31,10 +33,18 @@ class Metrics:
         self._metrics = {name: family.Metric(labels={"model": model}) for name, family in self._families.items()}
         self._told = dict.fromkeys(self._metrics, 0)
 
+    def failed(self) -> None:
+        """The engine has; the next one that is told of counts from 0 again."""
+        for name in _GAUGES:
+            self._tell(name, 0)
+        self._told |= dict.fromkeys(_COUNTERS, 0)
+        self._metrics["trtspec_engine_failures_total"].increment(1)
+
     def update(self, llm: LLM, running: int) -> None:
         """running: requests in flight."""
         stats = llm.get_metrics()
         now = {
+            "trtspec_engine_up": 1,
             "trtspec_steps_total": stats.steps,
             "trtspec_output_tokens_total": stats.output_tokens,
             "trtspec_draft_tokens_total": stats.speculation.num_draft_tokens,
@@ -43,7 +53,10 @@ class Metrics:
             "trtspec_kv_blocks_in_use": llm.num_kv_blocks_in_use,
         }
         for name, value in now.items():
-            change = value - self._told[name]
-            if change:
-                self._metrics[name].increment(change)  # a gauge takes what is below zero, too
-                self._told[name] = value
+            self._tell(name, value)
+
+    def _tell(self, name: str, value: int) -> None:
+        change = value - self._told[name]
+        if change:
+            self._metrics[name].increment(change)  # a gauge takes what is below zero, too
+            self._told[name] = value

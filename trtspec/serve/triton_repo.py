@@ -22,6 +22,10 @@ from {module} import {name} as TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 '''
+_FOLDERS = ("model", "speculative_model", "speculative_model_dir", "output_directory")
+"""Fields of a speculative_config, and of TensorRT-LLM's, that name folders."""
+_NO_FOLDERS = ("ngram", "[ngram]", "suffix")
+"""What `model` may be beside: methods, in vLLM's spelling."""
 _TOKENIZER_ONLY = ("preprocessing", "postprocessing")
 
 
@@ -61,8 +65,10 @@ def write_repository(
     llm: dict[str, Any] = {"model": _folder(model), **engine_options}
     if speculative_config is not None:
         SpeculativeConfig.from_any(speculative_config)
-        draft = speculative_config.get("model")
-        llm["speculative_config"] = {**speculative_config, **({} if draft is None else {"model": _folder(draft)})}
+        llm["speculative_config"] = {
+            key: _folder(value) if key in _FOLDERS and value is not None and value not in _NO_FOLDERS else value
+            for key, value in speculative_config.items()
+        }
     if tokenizer is not None:
         llm["tokenizer"] = text_folder
     half = target.with_name(f".{target.name}.{os.getpid()}")

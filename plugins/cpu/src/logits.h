@@ -266,12 +266,12 @@ inline void process_row(const LogitsArgs& args, const LogitsScratch& scratch, in
     std::memcpy(row, from, V * sizeof(float));
     from = row;
   }
-  if (args.penalties)
-    penalise(row, args.history + r * L, L, args.prompt_lens[r], args.penalties + r * 3, scratch.counts);
   if (args.bias_ids) {
     const int64_t n = args.num_biases;
     add_bias(row, args.bias_ids + r * n, args.bias_values + r * n, n);
   }
+  if (args.penalties)
+    penalise(row, args.history + r * L, L, args.prompt_lens[r], args.penalties + r * 3, scratch.counts);
   if (args.ban_ids) {
     const int64_t n = args.num_bans;
     ban(row, args.ban_ids + r * n, args.ban_until + r * n, n, args.positions[r]);

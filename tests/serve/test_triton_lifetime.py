@@ -1,0 +1,127 @@
+"""The Triton models on real engines: requests that are given up or stopped, and engines that fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.serve.triton_models import (
+    LIMITS,
+    PROMPT,
+    SAMPLED,
+    SENT,
+    STREAM,
+    ask,
+    both,
+    error,
+    layouts,
+    make_model,
+    outputs,
+    plain,
+    slow_down,
+    text,
+    wait_until,
+)
+from trtspec import LLM
+from trtspec.errors import DeviceError
+from trtspec.serve import triton_backend
+
+target = pytest.fixture(scope="module")(make_model)
+offline = pytest.fixture(scope="module")(plain)
+load = pytest.fixture(layouts)
+
+
+@both
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_client_that_goes_frees_its_request(load: Callable[..., Any], layout: str, streaming: bool) -> None:
+    model = load(layout)
+    engine = model.models["tensorrt_llm"]
+    slow_down(engine)
+    request = ask(model, text_input=PROMPT, **SENT[layout], **{STREAM[layout]: streaming})
+    wait_until(lambda: engine.llm.num_kv_blocks_in_use > 0)
+    request.sender.cancelled = True
+    responses = list(request.sender)
+    assert responses[-1].error().code() == model.pb.TritonError.CANCELLED
+    wait_until(lambda: engine.llm.num_kv_blocks_in_use == 0)
+    assert engine.llm.get_metrics().finished == {"abort": 1}
+    wait_until(lambda: engine.pb.metrics.get("trtspec_steps_total") == engine.llm.get_metrics().steps)
+    wait_until(lambda: not engine.pb.metrics.get("trtspec_running_requests"))
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_client_that_goes_is_not_waited_for(load: Callable[..., Any], decoupled: bool) -> None:
+    """Also where its request waits for others, which fill the engine, and where it is answered once."""
+    model = load("classic", decoupled)
+    engine = model.models["tensorrt_llm"]
+    slow_down(engine)
+    ids = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": 40, "end_id": -1}
+    for _ in range(LIMITS["max_batch_size"]):
+        ask(engine, "others", **ids)
+    wait_until(lambda: engine.llm.get_metrics().output_tokens > 0)
+    request = ask(model, text_input=PROMPT, **SENT["classic"])
+    wait_until(lambda: len(engine._running) > LIMITS["max_batch_size"])
+    request.sender.cancelled = True
+    assert "cancelled by its client" in error(request)
+    assert engine.llm.get_metrics().finished == {"abort": 1}
+    ask(engine, "others", **{**ids, "stop": True})
+
+
+def fail(engine: Any) -> None:
+    """From its next step on."""
+    engine.llm.engine.step = gone
+
+
+def gone(*_: Any, **__: Any) -> Any:
+    raise DeviceError("the GPU is gone")
+
+
+@both
+def test_an_engine_that_fails_is_replaced(load: Callable[..., Any], offline: LLM, layout: str) -> None:
+    model = load(layout)
+    engine = model.models["tensorrt_llm"]
+    list(ask(model, text_input=PROMPT, **SENT[layout]).sender)
+    wait_until(lambda: engine.pb.metrics.get("trtspec_output_tokens_total", 0) > 0)
+    counted = dict(engine.pb.metrics)
+    failed = engine.llm
+    fail(engine)
+    assert "the GPU is gone" in error(ask(model, text_input=PROMPT, **SENT[layout]))
+    wait_until(lambda: engine.llm is not failed)
+    [response] = ask(model, text_input=PROMPT, **SENT[layout]).sender
+    assert outputs(response)["text_output"].decode() == offline.generate(PROMPT, SAMPLED)[0].outputs[0].text
+    assert engine.is_model_ready()
+    wait_until(lambda: engine.pb.metrics["trtspec_output_tokens_total"] > counted["trtspec_output_tokens_total"])
+    assert (engine.pb.metrics["trtspec_engine_up"], engine.pb.metrics["trtspec_engine_failures_total"]) == (1, 1)
+
+
+def test_a_process_that_can_have_no_engine_ends(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
+    """And is not ready until then, nor takes requests."""
+    model = load("llmapi")
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(triton_backend, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(triton_backend, "LLM", gone)
+    fail(model)
+    assert "the GPU is gone" in error(ask(model, text_input=PROMPT))
+    wait_until(lambda: bool(ended))
+    assert ended[0] == 1
+    assert not model.is_model_ready()
+    assert model.pb.metrics["trtspec_engine_up"] == 0
+    [refused] = ask(model, text_input=PROMPT).sender
+    assert refused.error().code() == model.pb.TritonError.UNAVAILABLE
+
+
+def test_a_request_is_stopped_by_its_id(load: Callable[..., Any], offline: LLM) -> None:
+    model = load("llmapi")
+    slow_down(model)
+    asked = {"text_input": PROMPT, "sampling_param_max_tokens": 500, "return_finish_reason": True}
+    one, other = ask(model, "one", **asked), ask(model, "other", text_input=PROMPT, **SENT["llmapi"])
+    wait_until(lambda: model.llm.get_metrics().output_tokens > 0)
+    [answer] = ask(model, "one", text_input="", stop=True).sender
+    assert not answer.has_error()
+    [response] = one.sender
+    assert outputs(response)["finish_reason"] == b"abort"
+    assert text(list(other.sender)) == offline.generate(PROMPT, SAMPLED)[0].outputs[0].text
+    assert "request id" in error(ask(model, text_input="", stop=True))
