@@ -27,6 +27,7 @@ YOUNG = 20.0
 
 
 GONE = "the engine has ended; the request is lost, send it again"
+STOPPING = "the server is shutting down; the request is lost, send it again"
 
 
 class RefusedError(Exception):
@@ -165,6 +166,11 @@ class EngineClient:
         """Seconds since the engine's last word, if it has work."""
         return 0.0 if self._owes_since is None else time.monotonic() - self._owes_since
 
+    def end_all(self) -> None:
+        """What runs has had its time."""
+        for stream in set(self._streams.values()):
+            stream.end(EngineError(STOPPING))
+
     async def close(self) -> None:
         """End the engine, and what it runs."""
         self.state = "closed"
@@ -236,7 +242,7 @@ class EngineClient:
                 self.state = "restarting"
             self.load, self._owes_since = EngineLoad(), None
             for stream in set(self._streams.values()):
-                stream.end(EngineError("the server is shutting down" if self.state == "closed" else GONE))
+                stream.end(EngineError(STOPPING if self.state == "closed" else GONE))
             # one that is still loading does not see that nobody wants it any more
             seconds = 0 if self.state == "closed" and not self._age else 10
             try:

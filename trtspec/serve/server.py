@@ -30,6 +30,8 @@ from trtspec.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_LAST_WORDS = 2
+"""Seconds for clients to take the error that their request ends with when the server stops."""
 _SPARE = 256
 """Connections beyond those whose samples run or wait: of clients that will be told 429, viewers, probes."""
 
@@ -101,6 +103,8 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See uvicorn.Server."""
+        if not self.should_exit:
+            asyncio.get_running_loop().call_later(self._service.settings.drain, self._service.client.end_all)
         self.force_exit = self.should_exit
         self.should_exit = self._service.stopping = True
 
@@ -112,7 +116,8 @@ def _config(service: Service, app: ASGIApp) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=math.ceil(service.settings.drain),
+        # then streams are ended with an error; what still runs a while later is cut off
+        timeout_graceful_shutdown=math.ceil(service.settings.drain) + _LAST_WORDS,
         server_header=False,
     )
 
