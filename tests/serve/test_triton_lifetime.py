@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -96,17 +97,18 @@ def test_an_engine_that_fails_is_replaced(load: Callable[..., Any], offline: LLM
     assert (engine.pb.metrics["trtspec_engine_up"], engine.pb.metrics["trtspec_engine_failures_total"]) == (1, 1)
 
 
-def test_a_process_that_can_have_no_engine_ends(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
+def test_a_server_that_can_have_no_engine_ends(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
     """And is not ready until then, nor takes requests."""
     model = load("llmapi")
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)
+    ended: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "kill", lambda *of: ended.append(of))
+    monkeypatch.setattr(os, "_exit", lambda status: ended.append((status,)))
     monkeypatch.setattr(triton_backend, "FIRST_DELAY", 0.001)
     monkeypatch.setattr(triton_backend, "LLM", gone)
     fail(model)
     assert "the GPU is gone" in error(ask(model, text_input=PROMPT))
-    wait_until(lambda: bool(ended))
-    assert ended[0] == 1
+    wait_until(lambda: len(ended) > 1)
+    assert ended[:2] == [(os.getppid(), signal.SIGTERM), (1,)]
     assert not model.is_model_ready()
     assert model.pb.metrics["trtspec_engine_up"] == 0
     [refused] = ask(model, text_input=PROMPT).sender

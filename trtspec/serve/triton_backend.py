@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +41,7 @@ FIRST_DELAY, MAX_DELAY = 1.0, 30.0
 SOUND_SECONDS = 60.0
 """What fails after so long fails for the first time in a row."""
 MOST_FAILURES = 5
-"""In a row, before an engine that cannot be started ends the process."""
+"""In a row, before an engine that cannot be started ends the server."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +217,8 @@ class EngineHost:
         self._started, self.ready = time.monotonic(), True
 
     async def _restart(self) -> None:
-        """Another engine in the place of one that failed, the later the more have. A process that cannot have one (its
-        GPU context is broken, say) ends: of what has no process the server says that it is not ready."""
+        """Another engine in the place of one that failed, the later the more have. Where a process cannot have one (its
+        GPU context is broken, say) the server is told to end: it would be ready for ever with a model that is not."""
         self.ready = False
         logger.error("the engine has failed, another is started in its place: %r", self.llm.failure)
         self.metrics.failed()
@@ -236,6 +237,8 @@ class EngineHost:
             except Exception:
                 logger.exception("no engine can be started in the place of the one that failed")
                 if self._failures >= MOST_FAILURES:
+                    # Triton 2.51 calls a model ready whose process has ended, so that alone does not do
+                    os.kill(os.getppid(), signal.SIGTERM)
                     os._exit(1)
 
     async def _drain(self) -> None:
