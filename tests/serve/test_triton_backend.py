@@ -8,6 +8,7 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import processors
@@ -28,11 +29,13 @@ from tests.serve.triton_models import (
     make_model,
     outputs,
     plain,
+    tensor,
     text,
 )
 from trtspec import LLM, SamplingParams
 from trtspec.errors import RequestError
-from trtspec.serve.triton_backend import LlmApiModel
+from trtspec.outputs import SpeculationStats
+from trtspec.serve.triton_backend import LlmApiModel, Part
 from trtspec.serve.triton_classic import EngineModel, packed_words, unpacked_words
 
 target = pytest.fixture(scope="module")(make_model)
@@ -152,6 +155,52 @@ def test_reasons_come_if_asked_for(load: Callable[..., Any]) -> None:
     assert reasons == [(b"", b"")] * (len(responses) - 1) + [(b"stop", b"")]
 
 
+ASKS_LOGPROBS = {"llmapi": "return_cumulative_logprob", "classic": "return_log_probs"}
+CUMULATIVE = {"llmapi": "cumulative_logprob", "classic": "cum_log_probs"}
+
+
+@both
+@pytest.mark.parametrize("streaming", [False, True])
+def test_logprobs_are_those_of_plain_decoding(
+    load: Callable[..., Any], offline: LLM, layout: str, streaming: bool
+) -> None:
+    """Of the tokens drawn; the sum is of all so far. A prompt that comes first has none."""
+    whole = offline.generate(PROMPT, dataclasses.replace(SAMPLED, logprobs=0))[0].outputs[0]
+    assert whole.logprobs is not None
+    own = [entry[token].logprob for token, entry in zip(whole.token_ids, whole.logprobs, strict=True)]
+    echo = {"llmapi": "sampling_param_exclude_input_from_output", "classic": "exclude_input_in_output"}[layout]
+    asked = {**SENT[layout], STREAM[layout]: streaming, ASKS_LOGPROBS[layout]: True, echo: False}
+    responses = list(ask(load(layout), text_input=PROMPT, **asked).sender)
+    assert (len(responses) > 1) == streaming
+    sums = [tensor(response, CUMULATIVE[layout]) for response in responses]
+    assert {one.shape for one in sums} == {(1,) if layout == "llmapi" else (1, 1)}
+    so_far = np.cumsum(own)  # each token lowers it: a sum tells how many tokens there were
+    counts = [int(np.abs(so_far - one.item()).argmin()) + 1 for one in sums]
+    assert np.ravel(sums) == pytest.approx([so_far[count - 1] for count in counts], rel=1e-6)
+    assert counts == sorted(set(counts))
+    assert counts[-1] == len(own)
+    if layout == "classic":
+        parts = [tensor(response, "output_log_probs") for response in responses]
+        assert [one.shape for one in parts] == [(1, 1, count) for count in np.diff([0, *counts])]
+        assert np.concatenate(parts, axis=2).ravel() == pytest.approx(own, rel=1e-6)
+
+
+@both
+def test_no_logprobs_unasked(load: Callable[..., Any], layout: str) -> None:
+    model = load(layout)
+    for more in ({}, {ASKS_LOGPROBS[layout]: False}):
+        [response] = ask(model, text_input=PROMPT, **SENT[layout], **more).sender
+        assert not {CUMULATIVE[layout], "output_log_probs"} & set(outputs(response))
+
+
+def test_a_step_without_tokens_has_a_logprob_all_the_same(load: Callable[..., Any]) -> None:
+    """The server refuses tensors without elements; sequence_length tells."""
+    engine = load("classic").models["tensorrt_llm"]
+    job = engine.job({"input_ids": [1], "input_lengths": [1], "request_output_len": [9], "return_log_probs": [True]})
+    values = engine.outputs(job, Part("", (), "abort", None, SpeculationStats(), (), -1.5))
+    assert (values["sequence_length"], values["output_log_probs"], values["cum_log_probs"]) == ([0], [0.0], [-1.5])
+
+
 def test_many_requests_share_the_steps(load: Callable[..., Any], offline: LLM) -> None:
     model = load("llmapi")
     params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=40) for seed in range(8)]
@@ -167,7 +216,6 @@ def test_many_requests_share_the_steps(load: Callable[..., Any], offline: LLM) -
 BAD = {
     "llmapi": [
         ({"sampling_param_best_of": 2}, "input sampling_param_best_of: one request is one sample"),
-        ({"return_cumulative_logprob": True}, "input return_cumulative_logprob: log probabilities are not built"),
         ({"sampling_param_top_p": 1.5}, "top_p = 1.5 must be in"),
         ({"sampling_param_max_tokens": 0}, "max_tokens = 0 must be"),
         ({"sampling_param_seed": [1, 2]}, "input sampling_param_seed has 2 elements"),
@@ -179,7 +227,6 @@ BAD = {
         ({"bad_words": ["b"]}, "input BAD_WORDS_DICT: forbidden words are not built"),
         ({"embedding_bias_words": ["b"]}, "input EMBEDDING_BIAS_WORDS: logit bias by words is not built"),
         ({"beam_width": 2}, "input beam_width: beam search is not built"),
-        ({"return_log_probs": True}, "input return_log_probs: log probabilities are not built"),
         ({"return_context_logits": True}, "input return_context_logits: logits are not handed out"),
         ({"num_return_sequences": 2}, "input num_return_sequences: one request is one sample"),
         ({"temperature": -1.0}, "temperature = -1.0 must be"),

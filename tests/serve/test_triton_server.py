@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +191,34 @@ def test_many_clients_are_batched(server: TritonServer, offline: dict[Case, Comp
 
 
 @in_long_form
+def test_logprobs(server: TritonServer) -> None:
+    """In one response and in many; none unasked, of which test_http_stream would not get a response without them."""
+    prompt, params = CASES[1]
+    with LLM(DEMO / "target", **LIMITS) as llm:
+        whole = llm.generate(prompt, replace(params, logprobs=0), use_tqdm=False)[0].outputs[0]
+    assert whole.logprobs is not None
+    own = [entry[token].logprob for token, entry in zip(whole.token_ids, whole.logprobs, strict=True)]
+    for model in server.models:
+        name, total = ("cumulative_logprob",) * 2 if model == "tensorrt_llm" else ("log_probs", "cum_log_probs")
+        more = {f"return_{name}": True}
+        answer = server.post(f"{model}/generate", {**asked(model, CASES[1]), **more})
+        assert answer[total] == pytest.approx(sum(own), rel=1e-4)
+        events = list(server.stream(f"{model}/generate_stream", {**asked(model, CASES[1], stream=True), **more}))
+        assert len(events) > 1
+        assert events[-1][total] == answer[total]
+        if model != "tensorrt_llm":
+            assert answer["output_log_probs"] == pytest.approx(own, abs=1e-4)
+            parts = [event["output_log_probs"] for event in events]  # of one element: a number
+            flat = [one for part in parts for one in (part if isinstance(part, list) else [part])]
+            assert flat == pytest.approx(own, abs=1e-4)
+        assert total not in server.post(f"{model}/generate", asked(model, CASES[1]))
+
+
+@in_long_form
 def test_an_error_concerns_its_request_alone(server: TritonServer, offline: dict[Case, CompletionOutput]) -> None:
     bad = {
-        "llmapi": [("sampling_param_best_of", 2), ("return_cumulative_logprob", True), ("sampling_param_top_p", 7.0)],
-        "classic": [("bad_words", ["x"]), ("beam_width", 3), ("return_log_probs", True), ("top_p", 7.0)],
+        "llmapi": [("sampling_param_best_of", 2), ("sampling_param_top_p", 7.0)],
+        "classic": [("bad_words", ["x"]), ("beam_width", 3), ("return_context_logits", True), ("top_p", 7.0)],
     }
     for model in server.models:
         with GrpcStream(server) as good:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.e2e.tiny import add_tokenizer, make_target
@@ -101,6 +102,12 @@ def outputs(response: InferenceResponse) -> dict[str, Any]:
     """First element of each output."""
     assert not response.has_error(), response.error().message()
     return {tensor.name(): tensor.as_numpy().ravel()[0] for tensor in response.output_tensors()}
+
+
+def tensor(response: InferenceResponse, name: str) -> np.ndarray:
+    """One output, as it is."""
+    [found] = [one for one in response.output_tensors() if one.name() == name]
+    return found.as_numpy()
 
 
 def text(responses: Sequence[InferenceResponse]) -> str:

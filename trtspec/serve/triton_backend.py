@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from trtspec.engine.background import Generation
 from trtspec.errors import CapacityError, EngineError, RequestError, UnsupportedError
 from trtspec.llm import LLM, Prompt
-from trtspec.outputs import SpeculationStats
+from trtspec.outputs import Logprob, SpeculationStats
 from trtspec.sampling_params import SamplingParams
 from trtspec.serve.triton_configs import LAYOUTS, ModelSpec, TensorSpec
 from trtspec.serve.triton_metrics import Metrics
@@ -66,6 +66,8 @@ class Part:
     finish_reason: str | None
     stop_reason: int | str | None
     speculation: SpeculationStats  # so far
+    logprobs: Sequence[float]  # of its tokens, the prefix left out; empty where the job asks for none
+    cumulative_logprob: float  # of all tokens so far
 
 
 @dataclass
@@ -160,15 +162,20 @@ class EngineHost:
         running = self._running[number]
         generation = running.generation
         prefix = (running.job.prefix_text, running.job.prefix_ids)
+        cumulative = 0.0
         try:
             if running.job.streaming:
                 async for delta in generation:
+                    logprobs = drawn_logprobs(delta.logprobs)
+                    cumulative += sum(logprobs)
                     part = Part(
                         prefix[0] + delta.text,
                         (*prefix[1], *delta.token_ids),
                         delta.finish_reason,
                         delta.stop_reason,
                         generation.speculation,
+                        logprobs,
+                        cumulative,
                     )
                     prefix = ("", ())
                     self._answer(running, part, delta.error)
@@ -180,6 +187,8 @@ class EngineHost:
                     output.finish_reason,
                     output.stop_reason,
                     output.speculation,
+                    drawn_logprobs(output.logprobs),
+                    output.cumulative_logprob or 0.0,
                 )
                 self._answer(running, part, output.error)
         except Exception as error:
@@ -314,6 +323,11 @@ def speculation_outputs(stats: SpeculationStats) -> Values:
     }
 
 
+def drawn_logprobs(entries: Iterable[Mapping[int, Logprob]] | None) -> list[float]:
+    """Of each token the one that its entry begins with: its own."""
+    return [next(iter(entry.values())).logprob for entry in entries or ()]
+
+
 def sampling_params(values: Values, fields: Mapping[str, str]) -> dict[str, Any]:
     """Keyword arguments of SamplingParams from the tensors that are there. fields: tensor -> field."""
     return {name: values[tensor][0] for tensor, name in fields.items() if tensor in values}
@@ -353,6 +367,8 @@ class LlmApiModel(EngineHost):
             raise RequestError(f"input text_input holds {len(prompts)} prompts; send one request for each")
         fields = sampling_params(values, self._FIELDS)
         fields |= stop_fields(self.tokenizer, self._words(values.get("sampling_param_stop", ())))
+        if any(values.get("return_cumulative_logprob", ())):
+            fields["logprobs"] = 0
         echo = not values.get("sampling_param_exclude_input_from_output", [True])[0]
         return Job(
             prompts[0],
@@ -364,12 +380,14 @@ class LlmApiModel(EngineHost):
 
     def outputs(self, job: Job, part: Part) -> Values:
         """See EngineHost. finish_reason and stop_reason: "" until there is one."""
-        outputs = {"text_output": [part.text]}
+        outputs: dict[str, list[Any]] = {"text_output": [part.text]}
         if any(job.values.get("return_finish_reason", ())):
             outputs["finish_reason"] = [part.finish_reason or ""]
         if any(job.values.get("return_stop_reason", ())):
             stop = part.stop_reason
             outputs["stop_reason"] = [(self.tokenizer.token(stop) if isinstance(stop, int) else stop) or ""]
+        if job.params.logprobs is not None:
+            outputs["cumulative_logprob"] = [part.cumulative_logprob]
         return outputs
 
     def _words(self, words: Sequence[str]) -> list[tuple[str, list[int]]]:

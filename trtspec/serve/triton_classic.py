@@ -83,6 +83,8 @@ class EngineModel(EngineHost):
             end = values["end_id"][0]
             fields["ignore_eos"] = True
             fields["stop_token_ids"] += [end] if end >= 0 else []  # -1 = nothing ends it
+        if any(values.get("return_log_probs", ())):
+            fields["logprobs"] = 0
         echo = not values.get("exclude_input_in_output", [True])[0]
         return Job(
             prompt,
@@ -94,13 +96,18 @@ class EngineModel(EngineHost):
         )
 
     def outputs(self, job: Job, part: Part) -> Values:
-        """See EngineHost. Where there is no token, output_ids holds pad_id or 0, and sequence_length says 0: the server
-        refuses some shapes without elements."""
-        return {
+        """See EngineHost. Where there is no token, output_ids holds pad_id or 0, output_log_probs 0.0, and
+        sequence_length says 0: the server refuses some shapes without elements. A prompt that comes first has ids and
+        no log-probabilities."""
+        outputs = {
             "output_ids": list(part.token_ids) or job.values.get("pad_id", [0]),
             "sequence_length": [len(part.token_ids)],
             "text_output": [part.text],
         }
+        if job.params.logprobs is not None:
+            outputs["cum_log_probs"] = [part.cumulative_logprob]
+            outputs["output_log_probs"] = list(part.logprobs) or [0.0]
+        return outputs
 
 
 def packed_words(words: Sequence[Sequence[int]]) -> list[int]:

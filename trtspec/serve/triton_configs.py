@@ -54,7 +54,6 @@ def required(name: str, dtype: str, dims: tuple[int, ...] = (1,)) -> TensorSpec:
 
 ONE_SAMPLE = "one request is one sample here; send several requests with different seeds"
 NO_BEAMS = "beam search is not built; leave it out, or sample with a temperature"
-NO_LOGPROBS = "log probabilities are not built for Triton; leave it out"
 NO_LOGITS = "logits are not handed out; leave it out"
 NO_BAD_WORDS = "forbidden words are not built; leave it out"
 NO_BIAS = "logit bias by words is not built for Triton; leave it out"
@@ -64,6 +63,12 @@ METRICS = (
     TensorSpec("acceptance_rate", "FP32"),
     TensorSpec("total_accepted_draft_tokens", "INT32"),
     TensorSpec("total_draft_tokens", "INT32"),
+)
+
+# Of the classic layout, in responses to requests that say return_log_probs.
+_LOGPROBS = (
+    TensorSpec("cum_log_probs", "FP32", (-1,)),
+    TensorSpec("output_log_probs", "FP32", (-1, -1)),
 )
 
 _LLMAPI = ModelSpec(
@@ -84,7 +89,7 @@ _LLMAPI = ModelSpec(
         TensorSpec("sampling_param_exclude_input_from_output", "BOOL"),
         TensorSpec("return_finish_reason", "BOOL"),
         TensorSpec("return_stop_reason", "BOOL"),
-        TensorSpec("return_cumulative_logprob", "BOOL", refused=NO_LOGPROBS, neutral=(0,)),
+        TensorSpec("return_cumulative_logprob", "BOOL"),
     ),
     outputs=(
         TensorSpec("text_output", "STRING", (-1,)),
@@ -109,7 +114,7 @@ _SAMPLING = (
     TensorSpec("exclude_input_in_output", "BOOL"),
     TensorSpec("num_return_sequences", "INT32", refused=ONE_SAMPLE, neutral=(1,)),
     TensorSpec("beam_width", "INT32", refused=NO_BEAMS, neutral=(1,)),
-    TensorSpec("return_log_probs", "BOOL", refused=NO_LOGPROBS, neutral=(0,)),
+    TensorSpec("return_log_probs", "BOOL"),
     TensorSpec("return_context_logits", "BOOL", refused=NO_LOGITS, neutral=(0,)),
     TensorSpec("return_generation_logits", "BOOL", refused=NO_LOGITS, neutral=(0,)),
 )
@@ -138,6 +143,7 @@ _CLASSIC_ENGINE = ModelSpec(
         TensorSpec("sequence_length", "INT32", (-1,)),
         # Not TensorRT-LLM's: ids of one step do not tell its text (half characters, the start of a stop word).
         TensorSpec("text_output", "STRING", (-1,)),
+        *_LOGPROBS,
         *METRICS,
     ),
     python_class="trtspec.serve.triton_classic.EngineModel",
@@ -191,7 +197,7 @@ _WHOLE_INPUTS = (
     TensorSpec("stream", "BOOL"),
     *_SAMPLING,
 )
-_WHOLE_OUTPUTS = (TensorSpec("text_output", "STRING", (-1,)), *METRICS)
+_WHOLE_OUTPUTS = (TensorSpec("text_output", "STRING", (-1,)), *_LOGPROBS, *METRICS)
 
 TO_PREPROCESSING = (
     ("QUERY", "text_input"),
@@ -229,7 +235,7 @@ _ENSEMBLE = ModelSpec(
                 ("output_ids", "_TOKENS_BATCH"),
                 ("sequence_length", "_SEQUENCE_LENGTH"),
                 ("text_output", "_TEXT"),
-                *((spec.name, spec.name) for spec in METRICS),
+                *((spec.name, spec.name) for spec in (*_LOGPROBS, *METRICS)),
             ),
         ),
         Step(
