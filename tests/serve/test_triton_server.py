@@ -192,7 +192,7 @@ def test_many_clients_are_batched(server: TritonServer, offline: dict[Case, Comp
 
 @in_long_form
 def test_logprobs(server: TritonServer) -> None:
-    """In one response and in many; none unasked, of which test_http_stream would not get a response without them."""
+    """In one response and in many; and none unasked, which an ensemble has to put up with."""
     prompt, params = CASES[1]
     with LLM(DEMO / "target", **LIMITS) as llm:
         whole = llm.generate(prompt, replace(params, logprobs=0), use_tqdm=False)[0].outputs[0]
