@@ -205,12 +205,11 @@ def test_many_requests_share_the_steps(load: Callable[..., Any], offline: LLM) -
     model = load("llmapi")
     params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=40) for seed in range(8)]
     expected = offline.generate([PROMPT] * 8, params)
-    steps = model.llm.get_metrics().steps
     inputs = {"text_input": PROMPT, "sampling_param_temperature": 0.7, "sampling_param_max_tokens": 40}
     requests = [ask(model, sampling_param_seed=seed, streaming=bool(seed % 2), **inputs) for seed in range(8)]
     assert [text(list(r.sender)) for r in requests] == [output.outputs[0].text for output in expected]
-    tokens = sum(len(output.outputs[0].token_ids) for output in expected)
-    assert model.llm.get_metrics().steps - steps < tokens / 4
+    metrics = model.llm.get_metrics()
+    assert metrics.steps < metrics.speculation.steps / 2  # steps that requests were in, each request's counted
 
 
 BAD = {
