@@ -352,7 +352,11 @@ def test_profiles_of_draft_layers_beside_the_target(models: Path) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "backend"),
-    [pytest.param("eagle3", "aoti", marks=pytest.mark.long), ("eagle3", "onnx"), ("draft", "onnx")],
+    [
+        pytest.param("eagle3", "aoti", marks=pytest.mark.long),
+        pytest.param("eagle3", "onnx", marks=pytest.mark.long),
+        ("draft", "onnx"),
+    ],
 )
 def test_the_engine_is_as_planned(models: Path, tmp_path: Path, mode: str, backend: str) -> None:
     config = EngineConfig(backend=backend, dtype="float32", **LIMITS)

@@ -32,7 +32,8 @@ def said(models: Models, mode: M, backend: str, **options: Any) -> tuple[list[Ou
     return run.outcomes, [None if one.logprobs is None else one.logprobs.entries for one in run.requests]
 
 
-@pytest.mark.parametrize("backend", ["onnx", pytest.param("aoti", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["onnx", "aoti"])
 def test_the_words_are_those_of_plain_decoding(models: Models, backend: str) -> None:
     outcomes, logprobs = said(models, M.NONE, backend, **ROOMY)
     assert outcomes == models.plain("target", "eager")

@@ -104,7 +104,7 @@ def test_on_onnx_runtime(models: Path, checkpoints: dict[Fp8Kind, Path], tmp_pat
     assert [tensor.dtype for tensor in matrices] == 3 * 3 * [torch.float8_e4m3fn]  # o is so small that graphs hold it
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [STATIC, pytest.param(ALONE, marks=pytest.mark.long)], ids=str)
 def test_a_network_of_tensorrts(
     trt: TensorRT, models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path, kind: Fp8Kind
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_quantised_draft(floats: Path, tmp_path: Path) -> None:
         LLM(folder, {**wishes, "quantization": "int8"}, **LIMITS)
 
 
+@pytest.mark.long
 def test_a_compiled_engine(floats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The inputs' order and the zero points are in the folder, which says what it holds and needs no checkpoint."""
     folder, _ = quantised(floats, tmp_path, Kind("gptq", 4, 32, False, ordered=True))

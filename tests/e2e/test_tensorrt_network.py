@@ -29,7 +29,7 @@ from trtspec.errors import UnsupportedError
 from trtspec.workers.step import OneEngineStep
 
 
-@pytest.mark.parametrize("uniform", [False, True], ids=["ragged", "uniform"])
+@pytest.mark.parametrize("uniform", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ragged", "uniform"])
 def test_an_eagle3_step_is_what_its_network_computes(recorders: dict[str, Recorder], uniform: bool) -> None:
     """Every recorded batch: requests alone and together, contexts, chunks, greedy and sampled."""
     eager = recorders["sampled"].inner.step

@@ -120,7 +120,7 @@ def test_a_penalty_that_nobody_asked_for_is_dropped_with_a_warning(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("mode", ["none", "ngram", "draft"])
+@pytest.mark.parametrize("mode", ["none", "ngram", pytest.param("draft", marks=pytest.mark.long)])
 def test_attention_of_tensorrts_own(trt: TensorRT, models: Path, tmp_path: Path, mode: str) -> None:
     """A linear cache, no attention plugin: the words of eager decoding, one request at a time."""
     config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
@@ -154,7 +154,8 @@ def test_what_attention_of_tensorrts_own_cannot_do(trt: TensorRT, models: Path, 
         build_engine(tmp_path / "windows", tmp_path / "engine", None, config, options=options)
 
 
-@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_integers(trt: TensorRT, models: Path, tmp_path: Path, quantization: str) -> None:
     """Weights of 8 and 4 bits: speculation changes nothing."""
     made = {}

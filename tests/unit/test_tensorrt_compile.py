@@ -119,6 +119,7 @@ def assert_golden(what: str, name: str) -> None:
     assert text == golden
 
 
+@pytest.mark.long
 def test_each_draft_length_has_an_engine(models: Path, tmp_path: Path) -> None:
     made = compiled(models, tmp_path, "eagle3", draft_lens=(0, K))
     assert [(graph.file, graph.draft_len) for graph in made.graphs] == [
