@@ -104,7 +104,7 @@ def test_a_rule_finds_what_breaks_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-@pytest.mark.parametrize("rule", {rule for rule, _, _ in RULES.values()}, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", dict.fromkeys(rule for rule, _, _ in RULES.values()), ids=lambda rule: rule.__name__)
 def test_our_rules_hold(path: Path, rule: Callable[[list[Stage]], bool]) -> None:
     assert rule(parse(path.read_text()))
 
