@@ -11,8 +11,8 @@ import pytest
 
 from tests.checkpoints import make_medusa
 from trtspec.cli import main
-from trtspec.config import SpeculativeConfig
 from trtspec.config.engine_folder import FORMAT, machine
+from trtspec.config.speculative import SpeculativeConfig
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 HEAD = str(DEMO / "eagle3")

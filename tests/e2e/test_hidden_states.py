@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.tiny import VOCAB, add_tokenizer, assert_all_blocks_free, make_target
 from trtspec import LLM, SamplingParams
 from trtspec.cli import main
-from trtspec.config import SaveHiddenStatesDecodingConfig
 from trtspec.config.model import ModelConfig
+from trtspec.config.trtllm import SaveHiddenStatesDecodingConfig
 from trtspec.errors import CheckpointError, ConfigError, EngineError
 from trtspec.models import hidden_shards
 from trtspec.models.hidden_shards import ShardReader, States, shards_of

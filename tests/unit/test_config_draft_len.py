@@ -10,12 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.config import (
-    ResolvedSpeculation,
-    SpeculativeConfig,
-    TargetInfo,
-    draft_len_for_batch,
-)
+from trtspec.config.resolved import ResolvedSpeculation, TargetInfo, draft_len_for_batch
+from trtspec.config.speculative import SpeculativeConfig
 
 TARGET = TargetInfo(
     model="/models/target",

@@ -21,8 +21,8 @@ from tests.unit.interop_cases import (
     VLLM,
     export,
 )
-from trtspec.config import SpeculativeConfig
 from trtspec.config.interop import SERVERS
+from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.trtllm import decoding_config_from_dict
 from trtspec.errors import UnsupportedError
 from trtspec.modes import METHODS

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.config import DraftInfo, ResolvedSpeculation, SpeculativeConfig, TargetInfo, draft_len_for_batch
 from trtspec.config.interop import export_settings, settings_text
 from trtspec.config.interop_account import GATES
 from trtspec.config.resolve import plan
+from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo, draft_len_for_batch
+from trtspec.config.speculative import SpeculativeConfig
 
 TARGET = TargetInfo(
     model="/t",

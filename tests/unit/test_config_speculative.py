@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from trtspec.config import (
-    NGramDecodingConfig,
-    SpeculativeConfig,
-    TargetInfo,
-)
 from trtspec.config.resolve import plan
-from trtspec.config.speculative import LEGACY_MTP_METHODS
+from trtspec.config.resolved import TargetInfo
+from trtspec.config.speculative import LEGACY_MTP_METHODS, SpeculativeConfig
+from trtspec.config.trtllm import NGramDecodingConfig
 from trtspec.errors import ConfigError
 
 TARGET = TargetInfo(

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from trtspec.config import (
+from trtspec.config.resolve import plan
+from trtspec.config.resolved import TargetInfo
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.config.trtllm import (
+    DECODING_CONFIGS,
     AutoDecodingConfig,
     DecodingBaseConfig,
     DFlashDecodingConfig,
@@ -19,12 +23,9 @@ from trtspec.config import (
     PARDDecodingConfig,
     SADecodingConfig,
     SaveHiddenStatesDecodingConfig,
-    SpeculativeConfig,
-    TargetInfo,
     UserProvidedDecodingConfig,
+    decoding_config_from_dict,
 )
-from trtspec.config.resolve import plan
-from trtspec.config.trtllm import DECODING_CONFIGS, decoding_config_from_dict
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode as M
 
