@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trtspec.drafters.ngram_pool import NGramPool
-from trtspec.drafters.suffix import TOKENS_PER_RESPONSE, SuffixDrafter
-from trtspec.drafters.suffix_tree import SuffixTree
+from trtspec.methods.ngram.pool import NGramPool
+from trtspec.methods.suffix.drafter import TOKENS_PER_RESPONSE, SuffixDrafter
+from trtspec.methods.suffix.tree import SuffixTree
 from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import ResolvedSampling
 

@@ -114,8 +114,8 @@ def random_delay(seed: int, most: float = 0.004) -> Callable[[], float]:
 
 
 class HostQueue:
-    """backends.device.WorkQueue on the CPU: a thread does the pieces of work, each as late as it likes. What fails is
-    reported at the next mark, and once; a graph is work that is done again."""
+    """backends.cuda.device.WorkQueue on the CPU: a thread does the pieces of work, each as late as it likes. What fails
+    is reported at the next mark, and once; a graph is work that is done again."""
 
     device = torch.device("cpu")
 

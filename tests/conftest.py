@@ -18,7 +18,7 @@ def _one_thread() -> None:
 def work(monkeypatch: pytest.MonkeyPatch) -> HostQueue:
     """What backend "cuda" takes for a GPU meanwhile."""
     queue = HostQueue(random_delay(1, 0.002))
-    monkeypatch.setattr("trtspec.engine.assemble.open_gpu", lambda: queue.device)
-    monkeypatch.setattr("trtspec.engine.assemble.CudaQueue", lambda: queue)
-    monkeypatch.setattr("trtspec.engine.assemble.free_memory", lambda device: 10**9)
+    monkeypatch.setattr("trtspec.build.wiring.open_gpu", lambda: queue.device)
+    monkeypatch.setattr("trtspec.build.wiring.CudaQueue", lambda: queue)
+    monkeypatch.setattr("trtspec.build.wiring.free_memory", lambda device: 10**9)
     return queue

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+from trtspec.build.engine_folder import EngineFolder
+from trtspec.build.wiring import assemble_engine
 from trtspec.config.engine import EngineConfig
-from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.assemble import assemble_engine
 from trtspec.engine.background import EngineThread, Generation
 from trtspec.engine.core import EngineCore
 from trtspec.engine.stats import EngineStats

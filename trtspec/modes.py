@@ -216,7 +216,7 @@ def _is_native(attention_backend: str) -> bool:
 @dataclass(frozen=True)
 class ModeTraits:
     """One row: what a mode is. `worker`, `drafter` and `head` are "module:name" paths, imported only by
-    engine/assemble.py."""
+    build/wiring.py."""
 
     mtp: bool = False  # the heads come with the target's checkpoint
     one_engine: bool = False
@@ -232,13 +232,13 @@ class ModeTraits:
     spec_drafter: bool = False
     worker: str | None = None  # one-engine
     drafter: str | None = None  # two-engine
-    head: str | None = None  # models.heads.LoadHead, for either
+    head: str | None = None  # methods.head.LoadHead, for either
 
 
 _M = SpeculativeDecodingMode
 
 
-def _inside(head: str, worker: str = "trtspec.workers.heads:HeadWorker", mtp: bool = False) -> ModeTraits:
+def _inside(head: str, worker: str = "trtspec.methods.head_worker:HeadWorker", mtp: bool = False) -> ModeTraits:
     """Draft layers in the target's graph. Whose weights are not the target's have a checkpoint of their own."""
     return ModeTraits(
         mtp=mtp,
@@ -259,44 +259,44 @@ def _beside(head: str, mtp: bool = False) -> ModeTraits:
         kv_recompute=True,
         spec_decoder=True,
         spec_drafter=True,
-        drafter="trtspec.drafters.heads:HeadDrafter",
+        drafter="trtspec.methods.head_drafter:HeadDrafter",
         head=head,
     )
 
 
 _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
-    _M.MTP: _inside("trtspec.models.mtp_weights:load", "trtspec.workers.mtp:MtpWorker", mtp=True),
-    _M.MTP_EAGLE: _beside("trtspec.models.mtp_weights:load", mtp=True),
-    _M.MTP_EAGLE_ONE_MODEL: _inside("trtspec.models.mtp_weights:load", mtp=True),
-    _M.EAGLE3: _beside("trtspec.models.eagle3_weights:load"),
-    _M.EAGLE3_ONE_MODEL: _inside("trtspec.models.eagle3_weights:load"),
-    _M.NGRAM: ModeTraits(kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.ngram:NGramDrafter"),
-    _M.DRAFT_TARGET: ModeTraits(draft_model=True, spec_drafter=True, drafter="trtspec.drafters.chain:ChainDrafter"),
+    _M.MTP: _inside("trtspec.methods.mtp.weights:load", "trtspec.methods.mtp.worker:MtpWorker", mtp=True),
+    _M.MTP_EAGLE: _beside("trtspec.methods.mtp.weights:load", mtp=True),
+    _M.MTP_EAGLE_ONE_MODEL: _inside("trtspec.methods.mtp.weights:load", mtp=True),
+    _M.EAGLE3: _beside("trtspec.methods.eagle3.weights:load"),
+    _M.EAGLE3_ONE_MODEL: _inside("trtspec.methods.eagle3.weights:load"),
+    _M.NGRAM: ModeTraits(kv_rewind=True, spec_drafter=True, drafter="trtspec.methods.ngram.drafter:NGramDrafter"),
+    _M.DRAFT_TARGET: ModeTraits(draft_model=True, spec_drafter=True, drafter="trtspec.methods.chain:ChainDrafter"),
     _M.USER_PROVIDED: ModeTraits(spec_drafter=True),  # the drafter comes with the config
-    _M.SAVE_HIDDEN_STATES: ModeTraits(spec_drafter=True),  # drafts nothing; see workers.step.CaptureStep
+    _M.SAVE_HIDDEN_STATES: ModeTraits(spec_drafter=True),  # drafts nothing; see methods.step.CaptureStep
     _M.NONE: ModeTraits(),
     _M.AUTO: ModeTraits(),  # becomes another mode when the config is resolved
-    _M.SUFFIX: ModeTraits(kv_rewind=True, spec_drafter=True, drafter="trtspec.drafters.suffix:SuffixDrafter"),
-    _M.EAGLE: _beside("trtspec.models.eagle_weights:load"),
-    _M.EAGLE_ONE_MODEL: _inside("trtspec.models.eagle_weights:load"),
-    _M.MEDUSA: replace(_inside("trtspec.models.medusa_weights:load"), without_kv=True),
-    _M.MLP_SPECULATOR: replace(_inside("trtspec.models.mlp_speculator_weights:load"), without_kv=True),
+    _M.SUFFIX: ModeTraits(kv_rewind=True, spec_drafter=True, drafter="trtspec.methods.suffix.drafter:SuffixDrafter"),
+    _M.EAGLE: _beside("trtspec.methods.eagle.weights:load"),
+    _M.EAGLE_ONE_MODEL: _inside("trtspec.methods.eagle.weights:load"),
+    _M.MEDUSA: replace(_inside("trtspec.methods.medusa.weights:load"), without_kv=True),
+    _M.MLP_SPECULATOR: replace(_inside("trtspec.methods.mlp_speculator.weights:load"), without_kv=True),
     _M.DRAFT_TARGET_ONE_MODEL: replace(
-        _inside("trtspec.models.draft_model:load", "trtspec.workers.draft_model:DraftModelWorker"),
+        _inside("trtspec.methods.draft_model.head:load", "trtspec.methods.draft_model.worker:DraftModelWorker"),
         unshifted=True,
         spec_decoder=False,
     ),
     _M.PARD: replace(
-        _inside("trtspec.models.draft_model:load", "trtspec.workers.parallel:PardWorker"),
+        _inside("trtspec.methods.draft_model.head:load", "trtspec.methods.parallel.worker:PardWorker"),
         parallel=True,
         unshifted=True,
         spec_decoder=False,
     ),
     _M.P_EAGLE: replace(
-        _inside("trtspec.models.eagle3_weights:load", "trtspec.workers.parallel:PEagleWorker"), parallel=True
+        _inside("trtspec.methods.eagle3.weights:load", "trtspec.methods.parallel.worker:PEagleWorker"), parallel=True
     ),
     _M.DFLASH: replace(
-        _inside("trtspec.models.dflash_weights:load", "trtspec.workers.dflash:DFlashWorker"),
+        _inside("trtspec.methods.dflash.weights:load", "trtspec.methods.dflash.worker:DFlashWorker"),
         parallel=True,
         in_blocks=True,
         unshifted=True,

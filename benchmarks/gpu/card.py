@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trtspec.backends.device import WorkQueue, open_gpu
+from trtspec.backends.cuda.device import WorkQueue, open_gpu
 
 _HOLD_CYCLES = 400_000  # of an H200 at 2 GHz 0.2 ms: the host queues a step in less
 _WARM_UPS = 3

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.peers import checkpoints as peers_checkpoints
 from benchmarks.peers.checkpoints import Shape, layer_tensors, llama_config, llama_tensors, made, write_config
-from trtspec.engine.sources import digest
+from trtspec.build.sources import digest
 
 SHAPES = {
     "1B": Shape(hidden=2048, layers=16, intermediate=8192, heads=32, kv_heads=8, vocab=128256, tied=True),

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.heads_vs_vllm import held_out_prompts
-from trtspec.engine.sources import digest
+from trtspec.build.sources import digest
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 CIRCLE = 32

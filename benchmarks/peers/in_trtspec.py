@@ -14,10 +14,10 @@ import torch
 import trtspec
 from benchmarks.peers.worker import Stopwatch, serve
 from trtspec import LLM, SamplingParams
+from trtspec.build.build import build_engine
+from trtspec.build.sources import DIGITS, engine_digest
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.build import build_engine
-from trtspec.engine.sources import DIGITS, engine_digest
 
 
 class Trtspec:

@@ -19,7 +19,7 @@ from benchmarks.peers.contests import LIMITS, Contest, Contestant, Group
 from benchmarks.peers.environments import vllm_variables
 from benchmarks.peers.process import PeerError, Worker
 from benchmarks.peers.results import Run, Start
-from trtspec.engine.sources import DIGITS, digest
+from trtspec.build.sources import DIGITS, digest
 from trtspec.kv.memory import huge_pages
 
 PREPARE_S, LOAD_S, GENERATE_S = 3600.0, 1800.0, 900.0  # time limits

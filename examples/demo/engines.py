@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
+from trtspec.build.build import build_engine
+from trtspec.build.engine_folder import EngineFolder
+from trtspec.build.sources import engine_digest
 from trtspec.config.engine import EngineConfig
-from trtspec.config.engine_folder import EngineFolder
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.build import build_engine
-from trtspec.engine.sources import engine_digest
 from trtspec.errors import CheckpointError
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import load_decoder
 from trtspec.train.card import CardFacts, ModelFacts, model_card

@@ -34,9 +34,9 @@ from tests.e2e.tiny import (
     run_together,
 )
 from trtspec import LLM
+from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.build import build_engine
 from trtspec.errors import DependencyError, UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode as M
 

@@ -13,7 +13,7 @@ trt = pytest.importorskip("tensorrt", reason="TensorRT is not installed here: ma
 from trtspec_plugins.tensorrt.signatures import PLUGINS  # noqa: E402
 
 import trtspec.ops  # noqa: E402, F401  (defines the ops)
-from trtspec.backends.tensorrt_compile import registered_plugins, require  # noqa: E402
+from trtspec.backends.tensorrt.compile import registered_plugins, require  # noqa: E402
 from trtspec.errors import DependencyError  # noqa: E402
 
 ATTRIBUTES: Mapping[str, Mapping[str, int | float]] = {

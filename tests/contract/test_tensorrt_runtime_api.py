@@ -17,7 +17,7 @@ cuda_runtime = pytest.importorskip("cuda.bindings.runtime", reason="cuda-python 
 
 from tests import tensorrt_stand_in as stand_in  # noqa: E402
 from tests.contract.api_names import parameters  # noqa: E402
-from trtspec.backends.cuda import Cuda  # noqa: E402
+from trtspec.backends.tensorrt.cuda import Cuda  # noqa: E402
 from trtspec.errors import DependencyError  # noqa: E402
 
 OWN = {"dtype", "owns", "queue"}

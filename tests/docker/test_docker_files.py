@@ -16,9 +16,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.docker.dockerfile import Ignored, Stage, expand, healthcheck, pairs, parse
-from trtspec.serve.engine_client import EngineClient
-from trtspec.serve.metrics import Metrics
-from trtspec.serve.wire import Delta
+from trtspec.serve.engine.client import EngineClient
+from trtspec.serve.engine.wire import Delta
+from trtspec.serve.http.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker"

@@ -25,14 +25,14 @@ from tests.e2e.tiny import (
 )
 from trtspec import LLM
 from trtspec.backends.table import BACKENDS
+from trtspec.build.build import build_engine
+from trtspec.build.engine_folder import EngineFolder
+from trtspec.build.plan import BuildPlan
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
-from trtspec.config.engine_folder import EngineFolder
-from trtspec.config.model import ModelConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.build import build_engine
-from trtspec.engine.plan import BuildPlan
+from trtspec.methods.eagle3.train import export_eagle3, new_head
 from trtspec.models.weights import load_decoder
-from trtspec.train.eagle3 import export_eagle3, new_head
 
 K = 3
 CASES = draw_cases(60, seed=3)

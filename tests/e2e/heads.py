@@ -22,12 +22,12 @@ from tests.e2e.tiny import VOCAB, Case, Outcome, Run, assert_all_blocks_free, ru
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata
-from trtspec.drafters.heads import HeadDrafter
 from trtspec.engine.stats import TimedExecutable
 from trtspec.engine.step import Emission
+from trtspec.methods.head_drafter import HeadDrafter
+from trtspec.methods.head_worker import HeadWorker
+from trtspec.methods.step import HeadStep, OneEngineStep
 from trtspec.models.attention import PagedAttend
-from trtspec.workers.heads import HeadWorker
-from trtspec.workers.step import HeadStep, OneEngineStep
 
 Place = tuple[int, int, int]
 """Request id, index of the first token its chain guesses, index of the token guessed."""

@@ -15,11 +15,11 @@ from tests.e2e.tiny import Case, add_tokenizer, make_target, motif_prompt, run_t
 from trtspec import LLM, SamplingParams
 from trtspec.backends.eager import EagerExecutable
 from trtspec.backends.export import export_step, graph_inputs, graph_outputs, input_names
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.core import KVLayer, StepInputs, StepOutputs
+from trtspec.methods.eagle3.train import export_eagle3, new_head
+from trtspec.methods.step import OneEngineStep
 from trtspec.models.weights import load_decoder
-from trtspec.train.eagle3 import export_eagle3, new_head
-from trtspec.workers.step import OneEngineStep
 
 K = 3
 DRAFT_IDS = torch.tensor([0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15])

@@ -10,11 +10,11 @@ from tests.fake_tensorrt.builder import FakeTensorRT
 from tests.fake_tensorrt.network import FakeNetwork
 from tests.fake_tensorrt.plugins import fake_plugin_of
 from trtspec.backends.export import example_batch
-from trtspec.backends.onnx_export import export_onnx
-from trtspec.backends.onnx_linear import write_linears
-from trtspec.backends.tensorrt_network import write_network
+from trtspec.backends.onnx.export import export_onnx
+from trtspec.backends.onnx.linear import write_linears
+from trtspec.backends.tensorrt.network import write_network
 from trtspec.core import KVLayer
-from trtspec.workers.step import Step
+from trtspec.methods.step import Step
 
 
 def written(step: Step, block_size: int, draft_len: int, uniform: bool = False) -> FakeNetwork:

@@ -18,12 +18,12 @@ from tests.checkpoints import edit_tensors
 from tests.e2e.refused import K2, Folders, Wrong, assert_refused, head
 from tests.e2e.tiny import MASK
 from trtspec import LLM
+from trtspec.build.plan import plan_build
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.drafters.suffix import SuffixTree
-from trtspec.engine.plan import plan_build
 from trtspec.errors import CapacityError, CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
+from trtspec.methods.suffix.drafter import SuffixTree
 from trtspec.modes import SpeculativeDecodingMode as M
 from trtspec.modes import words_for
 

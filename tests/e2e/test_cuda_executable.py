@@ -25,15 +25,15 @@ from tests.e2e.tiny import (
     with_edits,
 )
 from trtspec import LLM, RequestOutput, SamplingParams
-from trtspec.backends import cuda_aoti
-from trtspec.backends.cudagraph import LaunchLimits
+from trtspec.backends.cuda import aoti as cuda_aoti
+from trtspec.backends.cuda.executable import LaunchLimits
+from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import SamplingTensors
-from trtspec.engine.build import build_engine
 from trtspec.engine.overlap import OverlapLoop
+from trtspec.methods.head_worker import HeadWorker
 from trtspec.models.layers import Linear
-from trtspec.workers.heads import HeadWorker
 
 K = 3
 LIMITS: dict[str, Any] = {"max_batch_size": 5, "max_num_tokens": 48, "block_size": 4, "num_kv_blocks": 90}

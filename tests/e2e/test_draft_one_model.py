@@ -30,11 +30,11 @@ from tests.e2e.tiny import (
     run_together,
 )
 from trtspec import LLM, SamplingParams
-from trtspec.models.draft_model import DecoderHead
+from trtspec.methods.draft_model.head import DecoderHead
+from trtspec.methods.draft_model.worker import DraftModelWorker
+from trtspec.methods.step import OneEngineStep
 from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import sample_seed
-from trtspec.workers.draft_model import DraftModelWorker
-from trtspec.workers.step import OneEngineStep
 
 K, MOST_K = 3, 5
 CASES = draw_cases(30, seed=27, most_prompt=60)

@@ -21,14 +21,14 @@ from tests.e2e.conformance import LIMITS, K, assert_as_planned, make_models
 from tests.fp8_checkpoints import Fp8Kind
 from trtspec.backends.describe import Calls, describe_graph
 from trtspec.backends.export import OUTPUT_SHAPES, example_for, export_step, graph_inputs, input_names
-from trtspec.backends.tensorrt_profiles import Sizes
+from trtspec.backends.tensorrt.profiles import Sizes
+from trtspec.build.build import build_engine
+from trtspec.build.plan import plan_build
+from trtspec.build.wiring import plan_assembly
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.assemble import plan_assembly
-from trtspec.engine.build import build_engine
-from trtspec.engine.plan import plan_build
-from trtspec.workers.step import Step
+from trtspec.methods.step import Step
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -276,7 +276,7 @@ def test_no_memory_is_taken(configs: Path) -> None:
     code = f"""
 import resource
 from trtspec.cli.main import main
-from trtspec.engine.plan import plan_build
+from trtspec.build.plan import plan_build
 from trtspec.errors import UnsupportedError
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig

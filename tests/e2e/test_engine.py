@@ -46,15 +46,15 @@ from tests.e2e.tiny import (
 )
 from trtspec import LLM, SamplingParams
 from trtspec.backends import weight_file
-from trtspec.backends.aoti import AotiExecutable
+from trtspec.backends.aoti.executable import AotiExecutable
 from trtspec.backends.export import example_batch, graph_outputs
 from trtspec.backends.weight_file import load_weights
+from trtspec.build.build import build_engine
+from trtspec.build.engine_folder import FORMAT, EngineFolder, machine
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
-from trtspec.config.engine_folder import FORMAT, EngineFolder, machine
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import StepInputs
-from trtspec.engine.build import build_engine
 from trtspec.errors import CheckpointError, ConfigError, EngineError
 from trtspec.text import Tokenizer
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_medusa
+from trtspec.build.engine_folder import FORMAT, machine
 from trtspec.cli import main
-from trtspec.config.engine_folder import FORMAT, machine
 from trtspec.config.speculative import SpeculativeConfig
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"

@@ -22,11 +22,11 @@ from tests.checkpoints import make_medusa, make_mlp_speculator
 from tests.e2e.heads import Made, Place, chunks_of, first_wrong_draft, log_plainly, run_watched, step_of, watch
 from tests.e2e.tiny import Case, Outcome, Run, assert_all_blocks_free, draw_cases, run_alone, run_together
 from trtspec import LLM, SamplingParams
-from trtspec.backends.tensorrt_profiles import TensorRTOptions
+from trtspec.backends.tensorrt.profiles import TensorRTOptions
+from trtspec.build.build import build_engine
+from trtspec.build.plan import plan_build
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.build import build_engine
-from trtspec.engine.plan import plan_build
 
 METHODS = ("medusa", "mlp_speculator")
 K = 3

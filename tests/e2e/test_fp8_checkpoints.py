@@ -21,10 +21,10 @@ from tests.fp8_checkpoints import Fp8Kind, fp8
 from tests.tensorrt_stand_in import TensorRT
 from trtspec import LLM
 from trtspec.backends.export import example_batch, graph_inputs, input_names
-from trtspec.backends.tensorrt_profiles import TensorRTOptions
+from trtspec.backends.tensorrt.profiles import TensorRTOptions
+from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.build import build_engine
 from trtspec.errors import EngineError
 
 __all__ = ["cuda", "trt"]  # fixtures

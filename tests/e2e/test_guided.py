@@ -17,10 +17,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from tests.checkpoints import make_eagle3
 from tests.e2e.tiny import assert_all_blocks_free, make_target, perturbed
 from trtspec import LLM, RequestOutput, SamplingParams, StructuredOutputs
+from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import Proposal
-from trtspec.engine.build import build_engine
 from trtspec.errors import DependencyError, RequestError
 from trtspec.protocols import DraftRequest
 from trtspec.verify.grammar import Guide

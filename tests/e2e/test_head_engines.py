@@ -27,13 +27,13 @@ from tests.e2e.conformance import (
 from tests.e2e.tiny import Outcome, run_alone
 from trtspec import LLM
 from trtspec.backends.compiled import CompiledExecutable
+from trtspec.build.plan import plan_build
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
-from trtspec.drafters.heads import HeadDrafter
-from trtspec.engine.plan import plan_build
 from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import EngineError
+from trtspec.methods.head_drafter import HeadDrafter
 from trtspec.sampling_params import ResolvedSampling
 
 pytestmark = pytest.mark.long  # three graphs each to compile

@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.tiny import VOCAB, add_tokenizer, assert_all_blocks_free, make_target
 from trtspec import LLM, SamplingParams
 from trtspec.cli import main
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.trtllm import SaveHiddenStatesDecodingConfig
 from trtspec.errors import CheckpointError, ConfigError, EngineError
-from trtspec.models import hidden_shards
-from trtspec.models.hidden_shards import ShardReader, States, shards_of
+from trtspec.methods.eagle3.train import new_head
+from trtspec.methods.hidden_states import shards as hidden_shards
+from trtspec.methods.hidden_states.shards import ShardReader, States, shards_of
 from trtspec.models.weights import load_decoder
 from trtspec.outputs import RequestOutput
-from trtspec.train.eagle3 import new_head
 from trtspec.train.lessons import observe
 from trtspec.train.shards import ShardLessons
 from trtspec.train.unrolled import HeadLoss

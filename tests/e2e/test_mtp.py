@@ -36,10 +36,10 @@ from tests.e2e.heads import (
 )
 from tests.e2e.tiny import Case, Outcome, add_tokenizer, draw_cases, make_target, run_alone, run_together
 from trtspec import LLM, SamplingParams
+from trtspec.build.build import build_engine
+from trtspec.build.plan import plan_build
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.build import build_engine
-from trtspec.engine.plan import plan_build
 from trtspec.errors import UnsupportedError
 from trtspec.models.layers import Linear
 from trtspec.sampling_params import sample_seed

@@ -21,9 +21,9 @@ from tests.models.newer_heads import AsPlain, Assistant, StepHead
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
 from trtspec.engine.stats import TimedExecutable
-from trtspec.workers.heads import HeadWorker
-from trtspec.workers.mtp import MtpWorker
-from trtspec.workers.step import OneEngineStep
+from trtspec.methods.head_worker import HeadWorker
+from trtspec.methods.mtp.worker import MtpWorker
+from trtspec.methods.step import OneEngineStep
 
 K = 3
 CASES = draw_cases(16, seed=43, most_prompt=60)

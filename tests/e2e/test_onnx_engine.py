@@ -29,12 +29,12 @@ from tests.e2e.conformance import (
 )
 from tests.e2e.tiny import Outcome, run_alone
 from trtspec import LLM, SamplingParams
-from trtspec.backends.onnx import OnnxExecutable
-from trtspec.backends.onnx_export import DOMAIN, OPSET
-from trtspec.backends.onnx_functions import with_bodies
+from trtspec.backends.onnx.executable import OnnxExecutable
+from trtspec.backends.onnx.export import DOMAIN, OPSET
+from trtspec.backends.onnx.functions import with_bodies
+from trtspec.build.build import build_engine
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
-from trtspec.engine.build import build_engine
 from trtspec.errors import CheckpointError, DependencyError, UnsupportedError
 
 
@@ -235,7 +235,7 @@ def test_an_onnxruntime_that_is_missing_or_too_old(
     monkeypatch.setattr("onnxruntime.__version__", "1.9.1")
     with pytest.raises(DependencyError, match=r"needs onnxruntime 1\.22 or newer, this is 1\.9\.1"):
         LLM(engine("none"))
-    monkeypatch.delitem(sys.modules, "trtspec.backends.onnx")
+    monkeypatch.delitem(sys.modules, "trtspec.backends.onnx.executable")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     for command in (["verify", str(engine("none"))], ["generate", "--model", str(engine("none")), "--prompt", "a"]):
         assert main(command) == 1

@@ -22,11 +22,11 @@ from tokenizers import models, pre_tokenizers
 from tests.checkpoints import edit_config, edit_tensors
 from tests.e2e.tiny import PIECES, VOCAB, assert_all_blocks_free, draw_cases, perturbed, run_alone, run_together
 from trtspec import LLM, SamplingParams
+from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.drafters.chain import ChainDrafter
-from trtspec.engine.build import build_engine
 from trtspec.errors import ConfigError
+from trtspec.methods.chain import ChainDrafter
 
 K = 3
 CASES = draw_cases(60, seed=11)

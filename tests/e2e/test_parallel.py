@@ -14,7 +14,7 @@ from tests.e2e.heads import MOST_K, PLAIN, ROOMY, TIGHT, Make, Reference, assert
 from tests.e2e.recorded import assert_graph_is_step, record
 from tests.e2e.tiny import MASK, Case, draw_cases, perturbed
 from trtspec import SamplingParams
-from trtspec.workers.step import OneEngineStep
+from trtspec.methods.step import OneEngineStep
 
 MODES = ("PARD", "P_EAGLE", "DFLASH")
 CASES = draw_cases(30, seed=27, most_prompt=60)

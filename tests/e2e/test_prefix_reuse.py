@@ -26,8 +26,8 @@ from tests.e2e.tiny import (
     run_together,
 )
 from trtspec import LLM, SamplingParams
+from trtspec.build.wiring import prefix_reuse
 from trtspec.core import StepInputs, StepOutputs
-from trtspec.engine.assemble import prefix_reuse
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.protocols import Executable

@@ -16,9 +16,9 @@ from tests.e2e.tiny import run_together as together
 from tests.models.test_logits_vs_transformers import Paged
 from tests.quantized_checkpoints import Kind, quantised
 from trtspec import LLM
+from trtspec.build.build import build_engine
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
-from trtspec.engine.build import build_engine
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.models.layers import Linear, weight_bytes
 

@@ -20,13 +20,13 @@ from tests.fake_tensorrt.plugins import fake_plugin_of
 from trtspec.backends.compiled import _NEUTRAL
 from trtspec.backends.export import INPUT_DTYPES, example_batch, graph_inputs, graph_outputs, input_names
 from trtspec.backends.table import BACKENDS
-from trtspec.backends.tensorrt_network import write_network
+from trtspec.backends.tensorrt.network import write_network
+from trtspec.build.build import steps
+from trtspec.build.wiring import plan_assembly
 from trtspec.config.engine import EngineConfig
 from trtspec.core import KVLayer
-from trtspec.engine.assemble import plan_assembly
-from trtspec.engine.build import steps
 from trtspec.errors import UnsupportedError
-from trtspec.workers.step import OneEngineStep
+from trtspec.methods.step import OneEngineStep
 
 
 @pytest.mark.parametrize("uniform", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ragged", "uniform"])

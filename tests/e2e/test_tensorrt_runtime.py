@@ -24,13 +24,13 @@ from tests.fake_tensorrt.plugins import fake_plugin_of
 from tests.tensorrt_stand_in import CudaRuntime, TensorRT
 from trtspec import LLM, SamplingParams, StructuredOutputs
 from trtspec.backends import tensorrt, tensorrt_compile
-from trtspec.backends.cuda import Cuda
 from trtspec.backends.export import example_batch
-from trtspec.backends.tensorrt_profiles import TensorRTOptions
+from trtspec.backends.tensorrt.cuda import Cuda
+from trtspec.backends.tensorrt.profiles import TensorRTOptions
+from trtspec.build.build import build_engine
 from trtspec.cli.main import main
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.build import build_engine
 from trtspec.errors import (
     CapacityError,
     CheckpointError,

@@ -68,6 +68,6 @@ class FakePlugin:
 def fake_plugin_of(
     op: str, present: Collection[str], attributes: Mapping[str, int | float]
 ) -> tuple[FakePlugin, tuple[str, ...]]:
-    """See trtspec.backends.tensorrt_network.PluginOf."""
+    """See trtspec.backends.tensorrt.network.PluginOf."""
     name = plugin_of(op, present)
     return FakePlugin(name, attributes), PLUGINS[name].inputs

@@ -13,7 +13,7 @@ from tests.e2e.test_faults import BYSTANDERS, LIMITS, POISON, poison_embedding
 from tests.e2e.tiny import VOCAB, Case, assert_all_blocks_free, run_alone, run_together
 from tests.gpu.engines import on_gpu
 from trtspec import SamplingParams
-from trtspec.backends.device import WorkQueue
+from trtspec.backends.cuda.device import WorkQueue
 from trtspec.errors import EngineError
 
 BANNED = Case(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from trtspec.backends.device import open_gpu
+from trtspec.backends.cuda.device import open_gpu
 from trtspec.errors import DependencyError, UnsupportedError
 
 CUDA = torch.device("cuda")

@@ -24,12 +24,12 @@ from tests.e2e.conformance import (
 from tests.e2e.near_ties import first_gaps
 from tests.e2e.tiny import Outcome, run_alone, run_together
 from trtspec import LLM, SamplingParams
-from trtspec.backends.cuda import Cuda
-from trtspec.backends.tensorrt import GENERATION, TensorRTExecutable, load_tensorrt
-from trtspec.backends.tensorrt_profiles import TensorRTOptions
+from trtspec.backends.tensorrt.cuda import Cuda
+from trtspec.backends.tensorrt.executable import GENERATION, TensorRTExecutable, load_tensorrt
+from trtspec.backends.tensorrt.profiles import TensorRTOptions
+from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.build import build_engine
 from trtspec.errors import DependencyError
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"

@@ -13,12 +13,12 @@ from torch import Tensor
 from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.kv.groups import with_group_tables
 from trtspec.kv.pool import allocate_layers
+from trtspec.methods.head_worker import HeadWorker
+from trtspec.methods.step import OneEngineStep
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.sampling_params import ResolvedSampling
-from trtspec.workers.heads import HeadWorker
-from trtspec.workers.step import OneEngineStep
 
 GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 

@@ -22,12 +22,12 @@ from tests.models.head_session import states
 from tests.models.paper_heads import turned
 from trtspec.config.mtp import MtpFamily
 from trtspec.core import KVLayer, StepInputs, StepOutputs
+from trtspec.methods.head import DraftHead
+from trtspec.methods.mtp.head import MtpHead, MtpModule, MtpSpec
+from trtspec.methods.step import DecodeStep, OneEngineStep
 from trtspec.models.attention import Attend, Attention, PagedAttend
 from trtspec.models.decoder import Decoder
-from trtspec.models.heads import DraftHead
 from trtspec.models.layers import Linear, RMSNorm, rotate, weight_bytes
-from trtspec.models.mtp import MtpHead, MtpModule, MtpSpec
-from trtspec.workers.step import DecodeStep, OneEngineStep
 
 EPS = 1e-6
 

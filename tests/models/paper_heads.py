@@ -22,9 +22,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.checkpoints import oracle
 from tests.models.head_session import Session, Watching, assert_close, open_session, states, told
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
-from trtspec.models.heads import DraftHead
 from trtspec.models.weights import load_decoder
 
 K = 4

@@ -13,9 +13,9 @@ from torch import nn
 
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_eagle3
 from tests.quantized_checkpoints import Kind, quantised
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, TrtSpecError, UnsupportedError, WeightsError
-from trtspec.models.eagle3_weights import describe_eagle3, load_eagle3
+from trtspec.methods.eagle3.weights import describe_eagle3, load_eagle3
 from trtspec.models.layers import weight_bytes
 from trtspec.models.packing import pack_decoder
 from trtspec.models.weights import describe_decoder, load_decoder, missing_weights

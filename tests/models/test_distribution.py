@@ -31,7 +31,7 @@ from transformers import (
 from tests.checkpoints import make_checkpoint, oracle
 from tests.e2e.tiny import perturbed
 from trtspec import LLM, SamplingParams
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.core import AttnMetadata, Proposal
 from trtspec.kv.pool import allocate_layers
 from trtspec.models.attention import PagedAttend

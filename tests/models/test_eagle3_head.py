@@ -18,17 +18,17 @@ from tests.models.head_session import assert_close, states
 from tests.models.paper_heads import VOCAB, K, PaperHead, assert_every_pass_is_that_of_the_paper
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.trtllm import Eagle3DecodingConfig
 from trtspec.core import AttnMetadata
 from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.kv.pool import allocate_layers
+from trtspec.methods.eagle3.weights import eagle3_tensors, load_eagle3
+from trtspec.methods.head_worker import HeadWorker
+from trtspec.methods.step import OneEngineStep
 from trtspec.models.attention import PagedAttend
-from trtspec.models.eagle3_weights import eagle3_tensors, load_eagle3
 from trtspec.models.weights import load_decoder
-from trtspec.workers.heads import HeadWorker
-from trtspec.workers.step import OneEngineStep
 
 Tensors = dict[str, Tensor]
 SOME_IDS = [int(i) for i in torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:83]]
@@ -192,7 +192,7 @@ def head(tmp_path: Path, deep: Path) -> Path:
 def assemble(deep: Path, head: Path, **wishes: Any) -> OneEngineStep:
     """With its weights as they were loaded: kernels would have them packed."""
     with (
-        mock.patch("trtspec.engine.assemble.load_plugins", return_value={}),
+        mock.patch("trtspec.build.wiring.load_plugins", return_value={}),
         LLM(deep, {**EAGLE3, "model": str(head), **wishes}) as llm,
     ):
         return eagle_step(llm)

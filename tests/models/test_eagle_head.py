@@ -20,17 +20,17 @@ from tests.models.paper_heads import VOCAB, K, PaperHead, assert_every_pass_is_t
 from tests.models.test_describing import assert_described, without_weights
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
-from trtspec.config.model import ModelConfig
-from trtspec.drafters.heads import HeadDrafter
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
+from trtspec.methods.eagle.head import EagleHead
+from trtspec.methods.eagle.weights import describe_eagle, head_slots, load_eagle
+from trtspec.methods.head_drafter import HeadDrafter
+from trtspec.methods.head_worker import HeadWorker
+from trtspec.methods.step import HeadStep, OneEngineStep
 from trtspec.models.decoder import Decoder
-from trtspec.models.eagle import EagleHead
-from trtspec.models.eagle_weights import describe_eagle, head_slots, load_eagle
 from trtspec.models.layers import RMSNorm
 from trtspec.models.weights import describe_decoder, load_decoder, same_tensor, tensors_of
-from trtspec.workers.heads import HeadWorker
-from trtspec.workers.step import HeadStep, OneEngineStep
 
 EAGLE = {"method": "eagle", "num_speculative_tokens": K}
 
@@ -437,7 +437,7 @@ def test_a_bad_head_is_an_error_that_helps(tmp_path: Path, target: Path, what: s
     said = []
     for one_engine in (True, False):
         with (
-            mock.patch("trtspec.engine.assemble.load_plugins", return_value={}),
+            mock.patch("trtspec.build.wiring.load_plugins", return_value={}),
             pytest.raises(error) as caught,
         ):
             LLM(target, {**EAGLE, "model": str(folder), "one_engine": one_engine}, num_kv_blocks=9)

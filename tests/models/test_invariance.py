@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.checkpoints import make_checkpoint
 from tests.models.test_logits_vs_transformers import Paged
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import load_decoder
 

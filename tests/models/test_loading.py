@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import ARCHS, make_checkpoint, make_mimo, oracle
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import Linear, allocate, unallocated

@@ -25,7 +25,7 @@ LOAD = """
 import sys
 from pathlib import Path
 import torch
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.models.layers import weight_bytes
 from trtspec.models.weights import load_decoder
 

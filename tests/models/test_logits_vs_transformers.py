@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.checkpoints import ARCHS, make_checkpoint, oracle, oracle_decode, oracle_logits
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.core import AttnMetadata
 from trtspec.kv.pool import allocate_layers
 from trtspec.models.attention import PagedAttend

@@ -21,12 +21,12 @@ from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_m
 from tests.e2e.heads import step_of
 from tests.models.state_heads import VOCAB, Bad, assert_drafts, assert_refused, change_config, change_tensors, no_attend
 from trtspec import LLM
-from trtspec.config.checkpoint import read_checkpoint
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.folder import read_checkpoint
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError, WeightsError
+from trtspec.methods.medusa.weights import describe_medusa, load_medusa
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import weight_bytes
-from trtspec.models.medusa_weights import describe_medusa, load_medusa
 from trtspec.models.weights import describe_decoder, load_decoder
 
 HEADS = 4

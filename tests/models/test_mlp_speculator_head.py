@@ -20,12 +20,12 @@ from torch import Tensor
 from tests.checkpoints import edit_tensors, make_checkpoint, make_mlp_speculator, oracle
 from tests.models.state_heads import VOCAB, Bad, assert_drafts, assert_refused, change_config, change_tensors, no_attend
 from trtspec import LLM
-from trtspec.config.checkpoint import read_checkpoint
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.folder import read_checkpoint
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError, WeightsError
+from trtspec.methods.mlp_speculator.weights import describe_mlp_speculator, load_mlp_speculator
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import weight_bytes
-from trtspec.models.mlp_speculator_weights import describe_mlp_speculator, load_mlp_speculator
 from trtspec.models.weights import describe_decoder, load_decoder
 
 STAGES = 4

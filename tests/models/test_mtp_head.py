@@ -22,13 +22,13 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Rot
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_mimo, oracle
 from tests.models.head_session import Watching, assert_close, open_session, states, told
 from trtspec import LLM
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.mtp import MIMO, MTP_TARGETS, MtpFamily
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
-from trtspec.models.mtp_weights import describe_mtp, load_mtp
+from trtspec.methods.head_worker import HeadWorker
+from trtspec.methods.mtp.weights import describe_mtp, load_mtp
+from trtspec.methods.mtp.worker import MtpWorker
 from trtspec.models.weights import load_decoder
-from trtspec.workers.heads import HeadWorker
-from trtspec.workers.mtp import MtpWorker
 
 VOCAB = 199
 TOLERANCE = 1e-4

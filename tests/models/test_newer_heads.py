@@ -18,17 +18,17 @@ from tests.e2e.recorded import copied
 from tests.models.head_session import GREEDY, Session, Watching, assert_close, open_session, told
 from tests.models.newer_heads import AsPlain, Assistant, Pass, StepHead, assistant_passes, step_passes
 from trtspec.backends.export import example_for, export_step, graph_inputs, graph_outputs, input_names, step_inputs
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.errors import UnsupportedError
 from trtspec.kv.groups import with_group_tables
 from trtspec.kv.pool import allocate_layers
+from trtspec.methods.head_worker import HeadWorker
+from trtspec.methods.mtp.worker import MtpWorker
+from trtspec.methods.step import DecodeStep, HeadStep, OneEngineStep, Step
 from trtspec.models.attention import Attend
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import load_decoder
-from trtspec.workers.heads import HeadWorker
-from trtspec.workers.mtp import MtpWorker
-from trtspec.workers.step import DecodeStep, HeadStep, OneEngineStep, Step
 
 K = 3
 VOCAB = 199

@@ -26,19 +26,19 @@ from tests.models.head_session import Watching, assert_close, states, told
 from tests.models.paper_heads import VOCAB, K, PaperHead, session_of, turned
 from tests.models.test_eagle3_head import SOME_IDS, PaperEagle3
 from trtspec import LLM
+from trtspec.build.plan import plan_build
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
-from trtspec.config.model import ModelConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.plan import plan_build
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
+from trtspec.methods.dflash.weights import describe_dflash, load_dflash
+from trtspec.methods.dflash.worker import DFlashWorker
+from trtspec.methods.draft_model.head import DecoderHead
+from trtspec.methods.eagle3.weights import describe_eagle3, load_eagle3
+from trtspec.methods.head import DraftHead
+from trtspec.methods.parallel.worker import PardWorker, PEagleWorker
 from trtspec.models.decoder import Decoder
-from trtspec.models.dflash_weights import describe_dflash, load_dflash
-from trtspec.models.draft_model import DecoderHead
-from trtspec.models.eagle3_weights import describe_eagle3, load_eagle3
-from trtspec.models.heads import DraftHead
 from trtspec.models.weights import describe_decoder, load_decoder
-from trtspec.workers.dflash import DFlashWorker
-from trtspec.workers.parallel import PardWorker, PEagleWorker
 
 MASK = 77
 

@@ -20,9 +20,9 @@ from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, oracle
 from tests.models.test_logits_vs_transformers import Paged
 from tests.quantized_checkpoints import Integers, Kind, linears, quantised, rounded, stored
 from trtspec.cli import main
-from trtspec.config.model import ModelConfig
-from trtspec.config.quantized import CheckpointQuantization
-from trtspec.config.reader import Reader
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.checkpoint.quantized import CheckpointQuantization
+from trtspec.config.checkpoint.reader import Reader
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.models.layers import Linear, weight_bytes
 from trtspec.models.slots import Slot

@@ -17,9 +17,9 @@ from tests.models.test_logits_vs_transformers import Paged
 from tests.models.test_quantized import Fused, matrix_of
 from tests.quantized_checkpoints import Kind
 from trtspec.cli import main
-from trtspec.config.model import ModelConfig
-from trtspec.config.quantized import CheckpointQuantization
-from trtspec.config.reader import Reader
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.checkpoint.quantized import CheckpointQuantization
+from trtspec.config.checkpoint.reader import Reader
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.models.layers import weight_bytes
 from trtspec.models.weights import describe_decoder, load_decoder, loaded_bytes

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from trtspec.errors import EngineError
-from trtspec.serve import engine_client
-from trtspec.serve.engine_client import EngineClient, Stream
+from trtspec.serve.engine import client as engine_client
+from trtspec.serve.engine.client import EngineClient, Stream
 
 SECRET = "CUDA error in /home/somebody/models/private"
 SCRIPT = """

@@ -13,12 +13,12 @@ import pytest
 import tokenizers
 
 from tests.serve.server import DEMO
-from trtspec.serve.engine_client import EngineClient
-from trtspec.serve.replies import CompletionLogprobs
-from trtspec.serve.routes import build_app
-from trtspec.serve.service import Service
+from trtspec.serve.engine.client import EngineClient
+from trtspec.serve.engine.wire import Delta, EngineFacts
+from trtspec.serve.http.replies import CompletionLogprobs
+from trtspec.serve.http.routes import build_app
+from trtspec.serve.http.service import Service
 from trtspec.serve.settings import ServeSettings
-from trtspec.serve.wire import Delta, EngineFacts
 from trtspec.text import TextStream, Tokenizer
 
 TURN = {"role": "user", "content": "Who?"}

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.serve.server import Server, running
-from trtspec.serve.live import PERIOD
+from trtspec.serve.http.live import PERIOD
 
 
 @contextmanager

@@ -20,8 +20,8 @@ import pytest
 
 from tests.serve.server import NGRAM, Server, running
 from trtspec.errors import ConfigError
+from trtspec.serve.http.request_log import Record, RequestLog, request_id
 from trtspec.serve.logs import FORMATS, configure
-from trtspec.serve.request_log import Record, RequestLog, request_id
 from trtspec.serve.settings import ServeSettings
 
 SECRET = "def secret_function(a, b):"

@@ -15,13 +15,13 @@ import pytest
 from tests.serve.server import DEMO, Server, running
 from trtspec.cli.main import main
 from trtspec.errors import RequestError
-from trtspec.serve.api_errors import ApiError, api_error
-from trtspec.serve.engine_client import EngineClient
-from trtspec.serve.security import Gate
+from trtspec.serve.engine.client import EngineClient
+from trtspec.serve.engine.wire import Delta
+from trtspec.serve.http.api_errors import ApiError, api_error
+from trtspec.serve.http.security import Gate
+from trtspec.serve.http.service import Service, Tally
 from trtspec.serve.server import warn_if_open
-from trtspec.serve.service import Service, Tally
 from trtspec.serve.settings import ServeSettings
-from trtspec.serve.wire import Delta
 from trtspec.text import Tokenizer
 
 KEY = "sk-right-horse-battery"
@@ -64,7 +64,7 @@ def test_the_time_of_a_refusal_tells_nothing_of_the_keys(monkeypatch: pytest.Mon
         compared.append((len(one), len(other)))
         return one == other
 
-    monkeypatch.setattr("trtspec.serve.security.hmac.compare_digest", compare)
+    monkeypatch.setattr("trtspec.serve.http.security.hmac.compare_digest", compare)
     keys = ["first", "second", "a third that is much longer than those"]
     gate = Gate(None, keys, 1, 1, None)  # type: ignore[arg-type]
     for guess in (*keys, "fir", "", "x" * 10_000):

@@ -25,11 +25,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.serve.server import NGRAM, running
 from trtspec.errors import ConfigError, DependencyError
-from trtspec.serve.api_errors import ApiError
-from trtspec.serve.protocol import CompletionRequest
-from trtspec.serve.request_log import Record
-from trtspec.serve.service import Generation, Tally
-from trtspec.serve.tracing import ADDRESSES, Tracing, from_environment
+from trtspec.serve.http.api_errors import ApiError
+from trtspec.serve.http.protocol import CompletionRequest
+from trtspec.serve.http.request_log import Record
+from trtspec.serve.http.service import Generation, Tally
+from trtspec.serve.http.tracing import ADDRESSES, Tracing, from_environment
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"

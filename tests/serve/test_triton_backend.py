@@ -35,8 +35,8 @@ from tests.serve.triton_models import (
 from trtspec import LLM, SamplingParams
 from trtspec.errors import RequestError
 from trtspec.outputs import SpeculationStats
-from trtspec.serve.triton_backend import LlmApiModel, Part
-from trtspec.serve.triton_classic import EngineModel, packed_words, unpacked_words
+from trtspec.serve.triton.backend import LlmApiModel, Part
+from trtspec.serve.triton.classic import EngineModel, packed_words, unpacked_words
 
 target = pytest.fixture(scope="module")(make_model)
 offline = pytest.fixture(scope="module")(plain)

@@ -28,7 +28,7 @@ from tests.serve.triton_models import (
 )
 from trtspec import LLM
 from trtspec.errors import DeviceError
-from trtspec.serve import triton_backend
+from trtspec.serve.triton import backend as triton_backend
 
 target = pytest.fixture(scope="module")(make_model)
 offline = pytest.fixture(scope="module")(plain)

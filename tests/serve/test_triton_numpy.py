@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from trtspec.serve.triton_numpy import serialize_byte_tensor
+from trtspec.serve.triton.numpy_strings import serialize_byte_tensor
 
 pytestmark = pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="numpy 1 needs none of it")
 
@@ -33,7 +33,7 @@ def test_such_arrays_come_and_go() -> None:
 CALL_AS_OLD_PYBIND11 = """
 import ctypes, types, numpy as np
 import numpy.core.multiarray as old
-from trtspec.serve import triton_numpy as t
+from trtspec.serve.triton import numpy_strings as t
 
 pb = types.SimpleNamespace()
 t.repair(pb)

@@ -12,9 +12,9 @@ from tests.e2e.tiny import add_tokenizer, make_target
 from trtspec import LLM
 from trtspec.cli import main
 from trtspec.errors import ConfigError, TrtSpecError
-from trtspec.serve.triton_configs import LAYOUTS
-from trtspec.serve.triton_repo import write_repository
-from trtspec.serve.triton_settings import Settings
+from trtspec.serve.triton.configs import LAYOUTS
+from trtspec.serve.triton.repo import write_repository
+from trtspec.serve.triton.settings import Settings
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 

@@ -19,8 +19,8 @@ import pytest
 from tests.serve.triton_server import GrpcStream, TritonServer, grpc_inputs, home
 from trtspec import LLM, SamplingParams
 from trtspec.outputs import CompletionOutput
-from trtspec.serve.triton_configs import LAYOUTS, ModelSpec, config_text
-from trtspec.serve.triton_repo import write_repository
+from trtspec.serve.triton.configs import LAYOUTS, ModelSpec, config_text
+from trtspec.serve.triton.repo import write_repository
 
 pytestmark = [
     pytest.mark.triton,

@@ -16,9 +16,9 @@ import pytest
 from tests.e2e.tiny import add_tokenizer, make_target
 from tests.serve.pb_double import InferenceResponse, Request, make_pb
 from trtspec import LLM, SamplingParams
-from trtspec.serve.triton_backend import LlmApiModel
-from trtspec.serve.triton_classic import BlsModel, EngineModel, Postprocessing, Preprocessing
-from trtspec.serve.triton_repo import write_repository
+from trtspec.serve.triton.backend import LlmApiModel
+from trtspec.serve.triton.classic import BlsModel, EngineModel, Postprocessing, Preprocessing
+from trtspec.serve.triton.repo import write_repository
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 LIMITS: dict[str, Any] = {"max_batch_size": 8, "num_kv_blocks": 150, "block_size": 4}

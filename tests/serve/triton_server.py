@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from trtspec.serve.triton_configs import LAYOUTS
+from trtspec.serve.triton.configs import LAYOUTS
 
 START_SECONDS = 120
 MESSAGE_SECONDS = 30

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtspec.config.interop import export_settings
 from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
+from trtspec.interop.export import export_settings
 
 HEAD = DraftInfo(model_type="llama", vocab_size=100, max_model_len=512, is_eagle3=True, capture_layers=(2, 5, 8))
 TRT, VLLM = "tensorrt-llm", "vllm"

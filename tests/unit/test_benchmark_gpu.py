@@ -23,7 +23,7 @@ from benchmarks.gpu.sections import SECTIONS, floor_figure, gap_figure
 from benchmarks.gpu.steps import GREEDY, INPUT_LEN, Opened, Steps, percentile, random_prompts, step_bytes
 from benchmarks.peers.checkpoints import Shape, llama_tensors
 from tests.async_stand_in import HostQueue
-from trtspec.engine import assemble
+from trtspec.build import wiring as assemble
 from trtspec.engine.overlap import OverlapLoop
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ from benchmarks.steps.rounds import Contestant, Turn, take_turn, take_turns
 from benchmarks.steps.sections import Guesses
 from benchmarks.steps.start import Start, weight_bytes
 from trtspec import LLM
-from trtspec.config.model import ModelConfig
-from trtspec.models.eagle3_weights import load_eagle3
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.methods.eagle3.weights import load_eagle3
 from trtspec.models.weights import load_decoder
 
 SHAPE = Shape(hidden=128, layers=6, intermediate=256, heads=2, kv_heads=1, vocab=960)

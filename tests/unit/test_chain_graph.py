@@ -17,10 +17,10 @@ from tests.async_stand_in import HostQueue
 from tests.e2e.tiny import VOCAB, make_target, perturbed
 from tests.unit.test_drafters import drafts_of
 from trtspec import LLM
-from trtspec.backends.chain_graph import chain_step
+from trtspec.backends.cuda.chain_graph import chain_step
+from trtspec.build import wiring as assemble
 from trtspec.core import KVLayer
-from trtspec.drafters.chain import ChainDrafter
-from trtspec.engine import assemble
+from trtspec.methods.chain import ChainDrafter
 from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import ResolvedSampling
 

@@ -21,10 +21,10 @@ from tests.unit.interop_cases import (
     VLLM,
     export,
 )
-from trtspec.config.interop import SERVERS
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.trtllm import decoding_config_from_dict
 from trtspec.errors import UnsupportedError
+from trtspec.interop.export import SERVERS
 from trtspec.modes import METHODS
 
 # -- every method -----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_no_field_is_dropped_in_silence(field: str, server: str) -> None:
 
 def test_a_field_that_nobody_knows_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     """A field that is added to SpeculativeConfig and forgotten here."""
-    from trtspec.config import interop_trtllm
+    from trtspec.interop import tensorrt_llm as interop_trtllm
 
     monkeypatch.setattr(interop_trtllm, "_warn_of_draft_model", lambda account: None)
     settings, lines = export({**DRAFTED, "revision": "main"}, TRT)

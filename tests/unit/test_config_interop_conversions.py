@@ -21,9 +21,9 @@ from tests.unit.interop_cases import (
     VLLM,
     export,
 )
-from trtspec.config.interop import settings_text
 from trtspec.config.trtllm import decoding_config_from_dict
 from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.interop.export import settings_text
 
 QUIET: dict[str, Any] = {"draft_sample_method": "greedy", "rejection_sample_method": "standard"}
 GREEDY: dict[str, Any] = {"draft_sample_method": "greedy"}

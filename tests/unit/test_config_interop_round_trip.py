@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.config.interop import export_settings, settings_text
-from trtspec.config.interop_account import GATES
 from trtspec.config.resolve import plan
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo, draft_len_for_batch
 from trtspec.config.speculative import SpeculativeConfig
+from trtspec.interop.account import GATES
+from trtspec.interop.export import export_settings, settings_text
 
 TARGET = TargetInfo(
     model="/t",

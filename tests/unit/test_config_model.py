@@ -11,7 +11,7 @@ import pytest
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from trtspec.config.model import ModelConfig, RopeConfig
+from trtspec.config.checkpoint.model import ModelConfig, RopeConfig
 from trtspec.errors import CheckpointError, UnsupportedError
 
 LLAMA31_8B = {

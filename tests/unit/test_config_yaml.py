@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.config.yaml_text import to_yaml
 from trtspec.errors import ConfigError
+from trtspec.interop.yaml_text import to_yaml
 
 TEXTS = st.text() | st.text(st.characters(categories=["Cc", "Cf", "Zs", "Zl", "Zp", "Cs", "Co"]), max_size=5)
 WORDS = st.sampled_from(["yes", "No", "on", "null", "~", "1", "0x1f", "1e3", "2026-11-22", "a: b", "# c", "- d", "*e"])

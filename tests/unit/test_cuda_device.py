@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import make_checkpoint, make_eagle3
-from trtspec.backends import device
-from trtspec.backends.chain_graph import chain_step
+from trtspec.backends.cuda import device
+from trtspec.backends.cuda.chain_graph import chain_step
 from trtspec.backends.export import INPUT_DTYPES, GraphStep, example_batch, graph_inputs, input_names, moved
+from trtspec.build.wiring import plan_assembly
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import Carry, StepInputs
-from trtspec.drafters.base import CHAIN_ROWS
-from trtspec.engine.assemble import plan_assembly
 from trtspec.errors import CapacityError, DependencyError, DeviceError, UnsupportedError
-from trtspec.workers.step import Step
+from trtspec.methods.drafter import CHAIN_ROWS
+from trtspec.methods.step import Step
 
 META = torch.device("meta")
 

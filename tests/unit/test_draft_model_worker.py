@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.unit.test_workers import VOCAB, assembled, expected_verdict, half_right, on_random_batches, random_batch
 from trtspec.core import StepOutputs
 from trtspec.engine.scheduler import Scheduled
+from trtspec.methods.draft_model.worker import DraftModelWorker
+from trtspec.methods.head import DraftHead
 from trtspec.models.attention import Attend, PagedAttend
-from trtspec.models.heads import DraftHead
-from trtspec.workers.draft_model import DraftModelWorker
 
 K = 4
 

@@ -17,8 +17,8 @@ from tests.e2e.tiny import Case, Outcome, draw_cases, make_target, perturbed, ru
 from tests.unit.drafting import GREEDY, drafts_of, question
 from trtspec import LLM
 from trtspec.core import Proposal, StepInputs, StepOutputs
-from trtspec.drafters.chain import ChainDrafter
-from trtspec.drafters.ngram import NGramDrafter
+from trtspec.methods.chain import ChainDrafter
+from trtspec.methods.ngram.drafter import NGramDrafter
 from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import ResolvedSampling
 

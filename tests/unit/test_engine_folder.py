@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from trtspec.backends.weight_file import load_weights, save_weights
-from trtspec.config.engine_folder import FORMAT, EngineFolder, machine
-from trtspec.engine.build import _publish, refuse_taken
+from trtspec.build.build import _publish, refuse_taken
+from trtspec.build.engine_folder import FORMAT, EngineFolder, machine
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.kv.memory import huge_pages
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_checkpoint, make_eagle, make_eagle3
+from trtspec.build.context import Assembly
+from trtspec.build.gpu_plan import gpu_memory, plan_gpu_blocks
+from trtspec.build.kv_plan import bytes_per_block
+from trtspec.build.wiring import plan_assembly
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.assemble import plan_assembly
-from trtspec.engine.assembly import Assembly
-from trtspec.engine.gpu_plan import gpu_memory, plan_gpu_blocks
-from trtspec.engine.kv_plan import bytes_per_block
 from trtspec.errors import CapacityError
 from trtspec.models.layers import weight_bytes
 

@@ -135,10 +135,10 @@ def test_rows_name_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMod
     assert traits.drafter is None or traits.spec_drafter
     if mode in (M.NGRAM, M.DRAFT_TARGET, M.SUFFIX):
         assert traits.drafter is not None
-        assert traits.drafter.startswith("trtspec.drafters.")
+        assert traits.drafter.startswith("trtspec.methods.")
     if traits.one_engine:
         assert traits.worker is not None
-        assert traits.worker.startswith("trtspec.workers.")
+        assert traits.worker.startswith("trtspec.methods.")
     if mode in (M.USER_PROVIDED, M.NONE, M.AUTO):
         assert (traits.worker, traits.drafter) == (None, None)
 

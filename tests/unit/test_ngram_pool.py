@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.drafting import drafts_of, question
-from trtspec.drafters.ngram_pool import NGramPool, NGramPoolDrafter
+from trtspec.methods.ngram.pool import NGramPool, NGramPoolDrafter
 
 Pool = dict[tuple[int, ...], list[tuple[int, ...]]]
 

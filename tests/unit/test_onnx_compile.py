@@ -13,7 +13,7 @@ onnx = pytest.importorskip("onnx", reason="pip install 'trtspec[onnx]'")
 import onnx_ir as ir  # noqa: E402
 from onnx import helper, numpy_helper  # noqa: E402
 
-from trtspec.backends.onnx_compile import save_models  # noqa: E402
+from trtspec.backends.onnx.compile import save_models  # noqa: E402
 
 
 def test_constants_that_the_exporter_counted_are_told_apart_and_held_once(tmp_path: Path) -> None:

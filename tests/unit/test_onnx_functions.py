@@ -18,9 +18,9 @@ ort = pytest.importorskip("onnxruntime", reason="pip install 'trtspec[onnx]'")
 
 from onnx import TensorProto, helper  # noqa: E402
 
-from trtspec.backends.onnx_builder import Body  # noqa: E402
-from trtspec.backends.onnx_functions import functions, with_bodies  # noqa: E402
-from trtspec.backends.onnx_sampling import _dense_noise, _noise  # noqa: E402
+from trtspec.backends.onnx.builder import Body  # noqa: E402
+from trtspec.backends.onnx.functions import functions, with_bodies  # noqa: E402
+from trtspec.backends.onnx.sampling import _dense_noise, _noise  # noqa: E402
 from trtspec.errors import UnsupportedError  # noqa: E402
 from trtspec.ops import accept, attention, compact, gumbel_noise, logits, sample  # noqa: E402
 

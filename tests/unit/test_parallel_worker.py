@@ -13,10 +13,10 @@ from torch import Tensor
 from tests.unit.test_workers import VOCAB, assembled, expected_verdict, half_right, on_random_batches, random_batch
 from trtspec.core import AttnMetadata, SamplingTensors, StepOutputs
 from trtspec.engine.scheduler import Scheduled
+from trtspec.methods.dflash.worker import blocks_behind
+from trtspec.methods.head import DraftHead
+from trtspec.methods.parallel.worker import ParallelWorker, PardWorker, PEagleWorker
 from trtspec.models.attention import Attend, PagedAttend
-from trtspec.models.heads import DraftHead
-from trtspec.workers.dflash import blocks_behind
-from trtspec.workers.parallel import ParallelWorker, PardWorker, PEagleWorker
 
 K, MASK = 4, 13
 STATE_OF_MASKS = -1.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trtspec.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from trtspec.serve.http.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 MANY = 1 << 20  # items, in a body of some MiB
 NAMES = [f"field{i}" for i in range(MANY // 4)]

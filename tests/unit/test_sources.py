@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from examples.demo import engines as demo
-from trtspec.engine import sources
-from trtspec.engine.sources import DIGITS, PACKAGE, build_code, digest, engine_digest, kernel_code
+from trtspec.build import sources
+from trtspec.build.sources import DIGITS, PACKAGE, build_code, digest, engine_digest, kernel_code
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,9 +65,10 @@ def test_an_engine_s_digest_follows_its_drafts_the_machine_and_the_kernels(
 
 def test_the_code_is_all_that_compiling_and_packing_import() -> None:
     """But for errors and memory, which change nothing of what is made."""
-    modules = ["backends.aoti_compile", "models.packing", "models.weights", "models.eagle3_weights", "config.resolve"]
-    workers = [f"workers.{file.stem}" for file in (PACKAGE / "workers").glob("*.py")]
-    reached = set(imported([f"trtspec.{name}" for name in (*modules, *workers)]))
+    modules = ["backends.aoti.compile", "models.packing", "models.weights", "config.resolve"]
+    files = [file.relative_to(PACKAGE) for file in (PACKAGE / "methods").rglob("*.py") if file.name != "train.py"]
+    methods = [".".join(file.with_suffix("").parts) for file in files if file.name != "__init__.py"]
+    reached = set(imported([f"trtspec.{name}" for name in (*modules, *methods)]))
     assert len(reached) > 30
     assert reached - set(build_code()) <= {
         PACKAGE / "errors.py",
@@ -75,7 +76,7 @@ def test_the_code_is_all_that_compiling_and_packing_import() -> None:
         PACKAGE / "kv" / "pool.py",
     }
     names = {file.relative_to(PACKAGE).as_posix() for file in build_code()}
-    assert {"workers/step.py", "core.py", "engine/build.py"} <= names
+    assert {"methods/step.py", "core.py", "build/build.py"} <= names
     assert not {"engine/step.py", "llm.py", "cli/build.py"} & names
     assert all(file.is_file() for file in build_code())
 

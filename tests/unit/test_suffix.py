@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.drafting import drafts_of, question
-from trtspec.drafters.suffix import ABSORBED_PER_CALL, ABSORBED_PER_REQUEST, TOKENS_PER_RESPONSE, SuffixDrafter
-from trtspec.drafters.suffix_tree import SuffixTree
+from trtspec.methods.suffix.drafter import ABSORBED_PER_CALL, ABSORBED_PER_REQUEST, TOKENS_PER_RESPONSE, SuffixDrafter
+from trtspec.methods.suffix.tree import SuffixTree
 
 Scored = tuple[Fraction, list[int]]
 

@@ -22,12 +22,10 @@ from tests.fake_tensorrt.summary import summary
 from tests.fp8_checkpoints import Fp8Kind, fp8
 from tests.tensorrt_stand_in import CudaRuntime
 from trtspec.backends.compiled import CompiledStep
-from trtspec.backends.cuda import Cuda
 from trtspec.backends.export import example_batch
-from trtspec.backends.onnx_export import export_onnx
+from trtspec.backends.onnx.export import export_onnx
 from trtspec.backends.table import BACKENDS
-from trtspec.backends.tensorrt import load_tensorrt
-from trtspec.backends.tensorrt_compile import (
+from trtspec.backends.tensorrt.compile import (
     _needs,
     aot_kernels,
     build_plan,
@@ -35,11 +33,13 @@ from trtspec.backends.tensorrt_compile import (
     compile_step,
     require,
 )
-from trtspec.backends.tensorrt_profiles import Profile, Sizes, TensorRTOptions, profiles
+from trtspec.backends.tensorrt.cuda import Cuda
+from trtspec.backends.tensorrt.executable import load_tensorrt
+from trtspec.backends.tensorrt.profiles import Profile, Sizes, TensorRTOptions, profiles
+from trtspec.build.build import steps
+from trtspec.build.wiring import plan_assembly
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.assemble import plan_assembly
-from trtspec.engine.build import steps
 from trtspec.errors import ConfigError, DependencyError, EngineError
 
 GOLDEN = Path(__file__).with_name("golden")

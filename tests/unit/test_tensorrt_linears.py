@@ -10,8 +10,8 @@ from torch import Tensor
 from tests.fake_tensorrt.builder import FakeTensorRT
 from tests.fake_tensorrt.network import FakeNetwork
 from tests.fake_tensorrt.plugins import fake_plugin_of
-from trtspec.backends.onnx_linear import write_linears
-from trtspec.backends.tensorrt_network import write_network
+from trtspec.backends.onnx.linear import write_linears
+from trtspec.backends.tensorrt.network import write_network
 from trtspec.errors import UnsupportedError
 from trtspec.ops.linear import round_e4m3
 from trtspec.ops.packing import pack_fp8, pack_int4, pack_panels, quantize_int4, quantize_int8, unpack

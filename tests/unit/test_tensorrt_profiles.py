@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtspec.backends.export import EDITS, INPUT_DTYPES
-from trtspec.backends.tensorrt_profiles import Sizes, TensorRTOptions, profiles
+from trtspec.backends.tensorrt.profiles import Sizes, TensorRTOptions, profiles
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.serve.protocol import FunctionName, NamedTool, Tool
-from trtspec.serve.tools import (
+from trtspec.serve.http.protocol import FunctionName, NamedTool, Tool
+from trtspec.serve.http.tools import (
     HERMES,
     LLAMA3,
     MISTRAL,

@@ -17,11 +17,11 @@ from torch import Tensor
 from trtspec.core import AttnMetadata
 from trtspec.errors import CheckpointError, ConfigError, DependencyError
 from trtspec.kv.pool import allocate_layers
+from trtspec.methods.eagle3.head import Eagle3Head
+from trtspec.methods.eagle3.train import Eagle3Options, new_head
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
-from trtspec.models.eagle3 import Eagle3Head
 from trtspec.train.chains import chain_acceptance
-from trtspec.train.eagle3 import Eagle3Options, new_head
 from trtspec.train.generate import continue_windows
 from trtspec.train.language_model import initialise, llama_spec
 from trtspec.train.lessons import Lessons, frequent_tokens, observe

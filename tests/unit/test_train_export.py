@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import load_decoder

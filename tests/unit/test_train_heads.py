@@ -15,25 +15,25 @@ import transformers
 from torch import Tensor
 
 from tests.checkpoints import make_checkpoint, oracle
-from trtspec.config.checkpoint import read_checkpoint
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.folder import read_checkpoint
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.core import AttnMetadata
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.kv.pool import allocate_layers
+from trtspec.methods.eagle.train import EagleOptions
+from trtspec.methods.eagle.weights import load_eagle
+from trtspec.methods.head import DraftHead
+from trtspec.methods.medusa.train import MedusaOptions
+from trtspec.methods.medusa.weights import load_medusa
+from trtspec.methods.mlp_speculator.train import MLPSpeculatorOptions
+from trtspec.methods.mlp_speculator.weights import load_mlp_speculator
+from trtspec.methods.mtp.train import MtpOptions
+from trtspec.methods.mtp.weights import load_mtp
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
-from trtspec.models.eagle_weights import load_eagle
-from trtspec.models.heads import DraftHead
-from trtspec.models.medusa_weights import load_medusa
-from trtspec.models.mlp_speculator_weights import load_mlp_speculator
-from trtspec.models.mtp_weights import load_mtp
 from trtspec.models.weights import load_decoder
-from trtspec.train.eagle import EagleOptions
 from trtspec.train.head import HeadOptions
 from trtspec.train.lessons import LAST_STATE, observe
-from trtspec.train.medusa import MedusaOptions
-from trtspec.train.mlp_speculator import MLPSpeculatorOptions
-from trtspec.train.mtp import MtpOptions
 from trtspec.train.unrolled import HeadLoss, unroll
 
 VOCAB, LAYERS, K, SEQ, BATCH = 40, 2, 3, 14, 2

@@ -25,11 +25,11 @@ from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Scheduled
 from trtspec.kv.blocks import SequenceKV
 from trtspec.kv.rewind import commit
+from trtspec.methods import worker as base
+from trtspec.methods.worker import SpecWorkerBase, draw
 from trtspec.models.attention import PagedAttend
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.sampling_params import ResolvedSampling
-from trtspec.workers import base
-from trtspec.workers.base import SpecWorkerBase, draw
 
 VOCAB = 20
 TARGET_IDS = torch.tensor([7, 2, 19, 3, 11, 0, 5])  # of each draft id

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtspec.backends.export import INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, input_dtype, input_names, output_names
-from trtspec.backends.tensorrt_profiles import Sizes
+from trtspec.backends.tensorrt.profiles import Sizes
 from trtspec.core import KVLayer
 from trtspec.errors import UnsupportedError
-from trtspec.workers.step import Step
+from trtspec.methods.step import Step
 
 _LINEARS = ("packed_linear", "packed_embedding")
 

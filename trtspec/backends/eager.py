@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from trtspec.core import KVLayer, StepInputs, StepOutputs
+from trtspec.methods.step import Step
 from trtspec.protocols import PhaseMethod
-from trtspec.workers.step import Step
 
 
 class EagerExecutable:

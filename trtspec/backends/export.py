@@ -20,8 +20,8 @@ from torch.export import Dim, ExportedProgram
 
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import AttnMetadata, KVLayer, LogitEdits, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.methods.step import Step
 from trtspec.sampling_params import ResolvedSampling
-from trtspec.workers.step import Step
 
 _ATTN = ("kv_lens", "block_tables", "tree_mask")  # cu_q_lens follows from seq_lens, and so its size from B
 _SAMPLING = tuple(field.name for field in fields(SamplingTensors))

@@ -77,14 +77,13 @@ class Backend:
             ) from error
 
 
-_AOTI, _ONNX, _TENSORRT = "trtspec.backends.aoti", "trtspec.backends.onnx", "trtspec.backends.tensorrt"
 BACKENDS = {
     row.name: row
     for row in (
         Backend(
             "cuda",
-            "trtspec.backends.cuda_aoti:AotiOnCuda",
-            "trtspec.backends.cuda_aoti",
+            "trtspec.backends.cuda.aoti:AotiOnCuda",
+            "trtspec.backends.cuda.aoti",
             functional=False,
             packs=False,
             extra=None,
@@ -93,8 +92,8 @@ BACKENDS = {
         ),
         Backend(
             "aoti",
-            f"{_AOTI}:AotiExecutable",
-            f"{_AOTI}_compile",
+            "trtspec.backends.aoti.executable:AotiExecutable",
+            "trtspec.backends.aoti.compile",
             functional=False,
             packs=True,
             extra=None,
@@ -102,8 +101,8 @@ BACKENDS = {
         ),
         Backend(
             "onnx",
-            f"{_ONNX}:OnnxExecutable",
-            f"{_ONNX}_compile",
+            "trtspec.backends.onnx.executable:OnnxExecutable",
+            "trtspec.backends.onnx.compile",
             functional=True,
             packs=False,
             extra="onnx",
@@ -113,8 +112,8 @@ BACKENDS = {
         ),
         Backend(
             "tensorrt",
-            f"{_TENSORRT}:TensorRTExecutable",
-            f"{_TENSORRT}_compile",
+            "trtspec.backends.tensorrt.executable:TensorRTExecutable",
+            "trtspec.backends.tensorrt.compile",
             functional=True,
             packs=False,
             extra="tensorrt",

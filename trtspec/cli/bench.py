@@ -15,10 +15,10 @@ from rich.table import Table
 from trtspec.bench import bench_acceptance, bench_decode, profile_decode
 from trtspec.bench.plot import plot_acceptance, plot_profile
 from trtspec.bench.profile import PHASES
+from trtspec.build.engine_folder import EngineFolder
 from trtspec.cli.options import engine_options
 from trtspec.cli.prompts import read_jsonl, read_texts
-from trtspec.config.engine_folder import EngineFolder
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import ConfigError, RequestError
 from trtspec.sampling_params import SamplingParams
 from trtspec.text import Tokenizer

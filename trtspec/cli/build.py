@@ -11,13 +11,13 @@ from rich.console import Console
 
 from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.table import BACKENDS
+from trtspec.build.build import build_engine, refuse_taken
+from trtspec.build.engine_folder import EngineFolder
+from trtspec.build.plan import plan_build
 from trtspec.cli.options import add_speculation, speculation
 from trtspec.cli.show_plan import show_plan
 from trtspec.cli.tensorrt_options import add_tensorrt, cache_limits, tensorrt_options
 from trtspec.config.engine import EngineConfig
-from trtspec.config.engine_folder import EngineFolder
-from trtspec.engine.build import build_engine, refuse_taken
-from trtspec.engine.plan import plan_build
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.ops import load_plugins
 

@@ -7,14 +7,14 @@ import os
 import sys
 from pathlib import Path
 
+from trtspec.build.engine_folder import EngineFolder
+from trtspec.build.speculation import read_draft
 from trtspec.cli.options import add_speculation, speculation
-from trtspec.config.engine_folder import EngineFolder
-from trtspec.config.interop import SERVERS, export_settings, settings_text
-from trtspec.config.interop_account import FieldWarning
 from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.speculation import read_draft
 from trtspec.errors import ConfigError
+from trtspec.interop.account import FieldWarning
+from trtspec.interop.export import SERVERS, export_settings, settings_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

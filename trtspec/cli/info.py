@@ -7,7 +7,7 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import TrtSpecError
 from trtspec.models.specs import decoder_spec
 from trtspec.models.weights import DTYPES, loaded_bytes, weight_bytes

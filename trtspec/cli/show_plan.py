@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trtspec.backends.describe import Calls, GraphPlan, TensorPlan
-from trtspec.engine.plan import BuildPlan, ExecutablePlan
+from trtspec.build.plan import BuildPlan, ExecutablePlan
 
 
 def show_plan(plan: BuildPlan, console: Console) -> None:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from trtspec.backends.tensorrt_profiles import HARDWARE, TensorRTOptions
+from trtspec.backends.tensorrt.profiles import HARDWARE, TensorRTOptions
 from trtspec.errors import ConfigError
 
 

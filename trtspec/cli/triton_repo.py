@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from trtspec.cli.options import engine_options
-from trtspec.serve.triton_configs import LAYOUTS
-from trtspec.serve.triton_repo import write_repository
+from trtspec.serve.triton.configs import LAYOUTS
+from trtspec.serve.triton.repo import write_repository
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.checkpoint.reader import Reader, short
 from trtspec.config.parallel import mask_token_id
-from trtspec.config.reader import Reader, short
 from trtspec.config.resolved import DraftInfo
 from trtspec.errors import UnsupportedError
 

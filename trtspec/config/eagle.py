@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtspec.config.capture import capture_layers_from_vllm
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, UnsupportedError
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3ForCausalLMEagle3")

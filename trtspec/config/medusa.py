@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtspec.config.checkpoint import CheckpointConfig, head_reader
+from trtspec.config.checkpoint.folder import CheckpointConfig, head_reader
 from trtspec.config.resolved import DraftInfo
 
 MEDUSA = "medusa"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtspec.config.checkpoint import CheckpointConfig, head_reader
-from trtspec.config.reader import short
+from trtspec.config.checkpoint.folder import CheckpointConfig, head_reader
+from trtspec.config.checkpoint.reader import short
 from trtspec.config.resolved import DraftInfo
 
 MLP_SPECULATOR = "mlp_speculator"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trtspec.config.checkpoint import CheckpointConfig
-from trtspec.config.reader import Reader
+from trtspec.config.checkpoint.folder import CheckpointConfig
+from trtspec.config.checkpoint.reader import Reader
 
 # The names that public drafts have for it: those of PARD, of vLLM's speculators, and of P-EAGLE.
 MASK_TOKEN_KEYS = ("pard_token", "mask_token_id", "ptd_token_id")

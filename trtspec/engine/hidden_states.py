@@ -1,4 +1,5 @@
-"""SAVE_HIDDEN_STATES: the target's hidden states of every finished request, in files (see models/hidden_shards.py).
+"""SAVE_HIDDEN_STATES: the target's hidden states of every finished request, in files (see
+methods/hidden_states/shards.py).
 
 What is kept. A request counts once it has ended by itself ("stop", "length"): then its rows, prompt and output up to
 the token before the last, lie in memory until `write_interval` requests make a shard. The rest is written by flush(),
@@ -26,7 +27,15 @@ from trtspec.engine.request import Request
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Batch
 from trtspec.errors import CheckpointError, ConfigError, EngineError
-from trtspec.models.hidden_shards import ShardFacts, States, leftovers, next_index, shard_path, shards_of, write_shard
+from trtspec.methods.hidden_states.shards import (
+    ShardFacts,
+    States,
+    leftovers,
+    next_index,
+    shard_path,
+    shards_of,
+    write_shard,
+)
 
 logger = logging.getLogger(__name__)
 

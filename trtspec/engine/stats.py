@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from trtspec.core import Carry, StepInputs, StepOutputs
-from trtspec.drafters.base import ChainExecutable
+from trtspec.methods.drafter import ChainExecutable
 from trtspec.outputs import SpeculationStats
 from trtspec.protocols import AsyncExecutable, Executable, Launch, PhaseMethod
 
@@ -71,7 +71,7 @@ class TimedChain:
         self.inner, self.model = inner, model
 
     def run_chain(self, inputs: StepInputs, num_tokens: int) -> Tensor | None:
-        """See drafters.base.ChainExecutable."""
+        """See methods.drafter.ChainExecutable."""
         start = time.perf_counter()
         drafts = self.inner.run_chain(inputs, num_tokens)
         if drafts is not None:

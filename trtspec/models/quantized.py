@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trtspec.config.quantized import CheckpointQuantization
-from trtspec.config.weight_schemes import Fp8Scheme, IntegerScheme
+from trtspec.config.checkpoint.quantized import CheckpointQuantization
+from trtspec.config.checkpoint.weight_schemes import Fp8Scheme, IntegerScheme
 from trtspec.errors import TrtSpecError, WeightsError
 from trtspec.models.layers import Linear
 from trtspec.models.quantized_fp8 import Fp8

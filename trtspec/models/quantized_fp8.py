@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from trtspec.config.weight_schemes import Fp8Scheme
+from trtspec.config.checkpoint.weight_schemes import Fp8Scheme
 from trtspec.models.layers import Linear
 from trtspec.models.quantized_part import Format, Part, Shapes, padded_columns
 from trtspec.ops.packing import pack_fp8

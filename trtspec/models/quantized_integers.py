@@ -26,7 +26,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from trtspec.config.weight_schemes import IntegerScheme
+from trtspec.config.checkpoint.weight_schemes import IntegerScheme
 from trtspec.models.layers import Linear
 from trtspec.models.quantized_part import Format, Part, Shapes, padded_columns
 from trtspec.ops.packing import GROUP_SIZES, pack_int4, pack_int8

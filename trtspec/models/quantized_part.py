@@ -14,7 +14,7 @@ from trtspec.models.layers import Linear
 from trtspec.models.slots import Slot
 from trtspec.ops.packing import PANEL
 
-S = TypeVar("S")  # of trtspec.config.weight_schemes
+S = TypeVar("S")  # of trtspec.config.checkpoint.weight_schemes
 Shapes = dict[str, tuple[int, ...]]
 
 

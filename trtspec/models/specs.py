@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtspec.config.model import ModelConfig, RopeConfig
+from trtspec.config.checkpoint.model import ModelConfig, RopeConfig
 from trtspec.config.mtp import MIMO
 from trtspec.errors import UnsupportedError
 

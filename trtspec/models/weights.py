@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from trtspec.config.model import ModelConfig
-from trtspec.config.quantized import CheckpointQuantization
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import allocate, unallocated

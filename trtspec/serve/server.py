@@ -18,14 +18,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from trtspec.serve import logs
-from trtspec.serve.engine_client import EngineClient
-from trtspec.serve.patience import Patience
-from trtspec.serve.request_log import RequestLog, write
-from trtspec.serve.routes import build_app
-from trtspec.serve.security import Gate
-from trtspec.serve.service import Service
+from trtspec.serve.engine.client import EngineClient
+from trtspec.serve.http.patience import Patience
+from trtspec.serve.http.request_log import RequestLog, write
+from trtspec.serve.http.routes import build_app
+from trtspec.serve.http.security import Gate
+from trtspec.serve.http.service import Service
+from trtspec.serve.http.tracing import Tracing, from_environment
 from trtspec.serve.settings import ServeSettings
-from trtspec.serve.tracing import Tracing, from_environment
 from trtspec.text import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trtspec.errors import ConfigError
+from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
-from trtspec.models.heads import DraftHead
 from trtspec.train.data import Tokens
 from trtspec.train.evaluate import Acceptance
 from trtspec.train.lessons import observe

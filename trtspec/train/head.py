@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import ConfigError
+from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
-from trtspec.models.heads import DraftHead
 from trtspec.models.specs import DecoderSpec
 from trtspec.models.weights import DTYPES
 from trtspec.train.checkpoint import write_atomically

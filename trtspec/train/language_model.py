@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trtspec.config.model import RopeConfig
+from trtspec.config.checkpoint.model import RopeConfig
 from trtspec.models.decoder import Decoder
 from trtspec.models.specs import DecoderSpec
 

@@ -7,19 +7,19 @@ import shutil
 
 import torch
 
-from trtspec.config.model import ModelConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, ConfigError
+from trtspec.methods.eagle.train import EagleOptions
+from trtspec.methods.eagle3.train import Eagle3Options
+from trtspec.methods.medusa.train import MedusaOptions
+from trtspec.methods.mlp_speculator.train import MLPSpeculatorOptions
+from trtspec.methods.mtp.train import MtpOptions
 from trtspec.models.weights import DTYPES, load_decoder
 from trtspec.train.chains import chain_acceptance
 from trtspec.train.checkpoint import write_atomically
-from trtspec.train.eagle import EagleOptions
-from trtspec.train.eagle3 import Eagle3Options
 from trtspec.train.generate import continue_windows
 from trtspec.train.head import HeadOptions
 from trtspec.train.lessons import LAST_STATE, Lessons
-from trtspec.train.medusa import MedusaOptions
-from trtspec.train.mlp_speculator import MLPSpeculatorOptions
-from trtspec.train.mtp import MtpOptions
 from trtspec.train.run_data import MADE_ONCE, PROMPT_LEN, held_out_prompts, read_shard_files, windows_of
 from trtspec.train.shards import ShardLessons, open_shards, shard_tokens
 from trtspec.train.trainer import Source, Stage, Trainer

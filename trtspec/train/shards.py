@@ -1,4 +1,4 @@
-"""Lessons from files of hidden states (models/hidden_shards.py): the target's forward pass is done already."""
+"""Lessons from files of hidden states (methods/hidden_states/shards.py): the target's forward pass is done already."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trtspec.errors import ConfigError
-from trtspec.models.hidden_shards import SUFFIX, ShardReader, shards_of
+from trtspec.methods.hidden_states.shards import SUFFIX, ShardReader, shards_of
 from trtspec.train.data import Tokens
 from trtspec.train.lessons import Lesson
 

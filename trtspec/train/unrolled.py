@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
-from trtspec.models.heads import DraftHead
 from trtspec.train.language_model import CausalAttend, compiled
 from trtspec.train.lessons import LAST_STATE
 

@@ -1,0 +1,1 @@
+"""AOTInductor, on the CPU."""

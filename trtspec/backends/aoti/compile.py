@@ -1,0 +1,102 @@
+"""Compile a step into the graphs and the weights that backends/aoti/executable.py runs."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
+from trtspec.backends.export import example_for, export_step, graph_kinds, input_names, moved, output_names
+from trtspec.backends.weight_file import save_weights
+from trtspec.core import KVLayer
+from trtspec.errors import DependencyError, EngineError
+from trtspec.methods.step import Step
+from trtspec.ops import graph_calls, kernel_interface
+
+_INDUCTOR = {
+    "aot_inductor.package_constants_in_so": False,  # weights once, beside all graphs
+    "emulate_precision_casts": True,  # round to bf16 where eager does
+    # What is between our ops is a few rows of elementwise work: waking threads for it costs more than it saves.
+    "cpp.threads": 1,
+}
+
+
+def require() -> None:
+    """DependencyError where there is no C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise DependencyError(
+            "compiling an engine needs a C++ compiler; install g++ (apt install g++) or set CXX, or run the checkpoint "
+            "as it is (backend eager)"
+        ) from error
+
+
+def compile_step(
+    step: Step,
+    block_size: int,
+    draft_lens: Sequence[int],
+    folder: Path,
+    report: Callable[[str], None] = lambda what: None,
+    edits: bool = False,
+) -> CompiledStep:
+    """Compile `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a uniform one if it
+    makes drafts. `report` hears what is being done. edits: graphs take edits of logits, and give these."""
+    wanted = list(itertools.product(sorted(draft_lens), graph_kinds(step).values()))
+    return compile_graphs(step, block_size, wanted, folder, report, edits)
+
+
+def compile_graphs(
+    step: Step,
+    block_size: int,
+    wanted: Sequence[tuple[int, bool]],
+    folder: Path,
+    report: Callable[[str], None],
+    edits: bool = False,
+) -> CompiledStep:
+    """Graphs for these (K, uniform), for the device that the step is on."""
+    weights: dict[str, Tensor] = {}
+    graphs = []
+    direct = graph_calls()
+    for K, uniform in wanted:
+        kind = "uniform" if uniform else "ragged"
+        report(f"{kind} graph for K = {K}: tracing")
+        example = moved(example_for(step, K, block_size, uniform, edits), step.like.device)
+        blocks = int(example.attn.block_tables.max()) + 1
+        kv = [tuple(step.like.new_zeros(blocks, block_size, h, d) for _ in "kv") for h, d in step.kv_shapes]
+        program = export_step(step, example, cast("list[KVLayer]", kv), uniform)
+        report(f"{kind} graph for K = {K}: compiling")
+        file = folder / f"{kind}_k{K}.pt2"
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options = {**_INDUCTOR, "aot_inductor.custom_ops_to_c_shims": direct}
+            torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options)
+        constants = {**program.state_dict, **program.constants}
+        runner = torch._inductor.aoti_load_package(str(file))
+        for name in runner.get_constant_fqns():
+            tensor = constants[name].detach()
+            if name in weights and not torch.equal(weights[name], tensor):
+                raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
+            weights[name] = tensor
+        graphs.append(Graph(file.name, K, uniform, input_names(step, uniform, edits=edits)))
+    report("writing weights")
+    save_weights(weights, folder / WEIGHTS)
+    return CompiledStep(
+        graphs=tuple(graphs),
+        outputs=output_names(step, edits),
+        kv=tuple(step.kv_shapes),
+        dtype=str(step.like.dtype).removeprefix("torch."),
+        vocab_size=step.vocab_size,
+        weight_bytes=step.weight_bytes_per_step,
+        kernels=kernel_interface(),
+        hidden_width=step.hidden_width,
+    )

@@ -1,0 +1,1 @@
+"""An NVIDIA GPU by way of torch: Triton kernels, CUDA graphs, AOTInductor."""

@@ -1,0 +1,55 @@
+"""Engine folders for a GPU: AOTInductor's graphs of the same step, whose elementwise work is fused, run as CUDA graphs.
+
+Nobody has compiled one for a GPU yet: no machine with a GPU was at hand. Tests compile and run them for the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtspec.backends.aoti.compile import compile_graphs
+from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
+from trtspec.backends.cuda.device import open_gpu
+from trtspec.backends.cuda.executable import CudaExecutable, launch_graphs
+from trtspec.backends.weight_file import load_weights
+from trtspec.methods.step import Step
+
+
+def require() -> None:
+    """DependencyError or UnsupportedError where there is no GPU to compile for."""
+    open_gpu()
+
+
+def compile_step(
+    step: Step,
+    block_size: int,
+    draft_lens: Sequence[int],
+    folder: Path,
+    report: Callable[[str], None] = lambda what: None,
+    edits: bool = False,
+) -> CompiledStep:
+    """As aoti_compile.compile_step, for the GPU, where generations have graphs of their own whether drafts are made
+    inside or not."""
+    wanted = launch_graphs(step, sorted(draft_lens))
+    return compile_graphs(step.to(open_gpu()), block_size, wanted, folder, report, edits)
+
+
+class AotiOnCuda(CudaExecutable):
+    """See cudagraph.CudaExecutable."""
+
+    def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
+        device = self._work.device
+        self._weights = {name: tensor.to(device) for name, tensor in load_weights(folder / WEIGHTS).items()}
+        return {graph: self._load_graph(folder / graph.file, device) for graph in self.compiled.graphs}
+
+    def _load_graph(self, file: Path, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]]:
+        # True: without the events that guard it against other threads, which a capture would not take
+        index = -1 if device.index is None else device.index
+        model = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, index)
+        constants = {name: self._weights[name] for name in model.get_constant_fqns()}
+        model.load_constants(constants, False, True, True)  # all of them, user-managed: the graph keeps our memory
+        return lambda tensors: model.run([*tensors, *self._flat_kv])

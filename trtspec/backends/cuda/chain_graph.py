@@ -1,0 +1,88 @@
+"""All passes of a draft model's chain as one CUDA graph: between two of them nothing goes by way of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from trtspec.backends.cuda.device import WorkQueue
+from trtspec.backends.cuda.executable import CudaExecutable, LaunchLimits
+from trtspec.backends.cuda.static_graph import BAN_COLUMNS, GraphMemory, Kind, Parts, Region, StaticGraph, left_out
+from trtspec.backends.export import graph_inputs
+from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.methods.chain import Pass, run_chain
+from trtspec.methods.drafter import CHAIN_ROWS
+
+_SAMPLING = tuple(field.name for field in fields(SamplingTensors))
+_INPUTS = ("input_ids", "kv_lens", "block_tables", *_SAMPLING)
+
+
+class ChainOnCuda:
+    """See methods.drafter.ChainExecutable. A graph for each batch size, K and kind of sampling; longest: K at most."""
+
+    def __init__(self, draft: CudaExecutable, work: WorkQueue, limits: LaunchLimits, longest: int) -> None:
+        self._draft, self._work, self._limits, self._longest = draft, work, limits, longest
+        self._captured: dict[tuple[int, int, Kind], StaticGraph] = {}
+        batch = limits.max_batch_size
+        inputs, outputs = self._inputs(batch, Kind(True, True, True)), self._outputs(batch, longest)
+        self._memory = GraphMemory(work, inputs.nbytes, outputs.nbytes)
+
+    def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Capture the graphs that most steps need, those of the longest chains. The rest is captured when it is asked
+        for. `report` hears how many are done."""
+        todo = [(size, kind) for size in self._limits.buckets[::-1] for kind in self._draft.most_kinds]
+        for done, (size, kind) in enumerate(todo):
+            report(done, len(todo))
+            self._graph(size, self._longest, kind)
+
+    def run_chain(self, inputs: StepInputs, num_tokens: int) -> Tensor | None:
+        """See methods.drafter.ChainExecutable: None where requests ban more ids than graphs have room for."""
+        batch, sampling = inputs.attn.batch_size, inputs.spec.sampling
+        if sampling.ban_ids.shape[1] > BAN_COLUMNS:
+            return None
+        graph = self._graph(self._limits.bucket(batch), num_tokens, self._draft.kind(sampling))
+        views = self._memory.replay(graph, graph_inputs(inputs, _INPUTS))
+        self._work.mark().wait()
+        return views["drafts"][:batch].clone()
+
+    def _graph(self, batch: int, num_tokens: int, kind: Kind) -> StaticGraph:
+        key = (batch, num_tokens, kind)
+        if key not in self._captured:
+            self._captured[key] = self._capture(*key)
+        return self._captured[key]
+
+    def _capture(self, batch: int, num_tokens: int, kind: Kind) -> StaticGraph:
+        unused = {name: left_out(name, batch, self._work.device) for name in _SAMPLING if kind.leaves_out(name)}
+
+        def step(there: dict[str, Tensor]) -> Mapping[str, Tensor]:
+            drafts = chain_step({**there, **unused}, num_tokens, self._draft.run_pass, self._draft.compiled.vocab_size)
+            return {"drafts": drafts}
+
+        return self._memory.capture(self._inputs(batch, kind), self._outputs(batch, num_tokens), CHAIN_ROWS, step)
+
+    def _inputs(self, batch: int, kind: Kind) -> Region:
+        sizes = {"T": CHAIN_ROWS * batch, "R": batch, "B": batch}
+        return Region(kind.input_parts(_INPUTS, {**sizes, "columns": self._limits.max_columns, "bans": BAN_COLUMNS}))
+
+    def _outputs(self, batch: int, num_tokens: int) -> Region:
+        parts: Parts = {"drafts": ((batch, num_tokens), torch.int64)}
+        return Region(parts)
+
+
+@torch.no_grad()
+def chain_step(tensors: Mapping[str, Tensor], num_tokens: int, run_pass: Pass, vocab_size: int) -> Tensor:
+    """The drafts [B, K] int64, on the device as `tensors` are: those of _INPUTS, with CHAIN_ROWS rows a request. An id
+    past the vocabulary stands where nothing could be drawn; the host refuses it."""
+    lens = tensors["kv_lens"]
+    starts = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=lens.device) * CHAIN_ROWS
+    attn = AttnMetadata(starts, lens, tensors["block_tables"], lens.new_empty(0), CHAIN_ROWS)
+    sampling = SamplingTensors(**{name: tensors[name] for name in _SAMPLING})
+
+    def run(inputs: StepInputs) -> Tensor:  # which may read in what was drawn from nothing: any id will do
+        return run_pass(replace(inputs, input_ids=inputs.input_ids.clamp(max=vocab_size - 1)))
+
+    inputs = StepInputs(tensors["input_ids"], attn, SpecMetadata.plain((), attn, sampling))
+    return run_chain(run, inputs, num_tokens)

@@ -1,0 +1,358 @@
+"""Steps on a GPU through torch: queued rather than waited for, and generation steps as CUDA graphs.
+
+A CUDA graph runs the same kernels on the same memory again, at next to no cost to the host. So steps of generations
+alone are captured for a few batch sizes (buckets); a smaller batch is filled up with rows that write to scratch. Where
+their inputs and outputs are: static_graph.py. Steps with a context row run kernel by kernel, and so do all steps that
+give or take hidden states, of rows whose number changes with what was accepted.
+
+What a step draws is kept on the device, where the step after it can read it (core.Carry). Hidden states are given and
+taken there, and not copied.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trtspec.backends.compiled import CompiledExecutable, CompiledStep, Graph, LoadedGraph
+from trtspec.backends.cuda.device import Mark, WorkQueue
+from trtspec.backends.cuda.static_graph import (
+    BAN_COLUMNS,
+    FILTERS,
+    GraphMemory,
+    Kind,
+    Parts,
+    Region,
+    StaticGraph,
+    left_out,
+)
+from trtspec.backends.export import (
+    EDITS,
+    INPUT_DTYPES,
+    OUTPUT_SHAPES,
+    GraphStep,
+    input_names,
+    output_names,
+    step_inputs,
+)
+from trtspec.core import Carry, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.methods.step import Step
+from trtspec.protocols import PhaseMethod
+
+
+@dataclass(frozen=True)
+class LaunchLimits:
+    """Of every launch."""
+
+    max_batch_size: int
+    max_columns: int  # of block tables
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Batch sizes of graphs: 1, 2, 4, then every 8th up to 64, every 32nd from there, and the largest."""
+        sizes = {1, 2, 4, *range(8, 65, 8), *range(96, self.max_batch_size, 32), self.max_batch_size}
+        return tuple(sorted(size for size in sizes if size <= self.max_batch_size))
+
+    def bucket(self, batch: int) -> int:
+        """The smallest that holds so many requests."""
+        return next(size for size in self.buckets if size >= batch)
+
+
+_ON_DEVICE = "hidden_states"
+"""The input, and the output, that the host does not see."""
+_LOGITS = "logits"
+"""The output that the host sees of batches with edits alone."""
+
+
+class DeviceLaunch:
+    """See protocols.Launch."""
+
+    def __init__(self, mark: Mark, read: Callable[[], StepOutputs]) -> None:
+        self._mark, self._read = mark, read
+
+    def wait(self) -> StepOutputs:
+        """See protocols.Launch. DeviceError if the device failed."""
+        self._mark.wait()
+        return self._read()
+
+
+class CudaExecutable(CompiledExecutable):
+    """See protocols.AsyncExecutable. `takes_all`: graphs take every sampling input, whether a row uses it or not."""
+
+    takes_all = True
+
+    def __init__(
+        self, compiled: CompiledStep, folder: Path, kv: Sequence[KVLayer], work: WorkQueue, limits: LaunchLimits
+    ) -> None:
+        self._work, self._limits = work, limits
+        super().__init__(compiled, folder, kv)
+        self._width = max(compiled.draft_lens) + 1  # of what is kept for each request
+        self._captured: dict[tuple[int, int, Kind], StaticGraph] = {}
+        largest = self._input_region(self._width - 1, limits.buckets[-1], Kind(True, True, True))
+        given = self._output_region(self._width - 1, limits.buckets[-1])
+        self._memory = GraphMemory(work, largest.nbytes, given.nbytes)
+        device = work.device
+        # next_new_tokens and next_kv_lens of the last launch
+        self._new_tokens = torch.zeros(limits.max_batch_size, self._width, dtype=torch.int64, device=device)
+        self._kept_lens = torch.zeros(limits.max_batch_size, dtype=torch.int32, device=device)
+
+    @abstractmethod
+    def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
+        """As the base class, with tensors on the device."""
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """See protocols.Executable."""
+        return self.launch(inputs).wait()
+
+    def launch(self, inputs: StepInputs, carry: Carry | None = None) -> DeviceLaunch:
+        """See protocols.AsyncExecutable. EngineError for inputs a graph would misread."""
+        graph, tensors = self._checked(inputs)
+        spec = inputs.spec
+        kind = self.kind(spec.sampling)
+        if graph.uniform and spec.edits is None and spec.sampling.ban_ids.shape[1] <= BAN_COLUMNS:
+            captured = self._graph(graph, self._limits.bucket(spec.batch_size), kind)
+            return self._replay(captured, graph, tensors, carry, spec)
+        read = graph.read(inputs)
+        tensors = [
+            given if kind.leaves_out(name) and name not in EDITS else tensor
+            for name, given, tensor in zip(graph.names, read, tensors, strict=True)
+        ]
+        return self._run_kernels(graph, tensors, carry, spec)
+
+    def phases(self) -> Sequence[PhaseMethod]:
+        """See protocols.Executable: what the host does for a launch, and how long it waits for one."""
+        return (self, "launch", "inputs"), (DeviceLaunch, "wait", "verify"), (self, "_outputs", "deliver")
+
+    def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Capture the graphs that most steps need: greedy ones, and those with every filter. The rest is captured when
+        it is asked for. `report` hears how many are done."""
+        lengths = (0, self._width - 1)
+        uniform = [
+            graph
+            for graph in self._graphs
+            if graph.uniform and (self.compiled.makes_drafts or graph.draft_len in lengths)
+        ]
+        todo = [
+            (graph, size, kind) for graph in uniform for size in self._limits.buckets[::-1] for kind in self.most_kinds
+        ]
+        for done, one in enumerate(todo):
+            report(done, len(todo))
+            self._graph(*one)
+
+    # -- a step as a CUDA graph ---------------------------------------------------------------------------------------
+
+    def kind(self, sampling: SamplingTensors) -> Kind:
+        """Of a graph for such rows."""
+        if self.takes_all:
+            return Kind(True, True, True)
+        filtered = any(getattr(sampling, name).numel() for name in FILTERS)
+        return Kind(sampling.seeds.numel() > 0, filtered, sampling.ban_ids.numel() > 0)
+
+    @property
+    def most_kinds(self) -> tuple[Kind, ...]:
+        """Those of graphs that most steps need."""
+        if self.takes_all:
+            return (Kind(True, True, True),)
+        return Kind(False, False, False), Kind(True, True, False)
+
+    def _input_region(self, draft_len: int, batch: int, kind: Kind, names: Sequence[str] = ()) -> Region:
+        """Of a uniform graph; names: its inputs, all there are if not given."""
+        sizes = {
+            **dict.fromkeys("TR", batch * (draft_len + 1)),
+            "B": batch,
+            "G": batch,
+            "K": draft_len,
+            "columns": self._limits.max_columns,
+            "bans": BAN_COLUMNS,
+            "0": 0,
+        }
+        parts = kind.input_parts(names or tuple(INPUT_DTYPES), sizes)
+        parts["carry_tokens"] = (sizes["T"],), torch.int64
+        parts["carry_kept"] = (batch,), torch.int64
+        return Region(parts)
+
+    def _output_region(self, draft_len: int, batch: int) -> Region:
+        sizes = {"R": batch * (draft_len + 1), "B": batch, "K": draft_len, "K + 1": draft_len + 1}
+        parts: Parts = {}
+        for name in self.compiled.outputs:
+            if name not in (_ON_DEVICE, _LOGITS):  # which graphs do not give
+                shape = tuple(sizes[dim] for dim in OUTPUT_SHAPES[name])
+                parts[name] = shape, torch.int32 if name == "next_kv_lens" else torch.int64
+        return Region(parts)
+
+    def _graph(self, graph: LoadedGraph, batch: int, kind: Kind) -> StaticGraph:
+        key = (graph.draft_len, batch, kind)
+        if key not in self._captured:
+            self._captured[key] = self._capture(graph, batch, kind)
+        return self._captured[key]
+
+    def _capture(self, graph: LoadedGraph, batch: int, kind: Kind) -> StaticGraph:
+        inputs = self._input_region(graph.draft_len, batch, kind, graph.names)
+        rows, device = batch * (graph.draft_len + 1), self._work.device
+        unused = {name: left_out(name, rows, device) for name in graph.names if kind.leaves_out(name)}
+        kept: list[Tensor] = []
+
+        def keep() -> None:
+            kept.extend((self._new_tokens.clone(), self._kept_lens.clone()))  # of the last step, for the next
+
+        def step(there: dict[str, Tensor]) -> Mapping[str, Tensor]:
+            named = {**there, **unused}
+            carry = Carry(there["carry_tokens"], there["carry_kept"])
+            given = self._step(graph, [named[name] for name in graph.names], carry)
+            return {name: tensor for name, tensor in zip(self.compiled.outputs, given, strict=True) if name != _LOGITS}
+
+        def put_back() -> None:
+            self._new_tokens.copy_(kept[0])
+            self._kept_lens.copy_(kept[1])
+
+        self._work.submit(keep)
+        outputs = self._output_region(graph.draft_len, batch)
+        captured = self._memory.capture(inputs, outputs, graph.draft_len + 1, step)
+        self._work.submit(put_back)
+        return captured
+
+    def _replay(
+        self, captured: StaticGraph, graph: LoadedGraph, tensors: list[Tensor], carry: Carry | None, spec: SpecMetadata
+    ) -> DeviceLaunch:
+        named = dict(zip(graph.names, tensors, strict=True))
+        if carry is not None:
+            named |= {"carry_tokens": carry.tokens, "carry_kept": carry.kept}
+        views = self._memory.replay(captured, named)
+
+        def read() -> StepOutputs:
+            rows = {"tokens": spec.batch_size * (graph.draft_len + 1)}
+            return self._outputs({name: views[name][: rows.get(name, spec.batch_size)].clone() for name in views}, spec)
+
+        return DeviceLaunch(self._work.mark(), read)
+
+    # -- a step kernel by kernel --------------------------------------------------------------------------------------
+
+    def _run_kernels(
+        self, graph: LoadedGraph, tensors: list[Tensor], carry: Carry | None, spec: SpecMetadata
+    ) -> DeviceLaunch:
+        landed: dict[str, Tensor] = {}
+
+        def work() -> None:
+            unused = {}
+            if spec.edits is None:
+                rows = spec.gather_ids.shape[0]
+                unused = {name: left_out(name, rows, self._work.device) for name in graph.names if name in EDITS}
+            there = [
+                tensor if name == _ON_DEVICE or name in unused else self._work.to_device(tensor)
+                for name, tensor in (dict(zip(graph.names, tensors, strict=True)) | unused).items()
+            ]
+            carried = carry and Carry(self._work.to_device(carry.tokens), self._work.to_device(carry.kept))
+            for name, tensor in zip(self.compiled.outputs, self._step(graph, there, carried), strict=True):
+                if name != _LOGITS or spec.edits is not None:
+                    landed[name] = tensor if name == _ON_DEVICE else self._work.to_host(tensor)
+
+        def read() -> StepOutputs:
+            return self._outputs(landed, spec)
+
+        self._work.submit(work)
+        return DeviceLaunch(self._work.mark(), read)
+
+    # -- on the device ------------------------------------------------------------------------------------------------
+
+    def run_pass(self, inputs: StepInputs) -> Tensor:
+        """What a step without drafts draws, [R] int64, as part of other work: inputs and outputs are on the device."""
+        graph = next(graph for graph in self._graphs if graph.uniform == (inputs.attn.width == 1))
+        named = dict(zip(self.compiled.outputs, graph.run(list(graph.read(inputs))), strict=True))
+        return named["tokens"]
+
+    @torch.no_grad()
+    def _step(self, graph: LoadedGraph, tensors: list[Tensor], carry: Carry | None) -> list[Tensor]:
+        """`tensors` are on the device, as are the outputs."""
+        if carry is not None:
+            tensors = self._carried(graph, tensors, carry)
+        outputs = graph.run(tensors)
+        self._keep(outputs, tensors[graph.names.index("kv_lens")])
+        return outputs
+
+    def _carried(self, graph: LoadedGraph, tensors: list[Tensor], carry: Carry) -> list[Tensor]:
+        named, vocab_size = dict(zip(graph.names, tensors, strict=True)), self.compiled.vocab_size
+        if graph.uniform:  # which computes the rest from these
+            named["input_ids"] = carry.read_ids(named["input_ids"], self._new_tokens, vocab_size)
+            named["kv_lens"] = carry.read_lens(named["kv_lens"], self._kept_lens, graph.draft_len + 1)
+            return [named[name] for name in graph.names]
+        inputs = carry.apply(step_inputs(named), self._new_tokens, self._kept_lens, vocab_size)
+        return list(graph.read(inputs))
+
+    def _keep(self, outputs: list[Tensor], kv_lens: Tensor) -> None:
+        """For the next step: the tokens it reads in, and how many are kept before them."""
+        named = dict(zip(self.compiled.outputs, outputs, strict=True))
+        if self.compiled.verifies:
+            tokens, kept = named["next_new_tokens"], named["next_kv_lens"]
+        elif self._width == 1 and not self.compiled.makes_drafts:
+            tokens, kept = named["tokens"][:, None], kv_lens
+        else:
+            return  # drafts come from the host
+        B, width = tokens.shape
+        self._new_tokens[:B, :width].copy_(tokens)
+        self._kept_lens[:B].copy_(kept)
+
+
+class ModuleOnCuda(CudaExecutable):
+    """A step module that is on the device, without an engine folder."""
+
+    takes_all = False
+
+    def __init__(
+        self, step: Step, compiled: CompiledStep, kv: Sequence[KVLayer], work: WorkQueue, limits: LaunchLimits
+    ) -> None:
+        self.step = step
+        super().__init__(compiled, Path(), kv, work, limits)
+
+    def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
+        return {graph: self._runner(graph) for graph in self.compiled.graphs}
+
+    def run_pass(self, inputs: StepInputs) -> Tensor:
+        """See CudaExecutable; no graph stands between."""
+        return self.step(inputs, self.kv).tokens  # type: ignore[no-any-return]
+
+    def _runner(self, graph: Graph) -> Callable[[list[Tensor]], list[Tensor]]:
+        made = graph.draft_len if self.compiled.makes_drafts else 0
+        module = GraphStep(self.step, made, graph.draft_len + 1 if graph.uniform else 0)
+
+        def run(tensors: list[Tensor]) -> list[Tensor]:
+            outputs, _ = module(dict(zip(graph.inputs, tensors, strict=True)), self.kv)
+            return [outputs[name] for name in self.compiled.outputs]
+
+        return run
+
+
+def module_graphs(step: Step, draft_lens: Sequence[int], uniform: bool = True, edits: bool = False) -> CompiledStep:
+    """What `ModuleOnCuda` runs: for each K a graph for any batch and, if `uniform`, one for generations alone.
+
+    draft_lens: K that a step may verify, which are those that it makes for the next one, if it makes any. edits: as of
+    export.input_names.
+    """
+    wanted = [one for one in launch_graphs(step, draft_lens) if uniform or not one[1]]
+    graphs = [Graph("", K, is_uniform, input_names(step, is_uniform, edits=edits)) for K, is_uniform in wanted]
+    return CompiledStep(
+        graphs=tuple(graphs),
+        outputs=output_names(step, edits),
+        kv=tuple(step.kv_shapes),
+        dtype=str(step.like.dtype).removeprefix("torch."),
+        vocab_size=step.vocab_size,
+        weight_bytes=step.weight_bytes_per_step,
+        kernels="",
+        hidden_width=step.hidden_width,
+    )
+
+
+def launch_graphs(step: Step, draft_lens: Sequence[int]) -> list[tuple[int, bool]]:
+    """(K, whether it is uniform) of the graphs that launches with these K need."""
+    ragged = draft_lens if "next_draft_tokens" in step.outputs else (max(draft_lens),)  # else one takes every K
+    uniform = draft_lens if has_uniform_graphs(step) else ()
+    return [*((K, False) for K in ragged), *((K, True) for K in uniform)]
+
+
+def has_uniform_graphs(step: Step) -> bool:
+    """Whether it can be captured: hidden states are as many as a batch has rows."""
+    return step.hidden_width == 0 and _ON_DEVICE not in step.outputs

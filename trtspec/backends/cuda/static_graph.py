@@ -1,0 +1,160 @@
+"""Work as a CUDA graph: the memory that it reads its inputs from and leaves its outputs in, on the device and the host.
+
+A graph works on the same memory every time. Its inputs lie side by side in one region of the device's memory, to which
+one copy brings all of them, and its outputs in another, from which one copy takes them. Graphs that never run at the
+same time share both. On the host's side there are two regions of each that take turns, for the launch in flight and the
+one after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trtspec.backends.cuda.device import WorkQueue
+from trtspec.backends.export import EDITS, INPUT_DTYPES, INPUT_SHAPES
+
+_PADDING = {"greedy": 1, "top_ps": 1, "ban_ids": -1, "forced_accept": -1, "carry_tokens": -1, "carry_kept": -1}
+"""What rows that fill a batch size have; 0 where nothing is said, and of kv_lens as many as a request has rows."""
+
+FILTERS = ("top_ks", "top_ps", "min_ps")
+_SAMPLED = ("seeds", "temperatures")
+_BANS = ("ban_ids", "ban_until")
+BAN_COLUMNS = 8  # of a graph, where there are any; who bans more runs kernel by kernel
+_ALIGNMENT = 16  # bytes: what kernels load at once
+
+Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Tensors by name: shape and dtype."""
+
+
+class Kind(NamedTuple):
+    """Which sampling inputs a graph takes: those it does not take cost no kernels. None takes edits of logits: batches
+    with these run kernel by kernel."""
+
+    sampled: bool
+    filtered: bool
+    bans: bool
+
+    def leaves_out(self, name: str) -> bool:
+        inputs = ((self.sampled, _SAMPLED), (self.filtered, FILTERS), (self.bans, _BANS))
+        return name in EDITS or any(not taken and name in names for taken, names in inputs)
+
+    def input_parts(self, names: Sequence[str], sizes: Mapping[str, int]) -> Parts:
+        """The inputs of that name which it takes; sizes: of the dimensions that INPUT_SHAPES names."""
+        return {
+            name: (tuple(sizes[dim] for dim in INPUT_SHAPES[name]), INPUT_DTYPES[name])
+            for name in names
+            if not self.leaves_out(name)
+        }
+
+
+def left_out(name: str, rows: int, device: torch.device) -> Tensor:
+    """What stands for a sampling input that no row uses."""
+    if len(INPUT_SHAPES[name]) == 2:
+        shape: tuple[int, ...] = (rows, 0)
+    else:
+        shape = (rows if name in EDITS else 0,)
+    return torch.zeros(shape, dtype=INPUT_DTYPES[name], device=device)
+
+
+class Region:
+    """Named tensors side by side, so that one copy moves all of them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.starts: dict[str, int] = {}
+        self.nbytes = 0
+        for name, (shape, dtype) in parts.items():
+            self.starts[name] = self.nbytes
+            size = math.prod(shape) * dtype.itemsize
+            self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The tensors in `memory` [nbytes or more] uint8."""
+        return {
+            name: memory[self.starts[name] :][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for name, (shape, dtype) in self.parts.items()
+        }
+
+
+@dataclass(frozen=True)
+class StaticGraph:
+    """Views of its inputs and outputs in both regions of the host, and what queues it."""
+
+    width: int  # rows of each request
+    in_bytes: int
+    out_bytes: int
+    staged: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+    landed: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+    replay: Callable[[], None]
+
+
+class GraphMemory:
+    """What graphs with up to so many bytes of inputs and outputs share."""
+
+    def __init__(self, work: WorkQueue, in_bytes: int, out_bytes: int) -> None:
+        self._work = work
+        self._staging, self._landing = ([work.pinned(size) for _ in range(2)] for size in (in_bytes, out_bytes))
+        self._slot = 0
+        self._inputs_there, self._outputs_there = (
+            torch.zeros(size, dtype=torch.uint8, device=work.device) for size in (in_bytes, out_bytes)
+        )
+
+    def capture(
+        self, inputs: Region, outputs: Region, width: int, step: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+    ) -> StaticGraph:
+        """step: inputs on the device -> outputs there. It runs with padding alone, which changes nothing but scratch.
+        Nothing is in flight meanwhile."""
+        self._work.mark().wait()
+        staged = inputs.views(self._staging[0]), inputs.views(self._staging[1])
+        landed = outputs.views(self._landing[0]), outputs.views(self._landing[1])
+        there, given = inputs.views(self._inputs_there), outputs.views(self._outputs_there)
+
+        def bring() -> None:
+            self._inputs_there[: inputs.nbytes].copy_(self._staging[0][: inputs.nbytes])
+
+        def run() -> None:
+            for name, tensor in step(there).items():
+                given[name].copy_(tensor)
+
+        _fill(staged[0], width, {})
+        self._work.submit(bring)
+        replay = self._work.capture(run)
+        self._work.mark().wait()
+        return StaticGraph(width, inputs.nbytes, outputs.nbytes, staged, landed, replay)
+
+    def replay(self, graph: StaticGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Queue it for these inputs. Where its outputs will be once it is done, padding behind them, until the replay
+        after the next."""
+        slot = self._slot = 1 - self._slot
+        _fill(graph.staged[slot], graph.width, tensors)
+        staging, landing = self._staging[slot][: graph.in_bytes], self._landing[slot][: graph.out_bytes]
+
+        def work() -> None:
+            self._inputs_there[: graph.in_bytes].copy_(staging, non_blocking=True)
+            graph.replay()
+            landing.copy_(self._outputs_there[: graph.out_bytes], non_blocking=True)
+
+        self._work.submit(work)
+        return graph.landed[slot]
+
+
+def _fill(views: Mapping[str, Tensor], width: int, tensors: Mapping[str, Tensor]) -> None:
+    """Bring the inputs of requests with `width` rows each into a graph's, and padding behind them."""
+    for name, view in views.items():
+        padding = width if name == "kv_lens" else _PADDING.get(name, 0)
+        source = tensors.get(name)
+        count = 0 if source is None else len(source)
+        if source is not None and source.ndim == 2:
+            columns = min(source.shape[1], view.shape[1])  # the table's others are scratch
+            view[:count, :columns] = source[:, :columns]
+            view[:count, columns:] = padding
+        elif source is not None:
+            view[:count] = source
+        if count < len(view):
+            view[count:] = padding

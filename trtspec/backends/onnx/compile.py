@@ -1,0 +1,134 @@
+"""Write a step's ONNX graphs and, beside them and once for all, their weights: what backends/onnx/executable.py
+runs."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+
+from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
+from trtspec.backends.export import example_for, graph_kinds, output_names
+from trtspec.backends.onnx.export import OWN, export_onnx
+from trtspec.backends.onnx.linear import as_torch, write_linears
+from trtspec.backends.weight_file import save_weights
+from trtspec.core import KVLayer
+from trtspec.errors import EngineError
+from trtspec.methods.step import Step
+
+_INLINE = 1024
+"""Bytes up to which a constant stays in its graph's file."""
+
+
+def require() -> None:
+    """Nothing: what exporting needs has been imported."""
+
+
+def compile_step(
+    step: Step,
+    block_size: int,
+    draft_lens: Sequence[int],
+    folder: Path,
+    report: Callable[[str], None] = lambda what: None,
+    edits: bool = False,
+) -> CompiledStep:
+    """Export a functional `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a
+    uniform one if it makes drafts. `report` hears what is being done. edits: as of aoti_compile.compile_step."""
+    dtype = step.like.dtype
+    models: dict[str, ir.Model] = {}
+    graphs = []
+    for K, (kind, uniform) in itertools.product(sorted(draft_lens), graph_kinds(step).items()):
+        report(f"{kind} graph for K = {K}")
+        example = example_for(step, K, block_size, uniform, edits)
+        blocks = int(example.attn.block_tables.max()) + 1
+        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in step.kv_shapes]
+        model = export_onnx(step, example, cast("list[KVLayer]", kv), uniform)
+        write_linears(model)
+        file = f"{kind}_k{K}.onnx"
+        names = tuple(value.name or "" for value in model.graph.inputs[: -2 * len(kv)])
+        graphs.append(Graph(file, K, uniform, names))
+        models[file] = model
+    report("writing weights")
+    save_models(models, folder)
+    return CompiledStep(
+        graphs=tuple(graphs),
+        outputs=output_names(step, edits),
+        kv=tuple(step.kv_shapes),
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=step.vocab_size,
+        weight_bytes=step.weight_bytes_per_step,
+        kernels="",
+        hidden_width=step.hidden_width,
+    )
+
+
+def save_models(models: dict[str, ir.Model], folder: Path) -> None:
+    """File names and their models, whose constants of one name are one: all of them go into WEIGHTS, as safetensors,
+    which the graphs refer to as ONNX external data."""
+    tensors: dict[str, ir.TensorProtocol] = {}
+    for model in models.values():
+        _name_made_constants(model)
+        for name, value in model.graph.initializers.items():
+            held = value.const_value
+            assert held is not None
+            if held.nbytes > _INLINE:
+                known = tensors.setdefault(name, held)
+                if known is not held and not np.array_equal(known.numpy(), held.numpy()):
+                    raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
+    save_weights({name: as_torch(held) for name, held in tensors.items()}, folder / WEIGHTS)
+    places = _places(folder / WEIGHTS)
+    for file, model in models.items():
+        for name, value in model.graph.initializers.items():
+            small = cast(ir.TensorProtocol, value.const_value)
+            if small.nbytes > _INLINE:  # a small one may have the name of another graph's large one
+                offset, length = places[name]
+                held = tensors[name]
+                shape = cast(ir.Shape, held.shape)
+                value.const_value = ir.ExternalTensor(
+                    WEIGHTS,
+                    offset,
+                    length,
+                    held.dtype,
+                    shape=shape,
+                    name=name,
+                    base_dir=str(folder),
+                )
+        onnx.save(ir.to_proto(model), folder / file)
+
+
+def _name_made_constants(model: ir.Model) -> None:
+    """Call constants that the exporter made after what they hold: it counts them (val_59), in every graph anew."""
+    constants = model.graph.initializers
+    for name, value in list(constants.items()):
+        held = value.const_value
+        assert held is not None
+        if name.startswith(OWN) or held.nbytes <= _INLINE:
+            continue
+        array = np.ascontiguousarray(held.numpy())
+        content = f"{held.dtype.name}{list(array.shape)}".encode() + array.tobytes()
+        named = f"made.{hashlib.sha256(content).hexdigest()[:32]}"
+        if named not in constants:
+            tensor = ir.tensor(array, dtype=held.dtype, name=named)
+            model.graph.register_initializer(
+                ir.Value(name=named, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+            )
+        ir.convenience.replace_all_uses_with(value, constants[named])
+        del constants[name]
+
+
+def _places(file: Path) -> dict[str, tuple[int, int]]:
+    """Name -> offset and bytes of each tensor in a safetensors file."""
+    with file.open("rb") as source:
+        size = int.from_bytes(source.read(8), "little")
+        header = json.loads(source.read(size))
+    header.pop("__metadata__", None)
+    offsets = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: (8 + size + first, last - first) for name, (first, last) in offsets.items()}

@@ -1,0 +1,259 @@
+"""Build TensorRT engines of a step: `rank0.engine`, and `rank0_k<K>.engine` for further draft lengths.
+
+One network takes every batch of a K; its second optimisation profile is for batches of generations alone
+(tensorrt_profiles.py). Weights are inside the engines or, of stripped ones, once beside them. Networks of TensorRT 11
+are always strongly typed: each layer computes in the dtype that the step has there.
+
+No engine has been built or run by this code: no machine at hand has TensorRT's builder. Shown by tests: which calls are
+made, with the signatures of TensorRT 11.4's Python bindings; that the network computes what the step does, layer by
+layer as documented; that the bindings' own plugin registry makes the plugins. Not shown: that TensorRT's builder takes
+the network and the chain of aliased caches in it, how long a build takes, what an engine costs to run, and whether
+a row's result is the same in batches of different sizes, for which TensorRT may pick different kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import onnx_ir as ir
+import torch
+
+from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
+from trtspec.backends.export import example_for
+from trtspec.backends.onnx.export import DOMAIN, export_onnx
+from trtspec.backends.onnx.linear import write_linears
+from trtspec.backends.tensorrt.cuda import Cuda
+from trtspec.backends.tensorrt.executable import load_tensorrt, made_for, open_cuda
+from trtspec.backends.tensorrt.network import Attributes, PluginOf, write_network
+from trtspec.backends.tensorrt.profiles import Profile, Sizes, TensorRTOptions, profiles
+from trtspec.backends.weight_file import save_weights
+from trtspec.core import KVLayer
+from trtspec.errors import ConfigError, DependencyError, EngineError
+from trtspec.methods.step import Step
+
+_BITS = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}
+
+
+def require() -> None:
+    """DependencyError where TensorRT, its driver or a GPU is missing, or too old."""
+    load_tensorrt()
+    open_cuda()
+
+
+def registered_plugins(trt: Any) -> PluginOf:
+    """Makes plugins by TensorRT's registry, in which ours are registered: their AOT form."""
+    from trtspec_plugins.tensorrt import register
+    from trtspec_plugins.tensorrt.signatures import PLUGINS, plugin_of
+
+    register()
+    registry = trt.get_plugin_registry()
+
+    def make(op: str, present: Collection[str], attributes: Attributes) -> tuple[Any, tuple[str, ...]]:
+        name = plugin_of(op, present)
+        creator = registry.get_creator(name, "1", "trtspec")
+        fields = [_field(trt, one, attributes[one]) for one in PLUGINS[name].attributes]  # alive until copied
+        prefers = trt.QuickPluginCreationRequest.PREFER_AOT
+        collection = trt.PluginFieldCollection(fields)
+        plugin = creator.create_plugin(name, "trtspec", collection, trt.TensorRTPhase.BUILD, prefers)
+        if plugin is None:
+            raise EngineError(f"TensorRT made no plugin trtspec::{name}; its log says why. Please report this")
+        return plugin, PLUGINS[name].inputs
+
+    return make
+
+
+def _field(trt: Any, name: str, value: float) -> Any:
+    import numpy as np
+
+    if isinstance(value, int):
+        return trt.PluginField(name, np.array([value], np.int32), trt.PluginFieldType.INT32)
+    return trt.PluginField(name, np.array([value], np.float32), trt.PluginFieldType.FLOAT32)
+
+
+def check_kernels(model: ir.Model, native: bool = False) -> None:
+    """DependencyError, with the command that compiles it, where a kernel of the plugins is missing for the GPU."""
+    from trtspec_plugins.tensorrt.build import compiled_for
+    from trtspec_plugins.tensorrt.device import architecture
+
+    try:
+        for name in sorted(aot_kernels(model, native)):
+            compiled_for(name, architecture())
+    except (LookupError, RuntimeError) as error:
+        raise DependencyError(f"TensorRT plugins: {error.args[0]}") from error
+
+
+def aot_kernels(model: ir.Model, native: bool = False) -> set[str]:
+    """Names, as build_scripts/build_plugins.py has them, of the kernels that a network of this graph calls. native:
+    attention is TensorRT's own."""
+    found = set()
+    for node in model.graph:
+        if node.domain == DOMAIN and node.op_type == "SpecAttention":
+            if native:
+                continue
+            q, k = node.inputs[0], node.inputs[1]
+            assert q is not None
+            assert k is not None
+            heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
+            found.add(f"SpecAttention-{_BITS[q.dtype]}-d{width}-g{heads // kv_heads}")
+        elif node.domain == DOMAIN and node.op_type in ("ProcessLogits", "SpecSample", "SpecAccept"):
+            found.add("SpecSampleVocab" if node.op_type == "SpecSample" and len(node.inputs) > 4 else node.op_type)
+    return found
+
+
+def build_plan(
+    trt: Any,
+    model: ir.Model,
+    shapes: Sequence[Profile],
+    options: TensorRTOptions,
+    plugin_of: PluginOf,
+    linear: tuple[int, int] | None = None,
+) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """The plan of an engine, what the file of an engine holds, and the weights that it can be refitted with, by name.
+    `shapes` may name inputs that the graph does not read. linear: see write_network.
+
+    EngineError where TensorRT does not build it; ConfigError for a timing cache that is of another TensorRT or GPU.
+    """
+    builder = trt.Builder(trt.Logger(trt.Logger.WARNING))
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS))
+    written = write_network(trt, network, model, plugin_of, linear)
+    if options.refit or options.strip_plan:
+        for name in written.weights:
+            network.mark_weights_refittable(name)  # and no sizes and indices, which TensorRT has to know when it builds
+    config = builder.create_builder_config()
+    _set_flags(trt, config, options)
+    inputs = [str(value.name) for value in model.graph.inputs]
+    for profile in shapes:
+        made = builder.create_optimization_profile()
+        for name in inputs:
+            made.set_shape(name, *profile.shapes[name])
+        if config.add_optimization_profile(made) < 0:
+            raise EngineError(f"TensorRT refused the profile {profile.name}; its log says why. Please report this")
+    _read_timing_cache(config, options)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise EngineError("TensorRT did not build the engine; its log says why")
+    if options.output_timing_cache is not None:
+        _write(Path(options.output_timing_cache), bytes(config.get_timing_cache().serialize()))
+    return bytes(plan), written.weights  # only now may the other constants' memory go
+
+
+def _set_flags(trt: Any, config: Any, options: TensorRTOptions) -> None:
+    flag = trt.BuilderFlag
+    config.clear_flag(flag.TF32)  # which would round the factors of fp32 products to 10 bits
+    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)  # caches are changed in place
+    for wanted, one in (
+        (options.weight_streaming, flag.WEIGHT_STREAMING),
+        (options.refit or options.strip_plan, flag.REFIT_INDIVIDUAL),
+        (options.strip_plan, flag.STRIP_PLAN),
+        (options.version_compatible, flag.VERSION_COMPATIBLE),
+    ):
+        if wanted:
+            config.set_flag(one)
+    level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
+    config.hardware_compatibility_level = level
+
+
+def _read_timing_cache(config: Any, options: TensorRTOptions) -> None:
+    held = b""
+    if options.input_timing_cache is not None:
+        try:
+            held = Path(options.input_timing_cache).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"input_timing_cache: {error}; leave it away for the first build") from error
+    if not config.set_timing_cache(config.create_timing_cache(held), False):
+        raise ConfigError(
+            f"input_timing_cache = {options.input_timing_cache!r} is of another TensorRT or GPU; leave it away"
+        )
+
+
+def _write(path: Path, data: bytes) -> None:
+    """So that nobody reads half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    os.chmod(file.name, 0o644)  # temporary files are private
+    os.replace(file.name, path)
+
+
+def compile_step(
+    step: Step,
+    block_size: int,
+    draft_lens: Sequence[int],
+    folder: Path,
+    report: Callable[[str], None] = lambda what: None,
+    *,
+    sizes: Sizes,
+    options: TensorRTOptions | None = None,
+    trt: Any = None,
+    cuda: Cuda | None = None,
+    plugin_of: PluginOf | None = None,
+) -> CompiledStep:
+    """Build a functional `step` for each K of `draft_lens` into `folder` (it must exist): an engine of the longest as
+    rank0.engine, of others as rank0_k<K>.engine. `report` hears what is being done.
+
+    sizes: the largest that the engines must take, whose draft_len holds for a step that makes no drafts. `trt`, `cuda`
+    and `plugin_of` are TensorRT, the GPU and TensorRT's registry, unless given. DependencyError where a plugin's kernel
+    is not compiled, UnsupportedError for weights that TensorRT does not take, EngineError where it does not build the
+    engine.
+    """
+    options = options or TensorRTOptions()
+    dtype = step.like.dtype
+    makes_drafts = "draft_tokens" in step.spec_inputs
+    real = plugin_of is None
+    trt, cuda = trt or load_tensorrt(), cuda or open_cuda()
+    plugin_of = plugin_of or registered_plugins(trt)
+    graphs = []
+    weights: dict[str, torch.Tensor] = {}  # of all graphs, which share them
+    for i, K in enumerate(sorted(draft_lens, reverse=True)):
+        report(f"graph for K = {K}: exporting")
+        if sizes.linear:
+            block_size = 16  # of the example: the network's caches are others, and need not be allocated here
+        example = example_for(step, K, block_size)
+        blocks = int(example.attn.block_tables.max()) + 1
+        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in step.kv_shapes]
+        model = export_onnx(step, example, cast("list[KVLayer]", kv))
+        write_linears(model, "tensorrt")
+        if real:
+            check_kernels(model, sizes.linear)
+        names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(kv)])
+        largest = Sizes(**{**vars(sizes), "draft_len": K}) if makes_drafts else sizes
+        shapes = profiles(names, step.kv_shapes, largest, options.opt_num_tokens, step.hidden_width)
+        report(f"graph for K = {K}: building")
+        file = "rank0.engine" if i == 0 else f"rank0_k{K}.engine"
+        linear = (sizes.blocks - 1, sizes.block_size) if sizes.linear else None
+        plan, used = build_plan(trt, model, shapes, options, plugin_of, linear)
+        (folder / file).write_bytes(plan)
+        if options.strip_plan:
+            if any(name in weights and not torch.equal(weights[name], tensor) for name, tensor in used.items()):
+                raise EngineError("graphs of two draft lengths have other weights of one name; please report this")
+            weights |= used
+        graphs.append(Graph(file, K, False, names))
+    if weights:
+        save_weights(weights, folder / WEIGHTS)
+    return CompiledStep(
+        graphs=tuple(reversed(graphs)),
+        outputs=step.outputs,
+        kv=tuple(step.kv_shapes),
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=step.vocab_size,
+        weight_bytes=step.weight_bytes_per_step,
+        kernels="",
+        made_for=_needs(made_for(trt, cuda), options),
+        kv_blocks=sizes.blocks,
+        hidden_width=step.hidden_width,
+        linear=sizes.linear,
+    )
+
+
+def _needs(here: Mapping[str, str], options: TensorRTOptions) -> dict[str, str]:
+    """What of this machine a plan needs where it runs."""
+    free = {"tensorrt" if options.version_compatible else "tensorrt major version"}
+    if options.hardware_compatibility != "none":
+        free.add("gpu")
+    if options.hardware_compatibility == "ampere_plus":
+        free.add("compute_capability")
+    return {what: value for what, value in here.items() if what not in free}

@@ -1,0 +1,275 @@
+"""Run TensorRT plans: an execution context for each of their two profiles, two sets of buffers that take turns.
+
+Caches lie on the device; a plan's new caches are bound to the addresses of the old ones, which its plugins alias.
+Inputs are copied in and outputs out, on one stream. Steps of generations alone are captured as CUDA graphs, by their
+shapes and buffers, when a shape comes for the second time; where that fails, as with plugins that call Python, they
+are queued call by call.
+
+Not shown anywhere, for want of a GPU: that a plan runs. tests/e2e/test_tensorrt_runtime.py runs this file on stand-ins
+for TensorRT and CUDA; tests/gpu/test_tensorrt.py runs where both are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trtspec.backends.compiled import WEIGHTS, CompiledExecutable, CompiledStep, Graph
+from trtspec.backends.tensorrt.cuda import Cuda, DeviceTensor, Memory
+from trtspec.backends.tensorrt.profiles import cache_shape
+from trtspec.core import KVLayer
+from trtspec.errors import CheckpointError, DependencyError, EngineError
+
+logger = logging.getLogger(__name__)
+
+MIXED, GENERATION = 0, 1
+"""Profiles, in the order of tensorrt_profiles.profiles."""
+
+_MOST_GRAPHS = 64
+"""CUDA graphs that a plan keeps."""
+
+_RAISE = {  # size of INPUT_SHAPES that grows with it -> option of trtspec build
+    "input_ids": "--max_num_tokens",
+    "block_tables": "--max_batch_size or --max_seq_len",
+    "ban_ids": "--max_batch_size, or ask for fewer stop ids with min_tokens",
+    "ban_until": "--max_batch_size, or ask for fewer stop ids with min_tokens",
+}
+
+
+OLDEST = 11
+"""Major version of TensorRT whose API this is written for."""
+
+
+@functools.cache
+def load_tensorrt() -> Any:
+    """The module. DependencyError where it is not installed, or too old."""
+    try:
+        trt = importlib.import_module("tensorrt")
+    except ImportError as error:
+        raise DependencyError(f"TensorRT is missing ({error}): pip install 'trtspec[tensorrt]'") from error
+    if int(trt.__version__.split(".")[0]) < OLDEST:
+        raise DependencyError(
+            f"TensorRT {trt.__version__} is too old, {OLDEST}.x is needed: pip install --upgrade 'trtspec[tensorrt]'"
+        )
+    return trt
+
+
+@functools.cache
+def open_cuda() -> Cuda:
+    """The GPU, once for all engines. See cuda.Cuda.open."""
+    return Cuda.open()
+
+
+def made_for(trt: Any, cuda: Cuda) -> dict[str, str]:
+    """What a plan may depend on: version of TensorRT, name and compute capability of the card."""
+    version = str(trt.__version__)
+    return {"tensorrt": version, "tensorrt major version": version.split(".")[0], **cuda.device()}
+
+
+class TensorRTExecutable(CompiledExecutable):
+    """See compiled.CompiledExecutable. CheckpointError for plans that were made for another TensorRT or card,
+    EngineError for inputs larger than a plan was built for."""
+
+    def __init__(self, compiled: CompiledStep, folder: Path, kv: Sequence[KVLayer]) -> None:
+        self._trt, self._cuda = load_tensorrt(), open_cuda()
+        super().__init__(compiled, folder, kv)
+
+    @classmethod
+    def check(cls, compiled: CompiledStep) -> None:
+        """See compiled.CompiledExecutable."""
+        here = made_for(load_tensorrt(), open_cuda())
+        for what, value in compiled.made_for.items():
+            if value != here.get(what):
+                raise CheckpointError(
+                    f"the engine was built for {what} {value}, this is {here.get(what)}; rebuild it here with "
+                    "trtspec build"
+                )
+
+    @classmethod
+    def allocate_kv(
+        cls, compiled: CompiledStep, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> Sequence[KVLayer]:
+        """Zeros on the device. See compiled.CompiledExecutable."""
+        cuda = open_cuda()
+        stream = cuda.stream()
+        sizes = [cache_shape(num_blocks, block_size, *shape, compiled.linear) for shape in compiled.kv]
+        layers = [(cuda.zeros(size, dtype, stream), cuda.zeros(size, dtype, stream)) for size in sizes]
+        cuda.synchronize(stream)
+        return cast("Sequence[KVLayer]", layers)
+
+    def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
+        trt, cuda = self._trt, self._cuda
+        runtime, stream = trt.Runtime(trt.Logger(trt.Logger.WARNING)), cuda.stream()
+        if "tensorrt" not in self.compiled.made_for:
+            runtime.engine_host_code_allowed = True  # plans for later versions, too, bring a runtime of their own
+        caches = {f"{'kv'[i % 2]}_cache_{i // 2}": cast(DeviceTensor, kv) for i, kv in enumerate(self._flat_kv)}
+        stripped = (folder / WEIGHTS).is_file()
+        weights = load_file(folder / WEIGHTS) if stripped else {}
+        found = {}
+        for graph in self.compiled.graphs:
+            engine = runtime.deserialize_cuda_engine((folder / graph.file).read_bytes())
+            if engine is None:
+                raise CheckpointError(
+                    f"TensorRT {trt.__version__} cannot read {folder / graph.file}, its messages say why; copy the "
+                    "file again, or rebuild the engine with trtspec build"
+                )
+            if weights:
+                _refit(trt, engine, weights, folder / graph.file)
+            if engine.streamable_weights_size:  # weights that the device has no room for stay on the host
+                engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
+            found[graph] = _Plan(trt, cuda, engine, graph, self.compiled.outputs, caches, stream).run
+        self._runtime = runtime  # engines need it as long as they are there
+        return found
+
+
+def _refit(trt: Any, engine: Any, weights: Mapping[str, Tensor], file: Path) -> None:
+    """Give a stripped plan the weights that lie beside it."""
+    refitter = trt.Refitter(engine, trt.Logger(trt.Logger.WARNING))
+    for name in refitter.get_missing_weights():
+        wanted = refitter.get_weights_prototype(name)
+        in_a_byte = 2 if wanted.dtype == trt.DataType.INT4 else 1
+        if name not in weights or weights[name].numel() * in_a_byte != wanted.size:
+            raise CheckpointError(f"{file} wants {wanted.size} weights {name}, which are not there; rebuild the engine")
+        refitter.set_named_weights(name, trt.Weights(wanted.dtype, weights[name].data_ptr(), wanted.size))
+    if not refitter.refit_cuda_engine():
+        raise EngineError(f"{file}: TensorRT did not take its weights, its messages say why")
+
+
+class _Plan:
+    """One plan, its contexts and buffers."""
+
+    def __init__(
+        self, trt: Any, cuda: Cuda, engine: Any, graph: Graph, outputs: Sequence[str],
+        caches: Mapping[str, DeviceTensor], stream: int,
+    ) -> None:  # fmt: skip
+        self.cuda, self.engine, self.graph, self.outputs, self.stream = cuda, engine, graph, outputs, stream
+        names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
+        wanted = {*graph.inputs, *outputs, *caches, *(f"new_{name}" for name in caches)}
+        if names != wanted:
+            raise CheckpointError(
+                f"{graph.file}: {', '.join(sorted(names ^ wanted))} are missing or too many; rebuild the engine"
+            )
+        dtypes = {
+            getattr(trt, name): getattr(torch, name) for name in ("int32", "int64", "float32", "float16", "bfloat16")
+        }
+        self.dtypes = [dtypes[engine.get_tensor_dtype(name)] for name in outputs]
+        self.largest = [
+            {name: tuple(engine.get_tensor_profile_shape(name, profile)[2]) for name in graph.inputs}
+            for profile in (MIXED, GENERATION)
+        ]
+        self.contexts = [self._context(trt, profile, caches) for profile in (MIXED, GENERATION)]
+        self.sets = [self._buffers() for _ in range(2)]  # a step's inputs are not written over those of the last
+        self.turn = 0
+        self.seen: set[tuple[Any, ...]] = set()
+        self.captured: dict[tuple[Any, ...], Callable[[], None]] = {}
+        self.may_capture = True
+
+    def _context(self, trt: Any, profile: int, caches: Mapping[str, DeviceTensor]) -> Any:
+        """Of a profile, its caches bound. Both work in the same memory, as they never do at once."""
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = self.engine.create_execution_context(strategy)
+        if context is None or not context.set_optimization_profile_async(profile, self.stream):
+            raise EngineError(
+                f"{self.graph.file}: TensorRT made no context for profile {profile}, its messages say why"
+            )
+        if profile == MIXED:
+            self.work = self.cuda.allocate(int(self.engine.device_memory_size_v2))
+        context.set_device_memory(self.work.address, self.work.nbytes)
+        for name, cache in caches.items():
+            context.set_input_shape(name, cache.shape)
+            context.set_tensor_address(name, cache.data_ptr())
+            context.set_tensor_address(f"new_{name}", cache.data_ptr())
+        return context
+
+    def _buffers(self) -> dict[str, Memory]:
+        """For every input and output, as large as the larger profile wants it."""
+        sizes = dict.fromkeys((*self.graph.inputs, *self.outputs), 0)
+        for context, largest in zip(self.contexts, self.largest, strict=True):
+            for name, shape in largest.items():
+                context.set_input_shape(name, shape)
+                elements = functools.reduce(int.__mul__, shape, 1)
+                sizes[name] = max(sizes[name], elements * 8)  # int64, at most
+            for name in self.outputs:
+                sizes[name] = max(sizes[name], int(context.get_max_output_size(name)))
+        return {name: self.cuda.allocate(size) for name, size in sizes.items()}
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        """graph.inputs -> the step's outputs, on the host; the caches are changed."""
+        i = self.graph.inputs.index("block_tables")
+        tables, columns = tensors[i], self.largest[MIXED]["block_tables"][1]
+        if not tables[:, columns:].any():  # columns to grow into
+            tables = tables[:, :columns].contiguous()
+        tensors = [*tensors[:i], tables, *tensors[i + 1 :]]
+        profile = self._profile([tuple(tensor.shape) for tensor in tensors])
+        if profile == GENERATION:  # tables grow with sequences, and shapes are what CUDA graphs are kept by
+            tensors[i] = F.pad(tables, (0, columns - tables.shape[1]))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        buffers, self.turn = self.sets[self.turn], 1 - self.turn
+        for name, tensor in zip(self.graph.inputs, tensors, strict=True):
+            self.cuda.to_device(buffers[name].address, tensor, self.stream)
+        context = self._bind(profile, shapes, buffers)
+        self._queue(context, (profile, self.turn, shapes))
+        results = []
+        for name, dtype in zip(self.outputs, self.dtypes, strict=True):
+            result = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype)
+            self.cuda.to_host(result, buffers[name].address, self.stream)
+            results.append(result)
+        self.cuda.synchronize(self.stream)
+        return results
+
+    def _profile(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """The generation profile where a batch fits it: prompts of a few tokens do, too. EngineError if none does."""
+        if all(map(_within, shapes, self.largest[GENERATION].values())):
+            return GENERATION
+        for (name, most), shape in zip(self.largest[MIXED].items(), shapes, strict=True):
+            if not _within(shape, most):
+                axis, excess = max(enumerate(map(int.__sub__, shape, most)), key=lambda found: found[1])
+                raise EngineError(
+                    f"{name} has the shape {list(shape)}, {excess} more along axis {axis} than the engine was built "
+                    f"for, {list(most)}; rebuild it with a larger {_RAISE.get(name, '--max_batch_size')}"
+                )
+        return MIXED
+
+    def _bind(self, profile: int, shapes: tuple[tuple[int, ...], ...], buffers: Mapping[str, Memory]) -> Any:
+        context = self.contexts[profile]
+        for name, shape in zip(self.graph.inputs, shapes, strict=True):
+            if not context.set_input_shape(name, shape):
+                raise EngineError(f"{self.graph.file}: TensorRT refuses {name} of shape {list(shape)}")
+        for name, memory in buffers.items():
+            context.set_tensor_address(name, memory.address)
+        return context
+
+    def _queue(self, context: Any, key: tuple[Any, ...]) -> None:
+        """One launch. key: profile, buffers and shapes, which a CUDA graph is made for."""
+        launch = self.captured.get(key)
+        if launch is None:
+            self._enqueue(context)  # also what TensorRT wants to have done once before a capture
+            if self.may_capture and key[0] == GENERATION and key in self.seen and len(self.captured) < _MOST_GRAPHS:
+                self._capture(context, key)
+            self.seen.add(key)
+        else:
+            launch()
+
+    def _capture(self, context: Any, key: tuple[Any, ...]) -> None:
+        try:
+            self.captured[key] = self.cuda.capture(self.stream, lambda: self._enqueue(context))
+        except EngineError as error:
+            self.may_capture = False
+            logger.warning("%s runs without CUDA graphs: %s", self.graph.file, error)
+
+    def _enqueue(self, context: Any) -> None:
+        if not context.execute_async_v3(self.stream):
+            raise EngineError(f"{self.graph.file}: TensorRT did not run the step, its messages say why")
+
+
+def _within(shape: tuple[int, ...], most: tuple[int, ...]) -> bool:
+    return all(size <= top for size, top in zip(shape, most, strict=True))

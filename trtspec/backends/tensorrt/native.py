@@ -1,0 +1,101 @@
+"""SpecAttention by layers of TensorRT's own, KVCacheUpdate and IAttention, for networks without our attention plugin.
+
+Their cache is linear: [slots, kv heads, tokens, head size], a slot for each request that can run. KV block s + 1 is
+slot s, and holds a whole sequence, so that a block table of one column says which slot is a request's. Both layers go
+by the cache's slots, not by requests: rows are put in the order of their slots, packed, and back; slots whose request
+is not in the batch have no rows.
+
+What is assumed, of what the operator reference and the bindings of TensorRT 11.4 say (nothing has run): rows of q and
+of updates may be packed (AttentionIOForm.PACKED_NHD) beside a padded cache, with numbers of rows of 0; LOWER_RIGHT is
+the corner of a slot's own key_value_lengths; softmax(q k) is not scaled, so q is. A cache must be an input of the
+network and its update an output: a graph that writes one twice, as draft layers do for K > 1, cannot be built so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from trtspec.backends.tensorrt.writer import Size, Writer
+from trtspec.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A step's rows by slot. int32 tensors of the network."""
+
+    order: Any  # [T] the row at each place, when sorted by slot
+    place: Any  # [T] the place of each row
+    ends: Any  # [slots + 1] rows before each slot
+    lengths: Any  # [slots] tokens in the cache after the step, 0 where no request is in the batch
+    starts: Any  # [slots] where the new ones go
+
+
+class NativeAttention:
+    """Writes SpecAttention nodes of one network, whose caches have `slots` slots."""
+
+    def __init__(self, w: Writer, slots: int) -> None:
+        self.w = w
+        self.slots = slots
+        self._known: dict[tuple[ir.Value, ...], _Rows] = {}
+
+    def write(self, node: ir.Node) -> None:
+        """UnsupportedError for attention that is more than causal."""
+        w, trt = self.w, self.w.trt
+        w.node = node.name or node.op_type
+        values = [value for value in node.inputs[:8] if value is not None]
+        window, softcap = node.attributes["window"].as_int(), node.attributes["softcap"].as_float()
+        if window or softcap or any(value is not None for value in node.inputs[8:]):
+            raise UnsupportedError(
+                f"node {w.node!r}: TensorRT's own attention is built without sliding windows, soft caps, sinks and "
+                "tree masks; use attention = 'plugin'"
+            )
+        rows = self._rows(w.size(w.get(values[0]), 0), *values[5:])
+        q, k, v = (w.gather(w.get(value), rows.order) for value in values[:3])
+        caches = []
+        for cache, update in zip(values[3:5], (k, v), strict=True):
+            layer = w.network.add_kv_cache_update(w.get(cache), update, rows.starts, trt.KVCacheMode.LINEAR)
+            caches.append(w.out(layer))
+            layer.update_form = trt.AttentionIOForm.PACKED_NHD
+            layer.update_lengths = rows.ends
+        q = w.binary("PROD", q, w.number(node.attributes["scale"].as_float(), q, 3))
+        layer = w.network.add_attention_v2(
+            q, *caches, trt.AttentionNormalizationOp.SOFTMAX, trt.CausalMaskKind.LOWER_RIGHT
+        )
+        out = w.out(layer)
+        layer.query_form = trt.AttentionIOForm.PACKED_NHD
+        layer.query_lengths, layer.key_value_lengths = rows.ends, rows.lengths
+        layer.decomposable = True  # where there is no fused kernel
+        for value, tensor in zip(node.outputs, (w.gather(out, rows.place), *caches), strict=True):
+            w.set(value, tensor)
+
+    def _rows(self, num_rows: Size, *metadata: ir.Value) -> _Rows:
+        """Of (cu_q_lens, kv_lens, block_tables): layers share them."""
+        if metadata not in self._known:
+            self._known[metadata] = self._write_rows(num_rows, *(self.w.get(value) for value in metadata))
+        return self._known[metadata]
+
+    def _write_rows(self, num_rows: Size, cu_q_lens: Any, kv_lens: Any, block_tables: Any) -> _Rows:
+        w = self.w
+        batch = w.size(kv_lens, 0)
+        begins, ends = (w.slice(cu_q_lens, [first], [batch], [1]) for first in (0, 1))
+        slot = w.binary("SUB", w.slice(block_tables, [0, 0], [batch, 1], [1, 1]), w.number(1, kv_lens, 2))  # [B, 1]
+        slots = w.integers(range(self.slots), torch.int32)
+        owns = w.binary("EQUAL", slot, slots)  # [B, slots]
+
+        def by_slot(x: Any) -> Any:
+            """[B] -> [slots]"""
+            return w.sum(w.out(w.network.add_select(owns, w.unsqueeze(x, [1]), w.number(0, x, 2))), 0)
+
+        counts, lengths = by_slot(w.binary("SUB", ends, begins)), by_slot(kv_lens)
+        before = w.concat([w.number(0, kv_lens, 1), w.cumulative_sum(counts)], 0)
+        row = w.count(num_rows, kv_lens)
+        is_past = w.unary("NOT", w.binary("LESS", w.unsqueeze(row, [1]), ends))  # [T, B]
+        owner = w.sum(w.cast(is_past, kv_lens.dtype), 1)  # the number of requests that have ended
+        place = w.gather(before, w.gather(w.squeeze(slot, [1]), owner))
+        place = w.binary("SUM", place, w.binary("SUB", row, w.gather(begins, owner)))
+        order = w.network.add_scatter(w.binary("SUB", row, row), place, row, w.trt.ScatterMode.ELEMENT)
+        return _Rows(w.out(order), place, before, lengths, w.binary("SUB", lengths, counts))

@@ -1,0 +1,101 @@
+"""A step's ONNX graph as a TensorRT network, written layer by layer through INetworkDefinition.
+
+Why not TensorRT's ONNX parser: what it makes of our nodes, whose optional inputs may be empty, of int64 sizes and of
+plugin namespaces is nowhere promised. The graphs come from export_onnx, with linears by write_linears(model,
+"tensorrt"): a small closed set of operators, so that this is a table (tensorrt_ops.py).
+
+A node of domain `trtspec` becomes a plugin layer. New KV caches are outputs `new_k_cache_<layer>` that alias the inputs
+`k_cache_<layer>`: bind both to one address.
+
+No GPU and no TensorRT builder has seen such a network: tests write it into a stand-in that has the signatures of
+TensorRT 11.4's Python bindings, and compute what each layer is documented to. That TensorRT takes it is not shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from trtspec.backends.onnx.export import DOMAIN
+from trtspec.backends.tensorrt.native import NativeAttention
+from trtspec.backends.tensorrt.ops import write_node
+from trtspec.backends.tensorrt.writer import Writer
+from trtspec.errors import EngineError, UnsupportedError
+
+Attributes = Mapping[str, int | float]
+PluginOf = Callable[[str, Collection[str], Attributes], tuple[Any, tuple[str, ...]]]
+"""(op_type, the names of the inputs that are there, attributes) -> an IPluginV3 and the names of its inputs in order.
+LookupError where there is no plugin for that."""
+
+
+def write_network(
+    trt: Any, network: Any, model: ir.Model, plugin_of: PluginOf, linear: tuple[int, int] | None = None
+) -> Writer:
+    """Write `model` into `network`, an empty INetworkDefinition of the module `trt`. linear: with TensorRT's own
+    attention instead of our plugin, over caches of that many (slots, tokens).
+
+    Returns what holds the memory of its constants: keep it until the engine is built. UnsupportedError for an operator
+    that is not known or an op that has no plugin, EngineError where TensorRT refuses a layer.
+    """
+    w = Writer(trt, network)
+    native = NativeAttention(w, linear[0]) if linear is not None else None
+    for value in model.graph.inputs:
+        w.set(value, _input(w, value, linear))
+    model.graph.sort()
+    for node in model.graph:
+        if node.domain == DOMAIN and node.op_type == "SpecAttention" and native is not None:
+            native.write(node)
+        elif node.domain == DOMAIN:
+            _write_plugin(w, node, plugin_of)
+        else:
+            write_node(w, node)
+    for value in model.graph.outputs:
+        _output(w, value)
+    return w
+
+
+def _input(w: Writer, value: ir.Value, linear: tuple[int, int] | None) -> Any:
+    """Open sizes are -1; those of one name are equal, which TensorRT is told. Linear caches have none."""
+    assert value.shape is not None
+    dims = list(value.shape)
+    if linear is not None and "_cache_" in str(value.name):
+        dims = [linear[0], dims[2], linear[1], dims[3]]
+    sizes = [size if isinstance(size, int) else -1 for size in dims]
+    tensor = w.network.add_input(str(value.name), w.dtype(value.dtype), tuple(sizes))
+    if tensor is None:
+        raise EngineError(f"TensorRT refused the input {value.name}; its log says why. Please report this")
+    for i, size in enumerate(dims):
+        if not isinstance(size, int) and str(size.value).isidentifier():
+            tensor.set_dimension_name(i, str(size.value))
+    return tensor
+
+
+def _output(w: Writer, value: ir.Value) -> None:
+    tensor = w.get(value)
+    if tensor.is_network_input or tensor.is_network_output:  # two names of one tensor
+        w.node = f"{value.name}_again"
+        tensor = w.out(w.network.add_identity(tensor))
+    tensor.name = str(value.name)
+    w.network.mark_output(tensor)
+
+
+def _write_plugin(w: Writer, node: ir.Node, plugin_of: PluginOf) -> None:
+    w.node = node.name or node.op_type
+    names = [parameter.name for parameter in onnx.defs.get_schema(node.op_type, domain=DOMAIN).inputs]
+    given = {name: value for name, value in zip(names, node.inputs, strict=False) if value is not None}
+    tensors = {name: w.get(value) for name, value in given.items()}
+    attributes = {
+        name: one.as_float() if one.type == ir.AttributeType.FLOAT else one.as_int()
+        for name, one in node.attributes.items()
+    }
+    try:
+        plugin, order = plugin_of(node.op_type, list(tensors), attributes)
+    except LookupError as error:
+        raise UnsupportedError(f"{error.args[0]} (node {w.node!r})") from error
+    layer = w.network.add_plugin_v3([tensors[name] for name in order], [], plugin)
+    w.out(layer)
+    for i, output in enumerate(node.outputs):
+        w.set(output, layer.get_output(i))

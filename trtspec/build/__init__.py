@@ -1,0 +1,1 @@
+"""From names to objects: engines assembled, engine folders built."""

@@ -1,0 +1,227 @@
+"""Build an engine folder: compile the graphs of every executable, pack the weights, write down what was built."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticSerializationError
+
+from trtspec.backends.export import graph_draft_lens
+from trtspec.backends.table import BACKENDS, Backend
+from trtspec.backends.tensorrt.profiles import Sizes, TensorRTOptions
+from trtspec.build.context import Assembly
+from trtspec.build.engine_folder import EngineFolder, engine_json, file_facts
+from trtspec.build.kv_plan import full_kv_blocks, wanted_kv_blocks
+from trtspec.build.wiring import plan_assembly
+from trtspec.config.checkpoint.folder import CheckpointConfig
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.checkpoint.quantized import CheckpointQuantization
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.methods.step import Step
+from trtspec.models.specs import dense_spec
+from trtspec.ops import load_plugins
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_TOKENIZER_FOLDER = "additional_chat_templates"
+
+
+def build_engine(
+    checkpoint: str | Path,
+    output: str | Path,
+    speculative: SpeculativeConfig | None,
+    config: EngineConfig,
+    *,
+    replace_existing: bool = False,
+    report: Callable[[str], None] = lambda what: None,
+    options: TensorRTOptions | None = None,
+) -> EngineFolder:
+    """Compile `checkpoint` (and the draft that `speculative` names) into the folder `output`. options: of the backend
+    tensorrt alone; with native attention block_size is what fits.
+
+    Nothing is at `output` until all of it is. Raises ConfigError where the folder is taken, DependencyError where there
+    is no compiler, and whatever `LLM` would raise for such a model and config.
+    """
+    output = Path(output).resolve()
+    refuse_taken(output, replace_existing)
+    backend = engine_backend(config)
+    compile_step = backend.load_compiler()
+    stored = _storable(speculative)
+    load_plugins()
+    assembly = plan_assembly(
+        checkpoint, speculative, config, backend.packs, backend.functional, symmetric=backend.symmetric
+    )
+    assembly.float_panels = not backend.on_gpu
+    if options is not None and options.attention == "native":
+        use_linear_cache(assembly)
+    config = assembly.config
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
+        staging = Path(scratch) / "engine"
+        executables = {}
+        for role, step in steps(assembly, backend, report).items():
+            folder = staging / role
+            folder.mkdir(parents=True)
+            draft_lens = set(graph_draft_lens(step, assembly.resolved))
+            if backend.on_gpu and role == "target" and draft_lens == {0}:
+                draft_lens.add(assembly.max_draft_len)  # those of a drafter beside it
+            own: dict[str, Any] = {}
+            if backend.profiles:
+                own = {"sizes": largest_sizes(assembly, role, options), "options": options}
+            if backend.edits:
+                own["edits"] = role == "target"
+            compiled = compile_step(
+                step,
+                config.block_size,
+                sorted(draft_lens),
+                folder,
+                lambda what, role=role: report(f"{role}: {what}"),
+                **own,
+            )
+            executables[role] = compiled.to_dict()
+        _copy_checkpoint_facts(assembly, staging)
+        report("writing config.json")
+        built = replace(config, backend=backend.name, dtype=_dtype_name(assembly), max_seq_len=assembly.max_seq_len)
+        data = engine_json(built, stored, assembly.target.raw, executables)
+        data["checkpoint_quantization"] = {role: str(kind) for role, kind in checkpoint_quantizations(assembly).items()}
+        data["files"] = file_facts(staging)
+        (staging / "config.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        _publish(staging, output, replace_existing)
+    engine = EngineFolder.open(output)
+    assert engine is not None
+    return engine
+
+
+def engine_backend(config: EngineConfig) -> Backend:
+    """The one that config names, aoti where it names eager, which compiles nothing."""
+    return BACKENDS["aoti" if config.backend == "eager" else config.backend]
+
+
+def refuse_taken(output: Path, replace_existing: bool) -> None:
+    """ConfigError unless `output` is free, or an engine that may be replaced, whatever its state."""
+    if output.exists() and (os.path.ismount(output) or output.samefile(Path.cwd())):
+        raise ConfigError(f"{output} cannot be replaced by a new folder; name one that is to be made inside it")
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not EngineFolder.has_mark(output):
+        raise ConfigError(f"{output} exists and is no engine; choose another output folder")
+    if not replace_existing:
+        raise ConfigError(f"{output} holds an engine; choose another output folder, or replace it with --replace")
+
+
+def steps(assembly: Assembly, backend: Backend, report: Callable[[str], None]) -> dict[str, Step]:
+    """The steps to compile, by role."""
+    models = {"target": assembly.target}
+    if assembly.mode.has_draft_model():
+        models["draft"] = assembly.draft if isinstance(assembly.draft, ModelConfig) else assembly.target
+    for model in models.values():
+        backend.check_dtype(assembly.dtype(model))
+    made = {}
+    for role, model in models.items():
+        report(f"{'loading' if assembly.reads_weights else 'describing'} {model.path}")
+        made[role] = assembly.target_step() if role == "target" else assembly.draft_step()
+    return made
+
+
+def use_linear_cache(assembly: Assembly) -> None:
+    """A KV block is a whole sequence, one for each request that can run, as TensorRT's own attention wants it.
+
+    UnsupportedError for steps and models that it cannot do; ConfigError where the cache's size was asked for.
+    """
+    config, mode, K = assembly.config, assembly.mode, assembly.max_draft_len
+    has_layers = mode.reads_hidden_states() or (mode.use_one_engine() and not mode.drafts_without_kv())
+    if has_layers and K > 1:
+        raise UnsupportedError(
+            f"attention = 'native': {mode.name} with {K} drafts writes the draft layers' cache {K} times in a "
+            "launch, TensorRT's own attention writes a cache once; use attention = 'plugin', or 1 draft"
+        )
+    models = [dense_spec(model) for model in (assembly.target, assembly.draft) if isinstance(model, ModelConfig)]
+    if any(window is not None for spec in models for window in spec.windows):
+        raise UnsupportedError("attention = 'native' is built without sliding windows; use attention = 'plugin'")
+    if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
+        raise ConfigError(
+            "attention = 'native' has a cache of max_batch_size whole sequences; leave num_kv_blocks and "
+            "kv_cache_memory unset"
+        )
+    tokens = -(-(assembly.max_seq_len + 2 * K) // 8) * 8
+    assembly.config = replace(config, block_size=tokens, num_kv_blocks=config.max_batch_size + 1)
+
+
+def largest_sizes(assembly: Assembly, role: str, options: TensorRTOptions | None) -> Sizes:
+    """Of the largest launch. A draft of its own draws one token a request."""
+    draft_len = assembly.max_draft_len if role == "target" else 0
+    blocks = wanted_kv_blocks(assembly) or full_kv_blocks(assembly)
+    linear = options is not None and options.attention == "native"
+    return replace(Sizes.of(assembly.config, assembly.max_seq_len, draft_len, blocks), linear=linear)
+
+
+def checkpoint_quantizations(assembly: Assembly) -> dict[str, CheckpointQuantization]:
+    """What the checkpoints had quantised themselves, by role."""
+    models = {"target": assembly.target, "draft": assembly.draft}
+    return {role: model.quantization for role, model in models.items() if model and model.quantization}
+
+
+def _publish(staging: Path, output: Path, replace_existing: bool) -> None:
+    """Put the finished folder in its place. What is there moves away first and goes only when the new one stands."""
+    try:
+        refuse_taken(output, replace_existing)  # that was minutes ago
+        replaced = staging.with_name("replaced")
+        if output.exists():
+            os.rename(output, replaced)
+        try:
+            os.rename(staging, output)
+        except OSError:
+            if replaced.exists():
+                os.rename(replaced, output)
+            raise
+    except (ConfigError, OSError) as error:
+        spare = Path(tempfile.mkdtemp(dir=output.parent, prefix=f"{output.name}-"))
+        os.rename(staging, spare)
+        raise ConfigError(f"{output} could not be written ({error}); the engine is in {spare}") from error
+
+
+def _storable(speculative: SpeculativeConfig | None) -> dict[str, Any] | None:
+    """For config.json; ConfigError for what cannot be written down."""
+    if speculative is None:
+        return None
+    try:
+        return speculative.model_dump(mode="json", exclude_unset=True)
+    except PydanticSerializationError as error:
+        raise ConfigError(
+            "an engine cannot hold a drafter object; build it without speculation, and give the drafter to "
+            f"LLM(engine, speculative_config) ({error})"
+        ) from error
+
+
+def _dtype_name(assembly: Assembly) -> str:
+    return str(assembly.dtype(assembly.target)).removeprefix("torch.")
+
+
+def _copy_checkpoint_facts(assembly: Assembly, staging: Path) -> None:
+    """Tokenizer and configs: what an engine needs of the checkpoints beside graphs and weights."""
+    for name in _TOKENIZER_FILES:
+        if (assembly.target.path / name).is_file():
+            shutil.copyfile(assembly.target.path / name, staging / name)
+    if (assembly.target.path / _TOKENIZER_FOLDER).is_dir():
+        shutil.copytree(assembly.target.path / _TOKENIZER_FOLDER, staging / _TOKENIZER_FOLDER)
+    models: list[tuple[str, CheckpointConfig | None]] = [("target", assembly.target), ("draft", assembly.draft)]
+    for role, model in models:
+        if model is not None:
+            (staging / role).mkdir(exist_ok=True)
+            for name in ("config.json", "generation_config.json", "hf_quant_config.json"):
+                if (model.path / name).is_file():
+                    shutil.copyfile(model.path / name, staging / role / name)

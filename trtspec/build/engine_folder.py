@@ -1,0 +1,224 @@
+"""The config.json of a compiled engine: what it was built from and for, what is in it, and whether it can run here.
+
+config.json                  this file; `checkpoint_quantization` says which checkpoints were quantised already, how
+tokenizer.json, ...          as in the checkpoint
+target/, draft/              config.json of the checkpoint, graphs and weights (see backends/aoti/executable.py)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtspec.config.engine import BACKENDS, EngineConfig, at_least
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.errors import CheckpointError, ConfigError
+
+FORMAT = 3
+"""Of the folder; it changes when older engines can no longer be read."""
+
+_MARK = "trtspec_engine"
+# What the graphs do not depend on; the rest of EngineConfig is fixed when an engine is built.
+_RUNTIME = {
+    "kv_cache_memory", "num_kv_blocks", "enable_prefix_caching", "seed", "generation_config",
+    "force_num_accepted_tokens", "disable_overlap_scheduler", "enable_cuda_graph", "debug",
+}  # fmt: skip
+_AT_MOST = {"max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"}
+
+
+@dataclass(frozen=True)
+class EngineFolder:
+    """An engine folder whose config.json has been read. Errors are CheckpointErrors that say what to rebuild."""
+
+    path: Path
+    data: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> EngineFolder | None:
+        """None where `path` is something else (a checkpoint, nothing at all)."""
+        folder, data = Path(path), _marked(Path(path))
+        if data is None:
+            return None
+        if data[_MARK] != FORMAT:
+            raise CheckpointError(
+                f"engine {folder} has format {data[_MARK]!r}, this version of trtspec reads {FORMAT}; "
+                "rebuild it with trtspec build"
+            )
+        parts = ("machine", "build_config", "executables", "files")
+        missing = [key for key in parts if not isinstance(data.get(key), dict)]
+        if missing:
+            raise CheckpointError(f"engine {folder}: config.json lacks {', '.join(missing)}; rebuild it")
+        backend = data["build_config"].get("backend")
+        if backend not in BACKENDS:
+            raise CheckpointError(
+                f"engine {folder} is of backend {backend!r}, which this version of trtspec does not run; rebuild it"
+            )
+        features = data["machine"].get("cpu_features", [])
+        whole = isinstance(features, list) and all(isinstance(name, str) for name in features)
+        fields_of = [*data["files"].values(), *data["executables"].values()]
+        whole = whole and all(isinstance(value, dict) for value in fields_of)
+        whole = whole and machine(backend).keys() <= data["machine"].keys()
+        if not whole or not all({"size", "sha256"} <= facts.keys() for facts in data["files"].values()):
+            raise CheckpointError(f"engine {folder}: config.json is damaged; copy it again or rebuild the engine")
+        return cls(folder, data)
+
+    @staticmethod
+    def has_mark(path: str | os.PathLike[str]) -> bool:
+        """Whether `path` is an engine, of whatever format and state."""
+        return _marked(Path(path)) is not None
+
+    @property
+    def backend(self) -> str:
+        """Whose graphs it holds: a name of backends.table."""
+        return str(self.data["build_config"]["backend"])
+
+    def check(self) -> None:
+        """Every file is there in its size, and this machine can run the graphs."""
+        for name, facts in self.data["files"].items():
+            file = self.path / name
+            if not file.is_file():
+                raise CheckpointError(f"engine {self.path}: {name} is missing; copy it again or rebuild the engine")
+            if file.stat().st_size != facts["size"]:
+                raise CheckpointError(
+                    f"engine {self.path}: {name} has {file.stat().st_size} bytes, not {facts['size']}; "
+                    "copy it again or rebuild the engine"
+                )
+        built, here = self.data["machine"], machine(self.backend)
+        for what in here.keys() - {"cpu_features"}:
+            if built.get(what) != here[what]:
+                raise CheckpointError(
+                    f"engine {self.path} was built for {what} {built.get(what)}, this is {here[what]}; "
+                    "rebuild it here with trtspec build"
+                )
+        lacking = sorted(set(built.get("cpu_features", ())) - set(here.get("cpu_features", ())))
+        if lacking:
+            raise CheckpointError(
+                f"engine {self.path} was built for another CPU: this one lacks {' '.join(lacking)}; "
+                "rebuild it here with trtspec build"
+            )
+
+    def verify(self, report: Callable[[str], None] = lambda name: None) -> None:
+        """As check, and every file has the contents it was built with (SHA-256)."""
+        self.check()
+        for name, facts in self.data["files"].items():
+            report(name)
+            if sha256(self.path / name) != facts["sha256"]:
+                raise CheckpointError(
+                    f"engine {self.path}: {name} is not what was built (its SHA-256 differs); "
+                    "copy it again or rebuild the engine"
+                )
+
+    def engine_config(self, options: Mapping[str, Any]) -> EngineConfig:
+        """What it was built with, and `options` (fields of EngineConfig) where they may differ at run time.
+
+        ConfigError names one that asks for another engine.
+        """
+        built = dict(self.data["build_config"])
+        for name, value in options.items():
+            if name in _RUNTIME:
+                built[name] = value
+            elif name in _AT_MOST and value is not None:
+                at_least(name, value, 1)
+                if built[name] is not None and value > built[name]:
+                    raise ConfigError(
+                        f"{name} = {value}: this engine was built with {built[name]}; rebuild it with --{name} {value}"
+                    )
+                built[name] = value
+            elif value not in (built[name], "auto", None) and (name, value) != ("device", "cpu"):
+                raise ConfigError(
+                    f"{name} = {value!r}: this engine was built with {built[name]!r}; rebuild it, or leave {name} unset"
+                )
+        return EngineConfig(**built)
+
+    def speculative_config(self) -> SpeculativeConfig | None:
+        """The speculation it was built for; a draft checkpoint is the engine's own."""
+        stored = self.data.get("speculative_config")
+        if stored is None:
+            return None
+        if (self.path / "draft" / "config.json").is_file():
+            stored = {**stored, "model": str(self.path / "draft")}
+        elif stored.get("method") == "mtp":  # its layers came with the target, wherever that was
+            stored = {**stored, "model": None}
+        return SpeculativeConfig.from_any(stored)
+
+
+def engine_json(
+    config: EngineConfig,
+    speculative: Mapping[str, Any] | None,
+    pretrained: Mapping[str, Any],
+    executables: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """config.json of a new engine; `files` is added once they are all there (see `file_facts`)."""
+    runtime = {field.name: field.default for field in fields(EngineConfig) if field.name in _RUNTIME}
+    return {
+        _MARK: FORMAT,
+        "machine": machine(config.backend),
+        "pretrained_config": pretrained,
+        "build_config": {name: value for name, value in asdict(config).items() if name not in runtime},
+        "speculative_config": speculative,
+        "executables": executables,
+    }
+
+
+def _marked(folder: Path) -> dict[str, Any] | None:
+    """config.json of an engine, None where there is none."""
+    try:
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) and _MARK in data else None
+
+
+def file_facts(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file under `folder`, by relative path."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / "config.json")
+    return {str(file.relative_to(folder)): {"size": file.stat().st_size, "sha256": sha256(file)} for file in files}
+
+
+def sha256(file: Path) -> str:
+    """Hex digest of a file's contents."""
+    digest = hashlib.sha256()
+    with file.open("rb") as source:
+        while chunk := source.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def machine(backend: str) -> dict[str, Any]:
+    """What compiled graphs depend on. Those of aoti use every instruction of the CPU they were built on, those of cuda
+    are code for one kind of GPU."""
+    trtspec = {"trtspec": importlib.metadata.version("trtspec")}
+    if backend == "cuda":
+        gpu = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
+        return {**trtspec, "torch": str(torch.__version__), "gpu": gpu}
+    if backend != "aoti":
+        return trtspec
+    return {
+        **trtspec,
+        "torch": str(torch.__version__),
+        "architecture": platform.machine(),
+        "cpu_features": _cpu_features(),
+    }
+
+
+def _cpu_features() -> list[str]:
+    """Vector and bit-manipulation features that the kernel reports; empty where it does not say (no Linux)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return []
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            kinds = ("avx", "amx", "fma", "bmi", "f16c", "sse4", "abm", "adx", "gfni", "vaes", "asimd", "sve", "bf16")
+            return sorted({flag for flag in value.split() if flag.startswith(kinds)})
+    return []

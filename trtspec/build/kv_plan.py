@@ -1,0 +1,85 @@
+"""How large the KV cache of an engine is: as asked for, as its graphs want it, or as memory allows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from trtspec.backends.compiled import CompiledStep
+from trtspec.errors import CapacityError, ConfigError
+from trtspec.models.weights import DTYPES
+
+if TYPE_CHECKING:
+    from trtspec.build.context import Assembly
+
+
+def plan_kv_blocks(assembly: Assembly) -> int:
+    """Blocks of the cache, scratch included: those that graphs take, if they take no others."""
+    wanted, fixed = wanted_kv_blocks(assembly), fixed_kv_blocks(assembly)
+    if fixed is None:
+        affordable = free_memory() // 4 // bytes_per_block(assembly)
+        return wanted or max(min(full_kv_blocks(assembly), affordable), 2)
+    if wanted is None or wanted == fixed or (assembly.config.kv_cache_memory is not None and wanted > fixed):
+        return fixed
+    needed = fixed * bytes_per_block(assembly)
+    raise ConfigError(
+        f"the engine was built with num_kv_blocks = {fixed}, which take {needed} bytes; {wanted} were asked for: "
+        f"rebuild it with --num_kv_blocks {wanted}, or leave num_kv_blocks and kv_cache_memory unset"
+    )
+
+
+def wanted_kv_blocks(assembly: Assembly) -> int | None:
+    """As many as num_kv_blocks or kv_cache_memory ask for. CapacityError if that is not enough for anything."""
+    config, per_block = assembly.config, bytes_per_block(assembly)
+    if config.kv_cache_memory is None:
+        return config.num_kv_blocks
+    blocks = config.kv_cache_memory // per_block
+    if blocks < 2:
+        raise CapacityError(
+            f"kv_cache_memory = {config.kv_cache_memory} bytes is less than two KV blocks of {per_block}; raise it"
+        )
+    return blocks
+
+
+def full_kv_blocks(assembly: Assembly) -> int:
+    """Blocks of a cache for max_batch_size full sequences, scratch included."""
+    config = assembly.config
+    return config.max_batch_size * -(-assembly.max_seq_len // config.block_size) + 1
+
+
+def fixed_kv_blocks(assembly: Assembly) -> int | None:
+    """What the graphs of a built engine were compiled for; None where they take any number."""
+    if assembly.built is None:
+        return None
+    executables = assembly.built.data["executables"].values()
+    return next((CompiledStep.from_dict(one).kv_blocks for one in executables), None)
+
+
+def bytes_per_block(assembly: Assembly) -> int:
+    """Of K and V in all layers of target and draft."""
+    return assembly.config.block_size * kv_bytes_per_token(assembly)
+
+
+def kv_bytes_per_token(assembly: Assembly) -> int:
+    """Bytes of K and V that one token takes in all layers of target and draft."""
+    if assembly.built is not None:
+        compiled = [CompiledStep.from_dict(one) for one in assembly.built.data["executables"].values()]
+        return sum(_bytes_per_token(one.kv, DTYPES[one.dtype]) for one in compiled)
+    described = replace(assembly, reads_weights=False)
+    steps = [described.target_step()]
+    if assembly.mode.has_draft_model():
+        steps.append(described.draft_step())
+    return sum(_bytes_per_token(step.kv_shapes, step.like.dtype) for step in steps)
+
+
+def _bytes_per_token(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
+    return sum(2 * heads * width for heads, width in shapes) * dtype.itemsize
+
+
+def free_memory() -> int:
+    """Bytes the system could hand out now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,42 @@
+"""What a step takes of memory beside its KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from trtspec.backends.tensorrt.profiles import Sizes
+from trtspec.methods.step import Step
+from trtspec.models.layers import Linear
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A large tensor inside a launch of the largest size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype, *shape: int) -> Activation:
+        return cls(name, str(dtype).removeprefix("torch."), shape, prod(shape) * dtype.itemsize)
+
+
+def activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
+    """Those of a launch of these sizes that are large."""
+    B, T, R = sizes.batch_size, sizes.rows, sizes.batch_size * (sizes.draft_len + 1)
+    found = [Activation.of("logits", torch.float32, R, step.vocab_size)] if "tokens" in step.outputs else []
+    found += [Activation.of(name, step.like.dtype, T, width) for name, width in step.row_widths.items()]
+    if step.draft_vocab_size:
+        found.append(Activation.of("logits of drafts", torch.float32, B * step.draft_rows, step.draft_vocab_size))
+    return tuple(found)
+
+
+def table_bytes(step: Step) -> int:
+    """Of buffers that belong to no weight, each once."""
+    weights = {id(tensor) for part in step.modules() if isinstance(part, Linear) for tensor in part.beside}
+    return sum(tensor.nbytes for tensor in step.buffers() if id(tensor) not in weights)

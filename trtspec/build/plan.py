@@ -1,0 +1,208 @@
+"""What `trtspec build --dry_run` shows: the engine that would be built, from config.json files, without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtspec.backends.describe import Calls, GraphPlan, at_draft_len, describe_graph, plugins
+from trtspec.backends.export import graph_draft_lens, graph_kinds
+from trtspec.backends.table import Backend
+from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
+from trtspec.build.build import engine_backend, largest_sizes, steps, use_linear_cache
+from trtspec.build.context import Assembly
+from trtspec.build.memory import Activation, activations, table_bytes
+from trtspec.build.wiring import plan_assembly
+from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.methods.step import DecodeStep, Step
+from trtspec.models.layers import weight_bytes
+from trtspec.models.weights import missing_weights
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """The KV layers of an executable: (kv heads, head size) of each; a block holds block_size tokens of all of them.
+
+    inputs, outputs: names of the caches, k and v of each layer in turn; no outputs: graphs change their inputs.
+    """
+
+    layers: tuple[tuple[int, int], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dtype: str
+    block_size: int
+    blocks: int  # as asked for, or for max_batch_size full sequences, and one of scratch
+    bytes_per_token: int
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.block_size * self.bytes_per_token
+
+    @property
+    def bytes(self) -> int:
+        return self.blocks * self.bytes_per_block
+
+
+@dataclass(frozen=True)
+class ExecutablePlan:
+    """One set of graphs over the same weights. Sizes in bytes.
+
+    weights: in memory, as the layouts of ops.packing hold them where they are packed, by model: the executable's own
+    and, where it is drafted inside, the head's. weights_per_step: read by one launch. tables: rotary positions, and
+    which ids a draft vocabulary has. profiles: of TensorRT, for each K; plugins: for the largest.
+    """
+
+    graphs: tuple[GraphPlan, ...]
+    kv: KVPlan
+    weights: Mapping[str, int]
+    weights_per_step: int
+    tables: int
+    activations: tuple[Activation, ...]
+    profiles: Mapping[int, tuple[Profile, Profile]] = field(default_factory=dict)
+    plugins: tuple[Calls, ...] = ()
+
+    @property
+    def calls(self) -> tuple[Calls, ...]:
+        """Of the graph with the longest drafts: our ops."""
+        return self.graphs[-1].calls
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """limits: as in EngineConfig, max_seq_len found out. draft_len: K; quantization: of target and draft. missing: a
+    line for each checkpoint that has no weights yet. options: of TensorRT."""
+
+    backend: str
+    dtype: str
+    mode: str
+    draft_len: int
+    quantization: tuple[str | None, str | None]
+    limits: Mapping[str, int | None]
+    missing: tuple[str, ...]
+    executables: Mapping[str, ExecutablePlan]
+    options: Mapping[str, Any] | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(made.kv.bytes_per_token for made in self.executables.values())
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by what they are for, and their sum. A runtime takes more: for its code, and smaller activations."""
+        made = self.executables.values()
+        parts = {
+            "weights": sum(sum(one.weights.values()) for one in made),
+            "tables": sum(one.tables for one in made),
+            "kv": sum(one.kv.bytes for one in made),
+            "activations": sum(part.bytes for one in made for part in one.activations),
+        }
+        return {**parts, "total": sum(parts.values())}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For json: the fields, and what follows from them."""
+        data = asdict(self)
+        for role, made in self.executables.items():
+            data["executables"][role]["kv"] |= {"bytes_per_block": made.kv.bytes_per_block, "bytes": made.kv.bytes}
+        return {**data, "kv_bytes_per_token": self.kv_bytes_per_token, "memory": self.memory}
+
+
+def plan_build(
+    checkpoint: str | Path,
+    speculative: SpeculativeConfig | None,
+    config: EngineConfig,
+    report: Callable[[str], None] = lambda what: None,
+    options: TensorRTOptions | None = None,
+) -> BuildPlan:
+    """What build_engine would make. Folders need their config.json alone; weights that are there are checked by the
+    headers of their files.
+
+    Raises what build_engine would of configs and headers.
+    """
+    backend = engine_backend(config)
+    if backend.profiles:
+        options = options or TensorRTOptions()
+    assembly = plan_assembly(
+        checkpoint, speculative, config, backend.packs, backend.functional, False, backend.symmetric
+    )
+    if options is not None and options.attention == "native":
+        use_linear_cache(assembly)
+    config = assembly.config
+    checkpoints = {"target": assembly.target, "draft": assembly.draft}
+    missing = [missing_weights(model.path, role) for role, model in checkpoints.items() if model is not None]
+    limits = {name: getattr(config, name) for name in ("max_batch_size", "max_num_tokens", "max_input_len")}
+    return BuildPlan(
+        backend=backend.name,
+        dtype=_name(assembly.dtype(assembly.target)),
+        mode=assembly.mode.name,
+        draft_len=assembly.max_draft_len,
+        quantization=assembly.quantizations,
+        limits={**limits, "max_seq_len": assembly.max_seq_len, "block_size": config.block_size},
+        missing=tuple(line for line in missing if line),
+        executables={
+            role: _executable(step, assembly, role, backend, options)
+            for role, step in steps(assembly, backend, report).items()
+        },
+        options=asdict(options) if options is not None and backend.profiles else None,
+    )
+
+
+def _executable(
+    step: Step,
+    assembly: Assembly,
+    role: str,
+    backend: Backend,
+    options: TensorRTOptions | None,
+) -> ExecutablePlan:
+    shapes = step.kv_shapes
+    sizes = largest_sizes(assembly, role, options)
+    lengths = graph_draft_lens(step, assembly.resolved)
+    kinds = ["ragged"] if backend.profiles else [*graph_kinds(step)]
+    graphs = tuple(
+        describe_graph(
+            step, at_draft_len(sizes, step, K), kind, K, backend.functional, backend.edits and role == "target"
+        )
+        for K in lengths
+        for kind in kinds
+    )
+    dtype = step.like.dtype
+    caches = tuple(f"{part}_cache_{layer}" for layer in range(len(shapes)) for part in "kv")
+    whole = weight_bytes(step)
+    own = weight_bytes(step.decoder) if isinstance(step, DecodeStep) else whole
+    weights = {role: own, "head": whole - own} if whole > own else {role: own}
+    return ExecutablePlan(
+        graphs=graphs,
+        kv=KVPlan(
+            layers=tuple(shapes),
+            inputs=caches,
+            outputs=tuple(f"new_{name}" for name in caches) if backend.functional else (),
+            dtype=_name(dtype),
+            block_size=sizes.block_size,
+            blocks=sizes.blocks - sizes.linear,  # which has no scratch
+            bytes_per_token=sum(2 * heads * width for heads, width in shapes) * dtype.itemsize,
+        ),
+        weights=weights,
+        weights_per_step=step.weight_bytes_per_step,
+        tables=table_bytes(step),
+        activations=activations(step, sizes),
+        profiles={
+            graph.draft_len: profiles(
+                [tensor.name for tensor in graph.inputs],
+                shapes,
+                at_draft_len(sizes, step, graph.draft_len),
+                None if options is None else options.opt_num_tokens,
+                step.hidden_width,
+            )
+            for graph in graphs
+            if backend.profiles
+        },
+        plugins=plugins(graphs[-1].calls, sizes.linear) if backend.profiles else (),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""What the config.json of a checkpoint says."""

@@ -1,0 +1,71 @@
+"""What any checkpoint folder says, whatever is in it: a decoder's says more (config/checkpoint/model.py), a
+draft head's less."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trtspec.config.checkpoint.quantized import CheckpointQuantization
+from trtspec.config.checkpoint.reader import Reader, read_json
+from trtspec.errors import CheckpointError, UnsupportedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """`model_type` is "" where config.json does not say. `raw` is config.json as read. `quantization` says which
+    weights are quantised already."""
+
+    path: Path
+    model_type: str
+    raw: Mapping[str, Any] = field(repr=False, compare=False)
+    quantization: CheckpointQuantization | None = None
+
+
+def read_checkpoint(path: str | os.PathLike[str], role: str) -> CheckpointConfig:
+    """Of a folder that need not be a decoder's. Raises CheckpointError; UnsupportedError for a kind of quantised
+    weights."""
+    read = checkpoint_reader(path, role)
+    return CheckpointConfig(
+        path=Path(path),
+        model_type=read.string("model_type", ""),
+        raw=read.data,
+        quantization=checkpoint_quantization(read),
+    )
+
+
+def checkpoint_reader(path: str | os.PathLike[str], role: str) -> Reader:
+    """The folder's config.json; `role` ("target", "draft") is what errors call the model. Raises CheckpointError."""
+    folder = Path(path)
+    if not folder.is_dir():
+        name, remedy = os.fspath(path), "pass the folder of a checkpoint that was downloaded"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # a name on the Hub
+            remedy = f"download the checkpoint first (hf download {name} --local-dir DIR) and pass the folder"
+        raise CheckpointError(f"{role} model {name!r} is not a folder on this machine; {remedy}")
+    return Reader(read_json(folder / "config.json", role, required=True), folder / "config.json", role)
+
+
+def checkpoint_quantization(config: Reader) -> CheckpointQuantization | None:
+    """What config.json, or the file beside it, says of quantised weights."""
+    beside = config.file.with_name("hf_quant_config.json")
+    found = Reader(read_json(beside, config.role, required=False), beside, config.role)
+    return CheckpointQuantization.read(config, found)
+
+
+def head_reader(config: CheckpointConfig, model_type: str, what: str) -> Reader:
+    """The config.json of a draft head that is no decoder. UnsupportedError for a checkpoint of another kind."""
+    if config.model_type not in ("", model_type):
+        raise UnsupportedError(
+            f"draft model {config.path}: model_type {config.model_type!r} is no {what}, whose model_type is "
+            f"{model_type!r}; set method to what it is, or leave method unset"
+        )
+    if config.quantization is not None:
+        raise UnsupportedError(
+            f"draft model {config.path}: {what} of quantised weights ({config.quantization}) is not supported; use the "
+            "bf16, fp16 or fp32 one, and quantization in speculative_config"
+        )
+    return Reader(dict(config.raw), config.path / "config.json", "draft")

@@ -1,0 +1,134 @@
+"""How a quantised checkpoint stores the weight of a linear, and which linears it is about."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from trtspec.config.checkpoint.reader import Reader, short
+
+GROUP_MULTIPLE = 32
+"""Groups of any multiple of this many inputs are groups of 32, 64 or 128 whose scales repeat."""
+
+
+@dataclass(frozen=True)
+class IntegerScheme:
+    """How the weight of one linear is stored, as integers.
+
+    layout: "pack-quantized", "int-quantized", "gptq" or "awq". group_size: inputs that share a scale, None = all.
+    symmetric: the zero point is the middle of the range and not stored (gptq stores it all the same). ordered: there
+    is a g_idx, the group of each input. zero_offset: what to add to a stored zero point.
+    """
+
+    layout: str
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    ordered: bool = False
+    zero_offset: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"int{self.bits} {'per output channel' if self.group_size is None else f'in groups of {self.group_size}'}"
+        )
+
+    @property
+    def requests(self) -> tuple[str, ...]:
+        """Values of EngineConfig.quantization that mean the same bits and groups."""
+        if self.bits == 8:
+            return ("int8",)
+        words = {128: "int4_g128", 64: "int4_g64", 32: "int4"}
+        if self.group_size is None:
+            return tuple(words.values())
+        return (next(word for size, word in words.items() if self.group_size % size == 0),)
+
+    @property
+    def held(self) -> Hashable:
+        """What linears must agree in to be one matrix here."""
+        return self.bits
+
+
+@dataclass(frozen=True)
+class Fp8Scheme:
+    """How the weight of one linear is stored, as float8_e4m3fn.
+
+    scale_dims: of the weight's scale: 0 = one number, 1 = [N], 2 = [N, 1]. static: its inputs are rounded, too, to
+    multiples of one stored scale; otherwise, also where inputs were meant to be rounded as they come, they are not.
+    """
+
+    scale_dims: int
+    static: bool
+
+    def __str__(self) -> str:
+        return f"fp8 per {'output channel' if self.scale_dims else 'tensor'}{', its inputs too' if self.static else ''}"
+
+    @property
+    def requests(self) -> tuple[str, ...]:
+        """Values of EngineConfig.quantization that mean the same: none."""
+        return ()
+
+    @property
+    def held(self) -> Hashable:
+        """What linears must agree in to be one matrix here."""
+        return "fp8", self.static
+
+
+WeightScheme: TypeAlias = IntegerScheme | Fp8Scheme
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Linears whose name in the checkpoint fits `pattern`, and their scheme; None = not quantised.
+
+    kind: "name" (equal), "re" (a regular expression that fits its beginning), "part" (is in it), "suffix",
+    "glob" (with wildcards, of it or of what it is in), "all".
+    """
+
+    kind: str
+    pattern: str
+    scheme: WeightScheme | None
+
+    def fits(self, module: str) -> bool:
+        """Whether this rule is about the linear."""
+        if self.kind == "re":
+            return re.match(self.pattern, module) is not None
+        if self.kind == "part":
+            return self.pattern in module
+        if self.kind == "glob":
+            return any(fnmatch.fnmatchcase(module, pattern) for pattern in (self.pattern, f"{self.pattern}.*"))
+        if self.kind == "suffix":
+            return f".{module}".endswith(f".{self.pattern}")
+        return self.kind == "all" or module == self.pattern
+
+
+def check_integers(
+    read: Reader, bits: tuple[str, int], size: tuple[str, int | None], symmetric: tuple[str, bool]
+) -> None:
+    """What the kernels hold; each given as (field, value)."""
+    advice = "use a 4-bit checkpoint, or the unquantised one with quantization='int8'"
+    if bits[1] not in (4, 8):
+        raise read.unsupported(bits[0], "only 4 and 8 bits are supported")
+    if bits[1] == 8 and size[1] is not None:
+        raise read.unsupported(size[0], f"8-bit weights have one scale per output channel here, no groups; {advice}")
+    if bits[1] == 8 and not symmetric[1]:
+        raise read.unsupported(symmetric[0], f"8-bit weights have no zero points here; {advice}")
+    if size[1] is not None and (size[1] < 1 or size[1] % GROUP_MULTIPLE):
+        raise read.unsupported(
+            size[0],
+            f"4-bit weights come in groups of a multiple of {GROUP_MULTIPLE} inputs, or per output channel; use such a "
+            "checkpoint, or the unquantised one with quantization='int4'",
+        )
+
+
+def strings(read: Reader, key: str) -> list[str]:
+    """A list of strings, or of lists of strings, or nothing."""
+    value = read.get(key) or []
+    flat: list[Any] = []
+    for entry in value if isinstance(value, list) else [value]:
+        flat += entry if isinstance(entry, list) else [entry]
+    if any(not isinstance(entry, str) or not entry for entry in flat):
+        raise read.error(key, f"= {short(value)} is not a list of names; correct it in the file")
+    return flat

@@ -1,1 +1,0 @@
-"""Two-engine speculation: drafters propose from outside the target's graph."""

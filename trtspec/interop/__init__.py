@@ -1,0 +1,1 @@
+"""Speculation in the words of other servers."""

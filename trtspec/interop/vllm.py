@@ -1,0 +1,217 @@
+"""SpeculativeConfig -> the object that vLLM's --speculative-config takes.
+
+The field names are those of vLLM 0.32, which refuses unknown ones: fields that earlier versions had are not written.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trtspec.config.engine import QUANTIZATIONS
+from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.config.tree import chain, parse_tree
+from trtspec.errors import ConfigError
+from trtspec.interop.account import Account, FieldWarning, draft_len_steps
+
+SERVER = "vLLM"
+
+# Methods that vLLM cannot be given, and what comes nearest.
+_NEAREST = {
+    "auto": "method='ngram' with num_speculative_tokens=5 (3 for more than 4 requests) and prompt_lookup_min=1",
+    "custom_class": "vLLM's own custom_class, which takes the import path of a vLLM proposer as model: a drafter "
+    "written for trtspec.protocols.Drafter does not run there; from a file, method='ngram'",
+    "mlp_speculator": "method='medusa' or 'eagle3': vLLM knows the name, but has nothing that runs it",
+}
+# No draft model, so no way of drawing its tokens.
+_NO_DRAFT_MODEL = ("ngram", "suffix", "extract_hidden_states")
+# What vLLM looks for in the path of a model, in its order, and the method it takes that for.
+_HINTS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+_SAME = (
+    "revision",
+    "code_revision",
+    "enforce_eager",
+    "draft_tensor_parallel_size",
+    "disable_padded_drafter_batch",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+    "draft_sample_method",
+    "use_heterogeneous_vocab",
+    "parallel_drafting",
+)
+
+
+def to_vllm(config: SpeculativeConfig, draft: DraftInfo | None = None) -> tuple[dict[str, Any], list[FieldWarning]]:
+    """(the JSON object, what is different there). `draft` is what is known of the draft checkpoint.
+
+    Raises UnsupportedError for a method that vLLM does not have, naming the nearest; ConfigError for what contradicts
+    itself, or lacks something that vLLM needs.
+    """
+    account = Account(config, draft)
+    if account.method in _NEAREST:
+        raise account.refuse(SERVER, _NEAREST[account.method])
+    settings: dict[str, Any] = {"method": account.method}
+    if account.model is not None:
+        settings["model"] = account.model
+        _warn_of_hints(account, account.model)
+    if account.method == "extract_hidden_states":
+        settings.update(_hidden_states(account))
+    else:
+        settings.update(_draft_len(account))
+    settings.update(account.take_plain(*_SAME))
+    settings.update(_acceptance(account))
+    settings.update(_draft_model(account))
+    _chain_only(account)
+    account.warn_if_set("prompt_lookup_latest", "vLLM copies what followed the earliest match")
+    account.warn_if_set("disable_logprobs", "not written: vLLM returns logprobs whenever a request asks for them")
+    if account.has_both_engines():
+        account.warn_if_set("one_engine", "vLLM has one way to run it: draft passes after the target's, in its process")
+    else:
+        account.take("one_engine")  # it chose between nothing
+    account.warn_if_set("vanilla", "vLLM runs as many MTP layers as the checkpoint has")
+    return settings, account.close(SERVER)
+
+
+def _warn_of_hints(account: Account, model: str) -> None:
+    """In vLLM a name in the path wins over all methods but those of the same kind."""
+    hint = next((hint for hint in _HINTS if hint in model.lower()), None)
+    if hint is not None and account.method not in _HINTS.values():
+        account.warn("model", f"vLLM finds {hint!r} in it and runs method={_HINTS[hint]!r}; rename the folder")
+
+
+def _draft_len(account: Account) -> dict[str, Any]:
+    """K, and K by batch size."""
+    suffix = account.method == "suffix"  # drafts as far as its tree goes
+    k = account.take("num_speculative_tokens") if suffix else account.draft_len(SERVER)
+    settings = {} if k is None else {"num_speculative_tokens": k}
+    gates = account.gates()
+    if not gates:
+        return settings
+    if gates == ("num_speculative_tokens_per_batch_size",):
+        return {**settings, **account.take_plain(*gates)}
+    if k is None:
+        account.warn_gates(gates, "it depends on num_speculative_tokens, which is not set")
+        return settings
+    if "max_concurrency" in gates:
+        account.warn(
+            "max_concurrency",
+            "written as num_speculative_tokens_per_batch_size, which counts the requests that run, also where "
+            "max_num_tokens holds fewer",
+        )
+    steps = draft_len_steps(account.config, k)
+    return settings if steps == [(None, k)] else {**settings, "num_speculative_tokens_per_batch_size": _ranges(steps)}
+
+
+def _ranges(steps: list[tuple[int | None, int]]) -> list[list[int]]:
+    """Inclusive [first batch size, last, K]; the last range's K holds beyond its end."""
+    ranges, start = [], 1
+    for size, length in steps:
+        ranges.append([start, start if size is None else size, length])
+        start = ranges[-1][1] + 1
+    return ranges
+
+
+def _hidden_states(account: Account) -> dict[str, Any]:
+    """Layers by vLLM's ids; where files go is a setting of its own there."""
+    layers = account.take("capture_layers")
+    ids = to_vllm_layers(tuple(i for i in layers or () if i >= 0))
+    if not ids:
+        raise ConfigError(
+            f"capture_layers={layers} with method='extract_hidden_states': vLLM needs the layers to save, and saves "
+            "none after the final norm; set it (EAGLE3's for n layers: (1, n//2 - 1, n - 4))"
+        )
+    if -1 in layers:
+        account.warn("capture_layers", "-1 is left out: vLLM saves residual streams, none after the final norm")
+    if account.take("num_speculative_tokens") not in (None, 1):
+        account.warn("num_speculative_tokens", "written as 1, which vLLM demands here; nothing is drafted either way")
+    for field in account.gates():
+        account.warn(field, "not written: nothing is drafted")
+    folder = account.take("output_directory")
+    transfer = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": folder},
+    }
+    account.warn(
+        "output_directory",
+        f"no speculative setting there: add --kv-transfer-config '{json.dumps(transfer)}'; its files are of vLLM's "
+        "own layout",
+    )
+    account.warn_if_set("write_interval", "vLLM writes one file per request")
+    account.warn_if_set("file_prefix", "vLLM names files by the request's id")
+    return {
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+    }
+
+
+def to_vllm_layers(layers: tuple[int, ...]) -> list[int]:
+    """ "After layer i" is vLLM's "entering layer i + 1"."""
+    return [i + 1 for i in layers]
+
+
+def _acceptance(account: Account) -> dict[str, Any]:
+    method = account.take("rejection_sample_method")
+    settings: dict[str, Any] = {}
+    if account.method == "extract_hidden_states":
+        account.warn_if_set("rejection_sample_method", "nothing is drafted, so nothing is accepted or rejected")
+    elif method in (None, "strict"):
+        account.warn(
+            "rejection_sample_method",
+            "vLLM accepts by rejection sampling: greedy output is the same, sampled output has the same distribution "
+            "but not the tokens of plain decoding (set 'standard' to ask for that)",
+            "strict",
+        )
+    else:
+        settings["rejection_sample_method"] = method
+    if account.method not in _NO_DRAFT_MODEL and account.take("draft_sample_method") is None:
+        account.warn(
+            "draft_sample_method",
+            "vLLM drafts the most likely tokens, which sampled requests accept less often than tokens drawn with the "
+            "target's noise (set 'greedy' to ask for that, or 'probabilistic')",
+        )
+    if account.method == "dspark":
+        settings.update(account.take_plain("enable_adaptive_verification"))
+    else:
+        account.warn_if_set("enable_adaptive_verification", "not written: vLLM has it for method='dspark' only")
+    account.warn_if_set("acceptance_window", "not written: vLLM goes on speculating however little is accepted")
+    account.warn_if_set("acceptance_length_threshold", "not written: see acceptance_window")
+    return settings
+
+
+def _draft_model(account: Account) -> dict[str, Any]:
+    """What concerns the draft's checkpoint: quantization, context, captured layers."""
+    settings: dict[str, Any] = {}
+    quantization = account.take("quantization")
+    if quantization in QUANTIZATIONS:
+        account.warn_if_set(
+            "quantization", "not written: vLLM takes a checkpoint as it is, and would look for one of its own kinds"
+        )
+    else:
+        settings["quantization"] = quantization
+    if account.method in _NO_DRAFT_MODEL:
+        account.warn_if_set("max_model_len", "not written: vLLM limits draft models by it; this drafts to the target's")
+    else:
+        settings.update(account.take_plain("max_model_len"))
+    layers = account.take("capture_layers")
+    in_head = None if account.draft is None else account.draft.capture_layers
+    if account.method == "eagle3" and layers is not None and layers != in_head:
+        where = "the head's config.json must say eagle_aux_hidden_state_layer_ids="
+        if -1 in layers:
+            account.warn("capture_layers", "not written: vLLM captures residual streams, none after the final norm")
+        else:
+            account.warn("capture_layers", f"no setting of vLLM: {where}{to_vllm_layers(layers)}")
+    return settings
+
+
+def _chain_only(account: Account) -> None:
+    tree, k = account.take("speculative_token_tree"), account.config.num_speculative_tokens
+    if tree is not None and parse_tree(tree) != chain(k or len(parse_tree(tree)[-1])):
+        account.warn("speculative_token_tree", "not written: vLLM drafts a chain of num_speculative_tokens")

@@ -1,0 +1,1 @@
+"""Ways to draft: a folder each, and what they share."""

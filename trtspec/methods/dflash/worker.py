@@ -1,0 +1,80 @@
+"""DFlash inside the target's graph; see methods/dflash/head.py for what it computes.
+
+A step appends K and V of the text's new positions to the layers' caches, those of its rejected rows too. Then comes the
+block, [n, mask x K'] of every request, behind what is kept: its rows take the place of the rejected ones, and stand
+where the next step's text will take theirs. That its rows see each other is a tree mask of ops.spec_attention, all bits
+set: what stands before a request's rows of a launch is always seen, and of those rows the ones whose bits are set.
+
+A row whose place no block of the cache covers, at the very end of a request or where blocks run short, is hidden from
+the others: all such rows of a launch are written to one place.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
+from trtspec.methods.dflash.head import DFlashHead
+from trtspec.methods.parallel.worker import MaskWorker
+from trtspec.models.attention import PagedAttend
+from trtspec.ops.attention import row_slots
+
+_BITS = 32  # of a word of a tree mask
+
+
+class DFlashWorker(MaskWorker):
+    """A block for every request."""
+
+    head: DFlashHead
+
+    def read_in(
+        self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
+    ) -> tuple[Tensor, AttnMetadata]:
+        """See base -> [B * K', H] of the rows of masks, and the blocks."""
+        attn, spec = inputs.attn, inputs.spec
+        c = self.head.fuse(captured)  # [T, H]
+        self.head.read_in(c, attn.positions(c.shape[0]), attend)
+        K, B = spec.next_draft_len, spec.batch_size
+        if K == 0:
+            return c, attn
+        kept = attn.kv_lens - spec.draft_lens + (counts - 1).clamp(min=0).int()  # [B]
+        last = accepted.gather(1, (counts - 1).clamp(min=0)[:, None]).clamp(0, self.draft_ids.shape[0] - 1)  # [B, 1]
+        ids = torch.cat((last, torch.full_like(last, self.mask_token_id).expand(B, K)), dim=1)  # [B, K' + 1]
+        block = blocks_behind(attn, kept, K + 1, attend.kv[self.head.first_layer][0].shape[1])
+        y = self.head(ids.flatten(), c, block.positions(B * (K + 1)), attend.at(block))  # [B * (K' + 1), H]
+        return y.view(B, K + 1, -1)[:, 1:].flatten(0, 1), block
+
+    def draft(
+        self,
+        hidden: Tensor,
+        counts: Tensor,
+        kv_lens: Tensor,
+        attn: AttnMetadata,
+        spec: SpecMetadata,
+        attend: PagedAttend,
+    ) -> Tensor:
+        """See base: all at once."""
+        if spec.next_draft_len == 0:
+            return spec.draft_tokens.new_empty(spec.batch_size, 0)
+        return self.draw_all(hidden, counts, spec)
+
+
+def blocks_behind(attn: AttnMetadata, kept: Tensor, width: int, block_size: int) -> AttnMetadata:
+    """`width` rows of every request behind kept [B] int32 tokens, which see each other as far as the request's blocks,
+    of block_size tokens, reach."""
+    B, device = attn.batch_size, kept.device
+    request = torch.arange(B, device=device)[:, None]
+    positions = kept.long()[:, None] + torch.arange(width, device=device)  # [B, width]
+    slots = row_slots(attn.block_tables, request, positions, block_size)  # [B, width]
+    words = -(-width // _BITS)  # W
+    bits = F.pad((slots >= block_size).int(), (0, words * _BITS - width))  # block 0 is scratch
+    mask = (bits.view(B, words, _BITS).long() << torch.arange(_BITS, device=device)).sum(-1).int()  # [B, W]
+    return AttnMetadata(
+        cu_q_lens=torch.arange(B + 1, dtype=torch.int32, device=device) * width,
+        kv_lens=kept + width,
+        block_tables=attn.block_tables,
+        tree_mask=mask[:, None].expand(B, width, words).reshape(B * width, words),
+        width=width,
+    )

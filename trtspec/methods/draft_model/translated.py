@@ -1,0 +1,59 @@
+"""A draft model of another vocabulary, spoken to in the target's ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trtspec.core import KVLayer, StepInputs, StepOutputs
+from trtspec.methods.step import DecodeStep
+from trtspec.methods.worker import draw_drafts
+from trtspec.models.decoder import Decoder
+from trtspec.text.vocabulary import VocabularyMap
+
+
+class TranslatedStep(DecodeStep):
+    """As DecodeStep: the ids it is given and those it draws are the target's, whatever the decoder's own are.
+
+    What the decoder does not have it reads as its unknown token. It draws among the n tokens that both have, in the
+    order of the target's ids and with their noise, as the target will: equal distributions draw equal tokens.
+    """
+
+    def __init__(self, decoder: Decoder, vocabulary: VocabularyMap, functional: bool = False) -> None:
+        super().__init__(decoder, functional)
+        to_draft = vocabulary.target_to_draft
+        common = (to_draft >= 0).nonzero()[:, 0]
+        places = torch.full_like(to_draft, -1)
+        places[common] = torch.arange(len(common))
+        device = decoder.norm.weight.device
+        for name, table in (
+            ("read_as", torch.where(to_draft >= 0, to_draft, vocabulary.unknown)),  # [Vt] the decoder's ids
+            ("columns", to_draft[common]),  # [n] of its logits
+            ("target_ids", common),  # [n] what they stand for
+            ("places", places),  # [Vt] where each of the target's ids is among them, or -1
+        ):
+            self.register_buffer(name, table.to(device), persistent=False)
+        self.read_as: Tensor
+        self.columns: Tensor
+        self.target_ids: Tensor
+        self.places: Tensor
+
+    def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
+        """See DecodeStep."""
+        attend = self.attend(inputs.attn, kv)
+        positions = inputs.attn.positions(inputs.input_ids.shape[0])
+        hidden = self.decoder(self.read_as[inputs.input_ids], positions, attend)  # [T, H]
+        logits = self.decoder.logits(hidden[inputs.spec.gather_ids]).index_select(1, self.columns)  # [R, n] fp32
+        return StepOutputs(draw_drafts(logits, inputs.spec.sampling, self.target_ids, self.places))
+
+    @property
+    def vocab_size(self) -> int:
+        """See Step."""
+        return len(self.read_as)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """See Step."""
+        return self.decoder.spec.vocab_size

@@ -1,0 +1,1 @@
+"""The original EAGLE: a layer that reads the target's last states."""

@@ -1,0 +1,58 @@
+"""Training of EAGLE heads (see methods.eagle.head): Li et al., arXiv 2401.15077, section 4.2.
+
+The loss is the paper's: smooth L1 between the head's output and the feature that it guesses, the target's last hidden
+state one position on, and a tenth of cross-entropy with the target's distribution. The paper's head sees the target's
+features alone (teacher forcing), with noise on them against its own errors. That, without the noise, is unroll=1. Later
+passes read the head's own features instead, as in inference; Zhang et al., "Learning harmonized representations for
+speculative sampling" (HASS, arXiv 2408.15766), train EAGLE so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.methods.eagle.head import EagleHead, EagleSpec
+from trtspec.methods.eagle.weights import head_slots
+from trtspec.methods.head import DraftHead
+from trtspec.models.decoder import Decoder
+from trtspec.models.weights import tensors_of
+from trtspec.train.data import Tokens
+from trtspec.train.head import HeadOptions, initialise_head, layer_config, one_layer, write_head
+from trtspec.train.unrolled import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions(HeadOptions):
+    """intermediate_size: of the layer's MLP, None = the target's."""
+
+    method: ClassVar[str] = "eagle"
+    objective: ClassVar[Objective] = Objective(tokens=0.1, hard=0.0, features=1.0)
+
+    intermediate_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_sizes("intermediate_size")
+
+    def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> EagleHead:
+        """See HeadOptions. Without biases: vLLM reads none of fc's."""
+        size = self.intermediate_size or target.spec.intermediate_size
+        head = EagleHead(EagleSpec(one_layer(target.spec, intermediate_size=size)))
+        initialise_head(head)
+        head.share(target.embedding, target.head)
+        target.requires_grad_(False)
+        return head
+
+    def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
+        """See HeadOptions; in bf16. vLLM tells such a folder from a draft model by method="eagle"."""
+        assert isinstance(head, EagleHead)
+        facts = {
+            "architectures": ["LlamaForCausalLM"],
+            **layer_config(head.spec.decoder, config, torch.bfloat16),
+            "eagle_fc_bias": False,
+        }
+        write_head(self.out, tensors_of(head, head_slots(head.spec)), facts, torch.bfloat16)

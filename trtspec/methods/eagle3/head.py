@@ -1,0 +1,130 @@
+"""EAGLE3 heads (Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time
+test", arXiv 2503.01840). The vector for position p is at first the target's captured hidden states fused by `fc`, later
+its own output there.
+
+P-EAGLE heads draft in parallel (methods/parallel/worker.py): no pass reads their output. They may have further layers,
+plain ones of width H on the residual stream alone, and have a `mask_hidden` for rows that have no states of the target:
+
+    f = fc(states, or mask_hidden); x = layer 0 of (embedding(id), f), as in EAGLE3; x = layer i(x); lm_head(norm(x))
+
+(vllm/model_executor/models/llama_eagle3.py, vllm-project/speculators models/peagle.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trtspec.methods.head import DraftHead
+from trtspec.models.attention import Attend, Attention
+from trtspec.models.decoder import DecoderLayer
+from trtspec.models.layers import GatedMLP, Linear, RMSNorm, RotaryTable, _unloaded, weight_bytes
+from trtspec.models.specs import DecoderSpec
+
+
+@dataclass(frozen=True)
+class Eagle3Spec:
+    """Shapes and switches of an EAGLE3 head. `layer` describes its layers, of which P-EAGLE may have several; its
+    vocabulary is the target's.
+
+    num_captured: hidden states the head fuses. own_embedding, own_head: False = the target's serves. parallel: it is
+    P-EAGLE's.
+    """
+
+    layer: DecoderSpec
+    target_hidden_size: int
+    num_captured: int
+    draft_vocab_size: int
+    norm_before_residual: bool = False
+    own_embedding: bool = False
+    own_head: bool = True
+    parallel: bool = False
+
+
+class Eagle3Layer(nn.Module):
+    """One decoder layer over [norm(e); norm(h)]; the residual stream is h, before its norm or after."""
+
+    def __init__(self, spec: Eagle3Spec, layer: int) -> None:
+        super().__init__()
+        H, eps = spec.layer.hidden_size, spec.layer.rms_norm_eps
+        self.norm_before_residual = spec.norm_before_residual
+        self.attention_norm = RMSNorm(H, eps)  # of e
+        self.hidden_norm = RMSNorm(H, eps)
+        self.attention = Attention(spec.layer, layer, in_features=2 * H)
+        self.mlp_norm = RMSNorm(H, eps)
+        self.mlp = GatedMLP(spec.layer)
+
+    def forward(self, e: Tensor, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        normed = self.hidden_norm(h)
+        x = normed if self.norm_before_residual else h
+        x = x + self.attention(torch.cat((self.attention_norm(e), normed), dim=-1), cos, sin, attend)
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class Eagle3Head(DraftHead):
+    """The whole head, run in every pass. `layer` is the index under which its first attention asks for KV (the target's
+    layers come first).
+
+    Where the checkpoint has no embedding or lm_head of its own, `share` puts the target's in their place.
+    """
+
+    def __init__(self, spec: Eagle3Spec, layer: int = 0, max_position: int | None = None) -> None:
+        super().__init__(spec.layer.vocab_size, spec.draft_vocab_size)
+        self.spec = spec
+        H, V, eps = spec.layer.hidden_size, spec.draft_vocab_size, spec.layer.rms_norm_eps
+        self.fc = Linear(spec.num_captured * spec.target_hidden_size, H, bias=False)
+        self.rotary = RotaryTable(
+            spec.layer.rope, spec.layer.head_dim, max_position or spec.layer.max_position_embeddings
+        )
+        self.midlayer = Eagle3Layer(spec, layer)
+        self.layers = nn.ModuleList(DecoderLayer(spec.layer, layer + i) for i in range(1, spec.layer.num_layers))
+        if spec.parallel:
+            self.mask_hidden = _unloaded(spec.num_captured * spec.target_hidden_size)
+        self.norm = RMSNorm(H, eps)
+        shape = (spec.layer.vocab_size, H)
+        self.embedding: nn.Module = nn.Identity()  # share() fills what the checkpoint leaves out
+        self.head: nn.Module = nn.Identity()
+        if spec.own_embedding:
+            self.embedding = nn.Embedding(*shape, _weight=_unloaded(*shape))
+        if spec.own_head:
+            self.head = Linear(H, V, bias=False, float_out=True)
+
+    def share(self, embedding: nn.Module, head: nn.Module) -> None:
+        """Use the target's embedding and lm_head where the checkpoint has none of its own."""
+        if not self.spec.own_embedding:
+            self.embedding = embedding
+        if not self.spec.own_head:
+            self.head = head
+
+    def fuse(self, captured: Tensor) -> Tensor:
+        """See DraftHead; n = num_captured."""
+        return self.fc(captured)  # type: ignore[no-any-return]
+
+    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+        """See DraftHead; y is the last layer's output before the norm."""
+        e = self.embedding(input_ids)
+        cos, sin = self.rotary(positions, e.dtype)
+        x: Tensor = self.midlayer(e, h, cos, sin, attend)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return x
+
+    def logits(self, y: Tensor, step: int = 0) -> Tensor:
+        """See DraftHead."""
+        return self.head(self.norm(y))  # type: ignore[no-any-return]
+
+    @property
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """See DraftHead."""
+        return self.spec.layer.kv_shapes
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See DraftHead."""
+        return self.spec.layer.windows
+
+    def weight_bytes_for(self, num_passes: int) -> int:
+        """See DraftHead."""
+        return weight_bytes(self.fc) + num_passes * weight_bytes(self.midlayer, self.layers, self.norm, self.head)

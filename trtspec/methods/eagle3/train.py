@@ -1,0 +1,118 @@
+"""EAGLE3 heads (see methods.eagle3.head): new ones for a given target, and in the public layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from trtspec.config.capture import default_capture_layers
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.errors import ConfigError
+from trtspec.methods.eagle3.head import Eagle3Head, Eagle3Spec
+from trtspec.methods.eagle3.weights import eagle3_tensors
+from trtspec.methods.head import DraftHead
+from trtspec.models.decoder import Decoder
+from trtspec.train.data import Tokens
+from trtspec.train.head import HeadOptions, initialise_head, layer_config, one_layer, write_head
+from trtspec.train.lessons import frequent_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(HeadOptions):
+    """capture_layers: "after layer i", None = the shards', or EAGLE3's default. draft_vocab_size: ids the head can say,
+    None = all. intermediate_size: of its MLP, None = the target's."""
+
+    method: ClassVar[str] = "eagle3"
+
+    capture_layers: tuple[int, ...] | None = None
+    draft_vocab_size: int | None = None
+    intermediate_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_sizes("draft_vocab_size", "intermediate_size")
+
+    def check_target(self, config: ModelConfig) -> None:
+        """See HeadOptions."""
+        if (self.draft_vocab_size or 0) > config.vocab_size:
+            raise ConfigError(
+                f"draft_vocab_size={self.draft_vocab_size}: the target's vocabulary has {config.vocab_size} ids"
+            )
+
+    def layers_read(self, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
+        """See HeadOptions."""
+        capture = self.capture_layers
+        if capture is None:
+            capture = default_capture_layers(config.num_layers) if saved is None else saved
+        if not capture or any(not 0 <= i < config.num_layers for i in capture):
+            raise ConfigError(
+                f"capture_layers={capture}: the target has {config.num_layers} layers; use ids in "
+                f"[0, {config.num_layers - 1}]"
+            )
+        return capture
+
+    def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> Eagle3Head:
+        """See HeadOptions."""
+        vocab_size = target.spec.vocab_size
+        ids = frequent_tokens(tokens, vocab_size, self.draft_vocab_size or vocab_size)
+        return new_head(target, capture, ids, self.intermediate_size)
+
+    def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
+        """See HeadOptions."""
+        assert isinstance(head, Eagle3Head)
+        export_eagle3(head, config, capture, self.out)
+
+
+@torch.no_grad()
+def new_head(
+    target: Decoder, capture_layers: Sequence[int], target_ids: Tensor, intermediate_size: int | None = None
+) -> Eagle3Head:
+    """An untrained head of the target's shape, fp32, seeded by torch's generator.
+
+    target_ids [Vd]: its draft vocabulary. Its lm_head and norm begin as the target's, for the draft ids; the embedding
+    is the target's and stays it.
+    """
+    head = Eagle3Head(
+        Eagle3Spec(
+            layer=one_layer(target.spec, intermediate_size=intermediate_size or target.spec.intermediate_size),
+            target_hidden_size=target.spec.hidden_size,
+            num_captured=len(capture_layers),
+            draft_vocab_size=len(target_ids),
+        )
+    )
+    initialise_head(head)
+    head.set_vocabulary(target_ids)
+    cast(Tensor, head.head.weight).copy_(target.head.weight[target_ids].float())
+    head.norm.weight.copy_(target.norm.weight.float())
+    head.share(target.embedding, target.head)
+    target.requires_grad_(False)
+    return head
+
+
+def export_eagle3(
+    head: Eagle3Head, target: ModelConfig, capture: Sequence[int], folder: Path, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Config and weights (as `dtype`) in the public layout."""
+    write_head(folder, eagle3_tensors(head), eagle3_config(head, target, capture, dtype), dtype)
+
+
+def eagle3_config(head: Eagle3Head, target: ModelConfig, capture: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of the public layout."""
+    if any(i < 0 for i in capture):
+        raise ConfigError(f"capture_layers={tuple(capture)}: the public layout cannot name the stream after the norm")
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **layer_config(head.spec.layer, target, dtype),
+        "draft_vocab_size": head.spec.draft_vocab_size,
+        "target_hidden_size": head.spec.target_hidden_size,
+        "norm_before_residual": head.spec.norm_before_residual,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [i + 1 for i in capture],  # there, an id is the layer entered
+        },
+    }

@@ -1,0 +1,130 @@
+"""What all draft heads have in common: small models that read the target's hidden states and guess the next tokens.
+
+At position p a head is given the token at p + 1 and a vector for position p, and what it puts out there predicts the
+token at p + 2. It runs inside the target's graph (methods.head_worker) or beside it (methods.head_drafter);
+neither knows which.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trtspec.config.checkpoint.folder import CheckpointConfig
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.errors import WeightsError
+from trtspec.models.attention import PagedAttend
+from trtspec.models.decoder import Decoder
+
+
+class DraftHead(nn.Module, ABC):
+    """A head over a vocabulary of Vd draft ids, each of which stands for one of the target's V.
+
+    Passes are counted from 0: the first covers all rows of a step, each further one a row per request and reads what
+    the head put out before. Which layers or matrices a pass uses is for the head to say.
+
+    advance_draft_positions (the name is vLLM's): False = passes after the first do not stand one position further each,
+    but all at the row where the first draft was made, with its position and length of KV. reads_target_kv: it has
+    layers of queries alone, over KV of the target's (PagedAttend.query), and so runs in the target's graph only.
+    """
+
+    advance_draft_positions: ClassVar[bool] = True
+    reads_target_kv: ClassVar[bool] = False
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int | None = None) -> None:
+        super().__init__()
+        size = vocab_size if draft_vocab_size is None else draft_vocab_size
+        self.register_buffer("target_ids", torch.arange(size), persistent=False)  # [Vd] target id of each draft id
+        self.register_buffer("draft_ids", torch.arange(vocab_size), persistent=False)  # [V] the way back, or -1
+        self.target_ids: Tensor
+        self.draft_ids: Tensor
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """target_ids [Vd] int64, distinct and in the target's vocabulary: what each draft id stands for."""
+        self.target_ids.copy_(target_ids)
+        self.draft_ids.fill_(-1)
+        self.draft_ids[target_ids] = torch.arange(len(target_ids))
+
+    def fuse(self, captured: Tensor) -> Tensor:
+        """captured [T, n * Ht], the target's states at the layers the head asks for -> h [T, H] of the first pass."""
+        return captured
+
+    @abstractmethod
+    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: PagedAttend, step: int = 0) -> Tensor:
+        """Pass `step`: the token after each row [T], h [T, H], positions [T] -> y [T, W], see logits and feedback."""
+
+    @abstractmethod
+    def logits(self, y: Tensor, step: int = 0) -> Tensor:
+        """y [R, W] of pass `step` -> logits [R, Vd] fp32 over the draft vocabulary."""
+
+    def feedback(self, y: Tensor, step: int = 0) -> Tensor:
+        """y [R, W] of pass `step` -> h [R, H] of the pass after it; the same, unless a head says otherwise.
+
+        What vLLM's model_returns_tuple says, a state for the logits and another for the next pass: here the second
+        follows from the first, and is computed of the rows that a next pass reads.
+        """
+        return y
+
+    @property
+    @abstractmethod
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """(num_kv_heads, head_dim) of each of its attention layers; their KV follows the target's."""
+
+    @property
+    @abstractmethod
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each of those, None = all."""
+
+    @abstractmethod
+    def weight_bytes_for(self, num_passes: int) -> int:
+        """Bytes of weights that the first `num_passes` passes read."""
+
+
+class HeadResources(Protocol):
+    """What a head is loaded with; the mode's row names the function that does."""
+
+    @property
+    def speculation(self) -> ResolvedSpeculation: ...
+
+    @property
+    def max_seq_len(self) -> int: ...
+
+    @property
+    def target(self) -> ModelConfig: ...
+
+    @property
+    def first_draft_layer(self) -> int:
+        """The index under which the head's first attention layer asks for KV: behind the target's layers, or 0."""
+        ...
+
+    @property
+    def draft(self) -> CheckpointConfig | None:
+        """The draft checkpoint, if the mode has one of its own; a ModelConfig where it is a decoder."""
+        ...
+
+    @property
+    def reads_weights(self) -> bool:
+        """False: only shapes are asked for, on torch's meta device, like those of the target that is given."""
+        ...
+
+
+class LoadHead(Protocol):
+    """Such a function: the head of `target`, in its dtype and eval mode. Raises WeightsError, CheckpointError or
+    UnsupportedError."""
+
+    def __call__(self, resources: HeadResources, target: Decoder) -> DraftHead: ...
+
+
+def check_made_for(folder: Path, *sizes: tuple[str, int, int]) -> None:
+    """(field of config.json, its value, the target's), of each that must be equal. Raises WeightsError."""
+    for name, ours, theirs in sizes:
+        if ours != theirs:
+            raise WeightsError(
+                f"draft model {folder} was made for another target: its {name} is {ours}, the target's is {theirs}; "
+                "use the head trained for this target"
+            )

@@ -1,0 +1,74 @@
+"""Draft heads beside the target: EAGLE3, EAGLE and MTP layers as an engine of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trtspec.core import AttnMetadata, Proposal, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.methods.drafter import DraftResources
+from trtspec.methods.rows import Piece, pack_rows
+from trtspec.protocols import DraftRequest, Executable
+
+
+class HeadDrafter:
+    """Drafts with layers that read the target's hidden states; their KV lives under the target's block ids.
+
+    One launch a step: a pass over the rows that the target has accepted since, then the chain. Draft KV of a chain was
+    made of the layers' own guesses, so the rows of accepted drafts are computed anew, from the target's states.
+    """
+
+    def __init__(self, head: Executable, max_num_tokens: int, draft_lens: Sequence[int] = ()) -> None:
+        self.head = head
+        self.max_num_tokens = max_num_tokens
+        self.draft_lens = draft_lens  # sorted lengths of chain that `head` can run; empty: any
+
+    @classmethod
+    def from_resources(cls, resources: DraftResources) -> HeadDrafter:
+        """See base.BuildableDrafter."""
+        model = resources.draft_model()
+        return cls(model.executable, resources.max_num_tokens, model.draft_lens)
+
+    def forget(self, request_id: int) -> None:
+        """Nothing is kept outside the cache."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        """See protocols.Drafter; DraftRequest.hidden_states are needed."""
+        wanted = [request.max_draft_len for request in requests]
+        starts = [request.draft_kv_len for request in requests]
+        ends = [start + len(_states(request)) for start, request in zip(starts, requests, strict=True)]
+        # A request that wants fewer than K runs along: what it writes past its blocks lands in scratch.
+        K = max(wanted)
+        drafts = torch.zeros(len(requests), K, dtype=torch.int64)
+        for pieces in pack_rows(starts, ends, self.max_num_tokens):
+            length = self._length(K) if any(end == ends[b] for b, _, end in pieces) else 0
+            made = self.head.run(self._inputs(requests, pieces, length)).proposal
+            assert made is not None
+            if length:  # a piece that ends before its request does drafts too, and is overwritten by the last piece
+                drafts[[b for b, _, _ in pieces]] = made.draft_tokens[:, :K]
+        return Proposal(drafts, torch.tensor(wanted, dtype=torch.int32), None, torch.tensor(ends, dtype=torch.int32))
+
+    def _length(self, K: int) -> int:
+        """Of the shortest chain there is that makes K drafts."""
+        return next((length for length in self.draft_lens if length >= K), K)
+
+    def _inputs(self, requests: Sequence[DraftRequest], pieces: Sequence[Piece], length: int) -> StepInputs:
+        """Rows [start, end) of each piece's request, whose token `end` is known, to draft `length` more."""
+        owners = [requests[b] for b, _, _ in pieces]
+        q_lens, kv_lens = [end - start for _, start, end in pieces], [end for _, _, end in pieces]
+        ids = [token for b, start, end in pieces for token in requests[b].tokens[start + 1 : end + 1]]
+        states = [
+            _states(one)[start - one.draft_kv_len : end - one.draft_kv_len]
+            for one, (_, start, end) in zip(owners, pieces, strict=True)
+        ]
+        attn = AttnMetadata.of(q_lens, kv_lens, [request.block_table for request in owners])
+        sampling = SamplingTensors.of([request.sampling for request in owners], kv_lens)
+        spec = SpecMetadata.plain([request.request_id for request in owners], attn, sampling, length)
+        return StepInputs(torch.tensor(ids), attn, spec, torch.cat(states))
+
+
+def _states(request: DraftRequest) -> Tensor:
+    assert request.hidden_states is not None
+    return request.hidden_states

@@ -1,0 +1,1 @@
+"""No drafts: the target's hidden states, kept for training."""

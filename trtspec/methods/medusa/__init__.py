@@ -1,0 +1,1 @@
+"""Medusa: heads of residual blocks on the target's last state."""

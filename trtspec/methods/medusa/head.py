@@ -1,0 +1,86 @@
+"""Medusa (Cai et al., arXiv 2401.10774): heads side by side, all of which read one hidden state of the target.
+
+From the target's state h of the last accepted token, after its final norm, head i guesses the token i + 1 places after
+the one that the target itself draws there:
+
+    x = h;  x = x + silu(W_l x [+ b_l]) for each of its blocks;  logits = lm_head_i(x)
+
+No head reads a token, or what another one guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from trtspec.methods.head import DraftHead
+from trtspec.models.attention import Attend
+from trtspec.models.layers import Linear, silu, weight_bytes
+
+
+@dataclass(frozen=True)
+class MedusaSpec:
+    """num_layers: blocks of each of the num_heads heads. num_lm_heads: num_heads, 1 = one for all, 0 = the target's."""
+
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_heads: int
+    num_layers: int
+    num_lm_heads: int
+    bias: bool = False
+    logit_scale: float = 1.0
+
+
+class MedusaHead(DraftHead):
+    """All heads; pass i runs head i. Where the checkpoint has no lm_head, `share` puts the target's in its place."""
+
+    def __init__(self, spec: MedusaSpec) -> None:
+        super().__init__(spec.vocab_size, spec.draft_vocab_size)
+        self.spec = spec
+        H = spec.hidden_size
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(Linear(H, H, spec.bias) for _ in range(spec.num_layers)) for _ in range(spec.num_heads)
+        )
+        self.heads = nn.ModuleList(
+            Linear(H, spec.draft_vocab_size, bias=False, float_out=True) for _ in range(spec.num_lm_heads)
+        )
+
+    def share(self, head: nn.Module) -> None:
+        """Use the target's lm_head if the checkpoint has none."""
+        if not self.spec.num_lm_heads:
+            self.heads = nn.ModuleList([head])
+
+    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+        """See DraftHead: h as it is, for every head reads the same."""
+        return h
+
+    def logits(self, y: Tensor, step: int = 0) -> Tensor:
+        """See DraftHead: of head `step`."""
+        for block in self._blocks(step):
+            y = y + silu(block(y))
+        logits: Tensor = self._lm_head(step)(y)
+        return logits if self.spec.logit_scale == 1.0 else logits * self.spec.logit_scale
+
+    def _blocks(self, step: int) -> nn.ModuleList:
+        blocks = self.blocks[step]
+        assert isinstance(blocks, nn.ModuleList)
+        return blocks
+
+    def _lm_head(self, step: int) -> nn.Module:
+        return self.heads[min(step, len(self.heads) - 1)]
+
+    @property
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """See DraftHead: it keeps no KV."""
+        return []
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See DraftHead."""
+        return ()
+
+    def weight_bytes_for(self, num_passes: int) -> int:
+        """See DraftHead."""
+        return sum(weight_bytes(self._blocks(step), self._lm_head(step)) for step in range(num_passes))

@@ -1,0 +1,64 @@
+"""Training of Medusa heads (see methods.medusa.head): Cai et al., arXiv 2401.10774.
+
+The paper's loss for a frozen target (section 2.2.1, Medusa-1): cross-entropy of head k with the token that it guesses,
+weighted by 0.8^k; here with what the target says there (its section 2.3.2, self-distillation), half its arg-max, half
+its distribution. Heads begin as the target's lm_head: blocks of zeros are the identity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.medusa import MEDUSA
+from trtspec.methods.head import DraftHead
+from trtspec.methods.medusa.head import MedusaHead, MedusaSpec
+from trtspec.methods.medusa.weights import head_slots
+from trtspec.models.decoder import Decoder
+from trtspec.models.weights import tensors_of
+from trtspec.train.data import Tokens
+from trtspec.train.head import HeadOptions, dtype_name, write_head
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions(HeadOptions):
+    """unroll: how many heads. num_layers: residual blocks of each."""
+
+    method: ClassVar[str] = MEDUSA
+
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_sizes("num_layers")
+
+    @torch.no_grad()
+    def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> MedusaHead:
+        """See HeadOptions."""
+        H, V = target.spec.hidden_size, target.spec.vocab_size
+        head = MedusaHead(MedusaSpec(H, V, V, self.unroll, self.num_layers, num_lm_heads=self.unroll))
+        for parameter in head.blocks.parameters():
+            parameter.zero_()
+        for lm_head in head.heads:
+            cast(Tensor, lm_head.weight).copy_(target.head.weight.float())
+        target.requires_grad_(False)
+        return head
+
+    def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
+        """See HeadOptions; vLLM's layout, in bf16."""
+        assert isinstance(head, MedusaHead)
+        facts = {
+            "architectures": ["MedusaModel"],
+            "model_type": MEDUSA,
+            "hidden_size": head.spec.hidden_size,
+            "vocab_size": head.spec.vocab_size,
+            "num_heads": head.spec.num_heads,
+            "num_hidden_layers": head.spec.num_layers,
+            "medusa_fc_bias": False,
+            "torch_dtype": dtype_name(torch.bfloat16),
+        }
+        write_head(self.out, tensors_of(head, head_slots(head.spec)), facts, torch.bfloat16)

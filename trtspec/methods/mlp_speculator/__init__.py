@@ -1,0 +1,1 @@
+"""MLP speculators: stages that mix the target's last state with drafted tokens."""

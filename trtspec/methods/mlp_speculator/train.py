@@ -1,0 +1,71 @@
+"""Training of MLP speculators (see methods.mlp_speculator.head): Wertheimer et al., arXiv 2404.19124; IBM's fms-extras.
+
+The paper's first phase learns from text, its second from the target's own continuations: both at once here, as for all
+kinds. The loss is cross-entropy of stage i with the token that it guesses, here with what the target says there. As in
+fms-extras matrices and embeddings begin normal with 1/sqrt(inner size), and the public speculators normalise the state
+that they are given (scale_input).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.mlp_speculator import MLP_SPECULATOR
+from trtspec.errors import ConfigError
+from trtspec.methods.head import DraftHead
+from trtspec.methods.mlp_speculator.head import MLPSpeculatorHead, MLPSpeculatorSpec
+from trtspec.methods.mlp_speculator.weights import head_slots
+from trtspec.models.decoder import Decoder
+from trtspec.models.weights import tensors_of
+from trtspec.train.data import Tokens
+from trtspec.train.head import HeadOptions, dtype_name, initialise_head, write_head
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpeculatorOptions(HeadOptions):
+    """unroll: how many stages. inner_size: of their state, None = the target's hidden size. tie_weights: one embedding,
+    norm and lm_head for all stages, one matrix for all but the first."""
+
+    method: ClassVar[str] = MLP_SPECULATOR
+
+    inner_size: int | None = None
+    tie_weights: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_sizes("inner_size")
+        if self.tie_weights and self.unroll == 1:
+            raise ConfigError("tie_weights=True with unroll=1: one stage shares nothing; leave it out")
+
+    def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> MLPSpeculatorHead:
+        """See HeadOptions."""
+        H, V, n = target.spec.hidden_size, target.spec.vocab_size, self.unroll
+        spec = MLPSpeculatorSpec(H, self.inner_size or H, V, n, n, tied=self.tie_weights, scale_input=True)
+        head = MLPSpeculatorHead(spec)
+        initialise_head(head)
+        target.requires_grad_(False)
+        return head
+
+    def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
+        """See HeadOptions; in bf16. What stages share is there once."""
+        assert isinstance(head, MLPSpeculatorHead)
+        spec = head.spec
+        facts = {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": MLP_SPECULATOR,
+            "vocab_size": spec.vocab_size,
+            "emb_dim": spec.hidden_size,
+            "inner_dim": spec.inner_size,
+            "n_predict": spec.n_predict,
+            "top_k_tokens_per_head": [1] * spec.n_predict,
+            "n_candidates": 1,
+            "tie_weights": spec.tied,
+            "scale_input": spec.scale_input,
+            "torch_dtype": dtype_name(torch.bfloat16),
+        }
+        tensors = {f"speculator.{name}": tensor for name, tensor in tensors_of(head, head_slots(spec)).items()}
+        write_head(self.out, tensors, facts, torch.bfloat16)

@@ -1,0 +1,1 @@
+"""Multi-token prediction: draft layers that come with the target's checkpoint."""

@@ -1,0 +1,155 @@
+"""Training of MTP modules (see methods.mtp.head) for a target that was trained without: DeepSeek-AI, arXiv 2412.19437,
+section 2.2; Xiaomi, arXiv 2505.07608. The target is frozen, and so are the embedding and lm_head that modules share.
+
+The papers' loss is cross-entropy of module i with the token that it guesses, here with what the target says there. One
+module that makes all drafts is unrolled as EAGLE3 heads are, so that it learns to read what it put out itself. With a
+module for every draft, module i reads what module i - 1 put out at the same position, as in DeepSeek's training.
+
+What comes out is a whole checkpoint, as MTP modules have none of their own: the target in MiMo's layout (Qwen2's, with
+`model.mtp_layers.{i}.*`). Qwen2's layers are Llama's with biases of q, k and v; a target without has biases of zeros
+there, and x + 0 is x: the folder says what the target says. Its lm_head is written out even if the target ties it to
+its embedding, as public MiMo checkpoints have it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.mtp import MIMO, mtp_capture_layers
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.methods.head import DraftHead
+from trtspec.methods.mtp.head import MtpHead, MtpSpec
+from trtspec.methods.mtp.weights import head_slots
+from trtspec.models.decoder import Decoder
+from trtspec.models.slots import weight_slots
+from trtspec.models.specs import decoder_spec
+from trtspec.models.weights import checkpoint_tensors, tensors_of
+from trtspec.train.checkpoint import write_atomically
+from trtspec.train.data import Tokens
+from trtspec.train.head import HeadOptions, initialise_head, one_layer, write_head
+
+NOT_COPIED = ("config.json", "MODEL_CARD.md", "README.md")
+"""Files of a target that are not those of the checkpoint made of it."""
+
+CONFIGURATION = '''\
+"""What transformers needs to read this folder's config.json: Qwen2's fields, and how many MTP layers there are."""
+
+from transformers import Qwen2Config
+
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+
+    def __init__(self, num_nextn_predict_layers=0, **kwargs):
+        self.num_nextn_predict_layers = num_nextn_predict_layers
+        super().__init__(**kwargs)
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpOptions(HeadOptions):
+    """modules: 1, which makes all drafts, or one for each: as many as `unroll`."""
+
+    method: ClassVar[str] = "mtp"
+
+    modules: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.modules not in (1, self.unroll):
+            raise ConfigError(
+                f"modules={self.modules} with unroll={self.unroll}: use 1, for all drafts, or unroll, one for each"
+            )
+
+    def check_target(self, config: ModelConfig) -> None:
+        """See HeadOptions. UnsupportedError for targets that MiMo's layout has no room for."""
+        spec = decoder_spec(config)
+        wrong = {
+            "quantised weights": config.quantization is not None,
+            "sliding windows": any(spec.windows),
+            "norms of queries and keys": spec.qk_norm,
+            "biases of its output projections or MLPs": spec.o_bias or spec.mlp_bias,
+            "heads of another size than hidden_size / num_attention_heads": (
+                spec.head_dim * spec.num_heads != spec.hidden_size
+            ),
+        }
+        if any(wrong.values()):
+            raise UnsupportedError(
+                f"target model {config.path} has {', '.join(name for name, is_so in wrong.items() if is_so)}, which "
+                "MiMo's layout, in which MTP layers are written, does not; train another kind of draft for it"
+            )
+
+    def layers_read(self, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
+        """See HeadOptions."""
+        return mtp_capture_layers("mimo", config.num_layers)
+
+    @property
+    def moving(self) -> bool:
+        """See HeadOptions."""
+        return self.modules == 1
+
+    def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> MtpHead:
+        """See HeadOptions."""
+        head = MtpHead(MtpSpec(one_layer(target.spec, qkv_bias=True), MIMO, self.modules))
+        initialise_head(head)
+        head.share(target.embedding, target.head)
+        target.requires_grad_(False)
+        return head
+
+    def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
+        """See HeadOptions; weights in the target's dtype, and the target's other files beside them."""
+        assert isinstance(head, MtpHead)
+        tensors = _as_qwen2(config)
+        dtype = tensors["model.norm.weight"].dtype
+        modules = tensors_of(head, head_slots(head.spec))
+        tensors |= {name: tensor.to(dtype) for name, tensor in modules.items()}
+        self.out.mkdir(parents=True, exist_ok=True)
+        for file in sorted(config.path.iterdir()):
+            # tokenizer, chat template, generation config; weights and their index are written anew
+            text = file.suffix in (".json", ".txt", ".jinja", ".model") and not file.name.endswith(".index.json")
+            if text and file.name not in NOT_COPIED:
+                shutil.copyfile(file, self.out / file.name)
+        write_atomically(self.out / "configuration_mimo.py", CONFIGURATION.encode())
+        write_head(self.out, tensors, _mimo_config(config, self.modules), None)
+
+    @property
+    def usage(self) -> str:
+        """See HeadOptions."""
+        return f"--model {self.out} --spec-method mtp --spec-tokens {self.unroll}"
+
+
+def _as_qwen2(config: ModelConfig) -> dict[str, Tensor]:
+    """The target's weights, as they are in its folder, under the names of an untied Qwen2."""
+    spec = decoder_spec(config)
+    slots = weight_slots(dataclasses.replace(spec, qkv_bias=True, tie_word_embeddings=False))
+    own = weight_slots(spec)
+    tensors = dict(checkpoint_tensors(config.path, "target", lambda name: name in own))
+    embedding = tensors["model.embed_tokens.weight"]
+    for name, slot in slots.items():
+        if name == "lm_head.weight":
+            tensors.setdefault(name, embedding.clone())
+        elif name.endswith(".bias"):
+            tensors.setdefault(name, torch.zeros(slot.shape, dtype=embedding.dtype))
+    return tensors
+
+
+def _mimo_config(config: ModelConfig, modules: int) -> dict[str, Any]:
+    """The target's config.json as MiMo's."""
+    dropped = ("layer_types", "mlp_bias", "sliding_window", "max_window_layers")
+    return {
+        **{key: value for key, value in config.raw.items() if key not in dropped},
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+        "num_nextn_predict_layers": modules,
+        "attention_bias": True,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+    }

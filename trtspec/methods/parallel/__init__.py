@@ -1,0 +1,1 @@
+"""PARD and P-EAGLE: all drafts in one pass over mask tokens."""

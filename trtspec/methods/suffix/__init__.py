@@ -1,0 +1,1 @@
+"""Drafts looked up in suffix trees of requests and earlier responses."""

@@ -1,0 +1,207 @@
+"""Suffix decoding: what most often followed the longest matches of the last tokens, weighed by how often it did.
+
+Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024); settings, scoring and
+the depth limit are those of Arctic Inference, which vLLM calls for method="suffix".
+
+The last tokens are looked up in two places: the request's own text (prompt and output) and the responses of requests
+that ended before (suffix_tree.py). In each, for match lengths m = 1, 2, ... as long as the last m tokens occur there:
+take up to min(K, int(m * max_spec_factor + 1e-6)) drafts, each the token that most often follows (the lowest id of
+equals), while the probability - the share of the match's occurrences that have all these drafts behind them - is at
+least min_token_prob. A match and its drafts are at most max_tree_depth tokens. The guess with the greatest sum of
+probabilities counts; of equal ones the one with the longer match, and of equal ones from the two places the request's
+own. A match at the very end of a text is an occurrence that nothing follows.
+
+A response enters the tree when its request ends (Arctic Inference: while it is generated), without what the last step
+accepted, which no drafter is shown. It does so at a pace that keeps long responses from holding up everyone: with each
+call of `propose`, ABSORBED_PER_CALL tokens and a few for each request come in, or leave to make room. At most
+max_cached_requests responses are kept, with TOKENS_PER_RESPONSE times as many tokens; no more may wait. With 0 there is
+no tree.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtspec.core import Proposal
+from trtspec.errors import CapacityError
+from trtspec.methods.drafter import DraftResources
+from trtspec.methods.history import TokenHistory, proposal_of
+from trtspec.methods.suffix.tree import END, Guess, SuffixTree
+from trtspec.protocols import DraftRequest
+
+TOKENS_PER_RESPONSE = 1024
+"""On average: max_cached_requests times as many are kept, a longer response at the expense of others."""
+ABSORBED_PER_CALL = 256
+ABSORBED_PER_REQUEST = 8
+
+
+class SuffixDrafter:
+    """See above. `tree` is shared by all requests; None: requests look into their own text only."""
+
+    def __init__(self, depth: int, tree: SuffixTree | None, max_spec_factor: float, min_token_prob: float) -> None:
+        self.depth, self.tree = depth, tree
+        self.max_spec_factor, self.min_token_prob = max_spec_factor, min_token_prob
+        self._history = TokenHistory(margin=depth)
+        self._responses: dict[int, array[int]] = {}  # of running requests, as far as they were shown
+        self._ended: deque[array[int]] = deque()
+        self._absorbing = self._arrivals()
+
+    @classmethod
+    def from_resources(cls, resources: DraftResources) -> SuffixDrafter:
+        """See base.BuildableDrafter. CapacityError where there is no memory for the tree."""
+        spec, cached = resources.speculation, resources.speculation.suffix_decoding_max_cached_requests
+        depth = min(spec.suffix_decoding_max_tree_depth, spec.max_model_len)  # no text is longer
+        try:
+            tree = SuffixTree(depth, cached, cached * TOKENS_PER_RESPONSE) if cached else None
+        except MemoryError as error:
+            raise CapacityError(
+                f"suffix_decoding_max_cached_requests={cached}: there is no memory for so many responses of "
+                f"{TOKENS_PER_RESPONSE} tokens; lower it"
+            ) from error
+        return cls(depth, tree, spec.suffix_decoding_max_spec_factor, spec.suffix_decoding_min_token_prob)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        """See protocols.Drafter."""
+        most = ABSORBED_PER_CALL + ABSORBED_PER_REQUEST * len(requests)
+        if sum(1 for _ in islice(self._absorbing, most)) < most:  # nothing waits any more: this iterator is at its end
+            self._absorbing = self._arrivals()
+        return proposal_of(requests, [self._guess(request).tokens for request in requests])
+
+    def forget(self, request_id: int) -> None:
+        """The request's response waits to enter the tree; all else that is kept for it is dropped."""
+        self._history.forget(request_id)
+        response = self._responses.pop(request_id, None)
+        if self.tree is not None and response:
+            self._ended.append(response[-self.tree.max_tokens :])
+            while len(self._ended) > self.tree.max_responses or sum(map(len, self._ended)) > self.tree.max_tokens:
+                self._ended.popleft()
+
+    def _arrivals(self) -> Iterator[None]:
+        """The work of taking in the responses that wait, a token that comes or goes with each step."""
+        while self.tree is not None and self._ended:
+            yield from self.tree.absorb(self._ended.popleft())
+
+    def _guess(self, request: DraftRequest) -> Guess:
+        text = self._history.update(request)
+        lengths = match_lengths(self.depth, request.max_draft_len, self.max_spec_factor)
+        best = Guess()
+        if self.tree is not None:
+            response = self._responses.setdefault(request.request_id, array("i"))
+            response.extend(request.tokens[request.prompt_len + len(response) :])
+            pattern = array("i", request.tokens[-self.depth :])
+            best = choose(PastResponses(self.tree, pattern, self.min_token_prob), lengths, best)
+        return choose(OwnText(text, self.depth, self.min_token_prob), lengths, best)
+
+
+class Place(Protocol):
+    """Where matches are looked for."""
+
+    def guess(self, match_len: int, budget: int) -> Guess | None:
+        """What follows the last `match_len` tokens, `budget` tokens at most; None if these do not occur."""
+        ...
+
+    def longest(self, below: int) -> int:
+        """The greatest length of a match, when it is known that matches are shorter than `below`."""
+        ...
+
+
+@lru_cache(maxsize=64)
+def match_lengths(depth: int, num_drafts: int, factor: float) -> list[tuple[int, int]]:
+    """(drafts that may be made, length of the match): first those that can score highest, of equals the longest."""
+    pairs = [(min(num_drafts, int(m * factor + 1e-6), depth - m), m) for m in range(1, depth)]
+    return sorted((pair for pair in pairs if pair[0] > 0), reverse=True)
+
+
+def choose(place: Place, lengths: Sequence[tuple[int, int]], best: Guess) -> Guess:
+    """The best guess of a place, or `best` where all have lower scores. Scores are compared as fractions, so that equal
+    ones are equal."""
+    longest, best_len = None, 0
+    for budget, match_len in lengths:
+        if budget * best.total < best.count:
+            break  # no probability exceeds 1, so nothing can be better any more
+        if longest is not None and match_len > longest:
+            continue
+        guess = place.guess(match_len, budget)
+        if guess is None:
+            longest = place.longest(match_len)
+            continue
+        ours, theirs = guess.count * best.total, best.count * guess.total
+        if ours > theirs or (ours == theirs and match_len > best_len):
+            best, best_len = guess, match_len
+    return best
+
+
+class PastResponses:
+    """The tree, asked for the last tokens of one request."""
+
+    def __init__(self, tree: SuffixTree, pattern: array[int], min_prob: float) -> None:
+        self.tree, self.pattern, self.min_prob = tree, pattern, min_prob
+        self._found: dict[int, int | None] = {}  # match length -> where it is
+
+    def _locate(self, match_len: int) -> int | None:
+        if match_len not in self._found:
+            occurs = match_len <= len(self.pattern)
+            self._found[match_len] = self.tree.locate(self.pattern[-match_len:]) if occurs else None
+        return self._found[match_len]
+
+    def longest(self, below: int) -> int:
+        """See Place. Where a match occurs, shorter ones do."""
+        return bisect_left(range(1, below), True, key=lambda match_len: self._locate(match_len) is None)
+
+    def guess(self, match_len: int, budget: int) -> Guess | None:
+        """See Place."""
+        found = self._locate(match_len)
+        return None if found is None else self.tree.draft(found, match_len, budget, self.min_prob)
+
+
+class OwnText:
+    """The tokens of one request. They are searched, not kept in a tree: that takes a pass over them with each call, and
+    no time to build one when a long prompt arrives."""
+
+    def __init__(self, text: NDArray[np.int64], depth: int, min_prob: float) -> None:
+        """`text`: tokens [L] with `depth` places of -1 on both sides."""
+        self.text, self.min_prob = text, min_prob
+        last = len(text) - depth - 1
+        # Where the last token occurs [N], and where the last two do [M]: all but a few of N need no closer look.
+        self.ends = depth + np.flatnonzero(text[depth:last] == text[last])
+        self.near = self.ends[text[self.ends - 1] == text[last - 1]]
+        back = np.arange(depth - 1)
+        same = text[self.near[:, None] - back] == text[last - back]  # [M, depth - 1]
+        # No row runs past the beginning: it meets -1 where the last tokens, which begin later, still have a token.
+        self.lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)  # [M], of the match that ends there
+
+    def longest(self, below: int) -> int:
+        """See Place. The end of the text itself does not count: nothing follows it."""
+        return int(self.lengths.max(initial=min(len(self.ends), 1)))
+
+    def guess(self, match_len: int, budget: int) -> Guess | None:
+        """See Place."""
+        ends = self.ends if match_len == 1 else self.near[self.lengths >= match_len]
+        if not len(ends):
+            return None
+        total, drafts, score = len(ends) + 1, list[int](), 0  # total: with the end of the text
+        rows = self.text[ends[:, None] + np.arange(1, budget + 1)].tolist()  # what follows each of them
+        while len(drafts) < budget:
+            column = [row[len(drafts)] for row in rows]
+            token, count = column[0], column.count(column[0])
+            if count < len(column) or token == END:
+                counts = Counter(column)
+                del counts[END]
+                token = max(counts, key=lambda token: (counts[token], -token), default=END)
+                count = counts[token]
+            if token == END or count / total < self.min_prob:
+                break
+            drafts.append(token)
+            score += count
+            if count < len(rows):
+                rows = [row for row in rows if row[len(drafts) - 1] == token]
+        return Guess(drafts, score, total)

@@ -1,0 +1,312 @@
+"""One-engine speculation: what every worker does inside the target's graph. Method names follow TensorRT-LLM.
+
+Tensors in, tensors out: a worker is exported with the target. Shapes as in core.py; K' = spec.next_draft_len, the
+drafts that this step makes for the next one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.core import (
+    AttnMetadata,
+    LogitEdits,
+    Proposal,
+    SamplingTensors,
+    SpecMetadata,
+    StepInputs,
+    StepOutputs,
+    Verdict,
+)
+from trtspec.methods.chain import ChainState, draft_chain
+from trtspec.methods.head import DraftHead
+from trtspec.models.attention import PagedAttend
+from trtspec.models.decoder import Decoder
+from trtspec.ops import process_logits, spec_accept, spec_sample
+from trtspec.protocols import PhaseMethod
+from trtspec.verify.strict import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, get_force_num_accepted_tokens
+
+__all__ = [
+    "FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR",
+    "BuildableWorker",
+    "GuidedDecoder",
+    "SpecWorkerBase",
+    "WorkerResources",
+    "draw",
+    "draw_drafts",
+    "get_force_num_accepted_tokens",
+]
+
+
+class GuidedDecoder(Protocol):
+    """Restricts what may be drawn, inside the graph."""
+
+    def execute(self, logits: Tensor) -> Tensor:
+        """logits [R, V] fp32 -> the same with -inf where the grammar forbids."""
+        ...
+
+
+class SpecWorkerBase(nn.Module, ABC):
+    """Draw, accept, draft. A subclass says what its draft layers compute; the chain is that of methods.chain.
+
+    capture_layers: hidden states it wants of the target, "after layer i", -1 = after the last norm. greedy: drafts are
+    arg-max, whatever the requests ask for. advance_draft_positions, reads_target_kv: see methods.head.DraftHead.
+    """
+
+    advance_draft_positions: bool = True
+    reads_target_kv: bool = False
+
+    def __init__(self, max_draft_len: int, capture_layers: Sequence[int], greedy: bool = False) -> None:
+        super().__init__()
+        self.max_draft_len = max_draft_len
+        self.capture_layers = tuple(capture_layers)
+        self.greedy = greedy
+        self.guided_decoder: GuidedDecoder | None = None
+
+    # -- what a subclass says -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
+        """All T rows: token after each [T], the target's captured states [T, n * Ht], positions [T] -> [T, H]."""
+
+    @abstractmethod
+    def next_pass(self, step: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
+        """Pass `step` (1..K'-1) over one row per request: tokens [B], hidden [B, H], positions [B] -> [B, H]."""
+
+    @abstractmethod
+    def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
+        """hidden [B, H] of pass `step` (0..K'-1) -> logits [B, Vd] fp32 over the draft vocabulary."""
+
+    @property
+    @abstractmethod
+    def d2t(self) -> Tensor:
+        """[Vd] int64: target id = draft id + d2t."""
+
+    @property
+    @abstractmethod
+    def draft_ids(self) -> Tensor:
+        """[V] int64: draft id of each target id, -1 where there is none."""
+
+    @property
+    @abstractmethod
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """(num_kv_heads, head_dim) of its KV layers, which follow the target's."""
+
+    @property
+    @abstractmethod
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each of those, None = all."""
+
+    @property
+    @abstractmethod
+    def weight_bytes_per_step(self) -> int:
+        """Bytes of weights that the K' = max_draft_len passes of one step read."""
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows of draft logits that a pass makes for each request."""
+        return 1
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: StepInputs, captured: Tensor, logits: Tensor, attend: PagedAttend) -> StepOutputs:
+        """captured [T, n * Ht], logits [R, V] fp32 of the target -> everything a step gives."""
+        spec, attn = inputs.spec, inputs.attn
+        sampled = self.sample_tokens_for_batch(self.execute_guided_decoder_if_present(logits), spec)
+        accepted, counts = self.sample_and_accept_draft_tokens(sampled, spec)
+        rejected = spec.draft_lens - (counts - 1).clamp(min=0).int()  # [B] rows to be rewound
+        hidden, rows = self.read_in(inputs, captured, accepted, counts, attend)
+        drafts = self.draft(hidden, counts, rows.kv_lens - rejected, rows, spec, attend)
+        return StepOutputs(
+            tokens=sampled,
+            verdict=Verdict(accepted, counts),
+            proposal=Proposal(drafts, torch.full_like(spec.draft_lens, spec.next_draft_len)),
+            next_new_tokens=self.prepare_next_new_tokens(accepted, counts, drafts),
+            next_kv_lens=attn.kv_lens - rejected,
+        )
+
+    def phases(self) -> Sequence[PhaseMethod]:
+        """See protocols.Executable."""
+        return (
+            (self, "sample_tokens_for_batch", "accept"),
+            (self, "sample_and_accept_draft_tokens", "accept"),
+            (self, "first_pass", "draft"),
+            (self, "draft", "draft"),
+        )
+
+    def read_in(
+        self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
+    ) -> tuple[Tensor, AttnMetadata]:
+        """The first pass, after acceptance: accepted [B, K+1], -1 past their number counts [B] -> its output and the
+        rows it was made of, each request's in order, so that the first draft is drawn behind the last one kept."""
+        ids = self.prepare_context_input_ids(inputs.input_ids, accepted, inputs.attn, inputs.spec)
+        return self.first_pass(ids, captured, inputs.attn.positions(ids.shape[0]), attend), inputs.attn
+
+    def draft(
+        self,
+        hidden: Tensor,  # [T, H] of the first pass, T here its rows
+        counts: Tensor,  # [B] tokens each request was given
+        kv_lens: Tensor,  # [B] int32, of its rows those kept and all before
+        attn: AttnMetadata,  # of its rows
+        spec: SpecMetadata,
+        attend: PagedAttend,
+    ) -> Tensor:
+        """The drafts for the next step, [B, K'] int64."""
+        if spec.next_draft_len == 0:
+            return spec.draft_tokens.new_empty(spec.batch_size, 0)
+        taken = (counts - 1).clamp(min=0)
+        last = attn.cu_q_lens[1:].long() - 1 - spec.draft_lens + taken  # [B] row of the last token that is kept
+        sampling = self.sampling_behind(counts, spec)
+        return self.draft_from(hidden[last], replace(attn, kv_lens=kv_lens), sampling, spec.next_draft_len, attend)
+
+    def sampling_behind(self, counts: Tensor, spec: SpecMetadata) -> SamplingTensors:
+        """How to draw the first draft of each request, behind the counts [B] tokens that it was given."""
+        sampling = spec.sampling.select(spec.logits_rows()[:, 0])
+        return replace(sampling, positions=sampling.positions + (counts - 1).clamp(min=0) + 1)
+
+    def draft_from(
+        self, hidden: Tensor, attn: AttnMetadata, sampling: SamplingTensors, num_drafts: int, attend: PagedAttend
+    ) -> Tensor:
+        """hidden [B, H] of the last row that each request keeps, attn with the kv_lens it keeps, sampling of the first
+        draft -> drafts [B, num_drafts] int64."""
+        moves = self.advance_draft_positions
+        rows = attn.advance() if moves else attn.last_rows()
+        start = ChainState(self.sample_drafts(0, hidden, sampling), rows, sampling.advance(), hidden)
+
+        def forward(step: int, state: ChainState) -> tuple[Tensor, Tensor]:
+            assert state.hidden is not None
+            positions = state.attn.kv_lens.long() - 1  # one row per request, its last
+            after = self.next_pass(step, state.tokens, state.hidden, positions, attend.at(state.attn))
+            return self.sample_drafts(step, after, state.sampling), after
+
+        return draft_chain(start, num_drafts, forward, moves)
+
+    def sample_tokens_for_batch(self, logits: Tensor, spec: SpecMetadata) -> Tensor:
+        """The target's own draw at each logits row: [R, V] fp32 -> [R] int64. Each row as its request asks."""
+        return draw(logits, spec.sampling, edits=spec.edits)
+
+    def sample_and_accept_draft_tokens(self, sampled: Tensor, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
+        """Strict acceptance: sampled [R] -> accepted tokens [B, K+1] (-1 past their number), their number [B]."""
+        return spec_accept(
+            spec.per_request(sampled),
+            spec.drafts_per_request(),
+            spec.draft_lens,
+            self.apply_force_accepted_tokens(spec),
+            emits=spec.next_prompt_token < 0,
+        )
+
+    def apply_force_accepted_tokens(self, spec: SpecMetadata) -> Tensor:
+        """Drafts to count as accepted whatever they are, [B] int32, -1 = as they agree. Generation rows only."""
+        request = torch.arange(spec.batch_size, device=spec.forced_accept.device)
+        return torch.where(request < spec.num_contexts, -1, spec.forced_accept)
+
+    def prepare_context_input_ids(
+        self, input_ids: Tensor, accepted: Tensor, attn: AttnMetadata, spec: SpecMetadata
+    ) -> Tensor:
+        """The token after each row, [T] int64: what the first draft pass reads.
+
+        Inside a prompt that is the next prompt token, behind a chunk the one the host knows (next_prompt_token), and
+        where the request draws, what was accepted there. Rows of rejected drafts get id 0; nothing reads their output.
+        """
+        T = input_ids.shape[0]
+        request = attn.requests(T)
+        draws = (attn.cu_q_lens[1:].long() - 1 - spec.draft_lens)[request]  # row of the last known token
+        offset = torch.arange(T, device=input_ids.device) - draws  # negative: the next row is of the prompt
+        known = spec.next_prompt_token[request]
+        drawn = accepted[request, offset.clamp(min=0)]
+        after = torch.where(offset < 0, input_ids.roll(-1), torch.where(known >= 0, known, drawn))
+        return after.clamp(0, self.draft_ids.shape[0] - 1)  # also where nothing could be drawn
+
+    def prepare_next_new_tokens(self, accepted: Tensor, counts: Tensor, drafts: Tensor) -> Tensor:
+        """Last accepted token and drafts, [B, K'+1] int64: the input ids of the next step."""
+        last = accepted.gather(1, (counts - 1).clamp(min=0)[:, None])
+        return torch.cat((last, drafts), dim=1)
+
+    def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
+        """hidden [B, H] of pass `step` -> drafts [B] int64, target ids, drawn with the noise the target will use at
+        their places."""
+        logits = self.draft_logits(step, hidden)
+        if self.greedy:
+            return self.draft_sampler_greedy(logits, self.d2t)
+        ids = torch.arange(logits.shape[1], device=logits.device) + self.d2t
+        return draw_drafts(logits, sampling, ids, self.draft_ids)
+
+    def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor) -> Tensor:
+        """logits [B, Vd] -> arg-max as target ids, [B] int64."""
+        best = logits.argmax(-1)
+        return best + d2t[best]
+
+    def set_guided_decoder(self, guided_decoder: GuidedDecoder | None) -> bool:
+        """Restrict all further draws of the target. True: a worker runs it inside the graph."""
+        self.guided_decoder = guided_decoder
+        return True
+
+    def execute_guided_decoder_if_present(self, logits: Tensor) -> Tensor:
+        """logits [R, V] fp32, restricted."""
+        return logits if self.guided_decoder is None else self.guided_decoder.execute(logits)
+
+    def skip_forward(self, inputs: StepInputs) -> StepOutputs:
+        """What a rank that does not sample returns: the right shapes, one token each, no contents."""
+        spec = inputs.spec
+        B, K = spec.batch_size, spec.next_draft_len
+        empty = spec.draft_tokens.new_zeros
+        return StepOutputs(
+            tokens=empty(spec.gather_ids.shape[0]),
+            verdict=Verdict(empty(B, spec.runtime_draft_len + 1), torch.ones_like(spec.next_prompt_token)),
+            proposal=Proposal(empty(B, K), torch.full_like(spec.draft_lens, K)),
+            next_new_tokens=empty(B, K + 1),
+            next_kv_lens=inputs.attn.kv_lens,
+        )
+
+
+class WorkerResources(Protocol):
+    """Handed to `from_resources` of the worker that the mode's row names."""
+
+    @property
+    def speculation(self) -> ResolvedSpeculation: ...
+
+    def load_head(self, target: Decoder) -> DraftHead:
+        """What the mode's row loads as the head of `target`."""
+        ...
+
+
+class BuildableWorker(Protocol):
+    """A worker that a row of the modes table names."""
+
+    @classmethod
+    def from_resources(cls, resources: WorkerResources, target: Decoder) -> SpecWorkerBase: ...
+
+
+def draw(
+    logits: Tensor, sampling: SamplingTensors, vocab_ids: Tensor | None = None, edits: LogitEdits | None = None
+) -> Tensor:
+    """Process logits [R, V] fp32 as each row asks, then draw: [R] int64. vocab_ids [V]: of the columns, if others."""
+    none, none_f = sampling.top_ks.new_empty(0), sampling.temperatures.new_empty(0)
+    edits = edits or LogitEdits(none, none, none_f, none, none_f, none)
+    logits = process_logits(
+        logits, sampling.positions,
+        history=edits.history, prompt_lens=edits.prompt_lens, penalties=edits.penalties,
+        bias_ids=edits.bias_ids, bias_values=edits.bias_values,
+        ban_ids=sampling.ban_ids, ban_until=sampling.ban_until, allow_mask=edits.allow_mask,
+        temperatures=sampling.temperatures, top_ks=sampling.top_ks, top_ps=sampling.top_ps, min_ps=sampling.min_ps,
+    )  # fmt: skip
+    ids = none.long() if vocab_ids is None else vocab_ids
+    return spec_sample(logits, sampling.greedy, sampling.seeds, sampling.positions, ids)
+
+
+def draw_drafts(logits: Tensor, sampling: SamplingTensors, target_ids: Tensor, draft_ids: Tensor) -> Tensor:
+    """As `draw`, over a draft vocabulary: logits [R, Vd] fp32, target_ids [Vd] int64 what each column stands for,
+    draft_ids [V] the way back, -1 = there is none -> [R] int64, the target's ids."""
+    if sampling.ban_ids.shape[1]:
+        banned = sampling.ban_ids.long()
+        here = torch.where(banned >= 0, draft_ids[banned.clamp(min=0)], -1).int()
+        sampling = replace(sampling, ban_ids=here)
+    tokens = draw(logits, sampling, target_ids)
+    return tokens.clamp(max=draft_ids.shape[0] - 1)  # if all it can say is banned, any guess will do

@@ -1,0 +1,1 @@
+"""The engine's own process, and how the front talks to it."""

@@ -1,0 +1,96 @@
+"""Prometheus metrics of the front, and of the engine as it was after its last step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from trtspec.serve.engine.client import EngineClient
+from trtspec.serve.engine.wire import Delta
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """One server's. Times in seconds."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "trtspec_requests", "requests by endpoint and HTTP status", ("endpoint", "status"), registry=registry
+        )
+        self.finished = Counter("trtspec_samples", "samples by finish reason", ("reason",), registry=registry)
+        self.prompt_tokens = Counter("trtspec_prompt_tokens", "tokens of prompts", registry=registry)
+        self.tokens = Counter("trtspec_generated_tokens", "tokens generated", registry=registry)
+        self.drafted = Counter(
+            "trtspec_draft_tokens", "draft tokens verified, by position in the draft", ("position",), registry=registry
+        )
+        self.accepted = Counter(
+            "trtspec_accepted_tokens", "draft tokens accepted, by position", ("position",), registry=registry
+        )
+        self.first_token = Histogram(
+            "trtspec_time_to_first_token_seconds", "from request to first token", buckets=_SECONDS, registry=registry
+        )
+        self.between_tokens = Histogram(
+            "trtspec_inter_token_seconds",
+            "between tokens: the time between two steps by the tokens of the second",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "trtspec_request_seconds", "from request to last token", buckets=_SECONDS, registry=registry
+        )
+        self.refused = Counter("trtspec_refused", "requests refused because the queue was full", registry=registry)
+        self.disconnects = Counter("trtspec_disconnects", "requests whose client went away", registry=registry)
+        self.restarts = Counter("trtspec_engine_restarts", "engines that died and were replaced", registry=registry)
+        self.viewers = Gauge("trtspec_live_viewers", "live views that are open", registry=registry)
+        registry.register(_EngineCollector(client))
+
+    def count(self, delta: Delta) -> None:
+        """What a step gave to a sample."""
+        self.tokens.inc(len(delta.token_ids))
+        for position in range(len(delta.draft_ids)):
+            self.drafted.labels(position).inc()
+            if position < delta.num_accepted:
+                self.accepted.labels(position).inc()
+        if delta.finish_reason is not None:
+            self.finished.labels(delta.finish_reason).inc()
+
+    def text(self) -> bytes:
+        """In Prometheus' exposition format."""
+        return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's own counts, which begin anew with every engine."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterator[Metric]:
+        load, ready = self._client.load, self._client.state == "ready"
+        yield GaugeMetricFamily("trtspec_engine_up", "1 while requests can run", value=ready)
+        yield GaugeMetricFamily(
+            "trtspec_engine_silent_seconds", "since its last word, while it has work", value=self._client.silence
+        )
+        yield GaugeMetricFamily("trtspec_running", "samples in the running batch", value=load.running)
+        yield GaugeMetricFamily("trtspec_waiting", "samples that wait", value=load.waiting)
+        yield GaugeMetricFamily("trtspec_kv_used_ratio", "share of the KV cache's blocks in use", value=load.kv_used)
+        yield CounterMetricFamily("trtspec_steps", "steps of the engine", value=load.steps)
+        seconds = CounterMetricFamily("trtspec_step_seconds", "time in steps, by phase", labels=("phase",))
+        seconds.add_metric(("launch",), load.launch_seconds)
+        seconds.add_metric(("host",), max(load.step_seconds - load.launch_seconds, 0.0))
+        yield seconds
+        yield CounterMetricFamily("trtspec_preemptions", "requests that gave up their blocks", value=load.preemptions)
+        yield CounterMetricFamily(
+            "trtspec_prefix_query_tokens", "tokens looked up in the cache", value=load.prefix_query_tokens
+        )
+        yield CounterMetricFamily(
+            "trtspec_prefix_hit_tokens", "tokens found there, and not computed", value=load.prefix_hit_tokens
+        )
+        yield CounterMetricFamily(
+            "trtspec_drafter_failures", "calls of the drafter that failed", value=load.drafter_failures
+        )

@@ -1,0 +1,112 @@
+"""What the endpoints answer, as OpenAI's clients expect it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from trtspec.serve.engine.wire import Delta
+from trtspec.text import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Reply:
+    """The frame that all parts of one answer share. kind: "text_completion" or "chat.completion"."""
+
+    def __init__(self, kind: str, model: str) -> None:
+        self.id = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}"
+        self.kind, self.model, self.created = kind, model, int(time.time())
+
+    def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer in one piece."""
+        return {**self._head(self.kind), "choices": list(choices), "usage": usage}
+
+    def chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        """A server-sent event."""
+        kind = self.kind if self.kind == "text_completion" else "chat.completion.chunk"
+        body = {**self._head(kind), "choices": list(choices), **({} if usage is None else {"usage": usage})}
+        return event(body)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """A server-sent event with JSON in it."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
+
+
+class CompletionLogprobs:
+    """OpenAI's `logprobs` of a completion: of each token its text, its own, those of the likeliest, its place."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._length = 0
+        self.all: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def add(self, delta: Delta) -> dict[str, list[Any]] | None:
+        """Those of a step's tokens."""
+        if delta.logprobs is None:
+            return None
+        news: dict[str, list[Any]] = {name: [] for name in self.all}
+        for entry in delta.logprobs:
+            words = [word_of(token, self._tokenizer) for token, *_ in entry]
+            news["tokens"].append(words[0])
+            news["token_logprobs"].append(entry[0][1])
+            likeliest: dict[str, float] = {}
+            for word, one in zip(words, entry, strict=True):  # of tokens with the same text the first: the drawn one's
+                likeliest.setdefault(word, one[1])
+            news["top_logprobs"].append(likeliest)
+            news["text_offset"].append(self._length)
+            self._length += len(words[0])
+        for name, values in news.items():
+            self.all[name] += values
+        return news
+
+
+class ChatLogprobs:
+    """OpenAI's `logprobs` of a chat completion; `top`: how many of the likeliest are wanted of each token."""
+
+    def __init__(self, tokenizer: Tokenizer | None, top: int) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self.all: dict[str, Any] = {"content": [], "refusal": None}
+
+    def add(self, delta: Delta) -> dict[str, Any] | None:
+        """Those of a step's tokens."""
+        if delta.logprobs is None:
+            return None
+        news = []
+        for drawn, *others in delta.logprobs:
+            likeliest = sorted((drawn, *others), key=lambda one: one[2])[: self._top]
+            news.append({**self._one(*drawn), "top_logprobs": [self._one(*one) for one in likeliest]})
+        self.all["content"] += news
+        return {"content": news, "refusal": None}
+
+    def _one(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        word = word_of(token, self._tokenizer)
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode(errors="replace"))}
+
+
+def word_of(token: int, tokenizer: Tokenizer | None) -> str:
+    """A token's text alone; half a character is U+FFFD."""
+    return str(token) if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+
+
+def step_of(delta: Delta, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What a step did, token by token: drafts that were accepted, the token behind them, drafts that were rejected."""
+
+    def words(ids: Sequence[int]) -> list[str]:
+        return [word_of(token, tokenizer) for token in ids]
+
+    accepted = delta.num_accepted
+    return {
+        "accepted": words(delta.token_ids[:accepted]),
+        "bonus": words(delta.token_ids[accepted:]),
+        "rejected": words(delta.draft_ids[accepted:]),
+        "draft_len": len(delta.draft_ids),
+    }

@@ -1,0 +1,134 @@
+"""A record of every request: its id, what came of it and how long it took; no word of a prompt or of an answer.
+
+Whoever handles a request adds to its record through `current()`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from trtspec.serve.http.service import Generation
+
+logger = logging.getLogger("trtspec.serve.requests")
+
+ENDPOINTS = {"/v1/completions", "/v1/chat/completions", "/v1/models"}
+"""Those that are told apart by name; a path that a client makes up is written nowhere."""
+_OPERATORS = {"/health", "/ready", "/metrics", "/version"}
+_TRACE = ("traceparent", "tracestate")
+_GOOD_ID = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
+
+
+@dataclass
+class Record:
+    """Of one request. Times: nanoseconds since 1970 for `began` and `ended`, seconds for the rest."""
+
+    id: str
+    method: str
+    endpoint: str  # a path of ours, or "other"
+    trace: dict[str, str]  # the request's headers that say which trace it is of
+    began: int = field(default_factory=time.time_ns)
+    ended: int = 0
+    status: int = 499  # of the answer; as it is, none was sent
+    error: str | None = None  # a word for what went wrong before anything was generated
+    generation: Generation | None = None
+    start: float = field(default_factory=time.perf_counter)  # `began` on the clock that measures
+
+    @property
+    def reason(self) -> str:
+        """Why it ended: finish reasons, or a word for what went wrong."""
+        if self.generation is not None:
+            return self.generation.reason
+        return self.error or ("ok" if self.status < 400 else "client_gone" if self.status == 499 else "error")
+
+    @property
+    def first_token_at(self) -> int | None:
+        """Nanoseconds since 1970; None if there was none."""
+        if self.generation is None or self.generation.first_token is None:
+            return None
+        return self.began + int((self.generation.started - self.start + self.generation.first_token) * 1e9)
+
+    def finish(self) -> None:
+        """It has been answered, or will not be."""
+        self.ended = self.began + int((time.perf_counter() - self.start) * 1e9)
+
+    def fields(self) -> dict[str, Any]:
+        """What is written of it."""
+        fields: dict[str, Any] = {"id": self.id, "endpoint": self.endpoint, "status": self.status}
+        if self.generation is not None:
+            usage, first = self.generation.usage(), self.generation.first_token
+            steps, accepted = (usage["speculation"][name] for name in ("steps", "accepted_tokens"))
+            fields |= {
+                "prompt_tokens": usage["prompt_tokens"],
+                "completion_tokens": usage["completion_tokens"],
+                "acceptance_length": round(1 + accepted / steps, 3) if steps else None,
+                "first_token_seconds": None if first is None else round(first, 6),
+            }
+        return {**fields, "seconds": round((self.ended - self.began) / 1e9, 6), "reason": self.reason}
+
+
+_CURRENT: ContextVar[Record | None] = ContextVar("request", default=None)
+
+
+def current() -> Record | None:
+    """The record of the request that is being handled; None outside of one."""
+    return _CURRENT.get()
+
+
+def write(record: Record) -> None:
+    """One line: of what only operators ask for and get as a `debug` event, of what failed here as a `warning`."""
+    level = logging.WARNING if record.status >= 500 else logging.INFO
+    if record.endpoint in _OPERATORS and record.status < 400:
+        level = logging.DEBUG
+    logger.log(level, "request", extra={"fields": record.fields()})
+
+
+def request_id(given: bytes | None) -> str:
+    """The client's X-Request-Id if it is 1 to 128 printable ASCII characters, else a new one."""
+    return given.decode("ascii") if given and _GOOD_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+class RequestLog:
+    """ASGI middleware around all others: keeps the record, and tells its listeners of it in the end. The answer has the
+    request's id in X-Request-Id."""
+
+    def __init__(self, app: ASGIApp, listeners: Sequence[Callable[[Record], None]] = (write,)) -> None:
+        self.app = app
+        self.listeners = listeners
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        path = scope["path"] if scope["path"] in ENDPOINTS | _OPERATORS else "other"
+        record = Record(
+            request_id(headers.get(b"x-request-id")), scope["method"], path,
+            {name: headers[name.encode()].decode("latin-1") for name in _TRACE if name.encode() in headers},
+        )  # fmt: skip
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", record.id.encode())]}
+            await send(message)
+
+        token = _CURRENT.set(record)
+        try:
+            await self.app(scope, receive, noted)
+        finally:
+            _CURRENT.reset(token)
+            record.finish()
+            if record.generation is not None:
+                record.generation.close()
+            for listener in self.listeners:
+                listener(record)

@@ -1,0 +1,213 @@
+"""Tool calls: from a model's text to OpenAI's `tool_calls`, in the notations of the common chat templates.
+
+| notation | a call |
+|---|---|
+| hermes (Hermes, Qwen) | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
+| mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer ones `[TOOL_CALLS]name[ARGS]{...}` |
+| llama3 | the whole text is `{"name": ..., "parameters": {...}}`, more behind `;`, `<|python_tag|>` before it or not |
+
+Where a call was demanded (tool_choice "required" or a name), the text is bound to a JSON schema instead, whatever the
+model's notation: see `demanded_schema`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtspec.serve.http.protocol import NamedTool, Tool
+
+_decoder = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call; arguments: JSON text."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+    def to_dict(self, index: int | None = None) -> dict[str, Any]:
+        """As OpenAI writes it; with its index in a stream."""
+        place = {} if index is None else {"index": index}
+        return {
+            **place,
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+@dataclass(frozen=True)
+class Notation:
+    """How a template's models write calls: what begins one, where only there the text begins, and how to read what
+    follows. `read` raises ValueError for what is none."""
+
+    name: str
+    markers: tuple[str, ...]
+    only_at_start: bool
+    read: Callable[[str], list[Call]]
+
+
+def _call(value: Any) -> Call:
+    """From {"name": ..., "arguments" or "parameters": {...}}."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError("no call")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return Call(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+
+
+def _read_hermes(text: str) -> list[Call]:
+    parts = text.split("<tool_call>")[1:]
+    return [_call(json.loads(part.split("</tool_call>")[0])) for part in parts]
+
+
+def _read_mistral(text: str) -> list[Call]:
+    calls: list[Call] = []
+    for part in text.split("[TOOL_CALLS]")[1:]:
+        if part.lstrip().startswith("["):
+            listed, _ = _decoder.raw_decode(part.lstrip())
+            calls += map(_call, listed)
+        else:
+            brace = part.index("{")
+            arguments, _ = _decoder.raw_decode(part[brace:])
+            calls.append(_call({"name": part[:brace].replace("[ARGS]", "").strip(), "arguments": arguments}))
+    return calls
+
+
+def _read_llama3(text: str) -> list[Call]:
+    rest, calls = text.removeprefix("<|python_tag|>").strip(), []
+    while rest:
+        value, end = _decoder.raw_decode(rest)
+        calls.append(_call(value))
+        rest = rest[end:].lstrip("; \n")
+    return calls
+
+
+HERMES = Notation("hermes", ("<tool_call>",), False, _read_hermes)
+MISTRAL = Notation("mistral", ("[TOOL_CALLS]",), False, _read_mistral)
+LLAMA3 = Notation("llama3", ("<|python_tag|>", "{"), True, _read_llama3)
+NOTATIONS = {one.name: one for one in (HERMES, MISTRAL, LLAMA3)}
+
+
+def notation_of(template: str) -> Notation:
+    """The notation of a chat template (its source), by the markers it writes; Hermes', the commonest, if there are
+    none."""
+    for one, words in (
+        (HERMES, ("<tool_call>",)),
+        (MISTRAL, ("[TOOL_CALLS]",)),
+        (LLAMA3, ("python_tag", '"parameters"')),
+    ):
+        if any(word in template for word in words):
+            return one
+    return HERMES
+
+
+class CallParser:
+    """Divides a text, as it comes, into content and calls.
+
+    Content is handed on as it comes; from the first marker on the text is kept, and read when it ends. What begins like
+    a call and is none is content; special tokens never are.
+    """
+
+    def __init__(self, notation: Notation) -> None:
+        self._notation = notation
+        self._held = ""  # may become a marker, or is behind one
+        self._specials: set[str] = set()  # that came so far
+        self._in_call = False
+        self._started = False  # there was text that is not blank
+
+    def push(self, text: str, specials: Iterable[str] = ()) -> str:
+        """The text that is certainly content; specials: special tokens that the text shows, or is about to."""
+        self._specials.update(specials)
+        self._held += text
+        for special in self._specials.difference(self._notation.markers):
+            self._held = self._held.replace(special, "")
+        if self._in_call:
+            return ""
+        if self._notation.only_at_start:
+            return self._push_start()
+        places = [place for marker in self._notation.markers if (place := self._held.find(marker)) >= 0]
+        if places:
+            self._in_call = True
+            return self._cut(min(places))
+        return self._cut(len(self._held) - self._open_end())
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """What is left: content, and the calls."""
+        held, self._held = self._held, ""
+        if not self._in_call:
+            return held, []
+        try:
+            return "", self._notation.read(held)
+        except (ValueError, RecursionError):  # JSON's too
+            for marker in self._specials.intersection(self._notation.markers):
+                held = held.replace(marker, "")
+            return held, []
+
+    def _push_start(self) -> str:
+        text = self._held.lstrip()
+        if self._started or not text:
+            return self._cut(len(self._held)) if self._started else ""
+        if text.startswith(self._notation.markers):
+            self._in_call = True
+            return ""
+        if any(marker.startswith(text) for marker in self._notation.markers):
+            return ""
+        self._started = True
+        return self._cut(len(self._held))
+
+    def _open_end(self) -> int:
+        """Characters at the end that may begin a marker."""
+        longest = max(map(len, self._notation.markers)) - 1
+        for count in range(min(longest, len(self._held)), 0, -1):
+            if any(marker.startswith(self._held[-count:]) for marker in self._notation.markers):
+                return count
+        return 0
+
+    def _cut(self, count: int) -> str:
+        content, self._held = self._held[:count], self._held[count:]
+        return content
+
+
+def demanded_schema(tools: Sequence[Tool], choice: str | NamedTool, parallel: bool) -> dict[str, Any]:
+    """JSON schema of a text that must be calls: a list of {"name", "arguments"}, of one if not parallel."""
+    wanted = [tool.function for tool in tools]
+    if isinstance(choice, NamedTool):
+        wanted = [function for function in wanted if function.name == choice.function.name]
+    one = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function.name},
+                "arguments": function.parameters or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in wanted
+    ]
+    single = not parallel or isinstance(choice, NamedTool)
+    return {
+        "type": "array",
+        "items": one[0] if len(one) == 1 else {"anyOf": one},
+        "minItems": 1,
+        **({"maxItems": 1} if single else {}),
+    }
+
+
+def read_demanded(text: str) -> list[Call]:
+    """The calls of a text under `demanded_schema`; of one that was cut short, those that are whole."""
+    rest, calls = text.lstrip().removeprefix("["), []
+    while rest := rest.lstrip(" ,\n\t"):
+        try:
+            value, end = _decoder.raw_decode(rest)
+            calls.append(_call(value))
+        except (ValueError, RecursionError):
+            break
+        rest = rest[end:]
+    return calls

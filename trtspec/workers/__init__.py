@@ -1,1 +1,0 @@
-"""What runs inside a model's graph."""
