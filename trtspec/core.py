@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,19 @@ from trtspec.sampling_params import ResolvedSampling
 
 KVLayer = tuple[Tensor, Tensor]
 """(k_cache, v_cache) of one layer, each [num_blocks, block_size, Hkv, D]; block 0 is scratch."""
+
+
+class KVSpec(NamedTuple):
+    """One KV layer of a model: its shape, and how many tokens back it looks."""
+
+    num_heads: int
+    head_dim: int
+    window: int | None = None  # tokens; None: all
+
+    @property
+    def elements_per_token(self) -> int:
+        """K and V together."""
+        return 2 * self.num_heads * self.head_dim
 
 
 def row_requests(cu_q_lens: Tensor, num_rows: int) -> Tensor:

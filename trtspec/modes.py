@@ -238,7 +238,7 @@ class ModeTraits:
 _M = SpeculativeDecodingMode
 
 
-def _inside(head: str, worker: str = "trtspec.methods.head_worker:HeadWorker", mtp: bool = False) -> ModeTraits:
+def _inside(head: str, worker: str = "trtspec.methods.worker:SpecWorker", mtp: bool = False) -> ModeTraits:
     """Draft layers in the target's graph. Whose weights are not the target's have a checkpoint of their own."""
     return ModeTraits(
         mtp=mtp,

@@ -25,8 +25,8 @@ from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata
 from trtspec.engine.stats import TimedExecutable
 from trtspec.engine.step import Emission
 from trtspec.methods.head_drafter import HeadDrafter
-from trtspec.methods.head_worker import HeadWorker
 from trtspec.methods.step import HeadStep, OneEngineStep
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import PagedAttend
 
 Place = tuple[int, int, int]
@@ -40,14 +40,14 @@ PLAIN: dict[str, Any] = {**ROOMY, "max_batch_size": 64, "enable_prefix_caching":
 TIGHT: dict[str, Any] = {"max_num_tokens": 32, "num_kv_blocks": 25, "block_size": 4}
 
 
-class WatchedHead(HeadWorker):
+class WatchedHead(SpecWorker):
     """A worker of any kind (see `watch`) that logs what it drafts, and from what. With `answers` (prompt and output of
     each request) it says the right token, or, with probability `lie`, another: whether it lies depends on request and
     place alone. Its layers run and write KV either way, and read what was said. What it drafts behind a chunk of a
     prompt is not logged: nobody is given that. `cut`: chains of requests with fewer blocks than their masks have rows,
     where blocks run short or a request ends; what these say depends on how many."""
 
-    def __init__(self, inner: HeadWorker, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3) -> None:
+    def __init__(self, inner: SpecWorker, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3) -> None:
         super(torch.nn.Module, self).__init__()
         self.__dict__ |= inner.__dict__
         self.answers = answers
@@ -109,7 +109,7 @@ def step_of(llm: LLM) -> OneEngineStep | HeadStep:
 def watch(llm: LLM, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3) -> WatchedHead:
     """Puts a watched head in the place of the engine's worker."""
     step = step_of(llm)
-    assert isinstance(step.worker, HeadWorker)
+    assert isinstance(step.worker, SpecWorker)
     kind: Any = type("Watched", (WatchedHead, type(step.worker)), {})
     step.worker = head = kind(step.worker, answers, lie)
     return cast(WatchedHead, head)

@@ -21,7 +21,7 @@ def written(step: Step, block_size: int, draft_len: int, uniform: bool = False) 
     """The network of a functional step, each layer's dtypes and shapes checked."""
     example = example_batch(draft_len, block_size, uniform)
     blocks, dtype = int(example.attn.block_tables.max()) + 1, step.like.dtype
-    kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in step.kv_shapes]
+    kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d, _ in step.kv_layers]
     model = export_onnx(step, example, cast("list[KVLayer]", kv), uniform)
     write_linears(model, "tensorrt")
     network = FakeNetwork()

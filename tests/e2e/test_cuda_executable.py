@@ -32,18 +32,18 @@ from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import SamplingTensors
 from trtspec.engine.overlap import OverlapLoop
-from trtspec.methods.head_worker import HeadWorker
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.layers import Linear
 
 K = 3
 LIMITS: dict[str, Any] = {"max_batch_size": 5, "max_num_tokens": 48, "block_size": 4, "num_kv_blocks": 90}
 
 
-class Teller(HeadWorker):
+class Teller(SpecWorker):
     """Says what a request will draw, as its seed tells which one it is, or, every third time, another token. Batches of
     greedy requests have no seeds: there it guesses."""
 
-    def __init__(self, inner: HeadWorker, cases: list[Case], outcomes: list[Outcome]) -> None:
+    def __init__(self, inner: SpecWorker, cases: list[Case], outcomes: list[Outcome]) -> None:
         super().__init__(inner.head, inner.max_draft_len, inner.capture_layers, inner.greedy)
         self.answers = {
             signed(case.params.seed): case.prompt + outcome.token_ids

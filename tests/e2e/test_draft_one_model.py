@@ -239,7 +239,7 @@ def test_a_draft_of_another_dtype_and_shape(tmp_path: Path) -> None:
         assert isinstance(step.worker, DraftModelWorker)
         assert isinstance(step.worker.head, DecoderHead)
         assert step.worker.head.decoder.norm.weight.dtype == step.decoder.norm.weight.dtype
-        assert len(step.kv_shapes) == 5
+        assert len(step.kv_layers) == 5
         run, _ = run_watched(llm, cases)
     assert run.outcomes == expected
     assert 0 < run.speculation.acceptance_per_position[0] < 1

@@ -417,7 +417,7 @@ def test_graphs_are_as_described(models: Path, mode: str, kind: str, functional:
     uniform = kind == "uniform"
     example = example_for(step, draft_len, 4, uniform)
     blocks = int(example.attn.block_tables.max()) + 1
-    kv = [(torch.zeros(blocks, 4, *shape), torch.zeros(blocks, 4, *shape)) for shape in bare.kv_shapes]
+    kv = [(torch.zeros(blocks, 4, h, d), torch.zeros(blocks, 4, h, d)) for h, d, _ in bare.kv_layers]
     program = export_step(step, example, kv, uniform)
     assert calls_of(program.graph) == Counter({call.name: call.count for call in merged(described.calls)})
     tensors = graph_inputs(example, input_names(step, uniform))

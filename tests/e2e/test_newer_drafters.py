@@ -21,9 +21,9 @@ from tests.models.newer_heads import AsPlain, Assistant, StepHead
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
 from trtspec.engine.stats import TimedExecutable
-from trtspec.methods.head_worker import HeadWorker
 from trtspec.methods.mtp.worker import MtpWorker
 from trtspec.methods.step import OneEngineStep
+from trtspec.methods.worker import SpecWorker
 
 K = 3
 CASES = draw_cases(16, seed=43, most_prompt=60)
@@ -56,13 +56,13 @@ def make(folder: Path) -> Make:
         assert isinstance(step, OneEngineStep)
         assert isinstance(timed, TimedExecutable)
         assert isinstance(timed.inner, EagerExecutable)
-        kv_shapes, capture = step.kv_shapes, step.worker.capture_layers
+        kv_shapes, capture = step.kv_layers, step.worker.capture_layers
         if drafter == "assistant":
-            worker = HeadWorker(Assistant(step.decoder, (1, 0)), K, capture)
+            worker = SpecWorker(Assistant(step.decoder, (1, 0)), K, capture)
         else:
             worker = MtpWorker(StepHead(step.decoder, (4, None, 4)), K, capture)
         timed.inner.step = AsPlain(step.decoder, worker)
-        assert timed.inner.step.kv_shapes == kv_shapes
+        assert timed.inner.step.kv_layers == kv_shapes
         return llm
 
     return make

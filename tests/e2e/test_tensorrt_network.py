@@ -61,7 +61,7 @@ def test_a_step_that_neither_verifies_nor_makes_drafts(recorders: dict[str, Reco
     network = written(step, 4, 0)
     inputs = example_batch(0, 4)
     blocks = int(inputs.attn.block_tables.max()) + 1
-    before = [tuple(torch.zeros(blocks, 4, h, d) for _ in "kv") for h, d in step.kv_shapes]
+    before = [tuple(torch.zeros(blocks, 4, h, d) for _ in "kv") for h, d, _ in step.kv_layers]
     after = list(before)
     with torch.no_grad():
         outputs = graph_outputs(step(inputs, after))
@@ -98,7 +98,7 @@ def test_a_plain_step_is_what_its_network_computes(tmp_path: Path, arch: str, dt
     inputs = replace(inputs, input_ids=torch.arange(inputs.input_ids.shape[0]) % 9)
     g, element = torch.Generator().manual_seed(0), getattr(torch, dtype)
     blocks = int(inputs.attn.block_tables.max()) + 1
-    before = [tuple(torch.randn(blocks, 4, h, d, generator=g).to(element) for _ in "kv") for h, d in step.kv_shapes]
+    before = [tuple(torch.randn(blocks, 4, h, d, generator=g).to(element) for _ in "kv") for h, d, _ in step.kv_layers]
     after = list(before)
     with torch.no_grad():
         tokens = step(inputs, after).tokens

@@ -13,8 +13,8 @@ from torch import Tensor
 from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.kv.groups import with_group_tables
 from trtspec.kv.pool import allocate_layers
-from trtspec.methods.head_worker import HeadWorker
 from trtspec.methods.step import OneEngineStep
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.modes import SpeculativeDecodingMode
@@ -38,7 +38,7 @@ def states(target: transformers.PreTrainedModel, tokens: Sequence[int], layers: 
     return torch.cat([after[i][0] for i in layers], dim=-1), out.logits[0]
 
 
-class Watching(HeadWorker):
+class Watching(SpecWorker):
     """Keeps what every pass gave; for any worker of a head."""
 
     def reset(self) -> None:
@@ -109,10 +109,10 @@ class Session:
         return outputs
 
 
-def open_session(decoder: Decoder, worker: HeadWorker, prompts: list[list[int]]) -> Session:
+def open_session(decoder: Decoder, worker: SpecWorker, prompts: list[list[int]]) -> Session:
     """`worker` is a Watching one."""
     blocks = 1 + sum(-(-(len(p) + 40) // 4) for p in prompts)
-    kv = allocate_layers([*decoder.spec.kv_shapes, *worker.kv_shapes], blocks, 4, torch.float32)
+    kv = allocate_layers([*decoder.spec.kv_layers, *worker.kv_layers], blocks, 4, torch.float32)
     free = iter((torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist())
     tables = [[next(free) for _ in range(-(-(len(p) + 40) // 4))] for p in prompts]
     return Session(OneEngineStep(decoder, worker), kv, tables, [list(p) for p in prompts])

@@ -70,8 +70,6 @@ class Assistant(DraftHead):
 
     advance_draft_positions: ClassVar[bool] = False
     reads_target_kv: ClassVar[bool] = True
-    kv_shapes: ClassVar[list[tuple[int, int]]] = []
-    windows = ()
 
     def __init__(self, target: Decoder, sources: Sequence[int], width: int = 16, softcap: float = 2.0) -> None:
         B, V = target.spec.hidden_size, target.spec.vocab_size
@@ -146,7 +144,8 @@ class StepHead(MtpHead):
         layer = replace(target.spec, num_layers=1, qk_norm=True, qkv_bias=False, rms_norm_eps=EPS)
         spec, first = MtpSpec(layer, STEP, len(windows)), target.spec.num_layers
         super().__init__(spec, first)
-        self._windows = windows
+        windowed = zip(self.kv_layers, windows, strict=True)
+        self.kv_layers = tuple(one._replace(window=window) for one, window in windowed)
         self.mtp = nn.ModuleList(StepModule(spec, first + i) for i in range(len(windows)))
         randomize(self)
         self.embedding = target.embedding
@@ -154,10 +153,6 @@ class StepHead(MtpHead):
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         module = self._module(step)
         return module.head(module.final_norm(y))
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return self._windows
 
 
 # -- their equations -----------------------------------------------------------------------------------------------
@@ -247,7 +242,7 @@ def step_passes(head: StepHead, target: transformers.PreTrainedModel, known: lis
     num_layers = target.config.num_hidden_layers
     h, _ = states(target, known[:-1], (num_layers - 1,))  # before the target's last norm
     tokens, passes = known[1:], []
-    for i, window in enumerate(head.windows):
+    for i, window in enumerate(layer.window for layer in head.kv_layers):
         w = dict(head.mtp[i].named_parameters())
         own = {name: weight - 1 for name, weight in w.items() if "norm" in name}  # as in a checkpoint
         e = target.get_input_embeddings().weight[tokens]

@@ -263,7 +263,7 @@ class PermutedSelf:
         lengths = [len(row) for row in tokens]
         block_size = max(lengths)  # a block for each
         attn = AttnMetadata.of(lengths, lengths, [[b + 1] for b in range(len(tokens))])
-        kv = allocate_layers(self.decoder.spec.kv_shapes, len(tokens) + 1, block_size, torch.float32)
+        kv = allocate_layers(self.decoder.spec.kv_layers, len(tokens) + 1, block_size, torch.float32)
         ids = torch.tensor(list(itertools.chain.from_iterable(tokens)))
         attend = PagedAttend(attn, kv, self.decoder.spec.windows)
         hidden = self.decoder(ids, attn.positions(len(ids)), attend)

@@ -25,8 +25,8 @@ from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.kv.pool import allocate_layers
 from trtspec.methods.eagle3.weights import eagle3_tensors, load_eagle3
-from trtspec.methods.head_worker import HeadWorker
 from trtspec.methods.step import OneEngineStep
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import PagedAttend
 from trtspec.models.weights import load_decoder
 
@@ -131,7 +131,7 @@ def test_captured_are_the_residual_streams_after_the_layers_named(deep: Path) ->
     tokens = list(range(3, 40))
     decoder = load_decoder(ModelConfig.from_folder(deep), torch.float32)
     attn = AttnMetadata.of([len(tokens)], [len(tokens)], [[1, 2, 3]])
-    attend = PagedAttend(attn, allocate_layers(decoder.spec.kv_shapes, 4, 16, torch.float32), decoder.spec.windows)
+    attend = PagedAttend(attn, allocate_layers(decoder.spec.kv_layers, 4, 16, torch.float32), decoder.spec.windows)
     positions = attn.positions(len(tokens))
     last, captured = decoder.capture(torch.tensor(tokens), positions, attend, layers)
     expected, _ = states(oracle(deep), tokens, layers)
@@ -223,7 +223,7 @@ def test_every_tensor_lands_where_it_belongs(tmp_path: Path, deep: Path, alias: 
     saved = load_file(folder / "model.safetensors")
     edit_tensors(folder, renamed(ALIASES[alias]))
     worker = assemble(deep, folder).worker
-    assert isinstance(worker, HeadWorker)
+    assert isinstance(worker, SpecWorker)
     ours = eagle3_tensors(worker.head)
     assert ours.keys() == saved.keys()
     assert all(torch.equal(ours[name], saved[name]) for name in saved)
@@ -239,7 +239,7 @@ def test_what_a_head_leaves_out_is_the_targets(tmp_path: Path, deep: Path) -> No
     """The very same tensors, not copies: they cost no memory."""
     step = assemble(deep, make_eagle3(tmp_path, deep, (0, 3, 7), own_head=False))
     worker = step.worker
-    assert isinstance(worker, HeadWorker)
+    assert isinstance(worker, SpecWorker)
     assert worker.head.embedding is step.decoder.embedding
     assert worker.head.head is step.decoder.head
     assert worker.d2t.tolist() == [0] * VOCAB

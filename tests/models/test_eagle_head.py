@@ -26,8 +26,8 @@ from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, Unsupport
 from trtspec.methods.eagle.head import EagleHead
 from trtspec.methods.eagle.weights import describe_eagle, head_slots, load_eagle
 from trtspec.methods.head_drafter import HeadDrafter
-from trtspec.methods.head_worker import HeadWorker
 from trtspec.methods.step import HeadStep, OneEngineStep
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import RMSNorm
 from trtspec.models.weights import describe_decoder, load_decoder, same_tensor, tensors_of
@@ -191,7 +191,7 @@ def test_a_head_is_described_as_it_is_loaded(tmp_path: Path, arch: str, kind: st
         described = describe_eagle(ModelConfig.from_folder(there, "draft"), target, bare)
         assert_described(described, made)
         assert (described.embedding is bare.embedding) == (described.head is bare.head) == (kind != "own")
-        assert described.kv_shapes == made.kv_shapes
+        assert described.kv_layers == made.kv_layers
         assert described.weight_bytes_for(3) == made.weight_bytes_for(3)
 
 
@@ -257,7 +257,7 @@ def test_method_from_a_heads_config_and_name(tmp_path: Path, target: Path, says:
         return
     with LLM(target, {"model": str(folder), "num_speculative_tokens": K}) as llm:
         worker = step_of(llm).worker
-        assert isinstance(worker, HeadWorker)
+        assert isinstance(worker, SpecWorker)
         assert isinstance(worker.head, EagleHead)
         assert worker.capture_layers == (-1,)
 
@@ -284,7 +284,7 @@ def test_a_head_computes_in_the_targets_dtype(
         mode = llm.engine.loop.assemble.mode
         assert mode.name == ("EAGLE" if one_engine is False else "EAGLE_ONE_MODEL")
         assert {parameter.dtype for parameter in step.worker.parameters()} == {getattr(torch, dtype)}
-        assert len(step.kv_shapes) == (2 if one_engine is False else 3 + 2)
+        assert len(step.kv_layers) == (2 if one_engine is False else 3 + 2)
 
 
 @pytest.mark.parametrize("one_engine", [True, False])
@@ -295,7 +295,7 @@ def test_what_is_shared_is_the_packed_target(tmp_path: Path, one_engine: bool, t
     wishes = {**EAGLE, "model": str(folder), "one_engine": one_engine, "quantization": "int8"}
     with LLM(target, wishes, num_kv_blocks=9) as llm:
         worker, timed = step_of(llm).worker, llm.engine.loop.target
-        assert isinstance(worker, HeadWorker)
+        assert isinstance(worker, SpecWorker)
         assert isinstance(timed, TimedExecutable)
         assert isinstance(timed.inner, EagerExecutable)
         owner: Any = timed.inner.step

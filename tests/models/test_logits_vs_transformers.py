@@ -68,7 +68,7 @@ class Paged:
         order = torch.randperm(num_requests * columns, generator=torch.Generator().manual_seed(0)) + 1
         self.tables = order.view(num_requests, columns).to(torch.int32)
         dtype = decoder.embedding.weight.dtype
-        self.kv = allocate_layers(decoder.spec.kv_shapes, len(order) + 1, block_size, dtype)
+        self.kv = allocate_layers(decoder.spec.kv_layers, len(order) + 1, block_size, dtype)
         for k_cache, v_cache in self.kv:  # stale rows must never be seen
             k_cache.fill_(float("nan"))
             v_cache.fill_(float("nan"))

@@ -123,7 +123,7 @@ def test_every_head_is_that_of_the_paper(
     known = SOME_IDS if "token_map" in VARIANTS[name].fields else [*range(VOCAB)]
     assert head.target_ids.tolist() == known
     assert not any(parameter.isnan().any() for parameter in head.parameters())
-    assert (head.kv_shapes, head.windows, head.training) == ([], (), False)
+    assert (head.kv_layers, head.training) == ((), False)
     held = {int(part) for key, _ in head.named_parameters() for part in key.split(".")[1:2]}
     assert held == set(range(num_heads))
     per_pass = [weight_bytes(head.blocks[i], head.heads[min(i, len(head.heads) - 1)]) for i in range(num_heads)]

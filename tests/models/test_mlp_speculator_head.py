@@ -110,7 +110,7 @@ def test_every_stage_is_that_of_the_paper(
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-4)
         torch.testing.assert_close(head.logits(ours, step), logits, rtol=0.0, atol=1e-4)
     assert not any(parameter.isnan().any() for parameter in head.parameters())
-    assert (head.kv_shapes, head.windows, head.training) == ([], (), False)
+    assert (head.kv_layers, head.training) == ((), False)
     held = {int(key.split(".")[1]) for key, _ in head.named_parameters()}
     assert held == set(range(min(num_stages, 2) if paper.tied else num_stages))
     per_pass = [

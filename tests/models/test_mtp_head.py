@@ -24,10 +24,11 @@ from tests.models.head_session import Watching, assert_close, open_session, stat
 from trtspec import LLM
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.mtp import MIMO, MTP_TARGETS, MtpFamily
+from trtspec.core import KVSpec
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
-from trtspec.methods.head_worker import HeadWorker
 from trtspec.methods.mtp.weights import describe_mtp, load_mtp
 from trtspec.methods.mtp.worker import MtpWorker
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.weights import load_decoder
 
 VOCAB = 199
@@ -159,7 +160,7 @@ def check_passes(
     """Prompts, then drafts of which none, some and all are accepted: the rejected must leave no trace."""
     config, theirs = ModelConfig.from_folder(folder), oracle(folder)
     decoder = load_decoder(config, torch.float32)
-    kind: Callable[..., HeadWorker] = WatchingMtp if each else Watching
+    kind: Callable[..., SpecWorker] = WatchingMtp if each else Watching
     capture = (config.num_layers - 1 if family.before_norm else -1,)
     worker = kind(load_mtp(config, decoder, num_modules), num_drafts, capture)
     modules, generator = Modules(folder, theirs, family), torch.Generator().manual_seed(1)
@@ -230,7 +231,7 @@ def test_weights_that_are_read_and_counted(tmp_path: Path, wanted: int) -> None:
     shapes, expected = ({name: p.shape for name, p in one.mtp.named_parameters()} for one in (described, head))
     assert shapes == expected
     assert all(parameter.is_meta for parameter in described.mtp.parameters())
-    assert described.kv_shapes == head.kv_shapes == [(2, 16)] * wanted
+    assert described.kv_layers == head.kv_layers == (KVSpec(2, 16),) * wanted
 
 
 # -- what cannot be --------------------------------------------------------------------------------------------------

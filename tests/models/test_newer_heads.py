@@ -23,9 +23,9 @@ from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, S
 from trtspec.errors import UnsupportedError
 from trtspec.kv.groups import with_group_tables
 from trtspec.kv.pool import allocate_layers
-from trtspec.methods.head_worker import HeadWorker
 from trtspec.methods.mtp.worker import MtpWorker
 from trtspec.methods.step import DecodeStep, HeadStep, OneEngineStep, Step
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import Attend
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import load_decoder
@@ -104,7 +104,7 @@ def test_layers_of_queries_alone_read_the_target(decoder: Decoder, theirs: trans
 
 
 def test_what_reads_the_target_does_not_run_beside_it(decoder: Decoder) -> None:
-    worker = HeadWorker(Assistant(decoder, (0,)), K, (-1,))
+    worker = SpecWorker(Assistant(decoder, (0,)), K, (-1,))
     with pytest.raises(UnsupportedError, match=r"read the target's KV.*one_engine=True"):
         HeadStep(worker, decoder.spec.hidden_size, decoder.norm.weight)
 
@@ -189,7 +189,7 @@ def recorded(session: Session, num_launches: int = 3) -> Recording:
 
 def unwatched(step: OneEngineStep, functional: bool = False) -> OneEngineStep:
     """The same step, whose worker keeps nothing."""
-    kind = MtpWorker if isinstance(step.worker, MtpWorker) else HeadWorker
+    kind = MtpWorker if isinstance(step.worker, MtpWorker) else SpecWorker
     worker = kind(cast(Any, step.worker).head, K, step.worker.capture_layers)
     return OneEngineStep(step.decoder, worker, functional)
 
@@ -231,7 +231,7 @@ def test_kv_groups_are_exported(decoder: Decoder) -> None:
     other = AttnMetadata.of([2, 9, 1], [7, 9, 4], [[3, 1], [5, 2, 4], [6]])
     other = with_group_tables(other, step.kv_groups, [[[9, 8], [10, 7, 11], [12]]])
     spec = SpecMetadata.plain((0, 1, 2), other, SamplingTensors.of([GREEDY] * 3, [7, 9, 4]))
-    kv = allocate_layers(step.kv_shapes, 40, 4, torch.float32)
+    kv = allocate_layers(step.kv_layers, 40, 4, torch.float32)
     program = export_step(step, replace(example, attn=first), kv)
     inputs, after = StepInputs(torch.arange(3, 15), other, spec), copied(kv)
     with torch.no_grad():

@@ -236,8 +236,8 @@ def test_a_described_head_is_the_loaded_one(tmp_path: Path, target: Path) -> Non
     owner = ModelConfig.from_folder(target)
     loaded = load_eagle3(config, load_decoder(owner, torch.float32), 3, parallel=True)
     described = describe_eagle3(config, describe_decoder(owner, torch.float32), 3, parallel=True)
-    assert len(loaded.kv_shapes) == 3
-    assert described.kv_shapes == loaded.kv_shapes
+    assert len(loaded.kv_layers) == 3
+    assert described.kv_layers == loaded.kv_layers
     shapes = {name: parameter.shape for name, parameter in loaded.named_parameters()}
     assert {name: parameter.shape for name, parameter in described.named_parameters()} == shapes
     assert shapes["mask_hidden"] == (3 * 64,)
@@ -247,7 +247,7 @@ def test_a_described_dflash_draft_is_the_loaded_one(tmp_path: Path, target: Path
     config, owner = ModelConfig.from_folder(make_dflash(tmp_path, target, (1, 2), MASK), "draft"), ModelConfig
     loaded = load_dflash(config, load_decoder(owner.from_folder(target), torch.float32), 2)
     described = describe_dflash(config, describe_decoder(owner.from_folder(target), torch.float32), 2)
-    assert described.kv_shapes == loaded.kv_shapes
+    assert described.kv_layers == loaded.kv_layers
     shapes = {name: parameter.shape for name, parameter in loaded.named_parameters()}
     assert {name: parameter.shape for name, parameter in described.named_parameters()} == shapes
 

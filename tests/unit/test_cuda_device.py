@@ -59,7 +59,7 @@ def test_a_step_mixes_no_devices(tmp_path: Path, mode: str, uniform: bool) -> No
     example = example_batch(K, 16, uniform)
     inputs, there = moved(example, META), {name: moved(weight, META) for name, weight in weights.items()}
     with torch.no_grad(), OneDevice():
-        kv = [tuple(torch.empty(9, 16, *shape, device="meta") for _ in "kv") for shape in step.kv_shapes]
+        kv = [tuple(torch.empty(9, 16, h, d, device="meta") for _ in "kv") for h, d, _ in step.kv_layers]
         T, B = inputs.input_ids.shape[0], inputs.spec.batch_size
         numbers = torch.empty(T, dtype=torch.int64, device="meta")
         kept = torch.empty(B, dtype=torch.int32, device="meta")
@@ -79,7 +79,7 @@ def test_a_chain_mixes_no_devices(tmp_path: Path) -> None:
     names = [name for name in input_names(step) if name not in ("tree_mask", "seq_lens", "gather_ids")]
     there = {name: moved(weight, META) for name, weight in weights.items()}
     with OneDevice():
-        kv = [tuple(torch.empty(9, 16, *shape, device="meta") for _ in "kv") for shape in step.kv_shapes]
+        kv = [tuple(torch.empty(9, 16, h, d, device="meta") for _ in "kv") for h, d, _ in step.kv_layers]
         given = {name: torch.empty(sizes.get(name, (B,)), dtype=INPUT_DTYPES[name], device="meta") for name in names}
 
         def run_pass(inputs: StepInputs) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,9 +47,6 @@ class Watched(DraftHead):
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         return y
-
-    kv_shapes: ClassVar[list[tuple[int, int]]] = []
-    windows = ()
 
     def weight_bytes_for(self, num_passes: int) -> int:
         return 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trtspec.core import AttnMetadata, KVLayer
+from trtspec.core import AttnMetadata, KVLayer, KVSpec
 from trtspec.kv.groups import layer_groups, with_group_tables
 from trtspec.kv.pool import allocate_layers
 from trtspec.models.attention import FunctionalAttend, PagedAttend
@@ -60,7 +60,7 @@ def test_requests_that_are_not_kept_lie_in_scratch_in_every_group() -> None:
 
 
 def random_layers(number: int) -> tuple[KVLayer, ...]:
-    layers = allocate_layers([(1, 8)] * number, 10, BLOCK, torch.float32)
+    layers = allocate_layers([KVSpec(1, 8)] * number, 10, BLOCK, torch.float32)
     for cache in (cache for layer in layers for cache in layer):
         cache.normal_(generator=torch.Generator().manual_seed(0))
     return layers
@@ -69,7 +69,7 @@ def random_layers(number: int) -> tuple[KVLayer, ...]:
 def test_each_layer_writes_where_its_group_says() -> None:
     """What a group's table does not cover goes to scratch there alone: tokens 7 and 8 of the second request."""
     attn = two_requests()
-    kv = allocate_layers([(1, 8)] * 2, 10, BLOCK, torch.float32)
+    kv = allocate_layers([KVSpec(1, 8)] * 2, 10, BLOCK, torch.float32)
     attend = PagedAttend(attn, kv, (None, 4), (0, 1))
     rows = torch.ones(5, 1, 8)
     for layer in range(2):

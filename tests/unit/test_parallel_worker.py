@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -52,9 +51,6 @@ class Watched(DraftHead):
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         return torch.nn.functional.one_hot(y[:, 0].long() % VOCAB, VOCAB).float()
-
-    kv_shapes: ClassVar[list[tuple[int, int]]] = []
-    windows = ()
 
     def weight_bytes_for(self, num_passes: int) -> int:
         return 0

@@ -202,7 +202,7 @@ def test_kernels_that_are_not_compiled_are_named(models: Path, tmp_path: Path, m
     wanted = SpeculativeConfig.from_any(wishes("eagle3", models, False))
     assembly = plan_assembly(models / "target", wanted, config, False, True)
     step = steps(assembly, BACKENDS["tensorrt"], lambda what: None)["target"]
-    kv = [(torch.zeros(24, 4, h, d, dtype=torch.bfloat16),) * 2 for h, d in step.kv_shapes]
+    kv = [(torch.zeros(24, 4, h, d, dtype=torch.bfloat16),) * 2 for h, d, _ in step.kv_layers]
     model = export_onnx(step, example_batch(1, 4), kv)
     assert aot_kernels(model) == {
         "SpecAttention-bf16-d8-g2",

@@ -60,7 +60,7 @@ def chain(head: Eagle3Head, captured: Tensor, tokens: Tensor, passes: int) -> li
     then one row at a time. tokens [>= p + passes]: the token after each row, then after each row of the chain. Returns
     the last row of each pass, [H]."""
     rows = len(captured)
-    kv = allocate_layers(head.spec.layer.kv_shapes, num_blocks=4, block_size=16, dtype=torch.float32)
+    kv = allocate_layers(head.spec.layer.kv_layers, num_blocks=4, block_size=16, dtype=torch.float32)
     attend = PagedAttend(AttnMetadata.of([rows], [rows], [[1, 2, 3]]), kv, head.spec.layer.windows)
     positions = attend.attn.positions(rows)
     h = head(tokens[:rows], head.fuse(captured), positions, attend)[-1:]

@@ -115,8 +115,8 @@ def chain(head: DraftHead, captured: Tensor, tokens: Tensor) -> list[Tensor]:
     """As a chain of one head runs: rows 0..p of captured [p + 1, H] into a paged cache, then one row at a time. tokens
     [>= p + K]: the token after each row, then those of the chain. Returns the last row of each pass."""
     rows = len(captured)
-    kv = allocate_layers(head.kv_shapes, num_blocks=4, block_size=16, dtype=torch.float32)
-    attend = PagedAttend(AttnMetadata.of([rows], [rows], [[1, 2, 3]]), kv, head.windows)
+    kv = allocate_layers(head.kv_layers, num_blocks=4, block_size=16, dtype=torch.float32)
+    attend = PagedAttend(AttnMetadata.of([rows], [rows], [[1, 2, 3]]), kv, [layer.window for layer in head.kv_layers])
     h = head(tokens[:rows], head.fuse(captured), attend.attn.positions(rows), attend, 0)[-1:]
     outputs = [h[0]]
     for j in range(1, K):
@@ -130,8 +130,8 @@ def chain(head: DraftHead, captured: Tensor, tokens: Tensor) -> list[Tensor]:
 def modules_in_a_row(head: DraftHead, captured: Tensor, tokens: Tensor) -> list[Tensor]:
     """As K modules run (arXiv 2412.19437): module j over all rows 0..p, on what module j - 1 put out there."""
     rows = len(captured)
-    kv = allocate_layers(head.kv_shapes, num_blocks=4, block_size=16, dtype=torch.float32)
-    attend = PagedAttend(AttnMetadata.of([rows], [rows], [[1, 2, 3]]), kv, head.windows)
+    kv = allocate_layers(head.kv_layers, num_blocks=4, block_size=16, dtype=torch.float32)
+    attend = PagedAttend(AttnMetadata.of([rows], [rows], [[1, 2, 3]]), kv, [layer.window for layer in head.kv_layers])
     h, outputs = captured, []
     for j in range(K):
         h = head(tokens[j : j + rows], h, attend.attn.positions(rows), attend, j)

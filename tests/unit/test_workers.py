@@ -11,7 +11,6 @@ import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -26,7 +25,8 @@ from trtspec.engine.scheduler import Scheduled
 from trtspec.kv.blocks import SequenceKV
 from trtspec.kv.rewind import commit
 from trtspec.methods import worker as base
-from trtspec.methods.worker import SpecWorkerBase, draw
+from trtspec.methods.head import DraftHead
+from trtspec.methods.worker import SpecWorker, draw
 from trtspec.models.attention import PagedAttend
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.sampling_params import ResolvedSampling
@@ -48,12 +48,28 @@ class Call:
     kv_lens: Tensor
 
 
-class Tables(SpecWorkerBase):
+class TableHead(DraftHead):
+    """What its worker's passes put out holds the logits; no pass is its own."""
+
+    def __init__(self, target_ids: Tensor) -> None:
+        super().__init__(VOCAB, len(target_ids))
+        self.set_vocabulary(target_ids)
+
+    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: PagedAttend, step: int = 0) -> Tensor:
+        raise NotImplementedError
+
+    def logits(self, y: Tensor, step: int = 0) -> Tensor:
+        return y[:, :-1]
+
+    def weight_bytes_for(self, num_passes: int) -> int:
+        return 0
+
+
+class Tables(SpecWorker):
     """Logits after token t are row t of a random table, the same in every pass."""
 
     def __init__(self, max_draft_len: int = 4, greedy: bool = False, target_ids: Tensor = TARGET_IDS) -> None:
-        super().__init__(max_draft_len, (), greedy)
-        self.target_ids = target_ids
+        super().__init__(TableHead(target_ids), max_draft_len, (), greedy)
         self.table = torch.randn(VOCAB, len(target_ids), generator=torch.Generator().manual_seed(3))
         self.calls: list[Call] = []
         self.places: list[Tensor] = []  # index of the token that each pass guesses, [B]
@@ -72,23 +88,6 @@ class Tables(SpecWorkerBase):
     def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
         self.places.append(sampling.positions)
         return super().sample_drafts(step, hidden, sampling)
-
-    def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
-        return hidden[:, :-1]
-
-    @property
-    def d2t(self) -> Tensor:
-        return self.target_ids - torch.arange(len(self.target_ids))
-
-    @property
-    def draft_ids(self) -> Tensor:
-        back = torch.full((VOCAB,), -1)
-        back[self.target_ids] = torch.arange(len(self.target_ids))
-        return back
-
-    kv_shapes: ClassVar[list[tuple[int, int]]] = []
-    windows = ()
-    weight_bytes_per_step = 0
 
 
 def request(number: int, tokens: list[int], prompt_len: int, committed: int, drafts: list[int]) -> Request:
@@ -187,7 +186,7 @@ def on_random_batches(test: Callable[[int], None]) -> Callable[..., None]:
     ],
 )
 def test_names_that_someone_from_tensorrt_llm_looks_for(name: str) -> None:
-    method = getattr(SpecWorkerBase, name)
+    method = getattr(SpecWorker, name)
     assert inspect.isfunction(method)
     assert method.__doc__
 

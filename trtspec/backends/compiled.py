@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.export import EDITS, INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype
-from trtspec.core import KVLayer, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
+from trtspec.core import KVLayer, KVSpec, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 from trtspec.kv.pool import allocate_layers
 from trtspec.ops import kernel_interface
@@ -48,7 +48,7 @@ class CompiledStep:
 
     graphs: tuple[Graph, ...]  # by draft_len; for each a ragged one
     outputs: tuple[str, ...]
-    kv: tuple[tuple[int, int], ...]  # (kv heads, head size) of each KV layer
+    kv: tuple[KVSpec, ...]
     dtype: str  # of KV
     vocab_size: int
     weight_bytes: int  # that one launch reads
@@ -97,7 +97,7 @@ class CompiledStep:
         """The inverse of to_dict. CheckpointError if it is not that."""
         try:
             graphs = tuple(Graph(g["file"], g["draft_len"], g["uniform"], tuple(g["inputs"])) for g in data["graphs"])
-            kv = tuple((heads, size) for heads, size in data["kv"])
+            kv = tuple(KVSpec(*layer) for layer in data["kv"])
             names = ("dtype", "vocab_size", "weight_bytes", "kernels", "made_for", "kv_blocks", "linear")
             rest = {name: data[name] for name in names} | {"hidden_width": data.get("hidden_width", 0)}
             return cls(graphs, tuple(data["outputs"]), kv, **rest)

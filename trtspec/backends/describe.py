@@ -71,7 +71,7 @@ def describe_graph(
             name: torch.empty([open_sizes[size] for size in INPUT_SHAPES[name]], dtype=input_dtype(name, dtype))
             for name in names
         }
-        shapes = [(sizes.blocks, sizes.block_size, heads, width) for heads, width in step.kv_shapes]
+        shapes = [(sizes.blocks, sizes.block_size, heads, width) for heads, width, _ in step.kv_layers]
         kv: list[KVLayer] = [(torch.empty(s, dtype=dtype), torch.empty(s, dtype=dtype)) for s in shapes]
         given, _ = GraphStep(step, draft_len, draft_len + 1 if uniform else 0).eval()(tensors, kv)
     fixed: dict[str, str | int] = {"0": 0, "width": step.hidden_width}

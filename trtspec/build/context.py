@@ -30,9 +30,8 @@ from trtspec.kv.pool import allocate_layers, allocate_on, kv_nbytes
 from trtspec.methods.draft_model.translated import TranslatedStep
 from trtspec.methods.drafter import ChainExecutable, DraftModel
 from trtspec.methods.head import DraftHead, LoadHead
-from trtspec.methods.head_worker import HeadWorker
 from trtspec.methods.step import CaptureStep, DecodeStep, HeadStep, OneEngineStep, Step
-from trtspec.methods.worker import BuildableWorker
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import norms_as_ops
 from trtspec.models.packing import pack_decoder
@@ -111,14 +110,14 @@ class Assembly:
             return self._packed(CaptureStep(decoder, layers, self.functional))
         if path is None:
             return self._packed(DecodeStep(decoder, self.functional))
-        worker = cast("type[BuildableWorker]", load_named(path)).from_resources(self, decoder)
+        worker = cast("type[SpecWorker]", load_named(path)).from_resources(self, decoder)
         return self._packed(OneEngineStep(decoder, worker, self.functional), worker)
 
     def draft_step(self) -> Step:
         """The draft checkpoint, or the mode's head, as a model of its own; after the target's."""
         if self.mode.reads_hidden_states():
             assert self.target_decoder is not None
-            worker, target = HeadWorker.from_resources(self, self.target_decoder), self.target_decoder
+            worker, target = SpecWorker.from_resources(self, self.target_decoder), self.target_decoder
             width = len(self.speculation.capture_layers) * target.spec.hidden_size
             return self._packed(HeadStep(worker, width, target.norm.weight, self.functional), worker)
         assert isinstance(self.draft, ModelConfig)
@@ -170,15 +169,15 @@ class Assembly:
         return DraftModel(draft, self.chain, self.head_draft_lens)
 
     def _module(self, step: Step) -> Executable:
-        shapes, dtype = step.kv_shapes, step.like.dtype
+        layers, dtype = step.kv_layers, step.like.dtype
         if self.gpu is not None:
             step.to(self.gpu.device)
             norms_as_ops(step)
-            kv = allocate_on(self.gpu.device, shapes, self.num_blocks, self.config.block_size, dtype)
+            kv = allocate_on(self.gpu.device, layers, self.num_blocks, self.config.block_size, dtype)
             edits = not self.executables  # the target comes first
             compiled = module_graphs(step, self._module_draft_lens(step), self.config.enable_cuda_graph, edits)
             return self._graphed(ModuleOnCuda(step, compiled, kv, self.gpu, self._limits()))
-        kv = allocate_layers(shapes, self.num_blocks, self.config.block_size, dtype)
+        kv = allocate_layers(layers, self.num_blocks, self.config.block_size, dtype)
         return self._timed(EagerExecutable(step, kv), step.weight_bytes_per_step, kv)
 
     def _module_draft_lens(self, step: Step) -> Sequence[int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trtspec.backends.compiled import CompiledStep
+from trtspec.core import KVSpec
 from trtspec.errors import CapacityError, ConfigError
 from trtspec.models.weights import DTYPES
 
@@ -73,11 +74,11 @@ def kv_bytes_per_token(assembly: Assembly) -> int:
     steps = [described.target_step()]
     if assembly.mode.has_draft_model():
         steps.append(described.draft_step())
-    return sum(_bytes_per_token(step.kv_shapes, step.like.dtype) for step in steps)
+    return sum(_bytes_per_token(step.kv_layers, step.like.dtype) for step in steps)
 
 
-def _bytes_per_token(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
-    return sum(2 * heads * width for heads, width in shapes) * dtype.itemsize
+def _bytes_per_token(layers: Sequence[KVSpec], dtype: torch.dtype) -> int:
+    return sum(layer.elements_per_token for layer in layers) * dtype.itemsize
 
 
 def free_memory() -> int:

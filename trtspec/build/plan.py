@@ -158,7 +158,6 @@ def _executable(
     backend: Backend,
     options: TensorRTOptions | None,
 ) -> ExecutablePlan:
-    shapes = step.kv_shapes
     sizes = largest_sizes(assembly, role, options)
     lengths = graph_draft_lens(step, assembly.resolved)
     kinds = ["ragged"] if backend.profiles else [*graph_kinds(step)]
@@ -170,20 +169,20 @@ def _executable(
         for kind in kinds
     )
     dtype = step.like.dtype
-    caches = tuple(f"{part}_cache_{layer}" for layer in range(len(shapes)) for part in "kv")
+    caches = tuple(f"{part}_cache_{layer}" for layer in range(len(step.kv_layers)) for part in "kv")
     whole = weight_bytes(step)
     own = weight_bytes(step.decoder) if isinstance(step, DecodeStep) else whole
     weights = {role: own, "head": whole - own} if whole > own else {role: own}
     return ExecutablePlan(
         graphs=graphs,
         kv=KVPlan(
-            layers=tuple(shapes),
+            layers=tuple((heads, size) for heads, size, _ in step.kv_layers),
             inputs=caches,
             outputs=tuple(f"new_{name}" for name in caches) if backend.functional else (),
             dtype=_name(dtype),
             block_size=sizes.block_size,
             blocks=sizes.blocks - sizes.linear,  # which has no scratch
-            bytes_per_token=sum(2 * heads * width for heads, width in shapes) * dtype.itemsize,
+            bytes_per_token=sum(layer.elements_per_token for layer in step.kv_layers) * dtype.itemsize,
         ),
         weights=weights,
         weights_per_step=step.weight_bytes_per_step,
@@ -192,7 +191,7 @@ def _executable(
         profiles={
             graph.draft_len: profiles(
                 [tensor.name for tensor in graph.inputs],
-                shapes,
+                step.kv_layers,
                 at_draft_len(sizes, step, graph.draft_len),
                 None if options is None else options.opt_num_tokens,
                 step.hidden_width,

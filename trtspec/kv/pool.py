@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtspec.core import KVLayer
+from trtspec.core import KVLayer, KVSpec
 from trtspec.errors import CapacityError
 from trtspec.kv.memory import huge_pages
 
@@ -17,12 +17,12 @@ _ALIGNMENT = 64  # elements: at least a cache line
 
 
 def allocate_layers(
-    shapes: Sequence[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype
+    specs: Sequence[KVSpec], num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> tuple[KVLayer, ...]:
-    """A pair (k_cache, v_cache) per (num_kv_heads, head_dim), each [num_blocks, block_size, num_kv_heads, head_dim],
+    """A pair (k_cache, v_cache) per layer, each [num_blocks, block_size, num_kv_heads, head_dim],
     zeroed and resident: memory that is not there is missed now (CapacityError), not in the middle of a request."""
     tensors = []
-    sizes = [(num_blocks, block_size, heads, head_dim) for heads, head_dim in shapes for _ in "kv"]
+    sizes = [(num_blocks, block_size, heads, head_dim) for heads, head_dim, *_ in specs for _ in "kv"]
     lengths = [math.prod(size) for size in sizes]
     steps = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
     size = max(sum(steps), 1) * dtype.itemsize
@@ -42,14 +42,14 @@ def allocate_layers(
 
 
 def allocate_on(
-    device: torch.device, shapes: Sequence[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype
+    device: torch.device, specs: Sequence[KVSpec], num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> tuple[KVLayer, ...]:
     """As allocate_layers, on a GPU, where whoever asks has counted what there is."""
 
     def zeros(heads: int, head_dim: int) -> Tensor:
         return torch.zeros(num_blocks, block_size, heads, head_dim, dtype=dtype, device=device)
 
-    return tuple((zeros(*shape), zeros(*shape)) for shape in shapes)
+    return tuple((zeros(heads, size), zeros(heads, size)) for heads, size, *_ in specs)
 
 
 def kv_nbytes(layers: Sequence[KVLayer]) -> int:

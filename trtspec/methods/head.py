@@ -1,13 +1,14 @@
 """What all draft heads have in common: small models that read the target's hidden states and guess the next tokens.
 
 At position p a head is given the token at p + 1 and a vector for position p, and what it puts out there predicts the
-token at p + 2. It runs inside the target's graph (methods.head_worker) or beside it (methods.head_drafter);
+token at p + 2. It runs inside the target's graph (methods.worker) or beside it (methods.head_drafter);
 neither knows which.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.core import KVSpec
 from trtspec.errors import WeightsError
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
@@ -36,8 +38,10 @@ class DraftHead(nn.Module, ABC):
     advance_draft_positions: ClassVar[bool] = True
     reads_target_kv: ClassVar[bool] = False
 
-    def __init__(self, vocab_size: int, draft_vocab_size: int | None = None) -> None:
+    def __init__(self, vocab_size: int, draft_vocab_size: int | None = None, kv_layers: Sequence[KVSpec] = ()) -> None:
+        """kv_layers: of each of its attention layers; their KV follows the target's."""
         super().__init__()
+        self.kv_layers = tuple(kv_layers)
         size = vocab_size if draft_vocab_size is None else draft_vocab_size
         self.register_buffer("target_ids", torch.arange(size), persistent=False)  # [Vd] target id of each draft id
         self.register_buffer("draft_ids", torch.arange(vocab_size), persistent=False)  # [V] the way back, or -1
@@ -69,16 +73,6 @@ class DraftHead(nn.Module, ABC):
         follows from the first, and is computed of the rows that a next pass reads.
         """
         return y
-
-    @property
-    @abstractmethod
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """(num_kv_heads, head_dim) of each of its attention layers; their KV follows the target's."""
-
-    @property
-    @abstractmethod
-    def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each of those, None = all."""
 
     @abstractmethod
     def weight_bytes_for(self, num_passes: int) -> int:

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from trtspec.core import AttnMetadata, KVLayer, Proposal, StepInputs, StepOutputs
+from trtspec.core import AttnMetadata, KVLayer, KVSpec, Proposal, StepInputs, StepOutputs
 from trtspec.errors import UnsupportedError
 from trtspec.kv.groups import layer_groups
-from trtspec.methods.worker import SpecWorkerBase, draw
+from trtspec.methods.worker import SpecWorker, draw
 from trtspec.models.attention import FunctionalAttend, PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.protocols import PhaseMethod
@@ -39,7 +39,7 @@ class Step(nn.Module, ABC):
 
     def attend(self, attn: AttnMetadata, kv: Sequence[KVLayer]) -> PagedAttend:
         """What gives its layers their keys and values."""
-        return self._attend(attn, kv, self.windows, self.kv_groups)
+        return self._attend(attn, kv, [layer.window for layer in self.kv_layers], self.kv_groups)
 
     def phases(self) -> Sequence[PhaseMethod]:
         """See protocols.Executable."""
@@ -52,18 +52,13 @@ class Step(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """(num_kv_heads, head_dim) of each KV layer, in order."""
-
-    @property
-    @abstractmethod
-    def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each of those, None = all."""
+    def kv_layers(self) -> tuple[KVSpec, ...]:
+        """Each KV layer, in order."""
 
     @property
     def kv_groups(self) -> tuple[int, ...]:
         """Which of them share a block table, see kv/groups.py."""
-        return layer_groups(self.windows)
+        return layer_groups([layer.window for layer in self.kv_layers])
 
     @property
     @abstractmethod
@@ -122,14 +117,9 @@ class DecodeStep(Step):
         return self.decoder.norm.weight
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
+    def kv_layers(self) -> tuple[KVSpec, ...]:
         """See Step."""
-        return self.decoder.spec.kv_shapes
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """See Step."""
-        return self.decoder.spec.windows
+        return self.decoder.spec.kv_layers
 
     @property
     def vocab_size(self) -> int:
@@ -198,7 +188,7 @@ class OneEngineStep(DecodeStep):
         "next_kv_lens",
     )
 
-    def __init__(self, decoder: Decoder, worker: SpecWorkerBase, functional: bool = False) -> None:
+    def __init__(self, decoder: Decoder, worker: SpecWorker, functional: bool = False) -> None:
         super().__init__(decoder, functional)
         self.worker = worker
 
@@ -216,14 +206,9 @@ class OneEngineStep(DecodeStep):
         return self.worker.phases()
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
+    def kv_layers(self) -> tuple[KVSpec, ...]:
         """See Step; the worker's come last."""
-        return [*super().kv_shapes, *self.worker.kv_shapes]
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """See Step; the worker's come last."""
-        return (*super().windows, *self.worker.windows)
+        return (*super().kv_layers, *self.worker.kv_layers)
 
     @property
     def weight_bytes_per_step(self) -> int:
@@ -259,9 +244,9 @@ class HeadStep(Step):
     spec_inputs: ClassVar[tuple[str, ...]] = ("seq_lens", "gather_ids")
     outputs: ClassVar[tuple[str, ...]] = ("next_draft_tokens",)
 
-    def __init__(self, worker: SpecWorkerBase, hidden_width: int, like: Tensor, functional: bool = False) -> None:
+    def __init__(self, worker: SpecWorker, hidden_width: int, like: Tensor, functional: bool = False) -> None:
         super().__init__(functional)
-        if worker.reads_target_kv:
+        if worker.head.reads_target_kv:
             raise UnsupportedError(
                 "these draft layers read the target's KV, which a launch beside the target does not have; draft inside "
                 "the target's graph: one_engine=True"
@@ -287,14 +272,9 @@ class HeadStep(Step):
         return self._like
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
+    def kv_layers(self) -> tuple[KVSpec, ...]:
         """See Step."""
-        return self.worker.kv_shapes
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """See Step."""
-        return self.worker.windows
+        return self.worker.kv_layers
 
     @property
     def vocab_size(self) -> int:

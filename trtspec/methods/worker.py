@@ -6,17 +6,18 @@ drafts that this step makes for the next one.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import (
     AttnMetadata,
+    KVSpec,
     LogitEdits,
     Proposal,
     SamplingTensors,
@@ -35,9 +36,8 @@ from trtspec.verify.strict import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, get_force_n
 
 __all__ = [
     "FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR",
-    "BuildableWorker",
     "GuidedDecoder",
-    "SpecWorkerBase",
+    "SpecWorker",
     "WorkerResources",
     "draw",
     "draw_drafts",
@@ -53,61 +53,63 @@ class GuidedDecoder(Protocol):
         ...
 
 
-class SpecWorkerBase(nn.Module, ABC):
-    """Draw, accept, draft. A subclass says what its draft layers compute; the chain is that of methods.chain.
+class SpecWorker(nn.Module):
+    """Draw, accept, draft with a head, on the chain of methods.chain. A subclass drafts in another way.
 
     capture_layers: hidden states it wants of the target, "after layer i", -1 = after the last norm. greedy: drafts are
-    arg-max, whatever the requests ask for. advance_draft_positions, reads_target_kv: see methods.head.DraftHead.
+    arg-max, whatever the requests ask for. d2t [Vd] int64: target id = draft id + d2t.
     """
 
-    advance_draft_positions: bool = True
-    reads_target_kv: bool = False
+    d2t: Tensor
 
-    def __init__(self, max_draft_len: int, capture_layers: Sequence[int], greedy: bool = False) -> None:
+    def __init__(
+        self, head: DraftHead, max_draft_len: int, capture_layers: Sequence[int], greedy: bool = False
+    ) -> None:
         super().__init__()
+        self.head = head
+        ids = head.target_ids
+        self.register_buffer("d2t", ids - torch.arange(len(ids), device=ids.device), persistent=False)
         self.max_draft_len = max_draft_len
         self.capture_layers = tuple(capture_layers)
         self.greedy = greedy
         self.guided_decoder: GuidedDecoder | None = None
 
-    # -- what a subclass says -----------------------------------------------------------------------------------------
+    @classmethod
+    def from_resources(cls, resources: WorkerResources, target: Decoder) -> Self:
+        """The worker of the mode's head, as speculation was resolved."""
+        speculation = resources.speculation
+        greedy = speculation.draft_sample_method == "greedy"
+        K = speculation.num_speculative_tokens
+        return cls(resources.load_head(target), K, speculation.capture_layers, greedy)
 
-    @abstractmethod
+    # -- the passes of the head ---------------------------------------------------------------------------------------
+
     def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
         """All T rows: token after each [T], the target's captured states [T, n * Ht], positions [T] -> [T, H]."""
+        return self.head(next_ids, self.head.fuse(captured), positions, attend)  # type: ignore[no-any-return]
 
-    @abstractmethod
     def next_pass(self, step: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
         """Pass `step` (1..K'-1) over one row per request: tokens [B], hidden [B, H], positions [B] -> [B, H]."""
+        return self.head(tokens, self.head.feedback(hidden, step - 1), positions, attend, step)  # type: ignore[no-any-return]
 
-    @abstractmethod
     def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
         """hidden [B, H] of pass `step` (0..K'-1) -> logits [B, Vd] fp32 over the draft vocabulary."""
+        return self.head.logits(hidden, step)
 
     @property
-    @abstractmethod
-    def d2t(self) -> Tensor:
-        """[Vd] int64: target id = draft id + d2t."""
-
-    @property
-    @abstractmethod
     def draft_ids(self) -> Tensor:
         """[V] int64: draft id of each target id, -1 where there is none."""
+        return self.head.draft_ids
 
     @property
-    @abstractmethod
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """(num_kv_heads, head_dim) of its KV layers, which follow the target's."""
+    def kv_layers(self) -> tuple[KVSpec, ...]:
+        """Its KV layers, which follow the target's."""
+        return self.head.kv_layers
 
     @property
-    @abstractmethod
-    def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each of those, None = all."""
-
-    @property
-    @abstractmethod
     def weight_bytes_per_step(self) -> int:
         """Bytes of weights that the K' = max_draft_len passes of one step read."""
+        return self.head.weight_bytes_for(self.max_draft_len)
 
     @property
     def draft_rows(self) -> int:
@@ -176,7 +178,7 @@ class SpecWorkerBase(nn.Module, ABC):
     ) -> Tensor:
         """hidden [B, H] of the last row that each request keeps, attn with the kv_lens it keeps, sampling of the first
         draft -> drafts [B, num_drafts] int64."""
-        moves = self.advance_draft_positions
+        moves = self.head.advance_draft_positions
         rows = attn.advance() if moves else attn.last_rows()
         start = ChainState(self.sample_drafts(0, hidden, sampling), rows, sampling.advance(), hidden)
 
@@ -275,13 +277,6 @@ class WorkerResources(Protocol):
     def load_head(self, target: Decoder) -> DraftHead:
         """What the mode's row loads as the head of `target`."""
         ...
-
-
-class BuildableWorker(Protocol):
-    """A worker that a row of the modes table names."""
-
-    @classmethod
-    def from_resources(cls, resources: WorkerResources, target: Decoder) -> SpecWorkerBase: ...
 
 
 def draw(

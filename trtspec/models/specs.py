@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trtspec.config.checkpoint.model import ModelConfig, RopeConfig
 from trtspec.config.mtp import MIMO
+from trtspec.core import KVSpec
 from trtspec.errors import UnsupportedError
 
 
@@ -36,14 +37,14 @@ class DecoderSpec:
     qk_norm: bool = False
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """(num_kv_heads, head_dim) of each layer."""
-        return [(self.num_kv_heads, self.head_dim)] * self.num_layers
+    def kv_layers(self) -> tuple[KVSpec, ...]:
+        """The KV of each layer."""
+        return tuple(KVSpec(self.num_kv_heads, self.head_dim, window) for window in self.windows)
 
     @property
     def kv_elements_per_token(self) -> int:
         """K and V elements of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return sum(layer.elements_per_token for layer in self.kv_layers)
 
     @property
     def num_parameters(self) -> int:

@@ -72,7 +72,7 @@ def compile_graphs(
         report(f"{kind} graph for K = {K}: tracing")
         example = moved(example_for(step, K, block_size, uniform, edits), step.like.device)
         blocks = int(example.attn.block_tables.max()) + 1
-        kv = [tuple(step.like.new_zeros(blocks, block_size, h, d) for _ in "kv") for h, d in step.kv_shapes]
+        kv = [tuple(step.like.new_zeros(blocks, block_size, h, d) for _ in "kv") for h, d, _ in step.kv_layers]
         program = export_step(step, example, cast("list[KVLayer]", kv), uniform)
         report(f"{kind} graph for K = {K}: compiling")
         file = folder / f"{kind}_k{K}.pt2"
@@ -93,7 +93,7 @@ def compile_graphs(
     return CompiledStep(
         graphs=tuple(graphs),
         outputs=output_names(step, edits),
-        kv=tuple(step.kv_shapes),
+        kv=step.kv_layers,
         dtype=str(step.like.dtype).removeprefix("torch."),
         vocab_size=step.vocab_size,
         weight_bytes=step.weight_bytes_per_step,

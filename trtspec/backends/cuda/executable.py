@@ -337,7 +337,7 @@ def module_graphs(step: Step, draft_lens: Sequence[int], uniform: bool = True, e
     return CompiledStep(
         graphs=tuple(graphs),
         outputs=output_names(step, edits),
-        kv=tuple(step.kv_shapes),
+        kv=step.kv_layers,
         dtype=str(step.like.dtype).removeprefix("torch."),
         vocab_size=step.vocab_size,
         weight_bytes=step.weight_bytes_per_step,

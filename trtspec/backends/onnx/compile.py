@@ -49,7 +49,7 @@ def compile_step(
         report(f"{kind} graph for K = {K}")
         example = example_for(step, K, block_size, uniform, edits)
         blocks = int(example.attn.block_tables.max()) + 1
-        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in step.kv_shapes]
+        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d, _ in step.kv_layers]
         model = export_onnx(step, example, cast("list[KVLayer]", kv), uniform)
         write_linears(model)
         file = f"{kind}_k{K}.onnx"
@@ -61,7 +61,7 @@ def compile_step(
     return CompiledStep(
         graphs=tuple(graphs),
         outputs=output_names(step, edits),
-        kv=tuple(step.kv_shapes),
+        kv=step.kv_layers,
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=step.vocab_size,
         weight_bytes=step.weight_bytes_per_step,

@@ -214,14 +214,14 @@ def compile_step(
             block_size = 16  # of the example: the network's caches are others, and need not be allocated here
         example = example_for(step, K, block_size)
         blocks = int(example.attn.block_tables.max()) + 1
-        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d in step.kv_shapes]
+        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d, _ in step.kv_layers]
         model = export_onnx(step, example, cast("list[KVLayer]", kv))
         write_linears(model, "tensorrt")
         if real:
             check_kernels(model, sizes.linear)
         names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(kv)])
         largest = Sizes(**{**vars(sizes), "draft_len": K}) if makes_drafts else sizes
-        shapes = profiles(names, step.kv_shapes, largest, options.opt_num_tokens, step.hidden_width)
+        shapes = profiles(names, step.kv_layers, largest, options.opt_num_tokens, step.hidden_width)
         report(f"graph for K = {K}: building")
         file = "rank0.engine" if i == 0 else f"rank0_k{K}.engine"
         linear = (sizes.blocks - 1, sizes.block_size) if sizes.linear else None
@@ -237,7 +237,7 @@ def compile_step(
     return CompiledStep(
         graphs=tuple(reversed(graphs)),
         outputs=step.outputs,
-        kv=tuple(step.kv_shapes),
+        kv=step.kv_layers,
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=step.vocab_size,
         weight_bytes=step.weight_bytes_per_step,

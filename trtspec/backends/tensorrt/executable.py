@@ -101,7 +101,7 @@ class TensorRTExecutable(CompiledExecutable):
         """Zeros on the device. See compiled.CompiledExecutable."""
         cuda = open_cuda()
         stream = cuda.stream()
-        sizes = [cache_shape(num_blocks, block_size, *shape, compiled.linear) for shape in compiled.kv]
+        sizes = [cache_shape(num_blocks, block_size, heads, size, compiled.linear) for heads, size, _ in compiled.kv]
         layers = [(cuda.zeros(size, dtype, stream), cuda.zeros(size, dtype, stream)) for size in sizes]
         cuda.synchronize(stream)
         return cast("Sequence[KVLayer]", layers)

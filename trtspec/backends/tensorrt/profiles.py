@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from trtspec.backends.export import INPUT_SHAPES
 from trtspec.config.engine import EngineConfig
+from trtspec.core import KVSpec
 from trtspec.errors import ConfigError
 
 MAX_BANS = 64
@@ -89,13 +90,13 @@ class Profile:
 
 def profiles(
     inputs: Sequence[str],
-    kv: Sequence[tuple[int, int]],
+    kv: Sequence[KVSpec],
     sizes: Sizes,
     opt_num_tokens: int | None = None,
     hidden_width: int = 0,
 ) -> tuple[Profile, Profile]:
-    """The two profiles of a ragged graph with these inputs, hidden_states of that width among them if it takes any, and
-    KV layers of (kv heads, head size)."""
+    """The two profiles of a ragged graph with these inputs, hidden_states of that width among them if it takes any and
+    these KV layers."""
     B, K = sizes.batch_size, sizes.draft_len
     draws = B * (K + 1)
     usual_rows = min(opt_num_tokens or max(sizes.rows // 2, 1), sizes.rows)
@@ -118,9 +119,9 @@ def _inputs(inputs: Sequence[str], sizes: Mapping[str, tuple[int, int, int]]) ->
     }
 
 
-def _caches(kv: Sequence[tuple[int, int]], sizes: Sizes) -> dict[str, tuple[Shape, Shape, Shape]]:
+def _caches(kv: Sequence[KVSpec], sizes: Sizes) -> dict[str, tuple[Shape, Shape, Shape]]:
     return {
         f"{part}_cache_{layer}": (cache_shape(sizes.blocks, sizes.block_size, heads, width, sizes.linear),) * 3
-        for layer, (heads, width) in enumerate(kv)
+        for layer, (heads, width, *_) in enumerate(kv)
         for part in "kv"
     }

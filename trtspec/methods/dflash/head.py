@@ -40,7 +40,7 @@ class DFlashHead(DraftHead):
 
     def __init__(self, spec: DFlashSpec, first_layer: int = 0, max_position: int | None = None) -> None:
         decoder = spec.decoder
-        super().__init__(decoder.vocab_size)
+        super().__init__(decoder.vocab_size, kv_layers=decoder.kv_layers)
         self.spec = spec
         self.first_layer = first_layer
         H, eps = decoder.hidden_size, decoder.rms_norm_eps
@@ -80,16 +80,6 @@ class DFlashHead(DraftHead):
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """See DraftHead."""
         return self.head(self.norm(y))  # type: ignore[no-any-return]
-
-    @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """See DraftHead."""
-        return self.spec.decoder.kv_shapes
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """See DraftHead."""
-        return self.spec.decoder.windows
 
     def weight_bytes_for(self, num_passes: int) -> int:
         """See DraftHead."""

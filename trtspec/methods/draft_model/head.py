@@ -18,7 +18,7 @@ class DecoderHead(DraftHead):
     """
 
     def __init__(self, decoder: Decoder, first_layer: int) -> None:
-        super().__init__(decoder.spec.vocab_size)
+        super().__init__(decoder.spec.vocab_size, kv_layers=decoder.spec.kv_layers)
         self.decoder = decoder
         self.first_layer = first_layer
 
@@ -33,16 +33,6 @@ class DecoderHead(DraftHead):
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """See DraftHead."""
         return self.decoder.logits(y)
-
-    @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """See DraftHead."""
-        return self.decoder.spec.kv_shapes
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """See DraftHead."""
-        return self.decoder.spec.windows
 
     def weight_bytes_for(self, num_passes: int) -> int:
         """See DraftHead."""

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from trtspec.core import AttnMetadata, StepInputs
-from trtspec.methods.head_worker import HeadWorker
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import PagedAttend
 
 
-class DraftModelWorker(HeadWorker):
+class DraftModelWorker(SpecWorker):
     """Drafts with a whole decoder (methods.draft_model.head), which draws exactly what it would draw beside the target.
 
     Its KV at a position is of the token at that position. Heads that read the target's states are a token ahead of

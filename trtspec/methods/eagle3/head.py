@@ -71,7 +71,7 @@ class Eagle3Head(DraftHead):
     """
 
     def __init__(self, spec: Eagle3Spec, layer: int = 0, max_position: int | None = None) -> None:
-        super().__init__(spec.layer.vocab_size, spec.draft_vocab_size)
+        super().__init__(spec.layer.vocab_size, spec.draft_vocab_size, spec.layer.kv_layers)
         self.spec = spec
         H, V, eps = spec.layer.hidden_size, spec.draft_vocab_size, spec.layer.rms_norm_eps
         self.fc = Linear(spec.num_captured * spec.target_hidden_size, H, bias=False)
@@ -114,16 +114,6 @@ class Eagle3Head(DraftHead):
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """See DraftHead."""
         return self.head(self.norm(y))  # type: ignore[no-any-return]
-
-    @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """See DraftHead."""
-        return self.spec.layer.kv_shapes
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """See DraftHead."""
-        return self.spec.layer.windows
 
     def weight_bytes_for(self, num_passes: int) -> int:
         """See DraftHead."""

@@ -71,16 +71,6 @@ class MedusaHead(DraftHead):
     def _lm_head(self, step: int) -> nn.Module:
         return self.heads[min(step, len(self.heads) - 1)]
 
-    @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """See DraftHead: it keeps no KV."""
-        return []
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """See DraftHead."""
-        return ()
-
     def weight_bytes_for(self, num_passes: int) -> int:
         """See DraftHead."""
         return sum(weight_bytes(self._blocks(step), self._lm_head(step)) for step in range(num_passes))

@@ -94,16 +94,6 @@ class MLPSpeculatorHead(DraftHead):
     def _of(self, modules: nn.ModuleList, step: int) -> nn.Module:
         return modules[min(step, len(modules) - 1)]  # the last serves all further stages if tied
 
-    @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """See DraftHead: it keeps no KV."""
-        return []
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """See DraftHead."""
-        return ()
-
     def weight_bytes_for(self, num_passes: int) -> int:
         """See DraftHead; of an embedding a few rows are read, which do not count."""
         parts = (self.projs, self.norms, self.heads)

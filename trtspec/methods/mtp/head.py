@@ -56,7 +56,7 @@ class MtpHead(DraftHead):
     index under which the first one's attention asks for KV."""
 
     def __init__(self, spec: MtpSpec, layer: int = 0, max_position: int | None = None) -> None:
-        super().__init__(spec.layer.vocab_size)
+        super().__init__(spec.layer.vocab_size, kv_layers=spec.layer.kv_layers * spec.num_modules)
         self.spec = spec
         self.first_layer = layer
         self.rotary = RotaryTable(
@@ -83,16 +83,6 @@ class MtpHead(DraftHead):
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """See DraftHead."""
         return self._lm_head(step)(y)  # type: ignore[no-any-return]
-
-    @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """See DraftHead."""
-        return self.spec.layer.kv_shapes * self.spec.num_modules
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """See DraftHead."""
-        return self.spec.layer.windows * self.spec.num_modules
 
     def weight_bytes_for(self, num_passes: int) -> int:
         """See DraftHead."""

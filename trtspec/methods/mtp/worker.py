@@ -18,16 +18,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata
+from trtspec.core import AttnMetadata, KVSpec, SamplingTensors, SpecMetadata
 from trtspec.methods.chain import ChainState, draft_chain
-from trtspec.methods.head_worker import HeadWorker
 from trtspec.methods.mtp.head import MtpHead
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import PagedAttend
 from trtspec.models.layers import weight_bytes
 from trtspec.ops.attention import row_slots
 
 
-class MtpWorker(HeadWorker):
+class MtpWorker(SpecWorker):
     """K modules for K drafts. Where a sequence is shorter than a module is deep, rows of positions that there are not
     hold anything, and nothing reads them."""
 
@@ -136,15 +136,10 @@ class MtpWorker(HeadWorker):
     # -- what it takes ------------------------------------------------------------------------------------------------
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
+    def kv_layers(self) -> tuple[KVSpec, ...]:
         """See base; behind the modules' layers those of what they keep."""
-        kept = (1, self.head.spec.layer.hidden_size // 2)
-        return [*super().kv_shapes, *[kept] * (self.max_draft_len - 1)]
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """See base."""
-        return (*super().windows, *[None] * (self.max_draft_len - 1))
+        kept = KVSpec(1, self.head.spec.layer.hidden_size // 2)
+        return (*super().kv_layers, *[kept] * (self.max_draft_len - 1))
 
     @property
     def weight_bytes_per_step(self) -> int:

@@ -31,13 +31,12 @@ from typing_extensions import Self
 from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
 from trtspec.methods.eagle3.head import Eagle3Head
 from trtspec.methods.head import DraftHead
-from trtspec.methods.head_worker import HeadWorker
-from trtspec.methods.worker import WorkerResources
+from trtspec.methods.worker import SpecWorker, WorkerResources
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 
 
-class MaskWorker(HeadWorker):
+class MaskWorker(SpecWorker):
     """Draft layers that guess at mask tokens, all drafts in one pass; which rows that has is for a subclass to say."""
 
     def __init__(
@@ -54,7 +53,7 @@ class MaskWorker(HeadWorker):
 
     @classmethod
     def from_resources(cls, resources: WorkerResources, target: Decoder) -> Self:
-        """See base.BuildableWorker."""
+        """See SpecWorker."""
         speculation = resources.speculation
         assert speculation.mask_token_id is not None
         return cls(
