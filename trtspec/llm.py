@@ -15,11 +15,11 @@ from typing import Any, cast
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.wiring import assemble_engine
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.background import EngineThread, Generation
 from trtspec.engine.core import EngineCore
 from trtspec.engine.stats import EngineStats
 from trtspec.errors import ConfigError, EngineError, RequestError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.outputs import OutputDelta, RequestOutput
 from trtspec.sampling_params import SamplingParams
 from trtspec.text import Tokenizer
@@ -61,7 +61,7 @@ class LLM:
         if built is not None:
             built.check()  # before any of its files is read
         config = EngineConfig(**engine_options) if built is None else built.engine_config(engine_options)
-        speculative = SpeculativeConfig.from_any(speculative_config)
+        speculative = read_speculative_config(speculative_config)
         if not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_folder(model if tokenizer is None else tokenizer)
         self.tokenizer = tokenizer

@@ -17,7 +17,7 @@ from trtspec import LLM, SamplingParams
 from trtspec.build.build import build_engine
 from trtspec.build.sources import DIGITS, engine_digest
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
+from trtspec.interop.reading import read_speculative_config
 
 
 class Trtspec:
@@ -30,7 +30,7 @@ class Trtspec:
             for older in engines.glob(f"{label}-" + "?" * DIGITS):
                 shutil.rmtree(older)
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            build_engine(request["model"], folder, SpeculativeConfig.from_any(request["speculation"]), config)
+            build_engine(request["model"], folder, read_speculative_config(request["speculation"]), config)
         return {"engine": str(folder)}
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from trtspec.build.build import build_engine
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.sources import engine_digest
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError
+from trtspec.interop.reading import read_speculative_config
 
 HERE = Path(__file__).parent
 TARGET = HERE / "target"
@@ -56,7 +56,7 @@ def build_missing(names: Collection[str], console: Console) -> dict[str, Path]:
 
 def build(name: str, folder: Path) -> Path:
     """Compile one engine; in a process of its own, as compilers keep two cores busy."""
-    build_engine(target_of(name), folder, SpeculativeConfig.from_any(ENGINES[name]), CONFIG, replace_existing=True)
+    build_engine(target_of(name), folder, read_speculative_config(ENGINES[name]), CONFIG, replace_existing=True)
     for outdated in set(FOLDER.glob(f"{name}-*")) - {folder}:
         shutil.rmtree(outdated)
     return folder

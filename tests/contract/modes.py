@@ -36,8 +36,8 @@ from tests.e2e.tiny import (
 from trtspec import LLM
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import DependencyError, UnsupportedError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode as M
 
 MOST_K = 5
@@ -137,7 +137,7 @@ class Models:
     def _engine(self, target: str, backend: str, mode: M, K: int) -> Path:
         """An engine folder; of a mode whose drafter is the host's, the plain one."""
         output = self.root / f"{backend} {target} {mode.name} {K}".replace(" ", "-")
-        wanted = None if mode is M.NONE else SpeculativeConfig.from_any(RECIPES[mode].speculation(self, K))
+        wanted = None if mode is M.NONE else read_speculative_config(RECIPES[mode].speculation(self, K))
         build_engine(self.folder(target), output, wanted, EngineConfig(backend=backend, dtype="float32", **LIMITS))
         return output
 

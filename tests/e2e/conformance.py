@@ -30,7 +30,7 @@ from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.plan import BuildPlan
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
+from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.eagle3.train import export_eagle3, new_head
 from trtspec.models.weights import load_decoder
 
@@ -95,7 +95,7 @@ def build(models: Path, output: Path, backend: str, mode: str, dtype: str, sched
     """An engine folder."""
     cache = TIGHT if BACKENDS[backend].profiles else {}  # its size is part of such an engine
     config = EngineConfig(backend=backend, dtype=dtype, **LIMITS, **cache)
-    build_engine(models / "target", output, SpeculativeConfig.from_any(wishes(mode, models, schedule)), config)
+    build_engine(models / "target", output, read_speculative_config(wishes(mode, models, schedule)), config)
     return output
 
 

@@ -23,6 +23,7 @@ from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CapacityError, CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.suffix.drafter import SuffixTree
 from trtspec.modes import SpeculativeDecodingMode as M
 from trtspec.modes import words_for
@@ -70,7 +71,7 @@ def test_a_target_that_is_not_dense(
 @pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.traits.mtp], ids=lambda mode: mode.name)
 def test_the_same_on_a_dense_target_is_planned(folders: Folders, mode: M) -> None:
     """So it was the target that was refused above."""
-    spec = SpeculativeConfig.from_any(asked_for(mode, folders))
+    spec = read_speculative_config(asked_for(mode, folders))
     assert plan_build(folders.target, spec, EngineConfig()).mode in (mode.name, "NGRAM")  # AUTO chooses that
 
 

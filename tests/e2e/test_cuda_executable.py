@@ -29,9 +29,9 @@ from trtspec.backends.cuda import aoti as cuda_aoti
 from trtspec.backends.cuda.executable import LaunchLimits
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import SamplingTensors
 from trtspec.engine.overlap import OverlapLoop
+from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.worker import SpecWorker
 from trtspec.models.layers import Linear
 
@@ -261,7 +261,7 @@ def test_an_engine_folder(
     monkeypatch.setattr(cuda_aoti, "open_gpu", lambda: work.device)
     cases = draw_cases(16, 5, most_prompt=60, most_tokens=40)
     config = EngineConfig(backend="cuda", max_batch_size=5, max_num_tokens=48, block_size=4)
-    build_engine(models["target"], tmp_path / "engine", SpeculativeConfig.from_any(speculation(models, mode)), config)
+    build_engine(models["target"], tmp_path / "engine", read_speculative_config(speculation(models, mode)), config)
     with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
         outcomes = run_alone(llm.engine, cases)
     with LLM(tmp_path / "engine", num_kv_blocks=90, debug=True) as llm:

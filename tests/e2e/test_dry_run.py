@@ -28,6 +28,7 @@ from trtspec.build.wiring import plan_assembly
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
+from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.step import Step
 
 LLAMA = {
@@ -282,7 +283,7 @@ from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 wishes = {{"method": "draft_model", "model": {str(configs / "small-qwen")!r}, "num_speculative_tokens": 4}}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-plan_build({str(configs / "qwen")!r}, SpeculativeConfig.from_any(wishes), EngineConfig(backend="tensorrt"))
+plan_build({str(configs / "qwen")!r}, read_speculative_config(wishes), EngineConfig(backend="tensorrt"))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -307,12 +308,12 @@ WISHES = {
 
 def wanted(models: Path, mode: str) -> SpeculativeConfig | None:
     wishes = WISHES[mode]
-    return wishes and SpeculativeConfig.from_any({**wishes, "model": str(models / str(wishes["model"]))})
+    return wishes and read_speculative_config({**wishes, "model": str(models / str(wishes["model"]))})
 
 
 def test_a_graph_for_each_draft_length_of_a_schedule(models: Path) -> None:
     wishes = {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": 3}
-    speculative = SpeculativeConfig.from_any({**wishes, "draft_len_schedule": {5: 3, 7: 1}})
+    speculative = read_speculative_config({**wishes, "draft_len_schedule": {5: 3, 7: 1}})
     for backend, kinds in (("aoti", ("ragged", "uniform")), ("tensorrt", ("ragged",))):
         plan = plan_build(models / "target", speculative, EngineConfig(backend=backend, **LIMITS))
         made = plan.executables["target"]

@@ -53,9 +53,9 @@ from trtspec.build.build import build_engine
 from trtspec.build.engine_folder import FORMAT, EngineFolder, machine
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import StepInputs
 from trtspec.errors import CheckpointError, ConfigError, EngineError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.text import Tokenizer
 
 DTYPES = ("float32", "bfloat16")
@@ -228,7 +228,7 @@ def test_quantised_weights_lose_nothing_to_speculation(
     assert packed(LLM(tmp_path / "none", speculation("ngram", models), **TIGHT)).outcomes == alone
     for mode in modes:
         wishes = {**(speculation(mode, models) or {}), "quantization": kind, "draft_len_schedule": None}
-        build_engine(models / "target", tmp_path / mode, SpeculativeConfig.from_any(wishes), config)
+        build_engine(models / "target", tmp_path / mode, read_speculative_config(wishes), config)
         compiled = LLM(tmp_path / mode, **TIGHT)
         for llm in (compiled, LLM(models / "target", wishes, quantization=kind, **LIMITS, **TIGHT)):
             run = packed(llm)
@@ -384,7 +384,7 @@ def test_without_a_compiler_nothing_is_begun(models: Path, tmp_path: Path) -> No
 
 
 def test_a_drafter_object_cannot_be_written_into_an_engine(models: Path, tmp_path: Path) -> None:
-    drafter = SpeculativeConfig.from_any({"method": "custom_class", "drafter": object(), "num_speculative_tokens": 2})
+    drafter = read_speculative_config({"method": "custom_class", "drafter": object(), "num_speculative_tokens": 2})
     with pytest.raises(ConfigError, match="cannot hold a drafter object; build it without speculation"):
         build_engine(models / "target", tmp_path / "out", drafter, EngineConfig())
 

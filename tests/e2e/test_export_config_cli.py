@@ -13,6 +13,7 @@ from tests.checkpoints import make_medusa
 from trtspec.build.engine_folder import FORMAT, machine
 from trtspec.cli import main
 from trtspec.config.speculative import SpeculativeConfig
+from trtspec.interop.reading import read_speculative_config
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 HEAD = str(DEMO / "eagle3")
@@ -89,7 +90,7 @@ def test_what_is_written_is_read_back_by_us(capsys: pytest.CaptureFixture[str], 
     file = tmp_path / "settings"
     assert run(capsys, "--to", to, "--spec", json.dumps(NGRAM), "--output", str(file))[:2] == (0, "")
     read = yaml.safe_load(file.read_text())
-    again = SpeculativeConfig.from_any(read["speculative_config"] if to == "tensorrt-llm" else read)
+    again = read_speculative_config(read["speculative_config"] if to == "tensorrt-llm" else read)
     pool = {"is_public_pool": False} if to == "tensorrt-llm" else {}  # it always has one
     assert again == SpeculativeConfig(**NGRAM, **pool)
 

@@ -24,8 +24,8 @@ from trtspec.backends.export import example_batch, graph_inputs, input_names
 from trtspec.backends.tensorrt.profiles import TensorRTOptions
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import EngineError
+from trtspec.interop.reading import read_speculative_config
 
 __all__ = ["cuda", "trt"]  # fixtures
 STATIC, ALONE = Fp8Kind("hf_quant_config"), Fp8Kind("compressed-tensors", per_channel=True, inputs="dynamic")
@@ -44,7 +44,7 @@ def checkpoints(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def built(folder: Path, output: Path, config: EngineConfig, models: Path, mode: str = "none", **more: Any) -> Path:
-    build_engine(folder, output, SpeculativeConfig.from_any(wishes(mode, models, False)), config, **more)
+    build_engine(folder, output, read_speculative_config(wishes(mode, models, False)), config, **more)
     return output
 
 

@@ -19,9 +19,9 @@ from tests.e2e.tiny import assert_all_blocks_free, make_target, perturbed
 from trtspec import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import Proposal
 from trtspec.errors import DependencyError, RequestError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.protocols import DraftRequest
 from trtspec.verify.grammar import Guide
 
@@ -270,7 +270,7 @@ def test_engines_say_the_same(
     target: Path, speculation: dict[str, dict[str, Any]], plain: list[Any], backend: str, tmp_path: Path
 ) -> None:
     """A graph that verifies and drafts takes masks as one of its inputs."""
-    wanted = SpeculativeConfig.from_any(speculation["eagle3"] | {"num_speculative_tokens": 3})
+    wanted = read_speculative_config(speculation["eagle3"] | {"num_speculative_tokens": 3})
     build_engine(target, tmp_path / "engine", wanted, EngineConfig(backend=backend, dtype="float32", **LIMITS))
     prompts, params, _ = jobs()
     with LLM(tmp_path / "engine") as llm:

@@ -29,10 +29,10 @@ from trtspec import LLM
 from trtspec.backends.compiled import CompiledExecutable
 from trtspec.build.plan import plan_build
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import EngineError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.head_drafter import HeadDrafter
 from trtspec.sampling_params import ResolvedSampling
 
@@ -78,7 +78,7 @@ def test_the_words_and_drafts_are_those_of_eager(
 def test_the_engine_is_as_planned(built: Callable[[str, str], Path], models: Path) -> None:
     engine = built("aoti", MODE)
     config = EngineConfig(backend="aoti", dtype="float32", **LIMITS)
-    plan = plan_build(models / "target", SpeculativeConfig.from_any(wishes(MODE, models, False)), config)
+    plan = plan_build(models / "target", read_speculative_config(wishes(MODE, models, False)), config)
     for role, written in assert_as_planned(plan, engine).items():
         made = plan.executables[role]
         unread = {"target": 0, "draft": 13 * 8}[role]  # target_ids: graphs read their distance, d2t

@@ -21,8 +21,8 @@ from tests.e2e.tiny import VOCAB, add_tokenizer, assert_all_blocks_free, make_ta
 from trtspec import LLM, SamplingParams
 from trtspec.cli import main
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.trtllm import SaveHiddenStatesDecodingConfig
 from trtspec.errors import CheckpointError, ConfigError, EngineError
+from trtspec.interop.decoding_configs import SaveHiddenStatesDecodingConfig
 from trtspec.methods.eagle3.train import new_head
 from trtspec.methods.hidden_states import shards as hidden_shards
 from trtspec.methods.hidden_states.shards import ShardReader, States, shards_of

@@ -24,8 +24,8 @@ from tests.e2e.tiny import PIECES, VOCAB, assert_all_blocks_free, draw_cases, pe
 from trtspec import LLM, SamplingParams
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.chain import ChainDrafter
 
 K = 3
@@ -136,7 +136,7 @@ def test_banned_tokens_are_the_targets(target: Path, permuted: Path) -> None:
 def test_a_built_engine_holds_the_translation(target: Path, other: Path, tmp_path: Path, backend: str) -> None:
     """Without the draft's tokenizer: ids and drafts are eager's."""
     limits = {name: TIGHT[name] for name in ("max_batch_size", "max_num_tokens", "block_size")}
-    speculation = SpeculativeConfig.from_any(with_draft(other))
+    speculation = read_speculative_config(with_draft(other))
     folder = tmp_path / "engine"
     build_engine(target, folder, speculation, EngineConfig(backend=backend, **limits))
     runs = []

@@ -30,7 +30,6 @@ from trtspec.backends.tensorrt.profiles import TensorRTOptions
 from trtspec.build.build import build_engine
 from trtspec.cli.main import main
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import (
     CapacityError,
     CheckpointError,
@@ -40,6 +39,7 @@ from trtspec.errors import (
     RequestError,
     UnsupportedError,
 )
+from trtspec.interop.reading import read_speculative_config
 
 CONFIG = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS, **TIGHT)
 CHECK_KERNELS = tensorrt_compile.check_kernels
@@ -124,7 +124,7 @@ def test_a_penalty_that_nobody_asked_for_is_dropped_with_a_warning(
 def test_attention_of_tensorrts_own(trt: TensorRT, models: Path, tmp_path: Path, mode: str) -> None:
     """A linear cache, no attention plugin: the words of eager decoding, one request at a time."""
     config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
-    speculation = SpeculativeConfig.from_any(wishes(mode, models, False))
+    speculation = read_speculative_config(wishes(mode, models, False))
     options = TensorRTOptions(attention="native")
     build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
     for network, _ in trt.plans.values():
@@ -141,7 +141,7 @@ def test_what_attention_of_tensorrts_own_cannot_do(trt: TensorRT, models: Path, 
     options = TensorRTOptions(attention="native")
     config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
     for wanted, mode in (("eagle3", "EAGLE3_ONE_MODEL"), ("eagle3_beside", "EAGLE3")):
-        speculation = SpeculativeConfig.from_any(wishes(wanted, models, False))
+        speculation = read_speculative_config(wishes(wanted, models, False))
         with pytest.raises(UnsupportedError, match=f"{mode} with 3 drafts writes the draft layers' cache 3 times"):
             build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
     with pytest.raises(ConfigError, match="leave num_kv_blocks and kv_cache_memory unset"):
@@ -161,7 +161,7 @@ def test_integers(trt: TensorRT, models: Path, tmp_path: Path, quantization: str
     made = {}
     for mode in ("none", "eagle3"):
         config = replace(CONFIG, quantization=quantization)
-        speculation = SpeculativeConfig.from_any(wishes(mode, models, False))
+        speculation = read_speculative_config(wishes(mode, models, False))
         build_engine(models / "target", tmp_path / mode, speculation, config)
         layers = [type(layer).__name__ for layer in list(trt.plans.values())[-1][0]._layers]
         assert "Dequantize" in layers
@@ -274,7 +274,7 @@ def test_plans_may_be_built_for_later_versions(
 @pytest.mark.long
 def test_stripped_plans_get_their_weights_from_beside_them(trt: TensorRT, models: Path, tmp_path: Path) -> None:
     options = TensorRTOptions(strip_plan=True, weight_streaming=True)
-    speculation = SpeculativeConfig.from_any(wishes("eagle3", models, True))
+    speculation = read_speculative_config(wishes("eagle3", models, True))
     config = replace(CONFIG, quantization="int4")
     build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
     assert len(list((tmp_path / "engine" / "target").glob("rank0*.engine"))) == 3

@@ -29,8 +29,8 @@ from trtspec.backends.tensorrt.executable import GENERATION, TensorRTExecutable,
 from trtspec.backends.tensorrt.profiles import TensorRTOptions
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import DependencyError
+from trtspec.interop.reading import read_speculative_config
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 NEAR_TIE = 4.0
@@ -79,7 +79,7 @@ def test_it_differs_from_eager_in_near_ties_at_most(models: Path, plain: list[Ou
 def test_attention_of_tensorrts_own(models: Path, tmp_path: Path, mode: str) -> None:
     """In fp32, over a linear cache: eager's words."""
     config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
-    speculation = SpeculativeConfig.from_any(wishes(mode, models, False))
+    speculation = read_speculative_config(wishes(mode, models, False))
     options = TensorRTOptions(attention="native")
     build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
     run = run_together(LLM(tmp_path / "engine").engine, CASES)
@@ -91,7 +91,7 @@ def test_the_demo(tmp_path: Path) -> None:
     config = EngineConfig(backend="tensorrt", max_batch_size=4, max_seq_len=256)
     speculation = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 3}
     build_engine(DEMO / "target", tmp_path / "plain", None, config)
-    build_engine(DEMO / "target", tmp_path / "eagle3", SpeculativeConfig.from_any(speculation), config)
+    build_engine(DEMO / "target", tmp_path / "eagle3", read_speculative_config(speculation), config)
     prompts = ["def read_config(filename):\n", "class Stack:\n", "import os\n\n\ndef "]
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=64)
     texts = {}

@@ -19,10 +19,10 @@ from tests.models.paper_heads import VOCAB, K, PaperHead, assert_every_pass_is_t
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.trtllm import Eagle3DecodingConfig
 from trtspec.core import AttnMetadata
 from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
+from trtspec.interop.decoding_configs import Eagle3DecodingConfig
 from trtspec.kv.pool import allocate_layers
 from trtspec.methods.eagle3.weights import eagle3_tensors, load_eagle3
 from trtspec.methods.step import OneEngineStep

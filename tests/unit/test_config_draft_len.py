@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trtspec.config.resolve import resolve
 from trtspec.config.resolved import ResolvedSpeculation, TargetInfo, draft_len_for_batch
 from trtspec.config.speculative import SpeculativeConfig
 
@@ -25,7 +26,7 @@ NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 def decide(fields: Mapping[str, Any], **changes: Any) -> ResolvedSpeculation:
-    return SpeculativeConfig(**fields).resolve(dataclasses.replace(TARGET, **changes))
+    return resolve(SpeculativeConfig(**fields), dataclasses.replace(TARGET, **changes))
 
 
 def lengths(fields: Mapping[str, Any], *batches: int, **changes: Any) -> list[int]:

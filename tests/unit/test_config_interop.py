@@ -22,8 +22,8 @@ from tests.unit.interop_cases import (
     export,
 )
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.config.trtllm import decoding_config_from_dict
 from trtspec.errors import UnsupportedError
+from trtspec.interop.decoding_configs import decoding_config_from_dict
 from trtspec.interop.export import SERVERS
 from trtspec.modes import METHODS
 

@@ -21,8 +21,8 @@ from tests.unit.interop_cases import (
     VLLM,
     export,
 )
-from trtspec.config.trtllm import decoding_config_from_dict
 from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.interop.decoding_configs import decoding_config_from_dict
 from trtspec.interop.export import settings_text
 
 QUIET: dict[str, Any] = {"draft_sample_method": "greedy", "rejection_sample_method": "standard"}

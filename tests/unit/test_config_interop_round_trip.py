@@ -17,6 +17,7 @@ from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo, 
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.interop.account import GATES
 from trtspec.interop.export import export_settings, settings_text
+from trtspec.interop.reading import read_speculative_config
 
 TARGET = TargetInfo(
     model="/t",
@@ -136,7 +137,7 @@ def test_tensorrt_llm_and_back(fields: dict[str, Any], head: DraftInfo | None) -
     lines = {warning.field: str(warning) for warning in found}
     read = yaml.safe_load(settings_text(settings, TRT))["speculative_config"]
     assert read == settings
-    changed = differences(planned(config, draft), planned(SpeculativeConfig.from_any(read), draft))
+    changed = differences(planned(config, draft), planned(read_speculative_config(read), draft))
     if config.is_public_pool is None:
         changed.discard("is_public_pool")  # looks in the request's own tokens, as a pool for each request does
     if config.draft_sample_method == "greedy":
@@ -151,7 +152,7 @@ def test_vllm_and_back(fields: dict[str, Any], head: DraftInfo | None) -> None:
     settings, found = export_settings(config, VLLM, draft)
     lines = {warning.field: str(warning) for warning in found}
     read = json.loads(settings_text(settings, VLLM))
-    changed = differences(planned(config, draft), planned(SpeculativeConfig.from_any(read), draft))
+    changed = differences(planned(config, draft), planned(read_speculative_config(read), draft))
     if "one_engine" in lines or "vanilla" in lines:
         changed.discard("mode")
     assert changed <= explained(lines)

@@ -12,7 +12,7 @@ import pytest
 from trtspec.config.capture import capture_layers_from_vllm, default_capture_layers
 from trtspec.config.draft_len import num_speculative_tokens
 from trtspec.config.mtp import MTP_TARGETS, mtp_layers
-from trtspec.config.resolve import _draft_tp, method_and_model, plan
+from trtspec.config.resolve import _draft_tp, method_and_model, plan, resolve
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import parse_tree
@@ -46,7 +46,7 @@ def draft(**changes: Any) -> DraftInfo:
 
 
 def decide(fields: Mapping[str, Any], **changes: Any) -> ResolvedSpeculation:
-    return SpeculativeConfig(**fields).resolve(target(**changes))
+    return resolve(SpeculativeConfig(**fields), target(**changes))
 
 
 # -- method and model -------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_method_and_model(fields: dict[str, Any], kind: str | None, expected: tu
 )
 def test_refused_when_resolved(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SpeculativeConfig(**fields).resolve(TARGET)
+        resolve(SpeculativeConfig(**fields), TARGET)
 
 
 # -- against the target and the draft ---------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_refused_against_target_or_draft(
     config = SpeculativeConfig(**{**DRAFTED, **fields})
     info = None if draft_changes is None else draft(**draft_changes)
     with pytest.raises(ConfigError, match=message):
-        config.resolve(target(**target_changes), info)
+        resolve(config, target(**target_changes), info)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_refused_against_target_or_draft(
 def test_known_but_not_built(fields: dict[str, Any], message: str) -> None:
     config = SpeculativeConfig(**{**DRAFTED, **fields})
     with pytest.raises(UnsupportedError, match=message):
-        config.resolve(target(tensor_parallel_size=2) if "draft_tensor_parallel_size" in fields else TARGET)
+        resolve(config, target(tensor_parallel_size=2) if "draft_tensor_parallel_size" in fields else TARGET)
 
 
 def test_the_targets_tensor_parallelism_is_inherited_and_not_built() -> None:
@@ -278,15 +278,15 @@ def test_the_targets_tensor_parallelism_is_inherited_and_not_built() -> None:
 
 
 def test_draft_model() -> None:
-    resolved = SpeculativeConfig(**DRAFTED).resolve(TARGET, DRAFT)
+    resolved = resolve(SpeculativeConfig(**DRAFTED), TARGET, DRAFT)
     assert resolved.mode is M.DRAFT_TARGET
     assert (resolved.method, resolved.model) == ("draft_model", "/models/draft")
     assert resolved.max_model_len == 512  # the smaller of the two
     assert resolved.num_speculative_tokens == resolved.num_lookahead_slots == 3
     assert resolved.num_extra_kv_tokens == 2
     assert resolved.speculative_token_tree == ((0,), (0, 0), (0, 0, 0))
-    assert SpeculativeConfig(**DRAFTED, max_model_len=100).resolve(TARGET, DRAFT).max_model_len == 100
-    assert SpeculativeConfig(**DRAFTED).resolve(TARGET).max_model_len == 1024  # nothing known of the draft
+    assert resolve(SpeculativeConfig(**DRAFTED, max_model_len=100), TARGET, DRAFT).max_model_len == 100
+    assert resolve(SpeculativeConfig(**DRAFTED), TARGET).max_model_len == 1024  # nothing known of the draft
 
 
 @pytest.mark.parametrize("how", [None, "greedy"])
@@ -294,11 +294,11 @@ def test_a_draft_model_of_another_vocabulary(how: str | None) -> None:
     other = dataclasses.replace(DRAFT, vocab_size=DRAFT.vocab_size + 7)
     fields = {**DRAFTED, "draft_sample_method": how}
     with pytest.raises(ConfigError, match=r"differs from the target's .*, or set use_heterogeneous_vocab=True"):
-        SpeculativeConfig(**fields).resolve(TARGET, other)
-    resolved = SpeculativeConfig(**fields, use_heterogeneous_vocab=True).resolve(TARGET, other)
+        resolve(SpeculativeConfig(**fields), TARGET, other)
+    resolved = resolve(SpeculativeConfig(**fields, use_heterogeneous_vocab=True), TARGET, other)
     assert resolved.mode is M.DRAFT_TARGET
     assert resolved.use_heterogeneous_vocab
-    assert resolved.compute_hash() != SpeculativeConfig(**fields).resolve(TARGET, DRAFT).compute_hash()
+    assert resolved.compute_hash() != resolve(SpeculativeConfig(**fields), TARGET, DRAFT).compute_hash()
 
 
 @pytest.mark.parametrize(
@@ -401,14 +401,14 @@ def test_heads_that_read_the_last_state(kind: str) -> None:
     """Each drafts one token, once; config.json says nothing of lengths, and is believed before a folder's name."""
     head = DraftInfo(model_type=kind, n_predict=4)
     for fields, k in (({}, 4), ({"num_speculative_tokens": 3}, 3), ({"method": kind, "quantization": "int8"}, 4)):
-        resolved = SpeculativeConfig(model="/x/eagle-3", **fields).resolve(TARGET, head)
+        resolved = resolve(SpeculativeConfig(model="/x/eagle-3", **fields), TARGET, head)
         assert (resolved.mode, resolved.num_speculative_tokens) == (M.from_string(kind), k)
         assert (resolved.capture_layers, resolved.max_model_len) == ((-1,), TARGET.max_model_len)
     for k in (5, 8):  # 8 = 2 * 4, which MTP layers could draft
         with pytest.raises(ConfigError, match=rf"num_speculative_tokens={k} exceeds the 4 heads .*; use at most 4"):
-            SpeculativeConfig(model="/x", num_speculative_tokens=k).resolve(TARGET, head)
+            resolve(SpeculativeConfig(model="/x", num_speculative_tokens=k), TARGET, head)
     with pytest.raises(ConfigError, match=r"capture_layers=\(1,\) means nothing to method="):
-        SpeculativeConfig(model="/x", capture_layers=(1,)).resolve(TARGET, head)
+        resolve(SpeculativeConfig(model="/x", capture_layers=(1,)), TARGET, head)
 
 
 def test_k_of_methods_without_a_mode() -> None:
@@ -456,12 +456,12 @@ def test_capture_layers_edges() -> None:
 def test_hidden_states_need_a_folder_and_nothing_else() -> None:
     with pytest.raises(ConfigError, match="output_directory=None with method='extract_hidden_states'; set it"):
         SpeculativeConfig(method="extract_hidden_states")
-    resolved = SpeculativeConfig(method="extract_hidden_states", output_directory="/o").resolve(TARGET)
+    resolved = resolve(SpeculativeConfig(method="extract_hidden_states", output_directory="/o"), TARGET)
     assert resolved.mode.is_save_hidden_states()
     assert (resolved.output_directory, resolved.write_interval, resolved.file_prefix) == ("/o", 20, "data")
     assert resolved.capture_layers == (1, 3, 4)
     with pytest.raises(ConfigError, match="output_directory='/o' means nothing to method='ngram'; remove it"):
-        SpeculativeConfig(**NGRAM, output_directory="/o").resolve(TARGET)
+        resolve(SpeculativeConfig(**NGRAM, output_directory="/o"), TARGET)
     with pytest.raises(ConfigError, match=r"file_prefix='a/b': use letters"):
         SpeculativeConfig(method="extract_hidden_states", output_directory="/o", file_prefix="a/b")
 
@@ -469,33 +469,33 @@ def test_hidden_states_need_a_folder_and_nothing_else() -> None:
 def test_parallel_drafts_guess_at_a_mask_token() -> None:
     fields = {**DRAFTED, "parallel_drafting": True}
     config = SpeculativeConfig(**fields)
-    resolved = config.resolve(TARGET, draft(mask_token_id=4095))
+    resolved = resolve(config, TARGET, draft(mask_token_id=4095))
     assert (resolved.mode, resolved.mask_token_id) == (M.PARD, 4095)
-    assert config.resolve(TARGET, draft(mask_token_id=4)).compute_hash() != resolved.compute_hash()
-    assert config.resolve(TARGET).mask_token_id is None  # nothing known of the draft
-    chain = SpeculativeConfig(**DRAFTED).resolve(TARGET, draft(mask_token_id=4))
+    assert resolve(config, TARGET, draft(mask_token_id=4)).compute_hash() != resolved.compute_hash()
+    assert resolve(config, TARGET).mask_token_id is None  # nothing known of the draft
+    chain = resolve(SpeculativeConfig(**DRAFTED), TARGET, draft(mask_token_id=4))
     assert (chain.mode, chain.mask_token_id) == (M.DRAFT_TARGET, None)
     with pytest.raises(ConfigError, match=r"none of pard_token, mask_token_id, ptd_token_id, .* leave parallel"):
-        config.resolve(TARGET, DRAFT)
+        resolve(config, TARGET, DRAFT)
     for mask in (4096, -1):
         with pytest.raises(ConfigError, match=rf"mask token {mask} is not in its vocabulary of 4096 ids; correct"):
-            config.resolve(TARGET, draft(mask_token_id=mask))
+            resolve(config, TARGET, draft(mask_token_id=mask))
     with pytest.raises(ConfigError, match=r"use_heterogeneous_vocab=True with mode=PARD"):
-        SpeculativeConfig(**fields, use_heterogeneous_vocab=True).resolve(TARGET, draft(mask_token_id=4))
+        resolve(SpeculativeConfig(**fields, use_heterogeneous_vocab=True), TARGET, draft(mask_token_id=4))
     with pytest.raises(ConfigError, match=r"does not exist for method='medusa'; .* draft_model, eagle3"):
-        SpeculativeConfig(method="medusa", model="/m", parallel_drafting=True).resolve(TARGET, draft(n_predict=3))
+        resolve(SpeculativeConfig(method="medusa", model="/m", parallel_drafting=True), TARGET, draft(n_predict=3))
 
 
 def test_a_dflash_draft_says_almost_everything() -> None:
     found = draft(model_type="dflash", n_predict=7, capture_layers=(1, 5), mask_token_id=9)
     for fields in ({"method": "dflash"}, {"method": "dflash", "parallel_drafting": True}, {}):
-        resolved = SpeculativeConfig(model="/d", **fields).resolve(TARGET, found)
+        resolved = resolve(SpeculativeConfig(model="/d", **fields), TARGET, found)
         assert (resolved.mode, resolved.method, resolved.num_speculative_tokens) == (M.DFLASH, "dflash", 7)
         assert (resolved.capture_layers, resolved.mask_token_id) == ((1, 5), 9)
     with pytest.raises(ConfigError, match=r"num_speculative_tokens=8 exceeds the 7 masks .* use at most 7"):
-        SpeculativeConfig(model="/d", method="dflash", num_speculative_tokens=8).resolve(TARGET, found)
+        resolve(SpeculativeConfig(model="/d", method="dflash", num_speculative_tokens=8), TARGET, found)
     with pytest.raises(ConfigError, match=r"mode=DFLASH: config.json of the draft has none of"):
-        SpeculativeConfig(model="/d").resolve(TARGET, dataclasses.replace(found, mask_token_id=None))
+        resolve(SpeculativeConfig(model="/d"), TARGET, dataclasses.replace(found, mask_token_id=None))
 
 
 def test_capture_layers_resolve() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from trtspec.config.resolve import plan
+from trtspec.config.resolve import plan, resolve
 from trtspec.config.resolved import TargetInfo
 from trtspec.config.speculative import LEGACY_MTP_METHODS, SpeculativeConfig
-from trtspec.config.trtllm import NGramDecodingConfig
 from trtspec.errors import ConfigError
+from trtspec.interop.decoding_configs import NGramDecodingConfig
+from trtspec.interop.reading import read_speculative_config
 
 TARGET = TargetInfo(
     model="/models/target",
@@ -140,7 +141,7 @@ def test_refused_when_built(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig(**fields)
     with pytest.raises(ConfigError, match=message):
-        SpeculativeConfig.from_any(fields)
+        read_speculative_config(fields)
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig.model_validate(fields)
 
@@ -177,7 +178,7 @@ def test_frozen() -> None:
     config = SpeculativeConfig(**NGRAM)
     with pytest.raises(ConfigError, match="num_speculative_tokens=9: configs are frozen; build a new one"):
         config.num_speculative_tokens = 9  # type: ignore[misc]
-    resolved = config.resolve(TARGET)
+    resolved = resolve(config, TARGET)
     with pytest.raises(dataclasses.FrozenInstanceError):
         resolved.model = "x"  # type: ignore[misc]
 
@@ -185,7 +186,7 @@ def test_frozen() -> None:
 def test_resolve_does_not_change_the_config() -> None:
     config = SpeculativeConfig(method="auto")
     before = config.model_dump()
-    config.resolve(TARGET)
+    resolve(config, TARGET)
     assert config.model_dump() == before
 
 
@@ -206,14 +207,14 @@ def test_json() -> None:
 
 def test_from_any() -> None:
     config = SpeculativeConfig(**NGRAM)
-    assert SpeculativeConfig.from_any(None) is None
-    assert SpeculativeConfig.from_any(config) is config
-    assert SpeculativeConfig.from_any(NGRAM) == config
-    converted = SpeculativeConfig.from_any(NGramDecodingConfig(max_draft_len=3))
+    assert read_speculative_config(None) is None
+    assert read_speculative_config(config) is config
+    assert read_speculative_config(NGRAM) == config
+    converted = read_speculative_config(NGramDecodingConfig(max_draft_len=3))
     assert converted is not None
-    assert converted == SpeculativeConfig.from_any({"decoding_type": "ngram", "max_draft_len": 3})
+    assert converted == read_speculative_config({"decoding_type": "ngram", "max_draft_len": 3})
     with pytest.raises(ConfigError, match=r"speculative_config=3 is a int; use None, a dict"):
-        SpeculativeConfig.from_any(3)
+        read_speculative_config(3)
 
 
 def test_repr() -> None:
@@ -242,7 +243,7 @@ def test_pickles() -> None:
 def test_compute_hash(changes: dict[str, Any], same: bool) -> None:
     one, other = SpeculativeConfig(**NGRAM), SpeculativeConfig(**{**NGRAM, **changes})
     assert (one.compute_hash() == other.compute_hash()) is same
-    assert (one.resolve(TARGET).compute_hash() == other.resolve(TARGET).compute_hash()) is same
+    assert (resolve(one, TARGET).compute_hash() == resolve(other, TARGET).compute_hash()) is same
 
 
 def test_compute_hash_sees_mode_and_layers() -> None:

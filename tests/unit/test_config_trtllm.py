@@ -9,7 +9,8 @@ import pytest
 from trtspec.config.resolve import plan
 from trtspec.config.resolved import TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.config.trtllm import (
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.interop.decoding_configs import (
     DECODING_CONFIGS,
     AutoDecodingConfig,
     DecodingBaseConfig,
@@ -26,7 +27,7 @@ from trtspec.config.trtllm import (
     UserProvidedDecodingConfig,
     decoding_config_from_dict,
 )
-from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode as M
 
 
@@ -213,7 +214,7 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
 )
 def test_converts(config: DecodingBaseConfig, expected: dict[str, Any]) -> None:
     assert config.to_speculative_config() == SpeculativeConfig(**expected)
-    assert SpeculativeConfig.from_any(config) == SpeculativeConfig(**expected)
+    assert read_speculative_config(config) == SpeculativeConfig(**expected)
 
 
 @pytest.mark.parametrize(
@@ -358,4 +359,4 @@ def test_dynamic_tree_sizes_that_fit(total: int) -> None:
 
 def test_from_dict_refuses_an_unknown_type() -> None:
     with pytest.raises(ConfigError, match=r"decoding_type='Lookahead' is unknown; use one of Eagle3, MTP"):
-        SpeculativeConfig.from_any({"decoding_type": "Lookahead"})
+        read_speculative_config({"decoding_type": "Lookahead"})

@@ -18,9 +18,9 @@ from trtspec.backends.cuda.chain_graph import chain_step
 from trtspec.backends.export import INPUT_DTYPES, GraphStep, example_batch, graph_inputs, input_names, moved
 from trtspec.build.wiring import plan_assembly
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.core import Carry, StepInputs
 from trtspec.errors import CapacityError, DependencyError, DeviceError, UnsupportedError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.drafter import CHAIN_ROWS
 from trtspec.methods.step import Step
 
@@ -43,7 +43,7 @@ def fake_step(folder: Path, mode: str) -> Step:
     speculation = None
     if mode == "eagle3":
         head = make_eagle3(folder, target, (0, 1), tuple(range(11)))
-        speculation = SpeculativeConfig.from_any({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
+        speculation = read_speculative_config({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
     assembly = plan_assembly(target, speculation, EngineConfig(), pack=False)
     return assembly.target_step()
 

@@ -14,8 +14,8 @@ from trtspec.build.gpu_plan import gpu_memory, plan_gpu_blocks
 from trtspec.build.kv_plan import bytes_per_block
 from trtspec.build.wiring import plan_assembly
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CapacityError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.models.layers import weight_bytes
 
 MUCH = 10**10
@@ -30,7 +30,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assembly(target: Path, speculation: dict[str, Any] | None = None, **options: Any) -> Assembly:
     fields = {"max_batch_size": 4, "max_num_tokens": 256, "max_seq_len": 128, "backend": "cuda", **options}
-    return plan_assembly(target, SpeculativeConfig.from_any(speculation), EngineConfig(**fields), pack=False)
+    return plan_assembly(target, read_speculative_config(speculation), EngineConfig(**fields), pack=False)
 
 
 def parts(model: Assembly, free: int = MUCH) -> int:

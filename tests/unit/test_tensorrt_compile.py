@@ -39,8 +39,8 @@ from trtspec.backends.tensorrt.profiles import Profile, Sizes, TensorRTOptions, 
 from trtspec.build.build import steps
 from trtspec.build.wiring import plan_assembly
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, DependencyError, EngineError
+from trtspec.interop.reading import read_speculative_config
 
 GOLDEN = Path(__file__).with_name("golden")
 SIZES = Sizes(batch_size=8, rows=32, draft_len=K, columns=26, blocks=41, block_size=4)
@@ -64,7 +64,7 @@ def compiled(
     dtype: str = "float32",
 ) -> CompiledStep:
     config = EngineConfig(backend="onnx", dtype=dtype, **LIMITS)
-    wanted = SpeculativeConfig.from_any(wishes(mode, models, False))
+    wanted = read_speculative_config(wishes(mode, models, False))
     assembly = plan_assembly(checkpoint or models / "target", wanted, config, False, True)
     step = steps(assembly, BACKENDS["tensorrt"], lambda what: None)[role]
     sizes = SIZES if mode != "none" else replace(SIZES, draft_len=0)
@@ -199,7 +199,7 @@ def test_what_an_engine_needs_where_it_runs(models: Path, tmp_path: Path) -> Non
 
 def test_kernels_that_are_not_compiled_are_named(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(backend="onnx", dtype="bfloat16", **LIMITS)
-    wanted = SpeculativeConfig.from_any(wishes("eagle3", models, False))
+    wanted = read_speculative_config(wishes("eagle3", models, False))
     assembly = plan_assembly(models / "target", wanted, config, False, True)
     step = steps(assembly, BACKENDS["tensorrt"], lambda what: None)["target"]
     kv = [(torch.zeros(24, 4, h, d, dtype=torch.bfloat16),) * 2 for h, d, _ in step.kv_layers]

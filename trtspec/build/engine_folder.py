@@ -22,6 +22,7 @@ import torch
 from trtspec.config.engine import BACKENDS, EngineConfig, at_least
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError
+from trtspec.interop.reading import read_speculative_config
 
 FORMAT = 3
 """Of the folder; it changes when older engines can no longer be read."""
@@ -148,7 +149,7 @@ class EngineFolder:
             stored = {**stored, "model": str(self.path / "draft")}
         elif stored.get("method") == "mtp":  # its layers came with the target, wherever that was
             stored = {**stored, "model": None}
-        return SpeculativeConfig.from_any(stored)
+        return read_speculative_config(stored)
 
 
 def engine_json(

@@ -14,7 +14,7 @@ from trtspec.config.medusa import MEDUSA, MedusaFacts
 from trtspec.config.mlp_speculator import MLP_SPECULATOR, MLPSpeculatorFacts
 from trtspec.config.mtp import mtp_layers, require_mtp
 from trtspec.config.parallel import mask_token_id
-from trtspec.config.resolve import WITHOUT_CHECKPOINT, method_and_model
+from trtspec.config.resolve import WITHOUT_CHECKPOINT, method_and_model, resolve
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
@@ -45,7 +45,8 @@ def resolve_speculation(
         draft, info = read_draft(speculative)  # says what is wrong with the folder
     if method_and_model(speculative, None, info)[0] == "mtp":
         speculative = _of_target(speculative, target)
-    resolved = speculative.resolve(
+    resolved = resolve(
+        speculative,
         TargetInfo(
             model=str(target.path),
             model_type=target.model_type,

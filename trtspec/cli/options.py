@@ -9,6 +9,7 @@ from typing import Any
 
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode, words_for
 
 
@@ -99,4 +100,4 @@ def speculation(namespace: argparse.Namespace) -> SpeculativeConfig | None:
     whole = speculative_config(namespace)
     if whole is None:
         return None
-    return SpeculativeConfig.from_any({**fields, **whole})
+    return read_speculative_config({**fields, **whole})

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from trtspec.config.speculative import SpeculativeConfig
-
 
 # Methods whose heads draft one token each.
 STATE_HEADS = ("medusa", "mlp_speculator")
@@ -67,18 +63,3 @@ def num_speculative_tokens(
     if k is None:
         raise ConfigError(f"num_speculative_tokens=None and method={method!r} implies none; set it, to 3 for a start")
     return k
-
-
-def check_against_k(config: SpeculativeConfig, k: int) -> None:
-    """The rules between K and other fields. Raises ConfigError."""
-    schedule = config.draft_len_schedule
-    if schedule is not None and (max(schedule.values()) > k or schedule[min(schedule)] != k):
-        raise ConfigError(
-            f"draft_len_schedule={schedule} does not fit num_speculative_tokens={k}: no length may exceed it and the "
-            f"smallest key must map to it; use {{{min(schedule)}: {k}, ...}}"
-        )
-    rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
-    if rates is not None and len(rates) != k:
-        raise ConfigError(f"synthetic_acceptance_rates={rates} needs num_speculative_tokens={k} entries; give {k}")
-    if length is not None and length > k + 1:
-        raise ConfigError(f"synthetic_acceptance_length={length} exceeds K+1; use a value in [1, {k + 1}]")

@@ -12,15 +12,11 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from trtspec.config.base import JsonKey, StrictConfig, list_to_tuple, one_of
-from trtspec.config.draft_len import check_against_k
-from trtspec.config.resolve import resolve
-from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.tree import parse_tree
 from trtspec.errors import ConfigError
 from trtspec.modes import METHODS
@@ -82,6 +78,21 @@ def _ranges(ranges: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, i
     if not ranges:
         raise ConfigError("num_speculative_tokens_per_batch_size=[] is empty; leave it unset for a constant K")
     return ranges
+
+
+def check_against_k(config: SpeculativeConfig, k: int) -> None:
+    """The rules between K and other fields. Raises ConfigError."""
+    schedule = config.draft_len_schedule
+    if schedule is not None and (max(schedule.values()) > k or schedule[min(schedule)] != k):
+        raise ConfigError(
+            f"draft_len_schedule={schedule} does not fit num_speculative_tokens={k}: no length may exceed it and the "
+            f"smallest key must map to it; use {{{min(schedule)}: {k}, ...}}"
+        )
+    rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
+    if rates is not None and len(rates) != k:
+        raise ConfigError(f"synthetic_acceptance_rates={rates} needs num_speculative_tokens={k} entries; give {k}")
+    if length is not None and length > k + 1:
+        raise ConfigError(f"synthetic_acceptance_length={length} exceeds K+1; use a value in [1, {k + 1}]")
 
 
 class SpeculativeConfig(StrictConfig):
@@ -212,33 +223,6 @@ class SpeculativeConfig(StrictConfig):
         if self.num_speculative_tokens is not None:
             check_against_k(self, self.num_speculative_tokens)
         return self
-
-    @classmethod
-    def from_any(cls, value: Any) -> SpeculativeConfig | None:
-        """None, a SpeculativeConfig, a TensorRT-LLM-style config, or a dict of either (the latter: "decoding_type")."""
-        # trtllm.py converts to this class, so it imports this module
-        from trtspec.config.trtllm import DecodingBaseConfig, decoding_config_from_dict
-
-        if value is None or isinstance(value, SpeculativeConfig):
-            return value
-        if isinstance(value, DecodingBaseConfig):
-            return value.to_speculative_config()
-        if isinstance(value, Mapping):
-            fields = dict(value)
-            if "decoding_type" in fields:
-                return decoding_config_from_dict(fields).to_speculative_config()
-            return cls(**fields)
-        raise ConfigError(
-            f"speculative_config={value!r} is a {type(value).__name__}; use None, a dict, a SpeculativeConfig or a "
-            "decoding config such as NGramDecodingConfig"
-        )
-
-    def resolve(self, target: TargetInfo, draft: DraftInfo | None = None) -> ResolvedSpeculation:
-        """Everything decided, for this target (and this draft checkpoint, where its config.json was read).
-
-        Raises ConfigError for what contradicts itself, the target or the draft; UnsupportedError for what is not built.
-        """
-        return resolve(self, target, draft)
 
     def compute_hash(self) -> str:
         """Hex digest of what changes the compiled graphs. Weights, gates and n-gram settings do not."""

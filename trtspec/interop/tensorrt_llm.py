@@ -12,7 +12,8 @@ from trtspec.config.resolve import lookup_sizes
 from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import chain, parse_tree
-from trtspec.config.trtllm import (
+from trtspec.interop.account import Account, FieldWarning, draft_len_steps
+from trtspec.interop.decoding_configs import (
     AutoDecodingConfig,
     DFlashDecodingConfig,
     DraftTargetDecodingConfig,
@@ -23,7 +24,6 @@ from trtspec.config.trtllm import (
     PARDDecodingConfig,
     SaveHiddenStatesDecodingConfig,
 )
-from trtspec.interop.account import Account, FieldWarning, draft_len_steps
 
 SERVER = "TensorRT-LLM"
 

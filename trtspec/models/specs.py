@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtspec.config.checkpoint.model import ModelConfig, RopeConfig
-from trtspec.config.mtp import MIMO
 from trtspec.core import KVSpec
 from trtspec.errors import UnsupportedError
 
@@ -62,7 +61,8 @@ class DecoderSpec:
 class ArchitectureRow:
     """What an architecture fixes by name; None = read it from the checkpoint's own config.
 
-    mtp_prefix: how the names of its MTP layers' tensors begin, which are in its checkpoints and no part of the decoder.
+    mtp_prefix: how the names of its MTP modules' tensors begin; they are in its checkpoints, no part of the decoder;
+    module i's with this and "i.".
     """
 
     qkv_bias: bool | None = None
@@ -77,7 +77,7 @@ ARCHITECTURES: dict[str, ArchitectureRow] = {
     "MistralForCausalLM": ArchitectureRow(qkv_bias=False, o_bias=False, mlp_bias=False),
     "Qwen2ForCausalLM": ArchitectureRow(qkv_bias=True, o_bias=False, mlp_bias=False),
     "Qwen3ForCausalLM": ArchitectureRow(mlp_bias=False, qk_norm=True),
-    "MiMoForCausalLM": ArchitectureRow(qkv_bias=True, o_bias=False, mlp_bias=False, mtp_prefix=MIMO.prefix),
+    "MiMoForCausalLM": ArchitectureRow(qkv_bias=True, o_bias=False, mlp_bias=False, mtp_prefix="model.mtp_layers."),
 }
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
+from trtspec.interop.reading import read_speculative_config
 from trtspec.serve.triton.configs import LAYOUTS, ModelSpec, config_text
 from trtspec.serve.triton.settings import FILE, Settings
 from trtspec.text import Tokenizer
@@ -64,7 +64,7 @@ def write_repository(
         )
     llm: dict[str, Any] = {"model": _folder(model), **engine_options}
     if speculative_config is not None:
-        SpeculativeConfig.from_any(speculative_config)
+        read_speculative_config(speculative_config)
         llm["speculative_config"] = {
             key: _folder(value) if key in _FOLDERS and value is not None and value not in _NO_FOLDERS else value
             for key, value in speculative_config.items()
