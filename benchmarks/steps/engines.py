@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.peers.checkpoints import Model, made, open_model
 from trtspec.build.sources import DIGITS, PACKAGE, build_code, digest, engine_digest
-from trtspec.config.capture import default_capture_layers
 from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.methods.capture import default_capture_layers
 from trtspec.methods.eagle3.train import export_eagle3, new_head
 from trtspec.models.weights import load_decoder
 

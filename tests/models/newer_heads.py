@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from tests.e2e.recorded import copied
 from tests.models.head_session import states
 from tests.models.paper_heads import turned
-from trtspec.config.mtp import MtpFamily
 from trtspec.core import KVLayer, StepInputs, StepOutputs
 from trtspec.methods.head import DraftHead
+from trtspec.methods.mtp.checkpoint import MtpFamily
 from trtspec.methods.mtp.head import MtpHead, MtpModule, MtpSpec
 from trtspec.methods.step import DecodeStep, OneEngineStep
 from trtspec.models.attention import Attend, Attention, PagedAttend

@@ -23,9 +23,9 @@ from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_m
 from tests.models.head_session import Watching, assert_close, open_session, states, told
 from trtspec import LLM
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.mtp import MIMO, MTP_TARGETS, MtpFamily
 from trtspec.core import KVSpec
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
+from trtspec.methods.mtp.checkpoint import MIMO, MTP_TARGETS, MtpFamily
 from trtspec.methods.mtp.weights import describe_mtp, load_mtp
 from trtspec.methods.mtp.worker import MtpWorker
 from trtspec.methods.worker import SpecWorker

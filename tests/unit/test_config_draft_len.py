@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.config.resolve import resolve
 from trtspec.config.resolved import ResolvedSpeculation, TargetInfo, draft_len_for_batch
 from trtspec.config.speculative import SpeculativeConfig
+from trtspec.methods.resolve import resolve
 
 TARGET = TargetInfo(
     model="/models/target",

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.config.resolve import plan
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo, draft_len_for_batch
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.interop.account import GATES
 from trtspec.interop.export import export_settings, settings_text
 from trtspec.interop.reading import read_speculative_config
+from trtspec.methods.resolve import plan
 
 TARGET = TargetInfo(
     model="/t",

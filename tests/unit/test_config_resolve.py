@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from trtspec.config.capture import capture_layers_from_vllm, default_capture_layers
-from trtspec.config.draft_len import num_speculative_tokens
-from trtspec.config.mtp import MTP_TARGETS, mtp_layers
-from trtspec.config.resolve import _draft_tp, method_and_model, plan, resolve
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import parse_tree
 from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.methods.capture import capture_layers_from_vllm, default_capture_layers
+from trtspec.methods.draft_len import num_speculative_tokens
+from trtspec.methods.mtp.checkpoint import MTP_TARGETS, mtp_layers
+from trtspec.methods.resolve import _draft_tp, method_and_model, plan, resolve
 from trtspec.modes import SpeculativeDecodingMode as M
 
 TARGET = TargetInfo(

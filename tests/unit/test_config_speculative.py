@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from trtspec.config.resolve import plan, resolve
 from trtspec.config.resolved import TargetInfo
 from trtspec.config.speculative import LEGACY_MTP_METHODS, SpeculativeConfig
 from trtspec.errors import ConfigError
 from trtspec.interop.decoding_configs import NGramDecodingConfig
 from trtspec.interop.reading import read_speculative_config
+from trtspec.methods.resolve import plan, resolve
 
 TARGET = TargetInfo(
     model="/models/target",

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from trtspec.config.resolve import plan
 from trtspec.config.resolved import TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
@@ -28,6 +27,7 @@ from trtspec.interop.decoding_configs import (
     decoding_config_from_dict,
 )
 from trtspec.interop.reading import read_speculative_config
+from trtspec.methods.resolve import plan
 from trtspec.modes import SpeculativeDecodingMode as M
 
 

@@ -7,17 +7,17 @@ import os
 
 from trtspec.config.checkpoint.folder import CheckpointConfig, read_checkpoint
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.dflash import DFLASH, DFLASH_ARCHITECTURE, DFlashFacts
-from trtspec.config.eagle import EAGLE3_ARCHITECTURES, P_EAGLE_ARCHITECTURES, Eagle3Facts, EagleFacts
 from trtspec.config.engine import EngineConfig
-from trtspec.config.medusa import MEDUSA, MedusaFacts
-from trtspec.config.mlp_speculator import MLP_SPECULATOR, MLPSpeculatorFacts
-from trtspec.config.mtp import mtp_layers, require_mtp
-from trtspec.config.parallel import mask_token_id
-from trtspec.config.resolve import WITHOUT_CHECKPOINT, method_and_model, resolve
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.methods.dflash.checkpoint import DFLASH, DFLASH_ARCHITECTURE, DFlashFacts
+from trtspec.methods.eagle3.checkpoint import EAGLE3_ARCHITECTURES, P_EAGLE_ARCHITECTURES, Eagle3Facts, EagleFacts
+from trtspec.methods.medusa.checkpoint import MEDUSA, MedusaFacts
+from trtspec.methods.mlp_speculator.checkpoint import MLP_SPECULATOR, MLPSpeculatorFacts
+from trtspec.methods.mtp.checkpoint import mtp_layers, require_mtp
+from trtspec.methods.parallel.checkpoint import mask_token_id
+from trtspec.methods.resolve import WITHOUT_CHECKPOINT, method_and_model, resolve
 from trtspec.models.specs import require_architecture
 from trtspec.modes import METHODS_WITHOUT_MODE
 from trtspec.text import Tokenizer

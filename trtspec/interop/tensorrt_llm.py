@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtspec.config.resolve import lookup_sizes
 from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import chain, parse_tree
@@ -24,6 +23,7 @@ from trtspec.interop.decoding_configs import (
     PARDDecodingConfig,
     SaveHiddenStatesDecodingConfig,
 )
+from trtspec.methods.resolve import lookup_sizes
 
 SERVER = "TensorRT-LLM"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.dflash import DFlashFacts
+from trtspec.methods.dflash.checkpoint import DFlashFacts
 from trtspec.methods.dflash.head import DFlashHead, DFlashSpec
 from trtspec.methods.head import HeadResources, check_made_for
 from trtspec.models.decoder import Decoder

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 import torch
 
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.eagle import EagleFacts
 from trtspec.errors import UnsupportedError
 from trtspec.methods.eagle.head import EagleHead, EagleSpec
+from trtspec.methods.eagle3.checkpoint import EagleFacts
 from trtspec.methods.head import HeadResources, check_made_for
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import unallocated

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from trtspec.config.capture import default_capture_layers
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import ConfigError
+from trtspec.methods.capture import default_capture_layers
 from trtspec.methods.eagle3.head import Eagle3Head, Eagle3Spec
 from trtspec.methods.eagle3.weights import eagle3_tensors
 from trtspec.methods.head import DraftHead

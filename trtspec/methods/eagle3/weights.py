@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.eagle import Eagle3Facts
 from trtspec.errors import WeightsError
+from trtspec.methods.eagle3.checkpoint import Eagle3Facts
 from trtspec.methods.eagle3.head import Eagle3Head, Eagle3Spec
 from trtspec.methods.head import HeadResources, check_made_for
 from trtspec.models.decoder import Decoder

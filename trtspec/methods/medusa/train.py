@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.medusa import MEDUSA
 from trtspec.methods.head import DraftHead
+from trtspec.methods.medusa.checkpoint import MEDUSA
 from trtspec.methods.medusa.head import MedusaHead, MedusaSpec
 from trtspec.methods.medusa.weights import head_slots
 from trtspec.models.decoder import Decoder

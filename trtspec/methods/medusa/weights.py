@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from trtspec.config.checkpoint.folder import CheckpointConfig
-from trtspec.config.medusa import MedusaFacts
 from trtspec.errors import WeightsError
 from trtspec.methods.head import HeadResources, check_made_for
+from trtspec.methods.medusa.checkpoint import MedusaFacts
 from trtspec.methods.medusa.head import MedusaHead, MedusaSpec
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import unallocated

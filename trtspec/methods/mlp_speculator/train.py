@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.mlp_speculator import MLP_SPECULATOR
 from trtspec.errors import ConfigError
 from trtspec.methods.head import DraftHead
+from trtspec.methods.mlp_speculator.checkpoint import MLP_SPECULATOR
 from trtspec.methods.mlp_speculator.head import MLPSpeculatorHead, MLPSpeculatorSpec
 from trtspec.methods.mlp_speculator.weights import head_slots
 from trtspec.models.decoder import Decoder

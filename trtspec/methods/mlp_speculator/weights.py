@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 
 from trtspec.config.checkpoint.folder import CheckpointConfig
-from trtspec.config.mlp_speculator import MLPSpeculatorFacts
 from trtspec.errors import WeightsError
 from trtspec.methods.head import HeadResources, check_made_for
+from trtspec.methods.mlp_speculator.checkpoint import MLPSpeculatorFacts
 from trtspec.methods.mlp_speculator.head import MLPSpeculatorHead, MLPSpeculatorSpec
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import unallocated

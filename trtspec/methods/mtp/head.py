@@ -2,7 +2,7 @@
 report", arXiv 2412.19437, section 2.2; Xiaomi, "MiMo", arXiv 2505.07608).
 
 Module i at position p reads the token at p + i + 1 and a vector for p: at first the target's state there, later what a
-module put out there. What differs between families is a row of config/mtp.py.
+module put out there. What differs between families is a row of methods/mtp/checkpoint.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from trtspec.config.mtp import MtpFamily
 from trtspec.methods.head import DraftHead
+from trtspec.methods.mtp.checkpoint import MtpFamily
 from trtspec.models.attention import Attend
 from trtspec.models.decoder import DecoderLayer
 from trtspec.models.layers import Linear, RMSNorm, RotaryTable, weight_bytes

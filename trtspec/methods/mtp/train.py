@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.mtp import MIMO, mtp_capture_layers
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.head import DraftHead
+from trtspec.methods.mtp.checkpoint import MIMO, mtp_capture_layers
 from trtspec.methods.mtp.head import MtpHead, MtpSpec
 from trtspec.methods.mtp.weights import head_slots
 from trtspec.models.decoder import Decoder

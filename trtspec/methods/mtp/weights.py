@@ -7,8 +7,8 @@ import dataclasses
 import torch
 
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.mtp import require_mtp
 from trtspec.methods.head import HeadResources
+from trtspec.methods.mtp.checkpoint import require_mtp
 from trtspec.methods.mtp.head import MtpHead, MtpSpec
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import unallocated
@@ -38,7 +38,7 @@ def load_mtp(
     index of their first KV layer, None = after the target's.
 
     WeightsError for tensors of any of its modules that are missing, mis-shaped or more than config.json has; only those
-    wanted are read. For a target without modules see config.mtp.require_mtp.
+    wanted are read. For a target without modules see methods.mtp.checkpoint.require_mtp.
     """
     spec = _spec(config, target, num_modules)
     _check(config, spec)

@@ -11,15 +11,15 @@ from pathlib import PurePath
 from typing import Any
 
 from trtspec.config.base import refuse_unbuilt
-from trtspec.config.capture import default_capture_layers
-from trtspec.config.draft_len import STATE_HEADS, Suggestion, num_speculative_tokens, suggest
 from trtspec.config.engine import QUANTIZATIONS
-from trtspec.config.mtp import MTP_TARGETS, mtp_capture_layers
-from trtspec.config.parallel import MASK_TOKEN_KEYS
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig, check_against_k
 from trtspec.config.tree import chain, parse_tree
 from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.methods.capture import default_capture_layers
+from trtspec.methods.draft_len import STATE_HEADS, Suggestion, num_speculative_tokens, suggest
+from trtspec.methods.mtp.checkpoint import MTP_TARGETS, mtp_capture_layers
+from trtspec.methods.parallel.checkpoint import MASK_TOKEN_KEYS
 from trtspec.modes import SpeculativeDecodingMode, resolve_mode
 
 # Targets whose residual stream is known to be captured as EAGLE3 drafts expect.

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trtspec.config.capture import capture_layers_from_vllm
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, UnsupportedError
+from trtspec.methods.capture import capture_layers_from_vllm
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3ForCausalLMEagle3")
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.checkpoint.reader import Reader, short
-from trtspec.config.parallel import mask_token_id
 from trtspec.config.resolved import DraftInfo
 from trtspec.errors import UnsupportedError
+from trtspec.methods.parallel.checkpoint import mask_token_id
 
 DFLASH = "dflash"
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
