@@ -232,7 +232,7 @@ class ModeTraits:
     spec_drafter: bool = False
     worker: str | None = None  # one-engine
     drafter: str | None = None  # two-engine
-    head: str | None = None  # methods.head.LoadHead, for either
+    head: str | None = None  # methods.head_weights.HeadWeights, for either
 
 
 _M = SpeculativeDecodingMode
@@ -265,11 +265,11 @@ def _beside(head: str, mtp: bool = False) -> ModeTraits:
 
 
 _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
-    _M.MTP: _inside("trtspec.methods.mtp.weights:load", "trtspec.methods.mtp.worker:MtpWorker", mtp=True),
-    _M.MTP_EAGLE: _beside("trtspec.methods.mtp.weights:load", mtp=True),
-    _M.MTP_EAGLE_ONE_MODEL: _inside("trtspec.methods.mtp.weights:load", mtp=True),
-    _M.EAGLE3: _beside("trtspec.methods.eagle3.weights:load"),
-    _M.EAGLE3_ONE_MODEL: _inside("trtspec.methods.eagle3.weights:load"),
+    _M.MTP: _inside("trtspec.methods.mtp.weights:MtpWeights", "trtspec.methods.mtp.worker:MtpWorker", mtp=True),
+    _M.MTP_EAGLE: _beside("trtspec.methods.mtp.weights:MtpWeights", mtp=True),
+    _M.MTP_EAGLE_ONE_MODEL: _inside("trtspec.methods.mtp.weights:MtpWeights", mtp=True),
+    _M.EAGLE3: _beside("trtspec.methods.eagle3.weights:Eagle3Weights"),
+    _M.EAGLE3_ONE_MODEL: _inside("trtspec.methods.eagle3.weights:Eagle3Weights"),
     _M.NGRAM: ModeTraits(kv_rewind=True, spec_drafter=True, drafter="trtspec.methods.ngram.drafter:NGramDrafter"),
     _M.DRAFT_TARGET: ModeTraits(draft_model=True, spec_drafter=True, drafter="trtspec.methods.chain:ChainDrafter"),
     _M.USER_PROVIDED: ModeTraits(spec_drafter=True),  # the drafter comes with the config
@@ -277,26 +277,29 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     _M.NONE: ModeTraits(),
     _M.AUTO: ModeTraits(),  # becomes another mode when the config is resolved
     _M.SUFFIX: ModeTraits(kv_rewind=True, spec_drafter=True, drafter="trtspec.methods.suffix.drafter:SuffixDrafter"),
-    _M.EAGLE: _beside("trtspec.methods.eagle.weights:load"),
-    _M.EAGLE_ONE_MODEL: _inside("trtspec.methods.eagle.weights:load"),
-    _M.MEDUSA: replace(_inside("trtspec.methods.medusa.weights:load"), without_kv=True),
-    _M.MLP_SPECULATOR: replace(_inside("trtspec.methods.mlp_speculator.weights:load"), without_kv=True),
+    _M.EAGLE: _beside("trtspec.methods.eagle.weights:EagleWeights"),
+    _M.EAGLE_ONE_MODEL: _inside("trtspec.methods.eagle.weights:EagleWeights"),
+    _M.MEDUSA: replace(_inside("trtspec.methods.medusa.weights:MedusaWeights"), without_kv=True),
+    _M.MLP_SPECULATOR: replace(_inside("trtspec.methods.mlp_speculator.weights:MLPSpeculatorWeights"), without_kv=True),
     _M.DRAFT_TARGET_ONE_MODEL: replace(
-        _inside("trtspec.methods.draft_model.head:load", "trtspec.methods.draft_model.worker:DraftModelWorker"),
+        _inside(
+            "trtspec.methods.draft_model.head:DecoderWeights", "trtspec.methods.draft_model.worker:DraftModelWorker"
+        ),
         unshifted=True,
         spec_decoder=False,
     ),
     _M.PARD: replace(
-        _inside("trtspec.methods.draft_model.head:load", "trtspec.methods.parallel.worker:PardWorker"),
+        _inside("trtspec.methods.draft_model.head:DecoderWeights", "trtspec.methods.parallel.worker:PardWorker"),
         parallel=True,
         unshifted=True,
         spec_decoder=False,
     ),
     _M.P_EAGLE: replace(
-        _inside("trtspec.methods.eagle3.weights:load", "trtspec.methods.parallel.worker:PEagleWorker"), parallel=True
+        _inside("trtspec.methods.eagle3.weights:Eagle3Weights", "trtspec.methods.parallel.worker:PEagleWorker"),
+        parallel=True,
     ),
     _M.DFLASH: replace(
-        _inside("trtspec.methods.dflash.weights:load", "trtspec.methods.dflash.worker:DFlashWorker"),
+        _inside("trtspec.methods.dflash.weights:DFlashWeights", "trtspec.methods.dflash.worker:DFlashWorker"),
         parallel=True,
         in_blocks=True,
         unshifted=True,

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_eagle3
+from tests.models.built_heads import head_of
 from tests.quantized_checkpoints import Kind, quantised
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, TrtSpecError, UnsupportedError, WeightsError
-from trtspec.methods.eagle3.weights import describe_eagle3, load_eagle3
 from trtspec.models.layers import weight_bytes
 from trtspec.models.packing import pack_decoder
 from trtspec.models.weights import describe_decoder, load_decoder, missing_weights
@@ -77,9 +77,9 @@ def test_a_head(tmp_path: Path, ids: range | None) -> None:
     target = ModelConfig.from_folder(make_checkpoint(tmp_path, "llama"))
     folder = make_eagle3(tmp_path, target.path, (0, 1, 2), None if ids is None else [*ids])
     decoder, described_decoder = load_decoder(target, torch.float32), describe_decoder(target, torch.float32)
-    loaded = load_eagle3(ModelConfig.from_folder(folder, "draft"), decoder, 3)
+    loaded = head_of("eagle3", folder, decoder, num_captured=3)
     for there in (folder, without_weights(folder, "bare")):
-        described = describe_eagle3(ModelConfig.from_folder(there, "draft"), described_decoder, 3)
+        described = head_of("eagle3", there, described_decoder, num_captured=3)
         assert_described(described, loaded)
         assert described.embedding is described_decoder.embedding
 
@@ -87,9 +87,11 @@ def test_a_head(tmp_path: Path, ids: range | None) -> None:
 def test_a_head_whose_weights_say_more_than_its_config(tmp_path: Path) -> None:
     target = ModelConfig.from_folder(make_checkpoint(tmp_path, "qwen3"))
     folder = make_eagle3(tmp_path, target.path, (0, 1), qk_norm=True, own_embedding=True, own_head=False)
-    head = ModelConfig.from_folder(folder, "draft")
-    loaded = load_eagle3(head, load_decoder(target, torch.float32), 2)
-    assert_described(describe_eagle3(head, describe_decoder(target, torch.float32), 2), loaded)
+    loaded, described = (
+        head_of("eagle3", folder, make(target, torch.float32), num_captured=2)
+        for make in (load_decoder, describe_decoder)
+    )
+    assert_described(described, loaded)
 
 
 WRONG: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
@@ -116,14 +118,14 @@ def test_headers_that_do_not_fit(tmp_path: Path, message: str) -> None:
 
 def test_headers_of_a_head_that_do_not_fit(tmp_path: Path) -> None:
     target = ModelConfig.from_folder(make_checkpoint(tmp_path, "llama"))
-    head = ModelConfig.from_folder(make_eagle3(tmp_path, target.path, (0, 1), [*range(83)]), "draft")
+    folder = make_eagle3(tmp_path, target.path, (0, 1), [*range(83)])
     decoder, bare = load_decoder(target, torch.float32), describe_decoder(target, torch.float32)
-    edit_tensors(head.path, lambda tensors: tensors.update(t2d=torch.ones(198, dtype=torch.bool)))
+    edit_tensors(folder, lambda tensors: tensors.update(t2d=torch.ones(198, dtype=torch.bool)))
     wrong: list[tuple[str, int]] = [("fuses 2 hidden states of 64, but 3 hidden", 3), (r"t2d is \(198,\), expected", 2)]
     for message, captured in wrong:
-        for made in (lambda n: load_eagle3(head, decoder, n), lambda n: describe_eagle3(head, bare, n)):
+        for one in (decoder, bare):
             with pytest.raises(WeightsError, match=message):
-                made(captured)
+                head_of("eagle3", folder, one, num_captured=captured)
 
 
 def test_what_missing_weights_are_called(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_eagle3, oracle
+from tests.models.built_heads import head_of
 from tests.models.head_session import assert_close, states
 from tests.models.paper_heads import VOCAB, K, PaperHead, assert_every_pass_is_that_of_the_paper
 from trtspec import LLM
@@ -24,7 +25,7 @@ from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.interop.decoding_configs import Eagle3DecodingConfig
 from trtspec.kv.pool import allocate_layers
-from trtspec.methods.eagle3.weights import eagle3_tensors, load_eagle3
+from trtspec.methods.eagle3.weights import eagle3_tensors
 from trtspec.methods.step import OneEngineStep
 from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import PagedAttend
@@ -97,10 +98,9 @@ def test_every_pass_is_that_of_the_paper(tmp_path: Path, name: str) -> None:
         tmp_path, variant.arch, num_hidden_layers=4, initializer_range=0.06, name="target", **variant.target
     )
     head = make_eagle3(tmp_path, target, None, variant.target_ids, num_captured=len(variant.capture), **variant.head)
-    config, number = ModelConfig.from_folder(head, "draft"), len(variant.capture)
     assert_every_pass_is_that_of_the_paper(
         target,
-        lambda decoder: load_eagle3(config, decoder, number),
+        lambda decoder: head_of("eagle3", head, decoder, num_captured=len(variant.capture)),
         lambda theirs: PaperEagle3(head, theirs),
         variant.capture,
     )

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_eagle
+from tests.models.built_heads import head_of
 from tests.models.paper_heads import VOCAB, K, PaperHead, assert_every_pass_is_that_of_the_paper
 from tests.models.test_describing import assert_described, without_weights
 from trtspec import LLM
@@ -24,7 +25,7 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.methods.eagle.head import EagleHead
-from trtspec.methods.eagle.weights import describe_eagle, head_slots, load_eagle
+from trtspec.methods.eagle.weights import EagleWeights
 from trtspec.methods.head_drafter import HeadDrafter
 from trtspec.methods.step import HeadStep, OneEngineStep
 from trtspec.methods.worker import SpecWorker
@@ -86,9 +87,11 @@ def test_every_pass_is_that_of_the_paper(tmp_path: Path, name: str) -> None:
     variant = VARIANTS[name]
     target = make_checkpoint(tmp_path, variant.arch, initializer_range=0.06, name="target", **variant.target)
     folder = make_eagle(tmp_path, target, **variant.head)
-    config, owner = ModelConfig.from_folder(folder, "draft"), ModelConfig.from_folder(target)
     assert_every_pass_is_that_of_the_paper(
-        target, lambda decoder: load_eagle(config, owner, decoder), lambda theirs: PaperEagle(folder, theirs), (-1,)
+        target,
+        lambda decoder: head_of("eagle", folder, decoder, target),
+        lambda theirs: PaperEagle(folder, theirs),
+        (-1,),
     )
 
 
@@ -103,10 +106,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def decoder(target: Path) -> Decoder:
     return load_decoder(ModelConfig.from_folder(target), torch.float32)
-
-
-def loaded(folder: Path, target: Path, decoder: Decoder) -> EagleHead:
-    return load_eagle(ModelConfig.from_folder(folder, "draft"), ModelConfig.from_folder(target), decoder)
 
 
 def prefixed(tensors: dict[str, Tensor]) -> None:
@@ -127,8 +126,8 @@ def test_every_tensor_lands_where_it_belongs(
     edit_config(folder, attention_bias=False)
     if prefix:
         edit_tensors(folder, prefixed)
-    head = loaded(folder, target, decoder)
-    ours = tensors_of(head, head_slots(head.spec))
+    head = head_of("eagle", folder, decoder, target)
+    ours = tensors_of(head, EagleWeights.slots(head.spec))
     assert ours.keys() == saved.keys()
     assert all(torch.equal(ours[name], saved[name]) for name in saved)
     assert not any(parameter.isnan().any() for parameter in head.parameters())
@@ -146,7 +145,7 @@ def test_what_is_the_targets_is_held_once(tmp_path: Path, kind: str, tied: bool,
     if prefix:
         edit_tensors(folder, prefixed)
     decoder = load_decoder(ModelConfig.from_folder(target), torch.bfloat16)
-    head = loaded(folder, target, decoder)
+    head = head_of("eagle", folder, decoder, target)
     shared = kind != "own"
     assert (head.embedding is decoder.embedding) == (head.head is decoder.head) == shared
     assert (head.spec.own_embedding, head.spec.own_head) == (not shared, not shared)
@@ -155,7 +154,7 @@ def test_what_is_the_targets_is_held_once(tmp_path: Path, kind: str, tied: bool,
 def test_a_copy_that_differs_in_one_value_is_its_own(tmp_path: Path, target: Path, decoder: Decoder) -> None:
     folder = make_eagle(tmp_path, target, embedding="copied", head="copied")
     edit_tensors(folder, lambda tensors: tensors["lm_head.weight"][-1, -1].add_(1))
-    head = loaded(folder, target, decoder)
+    head = head_of("eagle", folder, decoder, target)
     assert (head.spec.own_embedding, head.spec.own_head) == (False, True)
 
 
@@ -185,10 +184,10 @@ def test_a_head_is_described_as_it_is_loaded(tmp_path: Path, arch: str, kind: st
     target = ModelConfig.from_folder(make_checkpoint(tmp_path, arch))
     folder = make_eagle(tmp_path, target.path, embedding=kind, head=kind, fc_bias=True, num_hidden_layers=2)
     decoder, bare = load_decoder(target, torch.float32), describe_decoder(target, torch.float32)
-    made = loaded(folder, target.path, decoder)
+    made = head_of("eagle", folder, decoder, target.path)
     places = [folder] if kind == "own" else [folder, without_weights(folder, "bare")]
     for there in places:
-        described = describe_eagle(ModelConfig.from_folder(there, "draft"), target, bare)
+        described = head_of("eagle", there, bare, target.path)
         assert_described(described, made)
         assert (described.embedding is bare.embedding) == (described.head is bare.head) == (kind != "own")
         assert described.kv_layers == made.kv_layers
@@ -203,8 +202,7 @@ def test_what_config_says_of_fc_counts_where_there_are_no_weights(
     tmp_path: Path, target: Path, says: dict[str, bool], bias: bool
 ) -> None:
     folder = without_weights(make_eagle(tmp_path, target, **says), "bare")
-    owner = ModelConfig.from_folder(target)
-    head = describe_eagle(ModelConfig.from_folder(folder, "draft"), owner, describe_decoder(owner, torch.float32))
+    head = head_of("eagle", folder, describe_decoder(ModelConfig.from_folder(target), torch.float32), target)
     assert head.spec.fc_bias is bias
 
 
@@ -213,15 +211,14 @@ def test_nothing_is_compared_with_a_target_that_has_no_weights(tmp_path: Path, t
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copyfile(target / "config.json", bare / "config.json")
-    owner = ModelConfig.from_folder(bare)
-    head = describe_eagle(ModelConfig.from_folder(folder, "draft"), owner, describe_decoder(owner, torch.float32))
+    head = head_of("eagle", folder, describe_decoder(ModelConfig.from_folder(bare), torch.float32), bare)
     assert not head.spec.own_embedding
 
 
 def test_weight_bytes_count_each_pass(tmp_path: Path, target: Path, decoder: Decoder) -> None:
     """Everything but the embedding in each of the K passes; the lm_head also where it is the target's."""
     folder = make_eagle(tmp_path, target, embedding="own", num_hidden_layers=2)
-    head, tensors = loaded(folder, target, decoder), load_file(folder / "model.safetensors")
+    head, tensors = head_of("eagle", folder, decoder, target), load_file(folder / "model.safetensors")
     own = sum(tensor.nbytes for name, tensor in tensors.items() if name != "embed_tokens.weight")
     assert head.weight_bytes_for(K) == K * (own + VOCAB * 64 * 4)
 

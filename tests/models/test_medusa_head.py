@@ -19,12 +19,11 @@ from torch import Tensor
 
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_medusa, oracle
 from tests.e2e.heads import step_of
+from tests.models.built_heads import head_of
 from tests.models.state_heads import VOCAB, Bad, assert_drafts, assert_refused, change_config, change_tensors, no_attend
 from trtspec import LLM
-from trtspec.config.checkpoint.folder import read_checkpoint
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError, WeightsError
-from trtspec.methods.medusa.weights import describe_medusa, load_medusa
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import weight_bytes
 from trtspec.models.weights import describe_decoder, load_decoder
@@ -113,7 +112,7 @@ def test_every_head_is_that_of_the_paper(
 ) -> None:
     """Of the heads that run; the others are not held."""
     folder, paper = make(tmp_path, target, VARIANTS[name])
-    head = load_medusa(read_checkpoint(folder, "draft"), decoder, num_heads)
+    head = head_of("medusa", folder, decoder, num_stages=num_heads)
     h = torch.randn(9, decoder.spec.hidden_size, generator=torch.Generator().manual_seed(1))
     ids, positions = torch.arange(9), torch.arange(9)
     for step in range(num_heads):
@@ -133,17 +132,15 @@ def test_every_head_is_that_of_the_paper(
 @pytest.mark.parametrize("name", VARIANTS)
 def test_described_as_it_is_loaded(tmp_path: Path, target: Path, decoder: Decoder, name: str) -> None:
     folder, _ = make(tmp_path, target, VARIANTS[name])
-    config, described_decoder = (
-        read_checkpoint(folder, "draft"),
-        describe_decoder(ModelConfig.from_folder(target), torch.float32),
-    )
-    loaded, described = load_medusa(config, decoder, 3), describe_medusa(config, described_decoder, 3)
+    described_decoder = describe_decoder(ModelConfig.from_folder(target), torch.float32)
+    loaded, described = (head_of("medusa", folder, one, num_stages=3) for one in (decoder, described_decoder))
     shapes = [{key: p.shape for key, p in head.named_parameters()} for head in (loaded, described)]
     assert shapes[0] == shapes[1]
     assert all(tensor.is_meta for tensor in [*described.parameters(), *described.buffers()])
     assert described.weight_bytes_for(3) == loaded.weight_bytes_for(3)
     (folder / "model.safetensors").unlink()
-    bare = describe_medusa(config, described_decoder, 3)  # which cannot know of biases that config.json does not name
+    # It cannot know of biases that config.json does not name.
+    bare = head_of("medusa", folder, described_decoder, num_stages=3)
     assert len(bare.heads) == len(loaded.heads)
     assert bare.draft_ids.shape == loaded.draft_ids.shape
 
@@ -154,7 +151,7 @@ def test_lm_heads_with_rows_for_ids_that_are_left_out(tmp_path: Path, target: Pa
     whole = load_file(folder / "model.safetensors")
     edit_tensors(folder, lambda t: t.update(token_map=torch.tensor(SOME_IDS)))
     edit_config(folder, truncated_vocab_size=len(SOME_IDS))
-    head = load_medusa(read_checkpoint(folder, "draft"), decoder, 2)
+    head = head_of("medusa", folder, decoder, num_stages=2)
     for i in range(2):
         assert torch.equal(head.heads[i].weight, whole[f"lm_heads.{i}.weight"][SOME_IDS])
 

@@ -18,12 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoints import edit_tensors, make_checkpoint, make_mlp_speculator, oracle
+from tests.models.built_heads import head_of
 from tests.models.state_heads import VOCAB, Bad, assert_drafts, assert_refused, change_config, change_tensors, no_attend
 from trtspec import LLM
-from trtspec.config.checkpoint.folder import read_checkpoint
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError, WeightsError
-from trtspec.methods.mlp_speculator.weights import describe_mlp_speculator, load_mlp_speculator
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import weight_bytes
 from trtspec.models.weights import describe_decoder, load_decoder
@@ -100,7 +99,7 @@ def test_every_stage_is_that_of_the_paper(
 ) -> None:
     """Of the stages that run, scaled for all that were trained; the others are not held."""
     folder, paper = make(tmp_path, target, name)
-    head = load_mlp_speculator(read_checkpoint(folder, "draft"), decoder, num_stages)
+    head = head_of("mlp_speculator", folder, decoder, num_stages=num_stages)
     generator = torch.Generator().manual_seed(1)
     ours = theirs = torch.randn(9, decoder.spec.hidden_size, generator=generator)
     for step in range(num_stages):
@@ -140,12 +139,11 @@ def test_stages_read_the_last_state_and_the_tokens_drafted(tmp_path: Path, targe
 @pytest.mark.parametrize("name", VARIANTS)
 def test_described_as_it_is_loaded(tmp_path: Path, target: Path, decoder: Decoder, name: str) -> None:
     folder, _ = make(tmp_path, target, name)
-    config = read_checkpoint(folder, "draft")
-    loaded = load_mlp_speculator(config, decoder, 3)
+    loaded = head_of("mlp_speculator", folder, decoder, num_stages=3)
     described_decoder = describe_decoder(ModelConfig.from_folder(target), torch.float32)
-    described = [describe_mlp_speculator(config, described_decoder, 3)]
+    described = [head_of("mlp_speculator", folder, described_decoder, num_stages=3)]
     (folder / "model.safetensors").unlink()
-    described.append(describe_mlp_speculator(config, described_decoder, 3))
+    described.append(head_of("mlp_speculator", folder, described_decoder, num_stages=3))
     for head in described:
         assert {k: p.shape for k, p in head.named_parameters()} == {k: p.shape for k, p in loaded.named_parameters()}
         assert all(tensor.is_meta for tensor in [*head.parameters(), *head.buffers()])
@@ -156,8 +154,7 @@ def test_described_as_it_is_loaded(tmp_path: Path, target: Path, decoder: Decode
 def test_whichever_of_the_tied_names_there_are(tmp_path: Path, target: Path, decoder: Decoder, kept: str) -> None:
     """A file may keep any one of the names that shared tensors have, or all; the prefix may be gone."""
     folder, _ = make(tmp_path, target, "tied")
-    config = read_checkpoint(folder, "draft")
-    expected = load_mlp_speculator(config, decoder, STAGES).state_dict()
+    expected = head_of("mlp_speculator", folder, decoder, num_stages=STAGES).state_dict()
 
     def rename(tensors: dict[str, Tensor]) -> None:
         for name in [*tensors]:
@@ -168,7 +165,7 @@ def test_whichever_of_the_tied_names_there_are(tmp_path: Path, target: Path, dec
                 tensors[f"{part}.{i}.{kind}"] = tensor.clone()
 
     edit_tensors(folder, rename)
-    found = load_mlp_speculator(config, decoder, STAGES).state_dict()
+    found = head_of("mlp_speculator", folder, decoder, num_stages=STAGES).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -176,7 +173,7 @@ def test_whichever_of_the_tied_names_there_are(tmp_path: Path, target: Path, dec
 def test_a_speculator_computes_in_the_targets_dtype(tmp_path: Path, target: Path) -> None:
     folder, _ = make(tmp_path, target, "input scaled")
     decoder = load_decoder(ModelConfig.from_folder(target), torch.bfloat16)
-    head = load_mlp_speculator(read_checkpoint(folder, "draft"), decoder, 2)
+    head = head_of("mlp_speculator", folder, decoder, num_stages=2)
     assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
     y = head(torch.tensor([5]), torch.ones(1, 64, dtype=torch.bfloat16), torch.tensor([0]), no_attend)
     assert (y.dtype, head.logits(y).dtype) == (torch.bfloat16, torch.float32)

@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_mimo, oracle
+from tests.models.built_heads import head_of
 from tests.models.head_session import Watching, assert_close, open_session, states, told
 from trtspec import LLM
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.core import KVSpec
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.methods.mtp.checkpoint import MIMO, MTP_TARGETS, MtpFamily
-from trtspec.methods.mtp.weights import describe_mtp, load_mtp
 from trtspec.methods.mtp.worker import MtpWorker
 from trtspec.methods.worker import SpecWorker
 from trtspec.models.weights import load_decoder
@@ -162,7 +162,7 @@ def check_passes(
     decoder = load_decoder(config, torch.float32)
     kind: Callable[..., SpecWorker] = WatchingMtp if each else Watching
     capture = (config.num_layers - 1 if family.before_norm else -1,)
-    worker = kind(load_mtp(config, decoder, num_modules), num_drafts, capture)
+    worker = kind(head_of("mtp", folder, decoder, num_stages=num_modules), num_drafts, capture)
     modules, generator = Modules(folder, theirs, family), torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
     session = open_session(decoder, worker, prompts)
@@ -219,7 +219,7 @@ def test_weights_that_are_read_and_counted(tmp_path: Path, wanted: int) -> None:
     """Only modules that run; what is described is what is loaded."""
     config = ModelConfig.from_folder(make_mimo(tmp_path, 3))
     decoder = load_decoder(config, torch.float32)
-    head = load_mtp(config, decoder, wanted)
+    head = head_of("mtp", config.path, decoder, num_stages=wanted)
     saved = load_file(config.path / "model.safetensors")
     own = sum(
         tensor.nbytes for name, tensor in saved.items() for i in range(wanted) if name.startswith(f"{MIMO.prefix}{i}.")
@@ -227,7 +227,7 @@ def test_weights_that_are_read_and_counted(tmp_path: Path, wanted: int) -> None:
     assert head.weight_bytes_for(wanted) == own + wanted * saved["lm_head.weight"].nbytes
     assert not any(parameter.isnan().any() for parameter in head.parameters())
     assert (head.embedding, head.head) == (decoder.embedding, decoder.head)
-    described = describe_mtp(config, decoder, wanted)
+    described = head_of("mtp", config.path, decoder, num_stages=wanted, reads_weights=False)
     shapes, expected = ({name: p.shape for name, p in one.mtp.named_parameters()} for one in (described, head))
     assert shapes == expected
     assert all(parameter.is_meta for parameter in described.mtp.parameters())

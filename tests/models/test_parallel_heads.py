@@ -22,6 +22,7 @@ from tests.checkpoints import (
     oracle,
     oracle_logits,
 )
+from tests.models.built_heads import head_of
 from tests.models.head_session import Watching, assert_close, states, told
 from tests.models.paper_heads import VOCAB, K, PaperHead, session_of, turned
 from tests.models.test_eagle3_head import SOME_IDS, PaperEagle3
@@ -31,10 +32,8 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
-from trtspec.methods.dflash.weights import describe_dflash, load_dflash
 from trtspec.methods.dflash.worker import DFlashWorker
 from trtspec.methods.draft_model.head import DecoderHead
-from trtspec.methods.eagle3.weights import describe_eagle3, load_eagle3
 from trtspec.methods.head import DraftHead
 from trtspec.methods.parallel.worker import PardWorker, PEagleWorker
 from trtspec.models.decoder import Decoder
@@ -135,7 +134,6 @@ def test_p_eagle_reads_states_and_masks(tmp_path: Path, name: str) -> None:
     capture, fields = (0, 1, 3), P_EAGLE[name]
     target = make_checkpoint(tmp_path, "llama", num_hidden_layers=4, initializer_range=0.06, name="target")
     head = make_eagle3(tmp_path, target, None, mask=MASK, **fields)
-    config = ModelConfig.from_folder(head, "draft")
 
     def expected_of(theirs: transformers.PreTrainedModel) -> Expected:
         paper = PaperPEagle(head, theirs)
@@ -143,7 +141,7 @@ def test_p_eagle_reads_states_and_masks(tmp_path: Path, name: str) -> None:
 
     assert_drafts_are_those_of(
         target,
-        lambda decoder: load_eagle3(config, decoder, 3, parallel=True),
+        lambda decoder: head_of("eagle3", head, decoder, num_captured=3, parallel=True),
         WatchedPEagle,
         capture,
         expected_of,
@@ -212,14 +210,18 @@ def test_dflash_blocks_see_the_text_and_themselves(tmp_path: Path, name: str) ->
     fields = {"capture": (0, 1, 3), **DFLASH[name]}
     target = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=4, initializer_range=0.06, name="target")
     draft = make_dflash(tmp_path, target, mask=MASK, **fields)
-    config, capture = ModelConfig.from_folder(draft, "draft"), fields["capture"]
+    capture = fields["capture"]
 
     def expected_of(theirs: transformers.PreTrainedModel) -> Expected:
         paper = PaperDFlash(draft, theirs)
         return lambda known: paper.at_once(states(theirs, known[:-1], capture)[0], known[-1])
 
     assert_drafts_are_those_of(
-        target, lambda decoder: load_dflash(config, decoder, len(capture)), WatchedDFlash, capture, expected_of
+        target,
+        lambda decoder: head_of("dflash", draft, decoder, num_captured=len(capture)),
+        WatchedDFlash,
+        capture,
+        expected_of,
     )
 
 
@@ -232,10 +234,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_described_head_is_the_loaded_one(tmp_path: Path, target: Path) -> None:
-    config = ModelConfig.from_folder(make_eagle3(tmp_path, target, mask=MASK, num_layers=3), "draft")
-    owner = ModelConfig.from_folder(target)
-    loaded = load_eagle3(config, load_decoder(owner, torch.float32), 3, parallel=True)
-    described = describe_eagle3(config, describe_decoder(owner, torch.float32), 3, parallel=True)
+    folder = make_eagle3(tmp_path, target, mask=MASK, num_layers=3)
+    loaded, described = (
+        head_of("eagle3", folder, make(ModelConfig.from_folder(target), torch.float32), num_captured=3, parallel=True)
+        for make in (load_decoder, describe_decoder)
+    )
     assert len(loaded.kv_layers) == 3
     assert described.kv_layers == loaded.kv_layers
     shapes = {name: parameter.shape for name, parameter in loaded.named_parameters()}
@@ -244,9 +247,11 @@ def test_a_described_head_is_the_loaded_one(tmp_path: Path, target: Path) -> Non
 
 
 def test_a_described_dflash_draft_is_the_loaded_one(tmp_path: Path, target: Path) -> None:
-    config, owner = ModelConfig.from_folder(make_dflash(tmp_path, target, (1, 2), MASK), "draft"), ModelConfig
-    loaded = load_dflash(config, load_decoder(owner.from_folder(target), torch.float32), 2)
-    described = describe_dflash(config, describe_decoder(owner.from_folder(target), torch.float32), 2)
+    folder = make_dflash(tmp_path, target, (1, 2), MASK)
+    loaded, described = (
+        head_of("dflash", folder, make(ModelConfig.from_folder(target), torch.float32), num_captured=2)
+        for make in (load_decoder, describe_decoder)
+    )
     assert described.kv_layers == loaded.kv_layers
     shapes = {name: parameter.shape for name, parameter in loaded.named_parameters()}
     assert {name: parameter.shape for name, parameter in described.named_parameters()} == shapes
@@ -261,11 +266,9 @@ def opened(target: Path, head: Path, method: str = "eagle3", **fields: Any) -> N
 def test_one_pass_reads_its_weights_once(tmp_path: Path, target: Path) -> None:
     """But neither the embedding nor, among matrices, mask_hidden."""
     head = make_eagle3(tmp_path, target, mask=MASK, num_layers=2)
-    config, decoder = (
-        ModelConfig.from_folder(head, "draft"),
-        load_decoder(ModelConfig.from_folder(target), torch.float32),
-    )
-    worker = PEagleWorker(load_eagle3(config, decoder, 3, parallel=True), K, (0, 1, 2), mask_token_id=MASK)
+    decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
+    loaded = head_of("eagle3", head, decoder, num_captured=3, parallel=True)
+    worker = PEagleWorker(loaded, K, (0, 1, 2), mask_token_id=MASK)
     tensors = load_file(head / "model.safetensors")
     assert worker.weight_bytes_per_step == sum(t.nbytes for name, t in tensors.items() if name != "mask_hidden")
     assert worker.draft_rows == K

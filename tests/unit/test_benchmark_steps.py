@@ -17,9 +17,9 @@ from benchmarks.steps.results import Figure, Result, as_json, per_round, ratios,
 from benchmarks.steps.rounds import Contestant, Turn, take_turn, take_turns
 from benchmarks.steps.sections import Guesses
 from benchmarks.steps.start import Start, weight_bytes
+from tests.models.built_heads import head_of
 from trtspec import LLM
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.methods.eagle3.weights import load_eagle3
 from trtspec.models.weights import load_decoder
 
 SHAPE = Shape(hidden=128, layers=6, intermediate=256, heads=2, kv_heads=1, vocab=960)
@@ -108,7 +108,7 @@ def test_a_start_in_figures(tmp_path: Path) -> None:
 def test_heads_load_strictly_and_spread_their_ids(model: Model) -> None:
     assert model.eagle3 is not None
     target = load_decoder(ModelConfig.from_folder(model.folder), torch.bfloat16)
-    head = load_eagle3(ModelConfig.from_folder(model.eagle3, "draft"), target, num_captured=3)
+    head = head_of("eagle3", model.eagle3, target, num_captured=3)
     assert head.spec.draft_vocab_size == DRAFT_VOCAB
     assert head.target_ids.tolist() == list(range(0, SHAPE.vocab, 10))
     assert head.spec.own_head

@@ -15,20 +15,16 @@ import transformers
 from torch import Tensor
 
 from tests.checkpoints import make_checkpoint, oracle
-from trtspec.config.checkpoint.folder import read_checkpoint
+from tests.models.built_heads import head_of
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.core import AttnMetadata
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.kv.pool import allocate_layers
 from trtspec.methods.eagle.train import EagleOptions
-from trtspec.methods.eagle.weights import load_eagle
 from trtspec.methods.head import DraftHead
 from trtspec.methods.medusa.train import MedusaOptions
-from trtspec.methods.medusa.weights import load_medusa
 from trtspec.methods.mlp_speculator.train import MLPSpeculatorOptions
-from trtspec.methods.mlp_speculator.weights import load_mlp_speculator
 from trtspec.methods.mtp.train import MtpOptions
-from trtspec.methods.mtp.weights import load_mtp
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import load_decoder
@@ -53,20 +49,20 @@ class Kind:
 
 
 KINDS = {
-    "eagle": Kind(EagleOptions, lambda owner, target, out: load_eagle(ModelConfig.from_folder(out), owner, target)),
+    "eagle": Kind(EagleOptions, lambda owner, target, out: head_of("eagle", out, target, owner.path)),
     "medusa": Kind(
         MedusaOptions,
-        lambda owner, target, out: load_medusa(read_checkpoint(out, "draft"), target, K),
+        lambda owner, target, out: head_of("medusa", out, target, num_stages=K),
         {"num_layers": 2},
     ),
     "mlp_speculator": Kind(
         MLPSpeculatorOptions,
-        lambda owner, target, out: load_mlp_speculator(read_checkpoint(out, "draft"), target, K),
+        lambda owner, target, out: head_of("mlp_speculator", out, target, num_stages=K),
         {"inner_size": 24},
     ),
     "mlp_speculator, tied": Kind(
         MLPSpeculatorOptions,
-        lambda owner, target, out: load_mlp_speculator(read_checkpoint(out, "draft"), target, K),
+        lambda owner, target, out: head_of("mlp_speculator", out, target, num_stages=K),
         {"tie_weights": True},
     ),
     "mtp": Kind(MtpOptions, lambda owner, target, out: modules_of(out, 1)),
@@ -76,8 +72,8 @@ KINDS = {
 
 def modules_of(folder: Path, count: int) -> DraftHead:
     """And their target, which is that of the folder too."""
-    config = ModelConfig.from_folder(folder)
-    return load_mtp(config, load_decoder(config, torch.float32), count)
+    target = load_decoder(ModelConfig.from_folder(folder), torch.float32)
+    return head_of("mtp", folder, target, num_stages=count)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,8 @@ from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.kv.pool import allocate_layers, allocate_on, kv_nbytes
 from trtspec.methods.draft_model.translated import TranslatedStep
 from trtspec.methods.drafter import ChainExecutable, DraftModel
-from trtspec.methods.head import DraftHead, LoadHead
+from trtspec.methods.head import DraftHead
+from trtspec.methods.head_weights import HeadSource, build_head
 from trtspec.methods.step import CaptureStep, DecodeStep, HeadStep, OneEngineStep, Step
 from trtspec.methods.worker import SpecWorker
 from trtspec.models.decoder import Decoder
@@ -126,16 +127,24 @@ class Assembly:
             return self._packed(TranslatedStep(decoder, self.vocabulary, self.functional), decoder)
         return self._packed(DecodeStep(decoder, self.functional), decoder)
 
-    @property
-    def first_draft_layer(self) -> int:
-        """See methods.head.HeadResources."""
-        return 0 if self.mode.reads_hidden_states() else self.target.num_layers
-
     def load_head(self, target: Decoder) -> DraftHead:
-        """See methods.worker.WorkerResources."""
-        path = self.mode.traits.head
-        assert path is not None
-        return cast("LoadHead", load_named(path))(self, target)
+        """The head that the mode's row names. In a graph of its own its KV layers come first."""
+        mode, speculation = self.mode, self.speculation
+        assert mode.traits.head is not None
+        checkpoint = self.target if mode.traits.mtp else self.draft
+        assert checkpoint is not None
+        each_drafts_one = mode.drafts_without_kv() or mode.is_mtp_vanilla()
+        source = HeadSource(
+            checkpoint=checkpoint,
+            owner=self.target,
+            num_stages=speculation.num_speculative_tokens if each_drafts_one else 1,
+            num_captured=len(speculation.capture_layers),
+            parallel=mode.drafts_in_parallel(),
+            max_seq_len=self.max_seq_len,
+            first_layer=0 if mode.reads_hidden_states() else None,
+            reads_weights=self.reads_weights,
+        )
+        return build_head(load_named(mode.traits.head), source, target)
 
     def _decoder(self, model: ModelConfig, role: str) -> Decoder:
         make = load_decoder if self.reads_weights else describe_decoder

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from trtspec.config.checkpoint.folder import CheckpointConfig
-from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import KVSpec
-from trtspec.errors import WeightsError
 from trtspec.models.attention import PagedAttend
-from trtspec.models.decoder import Decoder
 
 
 class DraftHead(nn.Module, ABC):
@@ -54,6 +48,9 @@ class DraftHead(nn.Module, ABC):
         self.draft_ids.fill_(-1)
         self.draft_ids[target_ids] = torch.arange(len(target_ids))
 
+    def share(self, embedding: nn.Module, head: nn.Module) -> None:
+        """Use the target's embedding [V, Ht] and lm_head [V, Ht] in the place of those that the head has not."""
+
     def fuse(self, captured: Tensor) -> Tensor:
         """captured [T, n * Ht], the target's states at the layers the head asks for -> h [T, H] of the first pass."""
         return captured
@@ -77,48 +74,3 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def weight_bytes_for(self, num_passes: int) -> int:
         """Bytes of weights that the first `num_passes` passes read."""
-
-
-class HeadResources(Protocol):
-    """What a head is loaded with; the mode's row names the function that does."""
-
-    @property
-    def speculation(self) -> ResolvedSpeculation: ...
-
-    @property
-    def max_seq_len(self) -> int: ...
-
-    @property
-    def target(self) -> ModelConfig: ...
-
-    @property
-    def first_draft_layer(self) -> int:
-        """The index under which the head's first attention layer asks for KV: behind the target's layers, or 0."""
-        ...
-
-    @property
-    def draft(self) -> CheckpointConfig | None:
-        """The draft checkpoint, if the mode has one of its own; a ModelConfig where it is a decoder."""
-        ...
-
-    @property
-    def reads_weights(self) -> bool:
-        """False: only shapes are asked for, on torch's meta device, like those of the target that is given."""
-        ...
-
-
-class LoadHead(Protocol):
-    """Such a function: the head of `target`, in its dtype and eval mode. Raises WeightsError, CheckpointError or
-    UnsupportedError."""
-
-    def __call__(self, resources: HeadResources, target: Decoder) -> DraftHead: ...
-
-
-def check_made_for(folder: Path, *sizes: tuple[str, int, int]) -> None:
-    """(field of config.json, its value, the target's), of each that must be equal. Raises WeightsError."""
-    for name, ours, theirs in sizes:
-        if ours != theirs:
-            raise WeightsError(
-                f"draft model {folder} was made for another target: its {name} is {ours}, the target's is {theirs}; "
-                "use the head trained for this target"
-            )

@@ -44,7 +44,7 @@ def load_decoder(
     with unallocated(dtype):
         decoder = Decoder(decoder_spec(config), max_position)
     packed = config.quantization is not None
-    slots, tensors = weight_slots(decoder.spec), checkpoint_tensors(config.path, role, _of_decoder(config), packed)
+    slots, tensors = weight_slots(decoder.spec), checkpoint_tensors(config.path, role, of_decoder(config), packed)
     load_weights(decoder, slots, tensors, config.path, role, config.quantization)
     return decoder.eval().requires_grad_(False)
 
@@ -61,7 +61,7 @@ def describe_decoder(
         decoder = Decoder(decoder_spec(config), max_position)
     slots = weight_slots(decoder.spec)
     if not missing_weights(config.path, role):
-        shapes = checkpoint_shapes(config.path, role, _of_decoder(config), config.quantization is not None)
+        shapes = checkpoint_shapes(config.path, role, of_decoder(config), config.quantization is not None)
         check_shapes(slots, shapes, config.path, role, config.quantization)
     QuantizedLinears(slots, config.quantization, f"{role} weights in {config.path}").describe(decoder)
     return decoder.eval().requires_grad_(False)
@@ -310,7 +310,7 @@ def _row_groups(folder: Path, wanted: str, role: str, rows: int = 1024) -> Itera
                 yield shard.get_slice(wanted)[start : start + rows]
 
 
-def _of_decoder(config: ModelConfig) -> Wanted:
+def of_decoder(config: ModelConfig) -> Wanted:
     """All tensors but those of MTP layers, which the architecture's checkpoints may hold beside it."""
     prefix = ARCHITECTURES[config.architecture].mtp_prefix
     return lambda name: prefix is None or not name.startswith(prefix)

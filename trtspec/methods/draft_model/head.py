@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from torch import Tensor
 
-from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.methods.head import DraftHead, HeadResources
+from trtspec.methods.head import DraftHead
+from trtspec.methods.head_weights import HeadWeights
 from trtspec.models.attention import Attend
 from trtspec.models.decoder import Decoder
-from trtspec.models.weights import describe_decoder, load_decoder
+from trtspec.models.slots import Slot, weight_slots
+from trtspec.models.specs import DecoderSpec, decoder_spec
+from trtspec.models.weights import Wanted, of_decoder
 
 
 class DecoderHead(DraftHead):
@@ -39,12 +44,19 @@ class DecoderHead(DraftHead):
         return num_passes * self.decoder.weight_bytes_per_step
 
 
-def load(resources: HeadResources, target: Decoder) -> DecoderHead:
-    """See methods.head.LoadHead. The draft computes in the target's dtype, whatever its own: they share a launch, and
-    KV layers of one dtype. A draft that is rounded by that guesses a little worse, which changes no output."""
-    assert isinstance(resources.draft, ModelConfig)
-    make = load_decoder if resources.reads_weights else describe_decoder
-    like = target.norm.weight
-    decoder = make(resources.draft, like.dtype, "draft", resources.max_seq_len)
-    with like.device:
-        return DecoderHead(decoder, resources.first_draft_layer).eval()
+class DecoderWeights(HeadWeights[DecoderSpec]):
+    """A decoder's checkpoint. The draft computes in the target's dtype, whatever its own: they share a launch, and KV
+    layers of one dtype. A draft that is rounded by that guesses a little worse, which changes no output."""
+
+    def spec(self, found: Mapping[str, Tensor] | None) -> DecoderSpec:
+        return decoder_spec(self.source.decoder)
+
+    @staticmethod
+    def slots(spec: DecoderSpec) -> dict[str, Slot]:
+        return {name: replace(slot, parameter=f"decoder.{slot.parameter}") for name, slot in weight_slots(spec).items()}
+
+    def wanted(self, spec: DecoderSpec | None = None) -> Wanted:
+        return of_decoder(self.source.decoder)
+
+    def module(self, spec: DecoderSpec) -> DecoderHead:
+        return DecoderHead(Decoder(spec, self.source.max_seq_len), self.first_layer)

@@ -16,7 +16,7 @@ import torch
 
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.methods.eagle.head import EagleHead, EagleSpec
-from trtspec.methods.eagle.weights import head_slots
+from trtspec.methods.eagle.weights import EagleWeights
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import tensors_of
@@ -55,4 +55,4 @@ class EagleOptions(HeadOptions):
             **layer_config(head.spec.decoder, config, torch.bfloat16),
             "eagle_fc_bias": False,
         }
-        write_head(self.out, tensors_of(head, head_slots(head.spec)), facts, torch.bfloat16)
+        write_head(self.out, tensors_of(head, EagleWeights.slots(head.spec)), facts, torch.bfloat16)

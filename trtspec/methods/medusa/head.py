@@ -47,7 +47,7 @@ class MedusaHead(DraftHead):
             Linear(H, spec.draft_vocab_size, bias=False, float_out=True) for _ in range(spec.num_lm_heads)
         )
 
-    def share(self, head: nn.Module) -> None:
+    def share(self, embedding: nn.Module, head: nn.Module) -> None:
         """Use the target's lm_head if the checkpoint has none."""
         if not self.spec.num_lm_heads:
             self.heads = nn.ModuleList([head])

@@ -17,7 +17,7 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.methods.head import DraftHead
 from trtspec.methods.medusa.checkpoint import MEDUSA
 from trtspec.methods.medusa.head import MedusaHead, MedusaSpec
-from trtspec.methods.medusa.weights import head_slots
+from trtspec.methods.medusa.weights import MedusaWeights
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import tensors_of
 from trtspec.train.data import Tokens
@@ -61,4 +61,4 @@ class MedusaOptions(HeadOptions):
             "medusa_fc_bias": False,
             "torch_dtype": dtype_name(torch.bfloat16),
         }
-        write_head(self.out, tensors_of(head, head_slots(head.spec)), facts, torch.bfloat16)
+        write_head(self.out, tensors_of(head, MedusaWeights.slots(head.spec)), facts, torch.bfloat16)

@@ -13,161 +13,104 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.errors import WeightsError
-from trtspec.methods.head import HeadResources, check_made_for
+from trtspec.methods.head_weights import HeadSource, HeadWeights
 from trtspec.methods.medusa.checkpoint import MedusaFacts
 from trtspec.methods.medusa.head import MedusaHead, MedusaSpec
 from trtspec.models.decoder import Decoder
-from trtspec.models.layers import unallocated
 from trtspec.models.slots import Slot
-from trtspec.models.weights import (
-    check_shapes,
-    checkpoint_shapes,
-    checkpoint_tensors,
-    load_weights,
-    missing_weights,
-    renamed,
-)
-
-_Shape = tuple[int, ...]
 
 
-def head_slots(spec: MedusaSpec) -> dict[str, Slot]:
-    """Tensor name in vLLM's layout -> slot; token_map, which is no weight, apart."""
-    H, slots = spec.hidden_size, {}
-    for head in range(spec.num_heads):
-        for layer in range(spec.num_layers):
-            theirs, ours = f"blocks.{head}.layers.{layer}", f"blocks.{head}.{layer}"
-            slots[f"{theirs}.weight"] = Slot(f"{ours}.weight", 0, (H, H))
-            if spec.bias:
-                slots[f"{theirs}.bias"] = Slot(f"{ours}.bias", 0, (H,))
-    for head in range(spec.num_lm_heads):
-        slots[f"lm_heads.{head}.weight"] = Slot(f"heads.{head}.weight", 0, (spec.draft_vocab_size, H))
-    return slots
+class MedusaWeights(HeadWeights[MedusaSpec]):
+    """Any of the layouts as vLLM's. Tensors of all heads are checked; those of the heads that are kept are held.
 
-
-def load(resources: HeadResources, target: Decoder) -> MedusaHead:
-    """See methods.head.LoadHead: the heads that K passes run."""
-    assert resources.draft is not None
-    make = load_medusa if resources.reads_weights else describe_medusa
-    return make(resources.draft, target, resources.speculation.num_speculative_tokens)
-
-
-def load_medusa(config: CheckpointConfig, target: Decoder, num_heads: int, role: str = "draft") -> MedusaHead:
-    """The first `num_heads` heads of the folder `config.path`, in the target's dtype and eval mode.
-
-    Raises WeightsError naming each tensor, of any head, that is missing, unexpected or of another shape than config and
-    target call for, or (token_map) of impossible values.
+    Without weights there is an lm_head for each head, or one where config.json says so, and biases only if it says so.
     """
-    facts = MedusaFacts.of(config)
-    tensors = dict(renamed(checkpoint_tensors(config.path, role), _public_name(facts), config.path, role))
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    spec = _checked_spec(config, facts, target, shapes, role)
-    target_ids = _target_ids(config, spec, tensors.pop("token_map", None))
-    with unallocated(target.norm.weight.dtype):
-        head = MedusaHead(_first(spec, num_heads))
-    slots = head_slots(head.spec)
-    known = ((name, _known_rows(name, tensors.pop(name), spec, target_ids)) for name in slots)
-    load_weights(head, slots, known, config.path, role)
-    head.set_vocabulary(target_ids)
-    head.share(target.head)
-    return head.eval().requires_grad_(False)
 
+    prefix = "medusa_heads."
+    tables = ("token_map",)
 
-def describe_medusa(config: CheckpointConfig, target: Decoder, num_heads: int, role: str = "draft") -> MedusaHead:
-    """What `load_medusa` gives, without values, on torch's meta device.
+    def __init__(self, source: HeadSource, target: Decoder) -> None:
+        super().__init__(source, target)
+        self.facts = MedusaFacts.of(source.checkpoint)
 
-    The folder needs its config.json alone: then there is an lm_head for each head, or one where the config says so, and
-    biases only if it says so. Where there are weights, their headers say, and are checked.
-    """
-    facts = MedusaFacts.of(config)
-    if missing_weights(config.path, role):
-        spec = _spec(config, facts, target, bool(facts.fc_bias), own_head=True)
-    else:
-        shapes = dict(renamed(checkpoint_shapes(config.path, role), _public_name(facts), config.path, role))
-        spec = _checked_spec(config, facts, target, shapes, role)
-    with torch.device("meta"), unallocated(target.norm.weight.dtype):
-        head = MedusaHead(_first(spec, num_heads))
-    head.share(target.head)
-    return head.eval().requires_grad_(False)
+    def spec(self, found: Mapping[str, Tensor] | None) -> MedusaSpec:
+        facts, H, V = self.facts, self.target.spec.hidden_size, self.target.spec.vocab_size
+        self.check_made_for(("hidden_size", facts.hidden_size or H, H), ("vocab_size", facts.vocab_size or V, V))
+        size, bias = facts.draft_vocab_size or V, facts.fc_bias
+        if size > V:
+            raise WeightsError(
+                f"draft model {self.source.checkpoint.path}: truncated_vocab_size is {size}, more than the target's "
+                f"{V} ids; use the heads trained for this target"
+            )
+        if found is not None and size != V:
+            there = tuple(found["token_map"].shape) if "token_map" in found else "missing"
+            if there != (size,):
+                raise WeightsError(
+                    f"{self.where}: token_map is {there}, expected ({size},): a draft vocabulary of {size} ids for a "
+                    f"target's {V} needs it"
+                )
+        if bias is None:
+            bias = any(name.endswith(".bias") for name in found or ())
+        own_head = found is None or "lm_heads.0.weight" in found or size != V
+        num_lm_heads = facts.num_heads if not facts.shared_head else int(own_head)
+        return MedusaSpec(H, V, size, facts.num_heads, facts.num_layers, num_lm_heads, bias, facts.logit_scale)
 
+    def kept(self, whole: MedusaSpec) -> MedusaSpec:
+        number = self.source.num_stages
+        return dataclasses.replace(whole, num_heads=number, num_lm_heads=min(whole.num_lm_heads, number))
 
-def _first(spec: MedusaSpec, num_heads: int) -> MedusaSpec:
-    """Of these heads alone: those that are never run take no memory."""
-    return dataclasses.replace(spec, num_heads=num_heads, num_lm_heads=min(spec.num_lm_heads, num_heads))
+    @staticmethod
+    def slots(spec: MedusaSpec) -> dict[str, Slot]:
+        H, slots = spec.hidden_size, {}
+        for head in range(spec.num_heads):
+            for layer in range(spec.num_layers):
+                theirs, ours = f"blocks.{head}.layers.{layer}", f"blocks.{head}.{layer}"
+                slots[f"{theirs}.weight"] = Slot(f"{ours}.weight", 0, (H, H))
+                if spec.bias:
+                    slots[f"{theirs}.bias"] = Slot(f"{ours}.bias", 0, (H,))
+        for head in range(spec.num_lm_heads):
+            slots[f"lm_heads.{head}.weight"] = Slot(f"heads.{head}.weight", 0, (spec.draft_vocab_size, H))
+        return slots
 
+    def module(self, spec: MedusaSpec) -> MedusaHead:
+        return MedusaHead(spec)
 
-def _spec(config: CheckpointConfig, facts: MedusaFacts, target: Decoder, bias: bool, own_head: bool) -> MedusaSpec:
-    H, V = target.spec.hidden_size, target.spec.vocab_size
-    check_made_for(config.path, ("hidden_size", facts.hidden_size or H, H), ("vocab_size", facts.vocab_size or V, V))
-    size = facts.draft_vocab_size or V
-    if size > V:
-        raise WeightsError(
-            f"draft model {config.path}: truncated_vocab_size is {size}, more than the target's {V} ids; use the heads "
-            "trained for this target"
-        )
-    num_lm_heads = facts.num_heads if not facts.shared_head else int(own_head)
-    return MedusaSpec(H, V, size, facts.num_heads, facts.num_layers, num_lm_heads, bias, facts.logit_scale)
-
-
-def _checked_spec(
-    config: CheckpointConfig, facts: MedusaFacts, target: Decoder, shapes: Mapping[str, _Shape], role: str
-) -> MedusaSpec:
-    """Of a checkpoint with these tensors, which are right."""
-    bias = any(name.endswith(".bias") for name in shapes) if facts.fc_bias is None else facts.fc_bias
-    own_head = "lm_heads.0.weight" in shapes or facts.draft_vocab_size not in (None, target.spec.vocab_size)
-    spec = _spec(config, facts, target, bias, own_head)
-    size = spec.draft_vocab_size
-    there = {name: (size, *shape[1:]) if _is_whole(name, shape, spec) else shape for name, shape in shapes.items()}
-    if size != spec.vocab_size and there.pop("token_map", None) != (size,):
-        raise WeightsError(
-            f"{role} weights in {config.path}: token_map is {shapes.get('token_map', 'missing')}, expected "
-            f"({size},): a draft vocabulary of {size} ids for a target's {spec.vocab_size} needs it"
-        )
-    check_shapes(head_slots(spec), there.items(), config.path, role)
-    return spec
-
-
-def _is_whole(name: str, shape: _Shape, spec: MedusaSpec) -> bool:
-    """Whether an lm_head has rows for ids that the draft vocabulary leaves out."""
-    return name.startswith("lm_heads.") and shape[:1] == (spec.vocab_size,) != (spec.draft_vocab_size,)
-
-
-def _known_rows(name: str, tensor: Tensor, spec: MedusaSpec, target_ids: Tensor) -> Tensor:
-    return tensor[target_ids] if _is_whole(name, tuple(tensor.shape), spec) else tensor
-
-
-def _public_name(facts: MedusaFacts) -> Callable[[str], str]:
-    """From any of the layouts to vLLM's."""
-
-    def public(name: str) -> str:
-        name = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
-        if facts.shared_head and name == "lm_head.weight":
+    def public(self, name: str) -> str:
+        name = super().public(name).removeprefix("medusa_head.")
+        if self.facts.shared_head and name == "lm_head.weight":
             return "lm_heads.0.weight"
         if found := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):
             return f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"
-        if found := re.fullmatch(rf"(\d+)\.{facts.num_layers}\.weight", name):
+        if found := re.fullmatch(rf"(\d+)\.{self.facts.num_layers}\.weight", name):
             return f"lm_heads.{found[1]}.weight"
         return name
 
-    return public
+    def held(self, spec: MedusaSpec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
+        """Of a vocabulary of fewer ids: the rows of an lm_head that has one for each of the target's."""
+        size = spec.draft_vocab_size
+        if size == spec.vocab_size:
+            return tensor
+        if name == "token_map":
+            return None
+        if name.startswith("lm_heads.") and tensor.shape[:1] == (spec.vocab_size,):
+            return tensor[:size] if ids is None else tensor[ids]
+        return tensor
 
-
-def _target_ids(config: CheckpointConfig, spec: MedusaSpec, token_map: Tensor | None) -> Tensor:
-    """[Vd] int64, checked."""
-    if token_map is None:
-        return torch.arange(spec.vocab_size)
-    ids = token_map.long()
-    known = ids.tolist()
-    if token_map.is_floating_point() or min(known) < 0 or max(known) >= spec.vocab_size or len({*known}) < len(known):
-        raise WeightsError(
-            f"draft weights in {config.path}: token_map must hold different ids of the target, integers in "
-            f"0..{spec.vocab_size - 1}; it must come from the same training run as the heads"
-        )
-    return ids
+    def target_ids(self, spec: MedusaSpec, tables: Mapping[str, Tensor]) -> Tensor | None:
+        if "token_map" not in tables or not self.source.reads_weights:
+            return None
+        token_map = tables["token_map"]
+        ids = token_map.long()
+        known = ids.tolist()
+        outside = min(known) < 0 or max(known) >= spec.vocab_size
+        if token_map.is_floating_point() or outside or len({*known}) < len(known):
+            raise WeightsError(
+                f"{self.where}: token_map must hold different ids of the target, integers in "
+                f"0..{spec.vocab_size - 1}; it must come from the same training run as the heads"
+            )
+        return ids

@@ -18,7 +18,7 @@ from trtspec.errors import ConfigError
 from trtspec.methods.head import DraftHead
 from trtspec.methods.mlp_speculator.checkpoint import MLP_SPECULATOR
 from trtspec.methods.mlp_speculator.head import MLPSpeculatorHead, MLPSpeculatorSpec
-from trtspec.methods.mlp_speculator.weights import head_slots
+from trtspec.methods.mlp_speculator.weights import MLPSpeculatorWeights
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import tensors_of
 from trtspec.train.data import Tokens
@@ -67,5 +67,6 @@ class MLPSpeculatorOptions(HeadOptions):
             "scale_input": spec.scale_input,
             "torch_dtype": dtype_name(torch.bfloat16),
         }
-        tensors = {f"speculator.{name}": tensor for name, tensor in tensors_of(head, head_slots(spec)).items()}
+        tensors = tensors_of(head, MLPSpeculatorWeights.slots(spec))
+        tensors = {f"speculator.{name}": tensor for name, tensor in tensors.items()}
         write_head(self.out, tensors, facts, torch.bfloat16)

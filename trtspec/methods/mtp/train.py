@@ -26,7 +26,7 @@ from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.head import DraftHead
 from trtspec.methods.mtp.checkpoint import MIMO, mtp_capture_layers
 from trtspec.methods.mtp.head import MtpHead, MtpSpec
-from trtspec.methods.mtp.weights import head_slots
+from trtspec.methods.mtp.weights import MtpWeights
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import weight_slots
 from trtspec.models.specs import decoder_spec
@@ -108,7 +108,7 @@ class MtpOptions(HeadOptions):
         assert isinstance(head, MtpHead)
         tensors = _as_qwen2(config)
         dtype = tensors["model.norm.weight"].dtype
-        modules = tensors_of(head, head_slots(head.spec))
+        modules = tensors_of(head, MtpWeights.slots(head.spec))
         tensors |= {name: tensor.to(dtype) for name, tensor in modules.items()}
         self.out.mkdir(parents=True, exist_ok=True)
         for file in sorted(config.path.iterdir()):
