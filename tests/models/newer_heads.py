@@ -141,7 +141,7 @@ class StepHead(MtpHead):
     """windows: of each module's layer."""
 
     def __init__(self, target: Decoder, windows: tuple[int | None, ...]) -> None:
-        layer = replace(target.spec, num_layers=1, qk_norm=True, qkv_bias=False, rms_norm_eps=EPS)
+        layer = replace(target.spec, num_layers=1, windows=(None,), qk_norm=True, qkv_bias=False, rms_norm_eps=EPS)
         spec, first = MtpSpec(layer, STEP, len(windows)), target.spec.num_layers
         super().__init__(spec, first)
         windowed = zip(self.kv_layers, windows, strict=True)
