@@ -1,0 +1,56 @@
+"""What holds for heads of every kind: each mode's row can be opened, and config.json is understood once."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.checkpoints import (
+    make_checkpoint,
+    make_dflash,
+    make_eagle,
+    make_eagle3,
+    make_medusa,
+    make_mimo,
+    make_mlp_speculator,
+)
+from tests.models.built_heads import ROOMS, head_of
+from trtspec.build.context import load_named
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.models.weights import describe_decoder, load_decoder
+from trtspec.modes import SpeculativeDecodingMode
+
+# Method -> where its room says how config.json is understood, and a folder for a target.
+FACTS: dict[str, tuple[str, Callable[[Path, Path], Path]]] = {
+    "dflash": ("dflash.weights.DFlashFacts.of", lambda path, target: make_dflash(path, target, (0,), 7)),
+    "eagle": ("eagle.weights.EagleFacts.of", make_eagle),
+    "eagle3": ("eagle3.weights.Eagle3Facts.of", lambda path, target: make_eagle3(path, target, None, num_captured=1)),
+    "medusa": ("medusa.weights.MedusaFacts.of", make_medusa),
+    "mlp_speculator": ("mlp_speculator.weights.MLPSpeculatorFacts.of", make_mlp_speculator),
+    "mtp": ("mtp.weights.require_mtp", lambda path, target: target),
+}
+
+
+@pytest.mark.parametrize("make", [load_decoder, describe_decoder])
+@pytest.mark.parametrize("name", FACTS)
+def test_config_json_is_understood_once(tmp_path: Path, name: str, make: Any) -> None:
+    target = make_mimo(tmp_path) if name == "mtp" else make_checkpoint(tmp_path, "llama", name="target")
+    path, make_head = FACTS[name]
+    folder, decoder = make_head(tmp_path, target), make(ModelConfig.from_folder(target), torch.float32)
+    path = f"trtspec.methods.{path}"
+    with mock.patch(path, wraps=pkgutil.resolve_name(path)) as reads:
+        head_of(name, folder, decoder, target)
+    assert reads.call_count == 1
+
+
+@pytest.mark.parametrize(
+    "mode", [mode for mode in SpeculativeDecodingMode if mode.traits.head], ids=lambda mode: mode.name
+)
+def test_the_row_of_a_mode_names_a_room(mode: SpeculativeDecodingMode) -> None:
+    assert load_named(mode.traits.head) in [kind for kind, _ in ROOMS.values()]
