@@ -14,7 +14,7 @@ import trtspec.engine.step as loop_module
 from trtspec.bench.decode import versions
 from trtspec.engine.batch import BatchAssembler
 from trtspec.engine.core import EngineCore
-from trtspec.engine.steady import SteadyBatch
+from trtspec.engine.steady import SteadyBatch, SteadyLoop
 from trtspec.engine.step import StepLoop
 from trtspec.llm import LLM
 from trtspec.protocols import PhaseMethod
@@ -60,7 +60,8 @@ def measured(engine: EngineCore, clock: Clock) -> Iterator[None]:
         *loop.target.phases(),
         (loop_module, "accept", "accept"),
         (SteadyBatch, "take", "deliver"),
-        *((StepLoop, name, "deliver") for name in ("update", "settle")),
+        (StepLoop, "update", "deliver"),
+        (SteadyLoop, "settle", "deliver"),
         (loop.proposer, "propose", "deliver"),
     ]
     if loop.proposer.drafter is not None:
