@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trtspec.core import Carry, StepInputs, StepOutputs
-from trtspec.protocols import Executable, PhaseMethod
+from trtspec.protocols import Executable
 
 
 class ThreadLaunch:
@@ -77,9 +77,6 @@ class ThreadedExecutable:
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         return self.launch(inputs).wait()
-
-    def phases(self) -> list[PhaseMethod]:
-        return []
 
     def _step(self, inputs: StepInputs, carry: Carry | None) -> StepOutputs:
         if carry is not None:

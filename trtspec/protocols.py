@@ -11,19 +11,12 @@ from torch import Tensor
 from trtspec.core import Carry, Proposal, StepInputs, StepOutputs
 from trtspec.sampling_params import ResolvedSampling
 
-PhaseMethod = tuple[object, str, str]
-"""(owner, name of a method, phase): calls of the method are that phase of a step, for profiles (bench/profile.py)."""
-
 
 class Executable(Protocol):
     """A model ready to run steps: eager torch, or a compiled graph."""
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """Append the rows' KV and draw. It changes nothing but the KV of the rows given, so it may be run again."""
-        ...
-
-    def phases(self) -> Sequence[PhaseMethod]:
-        """What runs inside `run` and is not verification; empty where that cannot be told apart."""
         ...
 
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.checkpoints import ITEM_BYTES
 from benchmarks.peers.checkpoints import Shape
 from trtspec import LLM, SamplingParams
 from trtspec.engine.core import EngineCore
-from trtspec.engine.step import StepLoop
+from trtspec.engine.steady import SteadyLoop
 
 INPUT_LEN = 128
 MAX_SEQ_LEN = 1024
@@ -93,8 +93,8 @@ class Opened:
 
     def overlap(self, wanted: bool) -> None:
         """Whether the host prepares a step while the last one runs. Nothing is in flight."""
-        alone = {field.name: getattr(self._loop, field.name) for field in fields(StepLoop) if field.init}
-        self.engine.loop = self._loop if wanted else StepLoop(**alone)
+        alone = {field.name: getattr(self._loop, field.name) for field in fields(SteadyLoop) if field.init}
+        self.engine.loop = self._loop if wanted else SteadyLoop(**alone)
 
     def steps(self, prompts: Sequence[list[int]], params: SamplingParams, draft_len: int, count: int) -> Steps:
         """Run the prompts together and time `count` steps, in each of which every request verifies `draft_len`."""

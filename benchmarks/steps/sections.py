@@ -19,7 +19,7 @@ from benchmarks.steps.start import start
 from trtspec import LLM
 from trtspec.core import Proposal, StepInputs, StepOutputs
 from trtspec.engine.core import EngineCore
-from trtspec.protocols import DraftRequest, Executable, PhaseMethod
+from trtspec.protocols import DraftRequest, Executable
 
 K = 3
 SMALL_VOCAB = 4096
@@ -99,10 +99,6 @@ class Recorded:
             return next(self.given)
         self.outputs.append(self.inner.run(inputs))
         return self.outputs[-1]
-
-    def phases(self) -> Sequence[PhaseMethod]:
-        """See protocols.Executable."""
-        return self.inner.phases()
 
 
 def rows(bench: Bench) -> Result:

@@ -22,7 +22,6 @@ from trtspec.core import KVLayer, KVSpec, Proposal, SpecMetadata, StepInputs, St
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 from trtspec.kv.pool import allocate_layers
 from trtspec.ops import kernel_interface
-from trtspec.protocols import PhaseMethod
 
 WEIGHTS = "weights.safetensors"
 """Of a folder: every constant of its graphs, once."""
@@ -174,10 +173,6 @@ class CompiledExecutable(ABC):
         graph, tensors = self._checked(inputs)
         outputs = graph.run(tensors)
         return self._outputs(dict(zip(self.compiled.outputs, outputs, strict=True)), inputs.spec)
-
-    def phases(self) -> Sequence[PhaseMethod]:
-        """See protocols.Executable: the graph itself is one piece."""
-        return (self, "_checked", "inputs"), (self, "_outputs", "deliver")
 
     def _graph_for(self, inputs: StepInputs) -> LoadedGraph:
         """The one for the step's K, which is no less than the number of drafts it is to make. Where drafts are not

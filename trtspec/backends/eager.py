@@ -8,7 +8,6 @@ import torch
 
 from trtspec.core import KVLayer, StepInputs, StepOutputs
 from trtspec.methods.step import Step
-from trtspec.protocols import PhaseMethod
 
 
 class EagerExecutable:
@@ -22,7 +21,3 @@ class EagerExecutable:
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One launch; see protocols.Executable."""
         return self.step(inputs, self.kv)  # type: ignore[no-any-return]
-
-    def phases(self) -> Sequence[PhaseMethod]:
-        """See protocols.Executable."""
-        return self.step.phases()

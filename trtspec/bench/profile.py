@@ -10,14 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import trtspec.engine.step as loop_module
 from trtspec.bench.decode import versions
-from trtspec.engine.batch import BatchAssembler
+from trtspec.bench.phases import phases_of_loop
 from trtspec.engine.core import EngineCore
-from trtspec.engine.steady import SteadyBatch
-from trtspec.engine.step import StepLoop
 from trtspec.llm import LLM
-from trtspec.protocols import PhaseMethod
 from trtspec.sampling_params import SamplingParams
 
 PHASES = ("inputs", "verify", "accept", "draft", "deliver", "host")
@@ -50,24 +46,9 @@ class Clock:
 @contextmanager
 def measured(engine: EngineCore, clock: Clock) -> Iterator[None]:
     """Inside, `clock` knows the phases of the engine's steps: the methods that make them up are wrapped."""
-    loop = engine.loop
-    methods: list[PhaseMethod] = [
-        (loop.scheduler, "schedule", "inputs"),
-        (BatchAssembler, "__call__", "inputs"),  # looked up in the class, whatever the instance holds
-        (BatchAssembler, "go_on", "inputs"),
-        (SteadyBatch, "can_go_on", "inputs"),
-        (loop.target, "run", "verify"),
-        *loop.target.phases(),
-        (loop_module, "accept", "accept"),
-        (SteadyBatch, "take", "deliver"),
-        *((StepLoop, name, "deliver") for name in ("update", "settle")),
-        (loop.proposer, "propose", "deliver"),
-    ]
-    if loop.proposer.drafter is not None:
-        methods.append((loop.proposer.drafter, "propose", "draft"))
     undo: list[Callable[[], None]] = []
     try:
-        for method in methods:
+        for method in phases_of_loop(engine.loop):
             undo.append(_wrap(*method, clock))
         yield
     finally:

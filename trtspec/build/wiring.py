@@ -23,7 +23,7 @@ from trtspec.engine.overlap import OverlapLoop
 from trtspec.engine.propose import Proposer
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Scheduler
-from trtspec.engine.step import StepLoop
+from trtspec.engine.steady import SteadyLoop
 from trtspec.errors import ConfigError, TrtSpecError
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.reuse import PrefixReuse
@@ -140,7 +140,7 @@ def assemble_engine(
     scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, ahead, reuse, reads, provisional)
     # Who looks at tokens or states on the host between two steps cannot let the next one start before.
     overlaps = assembly.gpu is not None and drafter is None and collector is None
-    loop = (OverlapLoop if overlaps and not config.disable_overlap_scheduler else StepLoop)(
+    loop = (OverlapLoop if overlaps and not config.disable_overlap_scheduler else SteadyLoop)(
         scheduler,
         BatchAssembler(mode, K, forced, assembly.graph_draft_lens),
         cast("AsyncExecutable", executable),

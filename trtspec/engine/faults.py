@@ -8,24 +8,77 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from trtspec.core import StepOutputs
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch
+from trtspec.engine.step import Emission, StepLoop
 from trtspec.errors import DeviceError
 
 Outputs = TypeVar("Outputs")
 
 
-def launch_isolated(
-    batch: Batch, launch: Callable[[Batch], Outputs]
-) -> tuple[list[tuple[Batch, Outputs]], list[tuple[Request, Exception]]]:
-    """Outputs of the (part) batches that ran, and the requests that cannot run, each with its exception."""
+class LaunchFailed(Exception):
+    """A launch raised `error`; nothing of its batch was committed."""
+
+    def __init__(self, batch: Batch, error: Exception) -> None:
+        super().__init__(batch, error)
+        self.batch, self.error = batch, error
+
+
+class IsolatedLoop(StepLoop):
+    """The loop; a request that cannot be launched ends with an error, and the others of its batch have their step."""
+
+    def step(self) -> list[Emission]:
+        """One round for every request that can run."""
+        try:
+            return super().step()
+        except LaunchFailed as failed:
+            return self.step_apart(failed.batch, failed.error)
+
+    def launch(self, batch: Batch) -> StepOutputs:
+        """One launch of the target. LaunchFailed if it raises, unless the device is lost."""
+        try:
+            return super().launch(batch)
+        except DeviceError:
+            raise  # there is nothing left to try on
+        except Exception as error:
+            raise LaunchFailed(batch, error) from error
+
+    def step_apart(self, batch: Batch, error: Exception) -> list[Emission]:
+        """The rest of a step whose launch raised `error`: its batch in parts."""
+        done, failed = take_apart(batch, error, super().launch)
+        emissions = [self.fail(request, error) for request, error in failed]
+        for part, outputs in done:
+            emissions += self.deliver(part, outputs)
+        self.propose(emissions)
+        return emissions
+
+    def fail(self, request: Request, error: Exception) -> Emission:
+        """End a request that cannot be launched."""
+        context = request.is_context
+        request.fail(error)
+        self.remove(request)
+        return Emission(request, [], "", 0, 0, context, finished=True)
+
+
+Parts = tuple[list[tuple[Batch, Outputs]], list[tuple[Request, Exception]]]
+"""Outputs of the (part) batches that ran, and the requests that cannot run, each with its exception."""
+
+
+def launch_isolated(batch: Batch, launch: Callable[[Batch], Outputs]) -> Parts[Outputs]:
+    """Launch the batch, in parts if that raises."""
     try:
         return [(batch, launch(batch))], []
     except DeviceError:
         raise  # there is nothing left to try on
     except Exception as error:
-        if len(batch) == 1:
-            return [], [(batch[0].request, error)]
+        return take_apart(batch, error, launch)
+
+
+def take_apart(batch: Batch, error: Exception, launch: Callable[[Batch], Outputs]) -> Parts[Outputs]:
+    """Launch both halves of a batch whose launch raised `error`; it may be a single request's."""
+    if len(batch) == 1:
+        return [], [(batch[0].request, error)]
     middle = len(batch) // 2
     first, first_failed = launch_isolated(batch[:middle], launch)
     second, second_failed = launch_isolated(batch[middle:], launch)

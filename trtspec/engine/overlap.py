@@ -16,8 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from trtspec.core import SpecMetadata, StepOutputs
+from trtspec.engine.faults import IsolatedLoop
 from trtspec.engine.scheduler import Batch, Scheduled
-from trtspec.engine.step import Emission, StepLoop
+from trtspec.engine.step import Emission
 from trtspec.errors import DeviceError
 from trtspec.protocols import AsyncExecutable, Launch
 from trtspec.verify.strict import accept
@@ -33,7 +34,7 @@ class Flight:
 
 
 @dataclass
-class OverlapLoop(StepLoop):
+class OverlapLoop(IsolatedLoop):
     """For executables that need not be waited for, and drafts that are made inside the launch, if any.
 
     A call of step() launches a step and returns what the step before it gave.
@@ -43,32 +44,26 @@ class OverlapLoop(StepLoop):
     flight: Flight | None = field(default=None, init=False)
 
     def step(self) -> list[Emission]:
-        """See StepLoop."""
+        """Launch a step, and give what the one before it gave. A step that is not launched ahead is waited for."""
         flight, self.flight = self.flight, None
         batch = self.scheduler.schedule()
         if batch and not any(row.request.needs_host for row in batch):
             with suppress(Exception):  # who is to blame shows when it is launched as others are, with nothing in flight
                 self.flight = self.take_off(batch, flight)
         if flight is None:
-            return [] if self.flight is not None or not batch else self.step_alone()
+            return [] if self.flight is not None or not batch else super().step()
         try:
             outputs = flight.launch.wait()
         except DeviceError:
             raise
         except Exception:
             self.give_up(flight)
-            return self.step_alone()
+            return super().step()  # launches that fail are taken apart
         return self.land(flight, outputs)
-
-    def step_alone(self) -> list[Emission]:
-        """A step that is waited for: launches that fail are taken apart."""
-        emissions = super().step()
-        self.steady = None
-        return emissions
 
     @property
     def has_work(self) -> bool:
-        """See StepLoop."""
+        """False: no request is there, and nothing is in flight."""
         return self.flight is not None or super().has_work
 
     def take_off(self, batch: Batch, last: Flight | None) -> Flight:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from trtspec.core import Carry, StepInputs, StepOutputs
 from trtspec.methods.drafter import ChainExecutable
 from trtspec.outputs import SpeculationStats
-from trtspec.protocols import AsyncExecutable, Executable, Launch, PhaseMethod
+from trtspec.protocols import AsyncExecutable, Executable, Launch
 
 
 class TimedExecutable:
@@ -41,10 +40,6 @@ class TimedExecutable:
             return self.inner.run(inputs)
         finally:
             self.count(start)
-
-    def phases(self) -> Sequence[PhaseMethod]:
-        """See protocols.Executable."""
-        return self.inner.phases()
 
 
 class TimedAsyncExecutable(TimedExecutable):

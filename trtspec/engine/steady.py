@@ -8,12 +8,15 @@ and are then as if every step had been theirs.
 
 Code is fetched like data: the first array operation after a launch takes longer than a loop over short lists. Hence
 the lists.
+
+`SteadyLoop` is the loop that makes such steps where it can, and else those of engine.step.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import add, gt
 
@@ -21,8 +24,10 @@ from torch import Tensor
 
 from trtspec.core import StepOutputs
 from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.faults import IsolatedLoop
 from trtspec.engine.propose import Proposer
 from trtspec.engine.scheduler import Batch, Scheduler
+from trtspec.engine.step import Emission
 from trtspec.kv import rewind
 
 MAX_STEPS = 32
@@ -120,6 +125,75 @@ class SteadyBatch:
             for count, times in Counter(map(len, steps)).items():
                 request.stats.observe(count, self.draft_len, times)
         self._given.clear()
+
+
+@dataclass
+class SteadyLoop(IsolatedLoop):
+    """The loop, which does not look at its requests while the same ones go on. `steady`: the batch that does, if there
+    is one; its requests lag behind until settle()."""
+
+    steady: SteadyBatch | None = field(default=None, init=False)
+    _launched: tuple[Batch, StepOutputs] | None = field(default=None, init=False)  # the last launch of this step
+
+    def step(self) -> list[Emission]:
+        """One round for every request that can run."""
+        emissions = None if self.steady is None else self.go_on(self.steady)
+        if emissions is None:
+            self.settle()
+            emissions = super().step()
+            self.begin(self._launched)
+        return emissions
+
+    def launch(self, batch: Batch) -> StepOutputs:
+        """One launch of the target, as IsolatedLoop has it."""
+        self._launched = None
+        outputs = super().launch(batch)
+        self._launched = batch, outputs
+        return outputs
+
+    def begin(self, launched: tuple[Batch, StepOutputs] | None) -> None:
+        """A step is over: find out whether its batch goes on as it is, and nobody reads the states of its rows."""
+        self._launched = None
+        if launched is not None and self.collector is None and self.proposer.states is None:
+            self.steady = SteadyBatch.after(*launched, self.scheduler, self.proposer)
+            if self.steady is not None:
+                self.assemble.look_again()
+
+    def go_on(self, steady: SteadyBatch) -> list[Emission] | None:
+        """A step of a steady batch. None, and nothing done, if its requests are to be looked at first, or if its launch
+        fails: who is to blame shows when it is launched as others are."""
+        if not steady.can_go_on(self.scheduler, self.assemble):
+            return None
+        try:
+            outputs = self.verify(self.assemble.go_on(*steady.rows()))
+        except Exception:
+            return None
+        read = steady.read  # [B, K+1] what this step has verified
+        given = steady.take(outputs, self.vocab_size)
+        if given is None:  # there is a token that may end a request
+            self.settle()
+            emissions = self.deliver(steady.batch, outputs)
+            self.propose(emissions)
+            self.begin((steady.batch, outputs))
+            return emissions
+        emissions = [
+            Emission(request, tokens, "", len(tokens) - 1, steady.draft_len, False, drafts=known[1:])
+            for request, tokens, known in zip(steady.requests, given, read, strict=True)
+        ]
+        for b in steady.texts:  # is made at once; it may end its request
+            drafts = None if outputs.proposal is None else outputs.proposal.draft_tokens[b].tolist()
+            emissions[b] = self.update(steady.batch[b], given[b], drafts)
+        if any(emissions[b].finished for b in steady.texts):
+            self.settle()
+        return emissions
+
+    def settle(self) -> None:
+        """Bring the requests of a steady batch up to date; the next step looks at every one of them."""
+        steady, self.steady = self.steady, None
+        if steady is not None:
+            steady.tell()
+            running = [request for request in steady.requests if request.finish_reason is None]
+            self.proposer.propose(running, self.scheduler)
 
 
 def _read_next(outputs: StepOutputs) -> Tensor:

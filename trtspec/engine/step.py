@@ -1,22 +1,21 @@
-"""The loop. Everything else serves these two functions."""
+"""The loop. Everything else serves StepLoop.step: fault isolation (faults.py), batches that go on as they are
+(steady.py) and a step in flight (overlap.py) are loops of their own, around it."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine.batch import BatchAssembler
-from trtspec.engine.faults import launch_isolated
 from trtspec.engine.hidden_states import HiddenStateCollector
 from trtspec.engine.propose import Proposer
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch, Scheduled, Scheduler
-from trtspec.engine.steady import SteadyBatch
 from trtspec.errors import EngineError
 from trtspec.kv import rewind
 from trtspec.outputs import Logprob
@@ -40,8 +39,7 @@ class Emission(NamedTuple):
 
 @dataclass
 class StepLoop:
-    """The parts of the loop. All state is in the scheduler, the requests and the cache, and in `steady`, if there is a
-    batch that goes on as it is: then its requests lag behind, until settle()."""
+    """The parts of the loop. All state is in the scheduler, the requests and the cache."""
 
     scheduler: Scheduler
     assemble: BatchAssembler
@@ -49,22 +47,16 @@ class StepLoop:
     proposer: Proposer
     vocab_size: int
     collector: HiddenStateCollector | None = None  # wants the hidden states that the launch hands out
-    steady: SteadyBatch | None = field(default=None, init=False)
 
     def step(self) -> list[Emission]:
         """One round for every request that can run: verify and draw, commit, finish, draft."""
-        emissions = None if self.steady is None else self.go_on(self.steady)
-        if emissions is None:
-            self.settle()
-            batch = self.scheduler.schedule()  # which requests, how many rows each; KV reserved
-            done, failed = launch_isolated(batch, self.launch) if batch else ([], [])
-            emissions = [self.fail(request, error) for request, error in failed] + self.conclude(done)
+        batch = self.scheduler.schedule()  # which requests, how many rows each; KV reserved
+        if not batch:
+            return []
+        outputs = self.launch(batch)  # assemble, run, accept
+        emissions = self.deliver(batch, outputs)  # commit, append, emit
+        self.propose(emissions)
         return emissions
-
-    @property
-    def has_work(self) -> bool:
-        """False: no request is there, and nothing is in flight."""
-        return self.scheduler.has_work
 
     def launch(self, batch: Batch) -> StepOutputs:
         """One launch of the target: K+1 rows per generating request verified at once. Commits nothing."""
@@ -72,30 +64,17 @@ class StepLoop:
         return self.verify(self.assemble(batch, wanted))
 
     def verify(self, inputs: StepInputs) -> StepOutputs:
-        """Run the target; a one-engine step has accepted already."""
+        """Run the target and accept; a one-engine step has accepted already."""
         outputs = self.target.run(inputs)
         return outputs if outputs.verdict is not None else replace(outputs, verdict=accept(outputs, inputs.spec))
 
-    def conclude(self, done: list[tuple[Batch, StepOutputs]]) -> list[Emission]:
-        """Every request gets what its launch gave it, and drafts for the next step if it goes on."""
-        emissions = []
-        for batch, outputs in done:
-            for reader in (self.collector, self.proposer.states):
-                if reader is not None:
-                    assert outputs.hidden_states is not None
-                    reader.collect(batch, outputs.hidden_states)
-            emissions += self.deliver(batch, outputs)
-        self.proposer.propose([e.request for e in emissions if e.tokens and not e.finished], self.scheduler)
-        self.proposer.read_in([e.request for e in emissions if not e.tokens and not e.finished])
-        if len(done) == 1 and self.collector is None and self.proposer.states is None:
-            self.steady = SteadyBatch.after(*done[0], self.scheduler, self.proposer)
-            if self.steady is not None:
-                self.assemble.look_again()
-        return emissions
-
     def deliver(self, batch: Batch, outputs: StepOutputs) -> list[Emission]:
-        """To those requests of the batch that have not ended meanwhile."""
+        """Every request gets what the launch gave it, but for those of the batch that have ended meanwhile."""
         assert outputs.verdict is not None
+        for reader in (self.collector, self.proposer.states):
+            if reader is not None:
+                assert outputs.hidden_states is not None
+                reader.collect(batch, outputs.hidden_states)
         tokens, counts = outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist()
         made = [None] * len(batch) if outputs.proposal is None else outputs.proposal.draft_tokens.tolist()
         logits = _logits_of(batch, outputs)
@@ -105,52 +84,46 @@ class StepLoop:
             if row.request.finish_reason is None
         ]
 
-    def go_on(self, steady: SteadyBatch) -> list[Emission] | None:
-        """A step of a steady batch. None, and nothing done, if its requests are to be looked at first, or if its launch
-        fails: who is to blame shows when it is launched as others are."""
-        if not steady.can_go_on(self.scheduler, self.assemble):
-            return None
-        try:
-            outputs = self.verify(self.assemble.go_on(*steady.rows()))
-        except Exception:
-            return None
-        read = steady.read  # [B, K+1] what this step has verified
-        given = steady.take(outputs, self.vocab_size)
-        if given is None:  # there is a token that may end a request
-            self.settle()
-            return self.conclude([(steady.batch, outputs)])
-        emissions = [
-            Emission(request, tokens, "", len(tokens) - 1, steady.draft_len, False, drafts=known[1:])
-            for request, tokens, known in zip(steady.requests, given, read, strict=True)
-        ]
-        for b in steady.texts:  # is made at once; it may end its request
-            drafts = None if outputs.proposal is None else outputs.proposal.draft_tokens[b].tolist()
-            emissions[b] = self.update(steady.batch[b], given[b], drafts)
-        if any(emissions[b].finished for b in steady.texts):
-            self.settle()
-        return emissions
+    def propose(self, emissions: Sequence[Emission]) -> None:
+        """Drafts for the next step, of those that go on."""
+        self.proposer.propose([e.request for e in emissions if e.tokens and not e.finished], self.scheduler)
+        self.proposer.read_in([e.request for e in emissions if not e.tokens and not e.finished])
+
+    @property
+    def has_work(self) -> bool:
+        """False: no request is there, and nothing is in flight."""
+        return self.scheduler.has_work
 
     def settle(self) -> None:
-        """Bring the requests of a steady batch up to date; the next step looks at every one of them."""
-        steady, self.steady = self.steady, None
-        if steady is not None:
-            steady.tell()
-            running = [request for request in steady.requests if request.finish_reason is None]
-            self.proposer.propose(running, self.scheduler)
+        """Bring every request up to date with the steps so far."""
+
+    # -- one request's part of a step ---------------------------------------------------------------------------------
 
     def update(
         self, row: Scheduled, tokens: list[int], made: list[int] | None, logits: Tensor | None = None
     ) -> Emission:
-        """Commit one request's verdict: keep the accepted rows, rewind the rest, append the tokens. `made`: the drafts
-        that draft layers in the launch have made behind them, if there are such layers. logits [n, V] fp32 behind the
-        tokens, where the request wants to know of them."""
-        request, num_rows, draft_len, is_context = row
-        offered = request.drafts[:draft_len]
-        likely: list[dict[int, Logprob]] = []
+        """The verdict `tokens` on one request. made: the drafts that draft layers in the launch have made after them,
+        None where there are no such layers. logits [n, V] fp32 behind the tokens, where the request wants to know of
+        them."""
+        request = row.request
+        known, shown = len(request.tokens), len(request.shown_text)
+        verified = self.commit(row, tokens, made)
+        likely = self.append(request, tokens, logits)
+        return self.emit(row, len(tokens), verified, request.tokens[known:], request.shown_text[shown:], likely)
+
+    def commit(self, row: Scheduled, tokens: list[int], made: list[int] | None) -> list[int]:
+        """Keep the KV of the accepted rows, rewind the rest, and take the drafts that were made. The drafts that were
+        verified; arguments as of update."""
+        request, num_rows, draft_len, _ = row
+        verified = request.drafts[:draft_len]
         rewind.commit(request.kv, num_rows, len(tokens), draft_len, made is not None)
         request.drafts = made if made and tokens else []
-        known, text = len(request.tokens), request.text
-        shown = 0 if text is None else len(text.text)
+        return verified
+
+    def append(self, request: Request, tokens: list[int], logits: Tensor | None) -> list[dict[int, Logprob]]:
+        """Give the request its tokens; stop strings, detokenizer and grammar are host code that may raise, and then the
+        request ends with the error. The log-probabilities of the tokens, if it wants them; logits as of update."""
+        likely: list[dict[int, Logprob]] = []
         # where there was nothing to draw from, the id is past the vocabulary's end
         real = tokens
         if tokens and max(tokens) >= self.vocab_size:
@@ -158,7 +131,7 @@ class StepLoop:
         try:
             if request.logprobs is not None and logits is not None:
                 likely = request.logprobs.read(logits, real)
-            request.append(real)  # stop strings and detokenizer: host code that may raise
+            request.append(real)
             if real is not tokens and not request.finished:
                 raise EngineError(
                     f"request {request.request_id}: no token can be drawn: NaN logits (check the model's "
@@ -168,26 +141,33 @@ class StepLoop:
                 request.guide.accept(real)
         except Exception as error:
             request.fail(error)
-        taken = request.tokens[known:]
-        if request.logprobs is not None:
-            request.logprobs.entries += likely[: len(taken)]
-        if tokens and is_context:
-            self.scheduler.release_siblings(request)
-        elif tokens:
-            request.stats.observe(len(tokens), draft_len)
-        if request.finish_reason is not None:
-            self.remove(request)
-        num_drafts = min(len(tokens) - 1, len(taken)) if len(tokens) > 1 else 0
-        news, finished = "" if text is None else text.text[shown:], request.finish_reason is not None
-        shown_logprobs = None if request.logprobs is None else likely[: len(taken)]
-        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, offered, shown_logprobs)
+        return likely
 
-    def fail(self, request: Request, error: Exception) -> Emission:
-        """End a request that cannot be launched."""
-        context = request.is_context
-        request.fail(error)
-        self.remove(request)
-        return Emission(request, [], "", 0, 0, context, finished=True)
+    def emit(
+        self,
+        row: Scheduled,
+        num_tokens: int,
+        verified: Sequence[int],
+        taken: list[int],
+        news: str,
+        likely: list[dict[int, Logprob]],
+    ) -> Emission:
+        """Count the step, and remove the request if that was its last. num_tokens: of the verdict; taken: those up to
+        the one that ended the request; news: their text, as far as it is shown."""
+        request, _, draft_len, is_context = row
+        finished = request.finish_reason is not None
+        shown = None
+        if request.logprobs is not None:
+            shown = likely[: len(taken)]
+            request.logprobs.entries += shown
+        if num_tokens and is_context:
+            self.scheduler.release_siblings(request)
+        elif num_tokens:
+            request.stats.observe(num_tokens, draft_len)
+        if finished:
+            self.remove(request)
+        num_drafts = min(num_tokens - 1, len(taken)) if num_tokens > 1 else 0
+        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown)
 
     def remove(self, request: Request) -> None:
         """The request has ended: its blocks are free, its drafter forgets it."""

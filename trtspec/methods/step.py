@@ -16,7 +16,6 @@ from trtspec.kv.groups import layer_groups
 from trtspec.methods.worker import SpecWorker, draw
 from trtspec.models.attention import FunctionalAttend, PagedAttend
 from trtspec.models.decoder import Decoder
-from trtspec.protocols import PhaseMethod
 
 
 class Step(nn.Module, ABC):
@@ -40,10 +39,6 @@ class Step(nn.Module, ABC):
     def attend(self, attn: AttnMetadata, kv: Sequence[KVLayer]) -> PagedAttend:
         """What gives its layers their keys and values."""
         return self._attend(attn, kv, [layer.window for layer in self.kv_layers], self.kv_groups)
-
-    def phases(self) -> Sequence[PhaseMethod]:
-        """See protocols.Executable."""
-        return ()
 
     @property
     @abstractmethod
@@ -200,10 +195,6 @@ class OneEngineStep(DecodeStep):
         logits: Tensor = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
         outputs: StepOutputs = self.worker(inputs, captured, logits, attend)
         return replace(outputs, logits=logits)
-
-    def phases(self) -> Sequence[PhaseMethod]:
-        """See protocols.Executable."""
-        return self.worker.phases()
 
     @property
     def kv_layers(self) -> tuple[KVSpec, ...]:

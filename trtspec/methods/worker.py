@@ -31,7 +31,6 @@ from trtspec.methods.head import DraftHead
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.ops import process_logits, spec_accept, spec_sample
-from trtspec.protocols import PhaseMethod
 from trtspec.verify.strict import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, get_force_num_accepted_tokens
 
 __all__ = [
@@ -132,15 +131,6 @@ class SpecWorker(nn.Module):
             proposal=Proposal(drafts, torch.full_like(spec.draft_lens, spec.next_draft_len)),
             next_new_tokens=self.prepare_next_new_tokens(accepted, counts, drafts),
             next_kv_lens=attn.kv_lens - rejected,
-        )
-
-    def phases(self) -> Sequence[PhaseMethod]:
-        """See protocols.Executable."""
-        return (
-            (self, "sample_tokens_for_batch", "accept"),
-            (self, "sample_and_accept_draft_tokens", "accept"),
-            (self, "first_pass", "draft"),
-            (self, "draft", "draft"),
         )
 
     def read_in(

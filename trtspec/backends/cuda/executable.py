@@ -42,7 +42,6 @@ from trtspec.backends.export import (
 )
 from trtspec.core import Carry, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.methods.step import Step
-from trtspec.protocols import PhaseMethod
 
 
 @dataclass(frozen=True)
@@ -123,10 +122,6 @@ class CudaExecutable(CompiledExecutable):
             for name, given, tensor in zip(graph.names, read, tensors, strict=True)
         ]
         return self._run_kernels(graph, tensors, carry, spec)
-
-    def phases(self) -> Sequence[PhaseMethod]:
-        """See protocols.Executable: what the host does for a launch, and how long it waits for one."""
-        return (self, "launch", "inputs"), (DeviceLaunch, "wait", "verify"), (self, "_outputs", "deliver")
 
     def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Capture the graphs that most steps need: greedy ones, and those with every filter. The rest is captured when

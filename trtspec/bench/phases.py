@@ -1,0 +1,83 @@
+"""Which methods are which phase of a step, for those objects of an engine that a profile looks into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import singledispatch
+
+import trtspec.engine.step as loop_module
+from trtspec.backends.compiled import CompiledExecutable
+from trtspec.backends.cuda.executable import CudaExecutable, DeviceLaunch
+from trtspec.backends.eager import EagerExecutable
+from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.stats import TimedExecutable
+from trtspec.engine.steady import SteadyBatch, SteadyLoop
+from trtspec.engine.step import StepLoop
+from trtspec.methods.step import OneEngineStep
+from trtspec.methods.worker import SpecWorker
+
+PhaseMethod = tuple[object, str, str]
+"""(owner, name of a method, phase): calls of the method are that phase of a step."""
+
+
+def phases_of_loop(loop: StepLoop) -> list[PhaseMethod]:
+    """Everything in the loop's steps that is timed. Methods of the assembler are looked up in its class."""
+    methods: list[PhaseMethod] = [
+        (loop.scheduler, "schedule", "inputs"),
+        (BatchAssembler, "__call__", "inputs"),
+        (BatchAssembler, "go_on", "inputs"),
+        (SteadyBatch, "can_go_on", "inputs"),
+        (loop.target, "run", "verify"),
+        *phases_inside(loop.target),
+        (loop_module, "accept", "accept"),
+        (SteadyBatch, "take", "deliver"),
+        (StepLoop, "update", "deliver"),
+        (SteadyLoop, "settle", "deliver"),
+        (loop.proposer, "propose", "deliver"),
+    ]
+    if loop.proposer.drafter is not None:
+        methods.append((loop.proposer.drafter, "propose", "draft"))
+    return methods
+
+
+@singledispatch
+def phases_inside(part: object) -> Sequence[PhaseMethod]:
+    """What runs inside a launch of the target and is not verification; empty where that cannot be told apart."""
+    return ()
+
+
+@phases_inside.register
+def _(part: TimedExecutable) -> Sequence[PhaseMethod]:
+    return phases_inside(part.inner)
+
+
+@phases_inside.register
+def _(part: EagerExecutable) -> Sequence[PhaseMethod]:
+    return phases_inside(part.step)
+
+
+@phases_inside.register
+def _(part: OneEngineStep) -> Sequence[PhaseMethod]:
+    return phases_inside(part.worker)
+
+
+@phases_inside.register
+def _(part: SpecWorker) -> Sequence[PhaseMethod]:
+    return (
+        (part, "sample_tokens_for_batch", "accept"),
+        (part, "sample_and_accept_draft_tokens", "accept"),
+        (part, "first_pass", "draft"),
+        (part, "draft", "draft"),
+    )
+
+
+@phases_inside.register
+def _(part: CompiledExecutable) -> Sequence[PhaseMethod]:
+    """The graph itself is one piece."""
+    return (part, "_checked", "inputs"), (part, "_outputs", "deliver")
+
+
+@phases_inside.register
+def _(part: CudaExecutable) -> Sequence[PhaseMethod]:
+    """What the host does for a launch, and how long it waits for one."""
+    return (part, "launch", "inputs"), (DeviceLaunch, "wait", "verify"), (part, "_outputs", "deliver")
