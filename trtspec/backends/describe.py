@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtspec.backends.export import INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, input_dtype, input_names, output_names
-from trtspec.backends.tensorrt.profiles import Sizes
+from trtspec.backends.sizes import Sizes
 from trtspec.core import KVLayer
 from trtspec.errors import UnsupportedError
 from trtspec.methods.step import Step

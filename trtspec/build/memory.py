@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from trtspec.backends.tensorrt.profiles import Sizes
+from trtspec.backends.sizes import Sizes
 from trtspec.methods.step import Step
 from trtspec.models.layers import Linear
 

@@ -26,10 +26,11 @@ from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.export import example_for
 from trtspec.backends.onnx.export import DOMAIN, export_onnx
 from trtspec.backends.onnx.linear import write_linears
+from trtspec.backends.sizes import Sizes
 from trtspec.backends.tensorrt.cuda import Cuda
 from trtspec.backends.tensorrt.executable import load_tensorrt, made_for, open_cuda
 from trtspec.backends.tensorrt.network import Attributes, PluginOf, write_network
-from trtspec.backends.tensorrt.profiles import Profile, Sizes, TensorRTOptions, profiles
+from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
 from trtspec.backends.weight_file import save_weights
 from trtspec.core import KVLayer
 from trtspec.errors import ConfigError, DependencyError, EngineError
