@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtspec.backends.export import EDITS, INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype
+from trtspec.backends.graph_io import EDITS, INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype
 from trtspec.core import KVLayer, KVSpec, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 from trtspec.kv.pool import allocate_layers

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trtspec.backends.export import INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, input_dtype, input_names, output_names
+from trtspec.backends.export import GraphStep
+from trtspec.backends.graph_io import INPUT_SHAPES, OUTPUT_SHAPES, input_dtype, input_names, output_names
 from trtspec.backends.sizes import Sizes
 from trtspec.core import KVLayer
 from trtspec.errors import UnsupportedError

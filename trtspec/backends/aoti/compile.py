@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for, export_step, graph_kinds, input_names, moved, output_names
+from trtspec.backends.export import example_for, export_step, graph_kinds, moved
+from trtspec.backends.graph_io import input_names, output_names
 from trtspec.backends.weight_file import save_weights
 from trtspec.core import KVLayer
 from trtspec.errors import DependencyError, EngineError

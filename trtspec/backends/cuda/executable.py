@@ -31,15 +31,8 @@ from trtspec.backends.cuda.static_graph import (
     StaticGraph,
     left_out,
 )
-from trtspec.backends.export import (
-    EDITS,
-    INPUT_DTYPES,
-    OUTPUT_SHAPES,
-    GraphStep,
-    input_names,
-    output_names,
-    step_inputs,
-)
+from trtspec.backends.export import GraphStep
+from trtspec.backends.graph_io import EDITS, INPUT_DTYPES, OUTPUT_SHAPES, input_names, output_names, step_inputs
 from trtspec.core import Carry, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.methods.step import Step
 from trtspec.protocols import PhaseMethod

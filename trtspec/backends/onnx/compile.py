@@ -16,7 +16,8 @@ import onnx_ir as ir
 import torch
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for, graph_kinds, output_names
+from trtspec.backends.export import example_for, graph_kinds
+from trtspec.backends.graph_io import output_names
 from trtspec.backends.onnx.export import OWN, export_onnx
 from trtspec.backends.onnx.linear import as_torch, write_linears
 from trtspec.backends.weight_file import save_weights

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trtspec.backends.export import INPUT_SHAPES
+from trtspec.backends.graph_io import INPUT_SHAPES
 from trtspec.backends.sizes import Sizes
 from trtspec.core import KVSpec
 from trtspec.errors import ConfigError
