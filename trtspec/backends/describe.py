@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,11 +108,6 @@ def plugins(calls: Sequence[Calls], native: bool = False) -> tuple[Calls, ...]:
                 raise UnsupportedError(f"backend tensorrt: {error}") from error
             made.append(Calls(f"trtspec::{name}", tuple(signatures.PLUGINS[name].inputs), call.count))
     return tuple(made)
-
-
-def at_draft_len(sizes: Sizes, step: Step, draft_len: int) -> Sizes:
-    """Of a graph that makes its own drafts, those for its K; other targets verify whatever they are given."""
-    return replace(sizes, draft_len=draft_len) if "draft_tokens" in step.spec_inputs else sizes
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

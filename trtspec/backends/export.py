@@ -115,8 +115,7 @@ def example_for(step: Step, draft_len: int, block_size: int, uniform: bool = Fal
 
 def graph_kinds(step: Step) -> dict[str, bool]:
     """The graphs made for each K: kind -> whether it is uniform."""
-    makes_drafts = "draft_tokens" in step.spec_inputs
-    return {"ragged": False, "uniform": True} if makes_drafts else {"ragged": False}
+    return {"ragged": False, "uniform": True} if step.verifies_drafts else {"ragged": False}
 
 
 def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[int, ...]:
@@ -124,7 +123,7 @@ def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[
 
     Draft layers beside the target also read in prompts, of which nothing is drafted.
     """
-    if resolved is None or "next_draft_tokens" not in step.outputs:
+    if resolved is None or not step.makes_drafts:
         return (0,)
     K = resolved.num_speculative_tokens
     lengths = {K}

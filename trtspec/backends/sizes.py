@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtspec.config.engine import EngineConfig
+from trtspec.methods.step import Step
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,7 @@ class Sizes:
         reserved = max_seq_len + 2 * draft_len
         columns = -(-reserved // config.block_size)
         return cls(config.max_batch_size, config.max_num_tokens, draft_len, columns, blocks, config.block_size)
+
+    def at_draft_len(self, step: Step, draft_len: int) -> Sizes:
+        """Those of a step's graph for K; a step that verifies no drafts in its graph takes whatever it is given."""
+        return replace(self, draft_len=draft_len) if step.verifies_drafts else self

@@ -225,7 +225,7 @@ class Assembly:
         return self._timed(executable(compiled, built.path / role, kv), compiled.weight_bytes, kv)
 
     def _learn_draft_lens(self, compiled: CompiledStep) -> None:
-        if compiled.verifies:
+        if compiled.verifies_drafts:
             self.graph_draft_lens = compiled.draft_lens
         elif compiled.makes_drafts:
             self.head_draft_lens = compiled.draft_lens

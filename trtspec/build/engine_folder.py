@@ -23,7 +23,7 @@ from trtspec.config.engine import BACKENDS, EngineConfig, at_least
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError
 
-FORMAT = 3
+FORMAT = 4
 """Of the folder; it changes when older engines can no longer be read."""
 
 _MARK = "trtspec_engine"
