@@ -14,7 +14,8 @@ import torch
 from tests.e2e.tiny import Case, add_tokenizer, make_target, motif_prompt, run_together
 from trtspec import LLM, SamplingParams
 from trtspec.backends.eager import EagerExecutable
-from trtspec.backends.export import export_step, graph_inputs, graph_outputs, input_names
+from trtspec.backends.export import export_step
+from trtspec.backends.graph_io import graph_inputs, graph_outputs, input_names
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.core import KVLayer, StepInputs, StepOutputs
 from trtspec.methods.eagle3.train import export_eagle3, new_head

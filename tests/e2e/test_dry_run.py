@@ -20,8 +20,9 @@ from tests.checkpoints import edit_config
 from tests.e2e.conformance import LIMITS, K, assert_as_planned, make_models
 from tests.fp8_checkpoints import Fp8Kind
 from trtspec.backends.describe import Calls, describe_graph
-from trtspec.backends.export import OUTPUT_SHAPES, example_for, export_step, graph_inputs, input_names
-from trtspec.backends.tensorrt.profiles import Sizes
+from trtspec.backends.export import example_for, export_step
+from trtspec.backends.graph_io import OUTPUT_SHAPES, graph_inputs, input_names
+from trtspec.backends.sizes import Sizes
 from trtspec.build.build import build_engine
 from trtspec.build.plan import plan_build
 from trtspec.build.wiring import plan_assembly

@@ -47,7 +47,8 @@ from tests.e2e.tiny import (
 from trtspec import LLM, SamplingParams
 from trtspec.backends import weight_file
 from trtspec.backends.aoti.executable import AotiExecutable
-from trtspec.backends.export import example_batch, graph_outputs
+from trtspec.backends.export import example_batch
+from trtspec.backends.graph_io import graph_outputs
 from trtspec.backends.weight_file import load_weights
 from trtspec.build.build import build_engine
 from trtspec.build.engine_folder import FORMAT, EngineFolder, machine

@@ -9,7 +9,8 @@ import torch
 
 from tests.e2e.recorded import DRAFT_IDS, Recorder, assert_graph_is_step, cases_of, copied, exportable
 from tests.e2e.tiny import VOCAB
-from trtspec.backends.export import export_step, graph_inputs, graph_outputs, input_names
+from trtspec.backends.export import export_step
+from trtspec.backends.graph_io import graph_inputs, graph_outputs, input_names
 from trtspec.methods.step import OneEngineStep
 
 

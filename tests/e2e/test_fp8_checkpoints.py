@@ -20,7 +20,8 @@ from tests.e2e.tiny import run_alone, run_together
 from tests.fp8_checkpoints import Fp8Kind, fp8
 from tests.tensorrt_stand_in import TensorRT
 from trtspec import LLM
-from trtspec.backends.export import example_batch, graph_inputs, input_names
+from trtspec.backends.export import example_batch
+from trtspec.backends.graph_io import graph_inputs, input_names
 from trtspec.backends.tensorrt.profiles import TensorRTOptions
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig

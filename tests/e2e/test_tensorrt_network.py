@@ -18,7 +18,8 @@ from tests.fake_tensorrt.builder import FakeTensorRT
 from tests.fake_tensorrt.network import FakeNetwork
 from tests.fake_tensorrt.plugins import fake_plugin_of
 from trtspec.backends.compiled import _NEUTRAL
-from trtspec.backends.export import INPUT_DTYPES, example_batch, graph_inputs, graph_outputs, input_names
+from trtspec.backends.export import example_batch
+from trtspec.backends.graph_io import INPUT_DTYPES, graph_inputs, graph_outputs, input_names
 from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt.network import write_network
 from trtspec.build.build import steps

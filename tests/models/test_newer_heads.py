@@ -17,7 +17,8 @@ from tests.checkpoints import make_checkpoint, oracle
 from tests.e2e.recorded import copied
 from tests.models.head_session import GREEDY, Session, Watching, assert_close, open_session, told
 from tests.models.newer_heads import AsPlain, Assistant, Pass, StepHead, assistant_passes, step_passes
-from trtspec.backends.export import example_for, export_step, graph_inputs, graph_outputs, input_names, step_inputs
+from trtspec.backends.export import example_for, export_step
+from trtspec.backends.graph_io import graph_inputs, graph_outputs, input_names, step_inputs
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.core import AttnMetadata, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.errors import UnsupportedError

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from tests.checkpoints import make_checkpoint, make_eagle3
 from trtspec.backends.cuda import device
 from trtspec.backends.cuda.chain_graph import chain_step
-from trtspec.backends.export import INPUT_DTYPES, GraphStep, example_batch, graph_inputs, input_names, moved
+from trtspec.backends.export import GraphStep, example_batch, moved
+from trtspec.backends.graph_io import INPUT_DTYPES, graph_inputs, input_names
 from trtspec.build.wiring import plan_assembly
 from trtspec.config.engine import EngineConfig
 from trtspec.core import Carry, StepInputs

@@ -24,6 +24,7 @@ from tests.tensorrt_stand_in import CudaRuntime
 from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.export import example_batch
 from trtspec.backends.onnx.export import export_onnx
+from trtspec.backends.sizes import Sizes
 from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt.compile import (
     _needs,
@@ -35,7 +36,7 @@ from trtspec.backends.tensorrt.compile import (
 )
 from trtspec.backends.tensorrt.cuda import Cuda
 from trtspec.backends.tensorrt.executable import load_tensorrt
-from trtspec.backends.tensorrt.profiles import Profile, Sizes, TensorRTOptions, profiles
+from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
 from trtspec.build.build import steps
 from trtspec.build.wiring import plan_assembly
 from trtspec.config.engine import EngineConfig

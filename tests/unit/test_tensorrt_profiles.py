@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.backends.export import EDITS, INPUT_DTYPES
-from trtspec.backends.tensorrt.profiles import Sizes, TensorRTOptions, profiles
+from trtspec.backends.graph_io import EDITS, INPUT_DTYPES
+from trtspec.backends.sizes import Sizes
+from trtspec.backends.tensorrt.profiles import TensorRTOptions, profiles
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trtspec.backends.export import EDITS, INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype
+from trtspec.backends.graph_io import EDITS, INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype, output_names
 from trtspec.core import KVLayer, KVSpec, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 from trtspec.kv.pool import allocate_layers
+from trtspec.methods.step import Step
 from trtspec.ops import kernel_interface
 
 WEIGHTS = "weights.safetensors"
@@ -56,24 +57,31 @@ class CompiledStep:
     kv_blocks: int | None = None  # of the cache that graphs take; None: of any
     hidden_width: int = 0  # of the rows of hidden_states, in `dtype`; 0 = graphs take none
     linear: bool = False  # caches are [blocks - 1, kv heads, tokens, head size]: no scratch, a block for a sequence
+    verifies_drafts: bool = False  # in the graphs: what they are given to verify has their K
+    makes_drafts: bool = False  # in the graphs: as many as their K
+    takes_edits: bool = False  # of the target's logits, and gives these
+
+    @classmethod
+    def of(cls, step: Step, graphs: Sequence[Graph], edits: bool = False, kernels: str = "") -> CompiledStep:
+        """The graphs of `step`. edits: as of graph_io.input_names."""
+        return cls(
+            graphs=tuple(graphs),
+            outputs=output_names(step, edits),
+            kv=step.kv_layers,
+            dtype=str(step.like.dtype).removeprefix("torch."),
+            vocab_size=step.vocab_size,
+            weight_bytes=step.weight_bytes_per_step,
+            kernels=kernels,
+            hidden_width=step.hidden_width,
+            verifies_drafts=step.verifies_drafts,
+            makes_drafts=step.makes_drafts,
+            takes_edits=edits,
+        )
 
     @property
     def draft_lens(self) -> tuple[int, ...]:
         """K of the graphs, in rising order."""
         return tuple(graph.draft_len for graph in self.graphs if not graph.uniform)
-
-    @property
-    def verifies(self) -> bool:
-        """What graphs are given to verify has their K."""
-        return "new_tokens" in self.outputs
-
-    @property
-    def makes_drafts(self) -> bool:
-        return "next_draft_tokens" in self.outputs
-
-    @property
-    def takes_edits(self) -> bool:
-        return "logits" in self.outputs
 
     def check_kernels(self) -> None:
         """DependencyError where the kernels that graphs call are not there, CheckpointError where they are others."""
@@ -97,9 +105,8 @@ class CompiledStep:
         try:
             graphs = tuple(Graph(g["file"], g["draft_len"], g["uniform"], tuple(g["inputs"])) for g in data["graphs"])
             kv = tuple(KVSpec(*layer) for layer in data["kv"])
-            names = ("dtype", "vocab_size", "weight_bytes", "kernels", "made_for", "kv_blocks", "linear")
-            rest = {name: data[name] for name in names} | {"hidden_width": data.get("hidden_width", 0)}
-            return cls(graphs, tuple(data["outputs"]), kv, **rest)
+            rest = {one.name: data[one.name] for one in fields(cls)}
+            return cls(**{**rest, "graphs": graphs, "outputs": tuple(data["outputs"]), "kv": kv})
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the engine's config.json does not describe its graphs ({error!r}); rebuild it"
@@ -179,7 +186,7 @@ class CompiledExecutable(ABC):
         verified inside, any K is taken, or, of drafts to make, the fewest that are enough."""
         spec, uniform = inputs.spec, self._check_layout(inputs)
         K, wanted = spec.runtime_draft_len, spec.next_draft_len
-        any_given, makes_drafts = not self.compiled.verifies, self.compiled.makes_drafts
+        any_given, makes_drafts = not self.compiled.verifies_drafts, self.compiled.makes_drafts
         for graph in self._graphs:
             fits = graph.draft_len == K or (any_given and not graph.uniform)
             if fits and (graph.draft_len >= wanted or not makes_drafts) and (uniform or not graph.uniform):
@@ -271,7 +278,7 @@ class CompiledExecutable(ABC):
         if drafts.shape[1] != K:  # the graph makes more
             drafts, new_tokens = drafts[:, :K], None if new_tokens is None else new_tokens[:, : K + 1]
         proposal = Proposal(drafts, self._draft_lens(spec.batch_size, K))
-        if not self.compiled.verifies:
+        if not self.compiled.verifies_drafts:
             return StepOutputs(drafts.new_empty(0), proposal=proposal)
         return StepOutputs(
             named["tokens"],

@@ -8,15 +8,16 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trtspec.backends.export import INPUT_SHAPES, OUTPUT_SHAPES, GraphStep, input_dtype, input_names, output_names
-from trtspec.backends.tensorrt.profiles import Sizes
+from trtspec.backends.export import GraphStep
+from trtspec.backends.graph_io import INPUT_SHAPES, OUTPUT_SHAPES, input_dtype, input_names, output_names
+from trtspec.backends.sizes import Sizes
 from trtspec.core import KVLayer
 from trtspec.errors import UnsupportedError
 from trtspec.methods.step import Step
@@ -107,11 +108,6 @@ def plugins(calls: Sequence[Calls], native: bool = False) -> tuple[Calls, ...]:
                 raise UnsupportedError(f"backend tensorrt: {error}") from error
             made.append(Calls(f"trtspec::{name}", tuple(signatures.PLUGINS[name].inputs), call.count))
     return tuple(made)
-
-
-def at_draft_len(sizes: Sizes, step: Step, draft_len: int) -> Sizes:
-    """Of a graph that makes its own drafts, those for its K; other targets verify whatever they are given."""
-    return replace(sizes, draft_len=draft_len) if "draft_tokens" in step.spec_inputs else sizes
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

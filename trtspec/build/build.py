@@ -14,8 +14,9 @@ from typing import Any
 from pydantic_core import PydanticSerializationError
 
 from trtspec.backends.export import graph_draft_lens
+from trtspec.backends.sizes import Sizes
 from trtspec.backends.table import BACKENDS, Backend
-from trtspec.backends.tensorrt.profiles import Sizes, TensorRTOptions
+from trtspec.backends.tensorrt.profiles import TensorRTOptions
 from trtspec.build.context import Assembly
 from trtspec.build.engine_folder import EngineFolder, engine_json, file_facts
 from trtspec.build.kv_plan import full_kv_blocks, wanted_kv_blocks

@@ -16,8 +16,8 @@ from trtspec.backends.cuda.device import WorkQueue
 from trtspec.backends.cuda.executable import CudaExecutable, LaunchLimits, ModuleOnCuda, module_graphs
 from trtspec.backends.eager import EagerExecutable
 from trtspec.backends.export import graph_draft_lens
+from trtspec.backends.sizes import Sizes
 from trtspec.backends.table import BACKENDS
-from trtspec.backends.tensorrt.profiles import Sizes
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.config.checkpoint.model import ModelConfig
@@ -234,7 +234,7 @@ class Assembly:
         return self._timed(executable(compiled, built.path / role, kv), compiled.weight_bytes, kv)
 
     def _learn_draft_lens(self, compiled: CompiledStep) -> None:
-        if compiled.verifies:
+        if compiled.verifies_drafts:
             self.graph_draft_lens = compiled.draft_lens
         elif compiled.makes_drafts:
             self.head_draft_lens = compiled.draft_lens

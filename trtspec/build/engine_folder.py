@@ -24,7 +24,7 @@ from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.interop.reading import read_speculative_config
 
-FORMAT = 3
+FORMAT = 4
 """Of the folder; it changes when older engines can no longer be read."""
 
 _MARK = "trtspec_engine"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trtspec.backends.cuda.executable import has_uniform_graphs
-from trtspec.backends.tensorrt.profiles import Sizes
+from trtspec.backends.sizes import Sizes
 from trtspec.build.kv_plan import bytes_per_block, full_kv_blocks, wanted_kv_blocks
 from trtspec.build.memory import activations, table_bytes
 from trtspec.errors import CapacityError, UnsupportedError

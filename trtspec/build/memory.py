@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from trtspec.backends.tensorrt.profiles import Sizes
+from trtspec.backends.sizes import Sizes
 from trtspec.methods.step import Step
 from trtspec.models.layers import Linear
 
@@ -29,7 +29,7 @@ class Activation:
 def activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
     """Those of a launch of these sizes that are large."""
     B, T, R = sizes.batch_size, sizes.rows, sizes.batch_size * (sizes.draft_len + 1)
-    found = [Activation.of("logits", torch.float32, R, step.vocab_size)] if "tokens" in step.outputs else []
+    found = [Activation.of("logits", torch.float32, R, step.vocab_size)] if step.draws else []
     found += [Activation.of(name, step.like.dtype, T, width) for name, width in step.row_widths.items()]
     if step.draft_vocab_size:
         found.append(Activation.of("logits of drafts", torch.float32, B * step.draft_rows, step.draft_vocab_size))

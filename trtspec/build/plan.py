@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trtspec.backends.describe import Calls, GraphPlan, at_draft_len, describe_graph, plugins
+from trtspec.backends.describe import Calls, GraphPlan, describe_graph, plugins
 from trtspec.backends.export import graph_draft_lens, graph_kinds
 from trtspec.backends.table import Backend
 from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
@@ -163,7 +163,7 @@ def _executable(
     kinds = ["ragged"] if backend.profiles else [*graph_kinds(step)]
     graphs = tuple(
         describe_graph(
-            step, at_draft_len(sizes, step, K), kind, K, backend.functional, backend.edits and role == "target"
+            step, sizes.at_draft_len(step, K), kind, K, backend.functional, backend.edits and role == "target"
         )
         for K in lengths
         for kind in kinds
@@ -192,7 +192,7 @@ def _executable(
             graph.draft_len: profiles(
                 [tensor.name for tensor in graph.inputs],
                 step.kv_layers,
-                at_draft_len(sizes, step, graph.draft_len),
+                sizes.at_draft_len(step, graph.draft_len),
                 None if options is None else options.opt_num_tokens,
                 step.hidden_width,
             )

@@ -24,6 +24,10 @@ class Step(nn.Module, ABC):
     `functional`: no KV tensor is changed in place; `kv` must be a list, whose entries are replaced by the new ones.
     """
 
+    verifies_drafts: ClassVar[bool] = False  # accepts drafts in its launch
+    makes_drafts: ClassVar[bool] = False  # makes drafts for the next step in its launch
+    draws: ClassVar[bool] = True  # StepOutputs.tokens is its own draw at each logits row
+    gives_hidden_states: ClassVar[bool] = False
     # what its graph takes of SpecMetadata, and what it gives
     spec_inputs: ClassVar[tuple[str, ...]]
     outputs: ClassVar[tuple[str, ...]]
@@ -137,6 +141,7 @@ class CaptureStep(DecodeStep):
     """As DecodeStep, and StepOutputs.hidden_states holds of all T rows the residual streams after `capture_layers`
     ("after layer i", -1 = after the last norm) side by side."""
 
+    gives_hidden_states: ClassVar[bool] = True
     outputs: ClassVar[tuple[str, ...]] = ("tokens", "hidden_states")
 
     def __init__(self, decoder: Decoder, capture_layers: Sequence[int], functional: bool = False) -> None:
@@ -166,6 +171,8 @@ class OneEngineStep(DecodeStep):
     the worker's. Contexts, chunks of them and generations may mix.
     """
 
+    verifies_drafts: ClassVar[bool] = True
+    makes_drafts: ClassVar[bool] = True
     spec_inputs: ClassVar[tuple[str, ...]] = (
         "seq_lens",
         "gather_ids",
@@ -232,6 +239,8 @@ class HeadStep(Step):
     which is not here.
     """
 
+    makes_drafts: ClassVar[bool] = True
+    draws: ClassVar[bool] = False
     spec_inputs: ClassVar[tuple[str, ...]] = ("seq_lens", "gather_ids")
     outputs: ClassVar[tuple[str, ...]] = ("next_draft_tokens",)
 

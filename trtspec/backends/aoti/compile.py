@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for, export_step, graph_kinds, input_names, moved, output_names
+from trtspec.backends.export import example_for, export_step, graph_kinds, moved
+from trtspec.backends.graph_io import input_names
 from trtspec.backends.weight_file import save_weights
 from trtspec.core import KVLayer
 from trtspec.errors import DependencyError, EngineError
@@ -90,13 +91,4 @@ def compile_graphs(
         graphs.append(Graph(file.name, K, uniform, input_names(step, uniform, edits=edits)))
     report("writing weights")
     save_weights(weights, folder / WEIGHTS)
-    return CompiledStep(
-        graphs=tuple(graphs),
-        outputs=output_names(step, edits),
-        kv=step.kv_layers,
-        dtype=str(step.like.dtype).removeprefix("torch."),
-        vocab_size=step.vocab_size,
-        weight_bytes=step.weight_bytes_per_step,
-        kernels=kernel_interface(),
-        hidden_width=step.hidden_width,
-    )
+    return CompiledStep.of(step, graphs, edits, kernel_interface())

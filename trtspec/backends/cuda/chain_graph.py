@@ -11,7 +11,7 @@ from torch import Tensor
 from trtspec.backends.cuda.device import WorkQueue
 from trtspec.backends.cuda.executable import CudaExecutable, LaunchLimits
 from trtspec.backends.cuda.static_graph import BAN_COLUMNS, GraphMemory, Kind, Parts, Region, StaticGraph, left_out
-from trtspec.backends.export import graph_inputs
+from trtspec.backends.graph_io import graph_inputs
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.chain import Pass, run_chain
 from trtspec.methods.drafter import CHAIN_ROWS

@@ -31,15 +31,8 @@ from trtspec.backends.cuda.static_graph import (
     StaticGraph,
     left_out,
 )
-from trtspec.backends.export import (
-    EDITS,
-    INPUT_DTYPES,
-    OUTPUT_SHAPES,
-    GraphStep,
-    input_names,
-    output_names,
-    step_inputs,
-)
+from trtspec.backends.export import GraphStep
+from trtspec.backends.graph_io import EDITS, INPUT_DTYPES, OUTPUT_SHAPES, input_names, step_inputs
 from trtspec.core import Carry, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.methods.step import Step
 
@@ -281,7 +274,7 @@ class CudaExecutable(CompiledExecutable):
     def _keep(self, outputs: list[Tensor], kv_lens: Tensor) -> None:
         """For the next step: the tokens it reads in, and how many are kept before them."""
         named = dict(zip(self.compiled.outputs, outputs, strict=True))
-        if self.compiled.verifies:
+        if self.compiled.verifies_drafts:
             tokens, kept = named["next_new_tokens"], named["next_kv_lens"]
         elif self._width == 1 and not self.compiled.makes_drafts:
             tokens, kept = named["tokens"][:, None], kv_lens
@@ -329,25 +322,16 @@ def module_graphs(step: Step, draft_lens: Sequence[int], uniform: bool = True, e
     """
     wanted = [one for one in launch_graphs(step, draft_lens) if uniform or not one[1]]
     graphs = [Graph("", K, is_uniform, input_names(step, is_uniform, edits=edits)) for K, is_uniform in wanted]
-    return CompiledStep(
-        graphs=tuple(graphs),
-        outputs=output_names(step, edits),
-        kv=step.kv_layers,
-        dtype=str(step.like.dtype).removeprefix("torch."),
-        vocab_size=step.vocab_size,
-        weight_bytes=step.weight_bytes_per_step,
-        kernels="",
-        hidden_width=step.hidden_width,
-    )
+    return CompiledStep.of(step, graphs, edits)
 
 
 def launch_graphs(step: Step, draft_lens: Sequence[int]) -> list[tuple[int, bool]]:
     """(K, whether it is uniform) of the graphs that launches with these K need."""
-    ragged = draft_lens if "next_draft_tokens" in step.outputs else (max(draft_lens),)  # else one takes every K
+    ragged = draft_lens if step.makes_drafts else (max(draft_lens),)  # else one takes every K
     uniform = draft_lens if has_uniform_graphs(step) else ()
     return [*((K, False) for K in ragged), *((K, True) for K in uniform)]
 
 
 def has_uniform_graphs(step: Step) -> bool:
     """Whether it can be captured: hidden states are as many as a batch has rows."""
-    return step.hidden_width == 0 and _ON_DEVICE not in step.outputs
+    return step.hidden_width == 0 and not step.gives_hidden_states

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.cuda.device import WorkQueue
-from trtspec.backends.export import EDITS, INPUT_DTYPES, INPUT_SHAPES
+from trtspec.backends.graph_io import EDITS, INPUT_DTYPES, INPUT_SHAPES
 
 _PADDING = {"greedy": 1, "top_ps": 1, "ban_ids": -1, "forced_accept": -1, "carry_tokens": -1, "carry_kept": -1}
 """What rows that fill a batch size have; 0 where nothing is said, and of kv_lens as many as a request has rows."""

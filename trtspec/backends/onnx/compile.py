@@ -16,7 +16,7 @@ import onnx_ir as ir
 import torch
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for, graph_kinds, output_names
+from trtspec.backends.export import example_for, graph_kinds
 from trtspec.backends.onnx.export import OWN, export_onnx
 from trtspec.backends.onnx.linear import as_torch, write_linears
 from trtspec.backends.weight_file import save_weights
@@ -58,16 +58,7 @@ def compile_step(
         models[file] = model
     report("writing weights")
     save_models(models, folder)
-    return CompiledStep(
-        graphs=tuple(graphs),
-        outputs=output_names(step, edits),
-        kv=step.kv_layers,
-        dtype=str(dtype).removeprefix("torch."),
-        vocab_size=step.vocab_size,
-        weight_bytes=step.weight_bytes_per_step,
-        kernels="",
-        hidden_width=step.hidden_width,
-    )
+    return CompiledStep.of(step, graphs, edits)
 
 
 def save_models(models: dict[str, ir.Model], folder: Path) -> None:

@@ -23,7 +23,8 @@ import torch
 from onnxscript import values
 from torch.export import ExportedProgram
 
-from trtspec.backends.export import INPUT_SHAPES, export_step, input_names, output_names
+from trtspec.backends.export import export_step
+from trtspec.backends.graph_io import INPUT_SHAPES, input_names, output_names
 from trtspec.core import KVLayer, StepInputs
 from trtspec.methods.step import Step
 

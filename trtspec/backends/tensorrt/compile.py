@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +27,11 @@ from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.export import example_for
 from trtspec.backends.onnx.export import DOMAIN, export_onnx
 from trtspec.backends.onnx.linear import write_linears
+from trtspec.backends.sizes import Sizes
 from trtspec.backends.tensorrt.cuda import Cuda
 from trtspec.backends.tensorrt.executable import load_tensorrt, made_for, open_cuda
 from trtspec.backends.tensorrt.network import Attributes, PluginOf, write_network
-from trtspec.backends.tensorrt.profiles import Profile, Sizes, TensorRTOptions, profiles
+from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
 from trtspec.backends.weight_file import save_weights
 from trtspec.core import KVLayer
 from trtspec.errors import ConfigError, DependencyError, EngineError
@@ -202,7 +204,6 @@ def compile_step(
     """
     options = options or TensorRTOptions()
     dtype = step.like.dtype
-    makes_drafts = "draft_tokens" in step.spec_inputs
     real = plugin_of is None
     trt, cuda = trt or load_tensorrt(), cuda or open_cuda()
     plugin_of = plugin_of or registered_plugins(trt)
@@ -220,7 +221,7 @@ def compile_step(
         if real:
             check_kernels(model, sizes.linear)
         names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(kv)])
-        largest = Sizes(**{**vars(sizes), "draft_len": K}) if makes_drafts else sizes
+        largest = sizes.at_draft_len(step, K)
         shapes = profiles(names, step.kv_layers, largest, options.opt_num_tokens, step.hidden_width)
         report(f"graph for K = {K}: building")
         file = "rank0.engine" if i == 0 else f"rank0_k{K}.engine"
@@ -234,19 +235,8 @@ def compile_step(
         graphs.append(Graph(file, K, False, names))
     if weights:
         save_weights(weights, folder / WEIGHTS)
-    return CompiledStep(
-        graphs=tuple(reversed(graphs)),
-        outputs=step.outputs,
-        kv=step.kv_layers,
-        dtype=str(dtype).removeprefix("torch."),
-        vocab_size=step.vocab_size,
-        weight_bytes=step.weight_bytes_per_step,
-        kernels="",
-        made_for=_needs(made_for(trt, cuda), options),
-        kv_blocks=sizes.blocks,
-        hidden_width=step.hidden_width,
-        linear=sizes.linear,
-    )
+    compiled = CompiledStep.of(step, graphs[::-1])
+    return replace(compiled, made_for=_needs(made_for(trt, cuda), options), kv_blocks=sizes.blocks, linear=sizes.linear)
 
 
 def _needs(here: Mapping[str, str], options: TensorRTOptions) -> dict[str, str]:

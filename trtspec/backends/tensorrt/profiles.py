@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trtspec.backends.export import INPUT_SHAPES
-from trtspec.config.engine import EngineConfig
+from trtspec.backends.graph_io import INPUT_SHAPES
+from trtspec.backends.sizes import Sizes
 from trtspec.core import KVSpec
 from trtspec.errors import ConfigError
 
@@ -52,27 +52,6 @@ class TensorRTOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} must be 1 or more")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The open sizes of a step's graphs at their largest. rows: T; draft_len: K, of a target that verifies drafts of a
-    drafter beside it, too."""
-
-    batch_size: int
-    rows: int
-    draft_len: int
-    columns: int  # of block tables
-    blocks: int  # of the cache, scratch included
-    block_size: int
-    linear: bool = False  # caches as TensorRT's own attention wants them; see tensorrt_native.py
-
-    @classmethod
-    def of(cls, config: EngineConfig, max_seq_len: int, draft_len: int, blocks: int) -> Sizes:
-        """From the limits: a sequence's table covers the drafts of this step and the next, too."""
-        reserved = max_seq_len + 2 * draft_len
-        columns = -(-reserved // config.block_size)
-        return cls(config.max_batch_size, config.max_num_tokens, draft_len, columns, blocks, config.block_size)
 
 
 def cache_shape(blocks: int, block_size: int, heads: int, width: int, linear: bool) -> Shape:
