@@ -36,6 +36,7 @@ class Emission(NamedTuple):
     finished: bool = False
     drafts: Sequence[int] = ()  # those that were verified
     logprobs: list[dict[int, Logprob]] | None = None  # of `tokens`, one each, where asked for
+    num_past_end: int = 0  # drafts that were accepted too, past the token that ends the request
 
 
 @dataclass
@@ -177,10 +178,14 @@ class StepLoop:
             request.stats.observe(len(tokens), draft_len)
         if request.finish_reason is not None:
             self.remove(request)
-        num_drafts = min(len(tokens) - 1, len(taken)) if len(tokens) > 1 else 0
+        num_kept = max(len(tokens) - 1, 0)
+        num_drafts = min(num_kept, len(taken))
         news, finished = "" if text is None else text.text[shown:], request.finish_reason is not None
         shown_logprobs = None if request.logprobs is None else likely[: len(taken)]
-        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, offered, shown_logprobs)
+        return Emission(
+            request, taken, news, num_drafts, draft_len, is_context, finished, offered, shown_logprobs,
+            num_kept - num_drafts,
+        )  # fmt: skip
 
     def fail(self, request: Request, error: Exception) -> Emission:
         """End a request that cannot be launched."""

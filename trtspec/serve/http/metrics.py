@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from trtspec.outputs import SpeculationStats
 from trtspec.serve.engine.client import EngineClient
 from trtspec.serve.engine.wire import Delta
 
@@ -25,12 +26,7 @@ class Metrics:
         self.finished = Counter("trtspec_samples", "samples by finish reason", ("reason",), registry=registry)
         self.prompt_tokens = Counter("trtspec_prompt_tokens", "tokens of prompts", registry=registry)
         self.tokens = Counter("trtspec_generated_tokens", "tokens generated", registry=registry)
-        self.drafted = Counter(
-            "trtspec_draft_tokens", "draft tokens verified, by position in the draft", ("position",), registry=registry
-        )
-        self.accepted = Counter(
-            "trtspec_accepted_tokens", "draft tokens accepted, by position", ("position",), registry=registry
-        )
+        self.speculation = SpeculationStats()  # of all samples, those that run included
         self.first_token = Histogram(
             "trtspec_time_to_first_token_seconds", "from request to first token", buckets=_SECONDS, registry=registry
         )
@@ -47,21 +43,43 @@ class Metrics:
         self.disconnects = Counter("trtspec_disconnects", "requests whose client went away", registry=registry)
         self.restarts = Counter("trtspec_engine_restarts", "engines that died and were replaced", registry=registry)
         self.viewers = Gauge("trtspec_live_viewers", "live views that are open", registry=registry)
+        registry.register(_SpeculationCollector(client, self.speculation))
         registry.register(_EngineCollector(client))
 
     def count(self, delta: Delta) -> None:
         """What a step gave to a sample."""
         self.tokens.inc(len(delta.token_ids))
-        for position in range(len(delta.draft_ids)):
-            self.drafted.labels(position).inc()
-            if position < delta.num_accepted:
-                self.accepted.labels(position).inc()
+        delta.tell(self.speculation)
         if delta.finish_reason is not None:
             self.finished.labels(delta.finish_reason).inc()
 
     def text(self) -> bytes:
         """In Prometheus' exposition format."""
         return generate_latest(self.registry)
+
+
+class _SpeculationCollector(Collector):
+    """Each sample's steps count. Positions are there, with 0, before a draft is."""
+
+    def __init__(self, client: EngineClient, stats: SpeculationStats) -> None:
+        self._client = client
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats
+        yield CounterMetricFamily(
+            "trtspec_generation_steps", "steps of samples that generate, with drafts or without", value=stats.steps
+        )
+        yield CounterMetricFamily("trtspec_drafts", "of those, steps that had drafts", value=stats.num_drafts)
+        yield self._by_position("trtspec_draft_tokens", "draft tokens verified, by position", stats.drafted)
+        yield self._by_position("trtspec_accepted_tokens", "draft tokens accepted, by position", stats.accepted)
+
+    def _by_position(self, name: str, text: str, counts: Sequence[int]) -> Metric:
+        family, facts = CounterMetricFamily(name, text, labels=("position",)), self._client.facts
+        none_yet = 0 if facts is None else facts.max_draft_len - len(counts)
+        for position, count in enumerate([*counts, *[0] * none_yet]):
+            family.add_metric((str(position),), count)
+        return family
 
 
 class _EngineCollector(Collector):
