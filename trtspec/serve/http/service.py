@@ -144,8 +144,8 @@ class Service:
         self.settings = settings
         self.client = client
         self.tokenizer = tokenizer
-        self.metrics = Metrics(client)
         self.name = settings.served_name or Path(settings.model).resolve().name
+        self.metrics = Metrics(client, self.name)
         if tokenizer is not None:
             tokenizer.name = self.name  # clients see what it complains of, and have no business with its folder
         self.created = int(time.time())
