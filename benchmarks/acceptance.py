@@ -1,6 +1,7 @@
 """Acceptance length of every draft of the demo for K = 1, 2, ...: a Markdown table, as in examples/demo/MODEL_CARD.md.
 
-Each row is one `trtspec bench acceptance`: greedy, held-out files, and output equal to plain decoding or an error.
+Each draft is one `trtspec bench acceptance`: greedy, held-out files, and output equal to plain decoding or an error.
+Lookups, which have no drafts in many steps, have a second row: tokens per step, those without drafts included.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from trtspec.cli.bench import figure
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
 
@@ -25,6 +28,9 @@ DRAFTS: dict[str, tuple[Path, dict[str, Any]]] = {
     "Medusa": (DEMO / "target", {"method": "medusa", "model": str(DEMO / "medusa")}),
     "MTP, one module": (DEMO / "mtp", {"method": "mtp"}),
 }
+LOOKUPS = ("n-gram", "suffix")
+"""They have no drafts where nothing like the last tokens came before."""
+FIGURES = ("acceptance_length", "tokens_per_step")
 
 
 def main() -> int:
@@ -49,10 +55,11 @@ def main() -> int:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             result = json.loads(file.read_text(encoding="utf-8"))
         lossless = lossless and result["lossless"]
-        cells = " | ".join(f"{row['acceptance_length']:.2f}" for row in result["by_k"])
-        print(
-            f"| {name} | {cells} |" + ("" if result["lossless"] else " output differs from plain decoding"), flush=True
-        )
+        lengths, per_step = ([figure(row[key]) for row in result["by_k"]] for key in FIGURES)
+        note = "" if result["lossless"] else " output differs from plain decoding"
+        print(f"| {name} | {' | '.join(lengths)} |{note}", flush=True)
+        if name in LOOKUPS:
+            print(f"| {name}, tokens per step | {' | '.join(per_step)} |", flush=True)
     return 0 if lossless else 1
 
 

@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from trtspec.cli.bench import figure
+
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
 MODES = {
     "n-gram, K=3": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
@@ -31,8 +33,8 @@ def main() -> None:
     out = args.out or Path(tempfile.mkdtemp())
     out.mkdir(parents=True, exist_ok=True)
 
-    print("| mode | batch | tokens/s | plain, same run | speed-up | acceptance length | equals plain |")
-    print("|---|---|---|---|---|---|---|")
+    print("| mode | batch | tokens/s | plain, same run | speed-up | acceptance length | tokens/step | equals plain |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, spec in MODES.items():
         for batch in args.batches:
             file = out / f"{spec['method']}-b{batch}.json"
@@ -43,7 +45,8 @@ def main() -> None:
             row = json.loads(file.read_text(encoding="utf-8"))
             print(
                 f"| {name} | {batch} | {row['tok_s']:.1f} | {row['plain_tok_s']:.1f} | {row['speedup']:.2f}x | "
-                f"{row['acceptance_length']:.2f} | {'yes' if row['lossless'] else 'NO'} |",
+                f"{figure(row['acceptance_length'])} | {figure(row['tokens_per_step'])} | "
+                f"{'yes' if row['lossless'] else 'NO'} |",
                 flush=True,
             )
 

@@ -67,7 +67,7 @@ def main() -> int:
         theirs = json.loads(file.with_name("result.json").read_text())
     same = sum(a == b for a, b in zip(ours["outputs"], theirs["outputs"], strict=True))
     for name, result in (("trtspec", ours), ("vLLM " + theirs["version"], theirs)):
-        print(f"{name:16} acceptance length {result['acceptance_length']:.3f} ({result['steps']} steps)")
+        print(f"{name:16} acceptance length {result['acceptance_length']:.3f} ({result['drafts']} steps with drafts)")
     print(f"ratio {ours['acceptance_length'] / theirs['acceptance_length']:.3f}; equal outputs: {same}/{args.prompts}")
     return 0
 
@@ -93,7 +93,7 @@ def here(task: dict[str, Any]) -> dict[str, Any]:
     stats = SpeculationStats.total(output.speculation for output in outputs)
     return {
         "acceptance_length": stats.acceptance_length,
-        "steps": stats.steps,
+        "drafts": stats.num_drafts,
         "outputs": [list(output.outputs[0].token_ids) for output in outputs],
     }
 
@@ -117,7 +117,7 @@ def in_vllm(task: dict[str, Any]) -> dict[str, Any]:
     drafts, accepted = (counters[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens"))
     return {
         "acceptance_length": 1.0 + accepted / drafts,
-        "steps": drafts,
+        "drafts": drafts,
         "outputs": [list(output.outputs[0].token_ids) for output in outputs],
         "version": vllm.__version__,
     }

@@ -74,7 +74,7 @@ def main(folder: str, prompts: Sequence[str]) -> None:
             same = output.outputs[0].token_ids == expected.outputs[0].token_ids
             print(f"{prompt}{output.outputs[0].text}")
             print(f"    {output.steps} steps instead of {expected.steps}, ", end="")
-            print(f"acceptance length {output.acceptance_length:.2f}, {'same text' if same else 'TEXT DIFFERS'}\n")
+            print(f"{output.tokens_per_step:.2f} tokens per step, {'same text' if same else 'TEXT DIFFERS'}\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,11 @@ class SpeculationStats:
         return self._by_position([(num_tokens - 1, count) for (num_tokens, _), count in self.outcomes.items()])
 
     @property
+    def num_drafts(self) -> int:
+        """Steps that had drafts, however many."""
+        return sum(count for (_, draft_len), count in self.outcomes.items() if draft_len)
+
+    @property
     def num_draft_tokens(self) -> int:
         return sum(draft_len * count for (_, draft_len), count in self.outcomes.items())
 
@@ -47,13 +53,27 @@ class SpeculationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens per generation step, bonus included; 1.0 without speculation; nan before the first step."""
-        return self.tokens / self.steps if self.outcomes else float("nan")
+        """Mean tokens per step that had drafts, bonus included: 1 + accepted / num_drafts; nan if none had."""
+        return (self.num_drafts + self.num_accepted_tokens) / self.num_drafts if self.num_drafts else math.nan
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens per generation step, with drafts or without, bonus included; nan before the first step."""
+        return self.tokens / self.steps if self.outcomes else math.nan
 
     @property
     def acceptance_per_position(self) -> list[float]:
         """Share of the drafts offered at position i (first = 0) that were accepted."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]
+
+    def copy(self) -> SpeculationStats:
+        """As it is now."""
+        return SpeculationStats(self.outcomes.copy())
+
+    def since(self, earlier: SpeculationStats) -> SpeculationStats:
+        """What was observed after `earlier`, a copy of it."""
+        news = {outcome: count - earlier.outcomes.get(outcome, 0) for outcome, count in self.outcomes.items()}
+        return SpeculationStats({outcome: count for outcome, count in news.items() if count})
 
     @classmethod
     def total(cls, parts: Iterable[SpeculationStats]) -> SpeculationStats:
@@ -136,12 +156,18 @@ class RequestOutput:
 
     @property
     def speculation(self) -> SpeculationStats:
-        """Steps, acceptance length and acceptance per position over all samples."""
+        """Steps, tokens per step, acceptance length and acceptance per position over all samples."""
         return SpeculationStats.total(output.speculation for output in self.outputs)
 
     @property
     def acceptance_length(self) -> float:
+        """Mean tokens per step that had drafts, bonus included; nan if none had."""
         return self.speculation.acceptance_length
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens per generation step, with drafts or without; nan before the first step."""
+        return self.speculation.tokens_per_step
 
     @property
     def acceptance_per_position(self) -> list[float]:
@@ -150,3 +176,8 @@ class RequestOutput:
     @property
     def steps(self) -> int:
         return self.speculation.steps
+
+
+def or_none(value: float) -> float | None:
+    """A figure for JSON, which has no NaN: None in its place."""
+    return None if math.isnan(value) else value

@@ -50,7 +50,7 @@ class Run:
         return self.new_tokens / (self.seconds - self.first_s)
 
     @property
-    def acceptance_length(self) -> float:
+    def tokens_per_step(self) -> float:
         """Tokens per request and step after the first; NaN for a prefill."""
         return self.new_tokens / self.request_steps if self.request_steps else math.nan
 
@@ -91,7 +91,7 @@ class Row:
     step_bytes: int | None  # see Start
     bandwidth_share: float
     bandwidth_range: tuple[float, float]  # smallest and largest of it
-    acceptance_length: float
+    tokens_per_step: float
     same_outputs: int | None  # requests with the reference's token ids; None where there is no reference
     requests: int
 
@@ -131,7 +131,7 @@ def _row(own: dict[int, Run], reference: dict[int, Run], start: Start) -> Row:
         step_bytes=start.step_bytes,
         bandwidth_share=_median(shares),
         bandwidth_range=(min(shares), max(shares)),
-        acceptance_length=_median([run.acceptance_length for run in own.values()]),
+        tokens_per_step=_median([run.tokens_per_step for run in own.values()]),
         same_outputs=same,
         requests=any_run.contest.batch,
     )
@@ -150,7 +150,7 @@ def rows_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             _number(row.trtspec_ratio, ".2f", "x"),
             _megabytes(row.step_bytes),
             _share(row.bandwidth_share, row.bandwidth_range),
-            _number(row.acceptance_length, ".2f"),
+            _number(row.tokens_per_step, ".2f"),
             NONE if row.same_outputs is None else f"{row.same_outputs}/{row.requests}",
         ]
         for row in rows

@@ -22,11 +22,11 @@ ROUNDS = 5
 NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 MODES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "plain": ("plain", "plain"),
-    "ngram": (f"n-gram, K={K}", "plain", NGRAM),
-    "draft": (f"draft model, K={K}", "draft"),
-    "medusa": (f"Medusa, K={K}", "medusa"),
-    "mtp": (f"MTP, K={K}", "mtp"),
-    "eagle3": (f"EAGLE3, K={K}", "eagle3"),
+    "ngram": ("n-gram", "plain", NGRAM),
+    "draft": ("draft model", "draft"),
+    "medusa": ("Medusa", "medusa"),
+    "mtp": ("MTP", "mtp"),
+    "eagle3": ("EAGLE3", "eagle3"),
 }
 """Of --modes -> what a Mode is made of."""
 PROMPTS = (
@@ -104,16 +104,18 @@ def main() -> int:
 
 def table(modes: list[Mode], sampling: str) -> Table:
     """One row per mode; the speed-up is against the first."""
-    grid = Table(title=f"{len(PROMPTS)} prompts, one at a time, {sampling}")
-    for heading in ("mode", "tok/s", "speed-up", "acceptance length", "accepted at 1..K", "equals plain"):
-        grid.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=heading == "mode")
+    grid = Table(title=f"{len(PROMPTS)} prompts, one at a time, K = {K}, {sampling}")
+    headings = ("tok/s", "speed-up", "tokens\n/step", "acceptance\nlength", "accepted\nat 1..K", "equals\nplain")
+    for heading in ("mode", *headings):  # 80 characters wide in all
+        grid.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
     plain = modes[0]
     for mode in modes:
         grid.add_row(
             mode.name,
             f"{mode.tokens_per_second:.0f}",
             f"{mode.tokens_per_second / plain.tokens_per_second:.2f}x",
-            f"{mode.stats.acceptance_length:.2f}",
+            f"{mode.stats.tokens_per_step:.2f}",
+            f"{mode.stats.acceptance_length:.2f}" if mode.stats.num_drafts else "-",
             percentages(mode.stats.acceptance_per_position),
             "yes" if mode.tokens == plain.tokens else "NO",
         )

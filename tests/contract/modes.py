@@ -39,6 +39,7 @@ from trtspec.config.engine import EngineConfig
 from trtspec.errors import DependencyError, UnsupportedError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode as M
+from trtspec.outputs import or_none
 
 MOST_K = 5
 # 8 requests of up to 104 tokens in 14 blocks of 8, 8 * (K + 1) rows a step at most.
@@ -191,7 +192,7 @@ def check(models: Models, mode: M, K: int, backend: str) -> Cell:
             len(run.outcomes),
             sum(len(one.token_ids) for one in run.outcomes),
             llm.engine.stats.preemptions,
-            round(stats.acceptance_length, 3),
+            round(or_none(stats.acceptance_length) or 0.0, 3),
             tuple(round(share, 3) for share in stats.acceptance_per_position),
             round(time.perf_counter() - began, 1),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 import shutil
@@ -249,7 +250,7 @@ def panels() -> list[dict[str, Any]]:
 
 def measured() -> dict[str, set[str]]:
     """Labels by name of what a server's /metrics has, once everything has happened that is counted."""
-    metrics = Metrics(EngineClient({}))
+    metrics = Metrics(EngineClient({}), "model")
     metrics.requests.labels("/v1/completions", "200").inc()
     metrics.count(Delta(0, 0, "a", [1, 2], [1, 3], 1, False, "stop"))
     found: dict[str, set[str]] = {}
@@ -274,6 +275,23 @@ def test_an_unknown_metric_is_found() -> None:
     assert unknown("rate(trtspec_requests[5m])", known) == {"trtspec_requests"}
     assert unknown("sum by (code) (rate(trtspec_requests_total[5m]))", known) == {"code"}
     assert unknown('trtspec_draft_tokens_total{place="0"}', known) == {"place"}
+
+
+def test_the_dashboard_divides_by_the_steps_that_it_names() -> None:
+    """Of four steps two have drafts, three of which are accepted."""
+    metrics, offered = Metrics(EngineClient({}), "model"), [(2, 2), (2, 1), (0, 0), (0, 0)]
+    for drafted, accepted in offered:
+        metrics.count(Delta(0, 0, "a", [1] * (accepted + 1), [1] * drafted, accepted, False))
+    samples = [one for family in text_string_to_metric_families(metrics.text().decode()) for one in family.samples]
+    totals = collections.Counter[str]()
+    for sample in samples:
+        totals[sample.name] += sample.value
+    (panel,) = [one for one in panels() if one["title"] == "Acceptance length"]
+    shown = {}
+    for target in panel["targets"]:
+        formula = re.sub(r"sum\(rate\((\w+)\[\$__rate_interval\]\)\)", r"totals['\1']", target["expr"])
+        shown[target["legendFormat"]] = eval(formula, {"totals": totals})
+    assert shown == {"acceptance length": 1 + 3 / 2, "tokens per step": 1 + 3 / 4}
 
 
 @pytest.mark.parametrize("panel", [one for one in panels() if "targets" in one], ids=lambda panel: panel["title"])

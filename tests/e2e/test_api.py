@@ -119,9 +119,13 @@ def test_acceptance_is_counted_per_request(llm: LLM) -> None:
     assert output.steps + accepted == len(output.outputs[0].token_ids) - 1  # the first token comes with the prompt
 
 
-def test_acceptance_length_is_tokens_per_generation_step(llm: LLM) -> None:
+def test_acceptance_length_is_of_steps_with_drafts_and_tokens_per_step_of_all(llm: LLM) -> None:
     (output,) = llm.generate([[1, 2, 3, 4] * 4], GREEDY)
-    assert output.acceptance_length == pytest.approx((len(output.outputs[0].token_ids) - 1) / output.steps)
+    accepted, num_drafts = sum(output.speculation.accepted), output.speculation.num_drafts
+    assert 0 < num_drafts < output.steps  # the last step has none: one token is left
+    assert output.acceptance_length == pytest.approx(1 + accepted / num_drafts)
+    assert output.tokens_per_step == pytest.approx((len(output.outputs[0].token_ids) - 1) / output.steps)
+    assert output.acceptance_length > output.tokens_per_step
 
 
 def test_acceptance_per_position_has_one_share_per_draft_position(llm: LLM) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
+from examples.demo.__main__ import Mode, table
 from trtspec import LLM, SamplingParams
 from trtspec.bench.profile import Clock
 from trtspec.cli import main
@@ -47,7 +52,9 @@ def test_generate_prints_the_same_text_with_and_without_speculation(capsys: pyte
     _, drafted, note = run(capsys, *base, "--spec-model", DRAFT, "--spec-method", "draft_model", "--spec-tokens", "3")
     assert plain == drafted
     assert plain.strip()
-    assert "acceptance length" in note
+    assert re.search(
+        r"^acceptance length \d\.\d\d, per position .*, \d\.\d\d tokens per step, \d+ steps$", note, re.MULTILINE
+    )
 
 
 def test_generate_json_equals_the_python_api(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,6 +65,7 @@ def test_generate_json_equals_the_python_api(capsys: pytest.CaptureFixture[str])
         output = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0.8, seed=7, n=2))[0]
     assert [record["token_ids"] for record in records] == [list(sample.token_ids) for sample in output.outputs]
     assert [record["text"] for record in records] == [sample.text for sample in output.outputs]
+    assert [(record["acceptance_length"], record["tokens_per_step"]) for record in records] == [(None, 1.0)] * 2
     assert [record["index"] for record in records] == [0, 1]
 
 
@@ -81,7 +89,7 @@ def test_bench_decode_writes_every_figure(capsys: pytest.CaptureFixture[str], tm
     assert result["lossless"] is True
     assert result["tok_s"] > 0
     assert result["speedup"] == pytest.approx(result["tok_s"] / result["plain_tok_s"])  # one repeat: the same figures
-    assert 1 <= result["acceptance_length"] <= 3
+    assert 1 <= result["tokens_per_step"] < result["acceptance_length"] <= 3  # the last steps have no room for drafts
     assert len(result["acceptance_per_position"]) == 2
     # One target launch and two draft launches (tied heads: all weights but nothing twice), less where K is cut short.
     target, draft = ((DEMO / name / "model.safetensors").stat().st_size for name in ("target", "draft"))
@@ -89,6 +97,52 @@ def test_bench_decode_writes_every_figure(capsys: pytest.CaptureFixture[str], tm
     for name in ("read_gbs", "roofline_ratio", "host_us_per_step", "load_s", "first_token_s", "peak_rss_bytes"):
         assert result[name] > 0, name
     assert result["versions"]["torch"]
+
+
+def strict_json(file: Path) -> Any:
+    """Fails for NaN, which is no JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(file.read_text(), parse_constant=refuse)
+
+
+def test_a_figure_that_there_is_not_is_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lookups in prompts of random ids find nothing; plain decoding has no drafts either."""
+    file, shape = tmp_path / "result.json", ("--random-prompts", "--input-len", "8", "--output-len", "4")
+    lookup, outputs = ("--spec-method", "ngram", "--spec-tokens", "1"), ("--json", str(file), "--png")
+    prompts = ("--num-prompts", "1", "--max-k", "1")
+    assert (
+        run(capsys, "bench", "acceptance", "--model", TARGET, *shape, *prompts, *lookup, *outputs, str(file) + ".png")[
+            0
+        ]
+        == 0
+    )
+    (row,) = strict_json(file)["by_k"]
+    assert (row["acceptance_length"], row["tokens_per_step"], row["num_drafts"], row["steps"]) == (None, 1.0, 0, 3)
+    status, out, _ = run(
+        capsys, "bench", "decode", "--model", TARGET, *shape, "--repeats", "1", *lookup, "--json", str(file)
+    )
+    assert status == 0
+    assert re.search(r"acceptance length +-\s", out)
+    assert re.search(r"tokens per step +1\.00\s", out)
+    assert run(capsys, "bench", "decode", "--model", TARGET, *shape, "--profile", "--json", str(file))[0] == 0
+    assert strict_json(file)["plain"]["acceptance_length"] is None
+
+
+def test_the_demo_tells_steps_with_drafts_from_those_without() -> None:
+    modes = [Mode(name, "plain", tokens=[[1]], times=[[1.0]]) for name in ("plain", "draft model")]
+    modes[0].stats.observe(1, 0, 4)
+    modes[1].stats.observe(3, 3, 3)
+    modes[1].stats.observe(1, 0, 3)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table(modes, "greedy"))
+    rows = [line.split("│")[1:-1] for line in console.export_text().splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row[3:6]] for row in rows] == [
+        ["1.00", "-", "-"],
+        ["2.00", "3.00", "100 100 0 %"],
+    ]
 
 
 def test_profiles_sum_up_to_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

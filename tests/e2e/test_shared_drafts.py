@@ -28,5 +28,5 @@ def test_an_answer_given_before_is_drafted(target: Path, speculation: dict[str, 
     with LLM(target, {**speculation, "num_speculative_tokens": 3}) as llm:
         first, second = run_together(llm.engine, [CASE]), run_together(llm.engine, [CASE])
     assert first.outcomes == second.outcomes
-    before, after = first.speculation.acceptance_length, second.speculation.acceptance_length
+    before, after = first.speculation.tokens_per_step, second.speculation.tokens_per_step
     assert after > before + 0.5 if remembers else after == before

@@ -17,6 +17,7 @@ from tests.e2e.tiny import add_tokenizer, make_target
 from tests.e2e.training import metrics, random_ids, start, wait_for
 from trtspec import LLM, SamplingParams
 from trtspec.cli import main
+from trtspec.outputs import SpeculationStats
 
 K = 3
 
@@ -42,12 +43,12 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
 # -- it learns --------------------------------------------------------------------------------------------------------
 
 
-def acceptance(folder: Path, spec: dict[str, Any]) -> tuple[float, list[Sequence[int]]]:
+def acceptance(folder: Path, spec: dict[str, Any]) -> tuple[SpeculationStats, list[Sequence[int]]]:
     """Of greedy continuations of 24 prompts that no training has seen; and these continuations."""
     prompts = random_ids(24 * 64, seed=1).reshape(24, 64).tolist()
     with LLM(folder / "target", {"num_speculative_tokens": K, **spec}, dtype="float32") as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
-        found = llm.get_metrics().speculation.acceptance_length
+        found = llm.get_metrics().speculation
     return found, [output.outputs[0].token_ids for output in outputs]
 
 
@@ -55,15 +56,16 @@ def test_a_trained_head_beats_an_untrained_one_and_ngram(folder: Path, tmp_path:
     trained, fresh = tmp_path / "trained", tmp_path / "fresh"
     assert main(arguments(folder, trained, "--steps", "220", "--held-out", str(folder / "held_out.npy"))) == 0
     assert main(arguments(folder, fresh, "--steps", "1", "--own-words", "0")) == 0
-    length, text = acceptance(folder, {"method": "eagle3", "model": str(trained)})
-    without, same = acceptance(folder, {"method": "eagle3", "model": str(fresh)})
-    ngram, plain = acceptance(folder, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3})
-    print(f"acceptance length: trained {length:.2f}, untrained {without:.2f}, n-gram {ngram:.2f}")
+    trained_stats, text = acceptance(folder, {"method": "eagle3", "model": str(trained)})
+    untrained_stats, same = acceptance(folder, {"method": "eagle3", "model": str(fresh)})
+    ngram_stats, plain = acceptance(folder, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3})
+    each = [stats.tokens_per_step for stats in (trained_stats, untrained_stats, ngram_stats)]
+    print(f"tokens per step: trained {each[0]:.2f}, untrained {each[1]:.2f}, n-gram {each[2]:.2f}")
     assert text == same == plain
-    assert length > without + 1.0
-    assert length > ngram + 0.25
+    assert each[0] > each[1] + 1.0
+    assert each[0] > each[2] + 0.25
     simulated = json.loads((tmp_path / "trained.run" / "evaluation.json").read_text())
-    assert simulated["acceptance_length"] == pytest.approx(length, abs=0.25)  # other prompts
+    assert simulated["acceptance_length"] == pytest.approx(trained_stats.acceptance_length, abs=0.25)  # other prompts
     assert len(simulated["acceptance_per_position"]) == simulated["num_draft_tokens"] == K
     assert (tmp_path / "trained.run" / "metrics.png").read_bytes().startswith(b"\x89PNG")
     curve = metrics(tmp_path / "trained.run")

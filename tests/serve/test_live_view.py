@@ -163,7 +163,9 @@ def test_what_is_typed_is_run_and_each_token_is_marked_as_the_api_says(view: Vie
 
     assert view.figure("tokens") == "60"
     assert view.figure("steps") == str(usage["speculation"]["steps"])
-    assert view.figure("length") == f"{59 / usage['speculation']['steps']:.2f}"
+    accepted, num_drafts = usage["speculation"]["accepted_tokens"], usage["speculation"]["num_drafts"]
+    assert view.figure("length") == f"{1 + accepted / num_drafts:.2f}"
+    assert view.figure("per-step") == f"{59 / usage['speculation']['steps']:.2f}"
     assert float(view.figure("speed")) > 0
     assert view.figure("first").endswith(" ms")
     shares = view.page.locator(".bars .share").all_inner_texts()
@@ -198,7 +200,7 @@ def test_two_settings_are_compared_side_by_side(view: View) -> None:
     view.run(r"^Texts are equal \(\d+ characters\)\.$")
     assert view.text(0) == view.text(1) != ""
     assert {kind for kind, _ in view.tokens(1)} == {"plain"}
-    assert (view.figure("steps", 1), view.figure("length", 1)) == ("79", "1.00")
+    assert [view.figure(name, 1) for name in ("steps", "per-step", "length")] == ["79", "1.00", "–"]
     assert float(view.figure("length", 0)) > 1
     left, right = (view.page.locator(".pane").nth(i).bounding_box() for i in (0, 1))
     assert left["y"] == right["y"]

@@ -183,6 +183,7 @@ def test_operators_are_answered(server: Server) -> None:
     assert set(json.loads(server.get("/version"))) == {"version"}
     assert server.metric("trtspec_generated_tokens_total") > 0
     assert 0 < server.metric("trtspec_accepted_tokens_total") < server.metric("trtspec_draft_tokens_total")
+    assert server.metric("vllm:spec_decode_num_drafts_total") == server.metric("trtspec_drafts_total") > 0
     assert server.metric("trtspec_time_to_first_token_seconds_count") > 0
 
 

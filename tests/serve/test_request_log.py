@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from tests.serve.server import NGRAM, Server, running
+from trtspec import LLM, SamplingParams
 from trtspec.errors import ConfigError
 from trtspec.serve.http.request_log import Record, RequestLog, request_id
 from trtspec.serve.logs import FORMATS, configure
@@ -57,17 +58,43 @@ def ask(server: Server, identity: str, path: str = "/v1/completions", **body: An
 
 
 def test_a_request_is_one_line_without_a_word_of_it(logging_server: Server) -> None:
-    answer = ask(logging_server, "whole-1", prompt=SECRET, max_tokens=24, ignore_eos=True)
+    answer = ask(logging_server, "whole-1", prompt=SECRET, max_tokens=60, temperature=0, ignore_eos=True)
     assert answer.headers["x-request-id"] == "whole-1"
     usage, line = answer.json()["usage"], line_of(logging_server, "whole-1")
     assert (line["endpoint"], line["status"], line["reason"]) == ("/v1/completions", 200, "length")
-    assert (line["prompt_tokens"], line["completion_tokens"]) == (usage["prompt_tokens"], 24)
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (usage["prompt_tokens"], 60)
     speculation = usage["speculation"]
-    wanted = 1 + speculation["accepted_tokens"] / speculation["steps"]
+    wanted = 1 + speculation["accepted_tokens"] / speculation["num_drafts"]
     assert line["acceptance_length"] == pytest.approx(wanted, abs=1e-3)
+    assert line["tokens_per_step"] == pytest.approx(59 / speculation["steps"], abs=1e-3)  # the first came before
+    assert line["tokens_per_step"] < line["acceptance_length"]
     assert 0 < line["first_token_seconds"] < line["seconds"] < 60
     assert "secret" not in logging_server.log.read_text()
     assert answer.json()["choices"][0]["text"] not in logging_server.log.read_text()
+
+
+def test_its_figures_are_those_of_the_api(model: Path, logging_server: Server) -> None:
+    """Also where the text ends within drafts that were accepted."""
+    asked = {"temperature": 0.0, "max_tokens": 60, "min_tokens": 30, "stop": "s"}
+    usage = ask(logging_server, "same-1", prompt=SECRET, **asked).json()["usage"]
+    with LLM(model, NGRAM) as llm:
+        stats = llm.generate(SECRET, SamplingParams(**asked))[0].speculation
+    line = line_of(logging_server, "same-1")
+    assert line["acceptance_length"] == round(stats.acceptance_length, 3)
+    assert line["tokens_per_step"] == round(stats.tokens_per_step, 3)
+    assert usage["speculation"] == {
+        "drafted_tokens": stats.num_draft_tokens,
+        "accepted_tokens": stats.num_accepted_tokens,
+        "num_drafts": stats.num_drafts,
+        "steps": stats.steps,
+    }
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] < stats.num_accepted_tokens
+
+
+def test_without_drafts_there_is_no_acceptance_length(logging_server: Server) -> None:
+    ask(logging_server, "plain-1", prompt="for ", max_tokens=9, ignore_eos=True, num_speculative_tokens=0)
+    line = line_of(logging_server, "plain-1")
+    assert (line["acceptance_length"], line["tokens_per_step"]) == (None, 1.0)
 
 
 def test_a_stream_is_one_line_at_its_end(logging_server: Server) -> None:

@@ -25,6 +25,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.serve.server import NGRAM, running
 from trtspec.errors import ConfigError, DependencyError
+from trtspec.outputs import SpeculationStats
 from trtspec.serve.http.api_errors import ApiError
 from trtspec.serve.http.protocol import CompletionRequest
 from trtspec.serve.http.request_log import Record
@@ -55,8 +56,8 @@ def traced(exporter: InMemorySpanExporter, record: Record) -> ReadableSpan:
 def generated(**more: Any) -> Generation:
     request = CompletionRequest(prompt=SECRET, max_tokens=8, temperature=0.5, n=2, stop=[SECRET])
     tallies = [
-        Tally("a b", [1, 2, 3], 2, 4, 1, "stop", None),
-        Tally("a b c", [1, 2, 3, 4], 2, 4, 2, "length", None),
+        Tally("a b", [1, 2, 3], 1, SpeculationStats({(2, 4): 1, (1, 0): 1}), "stop", None),
+        Tally("a b c", [1, 2, 3, 4], 2, SpeculationStats({(2, 2): 2}), "length", None),
     ]
     started = time.perf_counter()
     service: Any = SimpleNamespace(name="coder")
@@ -80,6 +81,7 @@ def test_a_span_says_what_was_asked_and_given(spans: InMemorySpanExporter) -> No
         "trtspec.request.id": "r1",
         "trtspec.speculation.drafted_tokens": 8,
         "trtspec.speculation.accepted_tokens": 3,
+        "trtspec.speculation.num_drafts": 3,
         "trtspec.speculation.steps": 4,
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "trtspec",

@@ -52,6 +52,16 @@ def test_a_client_that_goes_frees_its_request(load: Callable[..., Any], layout: 
     wait_until(lambda: not engine.pb.metrics.get("trtspec_running_requests"))
 
 
+def test_the_metrics_tell_steps_with_drafts_from_those_without(load: Callable[..., Any]) -> None:
+    model = load("llmapi")
+    list(ask(model, text_input=PROMPT, sampling_param_max_tokens=12).sender)
+    stats, told = model.llm.get_metrics().speculation, model.pb.metrics
+    wait_until(lambda: told.get("trtspec_generation_steps_total") == stats.steps)
+    assert 0 < stats.num_drafts == told["trtspec_drafts_total"] < stats.steps
+    length = 1 + told["trtspec_accepted_draft_tokens_total"] / told["trtspec_drafts_total"]
+    assert length == pytest.approx(stats.acceptance_length)
+
+
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_a_client_that_goes_is_not_waited_for(load: Callable[..., Any], decoupled: bool) -> None:
     """Also where its request waits for others, which fill the engine, and where it is answered once."""

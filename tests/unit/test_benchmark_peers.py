@@ -223,7 +223,7 @@ def test_figures() -> None:
     assert ours.trtspec_ratio == 1.0
     assert ours.bandwidth_share == pytest.approx(0.25)  # 5 ms to read the weights, 20 ms a step
     assert ours.bandwidth_range == pytest.approx((0.125, 0.5))
-    assert ours.acceptance_length == 1.0
+    assert ours.tokens_per_step == 1.0
     assert theirs.trtspec_ratio == 1.0  # the median of 2, 1 and 1/2
     assert (theirs.same_outputs, ours.same_outputs) == (0, 1)
     assert quantised.same_outputs is None

@@ -1,4 +1,4 @@
-"""Acceptance length by K: how many tokens a step gives, and how often the draft at each position is kept."""
+"""Acceptance length by K: how many tokens a step with drafts gives, and how often the draft at a position is kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from trtspec.bench.decode import versions
 from trtspec.llm import LLM
-from trtspec.outputs import SpeculationStats
+from trtspec.outputs import SpeculationStats, or_none
 from trtspec.sampling_params import SamplingParams
 
 
@@ -23,9 +23,10 @@ def bench_acceptance(
 ) -> dict[str, Any]:
     """Generate for all prompts (token ids) with each K in turn, and once without speculation.
 
-    Returns a JSON-ready dict: `by_k`, for each K: acceptance_length (mean tokens per generation step, bonus included),
-    acceptance_per_position [K] (share of steps that kept the draft there), steps, tokens; `lossless`: every K gave the
-    tokens of plain decoding; and what was measured. The speculative_config's own K is left out of account.
+    Returns a JSON-ready dict: `by_k`, for each K: acceptance_length (mean tokens per step that had drafts, bonus
+    included; None if none had), tokens_per_step (of all generation steps), acceptance_per_position [K] (share of the
+    drafts offered there that were kept), steps, num_drafts (steps that had drafts), tokens; `lossless`: every K gave
+    the tokens of plain decoding; and what was measured. The speculative_config's own K is left out of account.
     """
     progress("plain decoding")
     plain, _ = _generate(model, None, prompts, params, engine_options)
@@ -38,9 +39,11 @@ def bench_acceptance(
         rows.append(
             {
                 "k": k,
-                "acceptance_length": stats.acceptance_length,
+                "acceptance_length": or_none(stats.acceptance_length),
+                "tokens_per_step": or_none(stats.tokens_per_step),
                 "acceptance_per_position": stats.acceptance_per_position,
                 "steps": stats.steps,
+                "num_drafts": stats.num_drafts,
                 "tokens": sum(map(len, outputs)),
             }
         )

@@ -16,7 +16,7 @@ import torch
 
 import trtspec
 from trtspec.llm import LLM
-from trtspec.outputs import SpeculationStats
+from trtspec.outputs import SpeculationStats, or_none
 from trtspec.sampling_params import SamplingParams
 
 
@@ -82,10 +82,10 @@ def bench_decode(
 
     Returns a JSON-ready dict: tok_s (tokens of pure generation steps per second, median of the repeats), the same for
     the other (`plain_tok_s`) and their ratio `speedup` (median of the ratios repeat by repeat; both None where there is
-    no other), `lossless` (outputs equal), acceptance_length, acceptance_per_position, weight_bytes_per_step,
-    read_gbs (10^9 bytes/s, probed between the repeats), roofline_ratio (time to read the weights / step time),
-    host_us_per_step (median of step wall time outside Executable.run), load_s, first_token_s (from the constructor),
-    peak_rss_bytes, versions.
+    no other), `lossless` (outputs equal), acceptance_length (mean tokens per step that had drafts; None if none had),
+    tokens_per_step (of all generation steps), acceptance_per_position, weight_bytes_per_step, read_gbs (10^9 bytes/s,
+    probed between the repeats), roofline_ratio (time to read the weights / step time), host_us_per_step (median of step
+    wall time outside Executable.run), load_s, first_token_s (from the constructor), peak_rss_bytes, versions.
     """
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     options = {"max_batch_size": max(len(prompts), 1), **engine_options}
@@ -122,7 +122,8 @@ def bench_decode(
         "plain_tok_s": None,
         "speedup": None,
         "lossless": None,
-        "acceptance_length": speculation.acceptance_length,
+        "acceptance_length": or_none(speculation.acceptance_length),
+        "tokens_per_step": or_none(speculation.tokens_per_step),
         "acceptance_per_position": speculation.acceptance_per_position,
         "weight_bytes_per_step": round(bytes_per_step),
         "read_gbs": bandwidth / 1e9,

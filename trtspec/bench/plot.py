@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,23 @@ from trtspec.plotting import new_figure, save_png
 
 
 def plot_acceptance(result: dict[str, Any], png: str | Path) -> None:
-    """bench_acceptance's result: acceptance length over K, and the share of steps that keep each position."""
+    """bench_acceptance's result by K: acceptance length, tokens per step, and the share of drafts kept by position."""
     figure = new_figure(9, 4)
     left, right = figure.subplots(1, 2)
     rows = result["by_k"]
     ks = [row["k"] for row in rows]
-    left.plot(ks, [row["acceptance_length"] for row in rows], marker="o")
+    for name in ("acceptance_length", "tokens_per_step"):
+        heights = [math.nan if row[name] is None else row[name] for row in rows]
+        left.plot(ks, heights, marker="o", label=name.replace("_", " "))
     left.set_xlabel("K, draft tokens per step")
-    left.set_ylabel("acceptance length (tokens per step)")
+    left.set_ylabel("tokens per step: of those with drafts, of all")
     left.set_ylim(bottom=1.0)
+    left.legend(fontsize="small")
     for row in rows:
         shares = row["acceptance_per_position"]
         right.plot(range(1, len(shares) + 1), [100 * share for share in shares], marker=".", label=f"K = {row['k']}")
     right.set_xlabel("draft position")
-    right.set_ylabel("steps that keep it (%)")
+    right.set_ylabel("drafts kept there (%)")
     right.set_ylim(0, 100)
     right.legend(fontsize="small")
     for axes in (left, right):

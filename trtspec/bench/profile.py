@@ -14,6 +14,7 @@ from trtspec.bench.decode import versions
 from trtspec.bench.phases import phases_of_loop
 from trtspec.engine.core import EngineCore
 from trtspec.llm import LLM
+from trtspec.outputs import or_none
 from trtspec.sampling_params import SamplingParams
 
 PHASES = ("inputs", "verify", "accept", "draft", "deliver", "host")
@@ -81,8 +82,9 @@ def profile_decode(
     """Greedy decoding of the prompts (token ids) as one batch, after a run that warms up, timed phase by phase.
 
     Returns a JSON-ready dict: `us_per_step` (of each of PHASES and `total`, their sum: means over the middle half, by
-    total, of the steps in which all requests generate), steps, acceptance_length, batch, versions. The wrappers
-    themselves cost a few microseconds.
+    total, of the steps in which all requests generate), steps, acceptance_length (mean tokens per step that had drafts;
+    None if none had), tokens_per_step (of all generation steps), batch, versions. The wrappers themselves cost a few
+    microseconds.
     """
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     llm = LLM(model, speculative_config, **{"max_batch_size": max(len(prompts), 1), **engine_options})
@@ -90,6 +92,7 @@ def profile_decode(
     steps = _steps(llm.engine, prompts, params)
     steps.sort(key=lambda step: step["total"])
     middle = steps[len(steps) // 4 : len(steps) - len(steps) // 4]
+    speculation = llm.engine.stats.speculation
     phases = {name: 1e6 * statistics.fmean(step[name] for step in middle) for name in (*PHASES, "total")}
     return {
         "model": str(model),
@@ -98,7 +101,8 @@ def profile_decode(
         "output_len": output_len,
         "steps": len(steps),
         "us_per_step": phases,
-        "acceptance_length": llm.engine.stats.speculation.acceptance_length,
+        "acceptance_length": or_none(speculation.acceptance_length),
+        "tokens_per_step": or_none(speculation.tokens_per_step),
         "versions": versions(),
     }
 

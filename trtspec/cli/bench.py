@@ -81,11 +81,11 @@ def run_acceptance(namespace: argparse.Namespace) -> int:
             **engine_options(namespace),
         )
     table = Table(title=f"{len(prompts)} prompts, output equals plain: {'yes' if result['lossless'] else 'NO'}")
-    for heading in ("K", "acceptance length", "kept at position 1..K"):
+    for heading in ("K", "acceptance length", "tokens per step", "kept at position 1..K"):
         table.add_column(heading, justify="right" if heading != "kept at position 1..K" else "left")
     for row in result["by_k"]:
         kept = shares(row["acceptance_per_position"])
-        table.add_row(str(row["k"]), f"{row['acceptance_length']:.3f}", kept)
+        table.add_row(str(row["k"]), figure(row["acceptance_length"], 3), figure(row["tokens_per_step"], 3), kept)
     Console().print(table)
     if namespace.png:
         plot_acceptance(result, namespace.png)
@@ -109,11 +109,12 @@ def run_profile(namespace: argparse.Namespace, prompts: list[list[int]], options
     }
     table = Table(title="µs per step, means of the middle half of them")
     table.add_column("", min_width=11, overflow="fold")
-    for heading in (*PHASES, "total", "tokens per step"):
+    for heading in (*PHASES, "total", "acceptance length", "tokens per step"):
         table.add_column(heading, justify="right")
     for name, result in results.items():
         figures = [f"{result['us_per_step'][phase]:.0f}" for phase in (*PHASES, "total")]
-        table.add_row(Path(name).name, *figures, f"{result['acceptance_length']:.2f}")
+        figures += [figure(result["acceptance_length"]), figure(result["tokens_per_step"])]
+        table.add_row(Path(name).name, *figures)
     Console().print(table)
     if namespace.png:
         plot_profile(results, namespace.png)
@@ -204,7 +205,8 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         row(f"{other or 'plain decoding'}, same run", f"{result['plain_tok_s']:.1f}")
         row("speed-up", f"{result['speedup']:.2f}x")
         row(f"output equals {'plain' if other is None else 'its'}", "yes" if result["lossless"] else "NO")
-        row("acceptance length", f"{result['acceptance_length']:.2f}")
+        row("acceptance length", figure(result["acceptance_length"]))
+        row("tokens per step", figure(result["tokens_per_step"]))
         row("acceptance per position", shares(result["acceptance_per_position"]))
     row("weights read per step", f"{result['weight_bytes_per_step'] / 1e6:.1f} MB")
     row("read bandwidth", f"{result['read_gbs']:.1f} GB/s")
@@ -218,3 +220,8 @@ def print_table(result: dict[str, Any], console: Console) -> None:
 def shares(values: Sequence[float]) -> str:
     """Fractions as percentages."""
     return " ".join(f"{value:.0%}" for value in values)
+
+
+def figure(value: float | None, digits: int = 2) -> str:
+    """A "-" where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -13,7 +13,7 @@ from rich.text import Text
 from trtspec.cli.options import engine_options
 from trtspec.errors import RequestError
 from trtspec.llm import LLM, Prompt
-from trtspec.outputs import RequestOutput
+from trtspec.outputs import RequestOutput, or_none
 from trtspec.sampling_params import SamplingParams
 from trtspec.text import IncrementalDetokenizer
 
@@ -109,7 +109,8 @@ def _print(output: RequestOutput, as_json: bool) -> None:
                 "seed": sample.seed,
                 "error": sample.error,
                 "drafter_error": sample.drafter_error,
-                "acceptance_length": sample.speculation.acceptance_length if sample.speculation.steps else None,
+                "acceptance_length": or_none(sample.speculation.acceptance_length),
+                "tokens_per_step": or_none(sample.speculation.tokens_per_step),
                 "acceptance_per_position": sample.speculation.acceptance_per_position,
                 "steps": sample.speculation.steps,
             }
@@ -120,7 +121,8 @@ def _print(output: RequestOutput, as_json: bool) -> None:
             print(f"trtspec: {sample.error}", file=sys.stderr)
     if not as_json and output.speculation.num_draft_tokens:
         shares = ", ".join(f"{share:.0%}" for share in output.acceptance_per_position)
-        note = f"acceptance length {output.acceptance_length:.2f}, per position {shares}, {output.steps} steps"
+        note = f"acceptance length {output.acceptance_length:.2f}, per position {shares}, "
+        note += f"{output.tokens_per_step:.2f} tokens per step, {output.steps} steps"
         print(note, file=sys.stderr)
 
 

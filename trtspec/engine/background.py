@@ -96,7 +96,7 @@ class Generation:
     @property
     def speculation(self) -> SpeculationStats:
         """Of all samples, so far; from any thread."""
-        return SpeculationStats.total(SpeculationStats(sample.stats.outcomes.copy()) for sample in self.samples)
+        return SpeculationStats.total(sample.stats.copy() for sample in self.samples)
 
     def abort(self) -> None:
         """End it before the next step with what it has, finish_reason "abort". Ignored once it has ended."""

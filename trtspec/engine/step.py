@@ -35,6 +35,7 @@ class Emission(NamedTuple):
     finished: bool = False
     drafts: Sequence[int] = ()  # those that were verified
     logprobs: list[dict[int, Logprob]] | None = None  # of `tokens`, one each, where asked for
+    num_past_end: int = 0  # drafts that were accepted too, past the token that ends the request
 
 
 @dataclass
@@ -166,8 +167,10 @@ class StepLoop:
             request.stats.observe(num_tokens, draft_len)
         if finished:
             self.remove(request)
-        num_drafts = min(num_tokens - 1, len(taken)) if num_tokens > 1 else 0
-        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown)
+        num_kept = max(num_tokens - 1, 0)
+        num_drafts = min(num_kept, len(taken))
+        cut = num_kept - num_drafts
+        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown, cut)
 
     def remove(self, request: Request) -> None:
         """The request has ended: its blocks are free, its drafter forgets it."""

@@ -14,7 +14,9 @@ export class Pane {
   text = "";
   speed = 0; // tokens/s, those after the first step's
   #tokens = 0;
-  #steps = 0;
+  #steps = 0; // those that read no prompt in
+  #drafts = 0; // of them, those that had drafts
+  #kept = 0; // drafts accepted in them
   #started = 0;
   #first = 0; // when the first tokens came, 0 = not yet
   #firstTokens = 0;
@@ -75,7 +77,10 @@ export class Pane {
       this.#append(this.#aligner.push(text, choice.speculation));
     }
     if (choice?.finish_reason) this.progress(`done: ${choice.finish_reason}`);
-    if (event.usage) this.#steps = event.usage.speculation.steps;
+    if (event.usage) {
+      const { steps, num_drafts, accepted_tokens } = event.usage.speculation;
+      [this.#steps, this.#drafts, this.#kept] = [steps, num_drafts, accepted_tokens];
+    }
     this.#show();
   }
 
@@ -90,6 +95,8 @@ export class Pane {
       return;
     }
     this.#steps += 1;
+    this.#drafts += drafted > 0 ? 1 : 0;
+    this.#kept += accepted.length;
     this.speed = (1000 * (this.#tokens - this.#firstTokens)) / Math.max(now - this.#first, 1);
     for (let i = 0; i < drafted && accepted.length + rejected.length > 0; i++) {
       this.#offered[i] = (this.#offered[i] ?? 0) + 1;
@@ -112,7 +119,8 @@ export class Pane {
     const figures = {
       speed: this.speed ? this.speed.toFixed(0) : "–",
       first: this.#first ? `${(this.#first - this.#started).toFixed(0)} ms` : "–",
-      length: this.#steps ? ((this.#tokens - this.#firstTokens) / this.#steps).toFixed(2) : "–",
+      length: this.#drafts ? (1 + this.#kept / this.#drafts).toFixed(2) : "–",
+      "per-step": this.#steps ? (1 + this.#kept / this.#steps).toFixed(2) : "–",
       tokens: this.#tokens,
       steps: this.#steps,
     };

@@ -88,6 +88,7 @@ class EngineServer:
             stop_reason=request.stop_reason,
             error=None if request.error is None else described(request.error),
             logprobs=None if emission.logprobs is None else [_likely(one) for one in emission.logprobs],
+            num_past_end=emission.num_past_end,
         )
 
     def facts(self) -> EngineFacts:

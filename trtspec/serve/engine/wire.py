@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trtspec.errors import RequestError
+from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import SamplingParams, StructuredOutputs
 
 MAX_LINE = 1 << 28
@@ -71,6 +72,12 @@ class Delta(NamedTuple):
     stop_reason: int | str | None = None
     error: str | None = None
     logprobs: list[list[tuple[int, float, int]]] | None = None  # of each token: [id, logprob, rank], itself first
+    num_past_end: int = 0  # drafts that were accepted too, past the token that ends the sample
+
+    def tell(self, stats: SpeculationStats) -> None:
+        """Let them know of it; a step that reads in a prompt is no generation step."""
+        if self.token_ids and not self.is_context:
+            stats.observe(self.num_accepted + self.num_past_end + 1, len(self.draft_ids))
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:

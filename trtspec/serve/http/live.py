@@ -17,6 +17,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import Counter
 
+from trtspec.outputs import SpeculationStats
 from trtspec.serve.http.api_errors import ApiError
 from trtspec.serve.http.replies import event
 from trtspec.serve.http.service import Service
@@ -38,13 +39,12 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Counts:
-    """Totals at a moment, to take differences of. By position: the first draft of a step is "0"."""
+    """Totals at a moment, to take differences of."""
 
     seconds: float = 0.0
     tokens: float = 0.0
     steps: int = 0
-    drafted: dict[str, float] = field(default_factory=dict)
-    accepted: dict[str, float] = field(default_factory=dict)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     @staticmethod
     def now(service: Service) -> Counts:
@@ -52,30 +52,29 @@ class Counts:
         metrics = service.metrics
         return Counts(
             seconds=time.monotonic(),
-            tokens=sum(_totals(metrics.tokens).values()),
+            tokens=_total(metrics.tokens),
             steps=service.client.load.steps,
-            drafted=_totals(metrics.drafted),
-            accepted=_totals(metrics.accepted),
+            speculation=metrics.speculation.copy(),
         )
 
     def since(self, past: Counts) -> dict[str, Any]:
-        """What has come since an earlier moment; drafts accepted and drafted by position."""
+        """What has come since an earlier moment; drafts accepted and drafted by position, as far as there were any."""
         seconds = max(self.seconds - past.seconds, 1e-3)
-        positions = sorted(self.drafted, key=int)
+        news = self.speculation.since(past.speculation)
         return {
             "seconds": seconds,
             "tokens_per_second": round((self.tokens - past.tokens) / seconds, 1),
             # an engine that was started anew counts from zero
             "steps_per_second": round(max(self.steps - past.steps, 0) / seconds, 1),
-            "drafted": [self.drafted[p] - past.drafted.get(p, 0) for p in positions],
-            "accepted": [self.accepted.get(p, 0) - past.accepted.get(p, 0) for p in positions],
+            "drafted": news.drafted,
+            "accepted": news.accepted,
         }
 
 
-def _totals(counter: Counter) -> dict[str, float]:
-    """By position, or under "" where it has no labels."""
+def _total(counter: Counter) -> float:
+    """Of all its labels."""
     samples = [sample for metric in counter.collect() for sample in metric.samples]
-    return {one.labels.get("position", ""): one.value for one in samples if one.name.endswith("_total")}
+    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
 
 
 async def feed(service: Service) -> AsyncIterator[bytes]:

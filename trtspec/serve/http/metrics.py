@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from trtspec.outputs import SpeculationStats
 from trtspec.serve.engine.client import EngineClient
 from trtspec.serve.engine.wire import Delta
 
@@ -15,9 +16,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """One server's. Times in seconds."""
+    """One server's, of the model that clients call `name`. Times in seconds."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, name: str) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "trtspec_requests", "requests by endpoint and HTTP status", ("endpoint", "status"), registry=registry
@@ -25,12 +26,7 @@ class Metrics:
         self.finished = Counter("trtspec_samples", "samples by finish reason", ("reason",), registry=registry)
         self.prompt_tokens = Counter("trtspec_prompt_tokens", "tokens of prompts", registry=registry)
         self.tokens = Counter("trtspec_generated_tokens", "tokens generated", registry=registry)
-        self.drafted = Counter(
-            "trtspec_draft_tokens", "draft tokens verified, by position in the draft", ("position",), registry=registry
-        )
-        self.accepted = Counter(
-            "trtspec_accepted_tokens", "draft tokens accepted, by position", ("position",), registry=registry
-        )
+        self.speculation = SpeculationStats()  # of all samples, those that run included
         self.first_token = Histogram(
             "trtspec_time_to_first_token_seconds", "from request to first token", buckets=_SECONDS, registry=registry
         )
@@ -47,21 +43,62 @@ class Metrics:
         self.disconnects = Counter("trtspec_disconnects", "requests whose client went away", registry=registry)
         self.restarts = Counter("trtspec_engine_restarts", "engines that died and were replaced", registry=registry)
         self.viewers = Gauge("trtspec_live_viewers", "live views that are open", registry=registry)
+        registry.register(_SpeculationCollector(client, self.speculation, name))
         registry.register(_EngineCollector(client))
 
     def count(self, delta: Delta) -> None:
         """What a step gave to a sample."""
         self.tokens.inc(len(delta.token_ids))
-        for position in range(len(delta.draft_ids)):
-            self.drafted.labels(position).inc()
-            if position < delta.num_accepted:
-                self.accepted.labels(position).inc()
+        delta.tell(self.speculation)
         if delta.finish_reason is not None:
             self.finished.labels(delta.finish_reason).inc()
 
     def text(self) -> bytes:
         """In Prometheus' exposition format."""
         return generate_latest(self.registry)
+
+
+class _SpeculationCollector(Collector):
+    """Each sample's steps count. Positions are there, with 0, before a draft is.
+
+    An engine that speculates has the same counts under vLLM's names, too, for dashboards that ask for these.
+    """
+
+    def __init__(self, client: EngineClient, stats: SpeculationStats, model_name: str) -> None:
+        self._client = client
+        self._stats = stats
+        self._labels = {"model_name": model_name, "engine": "0"}  # as vLLM has them
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats
+        yield CounterMetricFamily(
+            "trtspec_generation_steps", "steps of samples that generate, with drafts or without", value=stats.steps
+        )
+        yield CounterMetricFamily("trtspec_drafts", "of those, steps that had drafts", value=stats.num_drafts)
+        yield self._by_position("trtspec_draft_tokens", "draft tokens verified, by position", stats.drafted)
+        yield self._by_position("trtspec_accepted_tokens", "draft tokens accepted, by position", stats.accepted)
+        if self._most_drafts:
+            yield self._total("vllm:spec_decode_num_drafts", "steps that had drafts", stats.num_drafts)
+            yield self._total("vllm:spec_decode_num_draft_tokens", "draft tokens verified", stats.num_draft_tokens)
+            yield self._total("vllm:spec_decode_num_accepted_tokens", "of those, accepted", stats.num_accepted_tokens)
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+            yield self._by_position(name, "draft tokens accepted, by position", stats.accepted, self._labels)
+
+    @property
+    def _most_drafts(self) -> int:
+        """K; 0 before it is known."""
+        return 0 if self._client.facts is None else self._client.facts.max_draft_len
+
+    def _total(self, name: str, text: str, count: int) -> Metric:
+        family = CounterMetricFamily(name, text, labels=tuple(self._labels))
+        family.add_metric(tuple(self._labels.values()), count)
+        return family
+
+    def _by_position(self, name: str, text: str, counts: Sequence[int], labels: Mapping[str, str] = {}) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*labels, "position"))
+        for position, count in enumerate([*counts, *[0] * (self._most_drafts - len(counts))]):
+            family.add_metric((*labels.values(), str(position)), count)
+        return family
 
 
 class _EngineCollector(Collector):

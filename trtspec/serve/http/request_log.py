@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trtspec.outputs import or_none
+
 if TYPE_CHECKING:
     from trtspec.serve.http.service import Generation
 
@@ -66,11 +68,12 @@ class Record:
         fields: dict[str, Any] = {"id": self.id, "endpoint": self.endpoint, "status": self.status}
         if self.generation is not None:
             usage, first = self.generation.usage(), self.generation.first_token
-            steps, accepted = (usage["speculation"][name] for name in ("steps", "accepted_tokens"))
+            stats = self.generation.speculation
             fields |= {
                 "prompt_tokens": usage["prompt_tokens"],
                 "completion_tokens": usage["completion_tokens"],
-                "acceptance_length": round(1 + accepted / steps, 3) if steps else None,
+                "acceptance_length": or_none(round(stats.acceptance_length, 3)),
+                "tokens_per_step": or_none(round(stats.tokens_per_step, 3)),
                 "first_token_seconds": None if first is None else round(first, 6),
             }
         return {**fields, "seconds": round((self.ended - self.began) / 1e9, 6), "reason": self.reason}

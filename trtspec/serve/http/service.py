@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.errors import EngineError, RequestError
+from trtspec.outputs import SpeculationStats
 from trtspec.serve.engine.client import EngineClient, Stream
 from trtspec.serve.engine.wire import Delta, EngineFacts, sampling_params
 from trtspec.serve.http.api_errors import ONCE, ApiError, api_error
@@ -35,9 +36,8 @@ class Tally:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    steps: int = 0  # that verified; not that which read the prompt in
-    num_drafted: int = 0
-    num_accepted: int = 0
+    num_accepted: int = 0  # of those, drafts
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -45,9 +45,8 @@ class Tally:
         """ApiError if the sample failed."""
         self.text += delta.text
         self.token_ids += delta.token_ids
-        self.steps += bool(delta.token_ids) and not delta.is_context
-        self.num_drafted += len(delta.draft_ids)
         self.num_accepted += delta.num_accepted
+        delta.tell(self.speculation)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.error is not None:
             raise ApiError(500, f"the request failed: {delta.error}", code="request_failed", headers=ONCE)
@@ -111,22 +110,29 @@ class Generation:
             self.service.metrics.disconnects.inc()
         self.stream.close()
 
+    @property
+    def speculation(self) -> SpeculationStats:
+        """Of all samples, so far."""
+        return SpeculationStats.total(tally.speculation for tally in self.tallies)
+
     def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`, and under `speculation` what it leaves out."""
+        """OpenAI's `usage`, and under `speculation` what it leaves out. Drafts that were accepted past a sample's end
+        count there, and not in the completion."""
         completion = sum(len(tally.token_ids) for tally in self.tallies)
-        drafted, accepted = (sum(getattr(t, name) for t in self.tallies) for name in ("num_drafted", "num_accepted"))
+        accepted, stats = sum(tally.num_accepted for tally in self.tallies), self.speculation
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.num_prompt_tokens + completion,
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
+                "rejected_prediction_tokens": stats.num_draft_tokens - accepted,
             },
             "speculation": {
-                "drafted_tokens": drafted,
-                "accepted_tokens": accepted,
-                "steps": sum(tally.steps for tally in self.tallies),
+                "drafted_tokens": stats.num_draft_tokens,
+                "accepted_tokens": stats.num_accepted_tokens,
+                "num_drafts": stats.num_drafts,
+                "steps": stats.steps,
             },
         }
 
@@ -138,8 +144,8 @@ class Service:
         self.settings = settings
         self.client = client
         self.tokenizer = tokenizer
-        self.metrics = Metrics(client)
         self.name = settings.served_name or Path(settings.model).resolve().name
+        self.metrics = Metrics(client, self.name)
         if tokenizer is not None:
             tokenizer.name = self.name  # clients see what it complains of, and have no business with its folder
         self.created = int(time.time())

@@ -9,6 +9,8 @@ from trtspec.llm import LLM
 _COUNTERS = {
     "trtspec_steps_total": "Steps of the engine",
     "trtspec_output_tokens_total": "Tokens generated",
+    "trtspec_generation_steps_total": "Steps that generated, of finished requests, with drafts or without",
+    "trtspec_drafts_total": "Of those, steps that had drafts",
     "trtspec_draft_tokens_total": "Drafts verified, of finished requests",
     "trtspec_accepted_draft_tokens_total": "Drafts accepted, of finished requests",
     "trtspec_engine_failures_total": "Engines that failed",
@@ -47,6 +49,8 @@ class Metrics:
             "trtspec_engine_up": 1,
             "trtspec_steps_total": stats.steps,
             "trtspec_output_tokens_total": stats.output_tokens,
+            "trtspec_generation_steps_total": stats.speculation.steps,
+            "trtspec_drafts_total": stats.speculation.num_drafts,
             "trtspec_draft_tokens_total": stats.speculation.num_draft_tokens,
             "trtspec_accepted_draft_tokens_total": stats.speculation.num_accepted_tokens,
             "trtspec_running_requests": running,
