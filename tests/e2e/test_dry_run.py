@@ -23,9 +23,11 @@ from trtspec.backends.describe import Calls, describe_graph
 from trtspec.backends.export import example_for, export_step
 from trtspec.backends.graph_io import OUTPUT_SHAPES, graph_inputs, input_names
 from trtspec.backends.sizes import Sizes
+from trtspec.backends.table import BACKENDS
 from trtspec.build.build import build_engine
+from trtspec.build.context import plan_context
 from trtspec.build.plan import plan_build
-from trtspec.build.wiring import plan_assembly
+from trtspec.build.steps import build_step, build_steps
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
@@ -405,9 +407,10 @@ def test_graphs_are_as_described(models: Path, mode: str, kind: str, functional:
 
     def step_of(reads_weights: bool) -> Step:
         config = EngineConfig(dtype="float32", **LIMITS)
-        assembly = plan_assembly(models / "target", wanted(models, mode), config, False, functional, reads_weights)
-        target = assembly.target_step()
-        return assembly.draft_step() if mode == "eagle3_beside" else target
+        backend = replace(BACKENDS["eager"], functional=functional)
+        context = plan_context(models / "target", wanted(models, mode), config, backend)
+        steps = build_steps(context if reads_weights else context.described())
+        return steps["draft" if mode == "eagle3_beside" else "target"]
 
     bare = step_of(False)
     draft_len = 0 if mode == "none" else K
@@ -446,7 +449,7 @@ def calls_of(graph: torch.fx.Graph) -> Counter[str]:
 
 
 def test_every_output_has_a_shape(models: Path) -> None:
-    step = plan_assembly(models / "target", None, EngineConfig(**LIMITS), False, reads_weights=False).target_step()
+    step = build_step(plan_context(models / "target", None, EngineConfig(**LIMITS), BACKENDS["eager"]).described())
     assert set(step.outputs) <= OUTPUT_SHAPES.keys()
 
 

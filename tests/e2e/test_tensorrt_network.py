@@ -22,8 +22,8 @@ from trtspec.backends.export import example_batch
 from trtspec.backends.graph_io import INPUT_DTYPES, graph_inputs, graph_outputs, input_names
 from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt.network import write_network
-from trtspec.build.build import steps
-from trtspec.build.wiring import plan_assembly
+from trtspec.build.context import plan_context
+from trtspec.build.steps import build_step
 from trtspec.config.engine import EngineConfig
 from trtspec.core import KVLayer
 from trtspec.errors import UnsupportedError
@@ -92,8 +92,7 @@ def test_a_plain_step_is_what_its_network_computes(tmp_path: Path, arch: str, dt
     """Of every kind of model: rotary embeddings, biases, windows, norms of q and k, a tied embedding."""
     tied = {"tie_word_embeddings": True} if arch == "qwen3" else {}
     config = EngineConfig(backend="onnx", dtype=dtype, max_batch_size=4, max_num_tokens=16, block_size=4)
-    assembly = plan_assembly(make_checkpoint(tmp_path, arch, **tied), None, config, False, True)
-    [step] = steps(assembly, BACKENDS["tensorrt"], lambda what: None).values()
+    step = build_step(plan_context(make_checkpoint(tmp_path, arch, **tied), None, config, BACKENDS["tensorrt"]))
     network = written(step, 4, 0)
     inputs = example_batch(0, 4)
     inputs = replace(inputs, input_ids=torch.arange(inputs.input_ids.shape[0]) % 9)

@@ -17,7 +17,9 @@ from trtspec.backends.cuda import device
 from trtspec.backends.cuda.chain_graph import chain_step
 from trtspec.backends.export import GraphStep, example_batch, moved
 from trtspec.backends.graph_io import INPUT_DTYPES, graph_inputs, input_names
-from trtspec.build.wiring import plan_assembly
+from trtspec.backends.table import BACKENDS
+from trtspec.build.context import plan_context
+from trtspec.build.steps import build_step
 from trtspec.config.engine import EngineConfig
 from trtspec.core import Carry, StepInputs
 from trtspec.errors import CapacityError, DependencyError, DeviceError, UnsupportedError
@@ -45,8 +47,7 @@ def fake_step(folder: Path, mode: str) -> Step:
     if mode == "eagle3":
         head = make_eagle3(folder, target, (0, 1), tuple(range(11)))
         speculation = read_speculative_config({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
-    assembly = plan_assembly(target, speculation, EngineConfig(), pack=False)
-    return assembly.target_step()
+    return build_step(plan_context(target, speculation, EngineConfig(backend="cuda"), BACKENDS["cuda"]))
 
 
 @pytest.mark.parametrize("uniform", [False, True])

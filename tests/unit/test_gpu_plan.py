@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import make_checkpoint, make_eagle, make_eagle3
-from trtspec.build.context import Assembly
+from trtspec.backends.table import BACKENDS
+from trtspec.build.context import BuildContext, plan_context
 from trtspec.build.gpu_plan import gpu_memory, plan_gpu_blocks
 from trtspec.build.kv_plan import bytes_per_block
-from trtspec.build.wiring import plan_assembly
+from trtspec.build.steps import build_steps
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import CapacityError
 from trtspec.interop.reading import read_speculative_config
@@ -28,12 +29,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("gpu_plan"), "llama", **sizes)
 
 
-def assembly(target: Path, speculation: dict[str, Any] | None = None, **options: Any) -> Assembly:
+def planned(target: Path, speculation: dict[str, Any] | None = None, **options: Any) -> BuildContext:
     fields = {"max_batch_size": 4, "max_num_tokens": 256, "max_seq_len": 128, "backend": "cuda", **options}
-    return plan_assembly(target, read_speculative_config(speculation), EngineConfig(**fields), pack=False)
+    return plan_context(target, read_speculative_config(speculation), EngineConfig(**fields), BACKENDS["cuda"])
 
 
-def parts(model: Assembly, free: int = MUCH) -> int:
+def parts(model: BuildContext, free: int = MUCH) -> int:
     """All but the cache and the margin."""
     return sum(size for name, size in gpu_memory(model, free).items() if name != "margin")
 
@@ -50,10 +51,8 @@ def test_weights_are_counted_as_they_will_be_loaded(target: Path, tmp_path: Path
         method = mode.removesuffix("_beside")
         speculation = {"method": method, "model": str(heads[mode]()), "num_speculative_tokens": 2}
         speculation |= {"one_engine": False} if mode.endswith("beside") else {}
-    model = assembly(target, speculation)
-    made = [model.target_step()]
-    if mode in ("draft_model", "eagle_beside"):
-        made.append(model.draft_step())
+    model = planned(target, speculation)
+    made = [*build_steps(model).values()]
     loaded = weight_bytes(*made)
     assert (loaded < sum(map(weight_bytes, made))) == (mode == "eagle_beside")  # the target's embedding and lm_head
     assert gpu_memory(model, MUCH)["weights"] == loaded > 10**6
@@ -61,36 +60,36 @@ def test_weights_are_counted_as_they_will_be_loaded(target: Path, tmp_path: Path
 
 def test_graphs_of_a_draft_have_two_rows_a_request(target: Path) -> None:
     """As those of a target that verifies one draft, but with logits of a row each."""
-    model = assembly(target, {"method": "draft_model", "model": str(target), "num_speculative_tokens": 1})
+    model = planned(target, {"method": "draft_model", "model": str(target), "num_speculative_tokens": 1})
     both = gpu_memory(model, MUCH)["CUDA graphs"]
-    alone = gpu_memory(assembly(target), MUCH)["CUDA graphs"]  # of a row and its logits
+    alone = gpu_memory(planned(target), MUCH)["CUDA graphs"]  # of a row and its logits
     logits = 2 * model.config.max_batch_size * 400 * 4
     assert both == 2 * (2 * alone) - logits
 
 
 def test_the_cache_takes_what_is_left_up_to_full_sequences(target: Path) -> None:
-    model = assembly(target)
+    model = planned(target)
     assert plan_gpu_blocks(model, MUCH) == 4 * 128 // 16 + 1
     for blocks in (5, 9, 20):
         free = -(-(parts(model) + blocks * bytes_per_block(model)) * 100 // 95) + 100
         assert plan_gpu_blocks(model, free) == blocks
-    assert plan_gpu_blocks(assembly(target, num_kv_blocks=7), MUCH) == 7
-    assert plan_gpu_blocks(assembly(target, num_kv_blocks=3), MUCH) == 3
+    assert plan_gpu_blocks(planned(target, num_kv_blocks=7), MUCH) == 7
+    assert plan_gpu_blocks(planned(target, num_kv_blocks=3), MUCH) == 3
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(target: Path) -> None:
-    model = assembly(target, num_kv_blocks=1000)
+    model = planned(target, num_kv_blocks=1000)
     free = (parts(model) + 500 * bytes_per_block(model)) * 100 // 95
     with pytest.raises(CapacityError, match=r"1000 KV blocks of 16 tokens take .* num_kv_blocks = (\d+) fit") as error:
         plan_gpu_blocks(model, free)
     fitting = int(re.findall(r"num_kv_blocks = (\d+)", str(error.value))[0])
     assert 495 <= fitting <= 500
-    assert plan_gpu_blocks(assembly(target, num_kv_blocks=fitting), free) == fitting
+    assert plan_gpu_blocks(planned(target, num_kv_blocks=fitting), free) == fitting
 
 
 def test_what_would_fit_is_said_and_does(target: Path) -> None:
     """Every setting that is named does fit; with graphs off there is more room, too."""
-    model = assembly(target, max_num_tokens=2048)
+    model = planned(target, max_num_tokens=2048)
     needed = parts(model) + 5 * bytes_per_block(model)
     with pytest.raises(CapacityError, match="these would fit: ") as error:
         plan_gpu_blocks(model, needed)
@@ -98,8 +97,8 @@ def test_what_would_fit_is_said_and_does(target: Path) -> None:
     assert {name for name, _ in named} >= {"quantization", "max_num_tokens"}
     for name, value in named:
         change = {"max_num_tokens": 2048, name: value.strip("'") if "'" in value else int(value)}
-        assert plan_gpu_blocks(assembly(target, **change), needed) >= 2
+        assert plan_gpu_blocks(planned(target, **change), needed) >= 2
     with pytest.raises(CapacityError, match="no smaller setting of this model fits"):
         plan_gpu_blocks(model, 10**5)
-    less = parts(assembly(target, enable_cuda_graph=False))
-    assert less < parts(assembly(target))
+    less = parts(planned(target, enable_cuda_graph=False))
+    assert less < parts(planned(target))

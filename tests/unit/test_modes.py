@@ -1,14 +1,18 @@
-"""Every predicate of every mode against a table written out by hand, and the words that name a mode."""
+"""Every predicate of every mode against a table written out by hand, the words that name a mode, and the rows that say
+what each is made of."""
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import pytest
 
-from trtspec.errors import ConfigError, UnsupportedError
-from trtspec.modes import METHODS, METHODS_WITHOUT_MODE, SpeculativeDecodingMode, resolve_mode, words_for
+from trtspec.errors import ConfigError
+from trtspec.interop import mode_predicates
+from trtspec.methods.table import METHODS as ROWS
+from trtspec.methods.table import Method, Ref, method_of
+from trtspec.modes import METHODS, SpeculativeDecodingMode, resolve_mode, words_for
 
 M = SpeculativeDecodingMode
 
@@ -30,8 +34,21 @@ DRAFT_MODEL = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "MTP_EAGLE"}
 DRAFTER = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES", "SUFFIX"}
 
 TRUE_FOR = {
-    "is_mtp_one_model": {"MTP", "MTP_EAGLE_ONE_MODEL"},
     "is_mtp_vanilla": {"MTP"},
+    "is_save_hidden_states": {"SAVE_HIDDEN_STATES"},
+    "use_one_engine": ONE_ENGINE,
+    "has_draft_model": DRAFT_MODEL,
+    "reads_hidden_states": {"EAGLE", "EAGLE3", "MTP_EAGLE"},
+    "draft_kv_is_shifted": {*SHIFTED, "EAGLE", "EAGLE3", "MTP_EAGLE"},
+    "drafts_without_kv": STATE_HEADS,
+    "drafts_in_parallel": {"PARD", "P_EAGLE", "DFLASH"},
+    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE", "DFLASH"}
+    | {*WHOLE_MODELS, *STATE_HEADS},
+    "drafts_in_blocks": {"DFLASH"},
+    "shapes_graphs": ONE_ENGINE | DRAFT_MODEL | {"SAVE_HIDDEN_STATES"},
+}
+TRUE_UPSTREAM = {
+    "is_mtp_one_model": {"MTP", "MTP_EAGLE_ONE_MODEL"},
     "is_mtp_eagle": {"MTP_EAGLE"},
     "is_mtp_eagle_one_model": {"MTP_EAGLE_ONE_MODEL"},
     "is_eagle3": {"EAGLE3"},
@@ -41,24 +58,15 @@ TRUE_FOR = {
     "is_draft_target_one_model": {"DRAFT_TARGET_ONE_MODEL"},
     "is_pard": {"PARD"},
     "is_user_provided": {"USER_PROVIDED"},
-    "is_save_hidden_states": {"SAVE_HIDDEN_STATES"},
     "is_none": {"NONE"},
     "is_auto": {"AUTO"},
     "is_suffix": {"SUFFIX"},
-    "use_one_engine": ONE_ENGINE,
     "without_logits": ONE_ENGINE,
     "support_capturable_guided_decoder": ONE_ENGINE,
-    "has_draft_model": DRAFT_MODEL,
     "needs_kv_cache_rewind": {*ONE_ENGINE, "NGRAM", "SUFFIX"},
     "needs_kv_cache_recompute": {"EAGLE", "EAGLE3", "MTP_EAGLE"},
-    "reads_hidden_states": {"EAGLE", "EAGLE3", "MTP_EAGLE"},
-    "draft_kv_is_shifted": {*SHIFTED, "EAGLE", "EAGLE3", "MTP_EAGLE"},
     "support_overlap_scheduler": ONE_ENGINE | DRAFT_MODEL,
     "support_guided_decoder": {*DRAFTER, "NONE"},
-    "drafts_without_kv": STATE_HEADS,
-    "drafts_in_parallel": {"PARD", "P_EAGLE", "DFLASH"},
-    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE", "DFLASH"}
-    | {*WHOLE_MODELS, *STATE_HEADS},
     "has_spec_decoder": {*SHIFTED, *STATE_HEADS, "DFLASH", "MTP_EAGLE", "EAGLE3", "EAGLE"},
     "has_spec_drafter": DRAFTER,
 }
@@ -80,12 +88,18 @@ def test_predicate(predicate: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("predicate", TRUE_UPSTREAM)
+def test_predicate_of_tensorrt_llm(predicate: str, name: str) -> None:
+    assert getattr(mode_predicates, predicate)(M[name]) is (name in TRUE_UPSTREAM[predicate])
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("backend", "sm", "two_engine"),
     [("native", 0, False), ("TRTLLM", 90, False), ("native", 120, True), ("sdpa", 0, True), ("flashinfer", 90, True)],
 )
 def test_extend_ctx(name: str, backend: str, sm: int, two_engine: bool) -> None:
-    assert M[name].extend_ctx(backend, sm) is (two_engine and name not in ONE_ENGINE)
+    assert mode_predicates.extend_ctx(M[name], backend, sm) is (two_engine and name not in ONE_ENGINE)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,7 +127,8 @@ def test_attention_need_spec_dec_mode(
     two_engine: bool,
 ) -> None:
     expected = one_engine if name in ONE_ENGINE else two_engine
-    assert M[name].attention_need_spec_dec_mode(rm, is_draft, backend, chain, sm) is expected
+    found = mode_predicates.attention_need_spec_dec_mode(M[name], rm, is_draft, backend, chain, sm)
+    assert found is expected
 
 
 def test_rows_that_drafting_needs() -> None:
@@ -126,21 +141,6 @@ def test_from_string() -> None:
     assert [M.from_string(name.lower()) for name in NAMES] == list(M)
     with pytest.raises(ConfigError, match=r"mode='eagle9'.*use one of MTP, .*AUTO"):
         M.from_string("eagle9")
-
-
-@pytest.mark.parametrize("mode", M)
-def test_rows_name_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMode) -> None:
-    traits = mode.traits
-    assert traits.worker is None or traits.one_engine
-    assert traits.drafter is None or traits.spec_drafter
-    if mode in (M.NGRAM, M.DRAFT_TARGET, M.SUFFIX):
-        assert traits.drafter is not None
-        assert traits.drafter.startswith("trtspec.methods.")
-    if traits.one_engine:
-        assert traits.worker is not None
-        assert traits.worker.startswith("trtspec.methods.")
-    if mode in (M.USER_PROVIDED, M.NONE, M.AUTO):
-        assert (traits.worker, traits.drafter) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_resolve_mode(method: str | None, one_engine: bool | None, vanilla: bool
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("guess", None), r"method='guess' is unknown; use one of draft_model, .*suffix"),
+        (("guess", None), r"method='guess' is unknown; use one of auto, custom_class, dflash, .*suffix"),
         (("ngram", True), r"one_engine=True, vanilla=False .* method='ngram'; use one_engine=False"),
         (("medusa", False), r"one_engine=False, vanilla=False .* method='medusa'; use one_engine=True"),
         (("ngram", None, True), r"vanilla=True .* method='ngram'"),
@@ -189,13 +189,6 @@ def test_resolve_mode(method: str | None, one_engine: bool | None, vanilla: bool
 def test_resolve_mode_refuses(args: tuple[str, bool | None], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_mode(*args)
-
-
-@pytest.mark.parametrize("method", METHODS_WITHOUT_MODE)
-def test_known_methods_without_a_mode(method: str) -> None:
-    assert method in METHODS
-    with pytest.raises(UnsupportedError, match=f"method='{method}' is not built yet; use one of draft_model, .*ngram"):
-        resolve_mode(method, None)
 
 
 @pytest.mark.parametrize("one_engine", [None, True])
@@ -219,14 +212,69 @@ def test_parallel_drafting_that_there_is_not(method: str, one_engine: bool | Non
         resolve_mode(method, one_engine, parallel=True)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in M if mode.traits.worker or mode.traits.drafter])
-def test_dotted_paths_lead_to_classes(mode: SpeculativeDecodingMode) -> None:
-    module, _, name = str(mode.traits.worker or mode.traits.drafter).partition(":")
-    assert isinstance(getattr(importlib.import_module(module), name), type)
+# -- what each is made of ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [mode for mode in M if mode.traits.head])
-def test_heads_lead_to_functions(mode: SpeculativeDecodingMode) -> None:
-    module, _, name = str(mode.traits.head).partition(":")
-    assert callable(getattr(importlib.import_module(module), name))
-    assert (mode.traits.worker, mode.traits.drafter) != (None, None)
+def test_every_method_has_a_row_and_every_row_is_a_method() -> None:
+    assert sorted(ROWS) == sorted(METHODS)
+    assert all(row.name == name for name, row in ROWS.items())
+    assert {mode for mode in M if method_of(mode) is None} == {M.NONE}
+    assert list(ROWS)[-1] == "draft_model"  # what nothing else recognises
+
+
+def refs(row: Method) -> Iterator[tuple[str, Ref]]:
+    """(where it stands, the Ref)."""
+    for field in fields(row):
+        value = getattr(row, field.name)
+        if isinstance(value, Ref):
+            yield field.name, value
+        elif field.name in ("workers", "drafters"):
+            yield from ((f"{field.name}-{mode.name}", ref) for mode, ref in value.items())
+
+
+ALL_REFS = {f"{name}-{where}": ref for name, row in ROWS.items() for where, ref in refs(row)}
+
+
+@pytest.mark.parametrize("where", ALL_REFS)
+def test_every_part_opens(where: str) -> None:
+    """Parts that are built are classes with an `of`, options and trainers classes, all others functions."""
+    ref, part = ALL_REFS[where], where.split("-")[1]
+    assert ref.path.startswith("trtspec.methods.")
+    opened = ref.open()
+    if part in ("workers", "drafters", "options"):
+        assert isinstance(opened, type)
+        assert callable(opened.of)  # type: ignore[attr-defined]
+    elif part == "trainer":
+        assert isinstance(opened, type)
+    else:
+        assert callable(opened)
+
+
+@pytest.mark.parametrize("path", ["nowhere:Thing", "trtspec.modes:Nothing", "trtspec.modes", ":Thing", ""])
+def test_what_does_not_open_is_named(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf'^{path!r} cannot be loaded \(.*\); give "package.module:Class"'):
+        Ref(path).open()
+
+
+@pytest.mark.parametrize("mode", [mode for mode in M if mode not in (M.NONE, M.AUTO)])
+def test_each_mode_has_a_worker_or_a_drafter_never_both(mode: SpeculativeDecodingMode) -> None:
+    row = method_of(mode)
+    assert row is not None
+    worker, drafter = mode in row.workers, mode in row.drafters
+    if mode is M.SAVE_HIDDEN_STATES:
+        assert not worker
+        assert not drafter
+        return
+    assert worker is mode.use_one_engine()
+    assert drafter is not worker
+    if drafter:
+        assert mode_predicates.has_spec_drafter(mode)
+    if mode.use_one_engine() or mode.reads_hidden_states():
+        assert row.head is not None
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_rows_speak_of_their_own_modes(row: Method) -> None:
+    assert {mode.traits.method for mode in (*row.workers, *row.drafters)} <= {row.name}
+    assert (row.trainer is None) is (row.trains is None)
+    assert row.needs

@@ -37,8 +37,8 @@ from trtspec.backends.tensorrt.compile import (
 from trtspec.backends.tensorrt.cuda import Cuda
 from trtspec.backends.tensorrt.executable import load_tensorrt
 from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
-from trtspec.build.build import steps
-from trtspec.build.wiring import plan_assembly
+from trtspec.build.context import plan_context
+from trtspec.build.steps import build_steps
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError, DependencyError, EngineError
 from trtspec.interop.reading import read_speculative_config
@@ -66,8 +66,7 @@ def compiled(
 ) -> CompiledStep:
     config = EngineConfig(backend="onnx", dtype=dtype, **LIMITS)
     wanted = read_speculative_config(wishes(mode, models, False))
-    assembly = plan_assembly(checkpoint or models / "target", wanted, config, False, True)
-    step = steps(assembly, BACKENDS["tensorrt"], lambda what: None)[role]
+    step = build_steps(plan_context(checkpoint or models / "target", wanted, config, BACKENDS["tensorrt"]))[role]
     sizes = SIZES if mode != "none" else replace(SIZES, draft_len=0)
     if linear:
         sizes = replace(sizes, linear=True, blocks=9, block_size=104, columns=1)
@@ -201,8 +200,7 @@ def test_what_an_engine_needs_where_it_runs(models: Path, tmp_path: Path) -> Non
 def test_kernels_that_are_not_compiled_are_named(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(backend="onnx", dtype="bfloat16", **LIMITS)
     wanted = read_speculative_config(wishes("eagle3", models, False))
-    assembly = plan_assembly(models / "target", wanted, config, False, True)
-    step = steps(assembly, BACKENDS["tensorrt"], lambda what: None)["target"]
+    step = build_steps(plan_context(models / "target", wanted, config, BACKENDS["tensorrt"]))["target"]
     kv = [(torch.zeros(24, 4, h, d, dtype=torch.bfloat16),) * 2 for h, d, _ in step.kv_layers]
     model = export_onnx(step, example_batch(1, 4), kv)
     assert aot_kernels(model) == {

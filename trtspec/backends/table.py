@@ -20,8 +20,8 @@ class Backend:
     """One row."""
 
     name: str
-    executable: str  # "module:class", a CompiledExecutable
-    compiler: str  # module with `require()`, which complains where it cannot compile here, and `compile_step`
+    executable: str | None  # "module:class", a CompiledExecutable; None: it runs modules
+    compiler: str | None  # module with `require()`, which complains where it cannot compile here, and `compile_step`
     functional: bool  # graphs give new KV tensors rather than changing those they are given
     packs: bool  # weights are compiled in the layouts of ops.packing, whether quantised or not
     extra: str | None  # what `pip install 'trtspec[...]'` brings its dependencies
@@ -33,6 +33,12 @@ class Backend:
     only_attention_writes: bool = False  # caches that change in place are those that attention writes
     edits: bool = False  # a target's graphs take edits of its logits, and give these
     on_gpu: bool = False  # through torch: executables are cudagraph.CudaExecutables
+    runs_checkpoints: bool = False
+
+    @property
+    def compiles(self) -> bool:
+        """Whether it makes engine folders."""
+        return self.compiler is not None
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """UnsupportedError for a model's dtype that its graphs cannot compute in."""
@@ -57,11 +63,13 @@ class Backend:
 
     def load_executable(self) -> type[CompiledExecutable]:
         """DependencyError where a package is missing."""
+        assert self.executable is not None
         module, _, name = self.executable.partition(":")
         return cast("type[CompiledExecutable]", getattr(self._import(module), name))
 
     def load_compiler(self) -> Callable[..., Any]:
         """Its compile_step, once `require` has agreed. DependencyError where something is missing."""
+        assert self.compiler is not None
         module = self._import(self.compiler)
         module.require()
         return cast("Callable[..., Any]", module.compile_step)
@@ -80,6 +88,7 @@ class Backend:
 BACKENDS = {
     row.name: row
     for row in (
+        Backend("eager", None, None, functional=False, packs=False, extra=None, edits=True, runs_checkpoints=True),
         Backend(
             "cuda",
             "trtspec.backends.cuda.aoti:AotiOnCuda",
@@ -89,6 +98,7 @@ BACKENDS = {
             extra=None,
             edits=True,
             on_gpu=True,
+            runs_checkpoints=True,
         ),
         Backend(
             "aoti",
@@ -124,3 +134,5 @@ BACKENDS = {
         ),
     )
 }
+COMPILERS = {name: row for name, row in BACKENDS.items() if row.compiles}
+"""Those that make engine folders."""

@@ -17,10 +17,10 @@ from trtspec.backends.export import graph_draft_lens
 from trtspec.backends.sizes import Sizes
 from trtspec.backends.table import BACKENDS, Backend
 from trtspec.backends.tensorrt.profiles import TensorRTOptions
-from trtspec.build.context import Assembly
+from trtspec.build.context import BuildContext, plan_context
 from trtspec.build.engine_folder import EngineFolder, engine_json, file_facts
 from trtspec.build.kv_plan import full_kv_blocks, wanted_kv_blocks
-from trtspec.build.wiring import plan_assembly
+from trtspec.build.steps import build_step
 from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.checkpoint.quantized import CheckpointQuantization
@@ -63,26 +63,23 @@ def build_engine(
     compile_step = backend.load_compiler()
     stored = _storable(speculative)
     load_plugins()
-    assembly = plan_assembly(
-        checkpoint, speculative, config, backend.packs, backend.functional, symmetric=backend.symmetric
-    )
-    assembly.float_panels = not backend.on_gpu
+    context = plan_context(checkpoint, speculative, config, backend)
     if options is not None and options.attention == "native":
-        use_linear_cache(assembly)
-    config = assembly.config
+        context = with_linear_cache(context)
+    config = context.config
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         staging = Path(scratch) / "engine"
         executables = {}
-        for role, step in steps(assembly, backend, report).items():
+        for role, step in described_steps(context, report).items():
             folder = staging / role
             folder.mkdir(parents=True)
-            draft_lens = set(graph_draft_lens(step, assembly.resolved))
+            draft_lens = set(graph_draft_lens(step, context.resolved))
             if backend.on_gpu and role == "target" and draft_lens == {0}:
-                draft_lens.add(assembly.max_draft_len)  # those of a drafter beside it
+                draft_lens.add(context.max_draft_len)  # those of a drafter beside it
             own: dict[str, Any] = {}
             if backend.profiles:
-                own = {"sizes": largest_sizes(assembly, role, options), "options": options}
+                own = {"sizes": largest_sizes(context, role, options), "options": options}
             if backend.edits:
                 own["edits"] = role == "target"
             compiled = compile_step(
@@ -94,11 +91,11 @@ def build_engine(
                 **own,
             )
             executables[role] = compiled.to_dict()
-        _copy_checkpoint_facts(assembly, staging)
+        _copy_checkpoint_facts(context, staging)
         report("writing config.json")
-        built = replace(config, backend=backend.name, dtype=_dtype_name(assembly), max_seq_len=assembly.max_seq_len)
-        data = engine_json(built, stored, assembly.target.raw, executables)
-        data["checkpoint_quantization"] = {role: str(kind) for role, kind in checkpoint_quantizations(assembly).items()}
+        built = replace(config, backend=backend.name, dtype=_dtype_name(context), max_seq_len=context.max_seq_len)
+        data = engine_json(built, stored, context.target.raw, executables)
+        data["checkpoint_quantization"] = {role: str(kind) for role, kind in checkpoint_quantizations(context).items()}
         data["files"] = file_facts(staging)
         (staging / "config.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         _publish(staging, output, replace_existing)
@@ -124,33 +121,33 @@ def refuse_taken(output: Path, replace_existing: bool) -> None:
         raise ConfigError(f"{output} holds an engine; choose another output folder, or replace it with --replace")
 
 
-def steps(assembly: Assembly, backend: Backend, report: Callable[[str], None]) -> dict[str, Step]:
-    """The steps to compile, by role."""
-    models = {"target": assembly.target}
-    if assembly.mode.has_draft_model():
-        models["draft"] = assembly.draft if isinstance(assembly.draft, ModelConfig) else assembly.target
-    for model in models.values():
-        backend.check_dtype(assembly.dtype(model))
-    made = {}
-    for role, model in models.items():
-        report(f"{'loading' if assembly.reads_weights else 'describing'} {model.path}")
-        made[role] = assembly.target_step() if role == "target" else assembly.draft_step()
+def described_steps(context: BuildContext, report: Callable[[str], None]) -> dict[str, Step]:
+    """The steps of all models by role, to be compiled or described. UnsupportedError for a dtype that the backend does
+    not compute in."""
+    for role in context.roles:
+        context.backend.check_dtype(context.of(role).dtype)
+    made: dict[str, Step] = {}
+    for role in context.roles:
+        one = context.of(role)
+        report(f"{'loading' if context.reads_weights else 'describing'} {one.model.path}")
+        made[role] = build_step(one, made.get("target"))
     return made
 
 
-def use_linear_cache(assembly: Assembly) -> None:
-    """A KV block is a whole sequence, one for each request that can run, as TensorRT's own attention wants it.
+def with_linear_cache(context: BuildContext) -> BuildContext:
+    """The same, where a KV block is a whole sequence, one for each request that can run: so TensorRT's own attention
+    wants it.
 
     UnsupportedError for steps and models that it cannot do; ConfigError where the cache's size was asked for.
     """
-    config, mode, K = assembly.config, assembly.mode, assembly.max_draft_len
+    config, mode, K = context.config, context.mode, context.max_draft_len
     has_layers = mode.reads_hidden_states() or (mode.use_one_engine() and not mode.drafts_without_kv())
     if has_layers and K > 1:
         raise UnsupportedError(
             f"attention = 'native': {mode.name} with {K} drafts writes the draft layers' cache {K} times in a "
             "launch, TensorRT's own attention writes a cache once; use attention = 'plugin', or 1 draft"
         )
-    models = [dense_spec(model) for model in (assembly.target, assembly.draft) if isinstance(model, ModelConfig)]
+    models = [dense_spec(model) for model in (context.target, context.draft) if isinstance(model, ModelConfig)]
     if any(window is not None for spec in models for window in spec.windows):
         raise UnsupportedError("attention = 'native' is built without sliding windows; use attention = 'plugin'")
     if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
@@ -158,21 +155,22 @@ def use_linear_cache(assembly: Assembly) -> None:
             "attention = 'native' has a cache of max_batch_size whole sequences; leave num_kv_blocks and "
             "kv_cache_memory unset"
         )
-    tokens = -(-(assembly.max_seq_len + 2 * K) // 8) * 8
-    assembly.config = replace(config, block_size=tokens, num_kv_blocks=config.max_batch_size + 1)
+    tokens = -(-(context.max_seq_len + 2 * K) // 8) * 8
+    linear = replace(config, block_size=tokens, num_kv_blocks=config.max_batch_size + 1)
+    return replace(context, config=linear)
 
 
-def largest_sizes(assembly: Assembly, role: str, options: TensorRTOptions | None) -> Sizes:
+def largest_sizes(context: BuildContext, role: str, options: TensorRTOptions | None) -> Sizes:
     """Of the largest launch. A draft of its own draws one token a request."""
-    draft_len = assembly.max_draft_len if role == "target" else 0
-    blocks = wanted_kv_blocks(assembly) or full_kv_blocks(assembly)
+    draft_len = context.max_draft_len if role == "target" else 0
+    blocks = wanted_kv_blocks(context) or full_kv_blocks(context)
     linear = options is not None and options.attention == "native"
-    return replace(Sizes.of(assembly.config, assembly.max_seq_len, draft_len, blocks), linear=linear)
+    return replace(Sizes.of(context.config, context.max_seq_len, draft_len, blocks), linear=linear)
 
 
-def checkpoint_quantizations(assembly: Assembly) -> dict[str, CheckpointQuantization]:
+def checkpoint_quantizations(context: BuildContext) -> dict[str, CheckpointQuantization]:
     """What the checkpoints had quantised themselves, by role."""
-    models = {"target": assembly.target, "draft": assembly.draft}
+    models = {"target": context.target, "draft": context.draft}
     return {role: model.quantization for role, model in models.items() if model and model.quantization}
 
 
@@ -208,18 +206,18 @@ def _storable(speculative: SpeculativeConfig | None) -> dict[str, Any] | None:
         ) from error
 
 
-def _dtype_name(assembly: Assembly) -> str:
-    return str(assembly.dtype(assembly.target)).removeprefix("torch.")
+def _dtype_name(context: BuildContext) -> str:
+    return str(context.of("target").dtype).removeprefix("torch.")
 
 
-def _copy_checkpoint_facts(assembly: Assembly, staging: Path) -> None:
+def _copy_checkpoint_facts(context: BuildContext, staging: Path) -> None:
     """Tokenizer and configs: what an engine needs of the checkpoints beside graphs and weights."""
     for name in _TOKENIZER_FILES:
-        if (assembly.target.path / name).is_file():
-            shutil.copyfile(assembly.target.path / name, staging / name)
-    if (assembly.target.path / _TOKENIZER_FOLDER).is_dir():
-        shutil.copytree(assembly.target.path / _TOKENIZER_FOLDER, staging / _TOKENIZER_FOLDER)
-    models: list[tuple[str, CheckpointConfig | None]] = [("target", assembly.target), ("draft", assembly.draft)]
+        if (context.target.path / name).is_file():
+            shutil.copyfile(context.target.path / name, staging / name)
+    if (context.target.path / _TOKENIZER_FOLDER).is_dir():
+        shutil.copytree(context.target.path / _TOKENIZER_FOLDER, staging / _TOKENIZER_FOLDER)
+    models: list[tuple[str, CheckpointConfig | None]] = [("target", context.target), ("draft", context.draft)]
     for role, model in models:
         if model is not None:
             (staging / role).mkdir(exist_ok=True)

@@ -4,58 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trtspec.backends.cuda.executable import has_uniform_graphs
 from trtspec.backends.sizes import Sizes
+from trtspec.build.context import BuildContext
 from trtspec.build.kv_plan import bytes_per_block, full_kv_blocks, wanted_kv_blocks
 from trtspec.build.memory import activations, table_bytes
+from trtspec.build.steps import build_steps
 from trtspec.errors import CapacityError, UnsupportedError
 from trtspec.methods.drafter import CHAIN_ROWS
 from trtspec.models.layers import weight_bytes
-
-if TYPE_CHECKING:
-    from trtspec.build.context import Assembly
 
 _ALIVE = 2  # an op's inputs and outputs are there at the same time
 _MARGIN = 0.05  # of the free memory: for kernels, libraries and what the allocator cannot use
 
 
-def plan_gpu_blocks(assembly: Assembly, free: int) -> int:
+def plan_gpu_blocks(context: BuildContext, free: int) -> int:
     """Blocks of the KV cache, scratch included: as asked for, or for max_batch_size full sequences as far as `free`
     bytes go. CapacityError where that is not enough, with what would fit."""
-    parts = gpu_memory(assembly, free)
-    left, least = free - sum(parts.values()), assembly.config.max_batch_size + 1
-    wanted = wanted_kv_blocks(assembly)
-    per_block = bytes_per_block(assembly)
+    parts = gpu_memory(context, free)
+    left, least = free - sum(parts.values()), context.config.max_batch_size + 1
+    wanted = wanted_kv_blocks(context)
+    per_block = bytes_per_block(context)
     if left < (least if wanted is None else 2) * per_block:
         needed = {**parts, "KV cache, at least": least * per_block}
         raise CapacityError(
-            f"{assembly.target.path} needs {_gb(sum(needed.values()))} of the GPU's memory "
+            f"{context.target.path} needs {_gb(sum(needed.values()))} of the GPU's memory "
             f"({', '.join(f'{name} {_gb(size)}' for name, size in needed.items())}), and {_gb(free)} are free; "
-            f"{_remedy(assembly, free)}"
+            f"{_remedy(context, free)}"
         )
     fitting = left // per_block
     if wanted is not None and wanted > fitting:
         raise CapacityError(
-            f"{wanted} KV blocks of {assembly.config.block_size} tokens take {_gb(wanted * per_block)} of the GPU's "
+            f"{wanted} KV blocks of {context.config.block_size} tokens take {_gb(wanted * per_block)} of the GPU's "
             f"memory, and {_gb(left)} are left beside the model; num_kv_blocks = {fitting} fit, which hold "
-            f"{(fitting - 1) * assembly.config.block_size} tokens"
+            f"{(fitting - 1) * context.config.block_size} tokens"
         )
-    return wanted or min(full_kv_blocks(assembly), fitting)
+    return wanted or min(full_kv_blocks(context), fitting)
 
 
-def gpu_memory(assembly: Assembly, free: int) -> dict[str, int]:
+def gpu_memory(context: BuildContext, free: int) -> dict[str, int]:
     """Bytes of all but the KV cache, by what they are for, from the headers of the weights' files."""
-    described, config = replace(assembly, reads_weights=False), assembly.config
-    width = assembly.max_draft_len + 1  # rows of a request in a graph
-    steps = [(described.target_step(), assembly.max_draft_len, width)]
-    if assembly.mode.has_draft_model():
-        steps.append((described.draft_step(), 0, CHAIN_ROWS))
+    described, config = build_steps(context.described()), context.config
+    K = context.max_draft_len
+    # K and the rows of a request in a graph: a draft model draws one token
+    shapes = {"target": (K, K + 1), "draft": (0, CHAIN_ROWS)}
+    steps = [(step, *shapes[role]) for role, step in described.items()]
     parts = dict.fromkeys(("weights", "tables", "activations", "CUDA graphs"), 0)
     parts["weights"] = weight_bytes(*(step for step, _, _ in steps))  # a head may share some of the target's
     for step, draft_len, width in steps:
-        sizes = Sizes.of(config, assembly.max_seq_len, draft_len, 0)
+        sizes = Sizes.of(config, context.max_seq_len, draft_len, 0)
         in_graphs = replace(sizes, rows=config.max_batch_size * width)
         parts["tables"] += table_bytes(step)
         parts["activations"] += _ALIVE * sum(part.bytes for part in activations(step, sizes))
@@ -65,25 +64,25 @@ def gpu_memory(assembly: Assembly, free: int) -> dict[str, int]:
     return {**parts, "margin": int(_MARGIN * free)}
 
 
-def _remedy(assembly: Assembly, free: int) -> str:
-    found = list(_fitting(assembly, free))
+def _remedy(context: BuildContext, free: int) -> str:
+    found = list(_fitting(context, free))
     if not found:
         return "no smaller setting of this model fits, either: take a GPU with more memory"
     return f"these would fit: {', '.join(found)}"
 
 
-def _fitting(assembly: Assembly, free: int) -> Iterator[str]:
+def _fitting(context: BuildContext, free: int) -> Iterator[str]:
     """Changes of one setting each with which the model fits."""
-    config = assembly.config
-    quantized = any(kind is not None for kind in assembly.quantizations) or assembly.target.quantization is not None
+    config = context.config
+    quantized = any(kind is not None for kind in context.quantizations) or context.target.quantization is not None
     candidates: list[list[Mapping[str, Any]]] = [
         [] if quantized else [{"quantization": kind} for kind in ("int8", "int4")],
-        [{"max_num_tokens": rows} for rows in _halves(config.max_num_tokens, _least_rows(assembly))],
+        [{"max_num_tokens": rows} for rows in _halves(config.max_num_tokens, _least_rows(context))],
         [{"max_batch_size": size} for size in _halves(config.max_batch_size, 1)],
     ]
     for group in candidates:
         for change in group:
-            smaller = replace(assembly, config=replace(config, **change))
+            smaller = replace(context, config=replace(config, **change))
             try:
                 parts = gpu_memory(smaller, free)
             except UnsupportedError:  # such weights cannot be quantised so
@@ -94,8 +93,8 @@ def _fitting(assembly: Assembly, free: int) -> Iterator[str]:
                 break
 
 
-def _least_rows(assembly: Assembly) -> int:
-    return assembly.config.max_batch_size * (assembly.max_draft_len + 1)
+def _least_rows(context: BuildContext) -> int:
+    return context.config.max_batch_size * (context.max_draft_len + 1)
 
 
 def _halves(value: int, least: int) -> list[int]:

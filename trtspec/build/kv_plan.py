@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from trtspec.backends.compiled import CompiledStep
+from trtspec.build.context import BuildContext
+from trtspec.build.steps import build_steps
 from trtspec.core import KVSpec
 from trtspec.errors import CapacityError, ConfigError
 from trtspec.models.weights import DTYPES
 
-if TYPE_CHECKING:
-    from trtspec.build.context import Assembly
 
-
-def plan_kv_blocks(assembly: Assembly) -> int:
+def plan_kv_blocks(context: BuildContext) -> int:
     """Blocks of the cache, scratch included: those that graphs take, if they take no others."""
-    wanted, fixed = wanted_kv_blocks(assembly), fixed_kv_blocks(assembly)
+    wanted, fixed = wanted_kv_blocks(context), fixed_kv_blocks(context)
     if fixed is None:
-        affordable = free_memory() // 4 // bytes_per_block(assembly)
-        return wanted or max(min(full_kv_blocks(assembly), affordable), 2)
-    if wanted is None or wanted == fixed or (assembly.config.kv_cache_memory is not None and wanted > fixed):
+        affordable = free_memory() // 4 // bytes_per_block(context)
+        return wanted or max(min(full_kv_blocks(context), affordable), 2)
+    if wanted is None or wanted == fixed or (context.config.kv_cache_memory is not None and wanted > fixed):
         return fixed
-    needed = fixed * bytes_per_block(assembly)
+    needed = fixed * bytes_per_block(context)
     raise ConfigError(
         f"the engine was built with num_kv_blocks = {fixed}, which take {needed} bytes; {wanted} were asked for: "
         f"rebuild it with --num_kv_blocks {wanted}, or leave num_kv_blocks and kv_cache_memory unset"
     )
 
 
-def wanted_kv_blocks(assembly: Assembly) -> int | None:
+def wanted_kv_blocks(context: BuildContext) -> int | None:
     """As many as num_kv_blocks or kv_cache_memory ask for. CapacityError if that is not enough for anything."""
-    config, per_block = assembly.config, bytes_per_block(assembly)
+    config, per_block = context.config, bytes_per_block(context)
     if config.kv_cache_memory is None:
         return config.num_kv_blocks
     blocks = config.kv_cache_memory // per_block
@@ -46,34 +43,31 @@ def wanted_kv_blocks(assembly: Assembly) -> int | None:
     return blocks
 
 
-def full_kv_blocks(assembly: Assembly) -> int:
+def full_kv_blocks(context: BuildContext) -> int:
     """Blocks of a cache for max_batch_size full sequences, scratch included."""
-    config = assembly.config
-    return config.max_batch_size * -(-assembly.max_seq_len // config.block_size) + 1
+    config = context.config
+    return config.max_batch_size * -(-context.max_seq_len // config.block_size) + 1
 
 
-def fixed_kv_blocks(assembly: Assembly) -> int | None:
+def fixed_kv_blocks(context: BuildContext) -> int | None:
     """What the graphs of a built engine were compiled for; None where they take any number."""
-    if assembly.built is None:
+    if context.built is None:
         return None
-    executables = assembly.built.data["executables"].values()
+    executables = context.built.data["executables"].values()
     return next((CompiledStep.from_dict(one).kv_blocks for one in executables), None)
 
 
-def bytes_per_block(assembly: Assembly) -> int:
+def bytes_per_block(context: BuildContext) -> int:
     """Of K and V in all layers of target and draft."""
-    return assembly.config.block_size * kv_bytes_per_token(assembly)
+    return context.config.block_size * kv_bytes_per_token(context)
 
 
-def kv_bytes_per_token(assembly: Assembly) -> int:
+def kv_bytes_per_token(context: BuildContext) -> int:
     """Bytes of K and V that one token takes in all layers of target and draft."""
-    if assembly.built is not None:
-        compiled = [CompiledStep.from_dict(one) for one in assembly.built.data["executables"].values()]
+    if context.built is not None:
+        compiled = [CompiledStep.from_dict(one) for one in context.built.data["executables"].values()]
         return sum(_bytes_per_token(one.kv, DTYPES[one.dtype]) for one in compiled)
-    described = replace(assembly, reads_weights=False)
-    steps = [described.target_step()]
-    if assembly.mode.has_draft_model():
-        steps.append(described.draft_step())
+    steps = build_steps(context.described()).values()
     return sum(_bytes_per_token(step.kv_layers, step.like.dtype) for step in steps)
 
 

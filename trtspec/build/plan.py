@@ -11,12 +11,10 @@ import torch
 
 from trtspec.backends.describe import Calls, GraphPlan, describe_graph, plugins
 from trtspec.backends.export import graph_draft_lens, graph_kinds
-from trtspec.backends.table import Backend
 from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
-from trtspec.build.build import engine_backend, largest_sizes, steps, use_linear_cache
-from trtspec.build.context import Assembly
+from trtspec.build.build import described_steps, engine_backend, largest_sizes, with_linear_cache
+from trtspec.build.context import BuildContext, plan_context
 from trtspec.build.memory import Activation, activations, table_bytes
-from trtspec.build.wiring import plan_assembly
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.methods.step import DecodeStep, Step
@@ -126,26 +124,24 @@ def plan_build(
     backend = engine_backend(config)
     if backend.profiles:
         options = options or TensorRTOptions()
-    assembly = plan_assembly(
-        checkpoint, speculative, config, backend.packs, backend.functional, False, backend.symmetric
-    )
+    context = plan_context(checkpoint, speculative, config, backend).described()
     if options is not None and options.attention == "native":
-        use_linear_cache(assembly)
-    config = assembly.config
-    checkpoints = {"target": assembly.target, "draft": assembly.draft}
+        context = with_linear_cache(context)
+    config = context.config
+    checkpoints = {"target": context.target, "draft": context.draft}
     missing = [missing_weights(model.path, role) for role, model in checkpoints.items() if model is not None]
     limits = {name: getattr(config, name) for name in ("max_batch_size", "max_num_tokens", "max_input_len")}
     return BuildPlan(
         backend=backend.name,
-        dtype=_name(assembly.dtype(assembly.target)),
-        mode=assembly.mode.name,
-        draft_len=assembly.max_draft_len,
-        quantization=assembly.quantizations,
-        limits={**limits, "max_seq_len": assembly.max_seq_len, "block_size": config.block_size},
+        dtype=_name(context.dtype),
+        mode=context.mode.name,
+        draft_len=context.max_draft_len,
+        quantization=context.quantizations,
+        limits={**limits, "max_seq_len": context.max_seq_len, "block_size": config.block_size},
         missing=tuple(line for line in missing if line),
         executables={
-            role: _executable(step, assembly, role, backend, options)
-            for role, step in steps(assembly, backend, report).items()
+            role: _executable(step, context, role, options)
+            for role, step in described_steps(context, report).items()
         },
         options=asdict(options) if options is not None and backend.profiles else None,
     )
@@ -153,13 +149,12 @@ def plan_build(
 
 def _executable(
     step: Step,
-    assembly: Assembly,
+    context: BuildContext,
     role: str,
-    backend: Backend,
     options: TensorRTOptions | None,
 ) -> ExecutablePlan:
-    sizes = largest_sizes(assembly, role, options)
-    lengths = graph_draft_lens(step, assembly.resolved)
+    backend, sizes = context.backend, largest_sizes(context, role, options)
+    lengths = graph_draft_lens(step, context.resolved)
     kinds = ["ragged"] if backend.profiles else [*graph_kinds(step)]
     graphs = tuple(
         describe_graph(

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trtspec.backends.compiled import CompiledStep
-from trtspec.backends.table import BACKENDS
+from trtspec.backends.table import COMPILERS
 from trtspec.build.build import build_engine, refuse_taken
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.plan import plan_build
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to build from, for which speculation and limits, and where to."""
     parser.add_argument("--checkpoint_dir", required=True, help="checkpoint folder of the target")
     parser.add_argument("--output_dir", required=True, help="the engine folder to make")
-    parser.add_argument("--backend", default="aoti", help=f"{', '.join(BACKENDS)} (default aoti)")
+    parser.add_argument("--backend", default="aoti", help=f"{', '.join(COMPILERS)} (default aoti)")
     add_speculation(parser)
     for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "block_size"):
         parser.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Build, or show what would be built."""
-    if namespace.backend not in BACKENDS:
-        raise UnsupportedError(f"--backend {namespace.backend}: built: {', '.join(BACKENDS)}")
+    if namespace.backend not in COMPILERS:
+        raise UnsupportedError(f"--backend {namespace.backend}: built: {', '.join(COMPILERS)}")
     if namespace.kv_dtype != "auto":
         raise UnsupportedError(f"--kv_dtype {namespace.kv_dtype} is not built; KV is kept in the model's dtype (auto)")
     if namespace.json is not None and not namespace.dry_run:
@@ -96,7 +96,7 @@ def run_verify(namespace: argparse.Namespace) -> int:
     if engine is None:
         raise ConfigError(f"{namespace.engine} is no engine folder; build one with trtspec build")
     engine.verify()
-    executable = BACKENDS[engine.backend].load_executable()
+    executable = COMPILERS[engine.backend].load_executable()
     load_plugins()
     for compiled in engine.data["executables"].values():
         executable.check(CompiledStep.from_dict(compiled))

@@ -74,7 +74,7 @@ def _draft_info(config: SpeculativeConfig) -> DraftInfo | None:
     """What the draft's config.json says, where that matters: which method it is for, which layers it reads."""
     if config.method not in (None, "eagle3") or config.model is None or not os.path.isdir(config.model):
         return None
-    return read_draft(config)[1]
+    return read_draft(config)
 
 
 def write_new(path: Path, text: str, replace: bool) -> None:

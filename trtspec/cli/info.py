@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import TrtSpecError
+from trtspec.methods.table import METHODS
 from trtspec.models.specs import decoder_spec
 from trtspec.models.weights import DTYPES, loaded_bytes, weight_bytes
-from trtspec.modes import METHODS, resolve_mode
 from trtspec.text import Tokenizer
 
 
@@ -52,27 +53,14 @@ def run(namespace: argparse.Namespace) -> int:
 
 def speculation_support(model: ModelConfig) -> list[tuple[str, str]]:
     """(method, what it needs or why it is not available) for every method there is."""
-    needs = {
-        "ngram": "yes, needs nothing",
-        "suffix": "yes, needs nothing",
-        "auto": "yes, n-gram lookup with lengths chosen by batch size",
-        "draft_model": f"yes, with a draft checkpoint of the same {model.vocab_size}-token vocabulary, or of another; "
-        "one with a pard_token takes parallel_drafting (PARD)",
-        "eagle": "yes, with an EAGLE head that was trained for this target",
-        "eagle3": "yes, with an EAGLE3 (or, for parallel_drafting, P-EAGLE) head that was trained for this target",
-        "medusa": "yes, with Medusa heads that were trained for this target",
-        "mlp_speculator": "yes, with an MLP speculator that was trained for this target",
-        "dflash": "yes, with a DFlash draft that was trained for this target",
-        "extract_hidden_states": "yes, writes the target's hidden states to files; drafts nothing",
-        "custom_class": "yes, with your own drafter",
-    }
     rows = []
-    for method in METHODS:
+    for name, row in sorted(METHODS.items()):
         try:
-            resolve_mode(method, None)
-            rows.append((method, needs.get(method, "yes")))
+            if row.of_target and row.checkpoint is not None:
+                row.checkpoint.open()(model, SpeculativeConfig(method=name))
+            rows.append((name, f"yes, needs {row.needs}"))
         except TrtSpecError as error:
-            rows.append((method, f"no: {error}"))
+            rows.append((name, f"no: {error}"))
     return rows
 
 

@@ -78,9 +78,11 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     training = commands.add_parser("train", help="make drafts")
     if given[:1] == ["train"]:
         from trtspec.cli import train
+        from trtspec.methods.table import METHODS
 
         heads = training.add_subparsers(dest="what", required=True, metavar="WHAT")
-        for kind, what in train.WHAT.items():
+        for kind in train.KINDS:
+            what = METHODS[kind].trains
             command = heads.add_parser(kind, help=f"{what} for a target; a run that was stopped goes on")
             train.add_arguments(command, kind)
     return parser

@@ -14,16 +14,8 @@ from rich.table import Table
 from trtspec.errors import ConfigError, DependencyError
 from trtspec.train.head import HeadOptions
 from trtspec.train.plot import plot_metrics
-from trtspec.train.run import KINDS, train_head
-
-WHAT = {
-    "eagle3": "an EAGLE3 head",
-    "eagle": "a head of the original EAGLE",
-    "medusa": "Medusa heads",
-    "mlp_speculator": "an MLP speculator",
-    "mtp": "MTP modules (a whole checkpoint with them, in MiMo's layout)",
-}
-"""Kind of draft -> what its command makes, for --help."""
+from trtspec.train.run import KINDS as KINDS
+from trtspec.train.run import train_head
 
 OPTIONS: dict[str, tuple[type, str]] = {
     "draft_vocab_size": (int, "token ids the head can say, the most frequent ones (default: all)"),

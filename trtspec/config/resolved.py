@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.modes import SpeculativeDecodingMode
 
 
@@ -23,23 +22,24 @@ class TargetInfo:
     max_batch_size: int
     max_num_tokens: int | None = None  # rows per step; None: no limit beyond max_batch_size
     tensor_parallel_size: int = 1
-    n_predict: int | None = None  # MTP layers in the target's own checkpoint
     quantization: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftInfo:
-    """What resolution needs to know of a draft checkpoint. vocab_size, max_model_len: None = as the target's, as of a
-    head that has none of its own. n_predict: layers or heads that draft one token each."""
+    """What resolution needs to know of a draft checkpoint, and what its room found in its config.json.
 
-    model_type: str
+    vocab_size, max_model_len: None = as the target's, as of a head that has none of its own. n_predict: layers or heads
+    that draft one token each. checkpoint: a ModelConfig where it is described like a decoder.
+    """
+
+    method: str  # that it is for
     vocab_size: int | None = None
     max_model_len: int | None = None
     n_predict: int | None = None
-    is_eagle: bool = False  # by its architecture
-    is_eagle3: bool = False  # likewise
     capture_layers: tuple[int, ...] | None = None  # "after layer i", where the checkpoint says
     mask_token_id: int | None = None  # for parallel drafting, where the checkpoint says
+    checkpoint: CheckpointConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,31 +49,16 @@ class ResolvedSpeculation:
     mode: SpeculativeDecodingMode
     method: str
     num_speculative_tokens: int  # K
-    model: str | None  # draft checkpoint; the target's for its own MTP layers; the method's name for ngram
+    model: str | None  # draft checkpoint; the target's for its own MTP layers
     max_model_len: int  # drafts end before it; a model drafts nothing for a request whose length + K exceeds it
     quantization: str | None
     enforce_eager: bool | None
     draft_tensor_parallel_size: int
-    prompt_lookup_min: int
-    prompt_lookup_max: int
-    prompt_lookup_latest: bool
-    is_public_pool: bool | None  # None: no pool
-    is_keep_all: bool
-    ngram_pool_size: int  # matches
-    suffix_decoding_max_tree_depth: int  # tokens
-    suffix_decoding_max_cached_requests: int
-    suffix_decoding_max_spec_factor: float
-    suffix_decoding_min_token_prob: float
     speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; a chain of K
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
-    use_heterogeneous_vocab: bool  # the draft has a tokenizer of its own
     capture_layers: tuple[int, ...]  # "after layer i"; empty where nothing is captured
     mask_token_id: int | None  # of parallel drafting; None also where nothing is known of the draft
-    drafter: Any
-    # SAVE_HIDDEN_STATES: folder, finished requests per file, how file names begin
-    output_directory: str | None
-    write_interval: int
-    file_prefix: str
+    options: Any  # what the method alone takes: a methods.options.MethodOptions of its room
     # inputs of draft_len_for_batch
     disable_by_batch_size: int | None
     draft_len_schedule: tuple[tuple[int, int], ...] | None
@@ -91,20 +76,6 @@ class ResolvedSpeculation:
     def num_extra_kv_tokens(self) -> int:
         """KV rows the draft passes after the first may write beyond those."""
         return max(self.num_speculative_tokens - 1, 0)
-
-    def compute_hash(self) -> str:
-        """Hex digest of what changes the compiled graphs; equal for equal graphs whatever the weights and gates."""
-        graph = [
-            self.mode.name,
-            self.num_speculative_tokens,
-            self.speculative_token_tree,
-            self.draft_sample_method,
-            self.use_heterogeneous_vocab,
-            self.capture_layers,
-            self.mask_token_id,
-            self.draft_tensor_parallel_size,
-        ]
-        return hashlib.sha256(json.dumps(graph).encode()).hexdigest()
 
 
 def draft_len_for_batch(resolved: ResolvedSpeculation, num_requests: int) -> int:

@@ -6,9 +6,7 @@ resolve.py.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
 import re
 import warnings
@@ -223,22 +221,6 @@ class SpeculativeConfig(StrictConfig):
         if self.num_speculative_tokens is not None:
             check_against_k(self, self.num_speculative_tokens)
         return self
-
-    def compute_hash(self) -> str:
-        """Hex digest of what changes the compiled graphs. Weights, gates and n-gram settings do not."""
-        graph = {
-            "method": self.method,
-            "one_engine": self.one_engine,
-            "vanilla": self.vanilla,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "speculative_token_tree": self.speculative_token_tree,
-            "rejection_sample_method": self.rejection_sample_method,
-            "draft_sample_method": self.draft_sample_method,
-            "parallel_drafting": self.parallel_drafting,
-            "use_heterogeneous_vocab": self.use_heterogeneous_vocab,
-            "capture_layers": self.capture_layers,
-        }
-        return hashlib.sha256(json.dumps(graph, sort_keys=True).encode()).hexdigest()
 
     def __repr__(self) -> str:
         model = None if self.method in ("ngram", "suffix") else self.model

@@ -9,7 +9,7 @@ from typing import Any
 from trtspec.config.resolved import DraftInfo, scheduled_draft_len
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
-from trtspec.methods.resolve import WITHOUT_CHECKPOINT, check_fields, method_and_model
+from trtspec.methods.resolve import check_fields, choose
 from trtspec.modes import MODE_OF
 
 GATES = ("disable_by_batch_size", "draft_len_schedule", "num_speculative_tokens_per_batch_size", "max_concurrency")
@@ -34,10 +34,10 @@ class Account:
     def __init__(self, config: SpeculativeConfig, draft: DraftInfo | None) -> None:
         """Raises ConfigError for what trtspec refuses too: no model, fields that mean nothing to the method."""
         self.config, self.draft = config, draft
-        method, model = method_and_model(config, None, draft)
-        check_fields(config, method)
-        self.method = method
-        self.model = None if method in WITHOUT_CHECKPOINT else model
+        row, model = choose(config, draft)
+        check_fields(config, row)
+        self.method = row.name
+        self.model = None if row.checkpoint is None else model
         self._warnings: list[FieldWarning] = []
         self._open = {field for field in type(config).model_fields if self.is_set(field)} - {"method", "model"}
 

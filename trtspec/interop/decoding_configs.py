@@ -15,6 +15,7 @@ from trtspec.config.base import JsonKey, StrictConfig, list_to_tuple, one_of, re
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import chain
 from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.modes import METHODS
 
 ADVANCED_SAMPLING_MODES = ("full", "no_topk", "no_topp", "no_topk_no_topp", "universal")
 
@@ -59,7 +60,7 @@ class DecodingBaseConfig(StrictConfig):
         fields = type(self).model_fields
         remedies = {**DecodingBaseConfig.unbuilt, **self.unbuilt}
         refuse_unbuilt(f"{name}.", dict(self), {f: ((fields[f].default,), text) for f, text in remedies.items()})
-        if not self.method:
+        if self.method not in METHODS:
             raise UnsupportedError(
                 f"{name}: decoding_type={self.decoding_type!r} is not built yet; use NGramDecodingConfig"
             )
@@ -307,9 +308,14 @@ class DFlashDecodingConfig(_ParallelDecodingConfig):
 
 
 class DSparkDecodingConfig(_ParallelDecodingConfig):
-    """DSpark. Known, not built."""
+    """DSpark: a DFlash block whose drafts know the draft before them. target_layer_ids mean "after layer i"."""
 
     decoding_type: ClassVar[str] = "DSpark"
+    method: ClassVar[str] = "dspark"
+    unbuilt: ClassVar[Mapping[str, str]] = {"mask_token_id": "leave it unset: the draft's config.json says"}
+
+    def _own_fields(self) -> dict[str, Any]:
+        return {"capture_layers": self.target_layer_ids}
 
 
 DECODING_CONFIGS: tuple[type[DecodingBaseConfig], ...] = (

@@ -23,7 +23,7 @@ from trtspec.interop.decoding_configs import (
     PARDDecodingConfig,
     SaveHiddenStatesDecodingConfig,
 )
-from trtspec.methods.resolve import lookup_sizes
+from trtspec.methods.ngram.options import lookup_sizes
 
 SERVER = "TensorRT-LLM"
 

@@ -1,7 +1,9 @@
-"""Which residual streams EAGLE3 reads. Ids mean "after layer i" everywhere inside; -1 is after the final norm."""
+"""Which of the target's residual streams a method reads. Ids mean "after layer i"; -1 is after the final norm."""
 
 from __future__ import annotations
 
+from trtspec.config.resolved import DraftInfo, TargetInfo
+from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
 
 
@@ -22,3 +24,26 @@ def capture_layers_from_vllm(ids: tuple[int, ...]) -> tuple[int, ...]:
     if any(i < 1 for i in ids):
         raise ConfigError(f"aux hidden layer ids {ids}: 0 is the embedding, which is not captured; use ids >= 1")
     return tuple(i - 1 for i in ids)
+
+
+def last_state(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> tuple[int, ...]:
+    """The states after the last norm."""
+    return (-1,)
+
+
+def chosen_layers(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> tuple[int, ...]:
+    """The user's layers, else the draft checkpoint's, else EAGLE3's default. ConfigError for layers that there are
+    not."""
+    layers = config.capture_layers
+    if layers is None and draft is not None:
+        layers = draft.capture_layers
+    if layers is None:
+        return default_capture_layers(target.num_hidden_layers)
+    if any(i >= target.num_hidden_layers for i in layers):
+        whose = "" if config.capture_layers is not None else f" of the draft model={config.model!r}"
+        raise ConfigError(
+            f"capture_layers={layers}{whose} reaches past the target's {target.num_hidden_layers} layers; use "
+            f"{'ids in' if not whose else 'the head trained for this target, or set capture_layers to ids in'} "
+            f"[-1, {target.num_hidden_layers - 1}]"
+        )
+    return layers

@@ -34,22 +34,10 @@ class DraftModel:
     draft_lens: tuple[int, ...] = ()  # of a head's chains there are, sorted; empty: any
 
 
-class DraftResources(Protocol):
-    """Handed to `from_resources` of the drafter that the mode's row names."""
+class BuildDrafter(Protocol):
+    """`of` of a class that a row of the methods' table names as what drafts in a two-engine mode."""
 
-    @property
-    def speculation(self) -> ResolvedSpeculation: ...
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Rows that one launch may have."""
+    def __call__(self, speculation: ResolvedSpeculation, model: DraftModel | None, max_num_tokens: int) -> Drafter:
+        """model: of modes that run one. max_num_tokens: rows that one launch of it may have. Raises ConfigError or
+        CapacityError."""
         ...
-
-    def draft_model(self) -> DraftModel: ...
-
-
-class BuildableDrafter(Drafter, Protocol):
-    """A drafter that a row of the modes table names."""
-
-    @classmethod
-    def from_resources(cls, resources: DraftResources) -> Drafter: ...

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import AttnMetadata, Proposal, SamplingTensors, SpecMetadata, StepInputs
-from trtspec.methods.drafter import DraftResources
+from trtspec.methods.drafter import DraftModel
 from trtspec.methods.rows import Piece, pack_rows
 from trtspec.protocols import DraftRequest, Executable
 
@@ -26,10 +27,10 @@ class HeadDrafter:
         self.draft_lens = draft_lens  # sorted lengths of chain that `head` can run; empty: any
 
     @classmethod
-    def from_resources(cls, resources: DraftResources) -> HeadDrafter:
-        """See base.BuildableDrafter."""
-        model = resources.draft_model()
-        return cls(model.executable, resources.max_num_tokens, model.draft_lens)
+    def of(cls, speculation: ResolvedSpeculation, model: DraftModel | None, max_num_tokens: int) -> HeadDrafter:
+        """Of the head that was loaded."""
+        assert model is not None
+        return cls(model.executable, max_num_tokens, model.draft_lens)
 
     def forget(self, request_id: int) -> None:
         """Nothing is kept outside the cache."""

@@ -29,7 +29,6 @@ from trtspec.core import (
 from trtspec.methods.chain import ChainState, draft_chain
 from trtspec.methods.head import DraftHead
 from trtspec.models.attention import PagedAttend
-from trtspec.models.decoder import Decoder
 from trtspec.ops import process_logits, spec_accept, spec_sample
 from trtspec.verify.strict import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, get_force_num_accepted_tokens
 
@@ -37,7 +36,6 @@ __all__ = [
     "FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR",
     "GuidedDecoder",
     "SpecWorker",
-    "WorkerResources",
     "draw",
     "draw_drafts",
     "get_force_num_accepted_tokens",
@@ -74,12 +72,10 @@ class SpecWorker(nn.Module):
         self.guided_decoder: GuidedDecoder | None = None
 
     @classmethod
-    def from_resources(cls, resources: WorkerResources, target: Decoder) -> Self:
-        """The worker of the mode's head, as speculation was resolved."""
-        speculation = resources.speculation
+    def of(cls, head: DraftHead, speculation: ResolvedSpeculation) -> Self:
+        """A worker of this head, as speculation was resolved."""
         greedy = speculation.draft_sample_method == "greedy"
-        K = speculation.num_speculative_tokens
-        return cls(resources.load_head(target), K, speculation.capture_layers, greedy)
+        return cls(head, speculation.num_speculative_tokens, speculation.capture_layers, greedy)
 
     # -- the passes of the head ---------------------------------------------------------------------------------------
 
@@ -256,17 +252,6 @@ class SpecWorker(nn.Module):
             next_new_tokens=empty(B, K + 1),
             next_kv_lens=inputs.attn.kv_lens,
         )
-
-
-class WorkerResources(Protocol):
-    """Handed to `from_resources` of the worker that the mode's row names."""
-
-    @property
-    def speculation(self) -> ResolvedSpeculation: ...
-
-    def load_head(self, target: Decoder) -> DraftHead:
-        """What the mode's row loads as the head of `target`."""
-        ...
 
 
 def draw(

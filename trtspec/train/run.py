@@ -9,11 +9,7 @@ import torch
 
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, ConfigError
-from trtspec.methods.eagle.train import EagleOptions
-from trtspec.methods.eagle3.train import Eagle3Options
-from trtspec.methods.medusa.train import MedusaOptions
-from trtspec.methods.mlp_speculator.train import MLPSpeculatorOptions
-from trtspec.methods.mtp.train import MtpOptions
+from trtspec.methods.table import METHODS
 from trtspec.models.weights import DTYPES, load_decoder
 from trtspec.train.chains import chain_acceptance
 from trtspec.train.checkpoint import write_atomically
@@ -26,7 +22,7 @@ from trtspec.train.trainer import Source, Stage, Trainer
 from trtspec.train.unrolled import HeadLoss
 
 KINDS: dict[str, type[HeadOptions]] = {
-    kind.method: kind for kind in (Eagle3Options, EagleOptions, MedusaOptions, MLPSpeculatorOptions, MtpOptions)
+    name: row.trainer.open() for name, row in METHODS.items() if row.trainer is not None
 }
 """Method -> the heads that can be trained for it."""
 

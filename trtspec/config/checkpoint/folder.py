@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trtspec.config.checkpoint.eagle_wrapper import unwrapped
 from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.config.checkpoint.reader import Reader, read_json
 from trtspec.errors import CheckpointError, UnsupportedError
@@ -34,8 +35,14 @@ def read_checkpoint(path: str | os.PathLike[str], role: str) -> CheckpointConfig
         path=Path(path),
         model_type=read.string("model_type", ""),
         raw=read.data,
-        quantization=checkpoint_quantization(read),
+        quantization=checkpoint_quantization(unwrapped(read)),
     )
+
+
+def architecture_of(checkpoint: CheckpointConfig) -> str:
+    """The first of its architectures, "" where config.json names none."""
+    names = checkpoint.raw.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def checkpoint_reader(path: str | os.PathLike[str], role: str) -> Reader:

@@ -11,11 +11,10 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from trtspec.config.checkpoint.eagle_wrapper import unwrapped
-from trtspec.config.checkpoint.folder import CheckpointConfig, checkpoint_quantization, checkpoint_reader
+from trtspec.config.checkpoint.folder import CheckpointConfig, read_checkpoint
 from trtspec.config.checkpoint.reader import Reader, read_json, short
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -80,12 +79,18 @@ class ModelConfig(CheckpointConfig):
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str], role: str = "target") -> ModelConfig:
-        """Reads `path`; `role` ("target", "draft") is what errors call this model.
+        """Reads `path`; `role` ("target", "draft") is what errors call this model. See `of`."""
+        return cls.of(read_checkpoint(path, role), role)
+
+    @classmethod
+    def of(cls, checkpoint: CheckpointConfig, role: str = "target") -> ModelConfig:
+        """A checkpoint whose config.json has been read, as a decoder's; generation_config.json is read here.
 
         Raises CheckpointError for a missing or damaged file and for missing or ill-typed fields, UnsupportedError for
         what we know but have not built (rope type, activation, kind of quantised weights).
         """
-        folder, read = Path(path), unwrapped(checkpoint_reader(path, role))
+        folder = checkpoint.path
+        read = unwrapped(Reader(dict(checkpoint.raw), folder / "config.json", role))
         generation = Reader(
             read_json(folder / "generation_config.json", role, required=False), folder / "generation_config.json", role
         )
@@ -129,7 +134,7 @@ class ModelConfig(CheckpointConfig):
             pad_token_id=_token_id(read, generation, "pad_token_id"),
             generation_defaults=_generation_defaults(generation),
             raw=read.data,
-            quantization=checkpoint_quantization(read),
+            quantization=checkpoint.quantization,
         )
 
     @property

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trtspec.config.checkpoint.folder import CheckpointConfig, architecture_of
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.checkpoint.reader import Reader, short
 from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import UnsupportedError
-from trtspec.methods.parallel.checkpoint import mask_token_id
+from trtspec.methods.mask_token import mask_token_id
 
 DFLASH = "dflash"
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
@@ -65,20 +67,29 @@ class DFlashFacts:
         mask = own.integer("mask_token_id") if own.get("mask_token_id") is not None else mask_token_id(config)
         return cls(_layer_ids(own), read.optional_positive_int("num_target_layers"), mask, size)
 
-    def info(self, config: ModelConfig) -> DraftInfo:
-        """For resolution."""
-        return DraftInfo(
-            model_type=DFLASH,
-            vocab_size=config.vocab_size,
-            max_model_len=config.max_seq_len,
-            n_predict=self.block_size - 1,
-            capture_layers=self.target_layer_ids,
-            mask_token_id=self.mask_token_id,
-        )
-
 
 def _layer_ids(read: Reader) -> tuple[int, ...]:
     ids = read.get("target_layer_ids")
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
         raise read.error("target_layer_ids", f"= {short(ids)} is not a list of layer numbers >= 0; correct config.json")
     return tuple(ids)
+
+
+def recognises(checkpoint: CheckpointConfig) -> bool:
+    """Whether it says that it is a DFlash draft."""
+    return architecture_of(checkpoint) == DFLASH_ARCHITECTURE
+
+
+def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
+    """What resolution needs to know of it. Raises as DFlashFacts.of does."""
+    model = ModelConfig.of(checkpoint, "draft")
+    facts = DFlashFacts.of(model)
+    return DraftInfo(
+        method=DFLASH,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_seq_len,
+        n_predict=facts.block_size - 1,
+        capture_layers=facts.target_layer_ids,
+        mask_token_id=facts.mask_token_id,
+        checkpoint=model,
+    )

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from trtspec.errors import UnsupportedError
+from trtspec.methods.eagle.checkpoint import EagleFacts
 from trtspec.methods.eagle.head import EagleHead, EagleSpec
-from trtspec.methods.eagle3.checkpoint import EagleFacts
 from trtspec.methods.head_weights import HeadSource, HeadWeights
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import Slot, layer_slots

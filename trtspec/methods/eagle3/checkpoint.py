@@ -1,4 +1,4 @@
-"""What the config.json of an EAGLE or EAGLE3 head says beyond a decoder's: the public layouts, in their spellings."""
+"""What the config.json of an EAGLE3 head says beyond a decoder's: the public layouts, in their spellings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trtspec.config.checkpoint.folder import CheckpointConfig, architecture_of
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.errors import CheckpointError, UnsupportedError
+from trtspec.config.resolved import DraftInfo, TargetInfo
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
 from trtspec.methods.capture import capture_layers_from_vllm
+from trtspec.methods.mask_token import mask_token_id
 
+EAGLE3 = "eagle3"
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3ForCausalLMEagle3")
 
 # What vLLM calls heads for parallel drafting; others of them have a name of the above.
 P_EAGLE_ARCHITECTURES = ("PeagleLlamaForCausalLM",)
+
+# Targets whose residual stream is known to be captured as EAGLE3 drafts expect.
+EAGLE3_TARGETS = ("llama", "qwen", "minicpm", "gpt_oss")
 
 # eagle_config switches whose other value is a head we do not run
 _FIXED = {
@@ -25,38 +33,6 @@ _FIXED = {
 }
 # norms before `fc`, which config.json speaks of at its top or in eagle_config
 _NORMS_OF_STATES = ("norm_before_fc", "fc_norm")
-
-
-@dataclass(frozen=True)
-class EagleFacts:
-    """Of a head of the original EAGLE. fc_bias: whether `fc` has a bias, None where config.json does not say; those who
-    published the first heads then built one with a bias."""
-
-    fc_bias: bool | None
-
-    @staticmethod
-    def is_named_in(config: ModelConfig) -> bool:
-        """Whether its architecture says that it is such a head. Most public ones call themselves plain decoders."""
-        return config.architecture.startswith("Eagle") and config.architecture not in EAGLE3_ARCHITECTURES
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> EagleFacts:
-        """Raises UnsupportedError for heads of another kind, CheckpointError for fields that make no sense."""
-        if config.architecture in EAGLE3_ARCHITECTURES:
-            raise UnsupportedError(
-                f"draft model {config.path}: architecture {config.architecture!r} is an EAGLE3 head, method='eagle' "
-                "runs those of the original EAGLE; use method='eagle3'"
-            )
-        _refuse_quantised(config, "EAGLE")
-        for name, only in (("truncated_vocab_size", config.vocab_size), ("logit_scale", 1)):
-            if config.raw.get(name) not in (None, only):
-                raise UnsupportedError(
-                    f"draft model {config.path}: {name} = {config.raw[name]!r} is not built; only {only} is"
-                )
-        for name in ("eagle_fc_bias", "bias"):  # vLLM's word, and the original's
-            if config.raw.get(name) is not None:
-                return cls(_switch(config, config.raw, name))
-        return cls(None)
 
 
 @dataclass(frozen=True)
@@ -79,7 +55,7 @@ class Eagle3Facts:
                 f"draft model {config.path}: architecture {config.architecture!r} is no EAGLE3 head we run; supported: "
                 f"{', '.join(supported)}{remedy}"
             )
-        _refuse_quantised(config, "EAGLE3")
+        refuse_quantised(config, "EAGLE3")
         raw, nested = config.raw, _nested(config)
         if config.num_layers != 1 and not parallel:
             raise UnsupportedError(
@@ -106,12 +82,12 @@ class Eagle3Facts:
         return cls(
             target_hidden_size=_positive(config, raw, "target_hidden_size", config.hidden_size),
             draft_vocab_size=size,
-            norm_before_residual=_switch(config, raw, "norm_before_residual"),
+            norm_before_residual=switch(config, raw, "norm_before_residual"),
             capture_layers=_capture_layers(config, nested),
         )
 
 
-def _refuse_quantised(config: ModelConfig, kind: str) -> None:
+def refuse_quantised(config: ModelConfig, kind: str) -> None:
     if config.quantization is not None:
         raise UnsupportedError(
             f"draft model {config.path}: {kind} heads of quantised weights ({config.quantization}) are not supported; "
@@ -147,8 +123,35 @@ def _positive(config: ModelConfig, raw: Mapping[str, Any], name: str, default: i
     return value
 
 
-def _switch(config: ModelConfig, raw: Mapping[str, Any], name: str) -> bool:
+def switch(config: ModelConfig, raw: Mapping[str, Any], name: str) -> bool:
     value = raw.get(name, False)
     if type(value) is not bool:
         raise CheckpointError(f"draft model {config.path}: {name} = {value!r} is not true or false; correct it")
     return value
+
+
+def recognises(checkpoint: CheckpointConfig) -> bool:
+    """Whether its architecture is an EAGLE3 or P-EAGLE head's."""
+    return architecture_of(checkpoint) in (*EAGLE3_ARCHITECTURES, *P_EAGLE_ARCHITECTURES)
+
+
+def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
+    """What resolution needs to know of it. Raises as Eagle3Facts.of does."""
+    model, parallel = ModelConfig.of(checkpoint, "draft"), config.parallel_drafting
+    return DraftInfo(
+        method=EAGLE3,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_seq_len,
+        capture_layers=Eagle3Facts.of(model, parallel).capture_layers,
+        mask_token_id=mask_token_id(model) if parallel else None,
+        checkpoint=model,
+    )
+
+
+def check_target(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> None:
+    """ConfigError for a target whose states no EAGLE3 head reads."""
+    if not any(kind in target.model_type for kind in EAGLE3_TARGETS):
+        raise ConfigError(
+            f"method='eagle3' with a target of model_type={target.model_type!r}; use a target of "
+            + ", ".join(EAGLE3_TARGETS)
+        )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from trtspec.config.checkpoint.folder import CheckpointConfig, head_reader
 from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculative import SpeculativeConfig
 
 MEDUSA = "medusa"
 
@@ -47,7 +48,13 @@ class MedusaFacts:
             logit_scale=read.number("logit_scale", 1.0, minimum=0.0),
         )
 
-    @property
-    def info(self) -> DraftInfo:
-        """For resolution."""
-        return DraftInfo(model_type=MEDUSA, vocab_size=self.vocab_size, n_predict=self.num_heads)
+
+def recognises(checkpoint: CheckpointConfig) -> bool:
+    """Whether it says that it is a set of Medusa heads."""
+    return checkpoint.model_type == MEDUSA or (not checkpoint.model_type and "medusa_num_heads" in checkpoint.raw)
+
+
+def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
+    """What resolution needs to know of it. Raises as MedusaFacts.of does."""
+    facts = MedusaFacts.of(checkpoint)
+    return DraftInfo(method=MEDUSA, vocab_size=facts.vocab_size, n_predict=facts.num_heads, checkpoint=checkpoint)

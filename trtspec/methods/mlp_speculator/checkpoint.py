@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from trtspec.config.checkpoint.folder import CheckpointConfig, head_reader
 from trtspec.config.checkpoint.reader import short
 from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculative import SpeculativeConfig
 
 MLP_SPECULATOR = "mlp_speculator"
 
@@ -49,7 +50,15 @@ class MLPSpeculatorFacts:
             scale_input=read.boolean("scale_input", False),
         )
 
-    @property
-    def info(self) -> DraftInfo:
-        """For resolution."""
-        return DraftInfo(model_type=MLP_SPECULATOR, vocab_size=self.vocab_size, n_predict=self.n_predict)
+
+def recognises(checkpoint: CheckpointConfig) -> bool:
+    """Whether it says that it is an MLP speculator."""
+    return checkpoint.model_type == MLP_SPECULATOR
+
+
+def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
+    """What resolution needs to know of it. Raises as MLPSpeculatorFacts.of does."""
+    facts = MLPSpeculatorFacts.of(checkpoint)
+    return DraftInfo(
+        method=MLP_SPECULATOR, vocab_size=facts.vocab_size, n_predict=facts.n_predict, checkpoint=checkpoint
+    )

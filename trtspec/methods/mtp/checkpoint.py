@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtspec.config.checkpoint.folder import CheckpointConfig
+from trtspec.config.resolved import DraftInfo, TargetInfo
+from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
+
+MTP = "mtp"
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ MTP_TARGETS: dict[str, MtpRow] = {
 
 
 def mtp_layers(config: Mapping[str, Any]) -> int | None:
-    """Number of MTP layers a target's config.json announces (TargetInfo.n_predict); None if it has none."""
+    """Number of MTP layers a target's config.json announces (DraftInfo.n_predict); None if it has none."""
     row = MTP_TARGETS.get(str(config.get("model_type")))
     return None if row is None else config.get(row.key, row.default) or None
 
@@ -82,6 +87,22 @@ def mtp_capture_layers(model_type: str, num_hidden_layers: int) -> tuple[int, ..
     """What the modules of such a target read of it, "after layer i", -1 = after its last norm."""
     row = MTP_TARGETS.get(model_type)
     return (num_hidden_layers - 1,) if row is not None and row.family is not None and row.family.before_norm else (-1,)
+
+
+def recognises(checkpoint: CheckpointConfig) -> bool:
+    """Whether its family has MTP layers, or it is such layers alone."""
+    return checkpoint.model_type in MTP_TARGETS or checkpoint.model_type.endswith("_mtp")
+
+
+def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
+    """What resolution needs to know of the modules in a target's checkpoint. Raises as require_mtp does."""
+    _, count = require_mtp(checkpoint.raw, checkpoint.path)
+    return DraftInfo(method=MTP, n_predict=count)
+
+
+def capture_layers(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> tuple[int, ...]:
+    """As the target's family has it."""
+    return mtp_capture_layers(target.model_type, target.num_hidden_layers)
 
 
 def require_mtp(config: Mapping[str, Any], folder: Path) -> tuple[MtpFamily, int]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import Proposal
-from trtspec.methods.drafter import DraftResources
+from trtspec.methods.drafter import DraftModel
 from trtspec.methods.history import TokenHistory, proposal_of
+from trtspec.methods.ngram.options import NGramOptions
 from trtspec.methods.ngram.pool import NGramPoolDrafter
 from trtspec.protocols import Drafter, DraftRequest
 
@@ -25,12 +28,12 @@ class NGramDrafter:
         self._history = TokenHistory()
 
     @classmethod
-    def from_resources(cls, resources: DraftResources) -> Drafter:
-        """See base.BuildableDrafter. A pool, where the settings ask for one, has a drafter of its own."""
-        spec = resources.speculation
-        if spec.is_public_pool is not None:
-            return NGramPoolDrafter.from_resources(resources)
-        return cls(spec.prompt_lookup_min, spec.prompt_lookup_max, spec.prompt_lookup_latest)
+    def of(cls, speculation: ResolvedSpeculation, model: DraftModel | None = None, max_num_tokens: int = 0) -> Drafter:
+        """As the settings say. A pool, where they ask for one, has a drafter of its own."""
+        options = cast("NGramOptions", speculation.options)
+        if options.is_public_pool is not None:
+            return NGramPoolDrafter.of(options, speculation.num_speculative_tokens)
+        return cls(options.prompt_lookup_min, options.prompt_lookup_max, options.prompt_lookup_latest)
 
     def forget(self, request_id: int) -> None:
         """Drop the copy of the request's tokens."""

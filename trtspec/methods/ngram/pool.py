@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from trtspec.core import Proposal
-from trtspec.methods.drafter import DraftResources
 from trtspec.methods.history import proposal_of
+from trtspec.methods.ngram.options import NGramOptions
 from trtspec.protocols import DraftRequest
 
 Tokens = tuple[int, ...]
@@ -85,17 +85,16 @@ class NGramPoolDrafter:
         self._scanned: dict[int, int] = {}  # request id -> where its next scan begins
 
     @classmethod
-    def from_resources(cls, resources: DraftResources) -> NGramPoolDrafter:
-        """See base.BuildableDrafter."""
-        spec = resources.speculation
+    def of(cls, options: NGramOptions, num_drafts: int) -> NGramPoolDrafter:
+        """As the settings say, for `num_drafts` drafts a step."""
         return cls(
-            spec.prompt_lookup_min,
-            spec.prompt_lookup_max,
-            spec.num_speculative_tokens,
-            oldest=not spec.prompt_lookup_latest,
-            keep_all=spec.is_keep_all,
-            public=bool(spec.is_public_pool),
-            size=spec.ngram_pool_size,
+            options.prompt_lookup_min,
+            options.prompt_lookup_max,
+            num_drafts,
+            oldest=not options.prompt_lookup_latest,
+            keep_all=options.is_keep_all,
+            public=bool(options.is_public_pool),
+            size=options.ngram_pool_size,
         )
 
     def forget(self, request_id: int) -> None:

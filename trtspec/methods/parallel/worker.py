@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
 from trtspec.methods.eagle3.head import Eagle3Head
 from trtspec.methods.head import DraftHead
-from trtspec.methods.worker import SpecWorker, WorkerResources
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import PagedAttend
-from trtspec.models.decoder import Decoder
 
 
 class MaskWorker(SpecWorker):
@@ -52,12 +52,11 @@ class MaskWorker(SpecWorker):
         self.mask_token_id = mask_token_id
 
     @classmethod
-    def from_resources(cls, resources: WorkerResources, target: Decoder) -> Self:
+    def of(cls, head: DraftHead, speculation: ResolvedSpeculation) -> Self:
         """See SpecWorker."""
-        speculation = resources.speculation
         assert speculation.mask_token_id is not None
         return cls(
-            resources.load_head(target),
+            head,
             speculation.num_speculative_tokens,
             speculation.capture_layers,
             speculation.draft_sample_method == "greedy",

@@ -26,15 +26,17 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import Proposal
 from trtspec.errors import CapacityError
-from trtspec.methods.drafter import DraftResources
+from trtspec.methods.drafter import DraftModel
 from trtspec.methods.history import TokenHistory, proposal_of
+from trtspec.methods.suffix.options import SuffixOptions
 from trtspec.methods.suffix.tree import END, Guess, SuffixTree
 from trtspec.protocols import DraftRequest
 
@@ -56,10 +58,13 @@ class SuffixDrafter:
         self._absorbing = self._arrivals()
 
     @classmethod
-    def from_resources(cls, resources: DraftResources) -> SuffixDrafter:
-        """See base.BuildableDrafter. CapacityError where there is no memory for the tree."""
-        spec, cached = resources.speculation, resources.speculation.suffix_decoding_max_cached_requests
-        depth = min(spec.suffix_decoding_max_tree_depth, spec.max_model_len)  # no text is longer
+    def of(
+        cls, speculation: ResolvedSpeculation, model: DraftModel | None = None, max_num_tokens: int = 0
+    ) -> SuffixDrafter:
+        """As the settings say. CapacityError where there is no memory for the tree."""
+        options = cast("SuffixOptions", speculation.options)
+        cached = options.suffix_decoding_max_cached_requests
+        depth = min(options.suffix_decoding_max_tree_depth, speculation.max_model_len)  # no text is longer
         try:
             tree = SuffixTree(depth, cached, cached * TOKENS_PER_RESPONSE) if cached else None
         except MemoryError as error:
@@ -67,7 +72,7 @@ class SuffixDrafter:
                 f"suffix_decoding_max_cached_requests={cached}: there is no memory for so many responses of "
                 f"{TOKENS_PER_RESPONSE} tokens; lower it"
             ) from error
-        return cls(depth, tree, spec.suffix_decoding_max_spec_factor, spec.suffix_decoding_min_token_prob)
+        return cls(depth, tree, options.suffix_decoding_max_spec_factor, options.suffix_decoding_min_token_prob)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """See protocols.Drafter."""

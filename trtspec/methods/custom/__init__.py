@@ -1,0 +1,1 @@
+"""A drafter of the user's own."""

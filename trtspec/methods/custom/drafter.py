@@ -1,0 +1,38 @@
+"""A drafter of the user's own, as a name, a class or an object."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.errors import ConfigError, TrtSpecError
+from trtspec.methods.custom.options import CustomOptions
+from trtspec.methods.drafter import DraftModel
+from trtspec.methods.table import Ref
+from trtspec.protocols import Drafter
+
+
+class CustomDrafter:
+    """Where the user's drafter comes from."""
+
+    @staticmethod
+    def of(speculation: ResolvedSpeculation, model: DraftModel | None = None, max_num_tokens: int = 0) -> Drafter:
+        """From "package.module:Class", a class, or an object; ConfigError if it is no drafter, or its own code
+        fails."""
+        own = cast("CustomOptions", speculation.options).drafter
+        try:
+            found: Any = Ref(own).open() if isinstance(own, str) else own
+            drafter = found() if isinstance(found, type) else found
+        except TrtSpecError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"drafter={own!r} cannot be made ({type(error).__name__}: {error}); correct it, or give the object "
+                "itself: a class is called without arguments"
+            ) from error
+        missing = [name for name in ("propose", "forget") if not callable(getattr(drafter, name, None))]
+        if missing:
+            raise ConfigError(
+                f"drafter={found!r} has no {' and no '.join(missing)}; give it the methods of protocols.Drafter"
+            )
+        return cast(Drafter, drafter)

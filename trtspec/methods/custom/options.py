@@ -1,0 +1,15 @@
+"""Which drafter the user brings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trtspec.methods.options import MethodOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomOptions(MethodOptions):
+    """drafter: "package.module:Class", a class, or an object with the methods of protocols.Drafter."""
+
+    drafter: Any

@@ -1,0 +1,92 @@
+"""A smaller model that drafts next to the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.core import AttnMetadata, Proposal, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.methods.chain import run_chain
+from trtspec.methods.drafter import CHAIN_ROWS, ChainExecutable, DraftModel
+from trtspec.methods.rows import pack_rows
+from trtspec.protocols import DraftRequest, Executable
+
+
+class ChainDrafter:
+    """Drafts with a smaller model whose KV lives under the target's block ids. It speaks the target's ids: if its own
+    are others, that is for the model to know (methods.draft_model.translated).
+
+    The first pass covers all known tokens whose draft KV is missing: the whole prompt at first, later the last one or
+    two tokens, or everything since speculation last ran. It draws the first draft; each further pass feeds the previous
+    draft back. Draws use the request's own sampling and noise, so that target and draft agree as often as they can;
+    `greedy` takes the arg-max instead. With `chain`, the same passes are one launch.
+    """
+
+    def __init__(
+        self, model: Executable, max_num_tokens: int, greedy: bool = False, chain: ChainExecutable | None = None
+    ) -> None:
+        self.model = model
+        self.max_num_tokens = max_num_tokens
+        self.greedy = greedy
+        self.chain = chain
+
+    @classmethod
+    def of(cls, speculation: ResolvedSpeculation, model: DraftModel | None, max_num_tokens: int) -> ChainDrafter:
+        """Of the draft model that was loaded."""
+        assert model is not None
+        greedy = speculation.draft_sample_method == "greedy"
+        return cls(model.executable, max_num_tokens, greedy, model.chain)
+
+    def forget(self, request_id: int) -> None:
+        """Nothing is kept outside the cache."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        """See protocols.Drafter."""
+        # A request that wants fewer than K runs along: what it writes past its blocks lands in scratch.
+        K = max(request.max_draft_len for request in requests)
+        drafts = self._in_one_launch(requests, K)
+        if drafts is None:
+            drafts = self._pass_by_pass(requests, K)
+        draft_lens = torch.tensor([request.max_draft_len for request in requests], dtype=torch.int32)
+        known = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int32)
+        return Proposal(drafts, draft_lens, draft_kv_lens=known + draft_lens - 1)  # the last draft was never fed back
+
+    def _in_one_launch(self, requests: Sequence[DraftRequest], num_tokens: int) -> Tensor | None:
+        """The drafts [B, K], None where there is no launch for these. What is missing before its rows is read in first:
+        a prompt, or what was said while nobody speculated."""
+        lens = [len(request.tokens) for request in requests]
+        if self.chain is None or min(lens) < CHAIN_ROWS:
+            return None
+        self._read_in(requests, [length - CHAIN_ROWS for length in lens])
+        inputs = self._inputs(requests, [CHAIN_ROWS] * len(requests), lens)
+        ids = [token for request in requests for token in request.tokens[-CHAIN_ROWS:]]
+        return self.chain.run_chain(replace(inputs, input_ids=torch.tensor(ids)), num_tokens)
+
+    def _pass_by_pass(self, requests: Sequence[DraftRequest], num_tokens: int) -> Tensor:
+        """The drafts, [B, K]."""
+        lens = [len(request.tokens) for request in requests]
+        first = self._read_in(requests, lens)
+        inputs = self._inputs(requests, [1] * len(requests), lens)
+        return run_chain(lambda inputs: self.model.run(inputs).tokens, inputs, num_tokens, first)
+
+    def _read_in(self, requests: Sequence[DraftRequest], ends: Sequence[int]) -> Tensor:
+        """Bring every request's draft KV up to `ends` and draw there, [B] int64; anything where it is there already."""
+        first = torch.empty(len(requests), dtype=torch.int64)
+        for pieces in pack_rows([request.draft_kv_len for request in requests], ends, self.max_num_tokens):
+            owners = [requests[b] for b, _, _ in pieces]
+            ids = [token for b, start, end in pieces for token in requests[b].tokens[start:end]]
+            inputs = self._inputs(owners, [end - start for _, start, end in pieces], [end for _, _, end in pieces])
+            # A piece that ends before its request does draws too, and is overwritten by the request's last piece.
+            first[[b for b, _, _ in pieces]] = self.model.run(replace(inputs, input_ids=torch.tensor(ids))).tokens
+        return first
+
+    def _inputs(self, requests: Sequence[DraftRequest], q_lens: list[int], kv_lens: list[int]) -> StepInputs:
+        """Rows up to kv_lens[b], drawing token kv_lens[b] of each request; input ids are left to the caller."""
+        rows = [replace(r.sampling, greedy=True, temperature=0.0) if self.greedy else r.sampling for r in requests]
+        attn = AttnMetadata.of(q_lens, kv_lens, [request.block_table for request in requests])
+        spec = SpecMetadata.plain([r.request_id for r in requests], attn, SamplingTensors.of(rows, kv_lens))
+        return StepInputs(torch.empty(0, dtype=torch.int64), attn, spec)

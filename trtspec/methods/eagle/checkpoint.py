@@ -1,0 +1,53 @@
+"""What the config.json of a head of the original EAGLE says beyond a decoder's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtspec.config.checkpoint.folder import CheckpointConfig, architecture_of
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.errors import UnsupportedError
+from trtspec.methods.eagle3.checkpoint import EAGLE3_ARCHITECTURES, refuse_quantised, switch
+
+EAGLE = "eagle"
+
+
+@dataclass(frozen=True)
+class EagleFacts:
+    """Of a head of the original EAGLE. fc_bias: whether `fc` has a bias, None where config.json does not say; those who
+    published the first heads then built one with a bias."""
+
+    fc_bias: bool | None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> EagleFacts:
+        """Raises UnsupportedError for heads of another kind, CheckpointError for fields that make no sense."""
+        if config.architecture in EAGLE3_ARCHITECTURES:
+            raise UnsupportedError(
+                f"draft model {config.path}: architecture {config.architecture!r} is an EAGLE3 head, method='eagle' "
+                "runs those of the original EAGLE; use method='eagle3'"
+            )
+        refuse_quantised(config, "EAGLE")
+        for name, only in (("truncated_vocab_size", config.vocab_size), ("logit_scale", 1)):
+            if config.raw.get(name) not in (None, only):
+                raise UnsupportedError(
+                    f"draft model {config.path}: {name} = {config.raw[name]!r} is not built; only {only} is"
+                )
+        for name in ("eagle_fc_bias", "bias"):  # vLLM's word, and the original's
+            if config.raw.get(name) is not None:
+                return cls(switch(config, config.raw, name))
+        return cls(None)
+
+
+def recognises(checkpoint: CheckpointConfig) -> bool:
+    """Whether its architecture says that it is such a head. Most public ones call themselves plain decoders."""
+    name = architecture_of(checkpoint)
+    return name.startswith("Eagle") and name not in EAGLE3_ARCHITECTURES
+
+
+def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
+    """What resolution needs to know of it. Raises CheckpointError for fields that make no sense."""
+    model = ModelConfig.of(checkpoint, "draft")
+    return DraftInfo(method=EAGLE, vocab_size=model.vocab_size, max_model_len=model.max_seq_len, checkpoint=model)

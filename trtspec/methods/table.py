@@ -1,0 +1,234 @@
+"""One row a method: where its parts are, from what is read of its checkpoint to what trains it.
+
+A new method is a room (a folder here), a row, and a member of modes.SpeculativeDecodingMode for each way it runs. Rows
+are data. Parts are named by Refs, so that nothing is imported before it is used: resolution opens those that read
+configurations, build/ those that run, train/ the trainer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtspec.errors import ConfigError
+from trtspec.modes import SpeculativeDecodingMode
+
+
+@dataclass(frozen=True)
+class Ref:
+    """ "package.module:Name", imported when it is opened."""
+
+    path: str
+
+    def open(self) -> Any:
+        """The object. ConfigError if there is none."""
+        module, _, name = self.path.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f'{self.path!r} cannot be loaded ({error}); give "package.module:Class"') from error
+
+
+def _room(path: str) -> Ref:
+    return Ref(f"trtspec.methods.{path}")
+
+
+_LAST_STATE, _CHOSEN_LAYERS = _room("capture:last_state"), _room("capture:chosen_layers")
+_WORKER, _HEAD_DRAFTER = _room("worker:SpecWorker"), _room("head_drafter:HeadDrafter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One row. A Ref that is None: the method has no such part.
+
+    name: what users call it. needs: what a target needs for it, in a few words.
+
+    Its checkpoint: `checkpoint` is a function (CheckpointConfig, SpeculativeConfig) -> DraftInfo, and raises for what
+    it cannot run. `recognises`: (CheckpointConfig) -> bool, asked in the order of the table where the user names no
+    method; then a folder whose name has one of `folder_hints` is one of its. of_target: its layers come with the
+    target's checkpoint. bare: its checkpoint is not described like a decoder.
+
+    Its settings: `options` is a methods.options.MethodOptions, whose fields are those of SpeculativeConfig that only
+    this method takes; `takes` are further ones. `check`: (SpeculativeConfig, TargetInfo, DraftInfo | None), raises
+    ConfigError for what contradicts itself. `substitute`: (SpeculativeConfig, max_batch_size) -> another method's
+    SpeculativeConfig that runs in its place. `capture`: (SpeculativeConfig, TargetInfo, DraftInfo | None) -> the layers
+    of the target that it reads, "after layer i". one_rank: it runs on one rank, whatever the target does.
+
+    Its K: implied_draft_len is K where neither user nor checkpoint says, a number or a field's name. most_drafts: why K
+    may not exceed the checkpoint's n_predict, {n}, and what to say of that.
+
+    Its parts: `head` is a HeadWeights class; `workers` and `drafters` say what drafts in each mode; trainer: a
+    HeadOptions class, and `trains` what it makes.
+    """
+
+    name: str
+    needs: str
+    checkpoint: Ref | None = None
+    recognises: Ref | None = None
+    folder_hints: tuple[str, ...] = ()
+    of_target: bool = False
+    bare: bool = False
+    options: Ref | None = None
+    takes: tuple[str, ...] = ()
+    check: Ref | None = None
+    substitute: Ref | None = None
+    capture: Ref | None = None
+    one_rank: bool = False
+    implied_draft_len: int | str | None = None
+    most_drafts: str | None = None
+    head: Ref | None = None
+    workers: Mapping[SpeculativeDecodingMode, Ref] = field(default_factory=dict)
+    drafters: Mapping[SpeculativeDecodingMode, Ref] = field(default_factory=dict)
+    trainer: Ref | None = None
+    trains: str | None = None
+
+
+_M = SpeculativeDecodingMode
+_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max", "prompt_lookup_latest")
+_TRAINED = "that was trained for this target"
+
+METHODS: dict[str, Method] = {
+    row.name: row
+    for row in (
+        Method(
+            name="eagle",
+            needs=f"an EAGLE head {_TRAINED}",
+            checkpoint=_room("eagle.checkpoint:read"),
+            recognises=_room("eagle.checkpoint:recognises"),
+            folder_hints=("eagle-",),
+            takes=("quantization",),
+            capture=_LAST_STATE,
+            head=_room("eagle.weights:EagleWeights"),
+            workers={_M.EAGLE_ONE_MODEL: _WORKER},
+            drafters={_M.EAGLE: _HEAD_DRAFTER},
+            trainer=_room("eagle.train:EagleOptions"),
+            trains="a head of the original EAGLE",
+        ),
+        Method(
+            name="eagle3",
+            needs=f"an EAGLE3 (or, for parallel_drafting, P-EAGLE) head {_TRAINED}",
+            checkpoint=_room("eagle3.checkpoint:read"),
+            recognises=_room("eagle3.checkpoint:recognises"),
+            folder_hints=("eagle3",),
+            takes=("capture_layers", "quantization"),
+            check=_room("eagle3.checkpoint:check_target"),
+            capture=_CHOSEN_LAYERS,
+            head=_room("eagle3.weights:Eagle3Weights"),
+            workers={_M.EAGLE3_ONE_MODEL: _WORKER, _M.P_EAGLE: _room("parallel.worker:PEagleWorker")},
+            drafters={_M.EAGLE3: _HEAD_DRAFTER},
+            trainer=_room("eagle3.train:Eagle3Options"),
+            trains="an EAGLE3 head",
+        ),
+        Method(
+            name="medusa",
+            needs=f"Medusa heads {_TRAINED}",
+            checkpoint=_room("medusa.checkpoint:read"),
+            recognises=_room("medusa.checkpoint:recognises"),
+            bare=True,
+            takes=("quantization",),
+            capture=_LAST_STATE,
+            most_drafts="heads of the draft checkpoint, each of which drafts one token",
+            head=_room("medusa.weights:MedusaWeights"),
+            workers={_M.MEDUSA: _WORKER},
+            trainer=_room("medusa.train:MedusaOptions"),
+            trains="Medusa heads",
+        ),
+        Method(
+            name="mlp_speculator",
+            needs=f"an MLP speculator {_TRAINED}",
+            checkpoint=_room("mlp_speculator.checkpoint:read"),
+            recognises=_room("mlp_speculator.checkpoint:recognises"),
+            bare=True,
+            takes=("quantization",),
+            capture=_LAST_STATE,
+            one_rank=True,
+            most_drafts="heads of the draft checkpoint, each of which drafts one token",
+            head=_room("mlp_speculator.weights:MLPSpeculatorWeights"),
+            workers={_M.MLP_SPECULATOR: _WORKER},
+            trainer=_room("mlp_speculator.train:MLPSpeculatorOptions"),
+            trains="an MLP speculator",
+        ),
+        Method(
+            name="dflash",
+            needs=f"a DFlash draft {_TRAINED}",
+            checkpoint=_room("dflash.checkpoint:read"),
+            recognises=_room("dflash.checkpoint:recognises"),
+            takes=("capture_layers", "quantization"),
+            capture=_CHOSEN_LAYERS,
+            most_drafts="masks of a block (block_size - 1) that the draft was trained on",
+            head=_room("dflash.weights:DFlashWeights"),
+            workers={_M.DFLASH: _room("dflash.worker:DFlashWorker")},
+        ),
+        Method(
+            name="mtp",
+            needs="MTP layers in the target's own checkpoint",
+            checkpoint=_room("mtp.checkpoint:read"),
+            recognises=_room("mtp.checkpoint:recognises"),
+            of_target=True,
+            takes=("quantization", "vanilla"),
+            capture=_room("mtp.checkpoint:capture_layers"),
+            head=_room("mtp.weights:MtpWeights"),
+            workers={_M.MTP: _room("mtp.worker:MtpWorker"), _M.MTP_EAGLE_ONE_MODEL: _WORKER},
+            drafters={_M.MTP_EAGLE: _HEAD_DRAFTER},
+            trainer=_room("mtp.train:MtpOptions"),
+            trains="MTP modules (a whole checkpoint with them, in MiMo's layout)",
+        ),
+        Method(
+            name="ngram",
+            needs="nothing",
+            options=_room("ngram.options:NGramOptions"),
+            drafters={_M.NGRAM: _room("ngram.drafter:NGramDrafter")},
+        ),
+        Method(
+            name="suffix",
+            needs="nothing",
+            options=_room("suffix.options:SuffixOptions"),
+            implied_draft_len="suffix_decoding_max_tree_depth",
+            drafters={_M.SUFFIX: _room("suffix.drafter:SuffixDrafter")},
+        ),
+        Method(
+            name="auto",
+            needs="nothing: n-gram lookup with lengths chosen by batch size",
+            takes=_LOOKUP,
+            substitute=_room("ngram.options:suggest"),
+        ),
+        Method(
+            name="extract_hidden_states",
+            needs="nothing: it writes the target's hidden states to files, and drafts nothing",
+            options=_room("hidden_states.options:HiddenStatesOptions"),
+            takes=("capture_layers",),
+            capture=_CHOSEN_LAYERS,
+            implied_draft_len=1,
+        ),
+        Method(
+            name="custom_class",
+            needs="your own drafter",
+            options=_room("custom.options:CustomOptions"),
+            takes=_LOOKUP,
+            drafters={_M.USER_PROVIDED: _room("custom.drafter:CustomDrafter")},
+        ),
+        # The last: any decoder may be a draft model.
+        Method(
+            name="draft_model",
+            needs="a draft checkpoint of the same vocabulary, or of another; one with a pard_token takes "
+            "parallel_drafting (PARD)",
+            checkpoint=_room("draft_model.checkpoint:read"),
+            options=_room("draft_model.options:DraftModelOptions"),
+            takes=("quantization",),
+            check=_room("draft_model.checkpoint:check"),
+            head=_room("draft_model.head:DecoderWeights"),
+            workers={
+                _M.DRAFT_TARGET_ONE_MODEL: _room("draft_model.worker:DraftModelWorker"),
+                _M.PARD: _room("parallel.worker:PardWorker"),
+            },
+            drafters={_M.DRAFT_TARGET: _room("draft_model.drafter:ChainDrafter")},
+        ),
+    )
+}
+
+
+def method_of(mode: SpeculativeDecodingMode) -> Method | None:
+    """The row of a mode's method; None for NONE."""
+    return METHODS.get(mode.traits.method)
