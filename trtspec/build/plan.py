@@ -140,8 +140,7 @@ def plan_build(
         limits={**limits, "max_seq_len": context.max_seq_len, "block_size": config.block_size},
         missing=tuple(line for line in missing if line),
         executables={
-            role: _executable(step, context, role, options)
-            for role, step in described_steps(context, report).items()
+            role: _executable(step, context, role, options) for role, step in described_steps(context, report).items()
         },
         options=asdict(options) if options is not None and backend.profiles else None,
     )
