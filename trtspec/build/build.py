@@ -17,7 +17,7 @@ from trtspec.backends.export import graph_draft_lens
 from trtspec.backends.sizes import Sizes
 from trtspec.backends.table import BACKENDS, Backend
 from trtspec.backends.tensorrt.profiles import TensorRTOptions
-from trtspec.build.context import BuildContext, plan_context
+from trtspec.build.context import BuildContext, Role, plan_context
 from trtspec.build.engine_folder import EngineFolder, engine_json, file_facts
 from trtspec.build.kv_plan import full_kv_blocks, wanted_kv_blocks
 from trtspec.build.steps import build_step
@@ -70,7 +70,7 @@ def build_engine(
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         staging = Path(scratch) / "engine"
-        executables = {}
+        executables: dict[str, Any] = {}
         for role, step in described_steps(context, report).items():
             folder = staging / role
             folder.mkdir(parents=True)
@@ -121,12 +121,12 @@ def refuse_taken(output: Path, replace_existing: bool) -> None:
         raise ConfigError(f"{output} holds an engine; choose another output folder, or replace it with --replace")
 
 
-def described_steps(context: BuildContext, report: Callable[[str], None]) -> dict[str, Step]:
+def described_steps(context: BuildContext, report: Callable[[str], None]) -> dict[Role, Step]:
     """The steps of all models by role, to be compiled or described. UnsupportedError for a dtype that the backend does
     not compute in."""
     for role in context.roles:
         context.backend.check_dtype(context.of(role).dtype)
-    made: dict[str, Step] = {}
+    made: dict[Role, Step] = {}
     for role in context.roles:
         one = context.of(role)
         report(f"{'loading' if context.reads_weights else 'describing'} {one.model.path}")

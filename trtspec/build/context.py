@@ -99,6 +99,14 @@ class BuildContext:
         return DTYPES[self.model.dtype if self.config.dtype == "auto" else self.config.dtype]
 
     @property
+    def cuda_graphs(self) -> bool:
+        """Whether launches of this role are captured: `enforce_eager` of the speculation speaks for draft layers, and
+        for the launch that they are in."""
+        drafts = self.role == "draft" or self.mode.use_one_engine()
+        eager = drafts and self.resolved is not None and self.resolved.enforce_eager
+        return self.config.enable_cuda_graph and not eager
+
+    @property
     def quantizations(self) -> tuple[str | None, str | None]:
         """Of target and draft."""
         return self.config.quantization, None if self.resolved is None else self.resolved.quantization

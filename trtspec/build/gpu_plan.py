@@ -8,7 +8,7 @@ from typing import Any
 
 from trtspec.backends.cuda.executable import has_uniform_graphs
 from trtspec.backends.sizes import Sizes
-from trtspec.build.context import BuildContext
+from trtspec.build.context import BuildContext, Role
 from trtspec.build.kv_plan import bytes_per_block, full_kv_blocks, wanted_kv_blocks
 from trtspec.build.memory import activations, table_bytes
 from trtspec.build.steps import build_steps
@@ -49,17 +49,17 @@ def gpu_memory(context: BuildContext, free: int) -> dict[str, int]:
     described, config = build_steps(context.described()), context.config
     K = context.max_draft_len
     # K and the rows of a request in a graph: a draft model draws one token
-    shapes = {"target": (K, K + 1), "draft": (0, CHAIN_ROWS)}
-    steps = [(step, *shapes[role]) for role, step in described.items()]
+    shapes: dict[Role, tuple[int, int]] = {"target": (K, K + 1), "draft": (0, CHAIN_ROWS)}
     parts = dict.fromkeys(("weights", "tables", "activations", "CUDA graphs"), 0)
-    parts["weights"] = weight_bytes(*(step for step, _, _ in steps))  # a head may share some of the target's
-    for step, draft_len, width in steps:
+    parts["weights"] = weight_bytes(*described.values())  # a head may share some of the target's
+    for role, step in described.items():
+        draft_len, width = shapes[role]
         sizes = Sizes.of(config, context.max_seq_len, draft_len, 0)
         in_graphs = replace(sizes, rows=config.max_batch_size * width)
         parts["tables"] += table_bytes(step)
         parts["activations"] += _ALIVE * sum(part.bytes for part in activations(step, sizes))
         # memory of its own, of the largest batch: graphs share it
-        if config.enable_cuda_graph and has_uniform_graphs(step):
+        if context.of(role).cuda_graphs and has_uniform_graphs(step):
             parts["CUDA graphs"] += _ALIVE * sum(part.bytes for part in activations(step, in_graphs))
     return {**parts, "margin": int(_MARGIN * free)}
 

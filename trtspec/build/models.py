@@ -63,7 +63,7 @@ class ModelLoader:
         norms_as_ops(step)
         kv = allocate_on(self.gpu.device, layers, self.num_blocks, config.block_size, dtype)
         is_target = context.role == "target"
-        compiled = module_graphs(step, _module_draft_lens(context, step), config.enable_cuda_graph, is_target)
+        compiled = module_graphs(step, _module_draft_lens(context, step), context.cuda_graphs, is_target)
         return self._captured(context, ModuleOnCuda(step, compiled, kv, self.gpu, self._limits(context)), step)
 
     def _compiled(self, context: BuildContext, built: EngineFolder) -> LoadedModel:
@@ -88,7 +88,7 @@ class ModelLoader:
 
         timed = TimedAsyncExecutable(executable, compiled.weight_bytes, kv_nbytes(executable.kv))
         timed_chain = None
-        if role == "draft" and context.config.enable_cuda_graph and not compiled.makes_drafts:
+        if role == "draft" and context.cuda_graphs and not compiled.makes_drafts:
             assert self.gpu is not None
             chain = ChainOnCuda(executable, self.gpu, self._limits(context), context.max_draft_len)
             chain.capture(report)

@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import nn
 
-from trtspec.build.context import BuildContext
+from trtspec.build.context import BuildContext, Role
 from trtspec.errors import UnsupportedError
 from trtspec.methods.draft_model.translated import TranslatedStep
 from trtspec.methods.head import DraftHead
@@ -31,7 +31,7 @@ def build_step(context: BuildContext, target: Step | None = None) -> Step:
     return _packed(context, DecodeStep(decoder, context.backend.functional), decoder)
 
 
-def build_steps(context: BuildContext) -> dict[str, Step]:
+def build_steps(context: BuildContext) -> dict[Role, Step]:
     """The steps of all models of the engine, by role."""
     target = build_step(context.of("target"))
     return {role: target if role == "target" else build_step(context.of(role), target) for role in context.roles}

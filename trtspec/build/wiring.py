@@ -100,6 +100,7 @@ def assemble_engine(
         use_generation_config=config.generation_config == "auto",
         executables=[one.executable for one in loaded],
         debug=config.debug,
+        disable_logprobs=resolved is not None and resolved.disable_logprobs,
         without_edits=None if loaded[0].takes_edits else config.backend,
     )
 

@@ -52,7 +52,8 @@ class ResolvedSpeculation:
     model: str | None  # draft checkpoint; the target's for its own MTP layers
     max_model_len: int  # drafts end before it; a model drafts nothing for a request whose length + K exceeds it
     quantization: str | None
-    enforce_eager: bool | None
+    enforce_eager: bool | None  # True: without CUDA graphs
+    disable_logprobs: bool  # requests that ask for logprobs are refused
     draft_tensor_parallel_size: int
     speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; a chain of K
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max

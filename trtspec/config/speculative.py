@@ -37,6 +37,8 @@ Unit = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 
 
 def _method(name: str) -> str:
+    if name == "[ngram]":  # vLLM's other spelling
+        return "ngram"
     if name in LEGACY_MTP_METHODS:
         warnings.warn(f"method={name!r} is deprecated; use method='mtp'", DeprecationWarning, stacklevel=4)
         return "mtp"
@@ -117,11 +119,13 @@ class SpeculativeConfig(StrictConfig):
     revision: str | None = None
     code_revision: str | None = None
     quantization: str | None = Field(default=None, description="of the draft's weights, its own lm_head included")
-    enforce_eager: bool | None = None
+    enforce_eager: bool | None = Field(
+        default=None, description="True: draft layers, and the launch that they are in, run without CUDA graphs"
+    )
     draft_tensor_parallel_size: int | None = Field(default=None, ge=1, description="1, or the target's size")
     max_model_len: int | None = Field(default=None, ge=1, description="tokens; at most the draft's and the target's")
     disable_padded_drafter_batch: bool = False
-    disable_logprobs: bool = True
+    disable_logprobs: bool = Field(default=False, description="True: requests that ask for logprobs are refused")
 
     # draft length as a function of the number of running requests: the smallest of those given counts
     disable_by_batch_size: int | None = Field(default=None, ge=2, description="more requests draft nothing")

@@ -36,8 +36,10 @@ class EngineCore:
         executables: Sequence[TimedExecutable],
         debug: bool = False,
         without_edits: str | None = None,
+        disable_logprobs: bool = False,
     ) -> None:
-        """without_edits: the backend's name, where the target's launches take no edits of logits."""
+        """without_edits: the backend's name, where the target's launches take no edits of logits. disable_logprobs:
+        requests that ask for log-probabilities are refused."""
         self.loop = loop
         self.model = model
         self.tokenizer = tokenizer
@@ -48,6 +50,7 @@ class EngineCore:
         self.executables = executables  # target first, then the draft's
         self.debug = debug
         self.without_edits = without_edits
+        self.disable_logprobs = disable_logprobs
         if without_edits is not None:
             self._drop_default_edits()
         self.stats = EngineStats()
@@ -77,6 +80,11 @@ class EngineCore:
                 raise RequestError(f"logit_bias holds token {token}; the vocabulary has {self.model.vocab_size} ids")
         if self.without_edits is not None:
             self._refuse_edits(params)
+        if self.disable_logprobs and params.logprobs is not None:
+            raise RequestError(
+                f"logprobs = {params.logprobs}: this engine speculates with disable_logprobs=True; leave logprobs "
+                "unset, or make the engine without that"
+            )
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         base_seed = sample_seed(self.seed, self._next_id + 1) if params.seed is None else params.seed
         guides: Sequence[Guide | None] = [None] * params.n

@@ -25,14 +25,16 @@ from trtspec.modes import SpeculativeDecodingMode, resolve_mode
 _BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "revision": ((None,), "checkpoints are local folders: pass the folder of that revision as model"),
     "code_revision": ((None,), "no code is loaded from checkpoints: leave it unset"),
-    "quantization": (QUANTIZATIONS, "use int8, int4, int4_g64 or int4_g128, or leave it unset"),
     "draft_tensor_parallel_size": ((None, 1), "use 1"),
-    "disable_logprobs": ((True,), "leave it True"),
     "rejection_sample_method": ((None, "strict"), "leave it unset for strict acceptance, which loses nothing"),
     "draft_sample_method": ((None, "greedy"), "leave it unset"),
     "enable_adaptive_verification": ((False,), "leave it unset, or use draft_len_schedule"),
     "acceptance_window": ((None,), "leave it unset, or use max_concurrency"),
 }
+
+
+# Fields that vLLM ignores where the method does not read them, so that configurations have them beside any method.
+_IGNORED = ("prompt_lookup_min", "prompt_lookup_max")
 
 
 def recognise(checkpoint: CheckpointConfig) -> Method:
@@ -89,6 +91,7 @@ def resolve(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | No
     Raises ConfigError for what contradicts itself, the target or the draft; UnsupportedError for what nobody has built.
     """
     resolved = plan(config, target, draft)
+    _check_quantization(config, draft)
     refuse_unbuilt("", dict(config), _BUILT)
     if resolved.mode.has_draft_model() and resolved.draft_tensor_parallel_size > 1:
         raise UnsupportedError(
@@ -99,6 +102,20 @@ def resolve(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | No
             f"speculative_token_tree={config.speculative_token_tree!r} branches, which is not built yet; leave it unset"
         )
     return resolved
+
+
+def _check_quantization(config: SpeculativeConfig, draft: DraftInfo | None) -> None:
+    """UnsupportedError for a kind that nobody makes here, unless the draft's checkpoint is of that kind already."""
+    if config.quantization in QUANTIZATIONS:
+        return
+    checkpoint = None if draft is None else draft.checkpoint
+    found = None if checkpoint is None else checkpoint.quantization
+    if found is None or config.quantization not in found.names:
+        there = "floating-point" if found is None else f"quantised by {found}"
+        raise UnsupportedError(
+            f"quantization={config.quantization!r}: the draft's weights are {there}, and are not quantised so here; "
+            "use int8, int4, int4_g64 or int4_g128, or leave it unset"
+        )
 
 
 def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None = None) -> ResolvedSpeculation:
@@ -122,6 +139,8 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
     mode = resolve_mode(row.name, config.one_engine, vanilla, config.parallel_drafting)
     if row.of_target and not vanilla and k > 1:
         warnings.warn(f"num_speculative_tokens={k} runs one MTP layer {k} times; acceptance falls", stacklevel=3)
+    # a kind that the checkpoint has already is no request to quantise
+    quantization = config.quantization if config.quantization in QUANTIZATIONS else None
     options = MethodOptions if row.options is None else cast("type[MethodOptions]", row.options.open())
     capture = () if row.capture is None else row.capture.open()(config, target, draft)
     return ResolvedSpeculation(
@@ -130,8 +149,9 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
         num_speculative_tokens=k,
         model=target.model if row.of_target and model is None else model,
         max_model_len=max_model_len,
-        quantization=config.quantization or (target.quantization if row.of_target else None),
+        quantization=quantization or (target.quantization if row.of_target else None),
         enforce_eager=config.enforce_eager,
+        disable_logprobs=config.disable_logprobs,
         draft_tensor_parallel_size=_draft_tp(config, row, target),
         speculative_token_tree=_tree(config, k),
         draft_sample_method=config.draft_sample_method,
@@ -157,12 +177,16 @@ def fields_of(row: Method) -> set[str]:
 
 
 def check_fields(config: SpeculativeConfig, row: Method) -> None:
-    """ConfigError for the first field that is set and that the method would ignore."""
+    """ConfigError for the first field that is set and that the method would ignore; a warning for those that vLLM
+    ignores likewise."""
     taken = fields_of(row)
     declared = set().union(*map(fields_of, METHODS.values()))
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
         if name in declared - taken and value != field.default:
+            if name in _IGNORED:
+                warnings.warn(f"{name}={value!r} means nothing to method={row.name!r}; it is ignored", stacklevel=4)
+                continue
             raise ConfigError(f"{name}={value!r} means nothing to method={row.name!r}; remove it")
 
 
@@ -234,9 +258,10 @@ def _tree(config: SpeculativeConfig, k: int) -> tuple[tuple[int, ...], ...]:
     if config.speculative_token_tree is None:
         return chain(k)
     tree = parse_tree(config.speculative_token_tree)
-    if len(tree[-1]) != k:
+    depth = len(tree[-1])
+    if tree == chain(depth) and depth != k:
         raise ConfigError(
-            f"speculative_token_tree={config.speculative_token_tree!r} is {len(tree[-1])} deep but "
+            f"speculative_token_tree={config.speculative_token_tree!r} is a chain of {depth} tokens but "
             f"num_speculative_tokens={k}; make them equal"
         )
     return tree

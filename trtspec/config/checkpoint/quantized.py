@@ -70,6 +70,11 @@ class CheckpointQuantization:
         return next((rule.scheme for rule in self.rules if rule.fits(module)), None)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What users call it: the method, and what its weights are."""
+        return (self.method, *dict.fromkeys(scheme.kind for scheme in self.schemes))
+
+    @property
     def schemes(self) -> tuple[WeightScheme, ...]:
         """Each once."""
         return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from trtspec.config.checkpoint.reader import Reader, short
 
@@ -22,6 +22,8 @@ class IntegerScheme:
     symmetric: the zero point is the middle of the range and not stored (gptq stores it all the same). ordered: there
     is a g_idx, the group of each input. zero_offset: what to add to a stored zero point.
     """
+
+    kind: ClassVar[str] = "int"
 
     layout: str
     bits: int
@@ -58,6 +60,8 @@ class Fp8Scheme:
     scale_dims: of the weight's scale: 0 = one number, 1 = [N], 2 = [N, 1]. static: its inputs are rounded, too, to
     multiples of one stored scale; otherwise, also where inputs were meant to be rounded as they come, they are not.
     """
+
+    kind: ClassVar[str] = "fp8"
 
     scale_dims: int
     static: bool

@@ -13,6 +13,7 @@ from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
 from trtspec.methods.capture import capture_layers_from_vllm
 from trtspec.methods.mask_token import mask_token_id
+from trtspec.models.specs import ARCHITECTURES
 
 EAGLE3 = "eagle3"
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3ForCausalLMEagle3")
@@ -151,7 +152,8 @@ def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
 def check_target(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> None:
     """ConfigError for a target whose states no EAGLE3 head reads."""
     if not any(kind in target.model_type for kind in EAGLE3_TARGETS):
+        families = [name.removesuffix("ForCausalLM").lower() for name in ARCHITECTURES]
+        loadable = [name for name in families if any(kind in name for kind in EAGLE3_TARGETS)]
         raise ConfigError(
-            f"method='eagle3' with a target of model_type={target.model_type!r}; use a target of "
-            + ", ".join(EAGLE3_TARGETS)
+            f"method='eagle3' with a target of model_type={target.model_type!r}; use a target of " + ", ".join(loadable)
         )
