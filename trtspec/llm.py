@@ -15,6 +15,7 @@ from typing import Any, cast
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.wiring import assemble_engine
 from trtspec.config.engine import EngineConfig
+from trtspec.engine.activity_log import ActivityLog
 from trtspec.engine.background import EngineThread, Generation
 from trtspec.engine.core import EngineCore
 from trtspec.engine.stats import EngineStats
@@ -74,6 +75,8 @@ class LLM:
                 ).result()
             finally:
                 loader.shutdown(wait=False)  # Ctrl-C does not wait for it
+        if not config.disable_log_stats:
+            engine.log = ActivityLog(engine.stats, engine.loop.scheduler)
         self._thread: EngineThread | None = EngineThread(engine)
 
     @property

@@ -32,6 +32,7 @@ _MARK = "trtspec_engine"
 _RUNTIME = {
     "kv_cache_memory", "num_kv_blocks", "enable_prefix_caching", "seed", "generation_config",
     "force_num_accepted_tokens", "disable_overlap_scheduler", "enable_cuda_graph", "debug",
+    "disable_log_stats",
 }  # fmt: skip
 _AT_MOST = {"max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"}
 

@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--log-format", choices=FORMATS, default="text", help="of the lines on stderr")
     server.add_argument("--log-level", choices=LEVELS, default="info", help="the least that is written")
+    server.add_argument(
+        "--disable-log-stats", action="store_true", help="no line of acceptance and throughput every 10 seconds"
+    )
 
 
 def run(namespace: argparse.Namespace) -> int:

@@ -31,7 +31,9 @@ class EngineConfig:
     checkpoint's generation_config.json, "off" = they do not.
     disable_overlap_scheduler: of backend "cuda", which otherwise prepares a step while the last one runs, where drafts
     are made inside the launch or not at all. enable_cuda_graph: False runs its generation steps kernel by kernel, too.
-    debug: account for the KV blocks after every step, not only when idle; slow.
+    debug: account for the KV blocks after every step, not only when idle; slow. disable_log_stats: False writes a line
+    of acceptance and throughput to the log (INFO of `trtspec.stats`) for each 10 seconds in steps; `trtspec serve` has
+    a line of its own.
     force_num_accepted_tokens: drafts counted as accepted per step whatever they are (lossy, for benchmarks; no prefix
     caching then); None = the environment's TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, where 0 means off.
     """
@@ -53,6 +55,7 @@ class EngineConfig:
     disable_overlap_scheduler: bool = False
     enable_cuda_graph: bool = True
     debug: bool = False
+    disable_log_stats: bool = True
     force_num_accepted_tokens: int | None = None
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.engine.activity_log import ActivityLog
 from trtspec.engine.logprobs import LogprobRecord
 from trtspec.engine.request import Request
 from trtspec.engine.stats import EngineStats, TimedExecutable
@@ -54,6 +55,7 @@ class EngineCore:
         if without_edits is not None:
             self._drop_default_edits()
         self.stats = EngineStats()
+        self.log: ActivityLog | None = None  # if somebody wants one
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         self.eos_ids = model.eos_token_ids | (frozenset() if tokenizer_eos is None else {tokenizer_eos})
         self._compiler: GrammarCompiler | None = None  # once somebody wants one
@@ -140,6 +142,8 @@ class EngineCore:
             if emission.finished:
                 self._count(emission.request)
         self._count_saved()
+        if self.log is not None:
+            self.log.observe(emissions)
         if self.debug or not self.has_work:
             self.check()
         return emissions

@@ -68,6 +68,16 @@ class Scheduler:
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
 
+    @property
+    def num_waiting(self) -> int:
+        """Samples that do not run yet, or not at the moment."""
+        return len(self.waiting) + sum(map(len, self.siblings.values()))
+
+    @property
+    def kv_used(self) -> float:
+        """Share of the cache's blocks that requests hold, 0 to 1."""
+        return 1 - self.allocator.num_free * self.allocator.block_size / self.allocator.capacity
+
     def add(self, request: Request, siblings: list[Request]) -> None:
         """Queue a request; its siblings share its prompt's blocks once it has read the prompt in."""
         self.waiting.append(request)

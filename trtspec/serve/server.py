@@ -24,6 +24,7 @@ from trtspec.serve.http.request_log import RequestLog, write
 from trtspec.serve.http.routes import build_app
 from trtspec.serve.http.security import Gate
 from trtspec.serve.http.service import Service
+from trtspec.serve.http.stats_log import write_stats
 from trtspec.serve.http.tracing import Tracing, from_environment
 from trtspec.serve.settings import ServeSettings
 from trtspec.text import Tokenizer
@@ -73,9 +74,12 @@ async def _serve(
         host, port = listener.getsockname()[:2]
         warn_if_open(host, settings)
         logger.info("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
-        watch = asyncio.create_task(patience.watch(server.server_state.connections))
+        beside: list[asyncio.Task[None]] = [asyncio.create_task(patience.watch(server.server_state.connections))]
+        if not settings.disable_log_stats:
+            beside.append(asyncio.create_task(write_stats(service)))
         await server.serve(sockets=[listener])
-        watch.cancel()
+        for task in beside:
+            task.cancel()
         logger.info("stopped")
     finally:
         starting.cancel()

@@ -20,7 +20,8 @@ class ServeSettings:
     work, after which it is replaced; loading the model does not count, the first steps and grammars that are compiled
     do. drain: seconds that requests in flight are given when the server is told to stop. cors: origins that browsers
     may call from.
-    log_format: "text" or "json"; log_level: one of trtspec.serve.logs.LEVELS.
+    log_format: "text" or "json"; log_level: one of trtspec.serve.logs.LEVELS. disable_log_stats: no line of acceptance
+    and throughput every 10 seconds.
     """
 
     model: str
@@ -37,6 +38,7 @@ class ServeSettings:
     cors: tuple[str, ...] = ()
     log_format: str = "text"
     log_level: str = "info"
+    disable_log_stats: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:

@@ -108,12 +108,10 @@ class EngineServer:
     def load(self) -> EngineLoad:
         """As it is after a step."""
         scheduler, stats = self.engine.loop.scheduler, self.engine.stats
-        allocator = scheduler.allocator
-        siblings = sum(map(len, scheduler.siblings.values()))
         return EngineLoad(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + siblings,
-            kv_used=1 - allocator.num_free * allocator.block_size / allocator.capacity,
+            waiting=scheduler.num_waiting,
+            kv_used=scheduler.kv_used,
             steps=stats.steps,
             step_seconds=stats.step_time,
             launch_seconds=stats.launch_time,

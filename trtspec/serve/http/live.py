@@ -7,17 +7,15 @@ page generates it asks of /v1, with a key where one is needed.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
-from prometheus_client import Counter
 
-from trtspec.outputs import SpeculationStats
+from trtspec.engine.activity import Totals
 from trtspec.serve.http.api_errors import ApiError
 from trtspec.serve.http.replies import event
 from trtspec.serve.http.service import Service
@@ -41,40 +39,26 @@ _HEADERS = {
 class Counts:
     """Totals at a moment, to take differences of."""
 
-    seconds: float = 0.0
-    tokens: float = 0.0
-    steps: int = 0
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    totals: Totals
+    steps: int  # of the engine that runs
 
     @staticmethod
     def now(service: Service) -> Counts:
         """Those of a server."""
-        metrics = service.metrics
-        return Counts(
-            seconds=time.monotonic(),
-            tokens=_total(metrics.tokens),
-            steps=service.client.load.steps,
-            speculation=metrics.speculation.copy(),
-        )
+        return Counts(service.metrics.totals(), service.client.load.steps)
 
     def since(self, past: Counts) -> dict[str, Any]:
         """What has come since an earlier moment; drafts accepted and drafted by position, as far as there were any."""
-        seconds = max(self.seconds - past.seconds, 1e-3)
-        news = self.speculation.since(past.speculation)
+        news = self.totals.since(past.totals)
+        seconds = max(news.seconds, 1e-3)
         return {
             "seconds": seconds,
-            "tokens_per_second": round((self.tokens - past.tokens) / seconds, 1),
+            "tokens_per_second": round(news.generated_tokens / seconds, 1),
             # an engine that was started anew counts from zero
             "steps_per_second": round(max(self.steps - past.steps, 0) / seconds, 1),
-            "drafted": news.drafted,
-            "accepted": news.accepted,
+            "drafted": news.speculation.drafted,
+            "accepted": news.speculation.accepted,
         }
-
-
-def _total(counter: Counter) -> float:
-    """Of all its labels."""
-    samples = [sample for metric in counter.collect() for sample in metric.samples]
-    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
 
 
 async def feed(service: Service) -> AsyncIterator[bytes]:

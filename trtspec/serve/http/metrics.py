@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from trtspec.engine.activity import Totals
 from trtspec.outputs import SpeculationStats
 from trtspec.serve.engine.client import EngineClient
 from trtspec.serve.engine.wire import Delta
@@ -53,9 +55,20 @@ class Metrics:
         if delta.finish_reason is not None:
             self.finished.labels(delta.finish_reason).inc()
 
+    def totals(self) -> Totals:
+        """As they are now."""
+        prompt_tokens, generated = (_total(counter) for counter in (self.prompt_tokens, self.tokens))
+        return Totals(time.monotonic(), prompt_tokens, generated, self.speculation.copy())
+
     def text(self) -> bytes:
         """In Prometheus' exposition format."""
         return generate_latest(self.registry)
+
+
+def _total(counter: Counter) -> int:
+    """Of all its labels."""
+    samples = [sample for metric in counter.collect() for sample in metric.samples]
+    return int(sum(sample.value for sample in samples if sample.name.endswith("_total")))
 
 
 class _SpeculationCollector(Collector):
