@@ -17,9 +17,8 @@ from tests.e2e.tensorrt_cases import written
 from tests.fake_tensorrt.builder import FakeTensorRT
 from tests.fake_tensorrt.network import FakeNetwork
 from tests.fake_tensorrt.plugins import fake_plugin_of
-from trtspec.backends.compiled import _NEUTRAL
 from trtspec.backends.export import example_batch
-from trtspec.backends.graph_io import INPUT_DTYPES, graph_inputs, graph_outputs, input_names
+from trtspec.backends.graph_io import INPUTS, graph_inputs, graph_outputs, input_names, output_names
 from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt.network import write_network
 from trtspec.build.context import plan_context
@@ -42,12 +41,11 @@ def test_an_eagle3_step_is_what_its_network_computes(recorders: dict[str, Record
         for inputs, before, outputs, after in cases_of(recorders[name], uniform):
             tensors = graph_inputs(inputs, input_names(step, uniform))
             rows = inputs.spec.gather_ids.shape[0]
-            for field, neutral in _NEUTRAL.items():
-                if tensors[field].numel() == 0:
-                    shape = (rows, 1) if field.startswith("ban") else (rows,)
-                    tensors[field] = torch.full(shape, neutral, dtype=INPUT_DTYPES[field])
+            for field in tensors:
+                if INPUTS[field].user and tensors[field].numel() == 0:
+                    tensors[field] = INPUTS[field].unused(rows)
             got = network._run(tensors | caches_of(before))
-            for output, want in graph_outputs(outputs).items():
+            for output, want in graph_outputs(outputs, output_names(step)).items():
                 assert torch.equal(got[output], want), output
             assert_close_kv(got, after)
             sizes.add((inputs.spec.num_contexts, inputs.spec.num_generations))
@@ -65,7 +63,7 @@ def test_a_step_that_neither_verifies_nor_makes_drafts(recorders: dict[str, Reco
     before = [tuple(torch.zeros(blocks, 4, h, d) for _ in "kv") for h, d, _ in step.kv_layers]
     after = list(before)
     with torch.no_grad():
-        outputs = graph_outputs(step(inputs, after))
+        outputs = graph_outputs(step(inputs, after), output_names(step))
     got = network._run(graph_inputs(inputs, input_names(step)) | caches_of(before))
     assert got["next_draft_tokens"].shape == (4, 0)
     for output, want in outputs.items():

@@ -16,7 +16,7 @@ from tests.checkpoints import make_checkpoint, make_eagle3
 from trtspec.backends.cuda import device
 from trtspec.backends.cuda.chain_graph import chain_step
 from trtspec.backends.export import GraphStep, example_batch, moved
-from trtspec.backends.graph_io import INPUT_DTYPES, graph_inputs, input_names
+from trtspec.backends.graph_io import INPUTS, graph_inputs, input_names, output_names
 from trtspec.backends.table import BACKENDS
 from trtspec.build.context import plan_context
 from trtspec.build.steps import build_step
@@ -69,7 +69,7 @@ def test_a_step_mixes_no_devices(tmp_path: Path, mode: str, uniform: bool) -> No
         inputs = Carry(numbers, kept.long()).apply(inputs, last, kept, 100)
         given = graph_inputs(inputs, input_names(step, uniform))
         outputs, _ = torch.func.functional_call(module, there, (given, kv))
-    assert set(outputs) == set(step.outputs)
+    assert set(outputs) == set(output_names(step))
     assert all(tensor.is_meta for tensor in outputs.values())
 
 
@@ -82,7 +82,7 @@ def test_a_chain_mixes_no_devices(tmp_path: Path) -> None:
     there = {name: moved(weight, META) for name, weight in weights.items()}
     with OneDevice():
         kv = [tuple(torch.empty(9, 16, h, d, device="meta") for _ in "kv") for h, d, _ in step.kv_layers]
-        given = {name: torch.empty(sizes.get(name, (B,)), dtype=INPUT_DTYPES[name], device="meta") for name in names}
+        given = {name: torch.empty(sizes.get(name, (B,)), dtype=INPUTS[name].dtype, device="meta") for name in names}
 
         def run_pass(inputs: StepInputs) -> Tensor:
             tokens: Tensor = torch.func.functional_call(step, there, (inputs, kv)).tokens

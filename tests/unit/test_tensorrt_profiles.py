@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.backends.graph_io import EDITS, INPUT_DTYPES
+from trtspec.backends.graph_io import INPUTS as ROWS
 from trtspec.backends.sizes import Sizes
 from trtspec.backends.tensorrt.profiles import TensorRTOptions, profiles
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError
 
-INPUTS = [name for name in INPUT_DTYPES if name != "tree_mask" and name not in EDITS]
+INPUTS = [name for name, row in ROWS.items() if row.taker in ("all", "verifies") and name != "tree_mask"]
 
 
 @given(

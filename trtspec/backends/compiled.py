@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtspec.backends.graph_io import EDITS, INPUT_DTYPES, INPUT_SHAPES, graph_reader, input_dtype, output_names
-from trtspec.core import KVLayer, KVSpec, Proposal, SpecMetadata, StepInputs, StepOutputs, Verdict
+from trtspec.backends.graph_io import INPUTS, GraphInput, graph_reader, output_names, step_outputs
+from trtspec.core import KVLayer, KVSpec, SpecMetadata, StepInputs, StepOutputs
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 from trtspec.kv.pool import allocate_layers
 from trtspec.methods.step import Step
@@ -26,9 +26,6 @@ from trtspec.ops import kernel_interface
 
 WEIGHTS = "weights.safetensors"
 """Of a folder: every constant of its graphs, once."""
-
-# A graph takes every sampling field, so one that no row of the batch uses is filled with what changes nothing.
-_NEUTRAL = {"seeds": 0, "temperatures": 0, "top_ks": 0, "top_ps": 1, "min_ps": 0, "ban_ids": -1, "ban_until": 0}
 
 
 @dataclass(frozen=True)
@@ -114,21 +111,22 @@ class CompiledStep:
 
 
 class LoadedGraph:
-    """A graph in memory and what its inputs must be. ranges: lowest and highest value of inputs by name; dtype: of the
+    """A graph in memory and what its inputs must be. highest: values that GraphInput.values names; dtype: of the
     model."""
 
     def __init__(
         self,
         graph: Graph,
         run: Callable[[list[Tensor]], list[Tensor]],
-        ranges: Mapping[str, tuple[int, int]],
+        highest: Mapping[str, int],
         dtype: torch.dtype,
     ) -> None:
         self.draft_len, self.uniform, self.names, self.run = graph.draft_len, graph.uniform, graph.inputs, run
         self.read = graph_reader(graph.inputs)
-        self.dtypes = [input_dtype(name, dtype) for name in graph.inputs]
-        self.optional = [(i, name) for i, name in enumerate(graph.inputs) if name in (*_NEUTRAL, *EDITS)]
-        self.ranges = [(i, *ranges[name]) for i, name in enumerate(graph.inputs) if name in ranges]
+        rows = [INPUTS[name] for name in graph.inputs]
+        self.dtypes = [row.dtype or dtype for row in rows]
+        self.optional = [(i, row) for i, row in enumerate(rows) if row.user]
+        self.ranges = [(i, row.values[0], highest[row.values[1]]) for i, row in enumerate(rows) if row.values]
         self.last_shapes: list[torch.Size] = []  # of inputs that fitted
 
 
@@ -144,18 +142,13 @@ class CompiledExecutable(ABC):
         self._flat_kv = [tensor for layer in kv for tensor in layer]
         shape = kv[0][0].shape
         num_blocks, block_size = (shape[0] + 1, shape[2]) if compiled.linear else shape[:2]
-        ranges = {
-            "input_ids": (0, compiled.vocab_size - 1),
-            "block_tables": (0, num_blocks - 1),
-            "kv_lens": (1, num_blocks * block_size),
-            "next_prompt_token": (-1, compiled.vocab_size - 1),
-        }
+        highest = {"id": compiled.vocab_size - 1, "block": num_blocks - 1, "slots": num_blocks * block_size}
         dtype = kv[0][0].dtype
-        self._graphs = [LoadedGraph(graph, run, ranges, dtype) for graph, run in self._load(folder).items()]
+        self._graphs = [LoadedGraph(graph, run, highest, dtype) for graph, run in self._load(folder).items()]
         # uniform graphs first, as they take less work to feed and to run
         self._graphs.sort(key=lambda graph: (graph.draft_len, not graph.uniform))
         self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
-        self._neutral = {name: torch.empty(0) for name in (*_NEUTRAL, *EDITS)}
+        self._unused: dict[str, Tensor] = {}
         self._last_draft_lens = (0, 0), torch.empty(0, dtype=torch.int32)  # (B, K) and B times K
 
     @classmethod
@@ -201,9 +194,9 @@ class CompiledExecutable(ABC):
         graph = self._graph_for(inputs)
         tensors = list(graph.read(inputs))
         rows = inputs.spec.gather_ids.shape[0]
-        for i, name in graph.optional:
+        for i, row in graph.optional:
             if tensors[i].numel() == 0:
-                tensors[i] = self._filled(name, rows)
+                tensors[i] = self._filled(row, rows)
         dtypes = [tensor.dtype for tensor in tensors]
         if dtypes != graph.dtypes or not all(map(Tensor.is_contiguous, tensors)):
             for name, tensor, dtype in zip(graph.names, tensors, graph.dtypes, strict=True):
@@ -225,7 +218,7 @@ class CompiledExecutable(ABC):
             raise EngineError(f"{B} requests, {G} of them generations with K = {graph.draft_len}, have {R} gather_ids")
         sizes = {"B": B, "G": G, "R": R, "T": T, "K": graph.draft_len, "width": self.compiled.hidden_width, "0": 0}
         for name, shape in zip(graph.names, shapes, strict=True):
-            dims = INPUT_SHAPES[name]
+            dims = INPUTS[name].dims
             if len(shape) != len(dims) or any(
                 size != sizes.get(dim, size) for size, dim in zip(shape, dims, strict=True)
             ):
@@ -263,31 +256,15 @@ class CompiledExecutable(ABC):
         self._last_layout = tensors, versions, sizes, uniform
         return uniform
 
-    def _filled(self, name: str, rows: int) -> Tensor:
-        if self._neutral[name].shape[0] != rows:
-            columns = (0,) if name in EDITS else (1,)
-            shape = (rows, *columns[: len(INPUT_SHAPES[name]) - 1])
-            self._neutral[name] = torch.full(shape, _NEUTRAL.get(name, 0), dtype=INPUT_DTYPES[name])
-        return self._neutral[name]
+    def _filled(self, row: GraphInput, rows: int) -> Tensor:
+        held = self._unused.get(row.name)
+        if held is None or held.shape[0] != rows:
+            held = self._unused[row.name] = row.unused(rows)
+        return held
 
     def _outputs(self, named: dict[str, Tensor], spec: SpecMetadata) -> StepOutputs:
         K = spec.next_draft_len
-        if not self.compiled.makes_drafts:
-            return StepOutputs(named["tokens"], hidden_states=named.get("hidden_states"), logits=named.get("logits"))
-        drafts, new_tokens = named["next_draft_tokens"], named.get("next_new_tokens")
-        if drafts.shape[1] != K:  # the graph makes more
-            drafts, new_tokens = drafts[:, :K], None if new_tokens is None else new_tokens[:, : K + 1]
-        proposal = Proposal(drafts, self._draft_lens(spec.batch_size, K))
-        if not self.compiled.verifies_drafts:
-            return StepOutputs(drafts.new_empty(0), proposal=proposal)
-        return StepOutputs(
-            named["tokens"],
-            Verdict(named["new_tokens"], named["num_tokens"]),
-            proposal,
-            next_new_tokens=new_tokens,
-            next_kv_lens=named["next_kv_lens"],
-            logits=named.get("logits"),
-        )
+        return step_outputs(named, K, self._draft_lens(spec.batch_size, K) if self.compiled.makes_drafts else None)
 
     def _draft_lens(self, batch_size: int, draft_len: int) -> Tensor:
         """[B] int32, all `draft_len`."""

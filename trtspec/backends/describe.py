@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtspec.backends.export import GraphStep
-from trtspec.backends.graph_io import INPUT_SHAPES, OUTPUT_SHAPES, input_dtype, input_names, output_names
+from trtspec.backends.graph_io import INPUTS, OUTPUTS, input_names, output_names
 from trtspec.backends.sizes import Sizes
 from trtspec.core import KVLayer
 from trtspec.errors import UnsupportedError
@@ -69,8 +69,7 @@ def describe_graph(
     dtype = step.like.dtype
     with torch.device("meta"), torch.no_grad(), _Recorder() as recorder:
         tensors = {
-            name: torch.empty([open_sizes[size] for size in INPUT_SHAPES[name]], dtype=input_dtype(name, dtype))
-            for name in names
+            name: torch.empty(INPUTS[name].shape(open_sizes), dtype=INPUTS[name].dtype or dtype) for name in names
         }
         shapes = [(sizes.blocks, sizes.block_size, heads, width) for heads, width, _ in step.kv_layers]
         kv: list[KVLayer] = [(torch.empty(s, dtype=dtype), torch.empty(s, dtype=dtype)) for s in shapes]
@@ -81,10 +80,10 @@ def describe_graph(
         draft_len,
         tuple(
             TensorPlan(
-                name, _name(input_dtype(name, dtype)), tuple(fixed.get(size, size) for size in INPUT_SHAPES[name])
+                name, _name(INPUTS[name].dtype or dtype), tuple(fixed.get(size, size) for size in INPUTS[name].dims)
             )
             for name in names
-            if not (functional and "0" in INPUT_SHAPES[name])
+            if not (functional and "0" in INPUTS[name].dims)
         ),
         tuple(_output(name, given[name]) for name in output_names(step, edits)),
         recorder.calls(),
@@ -138,7 +137,7 @@ def _is_used(value: object) -> bool:
 
 
 def _output(name: str, tensor: Tensor) -> TensorPlan:
-    known = OUTPUT_SHAPES[name]
+    known = OUTPUTS[name].dims
     return TensorPlan(name, _name(tensor.dtype), (*known, *tensor.shape[len(known) :]))
 
 

@@ -16,15 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from trtspec.backends.graph_io import (
-    _SAMPLING,
-    EDITS,
-    INPUT_SHAPES,
-    graph_inputs,
-    graph_outputs,
-    input_names,
-    step_inputs,
-)
+from trtspec.backends.graph_io import INPUTS, graph_inputs, graph_outputs, input_names, output_names, step_inputs
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import AttnMetadata, KVLayer, LogitEdits, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.step import Step
@@ -48,13 +40,10 @@ class GraphStep(nn.Module):
         functional step (else none)."""
         kv = list(kv)
         old = list(kv)
-        outputs = self.step(step_inputs(tensors, self.next_draft_len, self.width), kv)
+        inputs = step_inputs(tensors, self.next_draft_len, self.width)
+        outputs = self.step(inputs, kv)
         changed = [new for new, before in zip(kv, old, strict=True) if new is not before]
-        named = graph_outputs(outputs)
-        if EDITS[0] in tensors:
-            assert outputs.logits is not None
-            named["logits"] = outputs.logits
-        return named, changed
+        return graph_outputs(outputs, output_names(self.step, inputs.spec.edits is not None)), changed
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -157,33 +146,29 @@ def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform:
         )
 
 
+_OPEN = {  # sizes of inputs that stay open -> least and largest
+    "B": (1, 4096),
+    "G": (0, 4096),
+    "T": (1, 2**20),
+    "R": (1, 2**16),
+    **dict.fromkeys(("columns", "group_columns", "bans"), (1, 2**16)),
+    **dict.fromkeys(("known", "kinds", "biases", "words"), (0, 2**20)),  # of edits
+}
+
+
 def _dynamic_shapes(tensors: Mapping[str, Tensor], width: int) -> dict[str, Any]:
-    B, G = Dim("B", min=1, max=4096), Dim("G", min=0, max=4096)
-    T, R = Dim("T", min=1, max=2**20), Dim("R", min=1, max=2**16)
+    """What is not in use (no elements), or one ban a row, is fixed."""
+    dims: dict[str, Any] = {name: Dim(name, min=least, max=most) for name, (least, most) in _OPEN.items()}
     if width:
-        T = R = B if width == 1 else width * B
-    first = {
-        "input_ids": T,
-        "hidden_states": T,
-        "gather_ids": R,
-        "draft_tokens": G,
-        **dict.fromkeys(("kv_lens", "block_tables", "seq_lens", "draft_lens", "next_prompt_token", "forced_accept"), B),
-        **dict.fromkeys(_SAMPLING, R),
-    }
-    shapes: dict[str, Any] = {
-        name: {0: first[name]} if name in first and tensor.shape[0] else None for name, tensor in tensors.items()
-    }
-    shapes["block_tables"] = {0: B, 1: Dim("M", min=1, max=2**16)}
-    if "group_tables" in tensors:
-        shapes["group_tables"] = {1: B, 2: Dim("M_groups", min=1, max=2**16)}
-    if tensors["ban_ids"].shape[1] > 1:
-        bans = Dim("bans", min=1, max=2**16)
-        shapes |= {"ban_ids": {0: R, 1: bans}, "ban_until": {0: R, 1: bans}}
-    widths = {size: Dim(size, min=0, max=2**20) for size in ("known", "kinds", "biases", "words")}
-    for name in EDITS:
-        if name in tensors:
-            shapes[name] = dict(enumerate((R, *(widths[size] for size in INPUT_SHAPES[name][1:]))))
-    return shapes
+        dims["T"] = dims["R"] = dims["B"] if width == 1 else width * dims["B"]
+
+    def shape(name: str, tensor: Tensor) -> dict[int, Any] | None:
+        if not tensor.shape[0]:
+            return None
+        sizes = zip(INPUTS[name].dims, tensor.shape, strict=True)
+        return {axis: dims[dim] for axis, (dim, size) in enumerate(sizes) if dim in dims and size > (dim == "bans")}
+
+    return {name: shape(name, tensor) for name, tensor in tensors.items()}
 
 
 def _kv_shapes(num_layers: int) -> list[Any]:

@@ -1,98 +1,180 @@
-"""What a step's graph takes and gives: its inputs and outputs by name, and how they are read and written."""
+"""What a step's graph takes and gives: every input and output once, and how they are read and written.
+
+A row of INPUTS or OUTPUTS says all that backends know of one tensor. Another input or output is another row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trtspec.core import AttnMetadata, LogitEdits, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.core import (
+    AttnMetadata,
+    LogitEdits,
+    Proposal,
+    SamplingTensors,
+    SpecMetadata,
+    StepInputs,
+    StepOutputs,
+    Verdict,
+)
 from trtspec.methods.step import Step
 
-_ATTN = ("kv_lens", "block_tables", "tree_mask")  # cu_q_lens follows from seq_lens, and so its size from B
-_SAMPLING = tuple(field.name for field in fields(SamplingTensors))
-EDITS = tuple(field.name for field in fields(LogitEdits))
-"""Inputs of those graphs alone that draw for requests with edits, and that give their logits."""
-_OF_SPEC = {field.name for field in fields(SpecMetadata)} - {"spec_dec_mode", "sampling", "edits"}
-_KNOWN_IF_UNIFORM = {"seq_lens", "gather_ids", "draft_tokens", "draft_lens", "next_prompt_token", "positions"}
-INPUT_SHAPES = {
-    "input_ids": ("T",),
-    "hidden_states": ("T", "width"),
-    "tree_mask": ("0",),
-    "block_tables": ("B", "columns"),
-    "draft_tokens": ("G", "K"),
-    **dict.fromkeys(("kv_lens", "seq_lens", "draft_lens", "next_prompt_token", "forced_accept"), ("B",)),
-    **dict.fromkeys(("ban_ids", "ban_until"), ("R", "bans")),
-    **dict.fromkeys(("gather_ids", *(name for name in _SAMPLING if not name.startswith("ban"))), ("R",)),
-    "history": ("R", "known"),
-    "prompt_lens": ("R",),
-    "penalties": ("R", "kinds"),  # 3 or, where no row has any, 0
-    **dict.fromkeys(("bias_ids", "bias_values"), ("R", "biases")),
-    "allow_mask": ("R", "words"),
+Taker = Literal["all", "hidden states", "groups", "verifies", "edits"]
+"""Graphs that take an input: all, or those of steps that take hidden states, whose KV layers are of several groups,
+that verify drafts, that draw for requests with edits."""
+
+Giver = Literal["draws", "verifies", "makes", "hidden states", "edits"]
+"""Graphs that give an output: those of steps that draw, verify drafts, make drafts, give hidden states, take edits."""
+
+User = Literal["", "sampled", "filtered", "bans", "edits"]
+"""Rows that an input is for; "": all. A batch without such rows brings it without elements."""
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One tensor that graphs take.
+
+    path: where StepInputs has it. dims: what its sizes are called, see core; "0" has no elements. dtype: None = what
+    the step computes in. fill: its value in rows that it is not for, and in rows that pad a batch; None = as many as a
+    request has rows. values: the lowest, and what the highest is called. known_if_uniform: a uniform graph computes it.
+    """
+
+    path: str
+    dims: tuple[str, ...]
+    dtype: torch.dtype | None
+    fill: int | None = 0
+    values: tuple[int, str] | None = None
+    taker: Taker = "all"
+    user: User = ""
+    known_if_uniform: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def part(self) -> str:
+        """Which value inside StepInputs has it; "": StepInputs itself."""
+        return self.path.rpartition(".")[0]
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """sizes: of dims, by name."""
+        return tuple(sizes[dim] for dim in self.dims)
+
+    def left_out(self, rows: int, device: torch.device | None = None) -> Tensor:
+        """What stands for it where no row uses it: no elements. Edits say the number of rows all the same."""
+        shape = (rows, 0) if len(self.dims) == 2 else (rows if self.user == "edits" else 0,)
+        return torch.zeros(shape, dtype=self.dtype, device=device)
+
+    def unused(self, rows: int) -> Tensor:
+        """What a graph that takes it is given where no row uses it. Of edits alone it may have no elements."""
+        if self.user == "edits":
+            return self.left_out(rows)
+        return torch.full((rows, 1)[: len(self.dims)], cast("int", self.fill), dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """One tensor that graphs give.
+
+    path: where StepOutputs has it. dims: what its sizes are called, but for a last one that is the model's own. dtype:
+    None = what the step computes in. beside: of what is made for the next step, columns beside its drafts.
+    """
+
+    name: str
+    path: str
+    dims: tuple[str, ...]
+    dtype: torch.dtype | None
+    giver: Giver
+    beside: int | None = None
+
+
+def _edit(name: str, dims: tuple[str, ...], dtype: torch.dtype) -> GraphInput:
+    return GraphInput(f"spec.edits.{name}", dims, dtype, taker="edits", user="edits")
+
+
+_bool, _i32, _i64, _f32 = torch.bool, torch.int32, torch.int64, torch.float32
+
+# In the order in which graphs take them.
+INPUTS = {
+    row.name: row
+    for row in (
+        GraphInput("input_ids", ("T",), _i64, values=(0, "id")),
+        GraphInput("hidden_states", ("T", "width"), None, taker="hidden states"),
+        GraphInput("attn.kv_lens", ("B",), _i32, fill=None, values=(1, "slots")),
+        GraphInput("attn.block_tables", ("B", "columns"), _i32, values=(0, "block")),
+        GraphInput("attn.tree_mask", ("0",), _i32),
+        GraphInput("attn.group_tables", ("groups", "B", "group_columns"), _i32, taker="groups"),
+        GraphInput("spec.seq_lens", ("B",), _i32, known_if_uniform=True),
+        GraphInput("spec.gather_ids", ("R",), _i64, known_if_uniform=True),
+        GraphInput("spec.draft_tokens", ("G", "K"), _i64, taker="verifies", known_if_uniform=True),
+        GraphInput("spec.draft_lens", ("B",), _i32, taker="verifies", known_if_uniform=True),
+        GraphInput("spec.next_prompt_token", ("B",), _i64, values=(-1, "id"), taker="verifies", known_if_uniform=True),
+        GraphInput("spec.forced_accept", ("B",), _i32, fill=-1, taker="verifies"),
+        GraphInput("spec.sampling.greedy", ("R",), _bool, fill=1),
+        GraphInput("spec.sampling.positions", ("R",), _i64, known_if_uniform=True),
+        GraphInput("spec.sampling.seeds", ("R",), _i64, user="sampled"),
+        GraphInput("spec.sampling.temperatures", ("R",), _f32, user="sampled"),
+        GraphInput("spec.sampling.top_ks", ("R",), _i32, user="filtered"),
+        GraphInput("spec.sampling.top_ps", ("R",), _f32, fill=1, user="filtered"),
+        GraphInput("spec.sampling.min_ps", ("R",), _f32, user="filtered"),
+        GraphInput("spec.sampling.ban_ids", ("R", "bans"), _i32, fill=-1, user="bans"),
+        GraphInput("spec.sampling.ban_until", ("R", "bans"), _i64, user="bans"),
+        _edit("history", ("R", "known"), _i32),
+        _edit("prompt_lens", ("R",), _i64),
+        _edit("penalties", ("R", "kinds"), _f32),  # 3 or, where no row has any, 0
+        _edit("bias_ids", ("R", "biases"), _i32),
+        _edit("bias_values", ("R", "biases"), _f32),
+        _edit("allow_mask", ("R", "words"), _i32),
+    )
 }
 
-OUTPUT_SHAPES = {
-    "tokens": ("R",),
-    "new_tokens": ("B", "K + 1"),
-    "num_tokens": ("B",),
-    "next_draft_tokens": ("B", "K"),
-    "next_new_tokens": ("B", "K + 1"),
-    "next_kv_lens": ("B",),
-    "hidden_states": ("T",),  # and a width of the model's own
-    "logits": ("R",),  # and the vocabulary
+# In the order in which graphs give them.
+OUTPUTS = {
+    row.name: row
+    for row in (
+        GraphOutput("tokens", "tokens", ("R",), _i64, "draws"),
+        GraphOutput("new_tokens", "verdict.tokens", ("B", "K + 1"), _i64, "verifies"),
+        GraphOutput("num_tokens", "verdict.num_tokens", ("B",), _i64, "verifies"),
+        GraphOutput("next_draft_tokens", "proposal.draft_tokens", ("B", "K"), _i64, "makes", beside=0),
+        GraphOutput("next_new_tokens", "next_new_tokens", ("B", "K + 1"), _i64, "verifies", beside=1),
+        GraphOutput("next_kv_lens", "next_kv_lens", ("B",), _i32, "verifies"),
+        GraphOutput("hidden_states", "hidden_states", ("T",), None, "hidden states"),
+        GraphOutput("logits", "logits", ("R",), _f32, "edits"),
+    )
 }
-
-INPUT_DTYPES = {
-    "input_ids": torch.int64,
-    "kv_lens": torch.int32,
-    "block_tables": torch.int32,
-    "tree_mask": torch.int32,
-    "seq_lens": torch.int32,
-    "gather_ids": torch.int64,
-    "draft_tokens": torch.int64,
-    "draft_lens": torch.int32,
-    "next_prompt_token": torch.int64,
-    "forced_accept": torch.int32,
-    "greedy": torch.bool,
-    "positions": torch.int64,
-    "seeds": torch.int64,
-    "temperatures": torch.float32,
-    "top_ks": torch.int32,
-    "top_ps": torch.float32,
-    "min_ps": torch.float32,
-    "ban_ids": torch.int32,
-    "ban_until": torch.int64,
-    "history": torch.int32,
-    "prompt_lens": torch.int64,
-    "penalties": torch.float32,
-    "bias_ids": torch.int32,
-    "bias_values": torch.float32,
-    "allow_mask": torch.int32,
-}
-
-
-def input_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a graph's input; dtype: what the step computes in."""
-    return dtype if name == "hidden_states" else INPUT_DTYPES[name]
 
 
 def input_names(step: Step, uniform: bool = False, grouped: bool = False, edits: bool = False) -> tuple[str, ...]:
     """The tensors a step's graph takes, in order; grouped: block tables of further KV groups are among them; edits:
-    EDITS are, as the last."""
-    hidden = ("hidden_states",) if step.hidden_width else ()
-    groups = ("group_tables",) if grouped else ()
-    names = ("input_ids", *hidden, *_ATTN, *groups, *step.spec_inputs, *_SAMPLING, *(EDITS if edits else ()))
-    return tuple(name for name in names if not (uniform and name in _KNOWN_IF_UNIFORM))
+    those of LogitEdits are."""
+    takes: dict[Taker, bool] = {
+        "all": True,
+        "hidden states": step.hidden_width > 0,
+        "groups": grouped,
+        "verifies": step.verifies_drafts,
+        "edits": edits,
+    }
+    return tuple(name for name, row in INPUTS.items() if takes[row.taker] and not (uniform and row.known_if_uniform))
 
 
-def output_names(step: Step, edits: bool) -> tuple[str, ...]:
+def output_names(step: Step, edits: bool = False) -> tuple[str, ...]:
     """What a step's graph gives, in order; edits: as of input_names."""
-    return (*step.outputs, "logits") if edits else step.outputs
+    gives: dict[Giver, bool] = {
+        "draws": step.draws,
+        "verifies": step.verifies_drafts,
+        "makes": step.makes_drafts,
+        "hidden states": step.gives_hidden_states,
+        "edits": edits,
+    }
+    return tuple(name for name, row in OUTPUTS.items() if gives[row.giver])
 
 
 def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: int = 0) -> StepInputs:
@@ -103,14 +185,14 @@ def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: i
         cu_q_lens = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=lens.device) * width
     else:
         cu_q_lens = F.pad(tensors["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
-    groups = tensors.get("group_tables")
-    attn = AttnMetadata(cu_q_lens, **{name: tensors[name] for name in _ATTN}, width=width, group_tables=groups)
-    plain = SpecMetadata.plain((), attn, SamplingTensors(**{name: tensors[name] for name in _SAMPLING}))
-    spec: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in _OF_SPEC}
-    if EDITS[0] in tensors:
-        spec["edits"] = LogitEdits(**{name: tensors[name] for name in EDITS})
-    batch = replace(plain, next_draft_len=next_draft_len, **spec)
-    return StepInputs(tensors["input_ids"], attn, batch, tensors.get("hidden_states"))
+    parts: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        parts.setdefault(INPUTS[name].part, {})[name] = tensor
+    attn = AttnMetadata(cu_q_lens, **parts["attn"], width=width)
+    plain = SpecMetadata.plain((), attn, SamplingTensors(**parts["spec.sampling"]))
+    edits = LogitEdits(**parts["spec.edits"]) if "spec.edits" in parts else None
+    spec = replace(plain, next_draft_len=next_draft_len, edits=edits, **parts.get("spec", {}))
+    return StepInputs(**parts[""], attn=attn, spec=spec)
 
 
 def _known_if_uniform(input_ids: Tensor, kv_lens: Tensor, width: int) -> dict[str, Tensor]:
@@ -129,7 +211,7 @@ def _known_if_uniform(input_ids: Tensor, kv_lens: Tensor, width: int) -> dict[st
 
 def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, ...]]:
     """What reads the tensors of those names from a step's inputs; those of a batch without edits are of no elements."""
-    edits = [name for name in names if name in EDITS]
+    edits = [name for name in names if INPUTS[name].user == "edits"]
     if edits:
         first = graph_reader(names[: -len(edits)])
         of_edits, unused = attrgetter(*edits), (torch.empty(0),) * len(edits)
@@ -139,15 +221,7 @@ def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, .
             return (*first(inputs), *(unused if given is None else of_edits(given)))
 
         return read
-    parts = {
-        "input_ids": "",
-        "hidden_states": "",
-        **dict.fromkeys((*_ATTN, "group_tables"), "attn."),
-        **dict.fromkeys(_SAMPLING, "spec.sampling."),
-    }
-    return cast(
-        "Callable[[StepInputs], tuple[Tensor, ...]]", attrgetter(*(parts.get(name, "spec.") + name for name in names))
-    )
+    return cast("Callable[[StepInputs], tuple[Tensor, ...]]", attrgetter(*(INPUTS[name].path for name in names)))
 
 
 def graph_inputs(inputs: StepInputs, names: Sequence[str]) -> dict[str, Tensor]:
@@ -155,21 +229,27 @@ def graph_inputs(inputs: StepInputs, names: Sequence[str]) -> dict[str, Tensor]:
     return dict(zip(names, graph_reader(names)(inputs), strict=True))
 
 
-def graph_outputs(outputs: StepOutputs) -> dict[str, Tensor]:
-    """What a step gives, by name: those of its `outputs`."""
-    named = {"tokens": outputs.tokens}
-    if outputs.proposal is not None and outputs.verdict is None:
-        named = {"next_draft_tokens": outputs.proposal.draft_tokens}
-    elif outputs.verdict is not None and outputs.proposal is not None:
-        assert outputs.next_new_tokens is not None
-        assert outputs.next_kv_lens is not None
-        named |= {
-            "new_tokens": outputs.verdict.tokens,
-            "num_tokens": outputs.verdict.num_tokens,
-            "next_draft_tokens": outputs.proposal.draft_tokens,
-            "next_new_tokens": outputs.next_new_tokens,
-            "next_kv_lens": outputs.next_kv_lens,
-        }
-    if outputs.hidden_states is not None:
-        named["hidden_states"] = outputs.hidden_states
-    return named
+def graph_outputs(outputs: StepOutputs, names: Sequence[str]) -> dict[str, Tensor]:
+    """What a step gives as the graph gives it; names: see output_names."""
+    return {name: attrgetter(OUTPUTS[name].path)(outputs) for name in names}
+
+
+def step_outputs(named: Mapping[str, Tensor], next_draft_len: int, draft_lens: Tensor | None) -> StepOutputs:
+    """The inverse of graph_outputs. Graphs may make more drafts than next_draft_len, the ones that are wanted.
+
+    draft_lens [B] int32: of the proposal, unless the graph gives them; None: no drafts are made.
+    """
+    parts: dict[str, dict[str, Any]] = {"": {}, "verdict": {}, "proposal": {}}
+    if draft_lens is not None:
+        parts["proposal"]["draft_lens"] = draft_lens
+    if "tokens" not in named:
+        parts[""]["tokens"] = torch.empty(0, dtype=torch.int64)
+    for name, tensor in named.items():
+        row = OUTPUTS[name]
+        part, _, field = row.path.rpartition(".")
+        if row.beside is not None and tensor.shape[1] != next_draft_len + row.beside:
+            tensor = tensor[:, : next_draft_len + row.beside]
+        parts[part][field] = tensor
+    verdict = Verdict(**parts["verdict"]) if parts["verdict"] else None
+    proposal = Proposal(**parts["proposal"]) if parts["proposal"] else None
+    return StepOutputs(**parts[""], verdict=verdict, proposal=proposal)

@@ -28,9 +28,6 @@ class Step(nn.Module, ABC):
     makes_drafts: ClassVar[bool] = False  # makes drafts for the next step in its launch
     draws: ClassVar[bool] = True  # StepOutputs.tokens is its own draw at each logits row
     gives_hidden_states: ClassVar[bool] = False
-    # what its graph takes of SpecMetadata, and what it gives
-    spec_inputs: ClassVar[tuple[str, ...]]
-    outputs: ClassVar[tuple[str, ...]]
 
     def __init__(self, functional: bool = False) -> None:
         super().__init__()
@@ -96,9 +93,6 @@ class DecodeStep(Step):
     A draft draws with the same noise at the same token index as the target will, which is why they agree so often.
     """
 
-    spec_inputs: ClassVar[tuple[str, ...]] = ("seq_lens", "gather_ids")
-    outputs: ClassVar[tuple[str, ...]] = ("tokens",)
-
     def __init__(self, decoder: Decoder, functional: bool = False) -> None:
         super().__init__(functional)
         self.decoder = decoder
@@ -142,7 +136,6 @@ class CaptureStep(DecodeStep):
     ("after layer i", -1 = after the last norm) side by side."""
 
     gives_hidden_states: ClassVar[bool] = True
-    outputs: ClassVar[tuple[str, ...]] = ("tokens", "hidden_states")
 
     def __init__(self, decoder: Decoder, capture_layers: Sequence[int], functional: bool = False) -> None:
         super().__init__(decoder, functional)
@@ -173,22 +166,6 @@ class OneEngineStep(DecodeStep):
 
     verifies_drafts: ClassVar[bool] = True
     makes_drafts: ClassVar[bool] = True
-    spec_inputs: ClassVar[tuple[str, ...]] = (
-        "seq_lens",
-        "gather_ids",
-        "draft_tokens",
-        "draft_lens",
-        "next_prompt_token",
-        "forced_accept",
-    )
-    outputs: ClassVar[tuple[str, ...]] = (
-        "tokens",
-        "new_tokens",
-        "num_tokens",
-        "next_draft_tokens",
-        "next_new_tokens",
-        "next_kv_lens",
-    )
 
     def __init__(self, decoder: Decoder, worker: SpecWorker, functional: bool = False) -> None:
         super().__init__(decoder, functional)
@@ -241,8 +218,6 @@ class HeadStep(Step):
 
     makes_drafts: ClassVar[bool] = True
     draws: ClassVar[bool] = False
-    spec_inputs: ClassVar[tuple[str, ...]] = ("seq_lens", "gather_ids")
-    outputs: ClassVar[tuple[str, ...]] = ("next_draft_tokens",)
 
     def __init__(self, worker: SpecWorker, hidden_width: int, like: Tensor, functional: bool = False) -> None:
         super().__init__(functional)

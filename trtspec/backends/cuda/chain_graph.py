@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trtspec.backends.cuda.device import WorkQueue
 from trtspec.backends.cuda.executable import CudaExecutable, LaunchLimits
-from trtspec.backends.cuda.static_graph import BAN_COLUMNS, GraphMemory, Kind, Parts, Region, StaticGraph, left_out
-from trtspec.backends.graph_io import graph_inputs
+from trtspec.backends.cuda.static_graph import (
+    BAN_COLUMNS,
+    EVERY_KIND,
+    GraphMemory,
+    Kind,
+    Parts,
+    Region,
+    StaticGraph,
+    input_parts,
+    leaves_out,
+)
+from trtspec.backends.graph_io import INPUTS, graph_inputs
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.chain import Pass, run_chain
 from trtspec.methods.drafter import CHAIN_ROWS
 
-_SAMPLING = tuple(field.name for field in fields(SamplingTensors))
+_SAMPLING = tuple(row.name for row in INPUTS.values() if row.part == "spec.sampling")
 _INPUTS = ("input_ids", "kv_lens", "block_tables", *_SAMPLING)
 
 
@@ -27,7 +37,7 @@ class ChainOnCuda:
         self._draft, self._work, self._limits, self._longest = draft, work, limits, longest
         self._captured: dict[tuple[int, int, Kind], StaticGraph] = {}
         batch = limits.max_batch_size
-        inputs, outputs = self._inputs(batch, Kind(True, True, True)), self._outputs(batch, longest)
+        inputs, outputs = self._inputs(batch, EVERY_KIND), self._outputs(batch, longest)
         self._memory = GraphMemory(work, inputs.nbytes, outputs.nbytes)
 
     def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -55,7 +65,7 @@ class ChainOnCuda:
         return self._captured[key]
 
     def _capture(self, batch: int, num_tokens: int, kind: Kind) -> StaticGraph:
-        unused = {name: left_out(name, batch, self._work.device) for name in _SAMPLING if kind.leaves_out(name)}
+        unused = {name: INPUTS[name].left_out(batch, self._work.device) for name in _SAMPLING if leaves_out(kind, name)}
 
         def step(there: dict[str, Tensor]) -> Mapping[str, Tensor]:
             drafts = chain_step({**there, **unused}, num_tokens, self._draft.run_pass, self._draft.compiled.vocab_size)
@@ -65,7 +75,8 @@ class ChainOnCuda:
 
     def _inputs(self, batch: int, kind: Kind) -> Region:
         sizes = {"T": CHAIN_ROWS * batch, "R": batch, "B": batch}
-        return Region(kind.input_parts(_INPUTS, {**sizes, "columns": self._limits.max_columns, "bans": BAN_COLUMNS}))
+        sizes |= {"columns": self._limits.max_columns, "bans": BAN_COLUMNS}
+        return Region(input_parts(kind, _INPUTS, sizes))
 
     def _outputs(self, batch: int, num_tokens: int) -> Region:
         parts: Parts = {"drafts": ((batch, num_tokens), torch.int64)}

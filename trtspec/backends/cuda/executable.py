@@ -12,9 +12,10 @@ taken there, and not copied.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,16 +24,19 @@ from trtspec.backends.compiled import CompiledExecutable, CompiledStep, Graph, L
 from trtspec.backends.cuda.device import Mark, WorkQueue
 from trtspec.backends.cuda.static_graph import (
     BAN_COLUMNS,
-    FILTERS,
+    CARRY,
+    EVERY_KIND,
     GraphMemory,
     Kind,
     Parts,
     Region,
     StaticGraph,
-    left_out,
+    input_parts,
+    kind_of,
+    leaves_out,
 )
 from trtspec.backends.export import GraphStep
-from trtspec.backends.graph_io import EDITS, INPUT_DTYPES, OUTPUT_SHAPES, input_names, step_inputs
+from trtspec.backends.graph_io import INPUTS, OUTPUTS, input_names, step_inputs
 from trtspec.core import Carry, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.methods.step import Step
 
@@ -85,7 +89,8 @@ class CudaExecutable(CompiledExecutable):
         super().__init__(compiled, folder, kv)
         self._width = max(compiled.draft_lens) + 1  # of what is kept for each request
         self._captured: dict[tuple[int, int, Kind], StaticGraph] = {}
-        largest = self._input_region(self._width - 1, limits.buckets[-1], Kind(True, True, True))
+        taken = {name for graph in self._graphs if graph.uniform for name in graph.names}
+        largest = self._input_region(self._width - 1, limits.buckets[-1], EVERY_KIND, taken)
         given = self._output_region(self._width - 1, limits.buckets[-1])
         self._memory = GraphMemory(work, largest.nbytes, given.nbytes)
         device = work.device
@@ -111,7 +116,7 @@ class CudaExecutable(CompiledExecutable):
             return self._replay(captured, graph, tensors, carry, spec)
         read = graph.read(inputs)
         tensors = [
-            given if kind.leaves_out(name) and name not in EDITS else tensor
+            given if leaves_out(kind, name) and INPUTS[name].user != "edits" else tensor
             for name, given, tensor in zip(graph.names, read, tensors, strict=True)
         ]
         return self._run_kernels(graph, tensors, carry, spec)
@@ -136,41 +141,28 @@ class CudaExecutable(CompiledExecutable):
 
     def kind(self, sampling: SamplingTensors) -> Kind:
         """Of a graph for such rows."""
-        if self.takes_all:
-            return Kind(True, True, True)
-        filtered = any(getattr(sampling, name).numel() for name in FILTERS)
-        return Kind(sampling.seeds.numel() > 0, filtered, sampling.ban_ids.numel() > 0)
+        return EVERY_KIND if self.takes_all else kind_of(sampling)
 
     @property
     def most_kinds(self) -> tuple[Kind, ...]:
         """Those of graphs that most steps need."""
         if self.takes_all:
-            return (Kind(True, True, True),)
-        return Kind(False, False, False), Kind(True, True, False)
+            return (EVERY_KIND,)
+        return frozenset(), EVERY_KIND - {"bans"}
 
-    def _input_region(self, draft_len: int, batch: int, kind: Kind, names: Sequence[str] = ()) -> Region:
-        """Of a uniform graph; names: its inputs, all there are if not given."""
-        sizes = {
-            **dict.fromkeys("TR", batch * (draft_len + 1)),
-            "B": batch,
-            "G": batch,
-            "K": draft_len,
-            "columns": self._limits.max_columns,
-            "bans": BAN_COLUMNS,
-            "0": 0,
-        }
-        parts = kind.input_parts(names or tuple(INPUT_DTYPES), sizes)
-        parts["carry_tokens"] = (sizes["T"],), torch.int64
-        parts["carry_kept"] = (batch,), torch.int64
-        return Region(parts)
+    def _input_region(self, draft_len: int, batch: int, kind: Kind, names: Iterable[str]) -> Region:
+        """Of a uniform graph with these inputs."""
+        sizes = {**dict.fromkeys("TR", batch * (draft_len + 1)), "B": batch, "0": 0}
+        sizes |= {"columns": self._limits.max_columns, "bans": BAN_COLUMNS}
+        return Region(input_parts(kind, (*names, *CARRY), sizes))
 
     def _output_region(self, draft_len: int, batch: int) -> Region:
         sizes = {"R": batch * (draft_len + 1), "B": batch, "K": draft_len, "K + 1": draft_len + 1}
         parts: Parts = {}
         for name in self.compiled.outputs:
             if name not in (_ON_DEVICE, _LOGITS):  # which graphs do not give
-                shape = tuple(sizes[dim] for dim in OUTPUT_SHAPES[name])
-                parts[name] = shape, torch.int32 if name == "next_kv_lens" else torch.int64
+                row = OUTPUTS[name]
+                parts[name] = tuple(sizes[dim] for dim in row.dims), cast("torch.dtype", row.dtype)
         return Region(parts)
 
     def _graph(self, graph: LoadedGraph, batch: int, kind: Kind) -> StaticGraph:
@@ -182,7 +174,7 @@ class CudaExecutable(CompiledExecutable):
     def _capture(self, graph: LoadedGraph, batch: int, kind: Kind) -> StaticGraph:
         inputs = self._input_region(graph.draft_len, batch, kind, graph.names)
         rows, device = batch * (graph.draft_len + 1), self._work.device
-        unused = {name: left_out(name, rows, device) for name in graph.names if kind.leaves_out(name)}
+        unused = {name: INPUTS[name].left_out(rows, device) for name in graph.names if leaves_out(kind, name)}
         kept: list[Tensor] = []
 
         def keep() -> None:
@@ -213,8 +205,9 @@ class CudaExecutable(CompiledExecutable):
         views = self._memory.replay(captured, named)
 
         def read() -> StepOutputs:
-            rows = {"tokens": spec.batch_size * (graph.draft_len + 1)}
-            return self._outputs({name: views[name][: rows.get(name, spec.batch_size)].clone() for name in views}, spec)
+            rows = {"B": spec.batch_size, "R": spec.batch_size * (graph.draft_len + 1)}
+            given = {name: view[: rows[OUTPUTS[name].dims[0]]].clone() for name, view in views.items()}
+            return self._outputs(given, spec)
 
         return DeviceLaunch(self._work.mark(), read)
 
@@ -228,8 +221,9 @@ class CudaExecutable(CompiledExecutable):
         def work() -> None:
             unused = {}
             if spec.edits is None:
-                rows = spec.gather_ids.shape[0]
-                unused = {name: left_out(name, rows, self._work.device) for name in graph.names if name in EDITS}
+                rows, device = spec.gather_ids.shape[0], self._work.device
+                edits = (INPUTS[name] for name in graph.names if INPUTS[name].user == "edits")
+                unused = {row.name: row.left_out(rows, device) for row in edits}
             there = [
                 tensor if name == _ON_DEVICE or name in unused else self._work.to_device(tensor)
                 for name, tensor in (dict(zip(graph.names, tensors, strict=True)) | unused).items()

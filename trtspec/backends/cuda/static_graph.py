@@ -9,57 +9,53 @@ one after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from trtspec.backends.cuda.device import WorkQueue
-from trtspec.backends.graph_io import EDITS, INPUT_DTYPES, INPUT_SHAPES
+from trtspec.backends.graph_io import INPUTS, GraphInput, User
+from trtspec.core import SamplingTensors
 
-_PADDING = {"greedy": 1, "top_ps": 1, "ban_ids": -1, "forced_accept": -1, "carry_tokens": -1, "carry_kept": -1}
-"""What rows that fill a batch size have; 0 where nothing is said, and of kv_lens as many as a request has rows."""
+CARRY = {
+    "carry_tokens": GraphInput("carry_tokens", ("T",), torch.int64, fill=-1),
+    "carry_kept": GraphInput("carry_kept", ("B",), torch.int64, fill=-1),
+}
+"""Inputs of CUDA graphs beside those of the step: core.Carry."""
 
-FILTERS = ("top_ks", "top_ps", "min_ps")
-_SAMPLED = ("seeds", "temperatures")
-_BANS = ("ban_ids", "ban_until")
+_ROWS = {**INPUTS, **CARRY}
 BAN_COLUMNS = 8  # of a graph, where there are any; who bans more runs kernel by kernel
 _ALIGNMENT = 16  # bytes: what kernels load at once
 
 Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Tensors by name: shape and dtype."""
 
+Kind = frozenset[User]
+"""Rows that a graph has inputs for: inputs that it does not take cost no kernels. None is for edits of logits: batches
+with these run kernel by kernel."""
 
-class Kind(NamedTuple):
-    """Which sampling inputs a graph takes: those it does not take cost no kernels. None takes edits of logits: batches
-    with these run kernel by kernel."""
-
-    sampled: bool
-    filtered: bool
-    bans: bool
-
-    def leaves_out(self, name: str) -> bool:
-        inputs = ((self.sampled, _SAMPLED), (self.filtered, FILTERS), (self.bans, _BANS))
-        return name in EDITS or any(not taken and name in names for taken, names in inputs)
-
-    def input_parts(self, names: Sequence[str], sizes: Mapping[str, int]) -> Parts:
-        """The inputs of that name which it takes; sizes: of the dimensions that INPUT_SHAPES names."""
-        return {
-            name: (tuple(sizes[dim] for dim in INPUT_SHAPES[name]), INPUT_DTYPES[name])
-            for name in names
-            if not self.leaves_out(name)
-        }
+EVERY_KIND: Kind = frozenset(("sampled", "filtered", "bans"))
+_OPTIONAL = [(row.name, row.user) for row in INPUTS.values() if row.user in EVERY_KIND]
 
 
-def left_out(name: str, rows: int, device: torch.device) -> Tensor:
-    """What stands for a sampling input that no row uses."""
-    if len(INPUT_SHAPES[name]) == 2:
-        shape: tuple[int, ...] = (rows, 0)
-    else:
-        shape = (rows if name in EDITS else 0,)
-    return torch.zeros(shape, dtype=INPUT_DTYPES[name], device=device)
+def kind_of(sampling: SamplingTensors) -> Kind:
+    """Of a graph that takes no more than such rows use."""
+    return frozenset(user for name, user in _OPTIONAL if getattr(sampling, name).numel())
+
+
+def leaves_out(kind: Kind, name: str) -> bool:
+    """Whether graphs of that kind do not take the input."""
+    user = _ROWS[name].user
+    return user != "" and user not in kind
+
+
+def input_parts(kind: Kind, names: Iterable[str], sizes: Mapping[str, int]) -> Parts:
+    """Those of the inputs that graphs of that kind take; sizes: of their dims, by name."""
+    rows = [_ROWS[name] for name in names if not leaves_out(kind, name)]
+    return {row.name: (row.shape(sizes), cast("torch.dtype", row.dtype)) for row in rows}
 
 
 class Region:
@@ -147,7 +143,8 @@ class GraphMemory:
 def _fill(views: Mapping[str, Tensor], width: int, tensors: Mapping[str, Tensor]) -> None:
     """Bring the inputs of requests with `width` rows each into a graph's, and padding behind them."""
     for name, view in views.items():
-        padding = width if name == "kv_lens" else _PADDING.get(name, 0)
+        fill = _ROWS[name].fill
+        padding = width if fill is None else fill
         source = tensors.get(name)
         count = 0 if source is None else len(source)
         if source is not None and source.ndim == 2:

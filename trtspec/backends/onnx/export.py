@@ -24,7 +24,7 @@ from onnxscript import values
 from torch.export import ExportedProgram
 
 from trtspec.backends.export import export_step
-from trtspec.backends.graph_io import INPUT_SHAPES, input_names, output_names
+from trtspec.backends.graph_io import INPUTS, input_names, output_names
 from trtspec.core import KVLayer, StepInputs
 from trtspec.methods.step import Step
 
@@ -162,10 +162,10 @@ def _type_results(model: ir.Model, program: ExportedProgram) -> None:
 
 
 def _name_sizes(model: ir.Model) -> None:
-    """Call open sizes what INPUT_SHAPES does, B, T, R, ..., instead of s17."""
+    """Call open sizes what INPUTS does, B, T, R, ..., instead of s17."""
     names: dict[str, str] = {}
     for value in model.graph.inputs:
-        wanted = INPUT_SHAPES.get(value.name or "", ("blocks",))
+        wanted = INPUTS[value.name].dims if value.name in INPUTS else ("blocks",)
         for size, name in zip(value.shape or (), wanted, strict=False):
             if isinstance(size, ir.SymbolicDim) and size.value is not None:
                 names.setdefault(size.value, name)

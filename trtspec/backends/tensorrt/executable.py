@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledExecutable, CompiledStep, Graph
+from trtspec.backends.graph_io import INPUTS
 from trtspec.backends.tensorrt.cuda import Cuda, DeviceTensor, Memory
 from trtspec.backends.tensorrt.profiles import cache_shape
 from trtspec.core import KVLayer
@@ -37,11 +38,10 @@ MIXED, GENERATION = 0, 1
 _MOST_GRAPHS = 64
 """CUDA graphs that a plan keeps."""
 
-_RAISE = {  # size of INPUT_SHAPES that grows with it -> option of trtspec build
-    "input_ids": "--max_num_tokens",
-    "block_tables": "--max_batch_size or --max_seq_len",
-    "ban_ids": "--max_batch_size, or ask for fewer stop ids with min_tokens",
-    "ban_until": "--max_batch_size, or ask for fewer stop ids with min_tokens",
+_RAISE = {  # last size of an input -> option of trtspec build that it grows with
+    "T": "--max_num_tokens",
+    "columns": "--max_batch_size or --max_seq_len",
+    "bans": "--max_batch_size, or ask for fewer stop ids with min_tokens",
 }
 
 
@@ -233,9 +233,10 @@ class _Plan:
         for (name, most), shape in zip(self.largest[MIXED].items(), shapes, strict=True):
             if not _within(shape, most):
                 axis, excess = max(enumerate(map(int.__sub__, shape, most)), key=lambda found: found[1])
+                option = _RAISE.get(INPUTS[name].dims[-1], "--max_batch_size")
                 raise EngineError(
                     f"{name} has the shape {list(shape)}, {excess} more along axis {axis} than the engine was built "
-                    f"for, {list(most)}; rebuild it with a larger {_RAISE.get(name, '--max_batch_size')}"
+                    f"for, {list(most)}; rebuild it with a larger {option}"
                 )
         return MIXED
 

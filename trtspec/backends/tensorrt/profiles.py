@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trtspec.backends.graph_io import INPUT_SHAPES
+from trtspec.backends.graph_io import INPUTS
 from trtspec.backends.sizes import Sizes
 from trtspec.core import KVSpec
 from trtspec.errors import ConfigError
@@ -92,10 +92,9 @@ def profiles(
 
 
 def _inputs(inputs: Sequence[str], sizes: Mapping[str, tuple[int, int, int]]) -> dict[str, tuple[Shape, Shape, Shape]]:
-    return {
-        name: tuple(tuple(sizes[dim][i] for dim in INPUT_SHAPES[name]) for i in range(3))  # type: ignore[misc]
-        for name in inputs
-    }
+    least, usual, most = ({dim: size[i] for dim, size in sizes.items()} for i in range(3))
+    rows = [INPUTS[name] for name in inputs]
+    return {row.name: (row.shape(least), row.shape(usual), row.shape(most)) for row in rows}
 
 
 def _caches(kv: Sequence[KVSpec], sizes: Sizes) -> dict[str, tuple[Shape, Shape, Shape]]:
