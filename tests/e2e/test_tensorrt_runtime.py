@@ -23,8 +23,9 @@ from tests.e2e.tiny import run_alone, run_together
 from tests.fake_tensorrt.plugins import fake_plugin_of
 from tests.tensorrt_stand_in import CudaRuntime, TensorRT
 from trtspec import LLM, SamplingParams, StructuredOutputs
-from trtspec.backends import tensorrt, tensorrt_compile
 from trtspec.backends.export import example_batch
+from trtspec.backends.tensorrt import compile as tensorrt_compile
+from trtspec.backends.tensorrt import executable as tensorrt
 from trtspec.backends.tensorrt.cuda import Cuda
 from trtspec.backends.tensorrt.profiles import TensorRTOptions
 from trtspec.build.build import build_engine
