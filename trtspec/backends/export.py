@@ -102,6 +102,13 @@ def example_for(step: Step, draft_len: int, block_size: int, uniform: bool = Fal
     return replace(example, spec=replace(example.spec, next_draft_len=draft_len), hidden_states=states)
 
 
+def example_kv(step: Step, example: StepInputs, block_size: int) -> list[KVLayer]:
+    """Empty KV layers for an example, where the step is."""
+    blocks, new = int(example.attn.block_tables.max()) + 1, step.like.new_zeros
+    shapes = [(blocks, block_size, heads, size) for heads, size, _ in step.kv_layers]
+    return [(new(shape), new(shape)) for shape in shapes]
+
+
 def graph_kinds(step: Step) -> dict[str, bool]:
     """The graphs made for each K: kind -> whether it is uniform."""
     return {"ragged": False, "uniform": True} if step.verifies_drafts else {"ragged": False}

@@ -19,7 +19,7 @@ class Sizes:
     columns: int  # of block tables
     blocks: int  # of the cache, scratch included
     block_size: int
-    linear: bool = False  # caches as TensorRT's own attention wants them; see tensorrt_native.py
+    linear: bool = False  # caches as TensorRT's own attention wants them; see tensorrt/native.py
 
     @classmethod
     def of(cls, config: EngineConfig, max_seq_len: int, draft_len: int, blocks: int) -> Sizes:

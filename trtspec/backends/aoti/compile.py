@@ -6,16 +6,14 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for, export_step, graph_kinds, moved
+from trtspec.backends.export import example_for, example_kv, export_step, graph_kinds, moved
 from trtspec.backends.graph_io import input_names
 from trtspec.backends.weight_file import save_weights
-from trtspec.core import KVLayer
 from trtspec.errors import DependencyError, EngineError
 from trtspec.methods.step import Step
 from trtspec.ops import graph_calls, kernel_interface
@@ -72,9 +70,7 @@ def compile_graphs(
         kind = "uniform" if uniform else "ragged"
         report(f"{kind} graph for K = {K}: tracing")
         example = moved(example_for(step, K, block_size, uniform, edits), step.like.device)
-        blocks = int(example.attn.block_tables.max()) + 1
-        kv = [tuple(step.like.new_zeros(blocks, block_size, h, d) for _ in "kv") for h, d, _ in step.kv_layers]
-        program = export_step(step, example, cast("list[KVLayer]", kv), uniform)
+        program = export_step(step, example, example_kv(step, example, block_size), uniform)
         report(f"{kind} graph for K = {K}: compiling")
         file = folder / f"{kind}_k{K}.pt2"
         with torch.no_grad(), warnings.catch_warnings():

@@ -1,4 +1,5 @@
-"""Run AOTInductor graphs (.pt2) with the weights outside them, once for all graphs of a step. See aoti_compile.py."""
+"""Run AOTInductor graphs (.pt2) with the weights outside them, once for all graphs of a step. backends/aoti/compile.py
+makes them."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ def compile_step(
     report: Callable[[str], None] = lambda what: None,
     edits: bool = False,
 ) -> CompiledStep:
-    """As aoti_compile.compile_step, for the GPU, where generations have graphs of their own whether drafts are made
+    """As aoti.compile.compile_step, for the GPU, where generations have graphs of their own whether drafts are made
     inside or not."""
     wanted = launch_graphs(step, sorted(draft_lens))
     return compile_graphs(step.to(open_gpu()), block_size, wanted, folder, report, edits)
 
 
 class AotiOnCuda(CudaExecutable):
-    """See cudagraph.CudaExecutable."""
+    """AOTInductor graphs, whose weights lie on the GPU once for all of them."""
 
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
         device = self._work.device

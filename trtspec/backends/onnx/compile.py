@@ -13,14 +13,12 @@ from typing import cast
 import numpy as np
 import onnx
 import onnx_ir as ir
-import torch
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for, graph_kinds
+from trtspec.backends.export import example_for, example_kv, graph_kinds
 from trtspec.backends.onnx.export import OWN, export_onnx
 from trtspec.backends.onnx.linear import as_torch, write_linears
 from trtspec.backends.weight_file import save_weights
-from trtspec.core import KVLayer
 from trtspec.errors import EngineError
 from trtspec.methods.step import Step
 
@@ -41,19 +39,16 @@ def compile_step(
     edits: bool = False,
 ) -> CompiledStep:
     """Export a functional `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a
-    uniform one if it makes drafts. `report` hears what is being done. edits: as of aoti_compile.compile_step."""
-    dtype = step.like.dtype
+    uniform one if it makes drafts. `report` hears what is being done. edits: as of graph_io.input_names."""
     models: dict[str, ir.Model] = {}
     graphs = []
     for K, (kind, uniform) in itertools.product(sorted(draft_lens), graph_kinds(step).items()):
         report(f"{kind} graph for K = {K}")
         example = example_for(step, K, block_size, uniform, edits)
-        blocks = int(example.attn.block_tables.max()) + 1
-        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d, _ in step.kv_layers]
-        model = export_onnx(step, example, cast("list[KVLayer]", kv), uniform)
+        model = export_onnx(step, example, example_kv(step, example, block_size), uniform)
         write_linears(model)
         file = f"{kind}_k{K}.onnx"
-        names = tuple(value.name or "" for value in model.graph.inputs[: -2 * len(kv)])
+        names = tuple(value.name or "" for value in model.graph.inputs[: -2 * len(step.kv_layers)])
         graphs.append(Graph(file, K, uniform, names))
         models[file] = model
     report("writing weights")

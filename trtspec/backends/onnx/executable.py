@@ -1,5 +1,5 @@
 """Run ONNX graphs on ONNX Runtime's CPU provider, in fp32: the very graphs that TensorRT is given, with bodies for our
-ops (onnx_functions.py), and a backend where no C++ compiler is. See onnx_compile.py for what is in a folder.
+ops (functions.py), and a backend where no C++ compiler is. What is in a folder, compile.py says.
 
 Caches are bound as input and as output, the same memory: a graph's new cache is the old one with the step's rows
 written, and ONNX Runtime's ScatterND copies nothing where both are one buffer. A draft layer that runs several times

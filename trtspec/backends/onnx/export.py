@@ -2,8 +2,8 @@
 
 An op becomes a node by rule: CamelCase of its name, its tensors as inputs in the order of the op's schema, its numbers
 as attributes; a tensor that the step leaves unused, of no elements, is an input left out. What a node does is the op's
-contract in `trtspec.ops`. TensorRT's parser finds a plugin for each; ONNX Runtime gets the bodies of onnx_functions.py.
-Linears are written with standard operators, as each runtime likes them (onnx_linear.py).
+contract in `trtspec.ops`. TensorRT's parser finds a plugin for each; ONNX Runtime gets the bodies of functions.py.
+Linears are written with standard operators, as each runtime likes them (linear.py).
 
 The step must be a functional one: its new KV tensors are outputs, `new_k_cache_<layer>` beside `k_cache_<layer>`.
 """

@@ -1,7 +1,7 @@
 """Build TensorRT engines of a step: `rank0.engine`, and `rank0_k<K>.engine` for further draft lengths.
 
 One network takes every batch of a K; its second optimisation profile is for batches of generations alone
-(tensorrt_profiles.py). Weights are inside the engines or, of stripped ones, once beside them. Networks of TensorRT 11
+(profiles.py). Weights are inside the engines or, of stripped ones, once beside them. Networks of TensorRT 11
 are always strongly typed: each layer computes in the dtype that the step has there.
 
 No engine has been built or run by this code: no machine at hand has TensorRT's builder. Shown by tests: which calls are
@@ -18,13 +18,13 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import onnx_ir as ir
 import torch
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for
+from trtspec.backends.export import example_for, example_kv
 from trtspec.backends.onnx.export import DOMAIN, export_onnx
 from trtspec.backends.onnx.linear import write_linears
 from trtspec.backends.sizes import Sizes
@@ -33,7 +33,6 @@ from trtspec.backends.tensorrt.executable import load_tensorrt, made_for, open_c
 from trtspec.backends.tensorrt.network import Attributes, PluginOf, write_network
 from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
 from trtspec.backends.weight_file import save_weights
-from trtspec.core import KVLayer
 from trtspec.errors import ConfigError, DependencyError, EngineError
 from trtspec.methods.step import Step
 
@@ -203,7 +202,6 @@ def compile_step(
     engine.
     """
     options = options or TensorRTOptions()
-    dtype = step.like.dtype
     real = plugin_of is None
     trt, cuda = trt or load_tensorrt(), cuda or open_cuda()
     plugin_of = plugin_of or registered_plugins(trt)
@@ -214,13 +212,11 @@ def compile_step(
         if sizes.linear:
             block_size = 16  # of the example: the network's caches are others, and need not be allocated here
         example = example_for(step, K, block_size)
-        blocks = int(example.attn.block_tables.max()) + 1
-        kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d, _ in step.kv_layers]
-        model = export_onnx(step, example, cast("list[KVLayer]", kv))
+        model = export_onnx(step, example, example_kv(step, example, block_size))
         write_linears(model, "tensorrt")
         if real:
             check_kernels(model, sizes.linear)
-        names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(kv)])
+        names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(step.kv_layers)])
         largest = sizes.at_draft_len(step, K)
         shapes = profiles(names, step.kv_layers, largest, options.opt_num_tokens, step.hidden_width)
         report(f"graph for K = {K}: building")

@@ -33,7 +33,7 @@ from trtspec.errors import CheckpointError, DependencyError, EngineError
 logger = logging.getLogger(__name__)
 
 MIXED, GENERATION = 0, 1
-"""Profiles, in the order of tensorrt_profiles.profiles."""
+"""Profiles, in the order of profiles.profiles."""
 
 _MOST_GRAPHS = 64
 """CUDA graphs that a plan keeps."""

@@ -2,7 +2,7 @@
 
 Why not TensorRT's ONNX parser: what it makes of our nodes, whose optional inputs may be empty, of int64 sizes and of
 plugin namespaces is nowhere promised. The graphs come from export_onnx, with linears by write_linears(model,
-"tensorrt"): a small closed set of operators, so that this is a table (tensorrt_ops.py).
+"tensorrt"): a small closed set of operators, so that this is a table (ops.py).
 
 A node of domain `trtspec` becomes a plugin layer. New KV caches are outputs `new_k_cache_<layer>` that alias the inputs
 `k_cache_<layer>`: bind both to one address.

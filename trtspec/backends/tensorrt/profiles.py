@@ -30,7 +30,7 @@ class TensorRTOptions:
 
     opt_num_tokens: rows that the mixed profile is tuned for, None = half of max_num_tokens. workers: ranks built at a
     time. attention: our "plugin" over the paged cache, or "native", TensorRT's own over a linear one
-    (see tensorrt_native.py).
+    (see native.py).
     """
 
     opt_num_tokens: int | None = None

@@ -2,7 +2,7 @@
 
 TensorRT's elementwise layers want operands of one rank and one dtype, its slices want a size rather than an end, and
 what a size is at run time is itself a tensor of the network ([1] int64 here). `Writer` has these conversions; what an
-ONNX operator becomes is in tensorrt_ops.py.
+ONNX operator becomes is in ops.py.
 """
 
 from __future__ import annotations
