@@ -1,4 +1,4 @@
-"""The backends of engine folders: one row each, and how to get at their code, whose dependencies may be missing."""
+"""The backends: one row each, and how to get at their code, whose dependencies may be missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -20,11 +20,15 @@ class Backend:
     """One row."""
 
     name: str
-    executable: str | None  # "module:class", a CompiledExecutable; None: it runs modules
-    compiler: str | None  # module with `require()`, which complains where it cannot compile here, and `compile_step`
+    device: Literal["cpu", "cuda"]
     functional: bool  # graphs give new KV tensors rather than changing those they are given
-    packs: bool  # weights are compiled in the layouts of ops.packing, whether quantised or not
-    extra: str | None  # what `pip install 'trtspec[...]'` brings its dependencies
+    packs: bool  # weights are in the layouts of ops.packing, whether quantised or not
+    runs_checkpoints: bool = False  # as they are, without an engine folder
+    # of engine folders; None: there are none
+    executable: str | None = None  # "module:class", a CompiledExecutable
+    compiler: str | None = None  # module of `require()`, which complains where it cannot compile, and `compile_step`
+    extra: str | None = None  # what `pip install 'trtspec[...]'` brings its dependencies
+    code_for: Literal["", "cpu", "gpu"] = ""  # whose instructions its graphs are, which run on no other
     # TensorRT's: one graph a K, ragged, with optimisation profiles, also for uniform batches; the cache's size is fixed
     profiles: bool = False
     symmetric: bool = False  # 4-bit weights without zero points
@@ -32,13 +36,7 @@ class Backend:
     causal: bool = False  # attention has no tree masks
     only_attention_writes: bool = False  # caches that change in place are those that attention writes
     edits: bool = False  # a target's graphs take edits of its logits, and give these
-    on_gpu: bool = False  # through torch: executables are cudagraph.CudaExecutables
-    runs_checkpoints: bool = False
-
-    @property
-    def compiles(self) -> bool:
-        """Whether it makes engine folders."""
-        return self.compiler is not None
+    torch_gpu: bool = False  # the GPU by way of torch: executables are cuda.executable.CudaExecutables
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """UnsupportedError for a model's dtype that its graphs cannot compute in."""
@@ -62,7 +60,7 @@ class Backend:
             )
 
     def load_executable(self) -> type[CompiledExecutable]:
-        """DependencyError where a package is missing."""
+        """What runs its engine folders. DependencyError where a package is missing."""
         assert self.executable is not None
         module, _, name = self.executable.partition(":")
         return cast("type[CompiledExecutable]", getattr(self._import(module), name))
@@ -88,33 +86,36 @@ class Backend:
 BACKENDS = {
     row.name: row
     for row in (
-        Backend("eager", None, None, functional=False, packs=False, extra=None, edits=True, runs_checkpoints=True),
+        Backend("eager", "cpu", functional=False, packs=True, runs_checkpoints=True, edits=True),
         Backend(
             "cuda",
-            "trtspec.backends.cuda.aoti:AotiOnCuda",
-            "trtspec.backends.cuda.aoti",
+            "cuda",
             functional=False,
             packs=False,
-            extra=None,
-            edits=True,
-            on_gpu=True,
             runs_checkpoints=True,
+            executable="trtspec.backends.cuda.aoti:AotiOnCuda",
+            compiler="trtspec.backends.cuda.aoti",
+            code_for="gpu",
+            edits=True,
+            torch_gpu=True,
         ),
         Backend(
             "aoti",
-            "trtspec.backends.aoti.executable:AotiExecutable",
-            "trtspec.backends.aoti.compile",
+            "cpu",
             functional=False,
             packs=True,
-            extra=None,
+            executable="trtspec.backends.aoti.executable:AotiExecutable",
+            compiler="trtspec.backends.aoti.compile",
+            code_for="cpu",
             edits=True,
         ),
         Backend(
             "onnx",
-            "trtspec.backends.onnx.executable:OnnxExecutable",
-            "trtspec.backends.onnx.compile",
+            "cpu",
             functional=True,
             packs=False,
+            executable="trtspec.backends.onnx.executable:OnnxExecutable",
+            compiler="trtspec.backends.onnx.compile",
             extra="onnx",
             only_float32=True,
             causal=True,
@@ -122,10 +123,11 @@ BACKENDS = {
         ),
         Backend(
             "tensorrt",
-            "trtspec.backends.tensorrt.executable:TensorRTExecutable",
-            "trtspec.backends.tensorrt.compile",
+            "cuda",
             functional=True,
             packs=False,
+            executable="trtspec.backends.tensorrt.executable:TensorRTExecutable",
+            compiler="trtspec.backends.tensorrt.compile",
             extra="tensorrt",
             profiles=True,
             causal=True,
@@ -134,5 +136,10 @@ BACKENDS = {
         ),
     )
 }
-COMPILERS = {name: row for name, row in BACKENDS.items() if row.compiles}
-"""Those that make engine folders."""
+"""In the order of config.engine.BACKENDS, which has their names."""
+
+COMPILERS = {name: row for name, row in BACKENDS.items() if row.compiler is not None}
+"""Those that have engine folders."""
+
+USUAL_COMPILER = "aoti"
+"""Of an engine folder, where none of COMPILERS is named."""

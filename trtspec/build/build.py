@@ -15,7 +15,7 @@ from pydantic_core import PydanticSerializationError
 
 from trtspec.backends.export import graph_draft_lens
 from trtspec.backends.sizes import Sizes
-from trtspec.backends.table import BACKENDS, Backend
+from trtspec.backends.table import BACKENDS, USUAL_COMPILER, Backend
 from trtspec.backends.tensorrt.profiles import TensorRTOptions
 from trtspec.build.context import BuildContext, Role, plan_context
 from trtspec.build.engine_folder import EngineFolder, engine_json, file_facts
@@ -75,7 +75,7 @@ def build_engine(
             folder = staging / role
             folder.mkdir(parents=True)
             draft_lens = set(graph_draft_lens(step, context.resolved))
-            if backend.on_gpu and role == "target" and draft_lens == {0}:
+            if backend.torch_gpu and role == "target" and draft_lens == {0}:
                 draft_lens.add(context.max_draft_len)  # those of a drafter beside it
             own: dict[str, Any] = {}
             if backend.profiles:
@@ -105,8 +105,9 @@ def build_engine(
 
 
 def engine_backend(config: EngineConfig) -> Backend:
-    """The one that config names, aoti where it names eager, which compiles nothing."""
-    return BACKENDS["aoti" if config.backend == "eager" else config.backend]
+    """The one that config names, or the usual one where that compiles nothing."""
+    named = BACKENDS[config.backend]
+    return BACKENDS[USUAL_COMPILER] if named.compiler is None else named
 
 
 def refuse_taken(output: Path, replace_existing: bool) -> None:

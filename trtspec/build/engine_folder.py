@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from trtspec.config.engine import BACKENDS, EngineConfig, at_least
+from trtspec.backends.table import BACKENDS, COMPILERS
+from trtspec.config.engine import EngineConfig, at_least
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.interop.reading import read_speculative_config
@@ -60,7 +61,7 @@ class EngineFolder:
         if missing:
             raise CheckpointError(f"engine {folder}: config.json lacks {', '.join(missing)}; rebuild it")
         backend = data["build_config"].get("backend")
-        if backend not in BACKENDS:
+        if backend not in COMPILERS:
             raise CheckpointError(
                 f"engine {folder} is of backend {backend!r}, which this version of trtspec does not run; rebuild it"
             )
@@ -196,13 +197,13 @@ def sha256(file: Path) -> str:
 
 
 def machine(backend: str) -> dict[str, Any]:
-    """What compiled graphs depend on. Those of aoti use every instruction of the CPU they were built on, those of cuda
-    are code for one kind of GPU."""
-    trtspec = {"trtspec": importlib.metadata.version("trtspec")}
-    if backend == "cuda":
+    """What compiled graphs depend on. Those that are code for a CPU use every instruction of the one they were built
+    on, those for a GPU are for one kind of it."""
+    trtspec, code_for = {"trtspec": importlib.metadata.version("trtspec")}, BACKENDS[backend].code_for
+    if code_for == "gpu":
         gpu = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
         return {**trtspec, "torch": str(torch.__version__), "gpu": gpu}
-    if backend != "aoti":
+    if code_for != "cpu":
         return trtspec
     return {
         **trtspec,

@@ -54,8 +54,8 @@ def assemble_engine(
             f"backend = {config.backend!r} runs engine folders, {model} is a checkpoint; build an engine first: "
             f"trtspec build --checkpoint_dir {model} --output_dir DIR --backend {config.backend}"
         )
-    gpu = open_gpu() if backend.on_gpu else None
-    context = plan_context(model, speculative, config, backend, None if backend.compiles else "cpu" in plugins)
+    gpu = open_gpu() if backend.torch_gpu else None
+    context = plan_context(model, speculative, config, backend, backend.packs and "cpu" in plugins)
     mode, target, resolved = context.mode, context.target, context.resolved
     K = context.max_draft_len
     num_blocks = plan_kv_blocks(context) if gpu is None else plan_gpu_blocks(context, free_memory(gpu))

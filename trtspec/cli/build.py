@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trtspec.backends.compiled import CompiledStep
-from trtspec.backends.table import COMPILERS
+from trtspec.backends.table import BACKENDS, COMPILERS, USUAL_COMPILER
 from trtspec.build.build import build_engine, refuse_taken
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.plan import plan_build
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to build from, for which speculation and limits, and where to."""
     parser.add_argument("--checkpoint_dir", required=True, help="checkpoint folder of the target")
     parser.add_argument("--output_dir", required=True, help="the engine folder to make")
-    parser.add_argument("--backend", default="aoti", help=f"{', '.join(COMPILERS)} (default aoti)")
+    parser.add_argument("--backend", default=USUAL_COMPILER, help=f"{', '.join(COMPILERS)} (default {USUAL_COMPILER})")
     add_speculation(parser)
     for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "block_size"):
         parser.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")

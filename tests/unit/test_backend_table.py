@@ -1,0 +1,61 @@
+"""The table of backends agrees with what configurations say, and names code that is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from trtspec.backends.table import BACKENDS, COMPILERS, USUAL_COMPILER, Backend
+from trtspec.build.build import engine_backend
+from trtspec.config import engine as config
+from trtspec.config.engine import EngineConfig
+from trtspec.errors import ConfigError
+
+ROWS = BACKENDS.values()
+
+
+def test_configurations_know_the_names() -> None:
+    """config may not import backends, so it has a list of its own."""
+    assert tuple(BACKENDS) == config.BACKENDS
+    assert all(name == row.name for name, row in BACKENDS.items())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_configurations_know_the_device(row: Backend) -> None:
+    EngineConfig(backend=row.name, device=row.device)
+    with pytest.raises(ConfigError, match="leave device unset"):
+        EngineConfig(backend=row.name, device="cpu" if row.device == "cuda" else "cuda")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_backend_runs_checkpoints_or_engine_folders(row: Backend) -> None:
+    assert (row.executable is None) == (row.compiler is None)
+    assert row.runs_checkpoints or row.executable is not None
+    assert not row.code_for or row.compiler is not None
+    assert row.device == "cuda" or not row.torch_gpu
+
+
+@pytest.mark.parametrize("row", COMPILERS.values(), ids=lambda row: row.name)
+def test_the_code_is_there(row: Backend) -> None:
+    """Read, not imported: packages that it wants may be missing."""
+    assert row.executable is not None
+    assert row.compiler is not None
+    module, _, name = row.executable.partition(":")
+    assert name in defined_in(module)
+    assert {"require", "compile_step"} <= defined_in(row.compiler)
+
+
+def defined_in(module: str) -> set[str]:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    tree = ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+
+
+def test_who_compiles_an_engine_folder() -> None:
+    assert "eager" not in COMPILERS
+    for name in BACKENDS:
+        assert engine_backend(EngineConfig(backend=name)).name == (name if name in COMPILERS else USUAL_COMPILER)
