@@ -10,17 +10,7 @@ from torch import Tensor
 
 from trtspec.backends.cuda.device import WorkQueue
 from trtspec.backends.cuda.executable import CudaExecutable, LaunchLimits
-from trtspec.backends.cuda.static_graph import (
-    BAN_COLUMNS,
-    EVERY_KIND,
-    GraphMemory,
-    Kind,
-    Parts,
-    Region,
-    StaticGraph,
-    input_parts,
-    leaves_out,
-)
+from trtspec.backends.cuda.static_graph import BAN_COLUMNS, EVERY_KIND, GraphMemory, Kind, Region, StaticGraph, left_out
 from trtspec.backends.graph_io import INPUTS, graph_inputs
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.chain import Pass, run_chain
@@ -65,7 +55,7 @@ class ChainOnCuda:
         return self._captured[key]
 
     def _capture(self, batch: int, num_tokens: int, kind: Kind) -> StaticGraph:
-        unused = {name: INPUTS[name].left_out(batch, self._work.device) for name in _SAMPLING if leaves_out(kind, name)}
+        unused = left_out(kind, _SAMPLING, batch, self._work.device)
 
         def step(there: dict[str, Tensor]) -> Mapping[str, Tensor]:
             drafts = chain_step({**there, **unused}, num_tokens, self._draft.run_pass, self._draft.compiled.vocab_size)
@@ -76,11 +66,10 @@ class ChainOnCuda:
     def _inputs(self, batch: int, kind: Kind) -> Region:
         sizes = {"T": CHAIN_ROWS * batch, "R": batch, "B": batch}
         sizes |= {"columns": self._limits.max_columns, "bans": BAN_COLUMNS}
-        return Region(input_parts(kind, _INPUTS, sizes))
+        return Region.of_inputs(kind, _INPUTS, sizes)
 
     def _outputs(self, batch: int, num_tokens: int) -> Region:
-        parts: Parts = {"drafts": ((batch, num_tokens), torch.int64)}
-        return Region(parts)
+        return Region({"drafts": ((batch, num_tokens), torch.int64)})
 
 
 @torch.no_grad()

@@ -31,12 +31,12 @@ from trtspec.backends.cuda.static_graph import (
     Parts,
     Region,
     StaticGraph,
-    input_parts,
     kind_of,
     leaves_out,
+    left_out,
 )
 from trtspec.backends.export import GraphStep
-from trtspec.backends.graph_io import INPUTS, OUTPUTS, input_names, step_inputs
+from trtspec.backends.graph_io import OUTPUTS, input_names, step_inputs
 from trtspec.core import Carry, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.methods.step import Step
 
@@ -116,7 +116,7 @@ class CudaExecutable(CompiledExecutable):
             return self._replay(captured, graph, tensors, carry, spec)
         read = graph.read(inputs)
         tensors = [
-            given if leaves_out(kind, name) and INPUTS[name].user != "edits" else tensor
+            given if leaves_out(kind | {"edits"}, name) else tensor
             for name, given, tensor in zip(graph.names, read, tensors, strict=True)
         ]
         return self._run_kernels(graph, tensors, carry, spec)
@@ -154,7 +154,7 @@ class CudaExecutable(CompiledExecutable):
         """Of a uniform graph with these inputs."""
         sizes = {**dict.fromkeys("TR", batch * (draft_len + 1)), "B": batch, "0": 0}
         sizes |= {"columns": self._limits.max_columns, "bans": BAN_COLUMNS}
-        return Region(input_parts(kind, (*names, *CARRY), sizes))
+        return Region.of_inputs(kind, (*names, *CARRY), sizes)
 
     def _output_region(self, draft_len: int, batch: int) -> Region:
         sizes = {"R": batch * (draft_len + 1), "B": batch, "K": draft_len, "K + 1": draft_len + 1}
@@ -174,7 +174,7 @@ class CudaExecutable(CompiledExecutable):
     def _capture(self, graph: LoadedGraph, batch: int, kind: Kind) -> StaticGraph:
         inputs = self._input_region(graph.draft_len, batch, kind, graph.names)
         rows, device = batch * (graph.draft_len + 1), self._work.device
-        unused = {name: INPUTS[name].left_out(rows, device) for name in graph.names if leaves_out(kind, name)}
+        unused = left_out(kind, graph.names, rows, device)
         kept: list[Tensor] = []
 
         def keep() -> None:
@@ -219,11 +219,9 @@ class CudaExecutable(CompiledExecutable):
         landed: dict[str, Tensor] = {}
 
         def work() -> None:
-            unused = {}
+            unused: dict[str, Tensor] = {}
             if spec.edits is None:
-                rows, device = spec.gather_ids.shape[0], self._work.device
-                edits = (INPUTS[name] for name in graph.names if INPUTS[name].user == "edits")
-                unused = {row.name: row.left_out(rows, device) for row in edits}
+                unused = left_out(EVERY_KIND, graph.names, spec.gather_ids.shape[0], self._work.device)
             there = [
                 tensor if name == _ON_DEVICE or name in unused else self._work.to_device(tensor)
                 for name, tensor in (dict(zip(graph.names, tensors, strict=True)) | unused).items()

@@ -52,10 +52,9 @@ def leaves_out(kind: Kind, name: str) -> bool:
     return user != "" and user not in kind
 
 
-def input_parts(kind: Kind, names: Iterable[str], sizes: Mapping[str, int]) -> Parts:
-    """Those of the inputs that graphs of that kind take; sizes: of their dims, by name."""
-    rows = [_ROWS[name] for name in names if not leaves_out(kind, name)]
-    return {row.name: (row.shape(sizes), cast("torch.dtype", row.dtype)) for row in rows}
+def left_out(kind: Kind, names: Iterable[str], rows: int, device: torch.device) -> dict[str, Tensor]:
+    """What stands for those of the inputs that graphs of that kind do not take."""
+    return {name: _ROWS[name].left_out(rows, device) for name in names if leaves_out(kind, name)}
 
 
 class Region:
@@ -69,6 +68,12 @@ class Region:
             self.starts[name] = self.nbytes
             size = math.prod(shape) * dtype.itemsize
             self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    @classmethod
+    def of_inputs(cls, kind: Kind, names: Iterable[str], sizes: Mapping[str, int]) -> Region:
+        """Those of the inputs that graphs of that kind take; sizes: of their dims, by name."""
+        rows = [_ROWS[name] for name in names if not leaves_out(kind, name)]
+        return cls({row.name: (row.shape(sizes), cast("torch.dtype", row.dtype)) for row in rows})
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """The tensors in `memory` [nbytes or more] uint8."""
