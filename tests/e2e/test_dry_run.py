@@ -28,7 +28,7 @@ from trtspec.backends.table import BACKENDS
 from trtspec.build.build import build_engine
 from trtspec.build.context import plan_context
 from trtspec.build.plan import plan_build
-from trtspec.build.steps import build_step, build_steps
+from trtspec.build.steps import build_steps
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trtspec.backends.compiled import CompiledStep
-from trtspec.backends.table import BACKENDS, COMPILERS, USUAL_COMPILER
+from trtspec.backends.table import COMPILERS, USUAL_COMPILER
 from trtspec.build.build import build_engine, refuse_taken
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.plan import plan_build

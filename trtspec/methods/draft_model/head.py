@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from trtspec.methods.head import DraftHead
-from trtspec.methods.head_weights import HeadWeights
+from trtspec.methods.head_weights import HeadSource, HeadWeights
 from trtspec.models.attention import Attend
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import Slot, weight_slots
@@ -48,8 +48,12 @@ class DecoderWeights(HeadWeights[DecoderSpec]):
     """A decoder's checkpoint. The draft computes in the target's dtype, whatever its own: they share a launch, and KV
     layers of one dtype. A draft that is rounded by that guesses a little worse, which changes no output."""
 
+    def __init__(self, source: HeadSource, target: Decoder) -> None:
+        super().__init__(source, target)
+        self.whole = decoder_spec(source.decoder)
+
     def spec(self, found: Mapping[str, Tensor] | None) -> DecoderSpec:
-        return decoder_spec(self.source.decoder)
+        return self.whole
 
     @staticmethod
     def slots(spec: DecoderSpec) -> dict[str, Slot]:
