@@ -567,11 +567,6 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[TrtSpecError], tuple[str, ...]
         ConfigError,
         ("speculative_config=3", "use None, a dict"),
     ),
-    "method not built": (
-        {"speculative_config": {"method": "dspark", "model": "/m", "num_speculative_tokens": 2}},
-        UnsupportedError,
-        ("method='dspark'", "not built", "use one of"),
-    ),
     "drafter that does not exist": (
         {"speculative_config": {"method": "custom_class", "drafter": "no.such:Thing", "num_speculative_tokens": 2}},
         ConfigError,

@@ -26,7 +26,7 @@ from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError
 from trtspec.interop.reading import read_speculative_config
-from trtspec.methods.chain import ChainDrafter
+from trtspec.methods.draft_model.drafter import ChainDrafter
 
 K = 3
 CASES = draw_cases(60, seed=11)

@@ -245,7 +245,7 @@ BAD_HEADS: dict[str, Bad] = {
     "another kind": (
         change_config(model_type="medusa"),
         UnsupportedError,
-        ("model_type 'medusa' is no MLP speculator", "'mlp_speculator'"),
+        ("for method='medusa', not for method='mlp_speculator'", "leave method unset"),
     ),
 }
 

@@ -8,7 +8,7 @@ from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.interop.export import export_settings
 
-HEAD = DraftInfo(model_type="llama", vocab_size=100, max_model_len=512, is_eagle3=True, capture_layers=(2, 5, 8))
+HEAD = DraftInfo(method="eagle3", vocab_size=100, max_model_len=512, capture_layers=(2, 5, 8))
 TRT, VLLM = "tensorrt-llm", "vllm"
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
@@ -16,7 +16,6 @@ DRAFTED: dict[str, Any] = {"method": "draft_model", "model": "/d", "num_speculat
 EAGLE3: dict[str, Any] = {"method": "eagle3", "model": "/e", "num_speculative_tokens": 3}
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
 SUFFIX: dict[str, Any] = {"method": "suffix"}
-DSPARK: dict[str, Any] = {**EAGLE3, "method": "dspark"}
 SAVED: dict[str, Any] = {"method": "extract_hidden_states", "output_directory": "/o", "capture_layers": (1, 3)}
 CUSTOM: dict[str, Any] = {"method": "custom_class", "drafter": "m:C", "num_speculative_tokens": 3}
 

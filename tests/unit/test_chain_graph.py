@@ -20,7 +20,7 @@ from trtspec import LLM
 from trtspec.backends.cuda.chain_graph import chain_step
 from trtspec.build import wiring as assemble
 from trtspec.core import KVLayer
-from trtspec.methods.chain import ChainDrafter
+from trtspec.methods.draft_model.drafter import ChainDrafter
 from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import ResolvedSampling
 

@@ -9,7 +9,6 @@ import pytest
 from tests.unit.interop_cases import (
     CUSTOM,
     DRAFTED,
-    DSPARK,
     EAGLE3,
     MTP,
     NGRAM,
@@ -42,7 +41,6 @@ BY_METHOD: dict[str, dict[str, Any]] = {
     "mlp_speculator": {**EAGLE3, "method": "mlp_speculator"},
     "eagle": {**EAGLE3, "method": "eagle"},
     "dflash": {**EAGLE3, "method": "dflash"},
-    "dspark": DSPARK,
 }
 NEAREST = {
     ("custom_class", TRT): "UserProvidedDecodingConfig in Python",
@@ -86,7 +84,7 @@ def test_method(method: str, server: str) -> None:
 FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "num_speculative_tokens": (NGRAM, 4),
     "model": (DRAFTED, "/other"),
-    "method": (DRAFTED, "dspark"),
+    "method": (DRAFTED, "eagle3"),
     "one_engine": (EAGLE3, False),
     "vanilla": (MTP, True),
     "revision": (DRAFTED, "main"),
@@ -96,7 +94,7 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "draft_tensor_parallel_size": (DRAFTED, 1),
     "max_model_len": (DRAFTED, 100),
     "disable_padded_drafter_batch": (DRAFTED, True),
-    "disable_logprobs": (DRAFTED, False),
+    "disable_logprobs": (DRAFTED, True),
     "disable_by_batch_size": (DRAFTED, 8),
     "draft_len_schedule": (DRAFTED, {4: 3, 8: 1}),
     "num_speculative_tokens_per_batch_size": (DRAFTED, [(1, 4, 3), (5, 8, 1)]),
@@ -120,7 +118,7 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "speculative_token_tree": (EAGLE3, TREE),
     "use_heterogeneous_vocab": (DRAFTED, True),
     "parallel_drafting": (DRAFTED, True),
-    "enable_adaptive_verification": (DSPARK, True),
+    "enable_adaptive_verification": (DRAFTED, True),
     "capture_layers": (EAGLE3, (1, 4, 6)),
     "output_directory": (SAVED, "/elsewhere"),
     "write_interval": (SAVED, 5),

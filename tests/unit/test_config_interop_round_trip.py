@@ -28,7 +28,7 @@ TARGET = TargetInfo(
     max_batch_size=64,
     tensor_parallel_size=2,
 )
-HEAD = DraftInfo(model_type="llama", vocab_size=100, max_model_len=512, is_eagle3=True, capture_layers=(2, 5, 8))
+HEAD = DraftInfo(method="eagle3", vocab_size=100, max_model_len=512, capture_layers=(2, 5, 8))
 TRT, VLLM = "tensorrt-llm", "vllm"
 K = 4
 SIZES = st.integers(1, 70)
@@ -110,13 +110,16 @@ def planned(config: SpeculativeConfig | None, draft: DraftInfo | None) -> Resolv
         return plan(config, TARGET, draft)
 
 
+def settled(resolved: ResolvedSpeculation) -> dict[str, Any]:
+    """All fields, those of the method alone among them."""
+    found = {field.name: getattr(resolved, field.name) for field in dataclasses.fields(resolved)}
+    return vars(found.pop("options")) | found
+
+
 def differences(before: ResolvedSpeculation, after: ResolvedSpeculation) -> set[str]:
     """Fields that changed; GATES count as one, "draft_len": what they make of 1 to max_batch_size requests."""
-    found = {
-        field.name
-        for field in dataclasses.fields(before)
-        if field.name not in GATES and getattr(before, field.name) != getattr(after, field.name)
-    }
+    old, new = settled(before), settled(after)
+    found = {name for name in {*old, *new} - {*GATES} if name not in old or name not in new or old[name] != new[name]}
     sizes = range(1, TARGET.max_batch_size + 1)
     lengths = [[draft_len_for_batch(resolved, n) for n in sizes] for resolved in (before, after)]
     return found | ({"draft_len"} if lengths[0] != lengths[1] else set())

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import parse_tree
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.capture import capture_layers_from_vllm, default_capture_layers
-from trtspec.methods.draft_len import num_speculative_tokens
 from trtspec.methods.mtp.checkpoint import MTP_TARGETS, mtp_layers
-from trtspec.methods.resolve import _draft_tp, method_and_model, plan, resolve
+from trtspec.methods.resolve import _draft_tp, choose, plan, recognise, resolve
+from trtspec.methods.table import METHODS
 from trtspec.modes import SpeculativeDecodingMode as M
 
 TARGET = TargetInfo(
@@ -27,7 +29,7 @@ TARGET = TargetInfo(
     num_hidden_layers=8,
     max_batch_size=8,
 )
-DRAFT = DraftInfo(model_type="llama", vocab_size=4096, max_model_len=512)
+DRAFT = DraftInfo(method="draft_model", vocab_size=4096, max_model_len=512)
 DRAFTED: dict[str, Any] = {"method": "draft_model", "model": "/models/draft", "num_speculative_tokens": 3}
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
 SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
@@ -45,6 +47,11 @@ def draft(**changes: Any) -> DraftInfo:
     return dataclasses.replace(DRAFT, **changes)
 
 
+def modules(n_predict: int | None) -> dict[str, Any]:
+    """Of what a target's checkpoint says of its own MTP layers."""
+    return {"method": "mtp", "vocab_size": None, "max_model_len": None, "n_predict": n_predict}
+
+
 def decide(fields: Mapping[str, Any], **changes: Any) -> ResolvedSpeculation:
     return resolve(SpeculativeConfig(**fields), target(**changes))
 
@@ -52,47 +59,98 @@ def decide(fields: Mapping[str, Any], **changes: Any) -> ResolvedSpeculation:
 # -- method and model -------------------------------------------------------------------------------------------------
 
 
-def test_an_eagle3_head_is_known_by_its_architecture() -> None:
-    """Whatever its folder is called; a method that is given wins."""
-    head = draft(is_eagle3=True)
-    assert method_and_model(SpeculativeConfig(model="/models/head"), TARGET, head) == ("eagle3", "/models/head")
-    asked = SpeculativeConfig(model="/models/head", method="draft_model")
-    assert method_and_model(asked, TARGET, head)[0] == "draft_model"
-
-
-def test_an_eagle_head_is_known_by_its_architecture() -> None:
-    head = draft(is_eagle=True)
-    assert method_and_model(SpeculativeConfig(model="/models/head"), TARGET, head) == ("eagle", "/models/head")
-    assert method_and_model(SpeculativeConfig(model="/models/eagle3"), TARGET, head)[0] == "eagle"
+def chosen(fields: Mapping[str, Any], info: DraftInfo | None) -> tuple[str, str | None]:
+    row, model = choose(SpeculativeConfig(**fields), info)
+    assert row is METHODS[row.name]
+    return row.name, model
 
 
 @pytest.mark.parametrize(
     ("fields", "kind", "expected"),
     [
-        ({"model": "ngram"}, None, ("ngram", "ngram")),
-        ({"model": "[ngram]"}, None, ("ngram", "ngram")),
-        ({"method": "ngram"}, None, ("ngram", "ngram")),
-        ({"method": "suffix"}, None, ("suffix", "suffix")),
-        ({"method": "suffix", "model": "suffix"}, None, ("suffix", "suffix")),
-        ({"method": "mtp"}, None, ("mtp", "/models/target")),
+        ({"model": "ngram"}, None, ("ngram", None)),
+        ({"model": "[ngram]"}, None, ("ngram", None)),
+        ({"method": "ngram"}, None, ("ngram", None)),
+        ({"method": "ngram", "model": "ngram"}, None, ("ngram", None)),
+        ({"method": "suffix"}, None, ("suffix", None)),
+        ({"method": "suffix", "model": "suffix"}, None, ("suffix", None)),
+        ({"method": "mtp"}, None, ("mtp", None)),
+        ({"method": "mtp"}, "mtp", ("mtp", None)),
         ({"method": "mtp", "model": "/m"}, None, ("mtp", "/m")),
         ({"model": "yuhuili/EAGLE-LLaMA3"}, None, ("eagle", "yuhuili/EAGLE-LLaMA3")),
         ({"model": "yuhuili/EAGLE3-LLaMA3.1"}, None, ("eagle3", "yuhuili/EAGLE3-LLaMA3.1")),
         ({"model": "/data/llama-eagle3/"}, None, ("eagle3", "/data/llama-eagle3/")),
         ({"model": "/eagle-lab/draft"}, None, ("draft_model", "/eagle-lab/draft")),
         ({"model": "/x/EAGLE3-a", "method": "draft_model"}, None, ("draft_model", "/x/EAGLE3-a")),
+        ({"model": "/x/EAGLE3-a", "method": "draft_model"}, "eagle3", ("draft_model", "/x/EAGLE3-a")),
+        ({"model": "/models/head"}, "eagle3", ("eagle3", "/models/head")),  # whatever its folder is called
+        ({"model": "/models/eagle3"}, "eagle", ("eagle", "/models/eagle3")),
         ({"model": "/x"}, "medusa", ("medusa", "/x")),
         ({"model": "/x"}, "mlp_speculator", ("mlp_speculator", "/x")),
-        ({"model": "/x"}, "deepseek_mtp", ("mtp", "/x")),
-        ({"model": "/x"}, "qwen3_next", ("mtp", "/x")),
-        ({"model": "/x"}, "llama", ("draft_model", "/x")),
+        ({"model": "/x"}, "dflash", ("dflash", "/x")),
+        ({"model": "/x"}, "mtp", ("mtp", "/x")),
+        ({"model": "/x"}, "draft_model", ("draft_model", "/x")),
         ({"model": "/x"}, None, ("draft_model", "/x")),
         ({"method": "custom_class", "drafter": "m:C"}, None, ("custom_class", None)),
     ],
 )
-def test_method_and_model(fields: dict[str, Any], kind: str | None, expected: tuple[str, str | None]) -> None:
-    info = None if kind is None else draft(model_type=kind)
-    assert method_and_model(SpeculativeConfig(**fields), TARGET, info) == expected
+def test_choose(fields: dict[str, Any], kind: str | None, expected: tuple[str, str | None]) -> None:
+    """A method that is given wins; else what the checkpoint was found to be; else its folder's name."""
+    assert chosen(fields, None if kind is None else draft(method=kind)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode", "model"),
+    [
+        (NGRAM, M.NGRAM, None),
+        ({**NGRAM, "model": "ngram"}, M.NGRAM, None),
+        ({"method": "suffix", "model": "suffix"}, M.SUFFIX, None),
+        ({"method": "mtp", "num_speculative_tokens": 1}, M.MTP_EAGLE_ONE_MODEL, "/models/target"),
+        (DRAFTED, M.DRAFT_TARGET, "/models/draft"),
+        ({"method": "custom_class", "drafter": "m:C", "num_speculative_tokens": 2}, M.USER_PROVIDED, None),
+    ],
+)
+def test_the_checkpoint_that_drafts(fields: dict[str, Any], mode: M, model: str | None) -> None:
+    resolved = decide(fields)
+    assert (resolved.mode, resolved.model) == (mode, model)
+
+
+def architecture(name: str) -> dict[str, Any]:
+    return {"model_type": "llama", "architectures": [name]}
+
+
+@pytest.mark.parametrize(
+    ("folder", "raw", "expected"),
+    [
+        ("x", {"model_type": "medusa"}, "medusa"),
+        ("eagle3", {"model_type": "medusa"}, "medusa"),
+        ("x", {"medusa_num_heads": 4}, "medusa"),  # FasterDecoding's
+        ("x", {"model_type": "llama", "medusa_num_heads": 4}, "draft_model"),
+        ("x", {"model_type": "mlp_speculator"}, "mlp_speculator"),
+        ("eagle-x", {"model_type": "mlp_speculator"}, "mlp_speculator"),
+        ("x", {"model_type": "deepseek_mtp"}, "mtp"),
+        ("x", {"model_type": "qwen3_next"}, "mtp"),
+        ("x", {"model_type": "mimo"}, "mtp"),
+        ("eagle3", {"model_type": "mimo"}, "eagle3"),  # a head in its family's layout
+        ("head", architecture("LlamaForCausalLMEagle3"), "eagle3"),
+        ("head", architecture("Eagle3LlamaForCausalLM"), "eagle3"),
+        ("eagle-head", architecture("Qwen3ForCausalLMEagle3"), "eagle3"),
+        ("eagle-head", architecture("PeagleLlamaForCausalLM"), "eagle3"),
+        ("head", architecture("EagleLlamaForCausalLM"), "eagle"),
+        ("eagle3", architecture("EagleLlamaForCausalLM"), "eagle"),
+        ("x", architecture("DFlashDraftModel"), "dflash"),
+        ("eagle3", architecture("DFlashDraftModel"), "dflash"),
+        ("EAGLE-LLaMA3", architecture("LlamaForCausalLM"), "eagle"),  # as most public heads are written
+        ("EAGLE3-LLaMA3.1", architecture("LlamaForCausalLM"), "eagle3"),
+        ("eagle-lab/draft", architecture("LlamaForCausalLM"), "draft_model"),
+        ("draft", architecture("LlamaForCausalLM"), "draft_model"),
+        ("draft", {"model_type": "llama"}, "draft_model"),
+        ("draft", {}, "draft_model"),
+    ],
+)
+def test_recognise(folder: str, raw: dict[str, Any], expected: str) -> None:
+    checkpoint = CheckpointConfig(path=Path("/models") / folder, model_type=raw.get("model_type", ""), raw=raw)
+    assert recognise(checkpoint) is METHODS[expected]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +163,7 @@ def test_method_and_model(fields: dict[str, Any], kind: str | None, expected: tu
         ({**NGRAM, "model": "/x"}, r"model='/x' means nothing to method='ngram'; remove it"),
         ({"method": "ngram"}, r"num_speculative_tokens=None and method='ngram' implies none; set it"),
         ({"method": "draft_model", "model": "/x"}, r"num_speculative_tokens=None and method='draft_model'"),
-        ({**DRAFTED, "prompt_lookup_max": 3}, r"prompt_lookup_max=3 means nothing to method='draft_model'; remove it"),
+        ({**DRAFTED, "prompt_lookup_latest": True}, r"prompt_lookup_latest=True means nothing to .*; remove it"),
         ({**NGRAM, "suffix_decoding_max_tree_depth": 9}, r"suffix_decoding_max_tree_depth=9 means nothing to .*remove"),
         ({**NGRAM, "capture_layers": (1,)}, r"capture_layers=\(1,\) means nothing to method='ngram'; remove it"),
         ({**NGRAM, "drafter": "m:C"}, r"drafter='m:C' means nothing to method='ngram'; remove it"),
@@ -114,12 +172,15 @@ def test_method_and_model(fields: dict[str, Any], kind: str | None, expected: tu
         ({**NGRAM, "one_engine": True}, r"one_engine=True, .*method='ngram'; use one_engine=False"),
         (
             {**DRAFTED, "use_heterogeneous_vocab": True, "one_engine": True},
-            r"use_heterogeneous_vocab=True with mode=DRAFT_TARGET_ONE_MODEL: .*; set one_engine=False",
+            r"use_heterogeneous_vocab=True with one_engine=True, parallel_drafting=False: .*; set one_engine=False",
         ),
-        ({**NGRAM, "use_heterogeneous_vocab": True}, r"use_heterogeneous_vocab=True with method='ngram'.*or remove it"),
+        (
+            {**NGRAM, "use_heterogeneous_vocab": True},
+            r"use_heterogeneous_vocab=True means nothing to method='ngram'; remove it",
+        ),
         (
             {**DRAFTED, "use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic"},
-            r"use_heterogeneous_vocab=True .*draft_sample_method='probabilistic'; use it with .*greedy",
+            r"use_heterogeneous_vocab=True .*draft_sample_method='probabilistic'; leave .*unset, or use 'greedy'",
         ),
         (
             {"method": "auto", "draft_len_schedule": {4: 2}},
@@ -127,7 +188,7 @@ def test_method_and_model(fields: dict[str, Any], kind: str | None, expected: tu
         ),
         (
             {**NGRAM, "speculative_token_tree": "[(0,)]"},
-            r"'\[\(0,\)\]' is 1 deep but num_speculative_tokens=3; make them",
+            r"'\[\(0,\)\]' is a chain of 1 tokens but num_speculative_tokens=3; make",
         ),
     ],
 )
@@ -175,17 +236,17 @@ def test_refused_when_resolved(fields: dict[str, Any], message: str) -> None:
             r"=3 is neither 1 nor the target's 4; use one",
         ),
         ({}, {}, {"n_predict": 2}, r"num_speculative_tokens=3 must be divisible by n_predict=2 .*; use 2"),
-        ({"method": "mtp", "model": None}, {"n_predict": 2}, None, r"=3 with n_predict=2: .* at most 2, or one_eng"),
+        ({"method": "mtp", "model": None}, {}, modules(2), r"=3 with n_predict=2: .* at most 2, or one_eng"),
         (
             {"method": "mtp", "model": None, "vanilla": True},
-            {"n_predict": 1},
-            None,
+            {},
+            modules(1),
             r"=3 with n_predict=1: .* at most 1, or vanilla=False",
         ),
         (
             {"method": "mtp", "model": None, "one_engine": False},
-            {"n_predict": 2},
-            None,
+            {},
+            modules(2),
             r"=3 must be divisible by n_predict=2",
         ),
         (
@@ -204,7 +265,7 @@ def test_refused_when_resolved(fields: dict[str, Any], message: str) -> None:
             {"method": "eagle3"},
             {"model_type": "mamba"},
             None,
-            r"model_type='mamba'; use a target of llama, qwen, minicpm",
+            r"model_type='mamba'; use a target of llama, qwen2, qwen3$",
         ),
         (
             {"method": "eagle3"},
@@ -234,9 +295,8 @@ def test_refused_against_target_or_draft(
     [
         ({"revision": "main"}, r"revision='main' is not built yet; .*pass the folder"),
         ({"code_revision": "main"}, r"code_revision='main' is not built yet; .*leave it unset"),
-        ({"quantization": "fp8"}, r"quantization='fp8' is not built yet; .*leave it unset"),
+        ({"quantization": "fp8"}, r"quantization='fp8': the draft's weights are floating-point, .*leave it unset"),
         ({"draft_tensor_parallel_size": 2}, r"draft_tensor_parallel_size=2 is not built yet; use 1"),
-        ({"disable_logprobs": False}, r"disable_logprobs=False is not built yet; leave it True"),
         (
             {"rejection_sample_method": "standard"},
             r"rejection_sample_method='standard' is not built yet; leave it unset",
@@ -256,7 +316,6 @@ def test_refused_against_target_or_draft(
             {"speculative_token_tree": "[(0,),(1,),(0,0),(0,0,0)]"},
             r"speculative_token_tree='\[\(0,\),.* branches, which is not built yet; leave it unset",
         ),
-        ({"method": "dspark"}, r"method='dspark' is not built yet; use one of draft_model"),
     ],
 )
 def test_known_but_not_built(fields: dict[str, Any], message: str) -> None:
@@ -297,8 +356,8 @@ def test_a_draft_model_of_another_vocabulary(how: str | None) -> None:
         resolve(SpeculativeConfig(**fields), TARGET, other)
     resolved = resolve(SpeculativeConfig(**fields, use_heterogeneous_vocab=True), TARGET, other)
     assert resolved.mode is M.DRAFT_TARGET
-    assert resolved.use_heterogeneous_vocab
-    assert resolved.compute_hash() != resolve(SpeculativeConfig(**fields), TARGET, DRAFT).compute_hash()
+    assert resolved.options.use_heterogeneous_vocab
+    assert not resolve(SpeculativeConfig(**fields), TARGET, DRAFT).options.use_heterogeneous_vocab
 
 
 @pytest.mark.parametrize(
@@ -312,14 +371,15 @@ def test_a_draft_model_of_another_vocabulary(how: str | None) -> None:
 )
 def test_prompt_lookup(fields: dict[str, Any], expected: tuple[int, int]) -> None:
     resolved = decide({**NGRAM, **fields})
-    assert (resolved.prompt_lookup_min, resolved.prompt_lookup_max) == expected
-    assert resolved.prompt_lookup_latest is False
-    assert resolved.is_public_pool is None
+    options = resolved.options
+    assert (options.prompt_lookup_min, options.prompt_lookup_max) == expected
+    assert options.prompt_lookup_latest is False
+    assert options.is_public_pool is None
 
 
 def test_ngram_pool() -> None:
-    resolved = decide({**NGRAM, "is_public_pool": False, "is_keep_all": False, "ngram_pool_size": 7})
-    assert (resolved.is_public_pool, resolved.is_keep_all, resolved.ngram_pool_size) == (False, False, 7)
+    options = decide({**NGRAM, "is_public_pool": False, "is_keep_all": False, "ngram_pool_size": 7}).options
+    assert (options.is_public_pool, options.is_keep_all, options.ngram_pool_size) == (False, False, 7)
     for field, value in (("is_keep_all", False), ("ngram_pool_size", 7)):
         with pytest.raises(ConfigError, match=f"{field}={value} without a pool; set is_public_pool to True or False"):
             SpeculativeConfig(**NGRAM, **{field: value})
@@ -333,20 +393,20 @@ def test_suffix() -> None:
     own = {"max_tree_depth": 8, "max_cached_requests": 0, "max_spec_factor": 2.0, "min_token_prob": 0.5}
     settings = {f"suffix_decoding_{name}": value for name, value in own.items()}
     resolved = decide({"method": "suffix", **settings})
-    assert {name: getattr(resolved, name) for name in settings} == settings
+    assert {name: getattr(resolved.options, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize(("batch", "k", "n"), [(1, 5, 3), (4, 5, 3), (5, 3, 5), (256, 3, 5)])
 def test_auto(batch: int, k: int, n: int) -> None:
     resolved = decide({"method": "auto"}, max_batch_size=batch)
     assert (resolved.mode, resolved.method) == (M.NGRAM, "ngram")
-    assert (resolved.num_speculative_tokens, resolved.prompt_lookup_max, resolved.max_concurrency) == (k, n, 32)
+    assert (resolved.num_speculative_tokens, resolved.options.prompt_lookup_max, resolved.max_concurrency) == (k, n, 32)
 
 
 def test_auto_fills_only_what_is_unset() -> None:
     fields = {"method": "auto", "num_speculative_tokens": 2, "prompt_lookup_max": 4, "max_concurrency": 7}
     resolved = decide(fields)
-    assert (resolved.num_speculative_tokens, resolved.prompt_lookup_max, resolved.max_concurrency) == (2, 4, 7)
+    assert (resolved.num_speculative_tokens, resolved.options.prompt_lookup_max, resolved.max_concurrency) == (2, 4, 7)
     assert decide({"method": "auto", "draft_len_schedule": {8: 3}}).max_concurrency is None
 
 
@@ -354,7 +414,7 @@ def test_custom_class_takes_any_drafter() -> None:
     drafter = object()
     resolved = decide({"method": "custom_class", "drafter": drafter, "num_speculative_tokens": 2})
     assert resolved.mode is M.USER_PROVIDED
-    assert resolved.drafter is drafter
+    assert resolved.options.drafter is drafter
 
 
 def test_explicit_strict_and_greedy_run() -> None:
@@ -377,29 +437,29 @@ def test_explicit_strict_and_greedy_run() -> None:
 @pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
 def test_mtp(fields: dict[str, Any], n_predict: int, mode: M, k: int) -> None:
     config = SpeculativeConfig(method="mtp", **fields)
-    resolved = plan(config, target(n_predict=n_predict, quantization="fp8"))
+    resolved = plan(config, target(quantization="fp8"), DraftInfo(**modules(n_predict)))
     assert (resolved.mode, resolved.num_speculative_tokens) == (mode, k)
     assert (resolved.model, resolved.quantization, resolved.capture_layers) == (TARGET.model, "fp8", (-1,))
 
 
 @pytest.mark.parametrize(("model_type", "layers"), [("mimo", (7,)), ("deepseek_v3", (-1,))])
 def test_mtp_of_mimo_reads_states_before_the_norm(model_type: str, layers: tuple[int, ...]) -> None:
-    resolved = plan(SpeculativeConfig(method="mtp"), target(model_type=model_type, n_predict=1, num_hidden_layers=8))
+    resolved = plan(SpeculativeConfig(method="mtp"), target(model_type=model_type), DraftInfo(**modules(1)))
     assert resolved.capture_layers == layers
 
 
 def test_mtp_warns_when_one_layer_runs_several_times() -> None:
     with pytest.warns(UserWarning, match="num_speculative_tokens=3 runs one MTP layer 3 times"):
-        plan(SpeculativeConfig(method="mtp", num_speculative_tokens=3), target(n_predict=1))
+        plan(SpeculativeConfig(method="mtp", num_speculative_tokens=3), TARGET, DraftInfo(**modules(1)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plan(SpeculativeConfig(method="mtp", num_speculative_tokens=1), target(n_predict=1))
+        plan(SpeculativeConfig(method="mtp", num_speculative_tokens=1), TARGET, DraftInfo(**modules(1)))
 
 
 @pytest.mark.parametrize("kind", ["medusa", "mlp_speculator"])
 def test_heads_that_read_the_last_state(kind: str) -> None:
     """Each drafts one token, once; config.json says nothing of lengths, and is believed before a folder's name."""
-    head = DraftInfo(model_type=kind, n_predict=4)
+    head = DraftInfo(method=kind, n_predict=4)
     for fields, k in (({}, 4), ({"num_speculative_tokens": 3}, 3), ({"method": kind, "quantization": "int8"}, 4)):
         resolved = resolve(SpeculativeConfig(model="/x/eagle-3", **fields), TARGET, head)
         assert (resolved.mode, resolved.num_speculative_tokens) == (M.from_string(kind), k)
@@ -411,10 +471,14 @@ def test_heads_that_read_the_last_state(kind: str) -> None:
         resolve(SpeculativeConfig(model="/x", capture_layers=(1,)), TARGET, head)
 
 
-def test_k_of_methods_without_a_mode() -> None:
-    assert num_speculative_tokens(SpeculativeConfig(method="suffix"), "suffix", None) == 24
-    assert num_speculative_tokens(SpeculativeConfig(suffix_decoding_max_tree_depth=7), "suffix", None) == 7
-    assert num_speculative_tokens(SpeculativeConfig(), "mlp_speculator", 4) == 4
+def test_k_that_a_method_or_a_checkpoint_implies() -> None:
+    suffix = SpeculativeConfig(method="suffix", suffix_decoding_max_tree_depth=7)
+    assert plan(SpeculativeConfig(method="suffix"), TARGET).num_speculative_tokens == 24
+    assert plan(suffix, TARGET).num_speculative_tokens == 7
+    saved = SpeculativeConfig(method="extract_hidden_states", output_directory="/o")
+    assert plan(saved, TARGET).num_speculative_tokens == 1
+    head = DraftInfo(method="mlp_speculator", n_predict=4)
+    assert plan(SpeculativeConfig(model="/x"), TARGET, head).num_speculative_tokens == 4
 
 
 @pytest.mark.parametrize(
@@ -458,7 +522,8 @@ def test_hidden_states_need_a_folder_and_nothing_else() -> None:
         SpeculativeConfig(method="extract_hidden_states")
     resolved = resolve(SpeculativeConfig(method="extract_hidden_states", output_directory="/o"), TARGET)
     assert resolved.mode.is_save_hidden_states()
-    assert (resolved.output_directory, resolved.write_interval, resolved.file_prefix) == ("/o", 20, "data")
+    options = resolved.options
+    assert (options.output_directory, options.write_interval, options.file_prefix) == ("/o", 20, "data")
     assert resolved.capture_layers == (1, 3, 4)
     with pytest.raises(ConfigError, match="output_directory='/o' means nothing to method='ngram'; remove it"):
         resolve(SpeculativeConfig(**NGRAM, output_directory="/o"), TARGET)
@@ -471,7 +536,7 @@ def test_parallel_drafts_guess_at_a_mask_token() -> None:
     config = SpeculativeConfig(**fields)
     resolved = resolve(config, TARGET, draft(mask_token_id=4095))
     assert (resolved.mode, resolved.mask_token_id) == (M.PARD, 4095)
-    assert resolve(config, TARGET, draft(mask_token_id=4)).compute_hash() != resolved.compute_hash()
+    assert resolve(config, TARGET, draft(mask_token_id=4)).mask_token_id == 4
     assert resolve(config, TARGET).mask_token_id is None  # nothing known of the draft
     chain = resolve(SpeculativeConfig(**DRAFTED), TARGET, draft(mask_token_id=4))
     assert (chain.mode, chain.mask_token_id) == (M.DRAFT_TARGET, None)
@@ -480,14 +545,17 @@ def test_parallel_drafts_guess_at_a_mask_token() -> None:
     for mask in (4096, -1):
         with pytest.raises(ConfigError, match=rf"mask token {mask} is not in its vocabulary of 4096 ids; correct"):
             resolve(config, TARGET, draft(mask_token_id=mask))
-    with pytest.raises(ConfigError, match=r"use_heterogeneous_vocab=True with mode=PARD"):
+    with pytest.raises(
+        ConfigError,
+        match=r"with one_engine=None, parallel_drafting=True: .*; set one_engine=False",
+    ):
         resolve(SpeculativeConfig(**fields, use_heterogeneous_vocab=True), TARGET, draft(mask_token_id=4))
     with pytest.raises(ConfigError, match=r"does not exist for method='medusa'; .* draft_model, eagle3"):
         resolve(SpeculativeConfig(method="medusa", model="/m", parallel_drafting=True), TARGET, draft(n_predict=3))
 
 
 def test_a_dflash_draft_says_almost_everything() -> None:
-    found = draft(model_type="dflash", n_predict=7, capture_layers=(1, 5), mask_token_id=9)
+    found = draft(method="dflash", n_predict=7, capture_layers=(1, 5), mask_token_id=9)
     for fields in ({"method": "dflash"}, {"method": "dflash", "parallel_drafting": True}, {}):
         resolved = resolve(SpeculativeConfig(model="/d", **fields), TARGET, found)
         assert (resolved.mode, resolved.method, resolved.num_speculative_tokens) == (M.DFLASH, "dflash", 7)
@@ -515,4 +583,4 @@ def test_tree_is_sorted_by_length_then_path() -> None:
 def test_an_mlp_speculator_runs_on_one_rank() -> None:
     config = SpeculativeConfig(method="mlp_speculator", model="/x", num_speculative_tokens=3)
     with pytest.warns(UserWarning, match="draft_tensor_parallel_size"):
-        assert _draft_tp(config, "mlp_speculator", target(tensor_parallel_size=2)) == 1
+        assert _draft_tp(config, METHODS["mlp_speculator"], target(tensor_parallel_size=2)) == 1

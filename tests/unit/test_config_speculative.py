@@ -13,7 +13,7 @@ from trtspec.config.speculative import LEGACY_MTP_METHODS, SpeculativeConfig
 from trtspec.errors import ConfigError
 from trtspec.interop.decoding_configs import NGramDecodingConfig
 from trtspec.interop.reading import read_speculative_config
-from trtspec.methods.resolve import plan, resolve
+from trtspec.methods.resolve import resolve
 
 TARGET = TargetInfo(
     model="/models/target",
@@ -50,7 +50,7 @@ def test_defaults() -> None:
             ),
             False,
         ),
-        "disable_logprobs": True,
+        "disable_logprobs": False,
         "is_keep_all": True,
         "ngram_pool_size": 200_000,
         "write_interval": 20,
@@ -229,31 +229,3 @@ def test_repr() -> None:
 def test_pickles() -> None:
     config = SpeculativeConfig(**DRAFTED)
     assert pickle.loads(pickle.dumps(config)) == config
-
-
-@pytest.mark.parametrize(
-    ("changes", "same"),
-    [
-        ({"prompt_lookup_max": 7}, True),
-        ({"max_concurrency": 2}, True),
-        ({"num_speculative_tokens": 4}, False),
-        ({"draft_sample_method": "greedy"}, False),
-    ],
-)
-def test_compute_hash(changes: dict[str, Any], same: bool) -> None:
-    one, other = SpeculativeConfig(**NGRAM), SpeculativeConfig(**{**NGRAM, **changes})
-    assert (one.compute_hash() == other.compute_hash()) is same
-    assert (resolve(one, TARGET).compute_hash() == resolve(other, TARGET).compute_hash()) is same
-
-
-def test_compute_hash_sees_mode_and_layers() -> None:
-    eagle = {"method": "eagle3", "model": "/e", "num_speculative_tokens": 3}
-    variants: list[dict[str, Any]] = [
-        eagle,
-        {**eagle, "one_engine": False},
-        {**eagle, "capture_layers": (1, 2, 3)},
-        {**eagle, "method": "draft_model"},
-    ]
-    configs = [SpeculativeConfig(**fields) for fields in variants]
-    assert len({config.compute_hash() for config in configs}) == 4
-    assert len({plan(config, TARGET).compute_hash() for config in configs}) == 4

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtspec.config.resolved import TargetInfo
+from trtspec.config.resolved import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.interop.decoding_configs import (
@@ -340,8 +340,8 @@ def test_contradictions(cls: type[DecodingBaseConfig], fields: dict[str, Any], m
     ],
 )
 def test_mode(config: DecodingBaseConfig, n_predict: int | None, mode: M, k: int) -> None:
-    target = TargetInfo(**{**TARGET.__dict__, "n_predict": n_predict})
-    resolved = plan(config.to_speculative_config(), target)
+    modules = None if n_predict is None else DraftInfo(method="mtp", n_predict=n_predict)
+    resolved = plan(config.to_speculative_config(), TARGET, modules)
     assert (resolved.mode, resolved.num_speculative_tokens) == (mode, k)
 
 

@@ -17,7 +17,7 @@ from tests.e2e.tiny import Case, Outcome, draw_cases, make_target, perturbed, ru
 from tests.unit.drafting import GREEDY, drafts_of, question
 from trtspec import LLM
 from trtspec.core import Proposal, StepInputs, StepOutputs
-from trtspec.methods.chain import ChainDrafter
+from trtspec.methods.draft_model.drafter import ChainDrafter
 from trtspec.methods.ngram.drafter import NGramDrafter
 from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import ResolvedSampling
