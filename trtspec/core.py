@@ -209,7 +209,7 @@ class SpecMetadata:
     request_ids: tuple[int, ...]
     seq_lens: Tensor  # [B] int32, rows of each request in this step
     gather_ids: Tensor  # [R] int64, packed row behind each logits row
-    draft_tokens: Tensor  # [G, K] int64, junk past draft_lens
+    draft_tokens: Tensor  # [G, K] int64, junk past draft_lens; -1 = there is none, and so none is accepted (see Carry)
     draft_lens: Tensor  # [B] int32, 0 for contexts
     next_prompt_token: Tensor  # [B] int64, -1 where the request emits (final chunk or generation)
     forced_accept: Tensor  # [B] int32, -1 = off
@@ -312,7 +312,8 @@ class Carry:
     before the host has seen those.
 
     Of requests with `kept` >= 0 the step's own inputs are placeholders: input_ids and draft_tokens are anything, and
-    sampling.positions are those that go with the kv_lens there.
+    sampling.positions are those that go with the kv_lens there. Their rows and draft_lens are as if the step before had
+    made as many drafts as it may: a row past those that it did make has no draft, which is -1 in draft_tokens.
     """
 
     tokens: Tensor  # [T] int64, row * (max_draft_len + 1) + column of next_new_tokens; -1 = input_ids has it
@@ -321,19 +322,20 @@ class Carry:
     def apply(self, inputs: StepInputs, new_tokens: Tensor, kept_lens: Tensor, vocab_size: int) -> StepInputs:
         """The inputs as they would be if the host had waited: new_tokens [N, max_draft_len + 1] int64 and kept_lens [N]
         int32 of the step before. Where nothing could be drawn the id is past the vocabulary: any other will do, as the
-        request ends there."""
+        request ends there. Any will do as well for the row of a draft that there is not."""
         attn, spec = inputs.attn, inputs.spec
         ids = self.read_ids(inputs.input_ids, new_tokens, vocab_size)
         lens = self.read_lens(attn.kv_lens, kept_lens, spec.seq_lens)
         positions = spec.sampling.positions + (lens - attn.kv_lens)[spec.row_owners()]
         if spec.runtime_draft_len:
             rows = spec.gather_ids[spec.num_contexts :].view(-1, spec.runtime_draft_len + 1)[:, 1:]
-            spec = replace(spec, draft_tokens=ids[rows])
+            forced = self.read_forced(spec.forced_accept, F.pad(ids[rows], (0, 0, spec.num_contexts, 0)))
+            spec = replace(spec, draft_tokens=ids[rows], forced_accept=forced)
         sampling = replace(spec.sampling, positions=positions)
-        return StepInputs(ids, replace(attn, kv_lens=lens), replace(spec, sampling=sampling))
+        return StepInputs(ids.clamp(min=0), replace(attn, kv_lens=lens), replace(spec, sampling=sampling))
 
     def read_ids(self, input_ids: Tensor, new_tokens: Tensor, vocab_size: int) -> Tensor:
-        """The input_ids [T]; arguments as of `apply`."""
+        """The input_ids [T], -1 for a draft that there is not; arguments as of `apply`."""
         carried = new_tokens.flatten()[self.tokens.clamp(min=0)].clamp(max=vocab_size - 1)
         return torch.where(self.tokens >= 0, carried, input_ids)
 
@@ -341,12 +343,16 @@ class Carry:
         """The kv_lens [B] int32; num_rows: of each request in the step."""
         return torch.where(self.kept >= 0, kept_lens[self.kept.clamp(min=0)] + num_rows, kv_lens)
 
+    def read_forced(self, forced_accept: Tensor, drafts: Tensor) -> Tensor:
+        """The forced_accept [B] int32; drafts [B, K], -1 where there is none, which no force accepts."""
+        return torch.minimum(forced_accept, (drafts >= 0).sum(1, dtype=torch.int32))
+
 
 @dataclass(frozen=True)
 class Proposal:
     """Guesses for the next step, one row per request asked for."""
 
-    draft_tokens: Tensor  # [B, K] int64, target vocabulary
+    draft_tokens: Tensor  # [B, K] int64, target vocabulary; junk past draft_lens
     draft_lens: Tensor  # [B] int32, 0..K
     draft_probs: Tensor | None = None  # [B, K, V] fp32
     draft_kv_lens: Tensor | None = None  # [B] int32, rows of draft KV now valid if the drafts are; None = keeps none
@@ -367,7 +373,8 @@ class StepOutputs:
     tokens: Tensor  # [R] int64, the model's own draw at each logits row
     verdict: Verdict | None = None
     proposal: Proposal | None = None  # one row per request; junk where the verdict has no tokens
-    next_new_tokens: Tensor | None = None  # [B, K'+1] int64, last token and drafts: what the next step reads in
+    # [B, K'+1] int64, last token and drafts: what the next step reads in; -1 past the proposal's draft_lens
+    next_new_tokens: Tensor | None = None
     next_kv_lens: Tensor | None = None  # [B] int32, tokens whose KV is kept
     # [T, n * H] of n captured streams, [T, n * H + H] with the last states too (SAVE_HIDDEN_STATES); alone of a step's
     # values these are on the device that computed them, as are StepInputs.hidden_states and DraftRequest's

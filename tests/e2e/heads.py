@@ -67,7 +67,7 @@ class WatchedHead(SpecWorker):
         attn: AttnMetadata,
         spec: SpecMetadata,
         attend: PagedAttend,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         self._ids, self._starts, self._emits = spec.request_ids, None, (counts > 0).tolist()
         self._cut = _hides_rows(attn)
         return super().draft(hidden, counts, kv_lens, attn, spec, attend)

@@ -341,7 +341,8 @@ def test_draft_layers_beside_the_target(models: Path) -> None:
         assert [(graph.draft_len, graph.kind) for graph in head.graphs] == [(n, "ragged") for n in lengths]
         (states,) = [given for given in head.graphs[0].inputs if given.name == "hidden_states"]
         assert (states.dtype, states.shape) == ("float32", ("T", 96))
-        assert [(given.name, given.shape) for given in head.graphs[-1].outputs] == [("next_draft_tokens", ("B", "K"))]
+        drafts = [("next_draft_tokens", ("B", "K")), ("next_draft_lens", ("B",))]
+        assert [(given.name, given.shape) for given in head.graphs[-1].outputs] == drafts
         assert (len(target.kv.layers), len(head.kv.layers)) == (3, 1)
         assert list(head.weights) == ["draft"]
 

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.checkpoints import make_eagle3
 from tests.e2e.heads import watch
 from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, run_alone
 from trtspec import LLM
-from trtspec.core import StepInputs, StepOutputs
+from trtspec.core import SpecMetadata, StepInputs, StepOutputs
 from trtspec.engine import steady
 from trtspec.engine.request import Request
 from trtspec.engine.step import Emission
+from trtspec.methods.worker import SpecWorker
 from trtspec.protocols import Executable
 
 K = 3
@@ -150,8 +152,30 @@ def folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_steady_steps_are_steps_like_others(
     target: Path, folder: Path, speculates: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compare_steps(target, folder, speculates, random.Random(f"{speculates} {seed}"), seed, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_goes_on_until_somebody_has_fewer_drafts(
+    target: Path, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker cuts drafts now and then."""
+    short = []
+
+    def draft_lens(worker: SpecWorker, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
+        odd = drafts.sum(1) % 20
+        short.append(int((odd < spec.next_draft_len).sum()))
+        return odd.clamp(max=spec.next_draft_len).int()
+
+    monkeypatch.setattr(SpecWorker, "draft_lens", draft_lens)
+    compare_steps(target, folder, True, random.Random(f"fewer {seed}"), seed, monkeypatch)
+    assert sum(short) > 20
+
+
+def compare_steps(
+    target: Path, folder: Path, speculates: bool, rng: random.Random, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Arrivals, aborts, failing launches, prompts in chunks, full caches and looks from outside, in random order."""
-    rng = random.Random(f"{speculates} {seed}")
     monkeypatch.setattr(steady, "MAX_STEPS", rng.choice((1, 2, 5, 32)))
     limits = {**LIMITS, "num_kv_blocks": rng.choice((26, 34, 64)), "block_size": rng.choice((2, 4))}
     if limits["block_size"] == 2:

@@ -66,7 +66,7 @@ def batches(draw: st.DrawFn) -> list[Row]:
     row = st.builds(
         Row,
         sampled=st.lists(tokens, min_size=K + 1, max_size=K + 1),
-        drafts=st.lists(tokens, min_size=K, max_size=K),
+        drafts=st.lists(st.integers(-1, 2), min_size=K, max_size=K),
         draft_len=st.integers(0, K),
         forced=st.sampled_from([-1, -1, -1, 0, 1, K, K + 3]),
         emits=st.booleans(),

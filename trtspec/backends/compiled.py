@@ -149,7 +149,6 @@ class CompiledExecutable(ABC):
         self._graphs.sort(key=lambda graph: (graph.draft_len, not graph.uniform))
         self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
         self._unused: dict[str, Tensor] = {}
-        self._last_draft_lens = (0, 0), torch.empty(0, dtype=torch.int32)  # (B, K) and B times K
 
     @classmethod
     def check(cls, compiled: CompiledStep) -> None:
@@ -263,12 +262,4 @@ class CompiledExecutable(ABC):
         return held
 
     def _outputs(self, named: dict[str, Tensor], spec: SpecMetadata) -> StepOutputs:
-        K = spec.next_draft_len
-        return step_outputs(named, K, self._draft_lens(spec.batch_size, K) if self.compiled.makes_drafts else None)
-
-    def _draft_lens(self, batch_size: int, draft_len: int) -> Tensor:
-        """[B] int32, all `draft_len`."""
-        key = (batch_size, draft_len)
-        if self._last_draft_lens[0] != key:
-            self._last_draft_lens = key, torch.full((batch_size,), draft_len, dtype=torch.int32)
-        return self._last_draft_lens[1]
+        return step_outputs(named, spec.next_draft_len)

@@ -144,6 +144,7 @@ OUTPUTS = {
         GraphOutput("new_tokens", "verdict.tokens", ("B", "K + 1"), _i64, "verifies"),
         GraphOutput("num_tokens", "verdict.num_tokens", ("B",), _i64, "verifies"),
         GraphOutput("next_draft_tokens", "proposal.draft_tokens", ("B", "K"), _i64, "makes", beside=0),
+        GraphOutput("next_draft_lens", "proposal.draft_lens", ("B",), _i32, "makes"),
         GraphOutput("next_new_tokens", "next_new_tokens", ("B", "K + 1"), _i64, "verifies", beside=1),
         GraphOutput("next_kv_lens", "next_kv_lens", ("B",), _i32, "verifies"),
         GraphOutput("hidden_states", "hidden_states", ("T",), None, "hidden states"),
@@ -179,9 +180,11 @@ def output_names(step: Step, edits: bool = False) -> tuple[str, ...]:
 
 def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: int = 0) -> StepInputs:
     """From the tensors of `input_names`, those of a uniform graph if `width` is given."""
-    lens = tensors["kv_lens"]
+    lens, input_ids = tensors["kv_lens"], tensors["input_ids"]
     if width:
-        tensors = {**tensors, **_known_if_uniform(tensors["input_ids"], lens, width)}
+        tensors = {**tensors, **_known_if_uniform(input_ids, lens, width)}
+        if width > 1:
+            tensors["input_ids"] = input_ids.clamp(min=0)  # -1: a draft that there is not
         cu_q_lens = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=lens.device) * width
     else:
         cu_q_lens = F.pad(tensors["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
@@ -234,14 +237,9 @@ def graph_outputs(outputs: StepOutputs, names: Sequence[str]) -> dict[str, Tenso
     return {name: attrgetter(OUTPUTS[name].path)(outputs) for name in names}
 
 
-def step_outputs(named: Mapping[str, Tensor], next_draft_len: int, draft_lens: Tensor | None) -> StepOutputs:
-    """The inverse of graph_outputs. Graphs may make more drafts than next_draft_len, the ones that are wanted.
-
-    draft_lens [B] int32: of the proposal, unless the graph gives them; None: no drafts are made.
-    """
+def step_outputs(named: Mapping[str, Tensor], next_draft_len: int) -> StepOutputs:
+    """The inverse of graph_outputs. Graphs may make more drafts than next_draft_len, the ones that are wanted."""
     parts: dict[str, dict[str, Any]] = {"": {}, "verdict": {}, "proposal": {}}
-    if draft_lens is not None:
-        parts["proposal"]["draft_lens"] = draft_lens
     if "tokens" not in named:
         parts[""]["tokens"] = torch.empty(0, dtype=torch.int64)
     for name, tensor in named.items():
@@ -249,6 +247,8 @@ def step_outputs(named: Mapping[str, Tensor], next_draft_len: int, draft_lens: T
         part, _, field = row.path.rpartition(".")
         if row.beside is not None and tensor.shape[1] != next_draft_len + row.beside:
             tensor = tensor[:, : next_draft_len + row.beside]
+        if name == "next_draft_lens":
+            tensor = tensor.clamp(max=next_draft_len)
         parts[part][field] = tensor
     verdict = Verdict(**parts["verdict"]) if parts["verdict"] else None
     proposal = Proposal(**parts["proposal"]) if parts["proposal"] else None

@@ -58,6 +58,8 @@ def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None
             return None
         assert row.checkpoint is not None
         return row.checkpoint.open()(target, speculative)  # type: ignore[no-any-return]
+    if row is not None and row.of_target and target is not None and not os.path.isdir(model):
+        raise _not_the_target_s(row.name, model, target)
     checkpoint = read_checkpoint(model, "draft")  # says what is wrong with the folder
     found = recognise(checkpoint)
     if row is not None and found is not row and found.bare:
@@ -70,13 +72,17 @@ def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None
         if target is None:
             return DraftInfo(method=row.name)
         if not os.path.samefile(model, target.path):
-            raise ConfigError(
-                f"model={model!r} with method={row.name!r}: MTP layers are read from the target's own checkpoint, "
-                f"{target.path}; leave model unset"
-            )
+            raise _not_the_target_s(row.name, model, target)
         checkpoint = target
     assert row.checkpoint is not None
     return row.checkpoint.open()(checkpoint, speculative)  # type: ignore[no-any-return]
+
+
+def _not_the_target_s(method: str, model: str, target: ModelConfig) -> ConfigError:
+    return ConfigError(
+        f"model={model!r} with method={method!r}: MTP layers are read from the target's own checkpoint, {target.path}; "
+        "leave model unset"
+    )
 
 
 def read_target(path: str | os.PathLike[str]) -> ModelConfig:
@@ -85,7 +91,7 @@ def read_target(path: str | os.PathLike[str]) -> ModelConfig:
     checkpoint = read_checkpoint(path, "target")
     name = architecture_of(checkpoint)
     heads = (row for row in METHODS.values() if row.recognises is not None and not row.of_target)
-    if checkpoint.model_type == "eagle" or any(row.recognises.open()(checkpoint) for row in heads if row.recognises):
+    if any(row.recognises.open()(checkpoint) for row in heads if row.recognises):
         raise UnsupportedError(
             f"target model {checkpoint.path} is a draft head ({name or checkpoint.model_type}); give it as model in "
             "speculative_config, and the model that it drafts for as the target"

@@ -47,7 +47,8 @@ class SteadyBatch:
         self.requests = [row.request for row in batch]
         self.texts = [b for b, request in enumerate(self.requests) if request.text is not None]  # never lag behind
         self.stops = frozenset().union(*[request.eos_ids | request.stop_token_ids for request in self.requests])
-        self.read: list[list[int]] = _read_next(outputs).tolist()  # [B, K+1] last token and drafts
+        # [B, K+1] last token and drafts, -1 where there is none
+        self.read: list[list[int]] = _read_next(outputs).tolist()
         self.known = [len(request.tokens) for request in self.requests]
         # A step that begins with more tokens may be a request's last, or the one before the last, which has fewer
         # drafts; and a draft model can only see so many.
@@ -74,7 +75,10 @@ class SteadyBatch:
         return cls(batch, outputs, scheduler, proposer)
 
     def can_go_on(self, scheduler: Scheduler, assemble: BatchAssembler) -> bool:
-        """Whether nobody can come in the next step or end by its length, and all have blocks, reserved here."""
+        """Whether all have K drafts, nobody can come in the next step or end by its length, and all have blocks,
+        reserved here."""
+        if self.draft_len and min([tokens[-1] for tokens in self.read]) < 0:
+            return False
         if scheduler.waiting and len(scheduler.running) < scheduler.max_batch_size:
             return False
         if any(map(gt, self.known, self._most)):
@@ -111,6 +115,11 @@ class SteadyBatch:
         self.read = _read_next(outputs).tolist()
         return given
 
+    def drafts(self, b: int) -> list[int]:
+        """What request b is to verify next."""
+        drafts = self.read[b][1:]
+        return drafts[: drafts.index(-1)] if -1 in drafts else drafts
+
     def tell(self) -> None:
         """The requests are as if every step had been theirs; their drafts are those of the last."""
         if not self._given:
@@ -121,7 +130,7 @@ class SteadyBatch:
             known = len(request.tokens)
             request.tokens += chain.from_iterable(steps)
             rewind.commit(request.kv, 1, len(request.tokens) - known, 0, self._drafts_inside)  # as if of one step
-            request.drafts = self.read[b][1:]
+            request.drafts = self.drafts(b)
             for count, times in Counter(map(len, steps)).items():
                 request.stats.observe(count, self.draft_len, times)
         self._given.clear()
@@ -181,7 +190,7 @@ class SteadyLoop(IsolatedLoop):
             for request, tokens, known in zip(steady.requests, given, read, strict=True)
         ]
         for b in steady.texts:  # is made at once; it may end its request
-            drafts = None if outputs.proposal is None else outputs.proposal.draft_tokens[b].tolist()
+            drafts = None if outputs.proposal is None else steady.drafts(b)
             emissions[b] = self.update(steady.batch[b], given[b], drafts)
         if any(emissions[b].finished for b in steady.texts):
             self.settle()

@@ -77,7 +77,7 @@ class StepLoop:
                 assert outputs.hidden_states is not None
                 reader.collect(batch, outputs.hidden_states)
         tokens, counts = outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist()
-        made = [None] * len(batch) if outputs.proposal is None else outputs.proposal.draft_tokens.tolist()
+        made = _drafts_of(batch, outputs)
         logits = _logits_of(batch, outputs)
         return [
             self.update(row, drawn[:count], drafts, behind)
@@ -113,8 +113,8 @@ class StepLoop:
         return self.emit(row, len(tokens), verified, request.tokens[known:], request.shown_text[shown:], likely)
 
     def commit(self, row: Scheduled, tokens: list[int], made: list[int] | None) -> list[int]:
-        """Keep the KV of the accepted rows, rewind the rest, and take the drafts that were made. The drafts that were
-        verified; arguments as of update."""
+        """Keep the KV of the accepted rows, rewind the rest, and take the drafts that were made. Returns those that
+        were verified: fewer than there are rows for, if the rows were laid out before the drafts were counted."""
         request, num_rows, draft_len, _ = row
         verified = request.drafts[:draft_len]
         rewind.commit(request.kv, num_rows, len(tokens), draft_len, made is not None)
@@ -155,7 +155,7 @@ class StepLoop:
     ) -> Emission:
         """Count the step, and remove the request if that was its last. num_tokens: of the verdict; taken: those up to
         the one that ended the request; news: their text, as far as it is shown."""
-        request, _, draft_len, is_context = row
+        request, is_context, draft_len = row.request, row.is_context, len(verified)
         finished = request.finish_reason is not None
         shown = None
         if request.logprobs is not None:
@@ -178,6 +178,14 @@ class StepLoop:
             self.collector.ended(request)
         self.scheduler.remove(request)
         self.proposer.forget(request)
+
+
+def _drafts_of(batch: Batch, outputs: StepOutputs) -> Sequence[list[int] | None]:
+    """Those that draft layers in the launch have made for each request; None where there are no such layers."""
+    if outputs.proposal is None:
+        return [None] * len(batch)
+    made, lens = outputs.proposal.draft_tokens.tolist(), outputs.proposal.draft_lens.tolist()
+    return [drafts[:count] for drafts, count in zip(made, lens, strict=True)]
 
 
 def _logits_of(batch: Batch, outputs: StepOutputs) -> list[Tensor | None]:

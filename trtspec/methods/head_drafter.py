@@ -43,13 +43,16 @@ class HeadDrafter:
         # A request that wants fewer than K runs along: what it writes past its blocks lands in scratch.
         K = max(wanted)
         drafts = torch.zeros(len(requests), K, dtype=torch.int64)
+        lens = torch.zeros(len(requests), dtype=torch.int32)  # worth verifying, of those
         for pieces in pack_rows(starts, ends, self.max_num_tokens):
             length = self._length(K) if any(end == ends[b] for b, _, end in pieces) else 0
             made = self.head.run(self._inputs(requests, pieces, length)).proposal
             assert made is not None
             if length:  # a piece that ends before its request does drafts too, and is overwritten by the last piece
-                drafts[[b for b, _, _ in pieces]] = made.draft_tokens[:, :K]
-        return Proposal(drafts, torch.tensor(wanted, dtype=torch.int32), None, torch.tensor(ends, dtype=torch.int32))
+                owners = [b for b, _, _ in pieces]
+                drafts[owners], lens[owners] = made.draft_tokens[:, :K], made.draft_lens
+        lens = lens.minimum(torch.tensor(wanted, dtype=torch.int32))
+        return Proposal(drafts, lens, None, torch.tensor(ends, dtype=torch.int32))
 
     def _length(self, K: int) -> int:
         """Of the shortest chain there is that makes K drafts."""

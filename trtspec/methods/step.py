@@ -238,8 +238,8 @@ class HeadStep(Step):
         attend, positions = self.attend(attn, kv), attn.positions(inputs.input_ids.shape[0])
         hidden = self.worker.first_pass(inputs.input_ids, inputs.hidden_states, positions, attend)  # [T, H]
         one = torch.ones_like(spec.next_prompt_token)  # [B]
-        drafts = self.worker.draft(hidden, one, attn.kv_lens, attn, spec, attend)  # [B, K]
-        return StepOutputs(one, proposal=Proposal(drafts, torch.full_like(spec.draft_lens, spec.next_draft_len)))
+        drafts, draft_lens = self.worker.draft(hidden, one, attn.kv_lens, attn, spec, attend)  # [B, K], [B]
+        return StepOutputs(one, proposal=Proposal(drafts, draft_lens))
 
     @property
     def like(self) -> Tensor:

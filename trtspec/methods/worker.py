@@ -120,12 +120,12 @@ class SpecWorker(nn.Module):
         accepted, counts = self.sample_and_accept_draft_tokens(sampled, spec)
         rejected = spec.draft_lens - (counts - 1).clamp(min=0).int()  # [B] rows to be rewound
         hidden, rows = self.read_in(inputs, captured, accepted, counts, attend)
-        drafts = self.draft(hidden, counts, rows.kv_lens - rejected, rows, spec, attend)
+        drafts, draft_lens = self.draft(hidden, counts, rows.kv_lens - rejected, rows, spec, attend)
         return StepOutputs(
             tokens=sampled,
             verdict=Verdict(accepted, counts),
-            proposal=Proposal(drafts, torch.full_like(spec.draft_lens, spec.next_draft_len)),
-            next_new_tokens=self.prepare_next_new_tokens(accepted, counts, drafts),
+            proposal=Proposal(drafts, draft_lens),
+            next_new_tokens=self.prepare_next_new_tokens(accepted, counts, drafts, draft_lens),
             next_kv_lens=attn.kv_lens - rejected,
         )
 
@@ -145,14 +145,25 @@ class SpecWorker(nn.Module):
         attn: AttnMetadata,  # of its rows
         spec: SpecMetadata,
         attend: PagedAttend,
-    ) -> Tensor:
-        """The drafts for the next step, [B, K'] int64."""
+    ) -> tuple[Tensor, Tensor]:
+        """The drafts for the next step, [B, K'] int64, and how many of them each request is to verify, [B] int32."""
         if spec.next_draft_len == 0:
-            return spec.draft_tokens.new_empty(spec.batch_size, 0)
+            return self.no_drafts(spec)
         taken = (counts - 1).clamp(min=0)
         last = attn.cu_q_lens[1:].long() - 1 - spec.draft_lens + taken  # [B] row of the last token that is kept
         sampling = self.sampling_behind(counts, spec)
-        return self.draft_from(hidden[last], replace(attn, kv_lens=kv_lens), sampling, spec.next_draft_len, attend)
+        kept = replace(attn, kv_lens=kv_lens)
+        drafts = self.draft_from(hidden[last], kept, sampling, spec.next_draft_len, attend)
+        return drafts, self.draft_lens(drafts, hidden, spec)
+
+    def no_drafts(self, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
+        """What `draft` returns where K' = 0: [B, 0] int64, [B] int32."""
+        return spec.draft_tokens.new_empty(spec.batch_size, 0), torch.zeros_like(spec.draft_lens)
+
+    def draft_lens(self, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
+        """drafts [B, K'] int64, made of hidden [T, H] as `draft` has it -> how many of each request's are worth
+        verifying, 0..K', [B] int32: all, unless a subclass says otherwise. What it says changes no token."""
+        return torch.full_like(spec.draft_lens, spec.next_draft_len)
 
     def sampling_behind(self, counts: Tensor, spec: SpecMetadata) -> SamplingTensors:
         """How to draw the first draft of each request, behind the counts [B] tokens that it was given."""
@@ -212,10 +223,11 @@ class SpecWorker(nn.Module):
         after = torch.where(offset < 0, input_ids.roll(-1), torch.where(known >= 0, known, drawn))
         return after.clamp(0, self.draft_ids.shape[0] - 1)  # also where nothing could be drawn
 
-    def prepare_next_new_tokens(self, accepted: Tensor, counts: Tensor, drafts: Tensor) -> Tensor:
-        """Last accepted token and drafts, [B, K'+1] int64: the input ids of the next step."""
+    def prepare_next_new_tokens(self, accepted: Tensor, counts: Tensor, drafts: Tensor, draft_lens: Tensor) -> Tensor:
+        """Last accepted token and drafts, [B, K'+1] int64, -1 past draft_lens [B]: the input ids of the next step."""
         last = accepted.gather(1, (counts - 1).clamp(min=0)[:, None])
-        return torch.cat((last, drafts), dim=1)
+        offered = torch.arange(drafts.shape[1], device=drafts.device) < draft_lens[:, None]
+        return torch.cat((last, torch.where(offered, drafts, -1)), dim=1)
 
     def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
         """hidden [B, H] of pass `step` -> drafts [B] int64, target ids, drawn with the noise the target will use at

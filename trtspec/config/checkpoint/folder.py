@@ -18,7 +18,7 @@ from trtspec.errors import CheckpointError, UnsupportedError
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """`model_type` is "" where config.json does not say. `raw` is config.json as read. `quantization` says which
+    """`model_type` is "" where config.json does not say. `raw` is config.json as read, an EAGLE head's without its wrapper. `quantization` says which
     weights are quantised already."""
 
     path: Path
@@ -30,12 +30,12 @@ class CheckpointConfig:
 def read_checkpoint(path: str | os.PathLike[str], role: str) -> CheckpointConfig:
     """Of a folder that need not be a decoder's. Raises CheckpointError; UnsupportedError for a kind of quantised
     weights."""
-    read = checkpoint_reader(path, role)
+    read = unwrapped(checkpoint_reader(path, role))
     return CheckpointConfig(
         path=Path(path),
         model_type=read.string("model_type", ""),
         raw=read.data,
-        quantization=checkpoint_quantization(unwrapped(read)),
+        quantization=checkpoint_quantization(read),
     )
 
 

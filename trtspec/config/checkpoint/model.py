@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtspec.config.checkpoint.eagle_wrapper import unwrapped
 from trtspec.config.checkpoint.folder import CheckpointConfig, read_checkpoint
 from trtspec.config.checkpoint.reader import Reader, read_json, short
 
@@ -52,7 +51,7 @@ class ModelConfig(CheckpointConfig):
 
     `eos_token_ids` is the union of config.json and generation_config.json; the tokenizer may add its own.
     `generation_defaults` holds those of temperature, top_k, top_p, min_p that generation_config.json sets with
-    `do_sample`, and its repetition_penalty. `raw` is an EAGLE head's without its wrapper.
+    `do_sample`, and its repetition_penalty.
     """
 
     architecture: str
@@ -90,7 +89,7 @@ class ModelConfig(CheckpointConfig):
         what we know but have not built (rope type, activation, kind of quantised weights).
         """
         folder = checkpoint.path
-        read = unwrapped(Reader(dict(checkpoint.raw), folder / "config.json", role))
+        read = Reader(dict(checkpoint.raw), folder / "config.json", role)
         generation = Reader(
             read_json(folder / "generation_config.json", role, required=False), folder / "generation_config.json", role
         )

@@ -54,11 +54,12 @@ class DFlashWorker(MaskWorker):
         attn: AttnMetadata,
         spec: SpecMetadata,
         attend: PagedAttend,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """See base: all at once."""
         if spec.next_draft_len == 0:
-            return spec.draft_tokens.new_empty(spec.batch_size, 0)
-        return self.draw_all(hidden, counts, spec)
+            return self.no_drafts(spec)
+        drafts = self.draw_all(hidden, counts, spec)
+        return drafts, self.draft_lens(drafts, hidden, spec)
 
 
 def blocks_behind(attn: AttnMetadata, kept: Tensor, width: int, block_size: int) -> AttnMetadata:

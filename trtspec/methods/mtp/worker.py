@@ -92,7 +92,7 @@ class MtpWorker(SpecWorker):
         attn: AttnMetadata,
         spec: SpecMetadata,
         attend: PagedAttend,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """See base."""
         # Behind a chunk of a prompt nothing is drafted, and rows made of guesses must not come to stand in blocks that
         # are shared: to scratch with them.

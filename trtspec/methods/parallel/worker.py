@@ -129,14 +129,15 @@ class ParallelWorker(MaskWorker):
         attn: AttnMetadata,
         spec: SpecMetadata,
         attend: PagedAttend,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """See base: all at once."""
         if spec.next_draft_len == 0:
-            return spec.draft_tokens.new_empty(spec.batch_size, 0)
+            return self.no_drafts(spec)
         K = spec.next_draft_len
         taken = (counts - 1).clamp(min=0)
         first = attn.cu_q_lens[1:].long() - K - spec.draft_lens + taken  # [B] row of the last token, before the masks
-        return self.draw_all(hidden[self.each(first, K).flatten()], counts, spec)
+        drafts = self.draw_all(hidden[self.each(first, K).flatten()], counts, spec)
+        return drafts, self.draft_lens(drafts, hidden, spec)
 
 
 class PardWorker(ParallelWorker):
