@@ -259,7 +259,7 @@ class CudaExecutable(CompiledExecutable):
         if graph.uniform:  # which computes the rest from these
             named["input_ids"] = carry.read_ids(named["input_ids"], self._new_tokens, vocab_size)
             named["kv_lens"] = carry.read_lens(named["kv_lens"], self._kept_lens, graph.draft_len + 1)
-            if graph.draft_len and self.compiled.verifies:
+            if graph.draft_len and self.compiled.verifies_drafts:
                 drafts = named["input_ids"].view(-1, graph.draft_len + 1)[:, 1:]
                 named["forced_accept"] = carry.read_forced(named["forced_accept"], drafts)
             return [named[name] for name in graph.names]

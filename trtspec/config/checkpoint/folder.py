@@ -18,8 +18,8 @@ from trtspec.errors import CheckpointError, UnsupportedError
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """`model_type` is "" where config.json does not say. `raw` is config.json as read, an EAGLE head's without its wrapper. `quantization` says which
-    weights are quantised already."""
+    """`model_type` is "" where config.json does not say. `raw` is config.json as read, an EAGLE head's without its
+    wrapper. `quantization` says which weights are quantised already."""
 
     path: Path
     model_type: str

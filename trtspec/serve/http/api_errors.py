@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from trtspec.errors import CapacityError, EngineError, RequestError, TrtSpecError, UnsupportedError
 from trtspec.serve.engine.client import RefusedError
-from trtspec.serve.http.request_log import current
+from trtspec.serve.http.outcome import current
 
 logger = logging.getLogger(__name__)
 

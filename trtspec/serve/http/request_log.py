@@ -1,6 +1,6 @@
 """A record of every request: its id, what came of it and how long it took; no word of a prompt or of an answer.
 
-Whoever handles a request adds to its record through `current()`.
+Whoever handles a request adds to its record through outcome.current().
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trtspec.outputs import or_none
-
-if TYPE_CHECKING:
-    from trtspec.serve.http.service import Generation
+from trtspec.serve.http.outcome import CURRENT, Outcome
 
 logger = logging.getLogger("trtspec.serve.requests")
 
@@ -31,7 +28,7 @@ _GOOD_ID = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
 
 
 @dataclass
-class Record:
+class Record(Outcome):
     """Of one request. Times: nanoseconds since 1970 for `began` and `ended`, seconds for the rest."""
 
     id: str
@@ -41,15 +38,13 @@ class Record:
     began: int = field(default_factory=time.time_ns)
     ended: int = 0
     status: int = 499  # of the answer; as it is, none was sent
-    error: str | None = None  # a word for what went wrong before anything was generated
-    generation: Generation | None = None
     start: float = field(default_factory=time.perf_counter)  # `began` on the clock that measures
 
     @property
     def reason(self) -> str:
         """Why it ended: finish reasons, or a word for what went wrong."""
         if self.generation is not None:
-            return self.generation.reason
+            return str(self.generation.reason)
         return self.error or ("ok" if self.status < 400 else "client_gone" if self.status == 499 else "error")
 
     @property
@@ -77,14 +72,6 @@ class Record:
                 "first_token_seconds": None if first is None else round(first, 6),
             }
         return {**fields, "seconds": round((self.ended - self.began) / 1e9, 6), "reason": self.reason}
-
-
-_CURRENT: ContextVar[Record | None] = ContextVar("request", default=None)
-
-
-def current() -> Record | None:
-    """The record of the request that is being handled; None outside of one."""
-    return _CURRENT.get()
 
 
 def write(record: Record) -> None:
@@ -125,11 +112,11 @@ class RequestLog:
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", record.id.encode())]}
             await send(message)
 
-        token = _CURRENT.set(record)
+        token = CURRENT.set(record)
         try:
             await self.app(scope, receive, noted)
         finally:
-            _CURRENT.reset(token)
+            CURRENT.reset(token)
             record.finish()
             if record.generation is not None:
                 record.generation.close()

@@ -16,8 +16,8 @@ from trtspec.serve.engine.client import EngineClient, Stream
 from trtspec.serve.engine.wire import Delta, EngineFacts, sampling_params
 from trtspec.serve.http.api_errors import ONCE, ApiError, api_error
 from trtspec.serve.http.metrics import Metrics
+from trtspec.serve.http.outcome import current
 from trtspec.serve.http.protocol import MAX_GRAMMAR, MAX_SAMPLES, GenerationRequest
-from trtspec.serve.http.request_log import current
 from trtspec.serve.settings import ServeSettings
 from trtspec.text import Tokenizer
 

@@ -1,0 +1,23 @@
+"""What a request's handlers tell the record of it (request_log.py), wherever they are."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """error: a word for what went wrong before anything was generated. generation: service.Generation, once it runs."""
+
+    error: str | None = None
+    generation: Any = None
+
+
+CURRENT: ContextVar[Outcome | None] = ContextVar("request", default=None)
+
+
+def current() -> Outcome | None:
+    """Of the request that is being handled; None outside of one."""
+    return CURRENT.get()
