@@ -28,8 +28,8 @@ WHOLE: dict[str, Any] = {
 
 
 def engine(folder: Path, **changes: Any) -> Path:
-    """config.json of an engine, and nothing else."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """config.json of an engine, and the folder of its target, with nothing in it."""
+    (folder / "target").mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**WHOLE, **changes}))
     return folder
 
@@ -74,7 +74,7 @@ def staged(tmp_path: Path) -> Path:
 def test_the_new_engine_takes_the_place(tmp_path: Path, before: Callable[[Path], object]) -> None:
     before(tmp_path / "out")
     _publish(staged(tmp_path), tmp_path / "out", replace_existing=True)
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "new"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "new", "target"]
 
 
 def test_what_came_meanwhile_stays_and_so_does_the_engine(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_the_old_engine_comes_back_where_the_new_one_cannot_stand(
     monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(ConfigError, match="the disk is gone"):
         _publish(staging, old, replace_existing=True)
-    assert [file.name for file in old.iterdir()] == ["config.json"]
+    assert sorted(file.name for file in old.iterdir()) == ["config.json", "target"]
 
 
 # -- damaged ones -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from trtspec.interop.reading import read_speculative_config
 FORMAT = 4
 """Of the folder; it changes when older engines can no longer be read."""
 
-_MARK = "trtspec_engine"
+MARK = "trtspec_engine"
+"""The key by which an engine's config.json is known."""
 # What the graphs do not depend on; the rest of EngineConfig is fixed when an engine is built.
 _RUNTIME = {
     "kv_cache_memory", "num_kv_blocks", "enable_prefix_caching", "seed", "generation_config",
@@ -47,13 +48,15 @@ class EngineFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> EngineFolder | None:
-        """None where `path` is something else (a checkpoint, nothing at all)."""
-        folder, data = Path(path), _marked(Path(path))
+        """None where `path` is something else (a checkpoint, nothing at all): an engine has a folder of its target, so
+        the config.json of others is left for whoever reads it."""
+        folder = Path(path)
+        data = _marked(folder) if (folder / "target").is_dir() else None
         if data is None:
             return None
-        if data[_MARK] != FORMAT:
+        if data[MARK] != FORMAT:
             raise CheckpointError(
-                f"engine {folder} has format {data[_MARK]!r}, this version of trtspec reads {FORMAT}; "
+                f"engine {folder} has format {data[MARK]!r}, this version of trtspec reads {FORMAT}; "
                 "rebuild it with trtspec build"
             )
         parts = ("machine", "build_config", "executables", "files")
@@ -163,7 +166,7 @@ def engine_json(
     """config.json of a new engine; `files` is added once they are all there (see `file_facts`)."""
     runtime = {field.name: field.default for field in fields(EngineConfig) if field.name in _RUNTIME}
     return {
-        _MARK: FORMAT,
+        MARK: FORMAT,
         "machine": machine(config.backend),
         "pretrained_config": pretrained,
         "build_config": {name: value for name, value in asdict(config).items() if name not in runtime},
@@ -178,7 +181,7 @@ def _marked(folder: Path) -> dict[str, Any] | None:
         data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return data if isinstance(data, dict) and _MARK in data else None
+    return data if isinstance(data, dict) and MARK in data else None
 
 
 def file_facts(folder: Path) -> dict[str, dict[str, Any]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 
+from trtspec.build.engine_folder import MARK
 from trtspec.config.checkpoint.folder import CheckpointConfig, architecture_of, read_checkpoint
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
 from trtspec.methods.resolve import recognise, resolve
 from trtspec.methods.table import METHODS
 from trtspec.models.specs import require_architecture
@@ -89,6 +90,8 @@ def read_target(path: str | os.PathLike[str]) -> ModelConfig:
     """The target's config.json. What is no decoder is refused for what it is, not for the fields that it lacks:
     UnsupportedError."""
     checkpoint = read_checkpoint(path, "target")
+    if MARK in checkpoint.raw:
+        raise CheckpointError(f"engine {checkpoint.path}: target is missing; copy it again or rebuild the engine")
     name = architecture_of(checkpoint)
     heads = (row for row in METHODS.values() if row.recognises is not None and not row.of_target)
     if any(row.recognises.open()(checkpoint) for row in heads if row.recognises):

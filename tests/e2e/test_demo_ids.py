@@ -1,0 +1,52 @@
+"""The demo generates what it always did, and keeps as many drafts of it: demo_ids.json was recorded before the code was
+parted by methods. A change of ids is a change of arithmetic, and is to be made knowingly (demo_ids.py record)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from examples.demo.__main__ import MODES
+from tests.e2e.demo_ids import FILE, ISAS, run_under
+from trtspec.ops import load_plugins
+
+RECORDED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def instruction_sets() -> list[str]:
+    """Those of this machine, the best one last; none where the kernels are not built."""
+    best = load_plugins().get("cpu")
+    return [] if best is None else [*ISAS[: ISAS.index(best) + 1]]
+
+
+def check(backend: str, isa: str, modes: list[str]) -> None:
+    assert run_under(isa, backend, modes) == {mode: RECORDED[backend][isa][mode] for mode in modes}
+
+
+def test_ids_and_drafts_are_those_that_were_recorded() -> None:
+    found = instruction_sets()
+    if not found:
+        pytest.skip("the CPU kernels are not built")
+    check("eager", found[-1], ["eagle3"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("backend", ["eager", "aoti"])
+def test_on_every_instruction_set(backend: str, isa: str) -> None:
+    """Ids of compiled graphs depend on the CPU's own vectors, too: they are compared on the kind that recorded them."""
+    if isa not in instruction_sets():
+        pytest.skip(f"this machine has no {isa}")
+    check(backend, isa, list(MODES))
+
+
+def test_every_mode_gives_what_plain_decoding_gives_on_every_instruction_set() -> None:
+    """Of the file itself: speculation, instruction set and backend change no id."""
+    plain = RECORDED["eager"]["portable"]["plain"]
+    for modes in (of_isa for of_backend in RECORDED.values() for of_isa in of_backend.values()):
+        assert set(modes) == set(MODES)
+        for mode, by_temperature in modes.items():
+            if mode != "mtp":  # whose target is a checkpoint of its own
+                assert all(one["ids"] == plain[t]["ids"] for t, one in by_temperature.items())
