@@ -110,7 +110,7 @@ def assert_as_planned(plan: BuildPlan, folder: Path) -> dict[str, dict[str, int]
         graphs = [(g["draft_len"], "uniform" if g["uniform"] else "ragged", g["inputs"]) for g in built[role]["graphs"]]
         assert [(g.draft_len, g.kind, [i.name for i in g.inputs]) for g in made.graphs] == graphs
         assert [output.name for output in made.graphs[0].outputs] == built[role]["outputs"]
-        assert [list(shape) for shape in made.kv.layers] == built[role]["kv"]
+        assert [list(shape) for shape in made.kv.layers] == [[heads, size] for heads, size, _ in built[role]["kv"]]
         assert made.kv.dtype == built[role]["dtype"]
         assert made.weights_per_step == built[role]["weight_bytes"]
         with safe_open(folder / role / "weights.safetensors", framework="pt") as file:

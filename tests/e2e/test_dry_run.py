@@ -284,7 +284,7 @@ from trtspec.cli.main import main
 from trtspec.build.plan import plan_build
 from trtspec.errors import UnsupportedError
 from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
+from trtspec.interop.reading import read_speculative_config
 wishes = {{"method": "draft_model", "model": {str(configs / "small-qwen")!r}, "num_speculative_tokens": 4}}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 plan_build({str(configs / "qwen")!r}, read_speculative_config(wishes), EngineConfig(backend="tensorrt"))

@@ -112,8 +112,8 @@ def of_outputs() -> set[str]:
     return {f"{part}.{name}".removeprefix(".") for part, value in parts.items() for name in tensors_of(value)}
 
 
-# A proposal of a graph is as long as was asked for; a chain's probabilities and KV lengths stay on the host.
-NO_OUTPUTS = {"proposal.draft_lens", "proposal.draft_probs", "proposal.draft_kv_lens"}
+# A chain's probabilities and KV lengths stay on the host.
+NO_OUTPUTS = {"proposal.draft_probs", "proposal.draft_kv_lens"}
 
 
 def test_every_tensor_that_a_step_gives_is_an_output() -> None:
@@ -124,8 +124,16 @@ GIVEN = {
     DecodeStep: ("tokens",),
     TranslatedStep: ("tokens",),
     CaptureStep: ("tokens", "hidden_states"),
-    OneEngineStep: ("tokens", "new_tokens", "num_tokens", "next_draft_tokens", "next_new_tokens", "next_kv_lens"),
-    HeadStep: ("next_draft_tokens",),
+    OneEngineStep: (
+        "tokens",
+        "new_tokens",
+        "num_tokens",
+        "next_draft_tokens",
+        "next_draft_lens",
+        "next_new_tokens",
+        "next_kv_lens",
+    ),
+    HeadStep: ("next_draft_tokens", "next_draft_lens"),
 }
 FIRST = ("kv_lens", "block_tables", "tree_mask", "seq_lens", "gather_ids")
 VERIFIED = ("draft_tokens", "draft_lens", "next_prompt_token", "forced_accept")
@@ -155,14 +163,13 @@ def test_outputs_are_read_back_and_cut_to_the_drafts_that_were_asked_for() -> No
     for name, row in OUTPUTS.items():
         shape = [sizes[dim] for dim in row.dims]
         named[name] = torch.arange(torch.Size(shape).numel()).view(shape).to(row.dtype or torch.float32)
-    lens = torch.full((B,), K, dtype=torch.int32)
-    outputs = step_outputs(named, K, lens)
+    outputs = step_outputs(named, K)
     assert graph_outputs(outputs, tuple(named)).keys() == named.keys()
     assert all(tensor is named[name] for name, tensor in graph_outputs(outputs, tuple(named)).items())
     assert outputs.proposal is not None
-    assert outputs.proposal.draft_lens is lens
 
-    fewer = graph_outputs(step_outputs(named, 1, lens), tuple(named))
+    fewer = graph_outputs(step_outputs(named, 1), tuple(named))
+    assert torch.equal(fewer["next_draft_lens"], named["next_draft_lens"].clamp(max=1))
     assert torch.equal(fewer["next_draft_tokens"], named["next_draft_tokens"][:, :1])
     assert torch.equal(fewer["next_new_tokens"], named["next_new_tokens"][:, :2])
     assert torch.equal(fewer["new_tokens"], named["new_tokens"])
@@ -170,8 +177,8 @@ def test_outputs_are_read_back_and_cut_to_the_drafts_that_were_asked_for() -> No
 
 def test_outputs_of_a_head_are_a_proposal_alone() -> None:
     drafts, lens = torch.zeros(B, K, dtype=torch.int64), torch.full((B,), K, dtype=torch.int32)
-    outputs = step_outputs({"next_draft_tokens": drafts}, K, lens)
+    outputs = step_outputs({"next_draft_tokens": drafts, "next_draft_lens": lens}, K)
     assert outputs.tokens.numel() == 0
     assert outputs.verdict is None
     assert outputs.proposal is not None
-    assert step_outputs({"tokens": drafts[0]}, 0, None).proposal is None
+    assert step_outputs({"tokens": drafts[0]}, 0).proposal is None

@@ -247,7 +247,7 @@ def step_outputs(named: Mapping[str, Tensor], next_draft_len: int) -> StepOutput
         part, _, field = row.path.rpartition(".")
         if row.beside is not None and tensor.shape[1] != next_draft_len + row.beside:
             tensor = tensor[:, : next_draft_len + row.beside]
-        if name == "next_draft_lens":
+        if name == "next_draft_lens" and named["next_draft_tokens"].shape[1] > next_draft_len:
             tensor = tensor.clamp(max=next_draft_len)
         parts[part][field] = tensor
     verdict = Verdict(**parts["verdict"]) if parts["verdict"] else None
