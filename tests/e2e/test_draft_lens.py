@@ -27,10 +27,13 @@ from tests.e2e.conformance import (
     speculation,
 )
 from tests.e2e.heads import watch
+from tests.e2e.recorded import assert_graph_is_step, cases_of, record
 from tests.e2e.tiny import MASK, VOCAB, Case, Outcome, Run, draw_cases, run_alone, run_together
 from trtspec import LLM
+from trtspec.backends.export import graph_outputs
 from trtspec.core import SpecMetadata, StepInputs, StepOutputs
 from trtspec.engine.overlap import Flight, OverlapLoop
+from trtspec.methods.step import OneEngineStep
 from trtspec.methods.worker import SpecWorker
 from trtspec.protocols import Executable
 
@@ -210,15 +213,20 @@ def test_a_gpu_s_graphs(models: Path, work: HostQueue, no_failure: None, graphs:
     assert run.speculation.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("backend", "mode"),
-    [
-        ("onnx", "eagle3"),
-        pytest.param("aoti", "eagle3", marks=pytest.mark.long),
-        pytest.param("aoti", "eagle3_beside", marks=pytest.mark.long),
-        pytest.param("onnx", "eagle3_beside", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("functional", [False, True])
+def test_an_exported_graph_tells_the_same(models: Path, functional: bool) -> None:
+    """Of batches with drafts of all lengths, bit for bit."""
+    recorder = record(lambda **limits: LLM(models / "target", fields_of("eagle3", models), **limits), "sampled")
+    step = recorder.inner.step
+    assert isinstance(step, OneEngineStep)
+    said = [graph_outputs(outputs)["next_draft_lens"] for _, _, outputs, _ in cases_of(recorder, False)]
+    assert set(torch.cat(said).tolist()) == set(range(K + 1))
+    assert_graph_is_step(OneEngineStep(step.decoder, step.worker, functional), recorder, False, functional)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_beside"])
+@pytest.mark.parametrize("backend", ["aoti", "onnx"])
 def test_compiled_graphs_tell_the_same(
     models: Path, plain: list[Outcome], tmp_path: Path, backend: str, mode: str
 ) -> None:
