@@ -1,52 +1,21 @@
-"""LLM as a caller sees it: prompts in all their forms, what comes back, and errors that leave it working."""
+"""LLM as a caller sees it: prompts in all their forms, what comes back, how outputs end, and how LLM is shut down."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.tiny import EOS, PIECES, VOCAB, assert_all_blocks_free, make_target
+from tests.e2e import api_cases
+from tests.e2e.api_cases import GREEDY, NGRAM, copy_of, ending, one
+from tests.e2e.tiny import EOS, PIECES, assert_all_blocks_free
 from trtspec import LLM, SamplingParams
-from trtspec.errors import (
-    CapacityError,
-    CheckpointError,
-    ConfigError,
-    EngineError,
-    RequestError,
-    TrtSpecError,
-    UnsupportedError,
-)
-from trtspec.outputs import CompletionOutput
+from trtspec.errors import EngineError
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+llm = api_cases.llm
+greedy_ids = api_cases.greedy_ids
 SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-
-
-@pytest.fixture(scope="module")
-def llm(target: Path) -> Iterator[LLM]:
-    with LLM(target, NGRAM, num_kv_blocks=40, block_size=4, max_batch_size=8) as llm:
-        yield llm
-
-
-def one(llm: LLM, prompt: Any, params: SamplingParams) -> CompletionOutput:
-    (output,) = llm.generate(prompt, params)
-    return output.outputs[0]
-
-
-def copy_of(folder: Path, to: Path, **json_files: dict[str, Any]) -> Path:
-    """The checkpoint with some of its json files changed: name -> fields to set."""
-    shutil.copytree(folder, to, dirs_exist_ok=True)
-    for name, fields in json_files.items():
-        file = to / f"{name}.json"
-        old = json.loads(file.read_text()) if file.is_file() else {}
-        file.write_text(json.dumps({**old, **fields}))
-    return to
 
 
 # -- prompts -------------------------------------------------------------------------------------------------------
@@ -235,16 +204,6 @@ def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
 # -- ends ----------------------------------------------------------------------------------------------------------
 
 
-def ending(llm: LLM, **fields: Any) -> CompletionOutput:
-    """Greedy: the text begins "bbb..." or whatever; what counts is where it ends."""
-    return one(llm, "abc", SamplingParams(**{"temperature": 0.0, "max_tokens": 30, **fields}))
-
-
-@pytest.fixture(scope="module")
-def greedy_ids(llm: LLM) -> list[int]:
-    return list(ending(llm, ignore_eos=True).token_ids)
-
-
 def first_new(ids: list[int], at_least: int = 3) -> int:
     """Index of the first token from `at_least` on that did not occur before, and is not the end of sequence."""
     return next(i for i, token in enumerate(ids) if i >= at_least and token not in ids[:i] and token != EOS)
@@ -380,221 +339,3 @@ def test_shutdown_twice_is_once(target: Path) -> None:
     llm = LLM(target)
     llm.shutdown()
     llm.shutdown()
-
-
-# -- a folder without a tokenizer ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def mute(target: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = copy_of(target, tmp_path_factory.mktemp("mute") / "model")
-    (folder / "tokenizer.json").unlink()
-    return LLM(folder)
-
-
-def test_without_a_tokenizer_ids_work(mute: LLM, greedy_ids: list[int]) -> None:
-    output = one(mute, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
-    assert (output.text, output.token_ids) == ("", greedy_ids)
-
-
-def test_a_tokenizer_may_come_from_another_folder(mute: LLM, target: Path) -> None:
-    with LLM(mute.engine.model.path, tokenizer=target) as llm:
-        assert llm.generate("abc", GREEDY)[0].prompt_token_ids == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda llm: llm.generate("abc", GREEDY), ("no tokenizer.json", "pass token ids, or tokenizer=FOLDER")),
-        (lambda llm: llm.generate([1], SamplingParams(stop="a")), ("stop strings", "use stop_token_ids")),
-        (lambda llm: llm.chat([{"role": "user", "content": "a"}]), ("chat needs a tokenizer",)),
-    ],
-    ids=["text prompt", "stop string", "chat"],
-)
-def test_without_a_tokenizer_text_is_refused(mute: LLM, call: Callable[[LLM], Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(RequestError) as caught:
-        call(mute)
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-# -- bad requests --------------------------------------------------------------------------------------------------
-
-LONG = {"max_tokens": 1000, "temperature": 0.0}
-BAD_REQUESTS: dict[str, tuple[Callable[[LLM], Any], type[TrtSpecError], tuple[str, ...]]] = {
-    "empty prompt": (lambda llm: llm.generate([[]]), RequestError, ("prompt is empty", "at least one token")),
-    "empty text": (lambda llm: llm.generate(""), RequestError, ("prompt is empty", "at least one token")),
-    "id past the vocabulary": (lambda llm: llm.generate([1, VOCAB]), RequestError, ("token id 16", "0..15")),
-    "negative id": (lambda llm: llm.generate([1, -1]), RequestError, ("token id -1", "0..15")),
-    "bool id": (lambda llm: llm.generate([[1, True]]), RequestError, ("token id True", "0..15")),
-    "str id": (lambda llm: llm.generate([[1, "a"]]), RequestError, ("token id 'a'", "0..15")),
-    "float id": (lambda llm: llm.generate([[1, 2.0]]), RequestError, ("token id 2.0", "0..15")),
-    "prompt that is a number": (lambda llm: llm.generate([1, "a"]), RequestError, ("prompt 1", "text", "token ids")),
-    "prompt that is nothing": (lambda llm: llm.generate([None]), RequestError, ("prompt None", "text", "token ids")),
-    "prompts that are nothing": (lambda llm: llm.generate(None), RequestError, ("None", "text", "token ids")),
-    "dict without a prompt": (lambda llm: llm.generate({"text": "a"}), RequestError, ("text", '"prompt_token_ids"')),
-    "prompt as long as max_seq_len": (
-        lambda llm: llm.generate([[1] * 512]),
-        RequestError,
-        ("512 tokens", "max_seq_len = 512", "shorten it or raise max_seq_len"),
-    ),
-    "more than the cache holds": (
-        lambda llm: llm.generate([[1] * 100], SamplingParams(max_tokens=57)),
-        CapacityError,
-        ("157 tokens", "holds 156", "lower max_tokens", "num_kv_blocks"),
-    ),
-    "stop id past the vocabulary": (
-        lambda llm: llm.generate("a", SamplingParams(stop_token_ids=[VOCAB])),
-        RequestError,
-        ("stop_token_ids", "16"),
-    ),
-    "second prompt bad": (lambda llm: llm.generate(["abc", [VOCAB]]), RequestError, ("token id 16",)),
-    "too few params": (
-        lambda llm: llm.generate(["a", "b"], [GREEDY]),
-        RequestError,
-        ("1 sampling_params", "2 prompts"),
-    ),
-    "chat without a template": (
-        lambda llm: llm.chat([{"role": "user", "content": "a"}]),
-        RequestError,
-        ("no chat template", "chat_template="),
-    ),
-    "temperature below 0": (
-        lambda llm: llm.generate("a", SamplingParams(temperature=-0.5)),
-        RequestError,
-        ("temperature = -0.5", ">= 0"),
-    ),
-    "top_p 0": (lambda llm: SamplingParams(top_p=0.0), RequestError, ("top_p = 0.0", "(0, 1]")),
-    "top_p above 1": (lambda llm: SamplingParams(top_p=1.5), RequestError, ("top_p = 1.5", "(0, 1]")),
-    "top_p not a number": (lambda llm: SamplingParams(top_p=float("nan")), RequestError, ("top_p = nan", "(0, 1]")),
-    "max_tokens 0": (lambda llm: SamplingParams(max_tokens=0), RequestError, ("max_tokens = 0", ">= 1")),
-    "n 0": (lambda llm: SamplingParams(n=0), RequestError, ("n = 0", ">= 1")),
-    "min_tokens above max_tokens": (
-        lambda llm: SamplingParams(min_tokens=9, max_tokens=8),
-        RequestError,
-        ("min_tokens = 9", "max_tokens = 8", "raise max_tokens"),
-    ),
-}
-
-
-@pytest.mark.parametrize("what", BAD_REQUESTS)
-def test_a_bad_request_is_an_error_that_helps(llm: LLM, what: str) -> None:
-    call, error, words = BAD_REQUESTS[what]
-    with pytest.raises(error) as caught:
-        call(llm)
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-@pytest.mark.parametrize("what", BAD_REQUESTS)
-def test_after_a_bad_request_all_blocks_are_free_and_the_next_one_runs(
-    llm: LLM, greedy_ids: list[int], what: str
-) -> None:
-    call, error, _ = BAD_REQUESTS[what]
-    with pytest.raises(error):
-        call(llm)
-    assert not llm.engine.has_work
-    assert_all_blocks_free(llm)
-    assert one(llm, "abc", GREEDY).token_ids == greedy_ids[:12]
-
-
-def test_a_request_that_just_fits_the_cache_runs(llm: LLM) -> None:
-    assert len(one(llm, [[1] * 100], SamplingParams(max_tokens=56, ignore_eos=True)).token_ids) == 56
-
-
-# -- bad configurations --------------------------------------------------------------------------------------------
-
-DRAFT = {"method": "draft_model", "num_speculative_tokens": 3}
-
-
-@pytest.fixture(scope="module")
-def drafts(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Draft folders: one that fits, and some that do not."""
-    folder = tmp_path_factory.mktemp("drafts")
-    return {
-        "good": str(draft),
-        "other vocabulary": str(make_target(folder, name="other", vocab_size=VOCAB + 8)),
-        "short context": str(copy_of(draft, folder / "short", config={"max_position_embeddings": 3})),
-        "missing": str(folder / "nowhere"),
-        "empty": str(folder),
-    }
-
-
-BAD_SPECULATION: dict[str, tuple[dict[str, Any], type[TrtSpecError], tuple[str, ...]]] = {
-    "other vocabulary": (DRAFT, ConfigError, ("vocab_size=24", "draft", "target's 16", "target's tokenizer")),
-    "short context": (DRAFT, ConfigError, ("max_model_len=3", "draft", "num_speculative_tokens=3", "smaller K")),
-    "missing": (DRAFT, CheckpointError, ("draft model", "nowhere", "not a folder", "download")),
-    "empty": (DRAFT, CheckpointError, ("draft model", "config.json is missing")),
-    "good": (
-        {"method": "eagle3", "num_speculative_tokens": 3, "capture_layers": (0, 1)},
-        UnsupportedError,
-        ("draft model", "'LlamaForCausalLM' is no EAGLE3 head", "LlamaForCausalLMEagle3"),
-    ),
-}
-
-
-@pytest.mark.parametrize("which", BAD_SPECULATION)
-def test_a_bad_draft_is_an_error_that_helps(target: Path, drafts: dict[str, str], which: str) -> None:
-    speculation, error, words = BAD_SPECULATION[which]
-    with pytest.raises(error) as caught:
-        LLM(target, {**speculation, "model": drafts[which]})
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[TrtSpecError], tuple[str, ...]]] = {
-    "unknown argument": ({"max_batchsize": 3}, ConfigError, ("max_batchsize", "known", "max_batch_size")),
-    "unknown speculation field": (
-        {"speculative_config": {**NGRAM, "num_spec_tokens": 3}},
-        ConfigError,
-        ("num_spec_tokens=3", "unknown field"),
-    ),
-    "K 0": (
-        {"speculative_config": {**NGRAM, "num_speculative_tokens": 0}},
-        ConfigError,
-        ("num_speculative_tokens=0", "greater than or equal to 1", "leave speculative_config unset"),
-    ),
-    "K below 0": (
-        {"speculative_config": {**NGRAM, "num_speculative_tokens": -1}},
-        ConfigError,
-        ("num_speculative_tokens=-1",),
-    ),
-    "unknown method": ({"speculative_config": {"method": "magic"}}, ConfigError, ("method='magic'", "use one of")),
-    "MTP layers that the target does not have": (
-        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
-        UnsupportedError,
-        ("MTP layers of model_type='llama'", "those of mimo run", "Use another method"),
-    ),
-    "speculation of the wrong type": (
-        {"speculative_config": 3},
-        ConfigError,
-        ("speculative_config=3", "use None, a dict"),
-    ),
-    "drafter that does not exist": (
-        {"speculative_config": {"method": "custom_class", "drafter": "no.such:Thing", "num_speculative_tokens": 2}},
-        ConfigError,
-        ("no.such:Thing", "package.module:Class"),
-    ),
-    "max_seq_len above the checkpoint's": ({"max_seq_len": 513}, ConfigError, ("max_seq_len = 513", "512", "lower it")),
-    "steps too small for the batch": (
-        {"speculative_config": NGRAM, "max_batch_size": 8, "max_num_tokens": 31},
-        ConfigError,
-        ("max_num_tokens = 31", "max_batch_size = 8", "raise it to 32"),
-    ),
-    "two sizes of the cache": (
-        {"kv_cache_memory": 10_000, "num_kv_blocks": 10},
-        ConfigError,
-        ("kv_cache_memory = 10000", "num_kv_blocks = 10", "give one"),
-    ),
-    "cache of less than two blocks": ({"kv_cache_memory": 100}, CapacityError, ("kv_cache_memory = 100", "raise it")),
-    "unknown dtype": ({"dtype": "int3"}, ConfigError, ("dtype = 'int3'", "use one of", "bfloat16")),
-    "unknown device": ({"device": "tpu"}, ConfigError, ("device = 'tpu'", "use one of", "cpu")),
-    "unknown backend": ({"backend": "magic"}, UnsupportedError, ("backend = 'magic'", "eager")),
-    "batch of 0": ({"max_batch_size": 0}, ConfigError, ("max_batch_size = 0", ">= 1")),
-    "forced below 0": ({"force_num_accepted_tokens": -1}, ConfigError, ("force_num_accepted_tokens = -1", ">= 0")),
-}
-
-
-@pytest.mark.parametrize("what", BAD_OPTIONS)
-def test_a_bad_option_is_an_error_that_helps(target: Path, what: str) -> None:
-    options, error, words = BAD_OPTIONS[what]
-    with pytest.raises(error) as caught:
-        LLM(target, **options)
-    assert all(word in str(caught.value) for word in words), caught.value

@@ -1,4 +1,4 @@
-"""Many callers at once: event loops, threads, slow readers, readers that leave, and an engine that breaks.
+"""Many callers at once: event loops, threads, slow readers, and requests that do not wait for each other.
 
 What each gets is compared with what plain decoding gives for its prompt offline.
 """
@@ -7,116 +7,36 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.e2e.tiny import EOS, PIECES, VOCAB, Case, assert_all_blocks_free, draw_cases
-from trtspec import LLM, Generation, OutputDelta, RequestOutput, SamplingParams
-from trtspec.core import StepInputs, StepOutputs
-from trtspec.errors import CapacityError, EngineError, RequestError
-from trtspec.protocols import Executable
+from tests.e2e import async_cases
+from tests.e2e.async_cases import (
+    LIMITS,
+    LONG,
+    MEDIUM,
+    NGRAM,
+    SHORT,
+    HeldLaunch,
+    Sample,
+    assert_all_over,
+    assert_part_of,
+    before_each_launch,
+    joined,
+    offline,
+    read,
+)
+from tests.e2e.tiny import VOCAB, Case, assert_all_blocks_free, draw_cases
+from trtspec import LLM, OutputDelta, RequestOutput
+from trtspec.errors import RequestError
 
-LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 48, "num_kv_blocks": 150, "block_size": 4}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-SHORT = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
-MEDIUM = SamplingParams(temperature=1.0, seed=6, max_tokens=100, ignore_eos=True)
-LONG = SamplingParams(temperature=1.0, seed=6, max_tokens=400, ignore_eos=True)  # to be aborted
-POISON = 15
-
-
-@pytest.fixture
-def llm(target: Path) -> Iterator[LLM]:
-    with LLM(target, NGRAM, **LIMITS) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def short(target: Path) -> RequestOutput:
-    """What SHORT gives for [1, 2, 3], alone."""
-    with LLM(target) as llm:
-        return llm.generate([1, 2, 3], SHORT)[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One sample as its reader saw it, or as `generate` gives it."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-def joined(deltas: Iterable[OutputDelta], n: int = 1) -> list[Sample]:
-    """The samples that the deltas make."""
-    samples = [Sample((), "", None, None)] * n
-    for delta in deltas:
-        so_far = samples[delta.index]
-        assert so_far.finish_reason is None, "a delta after the last one"
-        samples[delta.index] = Sample(
-            so_far.token_ids + delta.token_ids, so_far.text + delta.text, delta.finish_reason, delta.stop_reason
-        )
-    return samples
-
-
-def offline(output: RequestOutput) -> list[Sample]:
-    """The samples of an output."""
-    return [Sample(tuple(o.token_ids), o.text, o.finish_reason, o.stop_reason) for o in output.outputs]
-
-
-def assert_part_of(part: Sample, whole: Sample) -> None:
-    """Its ids begin the whole's; its text is that of its ids, as far as it goes."""
-    assert part.token_ids == whole.token_ids[: len(part.token_ids)]
-    assert "".join(PIECES[token] for token in part.token_ids if token != EOS).startswith(part.text)
-
-
-def assert_all_over(llm: LLM, **finished: int) -> None:
-    """Nothing is left in the engine, and the samples ended for these reasons."""
-    engine = llm.engine  # waits until nothing runs
-    assert not engine.has_work
-    assert_all_blocks_free(llm)
-    assert llm.get_metrics().finished == finished
-
-
-class Hooked:
-    """The target, with something done before every launch."""
-
-    def __init__(self, inner: Executable, hook: Callable[[StepInputs], object]) -> None:
-        self.inner = inner
-        self.hook = hook
-
-    def run(self, inputs: StepInputs) -> StepOutputs:
-        self.hook(inputs)
-        return self.inner.run(inputs)
-
-
-def before_each_launch(llm: LLM, hook: Callable[[StepInputs], object]) -> None:
-    loop = llm.engine.loop
-    llm.engine.loop = dataclasses.replace(loop, target=Hooked(loop.target, hook))
-
-
-class HeldLaunch:
-    """A hook: the first launch begins and does not go on until it is let go."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        self.let_go = threading.Event()
-
-    def __call__(self, inputs: StepInputs) -> None:
-        self.begun.set()
-        assert self.let_go.wait(30)
+llm = async_cases.llm
+short = async_cases.short
 
 
 # -- many at once --------------------------------------------------------------------------------------------------
@@ -132,40 +52,6 @@ def some_cases(seed: int) -> list[Case]:
         Case(case.prompt, dataclasses.replace(case.params, n=1 + i % 3)) if i % 3 else case
         for i, case in enumerate(cases)
     ]
-
-
-async def read(llm: LLM, case: Case, way: str, rng: random.Random, others: asyncio.Event) -> list[Sample]:
-    """What one reader sees. It leaves or aborts after a few deltas, if that is its way."""
-    await asyncio.sleep(rng.random() / 20)
-    generation = llm.generate_async(case.prompt, case.params)
-    if way == "await":
-        return offline(await generation)
-    if way == "read late":
-        await others.wait()
-    deltas: list[OutputDelta] = []
-    patience = rng.randint(0, 4)
-
-    async def collect() -> None:
-        async for delta in generation:
-            deltas.append(delta)
-            if way == "read slowly":
-                await asyncio.sleep(rng.random() / 100)
-            if len(deltas) > patience:
-                if way == "leave":
-                    break
-                if way == "abort":
-                    generation.abort()
-                if way == "abort by id":
-                    llm.abort(generation.request_id)
-
-    if way == "cancel":
-        task = asyncio.create_task(collect())
-        await asyncio.sleep(rng.random() / 10)
-        task.cancel()
-        await asyncio.wait([task])
-    else:
-        await collect()
-    return joined(deltas, case.params.n)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
@@ -305,126 +191,6 @@ def test_idle_there_is_no_thread_and_no_step(llm: LLM) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "trtspec-engine"]
 
 
-# -- leaving early -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_abort_from_another_thread(llm: LLM, n: int) -> None:
-    generation = llm.generate_async([1, 2, 3], dataclasses.replace(LONG, n=n))
-    threading.Timer(0.05, generation.abort).start()
-    assert {sample.finish_reason for sample in generation.result().outputs} == {"abort"}
-    assert joined(generation, n) == offline(generation.result())
-    assert_all_over(llm, abort=n)
-
-
-def test_abort_by_id_after_the_first_sample_has_ended(llm: LLM) -> None:
-    """The request's id is that of its first sample."""
-    text = llm.generate([1, 2, 3], MEDIUM)[0].outputs[0].text
-    params = dataclasses.replace(LONG, n=2, stop=text[:10])  # the other sample has another text
-    generation = llm.generate_async([1, 2, 3], params)
-    for delta in generation:
-        if delta.index == 0 and delta.finished:
-            llm.abort(generation.request_id)
-    assert [sample.finish_reason for sample in generation.result().outputs] == ["stop", "abort"]
-
-
-def test_abort_hands_out_what_was_held_back(llm: LLM) -> None:
-    """Everything is held back, because it may be the beginning of the stop string."""
-    before_each_launch(llm, lambda inputs: time.sleep(0.02))
-    (output,) = llm.generate([1, 2, 3], dataclasses.replace(LONG, max_tokens=30))
-    text = output.outputs[0].text
-    generation = llm.generate_async([1, 2, 3], dataclasses.replace(LONG, max_tokens=30, stop=text + "never"))
-    first = next(iter(generation))  # and leave
-    sample = joined(generation)[0]
-    assert first.text == ""
-    assert (sample.finish_reason, sample.text != "") == ("abort", True)
-    assert text.startswith(sample.text)
-
-
-async def leave_by_break(llm: LLM) -> None:
-    async for _ in llm.generate_async([1, 2, 3], LONG):
-        break
-
-
-async def leave_by_exception(llm: LLM) -> None:
-    async def reads() -> None:
-        async for _ in llm.generate_async([1, 2, 3], LONG):
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        await reads()
-
-
-async def leave_by_cancel(llm: LLM) -> None:
-    async def reads() -> None:
-        async for _ in llm.generate_async([1, 2, 3], LONG):
-            first.set()
-
-    first = asyncio.Event()
-    task = asyncio.create_task(reads())
-    await first.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def leave_by_timeout(llm: LLM) -> None:
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(llm.generate_async([1, 2, 3], LONG).aresult(), 0.05)
-
-
-@pytest.mark.parametrize("leave", [leave_by_break, leave_by_exception, leave_by_cancel, leave_by_timeout])
-def test_a_loop_that_is_left_aborts_its_request(llm: LLM, leave: Callable[[LLM], Any]) -> None:
-    async def leaves_and_lives() -> None:
-        await leave(llm)
-        while llm.get_metrics().finished != {"abort": 1}:  # the loop goes on: not only its end aborts
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(leaves_and_lives(), 30))
-    assert_all_over(llm, abort=1)
-
-
-def test_a_sync_loop_that_is_left_aborts_its_request(llm: LLM) -> None:
-    for _ in llm.generate_async([1, 2, 3], LONG):
-        break
-    assert_all_over(llm, abort=1)
-
-
-def test_abort_of_an_unknown_or_finished_request_is_ignored(llm: LLM) -> None:
-    generation = llm.generate_async([1, 2, 3], SHORT)
-    generation.result()
-    generation.abort()
-    llm.abort(generation.request_id)
-    llm.abort(12345)
-    assert_all_over(llm, length=1)
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, also where the tests were started with SIGINT ignored (in the background)."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_in_generate_aborts_its_requests_and_no_others(llm: LLM) -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-    launches = iter(range(10_000))
-
-    def press(inputs: StepInputs) -> None:
-        if len(inputs.spec.request_ids) == 4 and next(launches) == 9:  # by then generate() waits
-            signal.pthread_kill(main, signal.SIGINT)
-
-    before_each_launch(llm, press)
-    other = llm.generate_async([3, 2, 1], MEDIUM)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[1, 2, 3]] * 3, LONG)
-    assert other.result().outputs[0].finish_reason == "length"
-    assert_all_over(llm, length=1, abort=3)
-
-
 # -- threads -------------------------------------------------------------------------------------------------------
 
 
@@ -448,154 +214,3 @@ def test_generate_refuses_all_prompts_if_one_is_bad_while_others_run(llm: LLM) -
         llm.generate([[1], [2], [VOCAB]], SHORT)
     other.abort()
     assert_all_over(llm, abort=1)
-
-
-# -- what goes wrong -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("prompt", "error", "words"),
-    [
-        ([1, VOCAB], RequestError, "token id 16"),
-        ("", RequestError, "prompt is empty"),
-        ([1] * 200, CapacityError, "the cache holds 76"),
-    ],
-)
-def test_a_bad_prompt_is_refused_at_once(target: Path, prompt: Any, error: type[Exception], words: str) -> None:
-    with LLM(target, num_kv_blocks=20, block_size=4) as llm:
-        with pytest.raises(error, match=words):
-            llm.generate_async(prompt, SHORT)
-        assert_all_over(llm)
-
-
-def test_a_launch_that_fails_for_one_request_fails_it_alone(llm: LLM, short: RequestOutput) -> None:
-    def poisoned(inputs: StepInputs) -> None:
-        if (inputs.input_ids == POISON).any():
-            raise RuntimeError("poisoned row")
-
-    before_each_launch(llm, poisoned)
-    params = dataclasses.replace(SHORT, min_tokens=12, stop_token_ids=[POISON])  # never drawn
-    victim = llm.generate_async([1, POISON, 3], params)
-    others = [llm.generate_async([1, 2, 3], params) for _ in range(3)]
-    last = list(victim)[-1]
-    assert (last.finish_reason, last.error, last.token_ids) == ("error", "RuntimeError: poisoned row", ())
-    assert victim.result().outputs[0].error == last.error
-    assert {other.result().outputs[0].finish_reason for other in others} == {"length"}
-    assert_all_over(llm, error=1, length=3)
-
-
-def breaks_after(llm: LLM, steps: int) -> threading.Event:
-    """step() itself raises, which is a bug of the engine. No step begins before the event is set."""
-    engine, step, left, may_begin = llm.engine, llm.engine.step, iter(range(steps)), threading.Event()
-
-    def broken() -> Any:
-        may_begin.wait(60)
-        if next(left, None) is None:
-            raise ZeroDivisionError("a bug")
-        return step()
-
-    engine.step = broken  # type: ignore[method-assign]
-    return may_begin
-
-
-def test_a_step_that_raises_ends_everybody_with_an_error_that_names_it(llm: LLM) -> None:
-    may_begin = breaks_after(llm, 5)
-    read, unread = llm.generate_async([1, 2, 3], LONG), llm.generate_async([4], dataclasses.replace(LONG, n=2))
-    may_begin.set()
-    deltas: list[OutputDelta] = []
-    with pytest.raises(EngineError, match="the engine failed and has stopped: ZeroDivisionError: a bug"):
-        deltas.extend(read)
-    assert len(deltas) == 5, "what came before is not lost"
-
-    async def awaits() -> None:
-        await unread
-
-    with pytest.raises(EngineError, match="ZeroDivisionError") as caught:
-        asyncio.run(awaits())
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert_all_blocks_free(llm)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda llm: llm.generate([1, 2, 3], SHORT),
-        lambda llm: llm.generate_async([1, 2, 3], SHORT),
-        lambda llm: list(llm.stream([1, 2, 3], SHORT)),
-    ],
-    ids=["generate", "generate_async", "stream"],
-)
-def test_after_a_failure_calls_say_so(llm: LLM, call: Callable[[LLM], Any]) -> None:
-    breaks_after(llm, 3).set()
-    with pytest.raises(EngineError, match="ZeroDivisionError"):
-        llm.generate([1, 2, 3], LONG)
-    with pytest.raises(EngineError, match="the engine failed and has stopped: ZeroDivisionError: a bug"):
-        call(llm)
-
-
-def test_a_lost_block_is_a_failure(llm: LLM) -> None:
-    llm.engine.loop.scheduler.allocator._free.pop()
-    with pytest.raises(EngineError, match="KV cache accounting failed"):
-        llm.generate([1, 2, 3], SHORT)
-
-
-def test_shutdown_ends_what_runs(llm: LLM) -> None:
-    async def reads(generation: Generation) -> str:
-        try:
-            async for _ in generation:
-                pass
-        except EngineError as error:
-            return str(error)
-        return "finished"
-
-    async def all_read() -> list[str]:
-        readers = [asyncio.create_task(reads(generation)) for generation in generations]
-        await asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
-        return await asyncio.gather(*readers)
-
-    engine = llm.engine
-    generations = [llm.generate_async([1, 2, 3], LONG) for _ in range(12)]  # some run, some wait
-    assert asyncio.run(all_read()) == ["this LLM was shut down; make a new one"] * 12
-    assert not engine.has_work
-    assert engine.loop.scheduler.allocator.num_free == LIMITS["num_kv_blocks"] - 1
-
-
-@pytest.mark.parametrize(
-    "call",
-    [lambda llm: llm.generate_async([1]), lambda llm: next(llm.stream([1])), lambda llm: llm.abort(0)],
-    ids=["generate_async", "stream", "abort"],
-)
-def test_after_shutdown_calls_say_so(llm: LLM, call: Callable[[LLM], Any]) -> None:
-    llm.shutdown()
-    with pytest.raises(EngineError, match="shut down; make a new one"):
-        call(llm)
-
-
-# -- the end -------------------------------------------------------------------------------------------------------
-
-
-def test_an_llm_that_nobody_holds_finishes_what_it_began_and_is_freed(target: Path, short: RequestOutput) -> None:
-    llm = LLM(target)
-    engine = weakref.ref(llm.engine)
-    generation = llm.generate_async([1, 2, 3], SHORT)
-    del llm
-    assert offline(generation.result()) == offline(short)
-    deadline = time.monotonic() + 10
-    while engine() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    assert engine() is None
-
-
-def test_an_interpreter_that_ends_does_not_wait_for_what_runs(target: Path) -> None:
-    program = f"""if True:
-        from trtspec import LLM, SamplingParams
-        llm = LLM({str(target)!r})
-        params = SamplingParams(max_tokens=500, ignore_eos=True)
-        generations = [llm.generate_async([1, 2, 3], params) for i in range(300)]
-        for delta in generations[0]:
-            print(delta.request_id)
-            break
-        """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

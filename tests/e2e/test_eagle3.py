@@ -7,8 +7,7 @@ once and never uses a draft (heads.log_plainly). Both are met bit for bit under 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,114 +15,31 @@ import pytest
 import torch
 
 from tests.checkpoints import edit_config, make_eagle3
-from tests.e2e.heads import (
-    Made,
-    Place,
-    Watch,
-    WatchedHead,
-    chunks_of,
-    first_wrong_draft,
-    log_plainly,
-    run_watched,
-    step_of,
-    watch,
+from tests.e2e import eagle3_cases
+from tests.e2e.eagle3_cases import (
+    CAPTURE,
+    CASES,
+    DRAFT_IDS,
+    DTYPES,
+    MOST_K,
+    ROOMY,
+    TIGHT,
+    HandsOn,
+    K,
+    LaunchFails,
+    Make,
+    Reference,
+    assert_lossless,
+    first_difference,
 )
-from tests.e2e.tiny import (
-    Case,
-    Outcome,
-    Run,
-    assert_all_blocks_free,
-    draw_cases,
-    run_alone,
-    run_together,
-)
-from trtspec import LLM, SamplingParams
-from trtspec.core import StepInputs, StepOutputs
+from tests.e2e.heads import Watch, chunks_of, first_wrong_draft, run_watched, step_of, watch
+from tests.e2e.tiny import Outcome, Run, assert_all_blocks_free, run_together
 from trtspec.engine.request import Request
 from trtspec.engine.step import Emission
-from trtspec.protocols import Executable
-from trtspec.sampling_params import sample_seed
 
-DTYPES = ("float32", "bfloat16")
-K = 3
-MOST_K = 7
-CAPTURE = (0, 1)
-DRAFT_IDS = (0, 9, 4, 12, 1, 2, 14, 5, 6, 11, 8)
-CASES = draw_cases(30, seed=27, most_prompt=60)
-ROOMY: dict[str, Any] = {"num_kv_blocks": 1000, "block_size": 4}
-PLAIN: dict[str, Any] = {**ROOMY, "max_batch_size": 64, "enable_prefix_caching": False}
-# Up to 84 tokens a request in 24 blocks of 4: preemption. No more rows a step than 32: long prompts come in chunks.
-TIGHT: dict[str, Any] = {"max_num_tokens": 32, "num_kv_blocks": 25, "block_size": 4}
-
-
-@pytest.fixture(scope="module")
-def folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random head for the target, of 11 of its 16 ids."""
-    return make_eagle3(tmp_path_factory.mktemp("eagle3"), target, CAPTURE, DRAFT_IDS)
-
-
-Make = Callable[..., LLM]
-
-
-@pytest.fixture(scope="module")
-def make(target: Path, folder: Path) -> Make:
-    """(K, dtype, fields of the speculation, engine options) -> LLM."""
-
-    def make(k: int = K, dtype: str = "float32", fields: dict[str, Any] | None = None, **options: Any) -> LLM:
-        speculation = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": k, **(fields or {})}
-        return LLM(target, speculation, dtype=dtype, **options)
-
-    return make
-
-
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """What must come out of CASES, and what drafts must be made of."""
-
-    outcomes: list[Outcome]
-    answers: list[list[int]]
-    told: dict[Place, Made]  # by a head that knows the answers and lies
-    own: dict[Place, Made]  # by the head itself
-
-
-def plain(target: Path, cases: Sequence[Case], dtype: str = "float32") -> tuple[list[Outcome], list[list[int]]]:
-    """Outcomes of each case alone without speculation; prompts and outputs."""
-    with LLM(target, dtype=dtype, enable_prefix_caching=False, **ROOMY) as llm:
-        outcomes = run_alone(llm.engine, cases)
-    return outcomes, [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def reference(target: Path, make: Make) -> Callable[[str], Reference]:
-    """dtype -> reference of CASES; computed when first asked for."""
-
-    def compute(dtype: str) -> Reference:
-        outcomes, answers = plain(target, CASES, dtype)
-        logs = []
-        for words in (answers, None):
-            with make(MOST_K, dtype, **PLAIN) as llm:
-                logs.append(log_plainly(llm, watch(llm, words), CASES))
-        return Reference(outcomes, answers, *logs)
-
-    return functools.cache(compute)
-
-
-def first_difference(got: Sequence[Outcome], want: Sequence[Outcome]) -> str | None:
-    assert len(got) == len(want)
-    return next(
-        (f"case {i}: {a} instead of {b}" for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None
-    )
-
-
-def assert_lossless(llm: LLM, head: WatchedHead, expected: Reference, count: int = len(CASES)) -> Run:
-    """The first `count` cases together: outputs, what drafts are made of, draft KV after each step, the blocks."""
-    run, seen = run_watched(llm, CASES[:count])
-    assert first_difference(run.outcomes, expected.outcomes[:count]) is None
-    assert first_wrong_draft(head, seen, expected.own if head.answers is None else expected.told) is None
-    assert not seen.incomplete
-    assert llm.engine.stats.stale_drafts == 0
-    assert_all_blocks_free(llm)
-    return run
+folder = eagle3_cases.folder
+make = eagle3_cases.make
+reference = eagle3_cases.reference
 
 
 # -- every K -------------------------------------------------------------------------------------------------------
@@ -153,7 +69,7 @@ def test_the_heads_own_drafts(make: Make, reference: Callable[[str], Reference],
         assert llm.engine.stats.preemptions > 0
 
 
-# -- chunks, shared prefixes, samples ------------------------------------------------------------------------------
+# -- chunks and blocks ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", range(1, 18))
@@ -175,77 +91,6 @@ def test_other_block_sizes(make: Make, reference: Callable[[str], Reference], si
     with make(K, max_batch_size=8, **limits) as llm:
         assert_lossless(llm, watch(llm, expected.answers), expected)
         assert llm.engine.stats.preemptions > 0
-
-
-BASE = [1 + i * i % 14 for i in range(42)]
-SHARED = 10  # blocks of BASE, of 4
-
-
-@pytest.mark.parametrize(("dtype", "told"), [("float32", False), ("bfloat16", True)])
-def test_prefix_hits_of_every_block_count(target: Path, make: Make, dtype: str, told: bool) -> None:
-    """Draft KV of a position depends on the token after it, so the last block shared is computed again: what it holds
-    for its last row belongs to the other text."""
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
-    cases = [Case(BASE, params)]
-    cases += [Case([*BASE[: 4 * n], 15, 15 - n, *BASE[:5]], params) for n in range(SHARED + 1)]
-    cases += [Case(BASE, params), Case(BASE[:41], params), Case(BASE[:40], params)]
-    hits = [0, *(4 * max(n - 1, 0) for n in range(SHARED + 1)), 36, 36, 32]  # the last row is always computed
-    outcomes, answers = plain(target, cases, dtype)
-    words = answers if told else None
-    with make(K, dtype, **PLAIN) as llm:
-        expected = log_plainly(llm, watch(llm, words), cases)
-    with make(K, dtype, **ROOMY) as llm:
-        head, found = watch(llm, words), []
-        for i, case in enumerate(cases):
-            before = llm.engine.loop.scheduler.prefix_hit_tokens
-            run, seen = run_watched(llm, [case])
-            found.append(llm.engine.loop.scheduler.prefix_hit_tokens - before)
-            assert run.outcomes == outcomes[i : i + 1]
-            assert first_wrong_draft(head, seen, expected) is None
-            assert not seen.incomplete
-        assert found == hits
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_conversation_that_goes_on(target: Path, make: Make, dtype: str) -> None:
-    """Each prompt is all that was said before, and a little more: blocks that generation filled are found."""
-    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    cases, prompt = [], BASE[:9]
-    with LLM(target, dtype=dtype, enable_prefix_caching=False, **ROOMY) as llm:
-        outcomes = []
-        for turn in range(5):
-            cases.append(Case(prompt, params))
-            outcomes += run_alone(llm.engine, cases[-1:])
-            prompt = [*prompt, *outcomes[-1].token_ids, 3, turn]
-    answers = [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
-    with make(K, dtype, **PLAIN) as llm:
-        expected = log_plainly(llm, watch(llm, answers), cases)
-    with make(K, dtype, **ROOMY) as llm:
-        head = watch(llm, answers)
-        for i, case in enumerate(cases):
-            run, seen = run_watched(llm, [case])
-            assert run.outcomes == outcomes[i : i + 1]
-            assert first_wrong_draft(head, seen, expected) is None
-        assert llm.engine.stats.prefix_hit_tokens > sum(len(case.prompt) for case in cases) // 2
-
-
-def test_samples_of_one_prompt(target: Path, make: Make) -> None:
-    """They share the blocks of the prompt, draft KV and all, and go on each with its own seed."""
-    cases = draw_cases(8, seed=9, most_prompt=40)
-    seeds = [[sample_seed(c.params.seed or 0, i) for i in range(3)] for c in cases]
-    single = [
-        Case(c.prompt, dataclasses.replace(c.params, seed=s)) for c, own in zip(cases, seeds, strict=True) for s in own
-    ]
-    outcomes, _ = plain(target, single)
-    with make(K, **PLAIN) as llm:
-        expected = log_plainly(llm, watch(llm), single)
-    with make(K, max_batch_size=8, **TIGHT) as llm:
-        head = watch(llm)
-        run, seen = run_watched(llm, [Case(c.prompt, dataclasses.replace(c.params, n=3)) for c in cases])
-        assert first_difference(run.outcomes, outcomes) is None
-        assert first_wrong_draft(head, seen, expected) is None
-        assert not seen.incomplete
-        assert_all_blocks_free(llm)
 
 
 # -- K from step to step -------------------------------------------------------------------------------------------
@@ -359,48 +204,7 @@ def test_drafting_stops_where_its_context_ends(
     assert max(lengths) == SHORT - K
 
 
-def test_forced_acceptance(make: Make) -> None:
-    """2 drafts a step count as right whatever they are; the first token of a prompt is not forced."""
-    case = Case(BASE, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
-    with make(K, force_num_accepted_tokens=2, **ROOMY) as llm:
-        run = run_together(llm.engine, [case])
-    assert [len(e.tokens) for step in run.steps for e in step] == [1, 3, 3, 3, 3, 3, 3, 3, 2]
-
-
 # -- what the graph hands on ---------------------------------------------------------------------------------------
-
-
-class HandsOn:
-    """The target, checking that what a step hands on is what the engine then reads in: that is what lets the next step
-    start before the host has seen this one."""
-
-    def __init__(self, inner: Executable) -> None:
-        self.inner = inner
-        self.checked = 0
-        self.handed: dict[int, tuple[list[int], int]] = {}  # request id -> next_new_tokens, next_kv_lens
-
-    def run(self, inputs: StepInputs) -> StepOutputs:
-        starts, spec = inputs.attn.cu_q_lens.tolist(), inputs.spec
-        for b, request in enumerate(spec.request_ids):
-            before = int(inputs.attn.kv_lens[b] - spec.seq_lens[b])
-            if request in self.handed:
-                tokens, kv_len = self.handed[request]
-                assert before == kv_len
-                if b >= spec.num_contexts:
-                    rows = inputs.input_ids[starts[b] : starts[b + 1]].tolist()
-                    assert rows == tokens[: len(rows)]
-                    self.checked += len(rows)
-        outputs = self.inner.run(inputs)
-        assert outputs.next_new_tokens is not None
-        assert outputs.next_kv_lens is not None
-        self.handed = dict(
-            zip(
-                spec.request_ids,
-                zip(outputs.next_new_tokens.tolist(), outputs.next_kv_lens.tolist(), strict=True),
-                strict=True,
-            )
-        )
-        return outputs
 
 
 def test_what_a_step_hands_on_is_what_the_next_one_reads(make: Make, reference: Callable[[str], Reference]) -> None:
@@ -447,26 +251,6 @@ def test_draft_kv_with_a_gap_is_not_used(make: Make, reference: Callable[[str], 
             engine.step()
         assert engine.stats.stale_drafts == 4
         assert [Outcome.of(broken), Outcome.of(other)] == [outcome] * 2
-
-
-class LaunchFails:
-    """The target, failing whenever a doomed request has reached its length: before it has run, or after it has written
-    KV."""
-
-    def __init__(self, inner: Executable, doomed: dict[int, int], after: bool) -> None:
-        self.inner = inner
-        self.doomed = doomed
-        self.after = after
-        self.failures = 0
-
-    def run(self, inputs: StepInputs) -> StepOutputs:
-        if self.after:
-            outputs = self.inner.run(inputs)
-        lengths = zip(inputs.spec.request_ids, inputs.attn.kv_lens.tolist(), strict=True)
-        if any(length >= self.doomed.get(request, 10**6) for request, length in lengths):
-            self.failures += 1
-            raise RuntimeError("doomed")
-        return outputs if self.after else self.inner.run(inputs)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

@@ -6,15 +6,11 @@ time, and compared with plain decoding on the same backend (bit for bit, in ids,
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import mmap
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,8 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from tests.e2e import compiled_engines
+from tests.e2e.compiled_engines import DTYPES, SHAPE, asked, edited, in_spec, with_other_kernels
 from tests.e2e.conformance import (
     CASES,
     LIMITS,
@@ -32,75 +29,25 @@ from tests.e2e.conformance import (
     K,
     assert_speculation_changes_nothing,
     assert_words_are_those_of_eager,
-    make_models,
     packed,
     speculation,
 )
-from tests.e2e.conformance import build as build_folder
 from tests.e2e.near_ties import first_gaps
-from tests.e2e.tiny import (
-    VOCAB,
-    Outcome,
-    perturbed,
-    run_alone,
-)
+from tests.e2e.tiny import VOCAB, Outcome, perturbed, run_alone
 from trtspec import LLM, SamplingParams
-from trtspec.backends import weight_file
 from trtspec.backends.aoti.executable import AotiExecutable
 from trtspec.backends.export import example_batch
 from trtspec.backends.graph_io import graph_outputs
 from trtspec.backends.weight_file import load_weights
-from trtspec.build.build import build_engine
 from trtspec.build.engine_folder import FORMAT, EngineFolder, machine
 from trtspec.cli import main
-from trtspec.config.engine import EngineConfig
-from trtspec.core import StepInputs
 from trtspec.errors import CheckpointError, ConfigError, EngineError
-from trtspec.interop.reading import read_speculative_config
 from trtspec.text import Tokenizer
 
-DTYPES = ("float32", "bfloat16")
-MACHINE = machine("aoti")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """(mode, dtype) -> an engine folder, built when first asked for. "scheduled" is eagle3 with a schedule of draft
-    lengths."""
-
-    @functools.cache
-    def build(mode: str, dtype: str) -> Path:
-        output = tmp_path_factory.mktemp("engines") / f"{mode}-{dtype}"
-        mode, schedule = asked(mode)
-        return build_folder(models, output, "aoti", mode, dtype, schedule)
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def plain(engine: Callable[[str, str], Path], models: Path) -> Callable[[str, str], list[Outcome]]:
-    """(backend, dtype) -> what plain decoding gives for each case, one at a time."""
-
-    @functools.cache
-    def outcomes(backend: str, dtype: str) -> list[Outcome]:
-        if backend == "aoti":
-            llm = LLM(engine("none", dtype), num_kv_blocks=128)
-        else:
-            llm = LLM(models / "target", dtype=dtype, num_kv_blocks=128, **LIMITS)
-        return run_alone(llm.engine, CASES)
-
-    return outcomes
-
-
-def asked(mode: str) -> tuple[str, bool]:
-    """Mode of conformance.build, and whether it has its schedule."""
-    return ("eagle3", True) if mode == "scheduled" else (mode, False)
-
+copy = compiled_engines.copy
+models = compiled_engines.models
+engine = compiled_engines.engine
+plain = compiled_engines.plain
 
 BUILT = [("none", "float32"), ("none", "bfloat16"), ("ngram", "float32"), ("eagle3", "float32")]
 LONG = [("eagle3", "bfloat16"), ("ngram", "bfloat16"), ("scheduled", "float32")]
@@ -216,39 +163,7 @@ def test_hidden_states_are_those_of_eager(engine: Callable[[str, str], Path], mo
             torch.testing.assert_close(tensor, saved["eager"][name][key], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("kind", "modes"), [("int8", ["eagle3"]), ("int4", ["draft", "eagle3"])])
-def test_quantised_weights_lose_nothing_to_speculation(
-    models: Path, tmp_path: Path, kind: str, modes: list[str]
-) -> None:
-    """Target and draft quantised: packed in a tight cache with drafts, the words of plain decoding alone, compiled and
-    eager."""
-    config = EngineConfig(dtype="float32", quantization=kind, **LIMITS)
-    build_engine(models / "target", tmp_path / "none", None, config)
-    alone = run_alone(LLM(tmp_path / "none", num_kv_blocks=128).engine, CASES)
-    assert packed(LLM(tmp_path / "none", speculation("ngram", models), **TIGHT)).outcomes == alone
-    for mode in modes:
-        wishes = {**(speculation(mode, models) or {}), "quantization": kind, "draft_len_schedule": None}
-        build_engine(models / "target", tmp_path / mode, read_speculative_config(wishes), config)
-        compiled = LLM(tmp_path / mode, **TIGHT)
-        for llm in (compiled, LLM(models / "target", wishes, quantization=kind, **LIMITS, **TIGHT)):
-            run = packed(llm)
-            assert run.outcomes == alone
-            assert 0 < run.speculation.acceptance_per_position[0] < 1
-
-
 # -- folders ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def copy(engine: Callable[[str, str], Path], tmp_path: Path) -> Path:
-    """An engine folder that a test may damage."""
-    return shutil.copytree(engine("ngram", "float32"), tmp_path / "engine")
-
-
-def edited(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def test_the_folder_says_what_it_is(engine: Callable[[str, str], Path], models: Path) -> None:
@@ -291,11 +206,6 @@ def test_a_flipped_bit_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) 
     file.write_bytes(data)
     assert main(["verify", str(copy)]) == 1
     assert "target/weights.safetensors is not what was built" in capsys.readouterr().err
-
-
-def with_other_kernels(folder: Path) -> None:
-    data = json.loads((folder / "config.json").read_text())
-    edited(folder, executables={role: {**facts, "kernels": "0" * 16} for role, facts in data["executables"].items()})
 
 
 @pytest.mark.parametrize(
@@ -369,27 +279,6 @@ def test_limits_may_be_lowered(engine: Callable[[str, str], Path]) -> None:
         assert llm.engine.max_seq_len == 20
 
 
-def test_a_checkpoint_is_not_an_engine(models: Path) -> None:
-    with pytest.raises(ConfigError, match="trtspec build --checkpoint_dir"):
-        LLM(models / "target", backend="aoti")
-
-
-def test_without_a_compiler_nothing_is_begun(models: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trtspec", "build", "--checkpoint_dir", str(models / "target")]
-    environment = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": str(tmp_path)}
-    command += ["--output_dir", str(tmp_path / "out")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "needs a C++ compiler; install g++" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_drafter_object_cannot_be_written_into_an_engine(models: Path, tmp_path: Path) -> None:
-    drafter = read_speculative_config({"method": "custom_class", "drafter": object(), "num_speculative_tokens": 2})
-    with pytest.raises(ConfigError, match="cannot hold a drafter object; build it without speculation"):
-        build_engine(models / "target", tmp_path / "out", drafter, EngineConfig())
-
-
 def test_an_output_folder_that_is_taken_stays(
     engine: Callable[[str, str], Path], models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,22 +287,6 @@ def test_an_output_folder_that_is_taken_stays(
         assert main(["build", "--checkpoint_dir", str(models / "target"), "--output_dir", str(folder)]) == 1
         assert message in capsys.readouterr().err
         assert sorted(folder.rglob("*")) == before
-
-
-def test_dry_run_shows_graphs_and_memory(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--checkpoint_dir", str(models / "target"), "--output_dir", str(tmp_path / "out"), "--dry_run"]
-    arguments += ["--speculative_decoding_mode", "EAGLE3_ONE_MODEL", "--speculative_model_dir", str(models / "head")]
-    assert main(["build", *arguments, "--max_draft_len", "2", "--max_batch_size", "4"]) == 0
-    shown = capsys.readouterr().out
-    for words in (
-        "ragged graphs for K = 2",
-        "int64    [G, K]",
-        "uniform graphs for K = 2",
-        "weights of target",
-        "bytes a token",
-    ):
-        assert words in shown
-    assert not (tmp_path / "out").exists()
 
 
 def test_weights_may_lie_in_huge_pages(engine: Callable[[str, str], Path]) -> None:
@@ -428,23 +301,7 @@ def test_weights_may_lie_in_huge_pages(engine: Callable[[str, str], Path]) -> No
     assert "hg" in flags.split()
 
 
-def test_weights_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several pieces at a time; a file that ends too early is refused."""
-    file = tmp_path / "weights.safetensors"
-    monkeypatch.setattr(weight_file, "_READ_AT_ONCE", 1000)
-    tensors = {"a": torch.randn(70, 30), "b": torch.arange(7, dtype=torch.int8), "c": torch.randn(999).bfloat16()}
-    save_file(tensors, file)
-    loaded = load_weights(file)
-    assert loaded.keys() == tensors.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-    file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(CheckpointError, match="rebuild"):
-        load_weights(file)
-
-
 # -- measuring --------------------------------------------------------------------------------------------------------
-
-SHAPE = ("--random-prompts", "--batch", "2", "--input-len", "8", "--output-len", "16")
 
 
 def test_bench_compares_engines(engine: Callable[[str, str], Path], tmp_path: Path) -> None:
@@ -476,10 +333,6 @@ def test_profiles_tell_the_phases_of_compiled_steps(
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
-
-
-def in_spec(inputs: StepInputs, **changes: object) -> StepInputs:
-    return replace(inputs, spec=replace(inputs.spec, **changes))
 
 
 @pytest.mark.parametrize(

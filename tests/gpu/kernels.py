@@ -21,7 +21,7 @@ import trtspec.ops.compact as compact
 import trtspec.ops.linear as linear
 import trtspec.ops.logits as logits
 import trtspec.ops.sample as sample
-from tests.unit.test_ops_attention import Batch, Model, Part, pack_bits
+from tests.unit.attention_cases import Batch, Model, Part, pack_bits
 from trtspec.ops.packing import pack_fp8, pack_int4, packed_rows, quantize_int4, quantize_int8, unpack
 
 OPS = (

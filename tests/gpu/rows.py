@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.kernels import NO_IDS, Layer, complete, on, place, same
-from tests.unit.test_ops_attention import Model, Part, Sequences
+from tests.unit.attention_cases import Model, Part, Sequences
 
 Form = Callable[[], object]
 """Makes a context in which kernels are launched in one way."""

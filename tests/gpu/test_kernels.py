@@ -16,7 +16,7 @@ from tests.contract import batches
 from tests.gpu import kernels
 from tests.gpu.gpu import CUDA
 from tests.gpu.kernels import ATTENTION_MODELS, GROUPS, LAYOUTS, OPS, Layer, random_rows
-from tests.unit.test_ops_attention import Batch, Model, Part
+from tests.unit.attention_cases import Batch, Model, Part
 
 pytestmark = pytest.mark.gpu
 

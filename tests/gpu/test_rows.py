@@ -8,7 +8,7 @@ import torch
 from tests.gpu.gpu import CUDA
 from tests.gpu.kernels import LAYOUTS, Layer
 from tests.gpu.rows import ATTENTION_FORMS, check_attention_rows, check_linear_rows, check_logits_rows
-from tests.unit.test_ops_attention import Model, Part
+from tests.unit.attention_cases import Model, Part
 from trtspec.ops import rms_norm, rms_norm_inline
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ from tests.gpu import engines, faults, kernels, rows
 from tests.gpu.engines import DEMO, WIDE, on_gpu
 from tests.gpu.gpu import WHY_NOT
 from tests.gpu.kernels import ATTENTION_MODELS, LAYOUTS, Layer, random_rows
-from tests.unit.test_ops_attention import Batch, Model, Part
+from tests.unit.attention_cases import Batch, Model, Part
 from trtspec import LLM
 from trtspec.errors import DeviceError
 from trtspec.ops import load_plugins

@@ -1,5 +1,4 @@
-"""Weights that are integers in the checkpoint: every layout and option comes out as the matrix it stands for, exactly,
-and what cannot be held is refused by name."""
+"""Weights that are integers in the checkpoint: every layout and option gives exactly the matrix it stands for."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,20 +14,20 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, oracle, oracle_logits
+from tests.checkpoints import edit_config, edit_tensors, oracle, oracle_logits
+from tests.models import quantized_linears
+from tests.models.quantized_linears import Fused, bf16, fp32, matrix_of, weights
 from tests.models.test_logits_vs_transformers import Paged
-from tests.quantized_checkpoints import Integers, Kind, linears, quantised, rounded, stored
+from tests.quantized_checkpoints import Kind, linears, quantised, rounded, stored
 from trtspec.cli import main
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.config.checkpoint.reader import Reader
-from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
+from trtspec.errors import CheckpointError, WeightsError
 from trtspec.models.layers import Linear, weight_bytes
-from trtspec.models.slots import Slot
 from trtspec.models.weights import load_decoder, load_weights, loaded_bytes
-from trtspec.ops.packing import unpack
 
-bf16, fp32 = torch.bfloat16, torch.float32
+floats = quantized_linears.floats
 KINDS = [
     *(Kind("pack-quantized", 4, size, symmetric) for size in (32, 64, 128, -1) for symmetric in (True, False)),
     Kind("pack-quantized", 4, 64, True, ordered=True),
@@ -46,36 +44,6 @@ KINDS = [
     Kind("awq", 4, 256, False),  # held as groups of 128
     Kind("gptq", 4, 96),  # of 32
 ]
-
-
-class Fused(nn.Module):
-    """Two linears of a checkpoint as one of ours."""
-
-    def __init__(self, widths: tuple[int, int], depth: int) -> None:
-        super().__init__()
-        self.both = Linear(depth, sum(widths), bias=False)
-        self.slots = {
-            "a.first.weight": Slot("both.weight", 0, (widths[0], depth)),
-            "a.second.weight": Slot("both.weight", widths[0], (widths[1], depth)),
-        }
-
-    def load(self, tensors: dict[str, Tensor], config: dict[str, Any], folder: Path = Path("folder")) -> Linear:
-        quantization = CheckpointQuantization.read(Reader({"quantization_config": config}, folder, "target"))
-        load_weights(self, self.slots, tensors.items(), folder, "target", quantization)
-        return self.both
-
-
-def weights(kind: Kind, widths: tuple[int, int], depth: int, seed: int) -> tuple[list[Integers], dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(depth, generator=generator) if kind.ordered else None
-    made = [rounded(torch.randn(n, depth, generator=generator) / 8, kind, order) for n in widths]
-    parts = zip(("a.first", "a.second"), made, strict=True)
-    return made, {f"{name}.{end}": tensor for name, part in parts for end, tensor in stored(part, kind).items()}
-
-
-def matrix_of(linear: Linear) -> Tensor:
-    found = unpack(linear.weight, linear.scales, linear.zeros, linear.out_features, linear.in_features)
-    return found[:, linear.order.argsort()] if linear.order.numel() else found
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -177,12 +145,6 @@ def test_names_win_over_expressions_and_those_over_classes() -> None:
 # -- whole models -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 64}
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoints"), "qwen2", **sizes, initializer_range=0.1)
-
-
 @pytest.mark.parametrize(
     "kind", [Kind("awq", 4, 128, False), Kind("gptq", 4, 32, ordered=True), Kind("gptq", 8, -1)], ids=str
 )
@@ -262,6 +224,23 @@ def test_what_is_missing_is_said_before_what_is_damaged(floats: Path, tmp_path: 
         load_decoder(ModelConfig.from_folder(folder), torch.float32)
 
 
+def test_info_says_what_is_held_and_what_is_not(
+    floats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = quantised(floats, tmp_path, Kind("awq", 4, 64, False))
+    assert main(["info", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "awq, int4 in groups of 64" in shown
+    edit_config(folder, quantization_config={"quant_method": "bitsandbytes"})
+    assert main(["info", str(folder)]) == 1
+    assert "supported: compressed-tensors, gptq, awq" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_tensors_are_those_of_the_names(floats: Path) -> None:
+    """The helper quantises what transformers calls linears."""
+    assert len(list(linears(load_file(floats / "model.safetensors")))) == 2 * 7 + 1
+
+
 # -- scales -----------------------------------------------------------------------------------------------------------
 
 
@@ -278,202 +257,3 @@ def test_scales_that_fp16_cannot_hold_move_as_little_as_said(caplog: pytest.LogC
         assert (moved == 0) == exact
         assert moved <= 15 * 2.0**-25
         assert ("8 scales do not fit fp16" in caplog.text) == (not exact)
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-CT, GPTQ, AWQ = Kind("pack-quantized"), Kind("gptq"), Kind("awq", symmetric=False)
-
-
-def group(kind: Kind = CT, weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """config_groups with changes to the one in it."""
-    fields = kind.scheme_fields()
-    return {
-        "config_groups": {
-            "g": {"targets": ["Linear"], **fields, "weights": {**fields["weights"], **(weights or {})}, **changes}
-        }
-    }
-
-
-STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
-UNSUPPORTED: list[tuple[Kind, dict[str, Any], str]] = [
-    (
-        CT,
-        {"quant_method": "bitsandbytes"},
-        'quantization_config.quant_method\' = "bitsandbytes".*supported: compressed-tensors, gptq, awq, modelopt',
-    ),
-    (CT, {"format": "nvfp4-pack-quantized"}, "format.*supported: pack-quantized, int-quantized, float-quantized"),
-    (CT, {"format": "float-quantized"}, 'weights.type\' = "int": weights in format float-quantized are of type float'),
-    (CT, {"format": "mixed-precision"}, "format"),
-    (CT, {"quantization_status": "frozen"}, "quantization_status"),
-    (CT, {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-    (CT, {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
-    (CT, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-    (CT, {"config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16.*presets"),
-    (CT, group(format="nvfp4-pack-quantized"), "config_groups.g.format"),
-    (CT, group(weights={"type": "float"}), "weights.type"),
-    (CT, group(weights={"num_bits": 3}), "weights.num_bits' = 3: only 4 and 8"),
-    (CT, group(weights={"strategy": "block"}), "weights.strategy"),
-    (CT, group(weights={"strategy": "tensor"}), "weights.strategy"),
-    (CT, group(weights={"dynamic": True}), "weights.dynamic"),
-    (CT, group(weights={"group_size": 16}), "weights.group_size' = 16: 4-bit weights come in groups.*multiple of 32"),
-    (CT, group(weights={"num_bits": 8}), "weights.group_size' = 32: 8-bit weights have one scale.*quantization='int8'"),
-    (CT, group(Kind("pack-quantized", 8, -1, False)), "weights.symmetric' = false: 8-bit weights have no zero"),
-    (CT, group(input_activations=STATIC), "input_activations.dynamic' = false: inputs are rounded"),
-    (CT, group(input_activations={**STATIC, "type": "float"}), "input_activations.type"),
-    (CT, group(output_activations=STATIC), "output_activations"),
-    (GPTQ, {"bits": 3}, "bits' = 3"),
-    (GPTQ, {"bits": 8}, "group_size' = 32: 8-bit"),
-    (GPTQ, {"bits": 8, "group_size": -1, "sym": False}, "sym' = false: 8-bit"),
-    (GPTQ, {"group_size": 48}, "group_size' = 48"),
-    (GPTQ, {"checkpoint_format": "marlin"}, "checkpoint_format"),
-    (GPTQ, {"is_marlin_format": True}, "checkpoint_format"),
-    (GPTQ, {"dynamic": {"-:.*down": {}}}, "dynamic"),
-    (GPTQ, {"pack_dtype": "int16"}, "pack_dtype"),
-    (AWQ, {"bits": 8}, "bits' = 8"),
-    (AWQ, {"version": "gemv"}, 'version\' = "gemv"'),
-    (AWQ, {"zero_point": False}, "zero_point"),
-    (AWQ, {"backend": "llm-awq"}, "backend"),
-    (AWQ, {"group_size": 16}, "group_size' = 16"),
-]
-DAMAGED: list[tuple[Kind, dict[str, Any], str]] = [
-    (CT, {"quant_method": 4}, "quant_method"),
-    (CT, {"config_groups": None}, "config_groups"),
-    (CT, {"ignore": ["re:("]}, "ignore.*no regular expression"),
-    (CT, {"ignore": [3]}, "ignore.*list of names"),
-    (GPTQ, {"bits": None}, "bits.*is missing"),
-    (GPTQ, {"group_size": "128"}, "group_size"),
-    (AWQ, {"modules_to_not_convert": {"a": 1}}, "modules_to_not_convert"),
-]
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "changes", "message"),
-    [(UnsupportedError, *case) for case in UNSUPPORTED] + [(CheckpointError, *case) for case in DAMAGED],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_what_the_config_may_not_say(
-    floats: Path, tmp_path: Path, error: type[Exception], kind: Kind, changes: dict[str, Any], message: str
-) -> None:
-    (tmp_path / "config.json").write_text((floats / "config.json").read_text())
-    edit_config(tmp_path, quantization_config=kind.config(**changes))
-    with pytest.raises(error, match=f"^draft model: .*{message}"):
-        ModelConfig.from_folder(tmp_path, "draft")
-
-
-BAD_VALUES: list[tuple[Kind, str, Any, type[TrtSpecError], str]] = [
-    (Kind("gptq", 4, 32, False), "qzeros", 15 << 4, UnsupportedError, "stored as 15 .*checkpoint_format gptq_v2"),
-    (Kind("gptq", 4, 32), "qzeros", 8, CheckpointError, "is symmetric, but has zero point 9 .for 8.*checkpoint_format"),
-    (Kind("gptq", 8, -1), "qzeros", 0, CheckpointError, "is symmetric, but has zero point 1 .for 128"),
-    (Kind("gptq", 4, 32), "scales", float("nan"), CheckpointError, "scales that are not finite"),
-    (Kind("gptq", 4, 32, scales=bf16), "scales", 1e5, UnsupportedError, "a scale of .*more than fp16's 65504"),
-    (Kind("gptq", 4, 32, ordered=True), "g_idx", 0, CheckpointError, "g_idx that does not give each group 32 inputs"),
-    (Kind("gptq", 4, 32, ordered=True), "g_idx", -1, CheckpointError, "g_idx that does not give"),
-    (Kind("pack-quantized"), "weight_shape", 7, CheckpointError, r"has weight_shape \[7, 7\], not \(8, 64\)"),
-    (Kind("int-quantized", 4, 32), "weight", -9, CheckpointError, "weights that are not of 4 bits"),
-    (
-        Kind("int-quantized", 4, 32, False),
-        "weight_zero_point",
-        9,
-        CheckpointError,
-        "zero points that are not of 4 bits",
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "end", "value", "error", "message"), BAD_VALUES)
-def test_values_nobody_can_hold(kind: Kind, end: str, value: Any, error: type[TrtSpecError], message: str) -> None:
-    _, tensors = weights(kind, (8, 8), 64, seed=0)
-    name = f"a.first.{end}"
-    tensors[name] = torch.full_like(tensors[name], value)
-    with pytest.raises(error, match=f"^target weights in folder: a.first.* {message}"):
-        Fused((8, 8), 64).load(tensors, kind.config())
-
-
-def test_words_of_another_dtype() -> None:
-    _, tensors = weights(GPTQ, (8, 8), 64, seed=0)
-    tensors["a.first.qweight"] = tensors["a.first.qweight"].float()
-    with pytest.raises(WeightsError, match=r"a\.first\.qweight is torch\.float32, expected int32"):
-        Fused((8, 8), 64).load(tensors, GPTQ.config())
-
-
-@pytest.mark.parametrize(
-    ("kind", "widths", "depth", "message"),
-    [
-        (Kind("gptq", 4, 64), (8, 8), 96, "its 96 inputs are no multiple of its groups of 64"),
-        (Kind("gptq", 4, -1), (8, 8), 48, "48 inputs with one scale are not a multiple of 32"),
-        (Kind("gptq", 4, 32), (8, 12), 64, "12 outputs and 64 inputs do not fill int32 words of 8"),
-        (Kind("awq", 4, 32, False), (4, 8), 64, "its 4 outputs do not fill int32 words of 8"),
-        (Kind("pack-quantized", 4, -1), (8, 8), 33, "33 inputs"),
-    ],
-)
-def test_shapes_nobody_can_hold(kind: Kind, widths: tuple[int, int], depth: int, message: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"^target weights in folder: a.*{message}.*quantization="):
-        Fused(widths, depth).load({}, kind.config())
-
-
-def test_fused_linears_are_of_one_kind() -> None:
-    both, gptq = Fused((8, 8), 64), Kind("gptq", 4, 32, ordered=True)
-    with pytest.raises(
-        UnsupportedError, match=r"a\.first is int4 in groups of 32 and a\.second is not, but they are one"
-    ):
-        both.load({}, AWQ.config(modules_to_not_convert=["second"]))
-    groups = {
-        "x": {"targets": ["a.first"], **CT.scheme_fields()},
-        "y": {"targets": ["a.second"], **Kind("pack-quantized", 8, -1).scheme_fields()},
-    }
-    with pytest.raises(UnsupportedError, match=r"a\.first is int4 .* and a\.second int8 per output channel"):
-        both.load({}, CT.config(config_groups=groups))
-    _, tensors = weights(gptq, (8, 8), 64, seed=0)
-    tensors["a.second.g_idx"] = tensors["a.second.g_idx"].flip(0)
-    with pytest.raises(UnsupportedError, match=r"a\.first, a\.second have their inputs in different orders"):
-        both.load(tensors, gptq.config())
-
-
-def test_tied_heads_are_no_integers(tmp_path: Path) -> None:
-    folder, _ = quantised(make_checkpoint(tmp_path, "llama", tie_word_embeddings=True), tmp_path, GPTQ, lm_head=True)
-    with pytest.raises(UnsupportedError, match=r"tie_word_embeddings.*untie"):
-        ModelConfig.from_folder(folder)
-    edit_config(folder, quantization_config=GPTQ.config())
-    load_decoder(ModelConfig.from_folder(folder), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("kind", "allowed"),
-    [
-        (Kind("gptq", 8, -1), ["int8"]),
-        (Kind("gptq", 4, 128), ["int4_g128"]),
-        (Kind("gptq", 4, 32), ["int4"]),
-        (Kind("gptq", 4, -1), ["int4", "int4_g64", "int4_g128"]),
-    ],
-    ids=str,
-)
-def test_what_else_may_be_asked_for(kind: Kind, allowed: list[str]) -> None:
-    found = CheckpointQuantization.read(Reader({"quantization_config": kind.config()}, Path("f"), "target"))
-    assert found is not None
-    found.check_request(None, "target")
-    for word in ("int8", "int4", "int4_g64", "int4_g128"):
-        if word in allowed:
-            found.check_request(word, "target")
-        else:
-            with pytest.raises(
-                ConfigError, match=f"quantization = '{word}': the draft's checkpoint is quantised already"
-            ):
-                found.check_request(word, "draft")
-
-
-def test_info_says_what_is_held_and_what_is_not(
-    floats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, _ = quantised(floats, tmp_path, Kind("awq", 4, 64, False))
-    assert main(["info", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    assert "awq, int4 in groups of 64" in shown
-    edit_config(folder, quantization_config={"quant_method": "bitsandbytes"})
-    assert main(["info", str(folder)]) == 1
-    assert "supported: compressed-tensors, gptq, awq" in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_tensors_are_those_of_the_names(floats: Path) -> None:
-    """The helper quantises what transformers calls linears."""
-    assert len(list(linears(load_file(floats / "model.safetensors")))) == 2 * 7 + 1

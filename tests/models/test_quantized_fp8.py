@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, oracle, oracle_logits
 from tests.fp8_checkpoints import FP8, Fp8Kind, fp8, round_inputs
+from tests.models.quantized_linears import Fused, matrix_of
 from tests.models.test_logits_vs_transformers import Paged
-from tests.models.test_quantized import Fused, matrix_of
 from tests.quantized_checkpoints import Kind
 from trtspec.cli import main
 from trtspec.config.checkpoint.model import ModelConfig

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.test_ops_attention import Batch, Model, Part, pack_bits
+from tests.unit.attention_cases import Batch, Model, Part, pack_bits
 from tests.unit.test_ops_compact import Case, Request
 from tests.unit.test_ops_compact import requests as compacted
 from trtspec.ops import kv_compact, kv_compact_, load_plugins, spec_attention_

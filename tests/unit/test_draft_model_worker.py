@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.unit.test_workers import VOCAB, assembled, expected_verdict, half_right, on_random_batches, random_batch
+from tests.unit.table_worker import VOCAB, assembled, expected_verdict, half_right, on_random_batches, random_batch
 from trtspec.core import StepOutputs
 from trtspec.engine.scheduler import Scheduled
 from trtspec.methods.draft_model.worker import DraftModelWorker

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_text import TOKENIZERS
+from tests.unit.tokenizer_kinds import TOKENIZERS
 from trtspec import StructuredOutputs
 from trtspec.errors import EngineError, RequestError
 from trtspec.text import Tokenizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_workers import VOCAB, assembled, expected_verdict, half_right, on_random_batches, random_batch
+from tests.unit.table_worker import VOCAB, assembled, expected_verdict, half_right, on_random_batches, random_batch
 from trtspec.core import AttnMetadata, SamplingTensors, StepOutputs
 from trtspec.engine.scheduler import Scheduled
 from trtspec.methods.dflash.worker import blocks_behind

@@ -1,4 +1,4 @@
-"""What every one-engine worker does around its draft layers: draw, accept, rewind, and the rows and tokens of drafts.
+"""What every one-engine worker does around its draft layers: draw, accept, rewind, and the rows of drafts.
 
 The worker here has layers that are tables: what they give for a token is known without any arithmetic. Batches come
 from the engine's own assembler, so they are the ones that workers meet.
@@ -9,164 +9,27 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from trtspec.core import SamplingTensors, StepInputs, StepOutputs
-from trtspec.engine.batch import BatchAssembler
-from trtspec.engine.request import Request
+from tests.unit.table_worker import (
+    TARGET_IDS,
+    VOCAB,
+    Tables,
+    assembled,
+    expected_verdict,
+    half_right,
+    on_random_batches,
+    random_batch,
+    run,
+)
 from trtspec.engine.scheduler import Scheduled
-from trtspec.kv.blocks import SequenceKV
 from trtspec.kv.rewind import commit
 from trtspec.methods import worker as base
-from trtspec.methods.head import DraftHead
-from trtspec.methods.worker import SpecWorker, draw
-from trtspec.models.attention import PagedAttend
-from trtspec.modes import SpeculativeDecodingMode
-from trtspec.sampling_params import ResolvedSampling
-
-VOCAB = 20
-TARGET_IDS = torch.tensor([7, 2, 19, 3, 11, 0, 5])  # of each draft id
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-
-
-@dataclass
-class Call:
-    """What a hook was given, and what it answered."""
-
-    step: int
-    tokens: Tensor
-    hidden: Tensor | None
-    positions: Tensor
-    answer: Tensor
-    kv_lens: Tensor
-
-
-class TableHead(DraftHead):
-    """What its worker's passes put out holds the logits; no pass is its own."""
-
-    def __init__(self, target_ids: Tensor) -> None:
-        super().__init__(VOCAB, len(target_ids))
-        self.set_vocabulary(target_ids)
-
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: PagedAttend, step: int = 0) -> Tensor:
-        raise NotImplementedError
-
-    def logits(self, y: Tensor, step: int = 0) -> Tensor:
-        return y[:, :-1]
-
-    def weight_bytes_for(self, num_passes: int) -> int:
-        return 0
-
-
-class Tables(SpecWorker):
-    """Logits after token t are row t of a random table, the same in every pass."""
-
-    def __init__(self, max_draft_len: int = 4, greedy: bool = False, target_ids: Tensor = TARGET_IDS) -> None:
-        super().__init__(TableHead(target_ids), max_draft_len, (), greedy)
-        self.table = torch.randn(VOCAB, len(target_ids), generator=torch.Generator().manual_seed(3))
-        self.calls: list[Call] = []
-        self.places: list[Tensor] = []  # index of the token that each pass guesses, [B]
-
-    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        rows = torch.arange(len(next_ids))[:, None]  # which row it was, beside the logits
-        answer = torch.cat((self.table[next_ids], rows), dim=1)
-        self.calls.append(Call(0, next_ids, None, positions, answer, attend.attn.kv_lens))
-        return answer
-
-    def next_pass(self, step: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        answer = torch.cat((self.table[tokens], hidden[:, -1:]), dim=1)
-        self.calls.append(Call(step, tokens, hidden, positions, answer, attend.attn.kv_lens))
-        return answer
-
-    def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
-        self.places.append(sampling.positions)
-        return super().sample_drafts(step, hidden, sampling)
-
-
-def request(number: int, tokens: list[int], prompt_len: int, committed: int, drafts: list[int]) -> Request:
-    return Request(
-        request_id=number,
-        tokens=tokens,
-        prompt_len=prompt_len,
-        sampling=GREEDY,
-        length_limit=1000,
-        min_tokens=0,
-        eos_ids=frozenset(),
-        stop_token_ids=frozenset(),
-        include_stop=False,
-        text=None,
-        kv=SequenceKV(blocks=[1, 2, 3, 4], committed=committed, draft_len=committed),
-        drafts=drafts,
-    )
-
-
-def tokens_of(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(1, VOCAB) for _ in range(count)]
-
-
-def random_batch(rng: random.Random) -> tuple[Scheduled, ...]:
-    """Contexts that end in this step, chunks that do not, generations with 0 to 4 drafts each; at least one request."""
-    contexts, generations = [], []
-    kinds = [rng.choice(("context", "chunk", "generation", "generation")) for _ in range(rng.randint(1, 6))]
-    for number, kind in enumerate(kinds):
-        length = rng.randint(2, 12)
-        if kind == "generation":
-            drafts = tokens_of(rng, rng.randint(0, 4))
-            one = request(number, tokens_of(rng, length), length - 1, length - 1, drafts)
-            generations.append(Scheduled(one, 1 + len(drafts), len(drafts), False))
-        else:
-            committed = rng.randint(0, length - 2)
-            rows = length - committed if kind == "context" else rng.randint(1, length - committed - 1)
-            contexts.append(Scheduled(request(number, tokens_of(rng, length), length, committed, []), rows, 0, True))
-    return (*contexts, *generations)
-
-
-def assembled(batch: tuple[Scheduled, ...], next_draft_len: int = 3, forced: int = -1) -> StepInputs:
-    return BatchAssembler(SpeculativeDecodingMode.EAGLE3_ONE_MODEL, 4, forced)(batch, next_draft_len)
-
-
-def half_right(rng: random.Random, inputs: StepInputs) -> Tensor:
-    """Logits [R, V] of a target that says what was drafted about two times of three."""
-    spec = inputs.spec
-    said = torch.tensor([rng.randrange(VOCAB) for _ in range(len(spec.gather_ids))])
-    rows, drafts = spec.logits_rows(), spec.drafts_per_request()
-    for b in range(spec.num_contexts, spec.batch_size):
-        for j in range(int(spec.draft_lens[b])):
-            if rng.random() < 0.67:
-                said[rows[b, j]] = drafts[b, j]
-    return torch.nn.functional.one_hot(said, VOCAB).float()
-
-
-def run(worker: Tables, inputs: StepInputs, logits: Tensor) -> StepOutputs:
-    attend = PagedAttend(inputs.attn, [], ())
-    outputs = worker(inputs, torch.empty(len(inputs.input_ids), 0), logits, attend)
-    assert isinstance(outputs, StepOutputs)
-    return outputs
-
-
-def expected_verdict(row: Scheduled, said: list[int], forced: int = -1) -> list[int]:
-    """The tokens one request gets: `said` [K+1] are the target's own, one after each draft."""
-    if not row.emits:
-        return []
-    kept = 0
-    while kept < row.draft_len and row.request.drafts[kept] == said[kept]:
-        kept += 1
-    if forced >= 0 and not row.is_context:
-        kept = min(forced, row.draft_len)
-    return said[: kept + 1]
-
-
-def on_random_batches(test: Callable[[int], None]) -> Callable[..., None]:
-    """Many seeds of a batch."""
-    return settings(deadline=None, max_examples=100)(given(seed=st.integers(0, 2**32))(test))
-
+from trtspec.methods.worker import SpecWorker
 
 # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -380,91 +243,3 @@ def test_a_guided_decoder_restricts_every_draw() -> None:
     assert torch.equal(grammar.seen, logits)  # raw: before temperature and filters
     assert worker.set_guided_decoder(None)
     assert torch.equal(run(worker, inputs, logits).tokens, logits.argmax(-1))
-
-
-# -- drafts --------------------------------------------------------------------------------------------------------
-
-
-def with_row(logits: Tensor) -> Tensor:
-    """Logits as the hidden states that Tables reads them from."""
-    return torch.cat((logits, torch.zeros(len(logits), 1)), dim=1)
-
-
-def test_greedy_drafts_are_target_ids() -> None:
-    logits = torch.eye(7)
-    worker = Tables()
-    assert worker.draft_sampler_greedy(logits, worker.d2t).tolist() == TARGET_IDS.tolist()
-    assert worker.draft_sampler_greedy(torch.zeros(1, 7), worker.d2t).tolist() == [7]  # ties: the lowest draft id
-
-
-def sampled(seed: int) -> ResolvedSampling:
-    return ResolvedSampling(greedy=False, temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
-
-
-def test_drafts_use_the_noise_of_the_target_ids_they_stand_for() -> None:
-    """A draft whose distribution is the target's, over the same ids in another order, always draws the same."""
-    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(8))
-    worker = Tables(target_ids=ids)
-    logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(9))
-    tensors = SamplingTensors.of([sampled(seed) for seed in range(200)], list(range(200)))
-    wanted = draw(logits, tensors)
-    assert len(set(wanted.tolist())) > 10
-    assert worker.sample_drafts(0, with_row(logits[:, ids]), tensors).tolist() == wanted.tolist()
-
-
-def test_a_worker_told_to_be_greedy_ignores_how_requests_sample() -> None:
-    logits = torch.randn(50, 7, generator=torch.Generator().manual_seed(9))
-    tensors = SamplingTensors.of([sampled(seed) for seed in range(50)], list(range(50)))
-    best = TARGET_IDS[logits.argmax(-1)].tolist()
-    assert Tables(greedy=True).sample_drafts(0, with_row(logits), tensors).tolist() == best
-    assert Tables().sample_drafts(0, with_row(logits), tensors).tolist() != best
-
-
-def test_banned_target_ids_are_not_drafted_until_their_time() -> None:
-    """Ids of the target, found among the draft's: 19 is draft id 2. Draft id 3, which stands for 3, is not meant by
-    the 2 in the bans, nor is anything by 4 and 8, which the draft cannot say."""
-    banned = replace(GREEDY, ban_ids=(19, 4, 8), ban_until=10)
-    favourite = torch.tensor([[0.0, 3.0, 9.0, 2.0, 1.0, 0.0, 0.0]])  # 19, then 2, then 3
-    worker = Tables()
-    drafts = [
-        worker.sample_drafts(0, with_row(favourite), SamplingTensors.of([banned], [t])).item() for t in (8, 9, 10, 11)
-    ]
-    assert drafts == [2, 2, 19, 19]
-    also_2, only_4 = (replace(GREEDY, ban_ids=ids, ban_until=10) for ids in ((2, 19), (4,)))
-    tensors = SamplingTensors.of([also_2, only_4], [0, 0])  # the shorter list is padded, which bans nothing
-    assert worker.sample_drafts(0, with_row(favourite.repeat(2, 1)), tensors).tolist() == [3, 19]
-
-
-def test_bans_move_with_the_chain() -> None:
-    """min_tokens: an id that may not be drawn at the first draft's place may be at the second's."""
-    row = request(0, [1, 1, 1], 3, 0, [])
-    row.sampling = replace(GREEDY, ban_ids=(19,), ban_until=5)  # tokens 3 and 4 must not be it
-    worker = Tables()
-    worker.table[:] = torch.tensor([0.0, 1.0, 9.0, 0.0, 0.0, 0.0, 0.0])  # always 19, else 2
-    inputs = assembled((Scheduled(row, 3, 0, True),), next_draft_len=3)
-    outputs = run(worker, inputs, torch.zeros(1, VOCAB))
-    assert outputs.proposal is not None
-    assert outputs.proposal.draft_tokens.tolist() == [[2, 19, 19]]  # tokens 4, 5, 6
-
-
-@pytest.mark.parametrize("logits", [torch.zeros(1, 7), torch.full((1, 7), float("nan"))], ids=["banned", "NaN"])
-def test_a_draft_that_can_say_nothing_says_anything(logits: Tensor) -> None:
-    """A guess must not fail a request: it is an id of the target all the same."""
-    nothing = replace(GREEDY, ban_ids=tuple(TARGET_IDS.tolist()), ban_until=10)
-    for worker in (Tables(), Tables(greedy=True)):
-        assert 0 <= worker.sample_drafts(0, with_row(logits), SamplingTensors.of([nothing], [0])).item() < VOCAB
-
-
-def test_nothing_to_draw_from_reaches_neither_table_nor_kv() -> None:
-    """NaN logits of one request: the id that says so is past any table's end; the others' drafts are as without it."""
-    inputs = assembled(random_batch(random.Random(5)))
-    logits = half_right(random.Random(5), inputs)
-    alone = run(Tables(), inputs, logits)
-    broken = logits.clone()
-    broken[inputs.spec.logits_rows()[-1]] = float("nan")
-    outputs = run(Tables(), inputs, broken)
-    assert outputs.verdict is not None
-    assert outputs.verdict.tokens[-1, 0] == 2**63 - 1
-    assert alone.proposal is not None
-    assert outputs.proposal is not None
-    assert torch.equal(outputs.proposal.draft_tokens[:-1], alone.proposal.draft_tokens[:-1])

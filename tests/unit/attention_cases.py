@@ -1,0 +1,186 @@
+"""Batches for spec_attention: sequences in a paged cache, the rows of a step, and dense attention as the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trtspec.ops import spec_attention, spec_attention_
+
+NONE = torch.empty(0)
+EPSILON = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+dtypes = st.sampled_from(list(EPSILON))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [start, start + num_rows) of a sequence, as one request of a batch; what is before them is in the cache."""
+
+    sequence: int
+    start: int
+    num_rows: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_rows
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shape of a layer and its options."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    block_size: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+
+    def random_sequences(self, count: int, length: int, seed: int = 0) -> Sequences:
+        """q, k and v of every token of some sequences."""
+        g = torch.Generator().manual_seed(seed)
+        q, k, v = (
+            torch.randn(count, length, heads, self.head_dim, generator=g).to(self.dtype)
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+        return Sequences(self, q, k, v, torch.randn(self.heads, generator=g) if self.sinks else NONE)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What the layer is given, token by token, [count, length, heads, D] each."""
+
+    model: Model
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor
+
+    def batch(self, parts: Sequence[Part], tree_mask: Tensor | None = None, poison: float = float("nan")) -> Batch:
+        """The arguments of one call. Blocks are handed out shuffled; whatever nobody wrote is poison."""
+        m = self.model
+        needs = [-(-part.end // m.block_size) for part in parts]
+        order = iter((torch.randperm(sum(needs), generator=torch.Generator().manual_seed(len(parts))) + 1).tolist())
+        tables = [[next(order) for _ in range(need)] for need in needs]
+        columns = max(1, *needs)
+        shape = (sum(needs) + 1, m.block_size, m.kv_heads, m.head_dim)
+        k_cache, v_cache = torch.full(shape, poison).to(m.dtype), torch.full(shape, poison).to(m.dtype)
+        for part, table in zip(parts, tables, strict=True):
+            for cache, tokens in ((k_cache, self.k), (v_cache, self.v)):
+                for position in range(part.start):
+                    slot = table[position // m.block_size], position % m.block_size
+                    cache[slot] = tokens[part.sequence, position]
+        q, k, v = (torch.cat([x[p.sequence, p.start : p.end] for p in parts]) for x in (self.q, self.k, self.v))
+        return Batch(
+            q, k, v, k_cache, v_cache,
+            cu_q_lens=torch.tensor([0, *[part.num_rows for part in parts]]).cumsum(0).to(torch.int32),
+            kv_lens=torch.tensor([part.end for part in parts], dtype=torch.int32),
+            block_tables=torch.tensor([[*t, *[0] * (columns - len(t))] for t in tables], dtype=torch.int32),
+            tree_mask=NONE.int() if tree_mask is None else tree_mask,
+            sinks=self.sinks, scale=m.head_dim**-0.5, window=m.window, softcap=m.softcap,
+        )  # fmt: skip
+
+    def attend(self, parts: Sequence[Part], tree_mask: Tensor | None = None) -> list[Tensor]:
+        """Outputs of each part, [num_rows, Hq, D]."""
+        out = self.batch(parts, tree_mask).run()
+        return list(out.split([part.num_rows for part in parts]))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call, by their names."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cu_q_lens: Tensor
+    kv_lens: Tensor
+    block_tables: Tensor
+    tree_mask: Tensor
+    sinks: Tensor
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    tensors: tuple[Tensor, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        names = ("q", "k", "v", "k_cache", "v_cache", "cu_q_lens", "kv_lens", "block_tables", "tree_mask", "sinks")
+        object.__setattr__(self, "tensors", tuple(getattr(self, name) for name in names))
+
+    def run(self) -> Tensor:
+        """Output [T, Hq, D]; the caches are changed."""
+        return spec_attention_(*self.tensors, self.scale, self.window, self.softcap)
+
+    def run_functional(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output and new caches."""
+        return spec_attention(*self.tensors, self.scale, self.window, self.softcap)
+
+
+def dense(sequences: Sequences, part: Part, tree_bits: Sequence[Sequence[bool]] | None = None) -> Tensor:
+    """Attention of one request's rows in float64, as the textbook has it: [num_rows, Hq, D]."""
+    m = sequences.model
+    q = sequences.q[part.sequence, part.start : part.end].double()
+    k, v = (x[part.sequence, : part.end].double() for x in (sequences.k, sequences.v))
+    rows = []
+    for i in range(part.num_rows):
+        position = part.start + i
+        if tree_bits is None:
+            seen = list(range(position + 1))
+        else:
+            seen = [*range(part.start), *(part.start + j for j in range(part.num_rows) if tree_bits[i][j])]
+        if m.window:
+            seen = [key for key in seen if key > position - m.window]
+        heads = []
+        for h in range(m.heads):
+            kv_head = h // (m.heads // m.kv_heads)
+            scores = k[seen, kv_head] @ q[i, h] * m.head_dim**-0.5
+            if m.softcap:
+                scores = m.softcap * torch.tanh(scores / m.softcap)
+            if m.sinks:
+                scores = torch.cat((scores, sequences.sinks[h : h + 1].double()))
+            heads.append(scores.softmax(0)[: len(seen)] @ v[seen, kv_head])
+        rows.append(torch.stack(heads))
+    return torch.stack(rows) if rows else q.new_empty(0, m.heads, m.head_dim)
+
+
+def pack_bits(bits: Sequence[Sequence[bool]], words: int) -> Tensor:
+    """Rows of flags -> [rows, words] int32."""
+    packed = [
+        [sum(flag << j for j, flag in enumerate(row[32 * w : 32 * w + 32])) for w in range(words)] for row in bits
+    ]
+    return torch.tensor([[x - 2**32 if x >= 2**31 else x for x in row] for row in packed], dtype=torch.int64).int()
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    kv_heads = draw(st.integers(1, 3))
+    return Model(
+        heads=kv_heads * draw(st.integers(1, 4)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([1, 2, 6, 8, 16, 20, 64])),
+        dtype=draw(dtypes),
+        block_size=draw(st.sampled_from([1, 2, 5, 16, 64])),
+        window=draw(st.sampled_from([0, 0, 1, 3, 17, 300])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 0.5, 30.0])),
+        sinks=draw(st.booleans()),
+    )
+
+
+# Lengths that end just before, at and after blocks and the tile, beside arbitrary ones.
+edges = st.sampled_from([0, 1, 15, 16, 17, 255, 256, 257, 270])
+parts_of_up_to_40_rows = st.builds(Part, st.integers(0, 2), edges | st.integers(0, 270), st.integers(0, 40))
+batches = st.lists(parts_of_up_to_40_rows, min_size=1, max_size=4)
+LONGEST = 270 + 40
+
+
+def assert_near(ours: Tensor, exact: Tensor) -> None:
+    assert ours.shape == exact.shape
+    torch.testing.assert_close(ours.double(), exact, rtol=EPSILON[ours.dtype], atol=5e-6)

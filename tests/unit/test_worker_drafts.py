@@ -1,0 +1,104 @@
+"""Drafts of every one-engine worker: target ids, their noise, banned tokens, and rows with nothing to draw from.
+
+The worker and its batches are those of table_worker.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.table_worker import GREEDY, TARGET_IDS, VOCAB, Tables, assembled, half_right, random_batch, request, run
+from trtspec.core import SamplingTensors
+from trtspec.engine.scheduler import Scheduled
+from trtspec.methods.worker import draw
+from trtspec.sampling_params import ResolvedSampling
+
+
+def with_row(logits: Tensor) -> Tensor:
+    """Logits as the hidden states that Tables reads them from."""
+    return torch.cat((logits, torch.zeros(len(logits), 1)), dim=1)
+
+
+def test_greedy_drafts_are_target_ids() -> None:
+    logits = torch.eye(7)
+    worker = Tables()
+    assert worker.draft_sampler_greedy(logits, worker.d2t).tolist() == TARGET_IDS.tolist()
+    assert worker.draft_sampler_greedy(torch.zeros(1, 7), worker.d2t).tolist() == [7]  # ties: the lowest draft id
+
+
+def sampled(seed: int) -> ResolvedSampling:
+    return ResolvedSampling(greedy=False, temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+
+
+def test_drafts_use_the_noise_of_the_target_ids_they_stand_for() -> None:
+    """A draft whose distribution is the target's, over the same ids in another order, always draws the same."""
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(8))
+    worker = Tables(target_ids=ids)
+    logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(9))
+    tensors = SamplingTensors.of([sampled(seed) for seed in range(200)], list(range(200)))
+    wanted = draw(logits, tensors)
+    assert len(set(wanted.tolist())) > 10
+    assert worker.sample_drafts(0, with_row(logits[:, ids]), tensors).tolist() == wanted.tolist()
+
+
+def test_a_worker_told_to_be_greedy_ignores_how_requests_sample() -> None:
+    logits = torch.randn(50, 7, generator=torch.Generator().manual_seed(9))
+    tensors = SamplingTensors.of([sampled(seed) for seed in range(50)], list(range(50)))
+    best = TARGET_IDS[logits.argmax(-1)].tolist()
+    assert Tables(greedy=True).sample_drafts(0, with_row(logits), tensors).tolist() == best
+    assert Tables().sample_drafts(0, with_row(logits), tensors).tolist() != best
+
+
+def test_banned_target_ids_are_not_drafted_until_their_time() -> None:
+    """Ids of the target, found among the draft's: 19 is draft id 2. Draft id 3, which stands for 3, is not meant by
+    the 2 in the bans, nor is anything by 4 and 8, which the draft cannot say."""
+    banned = replace(GREEDY, ban_ids=(19, 4, 8), ban_until=10)
+    favourite = torch.tensor([[0.0, 3.0, 9.0, 2.0, 1.0, 0.0, 0.0]])  # 19, then 2, then 3
+    worker = Tables()
+    drafts = [
+        worker.sample_drafts(0, with_row(favourite), SamplingTensors.of([banned], [t])).item() for t in (8, 9, 10, 11)
+    ]
+    assert drafts == [2, 2, 19, 19]
+    also_2, only_4 = (replace(GREEDY, ban_ids=ids, ban_until=10) for ids in ((2, 19), (4,)))
+    tensors = SamplingTensors.of([also_2, only_4], [0, 0])  # the shorter list is padded, which bans nothing
+    assert worker.sample_drafts(0, with_row(favourite.repeat(2, 1)), tensors).tolist() == [3, 19]
+
+
+def test_bans_move_with_the_chain() -> None:
+    """min_tokens: an id that may not be drawn at the first draft's place may be at the second's."""
+    row = request(0, [1, 1, 1], 3, 0, [])
+    row.sampling = replace(GREEDY, ban_ids=(19,), ban_until=5)  # tokens 3 and 4 must not be it
+    worker = Tables()
+    worker.table[:] = torch.tensor([0.0, 1.0, 9.0, 0.0, 0.0, 0.0, 0.0])  # always 19, else 2
+    inputs = assembled((Scheduled(row, 3, 0, True),), next_draft_len=3)
+    outputs = run(worker, inputs, torch.zeros(1, VOCAB))
+    assert outputs.proposal is not None
+    assert outputs.proposal.draft_tokens.tolist() == [[2, 19, 19]]  # tokens 4, 5, 6
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(1, 7), torch.full((1, 7), float("nan"))], ids=["banned", "NaN"])
+def test_a_draft_that_can_say_nothing_says_anything(logits: Tensor) -> None:
+    """A guess must not fail a request: it is an id of the target all the same."""
+    nothing = replace(GREEDY, ban_ids=tuple(TARGET_IDS.tolist()), ban_until=10)
+    for worker in (Tables(), Tables(greedy=True)):
+        assert 0 <= worker.sample_drafts(0, with_row(logits), SamplingTensors.of([nothing], [0])).item() < VOCAB
+
+
+def test_nothing_to_draw_from_reaches_neither_table_nor_kv() -> None:
+    """NaN logits of one request: the id that says so is past any table's end; the others' drafts are as without it."""
+    inputs = assembled(random_batch(random.Random(5)))
+    logits = half_right(random.Random(5), inputs)
+    alone = run(Tables(), inputs, logits)
+    broken = logits.clone()
+    broken[inputs.spec.logits_rows()[-1]] = float("nan")
+    outputs = run(Tables(), inputs, broken)
+    assert outputs.verdict is not None
+    assert outputs.verdict.tokens[-1, 0] == 2**63 - 1
+    assert alone.proposal is not None
+    assert outputs.proposal is not None
+    assert torch.equal(outputs.proposal.draft_tokens[:-1], alone.proposal.draft_tokens[:-1])
