@@ -362,8 +362,8 @@ CONFUSED: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
     ),
     "a folder beside MTP": (
         lambda f: (f.mimos[1], {"method": "mtp", "model": str(f.draft), "num_speculative_tokens": 1}),
-        ConfigError,
-        ("MTP layers are read from the target's own checkpoint", "leave model unset"),
+        UnsupportedError,
+        ("MTP layers of model_type='llama'", "not known; those of mimo run"),
     ),
     "parallel drafting by a draft without a mask token": (
         lambda f: (f.target, {"method": "draft_model", "model": str(f.draft), "parallel_drafting": True, **K2}),

@@ -174,8 +174,7 @@ def test_prefixes_are_shared_as_without_speculation(target: Path, make: Make, me
 # -- engines -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["aoti", "tensorrt"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "backend"), [*((method, "aoti") for method in METHODS), ("medusa", "tensorrt")])
 def test_what_would_be_built(
     target: Path, folders: dict[str, Path], make: Make, tmp_path: Path, method: str, backend: str
 ) -> None:

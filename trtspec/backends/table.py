@@ -14,6 +14,8 @@ from trtspec.backends.compiled import CompiledExecutable
 from trtspec.errors import DependencyError, UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode
 
+_M = SpeculativeDecodingMode
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -37,6 +39,8 @@ class Backend:
     only_attention_writes: bool = False  # caches that change in place are those that attention writes
     edits: bool = False  # a target's graphs take edits of its logits, and give these
     torch_gpu: bool = False  # the GPU by way of torch: executables are cuda.executable.CudaExecutables
+    # Modes with graphs of their own that tests have run on it, others are refused; None: as eager, it takes them all
+    verified: frozenset[SpeculativeDecodingMode] | None = None
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """UnsupportedError for a model's dtype that its graphs cannot compute in."""
@@ -46,8 +50,12 @@ class Backend:
                 "dtype float32, with quantization int8 or int4 if memory is short"
             )
 
+    def lists(self, mode: SpeculativeDecodingMode) -> bool:
+        """Whether the mode was verified on it. Drafters of the host run beside any graph of the target."""
+        return self.verified is None or not mode.shapes_graphs() or mode in self.verified
+
     def check_mode(self, mode: SpeculativeDecodingMode, num_speculative_tokens: int) -> None:
-        """UnsupportedError for a mode whose draft layers it cannot run."""
+        """UnsupportedError for a mode whose draft layers it cannot run, or that nobody has tested on it."""
         if self.causal and mode.drafts_in_blocks():
             raise UnsupportedError(
                 f"mode={mode.name} on backend {self.name}: masks of a block see each other, for which there is no "
@@ -57,6 +65,12 @@ class Backend:
             raise UnsupportedError(
                 f"mode=MTP with {num_speculative_tokens} modules on backend {self.name}: they keep states in the KV "
                 "cache, which only attention changes there; use another backend, or num_speculative_tokens=1"
+            )
+        if not self.lists(mode):
+            others = ", ".join(row.name for row in BACKENDS.values() if row.lists(mode))
+            raise UnsupportedError(
+                f"mode={mode.name} on backend {self.name} is not verified; use another backend ({others}), or another "
+                "mode"
             )
 
     def load_executable(self) -> type[CompiledExecutable]:
@@ -83,6 +97,15 @@ class Backend:
             ) from error
 
 
+# Run by tests/e2e/test_backend_cells.py on the stand-ins of both GPU backends, or by tests of the backend's own.
+_ON_GPUS = frozenset(
+    (
+        *(_M.SAVE_HIDDEN_STATES, _M.DRAFT_TARGET, _M.DRAFT_TARGET_ONE_MODEL, _M.MEDUSA),
+        *(_M.EAGLE, _M.EAGLE_ONE_MODEL, _M.EAGLE3, _M.EAGLE3_ONE_MODEL),
+        *(_M.MTP, _M.MTP_EAGLE, _M.MTP_EAGLE_ONE_MODEL),
+    )
+)
+
 BACKENDS = {
     row.name: row
     for row in (
@@ -98,6 +121,7 @@ BACKENDS = {
             code_for="gpu",
             edits=True,
             torch_gpu=True,
+            verified=_ON_GPUS | {_M.PARD, _M.P_EAGLE, _M.MLP_SPECULATOR, _M.DFLASH},
         ),
         Backend(
             "aoti",
@@ -133,6 +157,7 @@ BACKENDS = {
             causal=True,
             symmetric=True,
             only_attention_writes=True,
+            verified=_ON_GPUS,
         ),
     )
 }

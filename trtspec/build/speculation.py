@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
+from typing import cast
 
 from trtspec.build.engine_folder import MARK
 from trtspec.config.checkpoint.folder import CheckpointConfig, architecture_of, read_checkpoint
@@ -13,7 +15,7 @@ from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
 from trtspec.methods.resolve import recognise, resolve
-from trtspec.methods.table import METHODS
+from trtspec.methods.table import METHODS, Method
 from trtspec.models.specs import require_architecture
 from trtspec.text import Tokenizer
 from trtspec.text.vocabulary import VocabularyMap, map_vocabularies
@@ -57,10 +59,12 @@ def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None
     if model is None or (row is None and model in ("ngram", "[ngram]")) or (method == model):
         if row is None or not row.of_target or target is None:
             return None
-        assert row.checkpoint is not None
-        return row.checkpoint.open()(target, speculative)  # type: ignore[no-any-return]
+        return _read(row, target, speculative, target)
     if row is not None and row.of_target and target is not None and not os.path.isdir(model):
-        raise _not_the_target_s(row.name, model, target)
+        raise ConfigError(
+            f"model={model!r} with method={method!r} is no folder on this machine; pass the folder of MTP layers for "
+            f"this target, or leave model unset for those of the target's own checkpoint, {target.path}"
+        )
     checkpoint = read_checkpoint(model, "draft")  # says what is wrong with the folder
     found = recognise(checkpoint)
     if row is not None and found is not row and found.bare:
@@ -72,18 +76,18 @@ def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None
     if row.of_target:
         if target is None:
             return DraftInfo(method=row.name)
-        if not os.path.samefile(model, target.path):
-            raise _not_the_target_s(row.name, model, target)
-        checkpoint = target
+        if os.path.samefile(model, target.path):
+            checkpoint = target
+    return _read(row, checkpoint, speculative, target)
+
+
+def _read(
+    row: Method, checkpoint: CheckpointConfig, speculative: SpeculativeConfig, target: ModelConfig | None
+) -> DraftInfo:
+    """What the method's room says of it. Layers among the target's weights have no checkpoint of their own."""
     assert row.checkpoint is not None
-    return row.checkpoint.open()(checkpoint, speculative)  # type: ignore[no-any-return]
-
-
-def _not_the_target_s(method: str, model: str, target: ModelConfig) -> ConfigError:
-    return ConfigError(
-        f"model={model!r} with method={method!r}: MTP layers are read from the target's own checkpoint, {target.path}; "
-        "leave model unset"
-    )
+    found = cast("DraftInfo", row.checkpoint.open()(checkpoint, speculative))
+    return replace(found, checkpoint=None, max_model_len=None) if checkpoint is target else found
 
 
 def read_target(path: str | os.PathLike[str]) -> ModelConfig:

@@ -39,7 +39,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSource:
-    """What a head is made of. `checkpoint` holds its weights: the draft's folder, or the target's for MTP. `owner` is
+    """What a head is made of. `checkpoint` holds its weights: the draft's folder, or the target's. `owner` is
     the target's checkpoint.
 
     num_stages: heads, stages or modules to keep, K where each drafts one token. num_captured: states of the target that

@@ -130,6 +130,7 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
         config = row.substitute.open()(config, target.max_batch_size)
         row, model = choose(config, draft)
     n_predict = None if draft is None else draft.n_predict
+    inside = row.of_target and (draft is None or draft.checkpoint is None)  # among the target's own weights
     # TensorRT-LLM: more than one MTP module means one module per draft; they are one engine then
     several = row.of_target and (n_predict or 1) > 1 and config.one_engine is not False
     vanilla = config.vanilla or several
@@ -149,7 +150,7 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
         num_speculative_tokens=k,
         model=target.model if row.of_target and model is None else model,
         max_model_len=max_model_len,
-        quantization=quantization or (target.quantization if row.of_target else None),
+        quantization=quantization or (target.quantization if inside else None),
         enforce_eager=config.enforce_eager,
         disable_logprobs=config.disable_logprobs,
         draft_tensor_parallel_size=_draft_tp(config, row, target),

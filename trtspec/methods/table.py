@@ -48,7 +48,7 @@ class Method:
     Its checkpoint: `checkpoint` is a function (CheckpointConfig, SpeculativeConfig) -> DraftInfo, and raises for what
     it cannot run. `recognises`: (CheckpointConfig) -> bool, asked in the order of the table where the user names no
     method; then a folder whose name has one of `folder_hints` is one of its. of_target: its layers come with the
-    target's checkpoint. bare: its checkpoint is not described like a decoder.
+    target's checkpoint, unless another is named. bare: its checkpoint is not described like a decoder.
 
     Its settings: `options` is a methods.options.MethodOptions, whose fields are those of SpeculativeConfig that only
     this method takes; `takes` are further ones. `check`: (SpeculativeConfig, TargetInfo, DraftInfo | None), raises
@@ -163,11 +163,12 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             name="mtp",
-            needs="MTP layers in the target's own checkpoint",
+            needs="MTP layers in the target's own checkpoint, or in one that was made for this target",
             checkpoint=_room("mtp.checkpoint:read"),
             recognises=_room("mtp.checkpoint:recognises"),
             of_target=True,
             takes=("quantization", "vanilla"),
+            check=_room("mtp.checkpoint:check"),
             capture=_room("mtp.checkpoint:capture_layers"),
             head=_room("mtp.weights:MtpWeights"),
             workers={_M.MTP: _room("mtp.worker:MtpWorker"), _M.MTP_EAGLE_ONE_MODEL: _WORKER},

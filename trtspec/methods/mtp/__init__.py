@@ -1,1 +1,1 @@
-"""Multi-token prediction: draft layers that come with the target's checkpoint."""
+"""Multi-token prediction: draft layers of the target's checkpoint, or of one of their own."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.config.checkpoint.folder import CheckpointConfig
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.resolved import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
@@ -95,9 +96,22 @@ def recognises(checkpoint: CheckpointConfig) -> bool:
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of the modules in a target's checkpoint. Raises as require_mtp does."""
+    """What resolution needs to know of the modules in a checkpoint: the target's, or one of their own, which is
+    described like a target. Raises as require_mtp does, and as ModelConfig.of."""
     _, count = require_mtp(checkpoint.raw, checkpoint.path)
-    return DraftInfo(method=MTP, n_predict=count)
+    model = checkpoint if isinstance(checkpoint, ModelConfig) else ModelConfig.of(checkpoint, "draft")
+    return DraftInfo(method=MTP, max_model_len=model.max_seq_len, n_predict=count, checkpoint=model)
+
+
+def check(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> None:
+    """ConfigError for modules of a checkpoint of their own that is of another family than the target."""
+    own = None if draft is None else draft.checkpoint
+    if own is not None and own.model_type != target.model_type:
+        raise ConfigError(
+            f"model={config.model!r} has MTP layers for model_type={own.model_type!r}, and this target is of "
+            f"model_type={target.model_type!r}; use MTP layers that were trained for it, or method='draft_model' to "
+            "draft with the whole checkpoint"
+        )
 
 
 def capture_layers(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> tuple[int, ...]:

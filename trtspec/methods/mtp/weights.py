@@ -1,4 +1,4 @@
-"""MTP modules of a target's own checkpoint: strict loading of what is theirs, and of that alone."""
+"""MTP modules of a target's checkpoint, or of one of their own: strict loading of what is theirs, and of that alone."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from trtspec.methods.mtp.checkpoint import require_mtp
 from trtspec.methods.mtp.head import MtpHead, MtpSpec
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import Slot, layer_slots
+from trtspec.models.specs import decoder_spec
 from trtspec.models.weights import Wanted
 
 
 class MtpWeights(HeadWeights[MtpSpec]):
-    """Modules that attend as the target's last layer does. Tensors of all of them are checked; those that are kept are
-    read. Without modules: the errors of methods.mtp.checkpoint.require_mtp."""
+    """Modules that attend as the last layer of their checkpoint's decoder. Tensors of all of them are checked; those
+    that are kept are read. Without modules: the errors of methods.mtp.checkpoint.require_mtp."""
 
     role = "MTP"
 
     def __init__(self, source: HeadSource, target: Decoder) -> None:
         super().__init__(source, target)
         self.family, self.count = require_mtp(source.checkpoint.raw, source.checkpoint.path)
+        self.described = decoder_spec(source.decoder)
+        self.check_made_for(
+            ("hidden_size", self.described.hidden_size, target.spec.hidden_size),
+            ("vocab_size", self.described.vocab_size, target.spec.vocab_size),
+        )
 
     def spec(self, found: Mapping[str, Tensor] | None) -> MtpSpec:
-        target = self.target.spec
-        layer = dataclasses.replace(target, num_layers=1, windows=target.windows[-1:])
+        layer = dataclasses.replace(self.described, num_layers=1, windows=self.described.windows[-1:])
         return MtpSpec(layer, self.family, self.count)
 
     def kept(self, whole: MtpSpec) -> MtpSpec:

@@ -1,0 +1,141 @@
+"""Modes on backends: what a row lists was run here or in the backend's own tests, all others are refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.async_stand_in import HostQueue
+from tests.contract.modes import LIMITS, RECIPES, Models
+from tests.e2e.test_tensorrt_runtime import cuda, trt
+from tests.e2e.tiny import assert_all_blocks_free, run_together
+from tests.tensorrt_stand_in import TensorRT
+from trtspec import LLM, SamplingParams
+from trtspec.backends.table import BACKENDS, Backend
+from trtspec.build.build import build_engine
+from trtspec.build.plan import plan_build
+from trtspec.config.engine import EngineConfig
+from trtspec.errors import UnsupportedError
+from trtspec.interop.reading import read_speculative_config
+from trtspec.modes import SpeculativeDecodingMode as M
+
+__all__ = ["cuda", "trt"]  # fixtures
+README = Path(__file__).parents[2] / "README.md"
+K = 3
+TIGHT = {"num_kv_blocks": 14}
+CUDA = [mode for mode in RECIPES if BACKENDS["cuda"].lists(mode)]
+TENSORRT = [mode for mode in RECIPES if BACKENDS["tensorrt"].lists(mode)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Of the contract, with fewer requests."""
+    models = Models(tmp_path_factory.mktemp("cells"))
+    models.cases = models.cases[:40]
+    return models
+
+
+def assert_right(models: Models, llm: LLM, mode: M, k: int) -> None:
+    """In a cache too small for all, with drafts right now and then and wrong now and then: what eager decoding says."""
+    run = run_together(llm.engine, models.cases)
+    assert llm.engine.loop.assemble.mode is mode
+    assert run.outcomes == models.plain(RECIPES[mode].target, "eager")
+    assert llm.engine.stats.preemptions > 0
+    assert llm.engine.stats.drafter_failures == 0
+    accepted = run.speculation.acceptance_per_position
+    assert len(accepted) == k
+    assert all(0 < share < 1 for share in accepted)
+    assert_all_blocks_free(llm)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
+@pytest.mark.parametrize("mode", CUDA, ids=lambda mode: mode.name)
+def test_a_gpu_s_ids_are_those_of_eager_decoding(models: Models, work: HostQueue, mode: M) -> None:
+    """On the stand-in for a GPU."""
+    with models.open(mode, K, "cuda", RECIPES[mode].target, debug=True, **TIGHT) as llm:
+        assert_right(models, llm, mode, K)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
+@pytest.mark.parametrize("mode", TENSORRT, ids=lambda mode: mode.name)
+def test_a_plan_s_ids_are_those_of_eager_decoding(models: Models, trt: TensorRT, mode: M, tmp_path: Path) -> None:
+    """On the stand-in for TensorRT; modules that keep states in the cache are refused."""
+    k = 1 if mode is M.MTP else K
+    recipe = RECIPES[mode]
+    asked, config = recipe.speculation(models, k), EngineConfig(backend="tensorrt", dtype="float32", **LIMITS, **TIGHT)
+    inside = None if recipe.from_host else read_speculative_config(asked)
+    build_engine(models.folder(recipe.target), tmp_path / "engine", inside, config)
+    with LLM(tmp_path / "engine", asked if recipe.from_host else None) as llm:
+        assert_right(models, llm, mode, k)
+
+
+@pytest.mark.long
+def test_a_plan_saves_the_states_of_eager_decoding(models: Models, trt: TensorRT, tmp_path: Path) -> None:
+    saved = {}
+    for backend in ("eager", "tensorrt"):
+        fields = {"method": "extract_hidden_states", "output_directory": str(tmp_path / backend), "capture_layers": [1]}
+        folder, limits = models.folder("target"), {**LIMITS, **TIGHT}
+        if backend == "tensorrt":
+            config = EngineConfig(backend=backend, dtype="float32", **limits)
+            folder = build_engine(folder, tmp_path / "engine", read_speculative_config(fields), config).path
+        with LLM(folder, *([fields] if backend == "eager" else []), **(limits if backend == "eager" else {})) as llm:
+            llm.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+        (shard,) = (tmp_path / backend).glob("*.safetensors")
+        saved[backend] = load_file(shard)
+    for name, tensor in saved["eager"].items():
+        torch.testing.assert_close(saved["tensorrt"][name], tensor)
+
+
+# -- what is not listed --------------------------------------------------------------------------------------------
+
+
+def refused(row: Backend, mode: M) -> str | None:
+    """Why, with one draft."""
+    try:
+        row.check_mode(mode, 1)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("mode", M, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("row", BACKENDS.values(), ids=lambda row: row.name)
+def test_a_mode_that_no_test_has_run_is_refused_by_name(row: Backend, mode: M) -> None:
+    """Drafters of the host run beside any graph."""
+    words = refused(row, mode)
+    assert (words is None) == (row.lists(mode) and not (row.causal and mode.drafts_in_blocks()))
+    assert words is None or f"mode={mode.name} on backend {row.name}" in words
+    assert row.lists(mode) or mode.shapes_graphs()
+
+
+def test_the_remedy_names_backends_that_run_it() -> None:
+    words = refused(BACKENDS["tensorrt"], M.PARD)
+    assert words == (
+        "mode=PARD on backend tensorrt is not verified; use another backend (eager, cuda, aoti, onnx), or another mode"
+    )
+
+
+def test_a_mode_that_is_not_listed_is_not_built(models: Models) -> None:
+    asked = read_speculative_config(RECIPES[M.PARD].speculation(models, K))
+    with pytest.raises(UnsupportedError, match="mode=PARD on backend tensorrt is not verified"):
+        plan_build(models.folder("target"), asked, EngineConfig(backend="tensorrt", num_kv_blocks=8))
+
+
+def shown() -> Mapping[str, str]:
+    """README's table: backend -> its modes, as far as these are names."""
+    lines = (line.split("|") for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `"))
+    return {cells[1].strip(" `"): cells[3] for cells in lines if cells[1].strip(" `") in BACKENDS and len(cells) == 6}
+
+
+@pytest.mark.parametrize("row", BACKENDS.values(), ids=lambda row: row.name)
+def test_readme_shows_what_the_row_lists(row: Backend) -> None:
+    """All modes but those named before the first semicolon; the rest of a cell says in what dtypes."""
+    cell = shown()[row.name].partition(";")[0]
+    assert cell.strip().startswith("all below")
+    assert set(re.findall(r"[A-Z][A-Z0-9_]{2,}", cell)) == {mode.name for mode in M if refused(row, mode)}
