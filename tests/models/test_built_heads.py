@@ -21,10 +21,9 @@ from tests.checkpoints import (
     make_mlp_speculator,
 )
 from tests.models.built_heads import ROOMS, head_of
-from trtspec.build.context import load_named
 from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.methods.table import METHODS
 from trtspec.models.weights import describe_decoder, load_decoder
-from trtspec.modes import SpeculativeDecodingMode
 
 # Method -> where its room says how config.json is understood, and a folder for a target.
 FACTS: dict[str, tuple[str, Callable[[Path, Path], Path]]] = {
@@ -49,8 +48,8 @@ def test_config_json_is_understood_once(tmp_path: Path, name: str, make: Any) ->
     assert reads.call_count == 1
 
 
-@pytest.mark.parametrize(
-    "mode", [mode for mode in SpeculativeDecodingMode if mode.traits.head], ids=lambda mode: mode.name
-)
-def test_the_row_of_a_mode_names_a_room(mode: SpeculativeDecodingMode) -> None:
-    assert load_named(mode.traits.head) in [kind for kind, _ in ROOMS.values()]
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.head is not None])
+def test_the_row_of_a_method_names_a_room(name: str) -> None:
+    head = METHODS[name].head
+    assert head is not None
+    assert head.open() in [kind for kind, _ in ROOMS.values()]
