@@ -317,15 +317,15 @@ BAD: dict[str, tuple[Callable[[Path], object], dict[str, Any], type[TrtSpecError
     ),
     "more drafts than modules": (
         lambda folder: None,
-        {"num_speculative_tokens": 4},
+        {"num_speculative_tokens": 4, "vanilla": True},
         ConfigError,
-        ("num_speculative_tokens=4 with n_predict=2", "at most 2", "one_engine=False"),
+        ("num_speculative_tokens=4 with n_predict=2", "at most 2", "vanilla=False"),
     ),
     "drafts that modules do not divide": (
         lambda folder: None,
-        {"num_speculative_tokens": 3, "one_engine": False},
+        {"num_speculative_tokens": 5},
         ConfigError,
-        ("num_speculative_tokens=3 must be divisible by n_predict=2", "use 2"),
+        ("num_speculative_tokens=5 must be divisible by n_predict=2", "use 4"),
     ),
     "a draft checkpoint": (
         lambda folder: None,

@@ -236,7 +236,13 @@ def test_refused_when_resolved(fields: dict[str, Any], message: str) -> None:
             r"=3 is neither 1 nor the target's 4; use one",
         ),
         ({}, {}, {"n_predict": 2}, r"num_speculative_tokens=3 must be divisible by n_predict=2 .*; use 2"),
-        ({"method": "mtp", "model": None}, {}, modules(2), r"=3 with n_predict=2: .* at most 2, or one_eng"),
+        ({"method": "mtp", "model": None}, {}, modules(2), r"=3 must be divisible by n_predict=2 .*; use 2"),
+        (
+            {"method": "mtp", "model": None, "vanilla": True},
+            {},
+            modules(2),
+            r"=3 with n_predict=2: .* at most 2, or vanilla=False",
+        ),
         (
             {"method": "mtp", "model": None, "vanilla": True},
             {},
@@ -432,9 +438,11 @@ def test_explicit_strict_and_greedy_run() -> None:
         ({}, 3, M.MTP, 3),  # several modules: one per draft
         ({"num_speculative_tokens": 2}, 3, M.MTP, 2),
         ({"num_speculative_tokens": 6, "one_engine": False}, 3, M.MTP_EAGLE, 6),
+        ({"num_speculative_tokens": 6}, 3, M.MTP_EAGLE_ONE_MODEL, 6),  # more drafts than modules: these run again
+        ({"num_speculative_tokens": 4, "one_engine": True}, 2, M.MTP_EAGLE_ONE_MODEL, 4),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
+@pytest.mark.filterwarnings("ignore:.*runs (one MTP layer|each of)")
 def test_mtp(fields: dict[str, Any], n_predict: int, mode: M, k: int) -> None:
     config = SpeculativeConfig(method="mtp", **fields)
     resolved = plan(config, target(quantization="fp8"), DraftInfo(**modules(n_predict)))
@@ -451,6 +459,8 @@ def test_mtp_of_mimo_reads_states_before_the_norm(model_type: str, layers: tuple
 def test_mtp_warns_when_one_layer_runs_several_times() -> None:
     with pytest.warns(UserWarning, match="num_speculative_tokens=3 runs one MTP layer 3 times"):
         plan(SpeculativeConfig(method="mtp", num_speculative_tokens=3), TARGET, DraftInfo(**modules(1)))
+    with pytest.warns(UserWarning, match="num_speculative_tokens=6 runs each of 3 MTP layers 2 times"):
+        plan(SpeculativeConfig(method="mtp", num_speculative_tokens=6), TARGET, DraftInfo(**modules(3)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan(SpeculativeConfig(method="mtp", num_speculative_tokens=1), TARGET, DraftInfo(**modules(1)))

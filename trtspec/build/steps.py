@@ -62,12 +62,11 @@ def _head_step(context: BuildContext, target: Step) -> Step:
 def _head(context: BuildContext, target: Decoder) -> DraftHead:
     """What the method's row loads as the head of `target`. In a launch of its own its KV layers come first."""
     mode, speculation = context.mode, context.speculation
-    each_drafts_one = mode.drafts_without_kv() or mode.is_mtp_vanilla()
     assert context.method.head is not None
     source = HeadSource(
         checkpoint=context.draft or context.target,
         owner=context.target,
-        num_stages=speculation.num_speculative_tokens if each_drafts_one else 1,
+        num_stages=1 if mode.reads_hidden_states() else speculation.num_speculative_tokens,
         num_captured=len(speculation.capture_layers),
         parallel=mode.drafts_in_parallel(),
         max_seq_len=context.max_seq_len,

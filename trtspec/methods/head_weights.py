@@ -42,10 +42,10 @@ class HeadSource:
     """What a head is made of. `checkpoint` holds its weights: the draft's folder, or the target's. `owner` is
     the target's checkpoint.
 
-    num_stages: heads, stages or modules to keep, K where each drafts one token. num_captured: states of the target that
-    it reads. parallel: all drafts come from one pass. max_seq_len: bound of rotary tables in tokens, None = as
-    config.json says. first_layer: index of its first KV layer, None = after the target's. reads_weights: False = shapes
-    alone, on torch's meta device.
+    num_stages: heads, stages or modules that K drafts have use for; 1 beside the target. num_captured: states of the
+    target that it reads. parallel: all drafts come from one pass. max_seq_len: bound of rotary tables in tokens, None =
+    as config.json says. first_layer: index of its first KV layer, None = after the target's. reads_weights: False =
+    shapes alone, on torch's meta device.
     """
 
     checkpoint: CheckpointConfig

@@ -131,15 +131,16 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
         row, model = choose(config, draft)
     n_predict = None if draft is None else draft.n_predict
     inside = row.of_target and (draft is None or draft.checkpoint is None)  # among the target's own weights
+    k = _draft_len(config, row, n_predict)
     # TensorRT-LLM: more than one MTP module means one module per draft; they are one engine then
     several = row.of_target and (n_predict or 1) > 1 and config.one_engine is not False
-    vanilla = config.vanilla or several
-    k = _draft_len(config, row, n_predict, vanilla)
+    vanilla = config.vanilla or (several and k <= (n_predict or 1))
     check_against_k(config, k)
     max_model_len = _max_model_len(config, k, target, draft)
     mode = resolve_mode(row.name, config.one_engine, vanilla, config.parallel_drafting)
     if row.of_target and not vanilla and k > 1:
-        warnings.warn(f"num_speculative_tokens={k} runs one MTP layer {k} times; acceptance falls", stacklevel=3)
+        layers = f"each of {n_predict} MTP layers {k // (n_predict or 1)}" if several else f"one MTP layer {k}"
+        warnings.warn(f"num_speculative_tokens={k} runs {layers} times; acceptance falls", stacklevel=3)
     # a kind that the checkpoint has already is no request to quantise
     quantization = config.quantization if config.quantization in QUANTIZATIONS else None
     options = MethodOptions if row.options is None else cast("type[MethodOptions]", row.options.open())
@@ -191,7 +192,7 @@ def check_fields(config: SpeculativeConfig, row: Method) -> None:
             raise ConfigError(f"{name}={value!r} means nothing to method={row.name!r}; remove it")
 
 
-def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None, vanilla: bool) -> int:
+def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) -> int:
     """K: what the user said, else what the checkpoint, or the method, implies. ConfigError if nothing does."""
     k, implied = config.num_speculative_tokens, row.implied_draft_len
     if k is None:
@@ -207,11 +208,10 @@ def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None, va
         raise ConfigError(
             f"num_speculative_tokens={k} exceeds the {n_predict} {row.most_drafts}; use at most {n_predict}"
         )
-    if vanilla:
-        other = "one_engine=False" if n_predict > 1 else "vanilla=False"
+    if config.vanilla:
         raise ConfigError(
             f"num_speculative_tokens={k} with n_predict={n_predict}: each draft is made by an MTP module of its own; "
-            f"use at most {n_predict}, or {other} to make all of them with the first"
+            f"use at most {n_predict}, or vanilla=False to run modules more than once"
         )
     if k % n_predict != 0:
         raise ConfigError(

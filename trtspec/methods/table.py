@@ -171,7 +171,10 @@ METHODS: dict[str, Method] = {
             check=_room("mtp.checkpoint:check"),
             capture=_room("mtp.checkpoint:capture_layers"),
             head=_room("mtp.weights:MtpWeights"),
-            workers={_M.MTP: _room("mtp.worker:MtpWorker"), _M.MTP_EAGLE_ONE_MODEL: _WORKER},
+            workers={
+                _M.MTP: _room("mtp.worker:MtpWorker"),
+                _M.MTP_EAGLE_ONE_MODEL: _room("mtp.chain_worker:MtpChainWorker"),
+            },
             drafters={_M.MTP_EAGLE: _HEAD_DRAFTER},
             trainer=_room("mtp.train:MtpOptions"),
             trains="MTP modules (a whole checkpoint with them, in MiMo's layout)",

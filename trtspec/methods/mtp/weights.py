@@ -36,7 +36,7 @@ class MtpWeights(HeadWeights[MtpSpec]):
         return MtpSpec(layer, self.family, self.count)
 
     def kept(self, whole: MtpSpec) -> MtpSpec:
-        return dataclasses.replace(whole, num_modules=self.source.num_stages)
+        return dataclasses.replace(whole, num_modules=min(self.source.num_stages, whole.num_modules))
 
     @staticmethod
     def slots(spec: MtpSpec) -> dict[str, Slot]:

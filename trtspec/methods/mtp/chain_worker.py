@@ -1,0 +1,50 @@
+"""MTP modules that make more drafts than there are modules: pass i of the chain is module i modulo their number, as in
+vLLM. One module thus makes all drafts.
+
+A module reads its own KV of all positions before, also where another one drafted; vLLM reads there what it finds. Here
+each row that a module drafts from runs on through the modules that draft after it, each on the same token and what the
+one before it put out. So a draft depends on the text alone.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trtspec.methods.mtp.head import MtpHead
+from trtspec.methods.worker import SpecWorker
+from trtspec.models.attention import Attend, PagedAttend
+from trtspec.models.layers import weight_bytes
+
+
+class MtpChainWorker(SpecWorker):
+    """K drafts of n <= K modules."""
+
+    head: MtpHead
+
+    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
+        """See base; of module 0."""
+        y = super().first_pass(next_ids, captured, positions, attend)
+        self._run_on(0, next_ids, y, positions, attend)
+        return y
+
+    def next_pass(self, step: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
+        """See base."""
+        y = super().next_pass(step, tokens, hidden, positions, attend)
+        self._run_on(step, tokens, y, positions, attend)
+        return y
+
+    def _run_on(self, step: int, tokens: Tensor, y: Tensor, positions: Tensor, attend: Attend) -> None:
+        """Write the KV of the rows of pass `step`, which put out y, for the modules of later passes."""
+        for later in self._later(step):
+            y = self.head(tokens, self.head.feedback(y, later - 1), positions, attend, later)
+
+    def _later(self, step: int) -> range:
+        """The passes after `step`, the first of each other module."""
+        return range(step + 1, min(step + self.head.spec.num_modules, self.max_draft_len))
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """See base; and of what rows run on through."""
+        modules, num = self.head.mtp, self.head.spec.num_modules
+        more = [modules[later % num] for step in range(self.max_draft_len) for later in self._later(step)]
+        return super().weight_bytes_per_step + sum(map(weight_bytes, more))
