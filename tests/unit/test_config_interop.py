@@ -117,6 +117,7 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "draft_sample_method": (DRAFTED, "probabilistic"),
     "speculative_token_tree": (EAGLE3, TREE),
     "use_heterogeneous_vocab": (DRAFTED, True),
+    "draft_confidence_threshold": (DRAFTED, 0.5),
     "parallel_drafting": (DRAFTED, True),
     "enable_adaptive_verification": (DRAFTED, True),
     "capture_layers": (EAGLE3, (1, 4, 6)),
