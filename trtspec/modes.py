@@ -115,6 +115,7 @@ class SpeculativeDecodingMode(enum.IntEnum):
     PARD = 18, one_engine("draft_model", parallel=True, unshifted=True, spec_decoder=False)
     P_EAGLE = 19, one_engine("eagle3", parallel=True)
     DFLASH = 20, one_engine("dflash", parallel=True, in_blocks=True, unshifted=True)
+    DSPARK = 21, one_engine("dspark", parallel=True, in_blocks=True, unshifted=True)
 
     @staticmethod
     def from_string(name: str | None) -> SpeculativeDecodingMode:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoints import make_dflash, make_eagle, make_eagle3, make_medusa, make_mlp_speculator
+from tests.dspark_checkpoints import make_dspark
 from tests.e2e.tiny import (
     MASK,
     Case,
@@ -80,6 +81,7 @@ RECIPES: dict[M, Recipe] = {
     M.PARD: Recipe({"method": "draft_model", "parallel_drafting": True}, draft="pard"),
     M.P_EAGLE: Recipe({"method": "eagle3", "parallel_drafting": True}, draft="p_eagle"),
     M.DFLASH: Recipe({"method": "dflash"}, draft="dflash"),
+    M.DSPARK: Recipe({"method": "dspark"}, draft="dspark"),
 }
 # No drafts of its own: nothing, another mode once resolved, or hidden states.
 WITHOUT_DRAFTS = {M.NONE, M.AUTO, M.SAVE_HIDDEN_STATES}
@@ -128,6 +130,7 @@ class Models:
             "pard": lambda: perturbed(target, noise=0.15, folder=self.root, name="pard", pard_token=MASK),
             "p_eagle": lambda: make_eagle3(self.root, target, (0, 1), name="p_eagle", num_layers=2, mask=MASK),
             "dflash": lambda: make_dflash(self.root, target, (0, 2), MASK),
+            "dspark": lambda: make_dspark(self.root, target, (0, 2), MASK, markov="gated"),
             "eagle3": lambda: make_eagle3(self.root, target, (0, 1), (0, 9, 4, 12, 1, 2, 14, 5, 6, 11, 8, 3, 7)),
             "eagle": lambda: make_eagle(self.root, target),
             "medusa": lambda: make_medusa(self.root, target, num_heads=MOST_K),

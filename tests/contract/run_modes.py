@@ -67,7 +67,10 @@ def _sources() -> str:
         file for file in (ROOT / "trtspec").rglob("*.py") if file.relative_to(ROOT).parts[1] not in ("cli", "train")
     ]
     kernels = [file for file in (ROOT / "plugins").rglob("*") if file.suffix in (".py", ".cpp", ".h")]
-    cells = [ROOT / "tests" / name for name in ("checkpoints.py", "e2e/tiny.py", "contract/modes.py")]
+    cells = [
+        ROOT / "tests" / name
+        for name in ("checkpoints.py", "dspark_checkpoints.py", "e2e/tiny.py", "contract/modes.py")
+    ]
     digest = hashlib.sha256()
     for file in sorted((*package, *kernels, *cells)):
         digest.update(file.read_bytes())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import edit_config, make_dflash, make_eagle, make_eagle3, make_medusa, make_mlp_speculator
+from tests.dspark_checkpoints import make_dspark
 from tests.e2e.tiny import MASK, add_tokenizer, make_target
 from trtspec import LLM
 from trtspec.cli import main
@@ -53,6 +54,9 @@ class Folders:
 
     def dflash(self, target: Path | None = None) -> str:
         return str(make_dflash(self.tmp, target or self.target, (0, 1), MASK))
+
+    def dspark(self, target: Path | None = None, **options: Any) -> str:
+        return str(make_dspark(self.tmp, target or self.target, (0, 1), MASK, **options))
 
     def medusa(self, target: Path | None = None, **options: Any) -> str:
         return str(make_medusa(self.tmp, target or self.target, **options))

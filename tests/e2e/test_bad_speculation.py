@@ -51,6 +51,7 @@ def asked_for(mode: M, folders: Folders) -> dict[str, Any]:
         M.EAGLE3_ONE_MODEL: lambda: {"model": folders.eagle3(), **K},
         M.P_EAGLE: lambda: {"model": folders.eagle3(mask=MASK), **K},
         M.DFLASH: lambda: {"model": folders.dflash(), **K},
+        M.DSPARK: lambda: {"model": folders.dspark(), **K},
         M.MEDUSA: lambda: {"model": folders.medusa(), **K},
         M.MLP_SPECULATOR: lambda: {"model": folders.mlp(), **K},
     }
@@ -97,7 +98,7 @@ ARCHITECTURE: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
             WeightsError,
             ("made for another target", "48, the target's is 32" if what == "hidden size" else "is 24", "use the head"),
         )
-        for kind in ("eagle", "eagle3", "medusa", "mlp", "dflash")
+        for kind in ("eagle", "eagle3", "medusa", "mlp", "dflash", "dspark")
         for what in ("hidden size", "vocabulary")
     },
     **{
@@ -419,7 +420,7 @@ FIELDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a field that does not exist": ({**NGRAM, "num_speculative_token": 3}, ("did you mean 'num_speculative_tokens'?",)),
     "a method that does not exist": (
         {**NGRAM, "method": "eagel3"},
-        ("method='eagel3' is unknown", "use one of auto, custom_class, dflash"),
+        ("method='eagel3' is unknown", "use one of auto, custom_class, dflash, dspark"),
     ),
     "n-grams longer than the longest": (
         {**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 2},
@@ -476,7 +477,9 @@ def test_a_tree_for_which_there_is_no_memory(target: Path, monkeypatch: pytest.M
 # -- what a backend cannot do ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "backend"), [(M.DFLASH, "onnx"), (M.DFLASH, "tensorrt"), (M.MTP, "tensorrt")])
+@pytest.mark.parametrize(
+    ("mode", "backend"), [(M.DFLASH, "onnx"), (M.DSPARK, "onnx"), (M.DFLASH, "tensorrt"), (M.MTP, "tensorrt")]
+)
 def test_a_mode_that_a_backend_cannot_run(
     folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: M, backend: str
 ) -> None:

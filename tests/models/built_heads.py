@@ -9,6 +9,8 @@ from trtspec.config.checkpoint.folder import read_checkpoint
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.methods.dflash.weights import DFlashWeights
 from trtspec.methods.draft_model.head import DecoderWeights
+from trtspec.methods.dspark.checkpoint import as_decoder
+from trtspec.methods.dspark.weights import DSparkWeights
 from trtspec.methods.eagle.weights import EagleWeights
 from trtspec.methods.eagle3.weights import Eagle3Weights
 from trtspec.methods.head_weights import HeadSource, build_head
@@ -21,6 +23,7 @@ from trtspec.models.decoder import Decoder
 ROOMS: dict[str, tuple[Any, Any]] = {
     "dflash": (DFlashWeights, ModelConfig.from_folder),
     "draft_model": (DecoderWeights, ModelConfig.from_folder),
+    "dspark": (DSparkWeights, lambda folder, role: as_decoder(read_checkpoint(folder, role))),
     "eagle": (EagleWeights, ModelConfig.from_folder),
     "eagle3": (Eagle3Weights, ModelConfig.from_folder),
     "medusa": (MedusaWeights, read_checkpoint),

@@ -73,8 +73,9 @@ class Session:
         return self.step.worker
 
     @torch.no_grad()
-    def launch(self, drafts: list[list[int]]) -> StepOutputs:
-        """All requests at once: contexts at first, then one known token and these drafts. Commits what is accepted."""
+    def launch(self, drafts: list[list[int]], next_draft_len: int | None = None) -> StepOutputs:
+        """All requests at once: contexts at first, then one known token and these drafts. Commits what is accepted.
+        next_draft_len: drafts to make, None = as many as the worker can."""
         B, contexts = len(self.known), not self.committed
         starts = self.committed or [0] * B
         rows = [[*known[start:], *own] for known, start, own in zip(self.known, starts, drafts, strict=True)]
@@ -90,7 +91,7 @@ class Session:
             SpecMetadata.plain(range(B), attn, SamplingTensors.of([GREEDY] * len(draws), draws)),
             spec_dec_mode=SpeculativeDecodingMode.EAGLE3_ONE_MODEL,
             max_draft_len=self.worker.max_draft_len,
-            next_draft_len=self.worker.max_draft_len,
+            next_draft_len=self.worker.max_draft_len if next_draft_len is None else next_draft_len,
             gather_ids=torch.tensor([end - width + j for end in ends for j in range(width)]),
             draft_tokens=torch.tensor([] if contexts else drafts, dtype=torch.int64).view(
                 0 if contexts else B, width - 1

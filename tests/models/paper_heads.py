@@ -48,7 +48,7 @@ class PaperHead(ABC):
 
     def __init__(self, folder: Path, target: transformers.PreTrainedModel) -> None:
         self.w = load_file(folder / "model.safetensors")
-        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.config = self.read_config(folder)
         self.embedding = self.w.get("embed_tokens.weight", target.get_input_embeddings().weight)
         self.lm_head = self.w.get("lm_head.weight", target.get_output_embeddings().weight)
         rope = {key: self.config[key] for key in ("rope_parameters", "max_position_embeddings", "head_dim")}
@@ -57,6 +57,10 @@ class PaperHead(ABC):
                 hidden_size=self.config["hidden_size"], num_attention_heads=self.config["num_attention_heads"], **rope
             )
         )
+
+    def read_config(self, folder: Path) -> dict[str, Any]:
+        """What config.json says of its layers, and of what is its own."""
+        return json.loads((folder / "config.json").read_text())  # type: ignore[no-any-return]
 
     @abstractmethod
     def fuse(self, captured: Tensor) -> Tensor:

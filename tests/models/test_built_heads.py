@@ -20,6 +20,7 @@ from tests.checkpoints import (
     make_mimo,
     make_mlp_speculator,
 )
+from tests.dspark_checkpoints import make_dspark
 from tests.models.built_heads import ROOMS, head_of
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.methods.table import METHODS
@@ -28,6 +29,7 @@ from trtspec.models.weights import describe_decoder, load_decoder
 # Method -> where its room says how config.json is understood, and a folder for a target.
 FACTS: dict[str, tuple[str, Callable[[Path, Path], Path]]] = {
     "dflash": ("dflash.weights.DFlashFacts.of", lambda path, target: make_dflash(path, target, (0,), 7)),
+    "dspark": ("dspark.weights.DSparkFacts.of", lambda path, target: make_dspark(path, target, (0,), 7)),
     "eagle": ("eagle.weights.EagleFacts.of", make_eagle),
     "eagle3": ("eagle3.weights.Eagle3Facts.of", lambda path, target: make_eagle3(path, target, None, num_captured=1)),
     "medusa": ("medusa.weights.MedusaFacts.of", make_medusa),

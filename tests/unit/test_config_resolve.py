@@ -560,7 +560,7 @@ def test_parallel_drafts_guess_at_a_mask_token() -> None:
         match=r"with one_engine=None, parallel_drafting=True: .*; set one_engine=False",
     ):
         resolve(SpeculativeConfig(**fields, use_heterogeneous_vocab=True), TARGET, draft(mask_token_id=4))
-    with pytest.raises(ConfigError, match=r"does not exist for method='medusa'; .* draft_model, eagle3"):
+    with pytest.raises(ConfigError, match=r"does not exist for method='medusa'; .* draft_model, dspark, eagle3"):
         resolve(SpeculativeConfig(method="medusa", model="/m", parallel_drafting=True), TARGET, draft(n_predict=3))
 
 

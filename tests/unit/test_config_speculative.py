@@ -40,7 +40,7 @@ def test_defaults() -> None:
                 "num_speculative_tokens_per_batch_size max_concurrency acceptance_window "
                 "acceptance_length_threshold prompt_lookup_min prompt_lookup_max rejection_sample_method "
                 "synthetic_acceptance_rates synthetic_acceptance_length draft_sample_method is_public_pool "
-                "speculative_token_tree capture_layers output_directory drafter"
+                "speculative_token_tree capture_layers output_directory drafter draft_confidence_threshold"
             )
         ),
         **dict.fromkeys(

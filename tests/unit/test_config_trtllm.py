@@ -205,6 +205,7 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
         ),
         (PARDDecodingConfig(), {"method": "draft_model", "parallel_drafting": True}),
         (DFlashDecodingConfig(target_layer_ids=[1, 4]), {"method": "dflash", "capture_layers": (1, 4)}),
+        (DSparkDecodingConfig(target_layer_ids=[1, 4]), {"method": "dspark", "capture_layers": (1, 4)}),
         (MTPDecodingConfig(mtp_eagle_one_model=False), {"method": "mtp", "one_engine": False}),
         (
             MTPDecodingConfig(use_mtp_vanilla=True, mtp_eagle_one_model=False, num_nextn_predict_layers=3),
@@ -265,7 +266,7 @@ def test_converts(config: DecodingBaseConfig, expected: dict[str, Any]) -> None:
         (PARDDecodingConfig(mask_token_id=3), r"mask_token_id=3 is not built yet; leave it unset: the draft's config"),
         (PARDDecodingConfig(target_layer_ids=[3]), r"target_layer_ids=\(3,\) is not built yet; leave it unset"),
         (DFlashDecodingConfig(mask_token_id=3), r"mask_token_id=3 is not built yet; leave it unset"),
-        (DSparkDecodingConfig(), r"decoding_type='DSpark' is not built yet"),
+        (DSparkDecodingConfig(mask_token_id=3), r"mask_token_id=3 is not built yet; leave it unset"),
     ],
 )
 def test_not_built(config: DecodingBaseConfig, message: str) -> None:
@@ -333,6 +334,7 @@ def test_contradictions(cls: type[DecodingBaseConfig], fields: dict[str, Any], m
         (MTPDecodingConfig(), 1, M.MTP_EAGLE_ONE_MODEL, 1),
         (PARDDecodingConfig(max_draft_len=4, speculative_model="/p"), None, M.PARD, 4),
         (DFlashDecodingConfig(max_draft_len=4, speculative_model="/p"), None, M.DFLASH, 4),
+        (DSparkDecodingConfig(max_draft_len=4, speculative_model="/p"), None, M.DSPARK, 4),
         (MedusaDecodingConfig(num_medusa_heads=4, speculative_model="/m"), None, M.MEDUSA, 4),
         (MTPDecodingConfig(mtp_eagle_one_model=False), 1, M.MTP_EAGLE, 1),
         (MTPDecodingConfig(), 3, M.MTP, 3),

@@ -24,12 +24,12 @@ def words(text: str) -> list[str]:
 NAMES = words(
     "MTP MTP_EAGLE MTP_EAGLE_ONE_MODEL EAGLE3 EAGLE3_ONE_MODEL NGRAM DRAFT_TARGET USER_PROVIDED "
     "SAVE_HIDDEN_STATES NONE AUTO SUFFIX EAGLE EAGLE_ONE_MODEL MEDUSA MLP_SPECULATOR DRAFT_TARGET_ONE_MODEL PARD "
-    "P_EAGLE DFLASH"
+    "P_EAGLE DFLASH DSPARK"
 )
 STATE_HEADS = {"MEDUSA", "MLP_SPECULATOR"}
 SHIFTED = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE"}
 WHOLE_MODELS = {"DRAFT_TARGET_ONE_MODEL", "PARD"}
-ONE_ENGINE = {*SHIFTED, *STATE_HEADS, *WHOLE_MODELS, "DFLASH"}
+ONE_ENGINE = {*SHIFTED, *STATE_HEADS, *WHOLE_MODELS, "DFLASH", "DSPARK"}
 DRAFT_MODEL = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "MTP_EAGLE"}
 DRAFTER = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES", "SUFFIX"}
 
@@ -41,10 +41,10 @@ TRUE_FOR = {
     "reads_hidden_states": {"EAGLE", "EAGLE3", "MTP_EAGLE"},
     "draft_kv_is_shifted": {*SHIFTED, "EAGLE", "EAGLE3", "MTP_EAGLE"},
     "drafts_without_kv": STATE_HEADS,
-    "drafts_in_parallel": {"PARD", "P_EAGLE", "DFLASH"},
-    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE", "DFLASH"}
+    "drafts_in_parallel": {"PARD", "P_EAGLE", "DFLASH", "DSPARK"},
+    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE", "DFLASH", "DSPARK"}
     | {*WHOLE_MODELS, *STATE_HEADS},
-    "drafts_in_blocks": {"DFLASH"},
+    "drafts_in_blocks": {"DFLASH", "DSPARK"},
     "shapes_graphs": ONE_ENGINE | DRAFT_MODEL | {"SAVE_HIDDEN_STATES"},
 }
 TRUE_UPSTREAM = {
@@ -67,7 +67,7 @@ TRUE_UPSTREAM = {
     "needs_kv_cache_recompute": {"EAGLE", "EAGLE3", "MTP_EAGLE"},
     "support_overlap_scheduler": ONE_ENGINE | DRAFT_MODEL,
     "support_guided_decoder": {*DRAFTER, "NONE"},
-    "has_spec_decoder": {*SHIFTED, *STATE_HEADS, "DFLASH", "MTP_EAGLE", "EAGLE3", "EAGLE"},
+    "has_spec_decoder": {*SHIFTED, *STATE_HEADS, "DFLASH", "DSPARK", "MTP_EAGLE", "EAGLE3", "EAGLE"},
     "has_spec_drafter": DRAFTER,
 }
 
@@ -78,7 +78,7 @@ class Progress:
 
 
 def test_members_keep_their_order_and_values() -> None:
-    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 21), strict=True))
+    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 22), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -132,8 +132,10 @@ def test_attention_need_spec_dec_mode(
 
 
 def test_rows_that_drafting_needs() -> None:
-    assert {mode.rows_ahead(4) for mode in M if mode is not M.DFLASH} == {4}
-    assert M.DFLASH.rows_ahead(4) == 5  # its block begins with the token that the others' KV has already
+    assert {mode.rows_ahead(4) for mode in M if mode not in (M.DFLASH, M.DSPARK)} == {4}
+    assert (
+        M.DFLASH.rows_ahead(4) == M.DSPARK.rows_ahead(4) == 5
+    )  # its block begins with the token that the others' KV has already
 
 
 def test_from_string() -> None:
@@ -170,6 +172,7 @@ def test_from_string() -> None:
         ("medusa", True, False, "MEDUSA"),
         ("mlp_speculator", None, False, "MLP_SPECULATOR"),
         ("dflash", None, False, "DFLASH"),
+        ("dspark", None, False, "DSPARK"),
     ],
 )
 def test_resolve_mode(method: str | None, one_engine: bool | None, vanilla: bool, expected: str) -> None:
@@ -202,7 +205,7 @@ def test_parallel_drafting(method: str, expected: M, one_engine: bool | None) ->
 @pytest.mark.parametrize(
     ("method", "one_engine", "message"),
     [
-        ("medusa", None, r"parallel_drafting=True does not exist for method='medusa'; .* draft_model, eagle3"),
+        ("medusa", None, r"parallel_drafting=True does not exist for method='medusa'; .* draft_model, dspark, eagle3"),
         ("ngram", None, r"parallel_drafting=True does not exist for method='ngram'; leave it unset"),
         ("eagle3", False, r"one_engine=False, .* method='eagle3' with parallel_drafting=True; use one_engine=True"),
     ],

@@ -174,6 +174,11 @@ class SpeculativeConfig(StrictConfig):
     use_heterogeneous_vocab: bool = Field(
         default=False, description="the draft model has a tokenizer of its own; the tokens of both are drafted"
     )
+    draft_confidence_threshold: Unit | None = Field(
+        default=None,
+        description="drafts are verified up to the first of which the draft itself holds that it is accepted with less "
+        "probability; None: all are",
+    )
     parallel_drafting: bool = False
     enable_adaptive_verification: bool = False
 

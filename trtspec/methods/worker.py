@@ -232,7 +232,10 @@ class SpecWorker(nn.Module):
     def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
         """hidden [B, H] of pass `step` -> drafts [B] int64, target ids, drawn with the noise the target will use at
         their places."""
-        logits = self.draft_logits(step, hidden)
+        return self.draw_from(self.draft_logits(step, hidden), sampling)
+
+    def draw_from(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
+        """Draft logits [B, Vd] fp32 -> drafts [B] int64, as `sample_drafts`."""
         if self.greedy:
             return self.draft_sampler_greedy(logits, self.d2t)
         ids = torch.arange(logits.shape[1], device=logits.device) + self.d2t

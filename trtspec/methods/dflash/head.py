@@ -28,10 +28,12 @@ from trtspec.models.specs import DecoderSpec
 
 @dataclass(frozen=True)
 class DFlashSpec:
-    """`decoder` describes its layers; its width and vocabulary are the target's. num_captured: states that fc reads."""
+    """`decoder` describes its layers; its width and vocabulary are the target's. num_captured: states that fc reads.
+    draft_vocab_size: None = the target's."""
 
     decoder: DecoderSpec
     num_captured: int
+    draft_vocab_size: int | None = None
 
 
 class DFlashHead(DraftHead):
@@ -40,7 +42,7 @@ class DFlashHead(DraftHead):
 
     def __init__(self, spec: DFlashSpec, first_layer: int = 0, max_position: int | None = None) -> None:
         decoder = spec.decoder
-        super().__init__(decoder.vocab_size, kv_layers=decoder.kv_layers)
+        super().__init__(decoder.vocab_size, spec.draft_vocab_size, decoder.kv_layers)
         self.spec = spec
         self.first_layer = first_layer
         H, eps = decoder.hidden_size, decoder.rms_norm_eps

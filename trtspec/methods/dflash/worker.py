@@ -33,18 +33,37 @@ class DFlashWorker(MaskWorker):
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
         """See base -> [B * K', H] of the rows of masks, and the blocks."""
-        attn, spec = inputs.attn, inputs.spec
-        c = self.head.fuse(captured)  # [T, H]
-        self.head.read_in(c, attn.positions(c.shape[0]), attend)
-        K, B = spec.next_draft_len, spec.batch_size
+        c = self.read_text(inputs, captured, attend)
+        K = inputs.spec.next_draft_len
         if K == 0:
-            return c, attn
+            return c, inputs.attn
+        last = self.last_tokens(accepted, counts)
+        y, block = self.block(inputs, last, counts, K + 1, attend)
+        return y[:, 1:].flatten(0, 1), block
+
+    def read_text(self, inputs: StepInputs, captured: Tensor, attend: PagedAttend) -> Tensor:
+        """Append the text's keys and values to the caches: captured [T, n * Ht] -> c [T, H]."""
+        c = self.head.fuse(captured)
+        self.head.read_in(c, inputs.attn.positions(c.shape[0]), attend)
+        return c
+
+    def last_tokens(self, accepted: Tensor, counts: Tensor) -> Tensor:
+        """accepted [B, K+1], -1 past their number counts [B] -> the token that each request's block begins with, [B]
+        int64, any where there is none."""
+        last = accepted.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        return last.clamp(0, self.draft_ids.shape[0] - 1)
+
+    def block(
+        self, inputs: StepInputs, last: Tensor, counts: Tensor, width: int, attend: PagedAttend
+    ) -> tuple[Tensor, AttnMetadata]:
+        """`width` rows of each request: last [B] and masks, behind what is kept -> y [B, width, H], and the blocks."""
+        attn, spec = inputs.attn, inputs.spec
         kept = attn.kv_lens - spec.draft_lens + (counts - 1).clamp(min=0).int()  # [B]
-        last = accepted.gather(1, (counts - 1).clamp(min=0)[:, None]).clamp(0, self.draft_ids.shape[0] - 1)  # [B, 1]
-        ids = torch.cat((last, torch.full_like(last, self.mask_token_id).expand(B, K)), dim=1)  # [B, K' + 1]
-        block = blocks_behind(attn, kept, K + 1, attend.kv[self.head.first_layer][0].shape[1])
-        y = self.head(ids.flatten(), c, block.positions(B * (K + 1)), attend.at(block))  # [B * (K' + 1), H]
-        return y.view(B, K + 1, -1)[:, 1:].flatten(0, 1), block
+        masks = last.new_full((1, 1), self.mask_token_id).expand(spec.batch_size, width - 1)
+        ids = torch.cat((last[:, None], masks), dim=1)  # [B, width]
+        block = blocks_behind(attn, kept, width, attend.kv[self.head.first_layer][0].shape[1])
+        y = self.head(ids.flatten(), last, block.positions(ids.numel()), attend.at(block))  # [B * width, H]
+        return y.view(spec.batch_size, width, -1), block
 
     def draft(
         self,

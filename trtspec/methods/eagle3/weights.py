@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trtspec.errors import WeightsError
+from trtspec.methods.draft_vocabulary import TABLES, ids_of_tables
 from trtspec.methods.eagle3.checkpoint import Eagle3Facts
 from trtspec.methods.eagle3.head import Eagle3Head, Eagle3Spec
 from trtspec.methods.head_weights import HeadSource, HeadWeights
@@ -31,7 +32,7 @@ class Eagle3Weights(HeadWeights[Eagle3Spec]):
     no norms of queries and keys, and an embedding only if it must."""
 
     prefix = "model."
-    tables = ("d2t", "t2d")
+    tables = TABLES
 
     def __init__(self, source: HeadSource, target: Decoder) -> None:
         super().__init__(source, target)
@@ -94,24 +95,7 @@ class Eagle3Weights(HeadWeights[Eagle3Spec]):
     def target_ids(self, spec: Eagle3Spec, tables: Mapping[str, Tensor]) -> Tensor | None:
         """From d2t, which t2d must agree with; the shapes of both come first."""
         size, vocab = spec.draft_vocab_size, spec.layer.vocab_size
-        offsets, used = tables.get("d2t"), tables.get("t2d")
-        if offsets is None and size != vocab:
-            raise WeightsError(
-                f"{self.where}: d2t ({size},) is missing; a draft vocabulary of {size} ids for a target's {vocab} "
-                "needs it"
-            )
-        if offsets is not None and offsets.shape != (size,):
-            raise WeightsError(f"{self.where}: d2t is {tuple(offsets.shape)}, expected ({size},) of integers")
-        if used is not None and used.shape != (vocab,):
-            raise WeightsError(f"{self.where}: t2d is {tuple(used.shape)}, expected ({vocab},)")
-        if not self.source.reads_weights:
-            return None
-        ids = torch.arange(size) if offsets is None else _checked_ids(offsets, vocab, self.where)
-        if used is not None and not torch.equal(used.bool().nonzero()[:, 0], ids.sort().values):
-            raise WeightsError(
-                f"{self.where}: t2d and d2t name different tokens; they must come from the same training run"
-            )
-        return ids
+        return ids_of_tables(tables, size, vocab, self.where, self.source.reads_weights)
 
     def _check_fused(self, fc: tuple[int, ...]) -> None:
         """Apart from other shapes, as the remedy is another: it is the number of captured layers that is wrong."""
@@ -132,25 +116,3 @@ def eagle3_tensors(head: Eagle3Head) -> dict[str, Tensor]:
     tensors["d2t"] = head.target_ids - torch.arange(len(head.target_ids))
     tensors["t2d"] = head.draft_ids >= 0
     return tensors
-
-
-def _checked_ids(d2t: Tensor, vocab: int, where: str) -> Tensor:
-    """d2t [Vd] of any integer dtype -> ids [Vd] int64, distinct and less than `vocab`."""
-    if d2t.is_floating_point():
-        raise WeightsError(f"{where}: d2t is {tuple(d2t.shape)} {d2t.dtype}, expected {tuple(d2t.shape)} of integers")
-    ids = torch.arange(len(d2t)) + d2t.long()
-    bad = ((ids < 0) | (ids >= vocab)).nonzero()
-    if len(bad):
-        i = int(bad[0])
-        raise WeightsError(
-            f"{where}: d2t[{i}] = {int(d2t[i])} makes draft id {i} the target's {int(ids[i])}; ids are "
-            f"0..{vocab - 1}. Check that d2t holds offsets (target id - draft id) for this target"
-        )
-    firsts: dict[int, int] = {}
-    for i, token in enumerate(ids.tolist()):
-        if firsts.setdefault(token, i) != i:
-            raise WeightsError(
-                f"{where}: d2t gives the draft ids {firsts[token]} and {i} the same target id {token}; it must be one "
-                "to one. Check that d2t holds offsets (target id - draft id), not ids"
-            )
-    return ids

@@ -1,0 +1,1 @@
+"""DSpark: a block of masks whose drafts know the draft before them, cut where the draft doubts itself."""

@@ -1,0 +1,112 @@
+"""DSpark drafts (Cheng et al., "DSpark: confidence-scheduled speculative decoding with semi-autoregressive generation",
+arXiv 2607.05147; deepseek-ai/DeepSpec deepspec/modeling/dspark, speculators/models/dspark): a DFlash block, whose rows'
+logits U are biased by a head of low rank that reads the draft before, and judged by one that guesses acceptance.
+
+Of the block, h_j = norm(row j) and U_j = lm_head(h_j), see methods/dflash/head.py. Draft k = 1 .. K has the row
+r = k - 1 if rows guess the token behind them (from_anchor), else r = k. x_0 is the block's first token n, and
+e_k = W1[x_{k-1}]:
+
+    vanilla  b_k = W2 e_k
+    gated    b_k = W2 (sigmoid(Wg [h_r; e_k] + bg) * e_k)
+    rnn      (g, c, o) = Wj [s; e_k; h_r] + bj;  b_k = W2 tanh(o);  s becomes sigmoid(g) s + (1 - sigmoid(g)) tanh(c)
+             s = 0 before row 0, which goes through it with e_1 also where it guesses nothing
+    x_k is drawn from U_r + b_k;  its confidence is sigmoid(wc [h_r; e_k] + bc), or that of h_r alone: a guess at the
+    probability that x_k is accepted if those before it are, which looks at none but those
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trtspec.methods.dflash.head import DFlashHead, DFlashSpec
+from trtspec.models.attention import Attend
+from trtspec.models.layers import Linear, _unloaded, weight_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkSpec(DFlashSpec):
+    """rank: of the Markov head, 0 = none. markov: its kind. own_head: an lm_head over the draft vocabulary, False = the
+    target's serves."""
+
+    from_anchor: bool
+    rank: int
+    markov: str
+    confidence: bool
+    confidence_reads_markov: bool
+    own_head: bool
+
+
+class DSparkHead(DFlashHead):
+    """A DFlash draft, whose `forward` ends with the last norm: all heads read that."""
+
+    spec: DSparkSpec
+
+    def __init__(self, spec: DSparkSpec, first_layer: int = 0, max_position: int | None = None) -> None:
+        super().__init__(spec, first_layer, max_position)
+        H, R, V, Vd = spec.decoder.hidden_size, spec.rank, len(self.draft_ids), len(self.target_ids)
+        if spec.own_head:
+            self.head = Linear(H, Vd, bias=False, float_out=True)
+        self.markov: nn.ModuleDict = nn.ModuleDict()
+        if R:
+            self.markov["embedding"] = nn.Embedding(V, R, _weight=_unloaded(V, R))
+            self.markov["bias"] = Linear(R, Vd, bias=False, float_out=True)
+        if spec.markov == "gated":
+            self.markov["gate"] = Linear(H + R, R, bias=True)
+        if spec.markov == "rnn":
+            self.markov["joint"] = Linear(2 * R + H, 3 * R, bias=True)
+        if spec.confidence:
+            self.confidence = Linear(H + R * spec.confidence_reads_markov, 1, bias=True, float_out=True)
+
+    def share(self, embedding: nn.Module, head: nn.Module) -> None:
+        """See DraftHead."""
+        super().share(embedding, self.head if self.spec.own_head else head)
+
+    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+        """See DFlashHead -> h [n, H], after the last norm."""
+        return self.norm(super().forward(input_ids, h, positions, attend, step))  # type: ignore[no-any-return]
+
+    def logits(self, y: Tensor, step: int = 0) -> Tensor:
+        """See DraftHead; U, without a bias."""
+        return self.head(y)  # type: ignore[no-any-return]
+
+    def before(self, tokens: Tensor, like: Tensor) -> Tensor:
+        """tokens [n] int64, target ids -> e [n, R] of the drafts behind them; `like` has their dtype where R = 0."""
+        if not self.spec.rank:
+            return like.new_empty(tokens.shape[0], 0)
+        return self.markov["embedding"](tokens)  # type: ignore[no-any-return]
+
+    def biased(self, base: Tensor, h: Tensor, e: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """base [B, Vd] fp32 of a row with h [B, H], e [B, R] of the token before, state [B, R] -> its logits [B, Vd]
+        fp32 and the state of the next row."""
+        kind = self.spec.markov
+        if not kind:
+            return base, state
+        if kind == "gated":
+            e = self.markov["gate"](torch.cat((h, e), dim=-1)).sigmoid() * e
+        elif kind == "rnn":
+            state, e = self._step(h, e, state)
+        return base + self.markov["bias"](e), state
+
+    def advanced(self, h: Tensor, e: Tensor, state: Tensor) -> Tensor:
+        """The state behind a row that guesses nothing."""
+        return self._step(h, e, state)[0] if self.spec.markov == "rnn" else state
+
+    def _step(self, h: Tensor, e: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """A row of rnn -> the state behind it, and what W2 reads, [B, R] each."""
+        gate, candidate, out = self.markov["joint"](torch.cat((state, e, h), dim=-1)).chunk(3, dim=-1)
+        gate = gate.sigmoid()
+        return gate * state + (1 - gate) * candidate.tanh(), out.tanh()
+
+    def confidences(self, h: Tensor, e: Tensor) -> Tensor:
+        """h [n, H], e [n, R] -> [n] fp32, in (0, 1)."""
+        read = torch.cat((h, e), dim=-1) if self.spec.confidence_reads_markov else h
+        return self.confidence(read)[:, 0].sigmoid()  # type: ignore[no-any-return]
+
+    def weight_bytes_for(self, num_passes: int) -> int:
+        """See DraftHead; of W1 a few rows are read, which do not count. W2 is read for each draft of a pass."""
+        parts = [module for name, module in self.markov.items() if name != "embedding"]
+        judged = (self.confidence,) if self.spec.confidence else ()
+        return super().weight_bytes_for(num_passes) + num_passes * weight_bytes(*parts, *judged)

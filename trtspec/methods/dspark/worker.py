@@ -1,0 +1,113 @@
+"""DSpark inside the target's graph; see methods/dspark/head.py for what it computes.
+
+The block is DFlash's, and stands where that does. Its rows see each other, so that with fewer rows each gives something
+else. It has the rows of max_draft_len drafts, as vLLM's has, whatever the batch asks for: K' < max_draft_len takes the
+first K' of the same drafts. DeepSpec runs block_size rows and cuts, which is the same at K = block_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
+from trtspec.methods.dflash.worker import DFlashWorker
+from trtspec.methods.dspark.head import DSparkHead
+from trtspec.methods.dspark.options import DSparkOptions
+from trtspec.models.attention import PagedAttend
+
+
+class DSparkWorker(DFlashWorker):
+    """One pass over the block, then the drafts from left to right. confidence_threshold: see DSparkOptions.
+
+    What the pass gives, `hidden` [B * width, H + R], is h of each row and e of its block's first token.
+    """
+
+    head: DSparkHead
+
+    def __init__(
+        self,
+        head: DSparkHead,
+        max_draft_len: int,
+        capture_layers: Sequence[int],
+        greedy: bool = False,
+        *,
+        mask_token_id: int,
+        confidence_threshold: float | None = None,
+    ) -> None:
+        super().__init__(head, max_draft_len, capture_layers, greedy, mask_token_id=mask_token_id)
+        self.confidence_threshold = confidence_threshold
+        self.lead = 0 if head.spec.from_anchor else 1  # rows before that of the first draft
+
+    @classmethod
+    def of(cls, head: DSparkHead, speculation: ResolvedSpeculation) -> Self:  # type: ignore[override]
+        """See SpecWorker."""
+        worker = super().of(head, speculation)
+        worker.confidence_threshold = cast("DSparkOptions", speculation.options).draft_confidence_threshold
+        return worker
+
+    def read_in(
+        self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
+    ) -> tuple[Tensor, AttnMetadata]:
+        """See base -> hidden [B * width, H + R], and the blocks."""
+        c = self.read_text(inputs, captured, attend)
+        if inputs.spec.next_draft_len == 0:
+            return c, inputs.attn
+        last = self.last_tokens(accepted, counts)  # [B]
+        h, block = self.block(inputs, last, counts, self.max_draft_len + self.lead, attend)  # [B, width, H]
+        first = self.head.before(last, h)[:, None].expand(-1, h.shape[1], -1)
+        return torch.cat((h, first), dim=-1).flatten(0, 1), block
+
+    def draft(
+        self,
+        hidden: Tensor,
+        counts: Tensor,
+        kv_lens: Tensor,
+        attn: AttnMetadata,
+        spec: SpecMetadata,
+        attend: PagedAttend,
+    ) -> tuple[Tensor, Tensor]:
+        """See base: each draft from its row and the draft before it."""
+        K, head = spec.next_draft_len, self.head
+        if K == 0:
+            return self.no_drafts(spec)
+        h, e = self._rows(hidden, spec)
+        state = torch.zeros_like(e)
+        if self.lead:
+            state = head.advanced(h[:, 0], e, state)
+        h = h[:, self.lead : self.lead + K]
+        base = self.draft_logits(0, h.flatten(0, 1)).view(spec.batch_size, K, -1)  # [B, K', Vd]
+        sampling, drafts = self.sampling_behind(counts, spec), []
+        for k in range(K):
+            logits, state = head.biased(base[:, k], h[:, k], e, state)
+            drafts.append(self.draw_from(logits, sampling))
+            sampling, e = sampling.advance(), head.before(drafts[k], h)
+        chosen = torch.stack(drafts, dim=1)
+        return chosen, self.draft_lens(chosen, hidden, spec)
+
+    def draft_lens(self, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
+        """See base: those before the first whose confidence is below the threshold."""
+        if self.confidence_threshold is None:
+            return super().draft_lens(drafts, hidden, spec)
+        doubted = self.confidences(drafts, hidden, spec) < self.confidence_threshold
+        return (doubted.int().cumsum(1) == 0).sum(1).int()
+
+    def confidences(self, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
+        """drafts [B, K'] int64 -> [B, K'] fp32 in (0, 1), of each given those before it."""
+        K = drafts.shape[1]
+        h, first = self._rows(hidden, spec)
+        h = h[:, self.lead : self.lead + K].flatten(0, 1)
+        behind = self.head.before(drafts[:, :-1].flatten(), h).view(spec.batch_size, K - 1, first.shape[1])
+        e = torch.cat((first[:, None], behind), dim=1).flatten(0, 1)
+        return self.head.confidences(h, e).view(-1, K)
+
+    def _rows(self, hidden: Tensor, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
+        """What `read_in` gave -> h [B, width, H] and e [B, R] of the first token."""
+        R = self.head.spec.rank
+        rows = hidden.view(spec.batch_size, -1, hidden.shape[-1])
+        return rows[..., : rows.shape[-1] - R], rows[:, 0, rows.shape[-1] - R :]
