@@ -42,7 +42,14 @@ def test_installed_command_answers() -> None:
 def test_info_names_architecture_memory_and_speculation(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "info", TARGET)
     assert status == 0
-    for words in ("LlamaForCausalLM", "4096 bytes per token", "speculation: ngram", "speculation: eagle3", "not built"):
+    for words in (
+        "LlamaForCausalLM",
+        "4096 bytes per token",
+        "speculation: ngram",
+        "speculation: eagle3",
+        "speculation: mtp",
+        "not known",
+    ):
         assert words in out
 
 
