@@ -420,7 +420,7 @@ FIELDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a field that does not exist": ({**NGRAM, "num_speculative_token": 3}, ("did you mean 'num_speculative_tokens'?",)),
     "a method that does not exist": (
         {**NGRAM, "method": "eagel3"},
-        ("method='eagel3' is unknown", "use one of auto, custom_class, dflash, dspark"),
+        ("method='eagel3' is unknown", "use one of auto, custom_class, dflash"),
     ),
     "n-grams longer than the longest": (
         {**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 2},

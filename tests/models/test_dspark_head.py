@@ -60,8 +60,11 @@ class PaperDSpark(PaperDFlash):
         config = super().read_config(folder)
         return {**config, **config.get("transformer_layer_config", {})}
 
-    def from_left_to_right(self, captured: Tensor, token: int) -> tuple[Tensor, list[int], Tensor]:
-        """captured [n, ...] of the text before the token -> logits [K, Vd], K drafts, their confidences [K] if any."""
+    def from_left_to_right(
+        self, captured: Tensor, token: int, taught: list[int] | None = None
+    ) -> tuple[Tensor, list[int], Tensor]:
+        """captured [n, ...] of the text before the token -> logits [K, Vd], K drafts, their confidences [K] if any.
+        taught: what stands in the drafts' places, in training."""
         from_anchor = self.config.get("sample_from_anchor", True)
         ids = [token, *[MASK] * (K - from_anchor)]
         h = self.norm(self.forward(self.embedding[ids], self.fuse(captured)), "norm")
@@ -86,6 +89,7 @@ class PaperDSpark(PaperDFlash):
             best = int(logits[-1].argmax())
             previous = best + int(w["d2t"][best]) if "d2t" in w else best
             drafts.append(previous)
+            previous = previous if taught is None else taught[len(drafts) - 1]
         return torch.stack(logits), drafts, torch.stack(confidences) if confidences else torch.empty(0)
 
 

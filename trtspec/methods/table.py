@@ -173,6 +173,8 @@ METHODS: dict[str, Method] = {
             most_drafts="drafts of a block that the draft was trained on",
             head=_room("dspark.weights:DSparkWeights"),
             workers={_M.DSPARK: _room("dspark.worker:DSparkWorker")},
+            trainer=_room("dspark.train:DSparkTraining"),
+            trains="a DSpark draft",
         ),
         Method(
             name="mtp",

@@ -25,7 +25,7 @@ from trtspec.train.checkpoint import write_atomically
 from trtspec.train.data import Tokens
 from trtspec.train.lessons import LAST_STATE
 from trtspec.train.trainer import TrainConfig
-from trtspec.train.unrolled import Objective
+from trtspec.train.unrolled import HeadLoss, LessonLoss, Objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +130,11 @@ class HeadOptions(ABC):
     def moving(self) -> bool:
         """See unrolled.unroll."""
         return True
+
+    def loss(self, head: DraftHead, target: Decoder, capture: tuple[int, ...]) -> LessonLoss:
+        """What the head is taught; unrolled over passes, unless a kind drafts in another way."""
+        dtype = DTYPES[self.dtype]
+        return HeadLoss(head, target, self.unroll, dtype, self.objective, capture, self.moving, compile=self.compile)
 
     @abstractmethod
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> DraftHead:

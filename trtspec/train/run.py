@@ -19,7 +19,6 @@ from trtspec.train.lessons import LAST_STATE, Lessons
 from trtspec.train.run_data import MADE_ONCE, PROMPT_LEN, held_out_prompts, read_shard_files, windows_of
 from trtspec.train.shards import ShardLessons, open_shards, shard_tokens
 from trtspec.train.trainer import Source, Stage, Trainer
-from trtspec.train.unrolled import HeadLoss
 
 KINDS: dict[str, type[HeadOptions]] = {
     name: row.trainer.open() for name, row in METHODS.items() if row.trainer is not None
@@ -56,9 +55,7 @@ def train_head(options: HeadOptions) -> Trainer:
         lessons = tuple(Lessons(windows, target, capture) for windows in sources)
     torch.manual_seed(options.seed)
     head = options.new_head(target, capture, counted)
-    loss = HeadLoss(
-        head, target, options.unroll, dtype, options.objective, capture, options.moving, compile=options.compile
-    )
+    loss = options.loss(head, target, capture)
     trainer = Trainer(
         head,
         loss,

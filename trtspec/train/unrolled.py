@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -121,6 +121,18 @@ class Unrolled(nn.Module):
             right = right & (log_probs.argmax(-1) == goal)
             agreement.append(right.float().mean())
         return total / sum(STEP_WEIGHT**j for j in range(self.num_passes)), torch.stack(agreement).detach()
+
+
+class LessonLoss(Protocol):
+    """The loss of one lesson, and what the log says of the last one."""
+
+    def __call__(self, inputs: Tensor, following: Tensor, captured: Tensor, last: Tensor) -> Tensor:
+        """See lessons.Lesson."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers by name."""
+        ...
 
 
 class HeadLoss:

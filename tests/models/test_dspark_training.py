@@ -1,0 +1,117 @@
+"""Training of DSpark drafts: the loss is the paper's, and what is trained runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoints import make_checkpoint, oracle
+from tests.dspark_checkpoints import make_dspark
+from tests.e2e.tiny import make_target
+from tests.e2e.training import metrics, random_ids
+from tests.models.built_heads import head_of
+from tests.models.head_session import states
+from tests.models.paper_heads import VOCAB, K
+from tests.models.test_dspark_head import PaperDSpark
+from tests.models.test_parallel_heads import MASK
+from trtspec import LLM
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.errors import ConfigError
+from trtspec.methods.dspark.train import BlockLoss, Blocks, DSparkTraining
+from trtspec.models.weights import load_decoder
+from trtspec.train.lessons import observe
+from trtspec.train.run import train_head
+
+CAPTURE, SEQ, ANCHORS = (0, 2), 24, 3
+
+
+def paper_loss(paper: PaperDSpark, theirs: Any, window: list[int], anchors: list[int]) -> Tensor:
+    """Equations 9 to 12 of one window, block by block."""
+    captured, wanted = states(theirs, window, CAPTURE)
+    terms, weights = [], []
+    for anchor in anchors:
+        taught = window[anchor + 1 : anchor + 1 + K]
+        logits, _, confidences = paper.from_left_to_right(captured[:anchor], window[anchor], taught)
+        for k in range(K):
+            q, p = logits[k].softmax(-1), wanted[anchor + k].softmax(-1)
+            distance = (q - p).abs().sum()
+            term = 0.1 * -q[taught[k]].log() + 0.9 * distance
+            if len(confidences):
+                c, likely = confidences[k], 1 - distance / 2
+                term = term - likely * c.log() - (1 - likely) * (1 - c).log()
+            weights.append(np.exp(-k / 4))
+            terms.append(term * weights[-1])
+    return torch.stack(terms).sum() / sum(weights)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"markov": "gated"}, {"markov": "rnn"}, {"rank": 0, "confidence": False}, {"confidence_reads_markov": False}],
+    ids=str,
+)
+def test_the_loss_is_that_of_the_paper(tmp_path: Path, fields: dict[str, Any]) -> None:
+    target = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=3, initializer_range=0.06, name="target")
+    draft = make_dspark(tmp_path, target, CAPTURE, MASK, **fields)
+    decoder = load_decoder(ModelConfig.from_folder(target), torch.float32).train()
+    head = head_of("dspark", draft, decoder, num_captured=len(CAPTURE)).train()
+    windows = torch.randint(3, VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(2))
+    inputs, following = windows[:, :-1], windows[:, 1:]
+    loss = BlockLoss(Blocks(head, K, MASK), decoder, ANCHORS, torch.float32, compile=False)
+    found = loss(inputs, following, *observe(decoder, CAPTURE, inputs))
+    stride = (SEQ - K) // ANCHORS
+    theirs = oracle(target)
+    paper = PaperDSpark(draft, theirs)
+    with torch.no_grad():
+        wanted = [
+            paper_loss(paper, theirs, window, [1 + sum(window[:-1]) % stride + stride * i for i in range(ANCHORS)])
+            for window in windows.tolist()
+        ]
+    torch.testing.assert_close(found, torch.stack(wanted).mean(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("markov", ["vanilla", "rnn"])
+def test_what_is_trained_runs(tmp_path: Path, markov: str) -> None:
+    target = make_target(tmp_path, num_hidden_layers=3)
+    np.save(tmp_path / "ids.npy", random_ids(4000, 1))
+    options = DSparkTraining(
+        target=target,
+        data=(tmp_path / "ids.npy",),
+        out=tmp_path / "draft",
+        run=tmp_path / "run",
+        steps=40,
+        own_words=0,
+        seq_len=32,
+        unroll=4,
+        anchors=6,
+        rank=8,
+        markov=markov,
+        capture_layers=CAPTURE,
+        dtype="float32",
+        compile=False,
+    )
+    trained = train_head(options)
+    losses = [line["loss"] for line in metrics(options.run)]
+    assert trained.step == 40
+    assert losses[-1] < losses[0]
+    prompt = [1, 2, 3, 4]
+    with LLM(target) as llm:
+        wanted = [one.outputs[0].token_ids for one in llm.generate([prompt])]
+    with LLM(target, {"model": str(options.out), "draft_confidence_threshold": 0.2}) as llm:
+        assert [one.outputs[0].token_ids for one in llm.generate([prompt])] == wanted
+
+
+def test_options_that_cannot_be(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"target": tmp_path, "data": (tmp_path,), "out": tmp_path / "o", "run": tmp_path / "r"}
+    for wrong, words in (
+        ({"markov": "lstm"}, "markov='lstm'; use one of vanilla, gated, rnn"),
+        ({"seq_len": 16}, "anchors=16: seq_len=16 has no room"),
+        ({"held_out": tmp_path}, "held_out: blocks are not simulated"),
+        ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            DSparkTraining(**{**fields, "steps": 1, **wrong})
