@@ -2,7 +2,7 @@
 
 Blocks begin at anchors P of a window and read the target's states before P. Draft k is given the text's own token
 before it. Its distribution q_k is taught 0.1 of cross-entropy with the text's next token, and 0.9 of |q_k - p_k|
-summed, where p_k is the target's distribution there. The confidence is taught 1 - |q_k - p_k| / 2, the probability of acceptance.
+summed, p_k being the target's. The confidence is taught 1 - |q_k - p_k| / 2, the probability of acceptance.
 Later drafts count less, by exp(-(k - 1) / 4). With rank 0 and no confidence head it is a DFlash draft, but that rows
 guess from the anchor on.
 """
