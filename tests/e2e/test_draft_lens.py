@@ -30,7 +30,7 @@ from tests.e2e.heads import watch
 from tests.e2e.recorded import assert_graph_is_step, cases_of, record
 from tests.e2e.tiny import MASK, VOCAB, Case, Outcome, Run, draw_cases, run_alone, run_together
 from trtspec import LLM
-from trtspec.backends.export import graph_outputs
+from trtspec.backends.graph_io import graph_outputs, output_names
 from trtspec.core import SpecMetadata, StepInputs, StepOutputs
 from trtspec.engine.overlap import Flight, OverlapLoop
 from trtspec.methods.step import OneEngineStep
@@ -219,7 +219,9 @@ def test_an_exported_graph_tells_the_same(models: Path, functional: bool) -> Non
     recorder = record(lambda **limits: LLM(models / "target", fields_of("eagle3", models), **limits), "sampled")
     step = recorder.inner.step
     assert isinstance(step, OneEngineStep)
-    said = [graph_outputs(outputs)["next_draft_lens"] for _, _, outputs, _ in cases_of(recorder, False)]
+    said = [
+        graph_outputs(outputs, output_names(step))["next_draft_lens"] for _, _, outputs, _ in cases_of(recorder, False)
+    ]
     assert set(torch.cat(said).tolist()) == set(range(K + 1))
     assert_graph_is_step(OneEngineStep(step.decoder, step.worker, functional), recorder, False, functional)
 
