@@ -206,9 +206,9 @@ NUMBERS: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
         ("num_nextn_predict_layers = 'two'", "config.json is no number of layers"),
     ),
     "K over the MTP modules": (
-        lambda f: (f.mimos[2], {"method": "mtp", "num_speculative_tokens": 4}),
+        lambda f: (f.mimos[2], {"method": "mtp", "num_speculative_tokens": 5}),
         ConfigError,
-        ("num_speculative_tokens=4 with n_predict=2", "use at most 2, or one_engine=False"),
+        ("num_speculative_tokens=5 must be divisible by n_predict=2", "use 4"),
     ),
     "K over the only MTP module, one for each draft": (
         lambda f: (f.mimos[1], {"method": "mtp", "vanilla": True, "num_speculative_tokens": 2}),
