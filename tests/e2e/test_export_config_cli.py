@@ -40,6 +40,7 @@ def make_engine(folder: Path, speculative: dict[str, Any] | None, draft: str | N
     """What an engine folder says of itself; graphs and weights are not looked at."""
     facts = {"executables": {}, "files": {}, "build_config": {"backend": "aoti"}, "machine": machine("aoti")}
     folder.mkdir()
+    (folder / "target").mkdir()
     (folder / "config.json").write_text(
         json.dumps({"trtspec_engine": FORMAT, "speculative_config": speculative, **facts})
     )
