@@ -113,7 +113,7 @@ class AsPlain(OneEngineStep):
 
 # -- Step 3.5's modules --------------------------------------------------------------------------------------------
 
-STEP = MtpFamily("model.layers.", "enorm", "hnorm", "eh_proj", "shared_head.norm", head="shared_head.output")
+STEP = MtpFamily("enorm", "hnorm", "eh_proj", "shared_head.norm", head="shared_head.output")
 
 
 class GatedAttention(Attention):
@@ -142,7 +142,7 @@ class StepHead(MtpHead):
 
     def __init__(self, target: Decoder, windows: tuple[int | None, ...]) -> None:
         layer = replace(target.spec, num_layers=1, windows=(None,), qk_norm=True, qkv_bias=False, rms_norm_eps=EPS)
-        spec, first = MtpSpec(layer, STEP, len(windows)), target.spec.num_layers
+        spec, first = MtpSpec(layer, STEP, len(windows), "model.layers."), target.spec.num_layers
         super().__init__(spec, first)
         windowed = zip(self.kv_layers, windows, strict=True)
         self.kv_layers = tuple(one._replace(window=window) for one, window in windowed)

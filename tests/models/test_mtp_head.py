@@ -33,9 +33,10 @@ from trtspec.models.weights import load_decoder
 
 VOCAB = 199
 TOLERANCE = 1e-4
+PREFIX = "model.mtp_layers."
 
 # Every switch the other way than MiMo's, under other names.
-OTHER = MtpFamily(MIMO.prefix, "enorm", "hnorm", "eh_proj", "shared_head.norm", head="shared_head.head")
+OTHER = MtpFamily("enorm", "hnorm", "eh_proj", "shared_head.norm", head="shared_head.head")
 
 
 class WatchingMtp(Watching, MtpWorker):
@@ -62,7 +63,7 @@ class Modules:
         self.layers: list[Qwen2DecoderLayer] = []
         while own := {
             name.removeprefix(prefix): tensor
-            for prefix in [f"{family.prefix}{len(self.w)}."]
+            for prefix in [f"{PREFIX}{len(self.w)}."]
             for name, tensor in tensors.items()
             if name.startswith(prefix)
         }:
@@ -144,7 +145,7 @@ def turn_into(folder: Path, family: MtpFamily, num_modules: int) -> None:
 
     def change(tensors: dict[str, Tensor]) -> None:
         for i in range(num_modules):
-            prefix = f"{family.prefix}{i}."
+            prefix = f"{PREFIX}{i}."
             for old, new in parts:
                 tensors[f"{prefix}{new}.weight"] = tensors.pop(f"{prefix}{old}.weight")
             if family.head is not None:
@@ -222,7 +223,7 @@ def test_weights_that_are_read_and_counted(tmp_path: Path, wanted: int) -> None:
     head = head_of("mtp", config.path, decoder, num_stages=wanted)
     saved = load_file(config.path / "model.safetensors")
     own = sum(
-        tensor.nbytes for name, tensor in saved.items() for i in range(wanted) if name.startswith(f"{MIMO.prefix}{i}.")
+        tensor.nbytes for name, tensor in saved.items() for i in range(wanted) if name.startswith(f"{PREFIX}{i}.")
     )
     assert head.weight_bytes_for(wanted) == own + wanted * saved["lm_head.weight"].nbytes
     assert not any(parameter.isnan().any() for parameter in head.parameters())

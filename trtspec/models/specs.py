@@ -86,6 +86,15 @@ def decoder_spec(config: ModelConfig) -> DecoderSpec:
     return dense_spec(config, require_architecture(config.architecture, config.path))
 
 
+def mtp_prefix(name: str, folder: Path) -> str:
+    """How the names of its MTP modules' tensors begin. UnsupportedError for an architecture that has none."""
+    prefix = require_architecture(name, folder).mtp_prefix
+    if prefix is None:
+        having = ", ".join(name for name, row in ARCHITECTURES.items() if row.mtp_prefix is not None)
+        raise UnsupportedError(f"architecture {name!r} in {folder} has no MTP layers; those of {having} run")
+    return prefix
+
+
 def require_architecture(name: str, folder: Path) -> ArchitectureRow:
     """The row of the checkpoint in `folder`; UnsupportedError as above."""
     row = ARCHITECTURES.get(name)

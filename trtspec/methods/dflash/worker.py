@@ -65,20 +65,9 @@ class DFlashWorker(MaskWorker):
         y = self.head(ids.flatten(), last, block.positions(ids.numel()), attend.at(block))  # [B * width, H]
         return y.view(spec.batch_size, width, -1), block
 
-    def draft(
-        self,
-        hidden: Tensor,
-        counts: Tensor,
-        kv_lens: Tensor,
-        attn: AttnMetadata,
-        spec: SpecMetadata,
-        attend: PagedAttend,
-    ) -> tuple[Tensor, Tensor]:
-        """See base: all at once."""
-        if spec.next_draft_len == 0:
-            return self.no_drafts(spec)
-        drafts = self.draw_all(hidden, counts, spec)
-        return drafts, self.draft_lens(drafts, hidden, spec)
+    def drafting_rows(self, hidden: Tensor, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
+        """All: those of masks."""
+        return hidden
 
 
 def blocks_behind(attn: AttnMetadata, kept: Tensor, width: int, block_size: int) -> AttnMetadata:

@@ -21,12 +21,12 @@ class MtpFamily:
     """What the modules of a family have in common: x = projection([norm(h); norm(e)]), a decoder layer of the target's
     shapes, a last norm, whose output goes to an lm_head and to the next pass.
 
-    prefix: names of module i's tensors begin with prefix + "i."; the names of its parts follow. hidden_first: False =
-    [norm(e); norm(h)]. zero_first: the embedding counts as zeros at position 0. before_norm: h is the target's state
-    before its last norm, not after it. head: the part that is its own lm_head, None = the target's serves.
+    token_norm, hidden_norm, projection, norm: what the parts are called in a checkpoint, behind the module's own name.
+    hidden_first: False = [norm(e); norm(h)]. zero_first: the embedding counts as zeros at position 0. before_norm: h is
+    the target's state before its last norm, not after it. head: the part that is its own lm_head, None = the target's
+    serves.
     """
 
-    prefix: str
     token_norm: str
     hidden_norm: str
     projection: str
@@ -40,7 +40,6 @@ class MtpFamily:
 # Names and order as in vLLM's mimo_mtp.py and Xiaomi's modeling_mimo.py; only vLLM, which runs them, zeroes. There
 # mimo.py, by Xiaomi too, hands out states as they leave the last layer: its norm belongs to the logits.
 MIMO = MtpFamily(
-    prefix="model.mtp_layers.",
     token_norm="token_layernorm",
     hidden_norm="hidden_layernorm",
     projection="input_proj",

@@ -23,11 +23,13 @@ from trtspec.models.specs import DecoderSpec
 
 @dataclass(frozen=True)
 class MtpSpec:
-    """Shapes and switches of MTP modules. `layer` describes the one decoder layer of each; the rest is the target's."""
+    """Shapes and switches of MTP modules. `layer` describes the one decoder layer of each; the rest is the target's.
+    prefix: how names in a checkpoint begin, module i's with it and "i." (models.specs.ArchitectureRow.mtp_prefix)."""
 
     layer: DecoderSpec
     family: MtpFamily
     num_modules: int
+    prefix: str
 
 
 class MtpModule(nn.Module):

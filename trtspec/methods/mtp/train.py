@@ -29,12 +29,13 @@ from trtspec.methods.mtp.head import MtpHead, MtpSpec
 from trtspec.methods.mtp.weights import MtpWeights
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import weight_slots
-from trtspec.models.specs import decoder_spec
+from trtspec.models.specs import decoder_spec, mtp_prefix
 from trtspec.models.weights import checkpoint_tensors, tensors_of
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.data import Tokens
 from trtspec.train.head import HeadOptions, initialise_head, one_layer, write_head
 
+ARCHITECTURE = "MiMoForCausalLM"
 NOT_COPIED = ("config.json", "MODEL_CARD.md", "README.md")
 """Files of a target that are not those of the checkpoint made of it."""
 
@@ -97,7 +98,8 @@ class MtpOptions(HeadOptions):
 
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> MtpHead:
         """See HeadOptions."""
-        head = MtpHead(MtpSpec(one_layer(target.spec, qkv_bias=True), MIMO, self.modules))
+        layer = one_layer(target.spec, qkv_bias=True)
+        head = MtpHead(MtpSpec(layer, MIMO, self.modules, mtp_prefix(ARCHITECTURE, self.out)))
         initialise_head(head)
         head.share(target.embedding, target.head)
         target.requires_grad_(False)
@@ -145,7 +147,7 @@ def _mimo_config(config: ModelConfig, modules: int) -> dict[str, Any]:
     dropped = ("layer_types", "mlp_bias", "sliding_window", "max_window_layers")
     return {
         **{key: value for key, value in config.raw.items() if key not in dropped},
-        "architectures": ["MiMoForCausalLM"],
+        "architectures": [ARCHITECTURE],
         "model_type": "mimo",
         "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
         "num_nextn_predict_layers": modules,

@@ -12,7 +12,7 @@ from trtspec.methods.mtp.checkpoint import require_mtp
 from trtspec.methods.mtp.head import MtpHead, MtpSpec
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import Slot, layer_slots
-from trtspec.models.specs import decoder_spec
+from trtspec.models.specs import decoder_spec, mtp_prefix
 from trtspec.models.weights import Wanted
 
 
@@ -26,6 +26,7 @@ class MtpWeights(HeadWeights[MtpSpec]):
         super().__init__(source, target)
         self.family, self.count = require_mtp(source.checkpoint.raw, source.checkpoint.path)
         self.described = decoder_spec(source.decoder)
+        self.names = mtp_prefix(source.decoder.architecture, source.decoder.path)
         self.check_made_for(
             ("hidden_size", self.described.hidden_size, target.spec.hidden_size),
             ("vocab_size", self.described.vocab_size, target.spec.vocab_size),
@@ -33,7 +34,7 @@ class MtpWeights(HeadWeights[MtpSpec]):
 
     def spec(self, found: Mapping[str, Tensor] | None) -> MtpSpec:
         layer = dataclasses.replace(self.described, num_layers=1, windows=self.described.windows[-1:])
-        return MtpSpec(layer, self.family, self.count)
+        return MtpSpec(layer, self.family, self.count, self.names)
 
     def kept(self, whole: MtpSpec) -> MtpSpec:
         return dataclasses.replace(whole, num_modules=min(self.source.num_stages, whole.num_modules))
@@ -43,7 +44,7 @@ class MtpWeights(HeadWeights[MtpSpec]):
         family, H = spec.family, spec.layer.hidden_size
         slots: dict[str, Slot] = {}
         for i in range(spec.num_modules):
-            theirs, ours = f"{family.prefix}{i}.", f"mtp.{i}."
+            theirs, ours = f"{spec.prefix}{i}.", f"mtp.{i}."
             slots |= layer_slots(spec.layer, theirs, f"{ours}layer.", H)
             parts = [
                 (family.token_norm, "token_norm", (H,)),
@@ -58,8 +59,7 @@ class MtpWeights(HeadWeights[MtpSpec]):
 
     def wanted(self, spec: MtpSpec | None = None) -> Wanted:
         """By prefix, as linears that are quantised have tensors of other names than their slots."""
-        prefix = self.family.prefix
-        prefixes = (prefix,) if spec is None else tuple(f"{prefix}{i}." for i in range(spec.num_modules))
+        prefixes = (self.names,) if spec is None else tuple(f"{self.names}{i}." for i in range(spec.num_modules))
         return lambda name: name.startswith(prefixes)
 
     def module(self, spec: MtpSpec) -> MtpHead:

@@ -63,6 +63,26 @@ class MaskWorker(SpecWorker):
             mask_token_id=speculation.mask_token_id,
         )
 
+    @abstractmethod
+    def drafting_rows(self, hidden: Tensor, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
+        """The rows of hidden [N, H], as `read_in` gave them, that drafts are drawn at, K' of each request in order,
+        [B * K', H]."""
+
+    def draft(
+        self,
+        hidden: Tensor,
+        counts: Tensor,
+        kv_lens: Tensor,
+        attn: AttnMetadata,
+        spec: SpecMetadata,
+        attend: PagedAttend,
+    ) -> tuple[Tensor, Tensor]:
+        """See base: all at once."""
+        if spec.next_draft_len == 0:
+            return self.no_drafts(spec)
+        drafts = self.draw_all(self.drafting_rows(hidden, counts, attn, spec), counts, spec)
+        return drafts, self.draft_lens(drafts, hidden, spec)
+
     def draw_all(self, hidden: Tensor, counts: Tensor, spec: SpecMetadata) -> Tensor:
         """hidden [B * K', H], K' rows for each request -> its drafts [B, K'] int64; counts [B] tokens it was given."""
         K, B = spec.next_draft_len, spec.batch_size
@@ -121,23 +141,11 @@ class ParallelWorker(MaskWorker):
         states = self.states(captured, source.clamp(0, T - 1), is_mask)
         return self.first_pass(ids, states, rows.positions(N), attend.at(rows)), rows
 
-    def draft(
-        self,
-        hidden: Tensor,
-        counts: Tensor,
-        kv_lens: Tensor,
-        attn: AttnMetadata,
-        spec: SpecMetadata,
-        attend: PagedAttend,
-    ) -> tuple[Tensor, Tensor]:
-        """See base: all at once."""
-        if spec.next_draft_len == 0:
-            return self.no_drafts(spec)
-        K = spec.next_draft_len
-        taken = (counts - 1).clamp(min=0)
+    def drafting_rows(self, hidden: Tensor, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
+        """Those of each request's last token and of its masks."""
+        K, taken = spec.next_draft_len, (counts - 1).clamp(min=0)
         first = attn.cu_q_lens[1:].long() - K - spec.draft_lens + taken  # [B] row of the last token, before the masks
-        drafts = self.draw_all(hidden[self.each(first, K).flatten()], counts, spec)
-        return drafts, self.draft_lens(drafts, hidden, spec)
+        return hidden[self.each(first, K).flatten()]
 
 
 class PardWorker(ParallelWorker):
