@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests import checkpoints
+from tests import head_checkpoints
 
 
 def make_dspark(
@@ -71,10 +71,10 @@ def make_dspark(
     shapes: dict[str, tuple[int, ...]] = {"fc": (hidden, len(capture) * hidden), "hidden_norm": (hidden,)}
     for i in range(num_layers):
         prefix = f"layers.{i}."
-        shapes |= {f"{prefix}input_layernorm": (hidden,), **checkpoints._layer_shapes(layers, prefix, hidden)}
+        shapes |= {f"{prefix}input_layernorm": (hidden,), **head_checkpoints._layer_shapes(layers, prefix, hidden)}
         shapes |= {f"{prefix}self_attn.q_norm": (width,), f"{prefix}self_attn.k_norm": (width,)}
     shapes["norm"] = (hidden,)
-    tensors = checkpoints._random_tensors(shapes, layers, seed)
+    tensors = head_checkpoints._random_tensors(shapes, layers, seed)
     generator = torch.Generator().manual_seed(seed + 1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -98,4 +98,4 @@ def make_dspark(
     if target_ids is not None:
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
-    return checkpoints._write(tmp_path / name, tensors, {**config, **fields})
+    return head_checkpoints._write(tmp_path / name, tensors, {**config, **fields})

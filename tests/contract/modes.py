@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints import make_dflash, make_eagle, make_eagle3, make_medusa, make_mlp_speculator
 from tests.dspark_checkpoints import make_dspark
 from tests.e2e.tiny import (
     MASK,
@@ -34,6 +33,7 @@ from tests.e2e.tiny import (
     run_alone,
     run_together,
 )
+from tests.head_checkpoints import make_dflash, make_eagle, make_eagle3, make_medusa, make_mlp_speculator
 from trtspec import LLM
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig

@@ -69,7 +69,13 @@ def _sources() -> str:
     kernels = [file for file in (ROOT / "plugins").rglob("*") if file.suffix in (".py", ".cpp", ".h")]
     cells = [
         ROOT / "tests" / name
-        for name in ("checkpoints.py", "dspark_checkpoints.py", "e2e/tiny.py", "contract/modes.py")
+        for name in (
+            "checkpoints.py",
+            "head_checkpoints.py",
+            "dspark_checkpoints.py",
+            "e2e/tiny.py",
+            "contract/modes.py",
+        )
     ]
     digest = hashlib.sha256()
     for file in sorted((*package, *kernels, *cells)):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from tests.checkpoints import make_eagle
 from tests.e2e.tiny import (
     Outcome,
     Run,
@@ -23,6 +22,7 @@ from tests.e2e.tiny import (
     perturbed,
     run_together,
 )
+from tests.head_checkpoints import make_eagle
 from trtspec import LLM
 from trtspec.backends.table import BACKENDS
 from trtspec.build.build import build_engine

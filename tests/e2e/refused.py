@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import edit_config, make_dflash, make_eagle, make_eagle3, make_medusa, make_mlp_speculator
+from tests.checkpoints import edit_config
 from tests.dspark_checkpoints import make_dspark
 from tests.e2e.tiny import MASK, add_tokenizer, make_target
+from tests.head_checkpoints import make_dflash, make_eagle, make_eagle3, make_medusa, make_mlp_speculator
 from trtspec import LLM
 from trtspec.cli import main
 from trtspec.errors import TrtSpecError

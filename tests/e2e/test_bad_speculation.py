@@ -1,5 +1,5 @@
-"""What a user may get wrong about speculation: LLM, `trtspec build` and its --dry_run say the same, in one line that
-names what is wrong and what to do.
+"""Checkpoints and speculation that do not fit together: LLM, `trtspec build` and its --dry_run say the same, in one
+line that names what is wrong and what to do.
 
 What single loaders say of single tensors is tests/models'; here are the mistakes, each by name.
 """
@@ -17,14 +17,7 @@ from torch import Tensor
 from tests.checkpoints import edit_tensors
 from tests.e2e.refused import K2, Folders, Wrong, assert_refused, head
 from tests.e2e.tiny import MASK
-from trtspec import LLM
-from trtspec.build.plan import plan_build
-from trtspec.cli import main
-from trtspec.config.engine import EngineConfig
-from trtspec.config.speculative import SpeculativeConfig
-from trtspec.errors import CapacityError, CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
-from trtspec.interop.reading import read_speculative_config
-from trtspec.methods.suffix.drafter import SuffixTree
+from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.modes import SpeculativeDecodingMode as M
 from trtspec.modes import words_for
 
@@ -32,49 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
 
 
 # -- unsupported mode x architecture ---------------------------------------------------------------------------------
-
-MODES = [mode for mode in M if mode is not M.NONE]
-
-
-def asked_for(mode: M, folders: Folders) -> dict[str, Any]:
-    """A speculative_config that is right for `folders.target`."""
-    words, K = words_for(mode), {"num_speculative_tokens": 2}
-    models: dict[M, Callable[[], dict[str, Any]]] = {
-        M.USER_PROVIDED: lambda: {"drafter": "examples.custom_drafter:SuccessorDrafter", **K},
-        M.SAVE_HIDDEN_STATES: lambda: {"output_directory": str(folders.tmp / "states"), "capture_layers": [0]},
-        M.DRAFT_TARGET: lambda: {"model": str(folders.draft), **K},
-        M.DRAFT_TARGET_ONE_MODEL: lambda: {"model": str(folders.draft), **K},
-        M.PARD: lambda: {"model": str(folders.copy(folders.draft, pard_token=MASK)), **K},
-        M.EAGLE: lambda: {"model": folders.eagle(), **K},
-        M.EAGLE_ONE_MODEL: lambda: {"model": folders.eagle(), **K},
-        M.EAGLE3: lambda: {"model": folders.eagle3(), **K},
-        M.EAGLE3_ONE_MODEL: lambda: {"model": folders.eagle3(), **K},
-        M.P_EAGLE: lambda: {"model": folders.eagle3(mask=MASK), **K},
-        M.DFLASH: lambda: {"model": folders.dflash(), **K},
-        M.DSPARK: lambda: {"model": folders.dspark(), **K},
-        M.MEDUSA: lambda: {"model": folders.medusa(), **K},
-        M.MLP_SPECULATOR: lambda: {"model": folders.mlp(), **K},
-    }
-    return {**words, **(models[mode]() if mode in models else K)}
-
-
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_a_target_that_is_not_dense(
-    folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: M
-) -> None:
-    """Every mode. The speculation itself is right."""
-    spec = asked_for(mode, folders)
-    experts = folders.copy(folders.target, architectures=["MixtralForCausalLM"], model_type="mixtral")
-    words = ("architecture 'MixtralForCausalLM'", str(experts), "supported: LlamaForCausalLM, MistralForCausalLM")
-    assert_refused(experts, spec, UnsupportedError, words, tmp_path, capsys)
-
-
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.traits.method != "mtp"], ids=lambda mode: mode.name)
-def test_the_same_on_a_dense_target_is_planned(folders: Folders, mode: M) -> None:
-    """So it was the target that was refused above."""
-    spec = read_speculative_config(asked_for(mode, folders))
-    assert plan_build(folders.target, spec, EngineConfig()).mode in (mode.name, "NGRAM")  # AUTO chooses that
-
 
 ARCHITECTURE: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
     **{
@@ -404,93 +354,3 @@ def test_it_is_refused(folders: Folders, tmp_path: Path, capsys: pytest.CaptureF
     wrong, error, words = TABLE[name]
     target, spec = wrong(folders)
     assert_refused(target, spec, error, words, tmp_path, capsys)
-
-
-# -- what needs no checkpoint to be wrong ------------------------------------------------------------------------------
-
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
-SUFFIX = "suffix_decoding_"
-FIELDS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "K = 0": ({**NGRAM, "num_speculative_tokens": 0}, ("=0: input should be greater than", "leave speculative_config")),
-    "negative K": (
-        {**NGRAM, "num_speculative_tokens": -1},
-        ("tokens=-1: ", "greater than or equal to 1"),
-    ),
-    "K in quotes": ({**NGRAM, "num_speculative_tokens": "3"}, ("num_speculative_tokens='3'", "valid integer")),
-    "a field that does not exist": ({**NGRAM, "num_speculative_token": 3}, ("did you mean 'num_speculative_tokens'?",)),
-    "a method that does not exist": (
-        {**NGRAM, "method": "eagel3"},
-        ("method='eagel3' is unknown", "use one of auto, custom_class, dflash"),
-    ),
-    "n-grams longer than the longest": (
-        {**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 2},
-        ("prompt_lookup_min=4 exceeds prompt_lookup_max=2", "lower it to at most 2"),
-    ),
-    "a pool of nothing": (
-        {**NGRAM, "is_public_pool": True, "ngram_pool_size": 0},
-        ("ngram_pool_size=0", "or equal to 1"),
-    ),
-    "no drafter": ({"method": "custom_class", **K2}, ("drafter=None", "set drafter='module:Class' or an object")),
-    **{
-        f"{name}={value}": ({"method": "suffix", SUFFIX + name: value}, (f"{SUFFIX}{name}={value}: ", remedy))
-        for name, value, remedy in (
-            ("max_tree_depth", 0, "greater than or equal to 1"),
-            ("max_cached_requests", -1, "greater than or equal to 0 (responses kept"),
-            ("max_cached_requests", 10**7, "less than or equal to 1000000 (responses kept"),
-            ("max_spec_factor", -0.5, "greater than or equal to 0"),
-            ("max_spec_factor", float("nan"), "a finite number"),
-            ("min_token_prob", 1.5, "less than or equal to 1"),
-            ("min_token_prob", -0.1, "greater than or equal to 0"),
-        )
-    },
-}
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_wrong_field(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """SpeculativeConfig says so itself, and so does all that is given one."""
-    fields, words = FIELDS[name]
-    with pytest.raises(ConfigError) as caught:
-        SpeculativeConfig(**fields)
-    assert_refused(target, fields, ConfigError, (*words, str(caught.value)), tmp_path, capsys)
-
-
-@pytest.mark.parametrize("spec", [[1], "ngram", 3])
-def test_what_is_no_speculative_config(target: Path, spec: Any) -> None:
-    with pytest.raises(ConfigError, match=r"speculative_config=.*; use None, a dict, a SpeculativeConfig or"):
-        LLM(target, spec)
-
-
-def test_a_path_is_a_folder_as_text_is(target: Path, draft: Path) -> None:
-    assert SpeculativeConfig(method="draft_model", model=draft, **K2).model == str(draft)
-
-
-def test_a_tree_for_which_there_is_no_memory(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(self: SuffixTree, *sizes: int) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(SuffixTree, "__init__", no_memory)
-    with pytest.raises(CapacityError, match=r"cached_requests=10000: there is no memory .*; lower it"):
-        LLM(target, {"method": "suffix"})
-
-
-# -- what a backend cannot do ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mode", "backend"), [(M.DFLASH, "onnx"), (M.DSPARK, "onnx"), (M.DFLASH, "tensorrt"), (M.MTP, "tensorrt")]
-)
-def test_a_mode_that_a_backend_cannot_run(
-    folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: M, backend: str
-) -> None:
-    """The build says so as --dry_run does, before it loads anything."""
-    spec: dict[str, Any] = asked_for(mode, folders)
-    target = folders.mimos[2] if mode is M.MTP else folders.target
-    remedy = "num_speculative_tokens=1" if mode is M.MTP else "use another backend"
-    arguments = ["build", "--checkpoint_dir", str(target), "--output_dir", str(tmp_path / "engine")]
-    arguments += ["--backend", backend, "--spec", json.dumps(spec), "--dry_run"]
-    assert main(arguments) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("trtspec: ")
-    assert remedy in line
-    assert backend in line

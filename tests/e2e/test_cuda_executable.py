@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.async_stand_in import HostQueue
-from tests.checkpoints import make_eagle, make_eagle3
 from tests.e2e.tiny import (
     Case,
     Outcome,
@@ -24,6 +23,7 @@ from tests.e2e.tiny import (
     run_together,
     with_edits,
 )
+from tests.head_checkpoints import make_eagle, make_eagle3
 from trtspec import LLM, RequestOutput, SamplingParams
 from trtspec.backends.cuda import aoti as cuda_aoti
 from trtspec.backends.cuda.executable import LaunchLimits

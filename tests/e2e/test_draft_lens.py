@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tests.async_stand_in import HostQueue, ThreadedExecutable, random_delay
-from tests.checkpoints import make_dflash
 from tests.e2e.conformance import (
     CASES,
     LIMITS,
@@ -29,6 +28,7 @@ from tests.e2e.conformance import (
 from tests.e2e.heads import watch
 from tests.e2e.recorded import assert_graph_is_step, cases_of, record
 from tests.e2e.tiny import MASK, VOCAB, Case, Outcome, Run, draw_cases, run_alone, run_together
+from tests.head_checkpoints import make_dflash
 from trtspec import LLM
 from trtspec.backends.graph_io import graph_outputs, output_names
 from trtspec.core import SpecMetadata, StepInputs, StepOutputs

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_eagle
 from tests.e2e.heads import ROOMY, TIGHT, Make, Reference, assert_right, chunks_of, inside, maker, refer
 from tests.e2e.tiny import draw_cases
+from tests.head_checkpoints import make_eagle
 
 DTYPES = ("float32", "bfloat16")
 CASES = draw_cases(30, seed=27, most_prompt=60)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import edit_config, make_eagle3
+from tests.checkpoints import edit_config
 from tests.e2e import eagle3_cases
 from tests.e2e.eagle3_cases import (
     CAPTURE,
@@ -34,6 +34,7 @@ from tests.e2e.eagle3_cases import (
 )
 from tests.e2e.heads import Watch, chunks_of, first_wrong_draft, run_watched, step_of, watch
 from tests.e2e.tiny import Outcome, Run, assert_all_blocks_free, run_together
+from tests.head_checkpoints import make_eagle3
 from trtspec.engine.request import Request
 from trtspec.engine.step import Emission
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_medusa
+from tests.head_checkpoints import make_medusa
 from trtspec.build.engine_folder import FORMAT, machine
 from trtspec.cli import main
 from trtspec.config.speculative import SpeculativeConfig

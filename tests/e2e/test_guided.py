@@ -14,8 +14,8 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.checkpoints import make_eagle3
 from tests.e2e.tiny import assert_all_blocks_free, make_target, perturbed
+from tests.head_checkpoints import make_eagle3
 from trtspec import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig

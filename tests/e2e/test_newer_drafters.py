@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_mlp_speculator
 from tests.e2e.heads import PLAIN, TIGHT, Reference, assert_right, chunks_of, refer, step_of
 from tests.e2e.tiny import add_tokenizer, draw_cases, make_target
+from tests.head_checkpoints import make_mlp_speculator
 from tests.models.newer_heads import AsPlain, Assistant, StepHead
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable

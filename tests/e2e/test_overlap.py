@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.async_stand_in import ThreadedExecutable, random_delay
-from tests.checkpoints import make_eagle3
 from tests.e2e.heads import watch
 from tests.e2e.tiny import VOCAB, Case, Outcome, assert_all_blocks_free, draw_cases, run_alone
+from tests.head_checkpoints import make_eagle3
 from trtspec import LLM, SamplingParams
 from trtspec.core import StepInputs
 from trtspec.engine.faults import launch_isolated

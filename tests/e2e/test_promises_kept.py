@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.async_stand_in import HostQueue
-from tests.checkpoints import make_eagle3
 from tests.e2e.tiny import make_target
+from tests.head_checkpoints import make_eagle3
 from trtspec import LLM, SamplingParams
 from trtspec.errors import RequestError
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import edit_config, make_eagle3, oracle, oracle_logits
+from tests.checkpoints import edit_config, oracle, oracle_logits
 from tests.e2e.tiny import add_tokenizer, assert_all_blocks_free, draw_cases, make_target, perturbed, run_alone
 from tests.e2e.tiny import run_together as together
+from tests.head_checkpoints import make_eagle3
 from tests.models.test_logits_vs_transformers import Paged
 from tests.quantized_checkpoints import Kind, quantised
 from trtspec import LLM

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.checkpoints import make_eagle3
 from tests.e2e.heads import watch
 from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, run_alone
+from tests.head_checkpoints import make_eagle3
 from trtspec import LLM
 from trtspec.core import SpecMetadata, StepInputs, StepOutputs
 from trtspec.engine import steady

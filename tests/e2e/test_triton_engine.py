@@ -16,8 +16,8 @@ import pytest
 import torch
 from trtspec_plugins.triton import OPS
 
-from tests.checkpoints import make_eagle3
 from tests.e2e.tiny import make_target
+from tests.head_checkpoints import make_eagle3
 from trtspec import LLM, SamplingParams
 from trtspec.ops import load_plugins
 

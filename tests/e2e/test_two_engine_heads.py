@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_eagle, make_eagle3
 from tests.e2e.heads import (
     ROOMY,
     TIGHT,
@@ -30,6 +29,7 @@ from tests.e2e.heads import (
     watch,
 )
 from tests.e2e.tiny import Case, Outcome, draw_cases
+from tests.head_checkpoints import make_eagle, make_eagle3
 from trtspec import SamplingParams
 from trtspec.sampling_params import sample_seed
 

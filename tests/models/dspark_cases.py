@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests import checkpoints
+from tests import head_checkpoints
 from tests.dspark_checkpoints import make_dspark
 
 RECORDED = Path(__file__).with_name("dspark_oracle.npz")
@@ -55,9 +55,9 @@ def make_target(folder: Path) -> Path:
     shapes: dict[str, tuple[int, ...]] = {"model.norm": (HIDDEN,), "lm_head": (VOCAB, HIDDEN)}
     for i in range(4):
         prefix = f"model.layers.{i}."
-        shapes |= {f"{prefix}input_layernorm": (HIDDEN,), **checkpoints._layer_shapes(config, prefix, HIDDEN)}
+        shapes |= {f"{prefix}input_layernorm": (HIDDEN,), **head_checkpoints._layer_shapes(config, prefix, HIDDEN)}
         shapes |= {f"{prefix}self_attn.q_norm": (8,), f"{prefix}self_attn.k_norm": (8,)}
-    tensors = checkpoints._random_tensors(shapes, config, 3)
+    tensors = head_checkpoints._random_tensors(shapes, config, 3)
     tensors["model.embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(4))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

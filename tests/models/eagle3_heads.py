@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import make_checkpoint, make_eagle3
+from tests.checkpoints import make_checkpoint
+from tests.head_checkpoints import make_eagle3
 from tests.models.paper_heads import VOCAB, K
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable

@@ -11,16 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.checkpoints import (
-    make_checkpoint,
-    make_dflash,
-    make_eagle,
-    make_eagle3,
-    make_medusa,
-    make_mimo,
-    make_mlp_speculator,
-)
+from tests.checkpoints import make_checkpoint, make_mimo
 from tests.dspark_checkpoints import make_dspark
+from tests.head_checkpoints import make_dflash, make_eagle, make_eagle3, make_medusa, make_mlp_speculator
 from tests.models.built_heads import ROOMS, head_of
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.methods.table import METHODS

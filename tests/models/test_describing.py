@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_eagle3
+from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
+from tests.head_checkpoints import make_eagle3
 from tests.models.built_heads import head_of
 from tests.quantized_checkpoints import Kind, quantised
 from trtspec.config.checkpoint.model import ModelConfig

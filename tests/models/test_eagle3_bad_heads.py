@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_eagle3
+from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
+from tests.head_checkpoints import make_eagle3
 from tests.models import eagle3_heads
 from tests.models.eagle3_heads import Tensors, assemble
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.checkpoints import edit_tensors, make_checkpoint, make_eagle3, oracle
+from tests.checkpoints import edit_tensors, make_checkpoint, oracle
+from tests.head_checkpoints import make_eagle3
 from tests.models import eagle3_heads
 from tests.models.built_heads import head_of
 from tests.models.eagle3_heads import EAGLE3, LAYERS, SOME_IDS, Tensors, assemble, eagle_step

@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.checkpoints import edit_config, make_eagle
+from tests.checkpoints import edit_config
+from tests.head_checkpoints import make_eagle
 from tests.models import eagle_heads
 from tests.models.eagle_heads import EAGLE, config, tensors
 from trtspec import LLM

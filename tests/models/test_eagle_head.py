@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, make_eagle
+from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
+from tests.head_checkpoints import make_eagle
 from tests.models import eagle_heads
 from tests.models.built_heads import head_of
 from tests.models.eagle_heads import EAGLE

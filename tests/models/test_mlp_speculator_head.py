@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.checkpoints import edit_tensors, make_checkpoint, make_mlp_speculator, oracle
+from tests.checkpoints import edit_tensors, make_checkpoint, oracle
+from tests.head_checkpoints import make_mlp_speculator
 from tests.models.built_heads import head_of
 from tests.models.state_heads import VOCAB, Bad, assert_drafts, assert_refused, change_config, change_tensors, no_attend
 from trtspec import LLM

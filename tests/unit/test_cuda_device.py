@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.checkpoints import make_checkpoint, make_eagle3
+from tests.checkpoints import make_checkpoint
+from tests.head_checkpoints import make_eagle3
 from trtspec.backends.cuda import device
 from trtspec.backends.cuda.chain_graph import chain_step
 from trtspec.backends.export import GraphStep, example_batch, moved

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint, make_eagle, make_eagle3
+from tests.checkpoints import make_checkpoint
+from tests.head_checkpoints import make_eagle, make_eagle3
 from trtspec.backends.table import BACKENDS
 from trtspec.build.context import BuildContext, plan_context
 from trtspec.build.gpu_plan import gpu_memory, plan_gpu_blocks

@@ -1,0 +1,40 @@
+"""A target, its drafts and short configs, for the tests of what a SpeculativeConfig becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
+from trtspec.config.speculative import SpeculativeConfig
+from trtspec.methods.resolve import resolve
+
+TARGET = TargetInfo(
+    model="/models/target",
+    model_type="llama",
+    vocab_size=4096,
+    max_model_len=1024,
+    num_hidden_layers=8,
+    max_batch_size=8,
+)
+DRAFT = DraftInfo(method="draft_model", vocab_size=4096, max_model_len=512)
+DRAFTED: dict[str, Any] = {"method": "draft_model", "model": "/models/draft", "num_speculative_tokens": 3}
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+def target(**changes: Any) -> TargetInfo:
+    return dataclasses.replace(TARGET, **changes)
+
+
+def draft(**changes: Any) -> DraftInfo:
+    return dataclasses.replace(DRAFT, **changes)
+
+
+def modules(n_predict: int | None) -> dict[str, Any]:
+    """Of what a target's checkpoint says of its own MTP layers."""
+    return {"method": "mtp", "vocab_size": None, "max_model_len": None, "n_predict": n_predict}
+
+
+def decide(fields: Mapping[str, Any], **changes: Any) -> ResolvedSpeculation:
+    return resolve(SpeculativeConfig(**fields), target(**changes))
