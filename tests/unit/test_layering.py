@@ -1,4 +1,5 @@
-"""Who may import whom (see README, "How it works"): imports inside trtspec go from later layers to earlier ones."""
+"""Who may import whom (see README, "How it works"): imports inside trtspec go from later layers to earlier ones. And
+how long a file may be."""
 
 from __future__ import annotations
 
@@ -177,3 +178,11 @@ def test_kernels_know_torch_and_the_ops_only() -> None:
             modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             foreign = [module for module in modules if re.match(r"trtspec(\.(?!ops\b)|$)", module)]
             assert not foreign, file
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    """Of the package and of the tests."""
+    files = [file for folder in (ROOT, ROOT.parent / "tests") for file in folder.rglob("*.py")]
+    assert Path(__file__) in files
+    lengths = {str(file.relative_to(ROOT.parent)): file.read_bytes().count(b"\n") for file in files}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
