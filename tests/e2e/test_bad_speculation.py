@@ -21,9 +21,6 @@ from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, Unsupport
 from trtspec.modes import SpeculativeDecodingMode as M
 from trtspec.modes import words_for
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
-
-
 # -- unsupported mode x architecture ---------------------------------------------------------------------------------
 
 ARCHITECTURE: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
