@@ -8,7 +8,9 @@ import pytest
 
 from tests.unit.interop_cases import (
     CUSTOM,
+    DFLASH,
     DRAFTED,
+    DSPARK,
     EAGLE3,
     MTP,
     NGRAM,
@@ -40,8 +42,8 @@ BY_METHOD: dict[str, dict[str, Any]] = {
     "medusa": {**EAGLE3, "method": "medusa"},
     "mlp_speculator": {**EAGLE3, "method": "mlp_speculator"},
     "eagle": {**EAGLE3, "method": "eagle"},
-    "dflash": {**EAGLE3, "method": "dflash"},
-    "dspark": {**EAGLE3, "method": "dspark"},
+    "dflash": DFLASH,
+    "dspark": DSPARK,
 }
 NEAREST = {
     ("custom_class", TRT): "UserProvidedDecodingConfig in Python",
@@ -118,7 +120,7 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "draft_sample_method": (DRAFTED, "probabilistic"),
     "speculative_token_tree": (EAGLE3, TREE),
     "use_heterogeneous_vocab": (DRAFTED, True),
-    "draft_confidence_threshold": ({**EAGLE3, "method": "dspark"}, 0.5),
+    "draft_confidence_threshold": (DSPARK, 0.5),
     "parallel_drafting": (DRAFTED, True),
     "enable_adaptive_verification": (DRAFTED, True),
     "capture_layers": (EAGLE3, (1, 4, 6)),

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.unit.interop_cases import (
+    DFLASH,
     DRAFTED,
+    DSPARK,
     EAGLE3,
     HEAD,
     MTP,
@@ -75,6 +77,13 @@ ONE_TO: dict[str, Any] = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
             {"eagle3_one_model": True, "eagle3_layers_to_capture": [1, 4, -1]},
             "",
         ),
+        ({**DFLASH, **GREEDY}, {"decoding_type": "DFlash", "target_layer_ids": None}, ""),
+        (
+            {**DSPARK, **GREEDY, "capture_layers": (1, 4), "parallel_drafting": True},
+            {"decoding_type": "DSpark", "target_layer_ids": [1, 4]},
+            "",
+        ),
+        ({**DFLASH, **GREEDY, "capture_layers": (4, 1)}, {"target_layer_ids": [4, 1]}, "capture_layers"),
         ({**EAGLE3, **GREEDY, "capture_layers": (4, 1)}, {"eagle3_layers_to_capture": [4, 1]}, "capture_layers"),
         ({**EAGLE3, **GREEDY, "capture_layers": (1, 1)}, {"eagle3_layers_to_capture": [1, 1]}, "capture_layers"),
         ({**EAGLE3, **GREEDY}, {"eagle3_layers_to_capture": None}, "capture_layers"),
@@ -158,6 +167,12 @@ def test_to_tensorrt_llm(fields: dict[str, Any], expected: dict[str, Any], warne
         ({**EAGLE3, **QUIET, "one_engine": True}, {**EAGLE3, **QUIET}, "one_engine"),
         ({**EAGLE3, **QUIET, "capture_layers": (1, 4)}, {**EAGLE3, **QUIET}, "capture_layers"),
         ({**EAGLE3, **QUIET, "parallel_drafting": True}, {**EAGLE3, **QUIET, "parallel_drafting": True}, ""),
+        ({**DFLASH, **QUIET, "capture_layers": (1, 4)}, {**DFLASH, **QUIET}, "capture_layers"),
+        (
+            {**DSPARK, **QUIET, "capture_layers": (1, 4), "enable_adaptive_verification": True},
+            {**DSPARK, **QUIET, "enable_adaptive_verification": True},
+            "capture_layers",
+        ),
         ({**DRAFTED, **QUIET, "one_engine": False}, {**DRAFTED, **QUIET}, "one_engine"),
         ({**DRAFTED, **QUIET, "quantization": "int4"}, {**DRAFTED, **QUIET}, "quantization"),
         ({**DRAFTED, **QUIET, "quantization": "fp8"}, {**DRAFTED, **QUIET, "quantization": "fp8"}, ""),
@@ -236,6 +251,8 @@ def test_layers_of_the_head_are_written_where_its_config_is_not_read() -> None:
         assert settings == {**EAGLE3, **QUIET}
         assert ("capture_layers" in lines) == warned
     assert lines["capture_layers"].endswith("config.json must say eagle_aux_hidden_state_layer_ids=[2, 5, 7]")
+    lines = export({**DFLASH, **QUIET, "capture_layers": (1, 4)}, VLLM)[1]
+    assert lines["capture_layers"].endswith("config.json must say dflash_config.target_layer_ids=[1, 4]")
 
 
 def test_the_method_is_found_as_everywhere() -> None:
@@ -278,3 +295,12 @@ def test_contradictions(fields: dict[str, Any], server: str, message: str) -> No
 def test_parallel_heads_have_no_equal() -> None:
     with pytest.raises(UnsupportedError, match=r"method='eagle3' has no equal in .*parallel_drafting=True; nearest: "):
         export({**EAGLE3, "parallel_drafting": True}, TRT)
+
+
+def test_a_method_that_nobody_wrote_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that is added to the table and has no type there."""
+    from trtspec.interop import tensorrt_llm
+
+    monkeypatch.delitem(tensorrt_llm._TYPES, "dspark")
+    with pytest.raises(UnsupportedError, match="method='dspark' has no equal in TensorRT-LLM; nearest: "):
+        export(DSPARK, TRT)

@@ -29,6 +29,10 @@ TARGET = TargetInfo(
     tensor_parallel_size=2,
 )
 HEAD = DraftInfo(method="eagle3", vocab_size=100, max_model_len=512, capture_layers=(2, 5, 8))
+BLOCKS = {
+    method: DraftInfo(method=method, vocab_size=100, max_model_len=512, capture_layers=(2, 5), mask_token_id=9)
+    for method in ("dflash", "dspark")
+}
 TRT, VLLM = "tensorrt-llm", "vllm"
 K = 4
 SIZES = st.integers(1, 70)
@@ -85,6 +89,17 @@ OWN: dict[str, st.SearchStrategy[dict[str, Any]]] = {
             "quantization": st.just("int4"),
         },
     ),
+    **dict.fromkeys(
+        BLOCKS,
+        st.fixed_dictionaries(
+            {"model": st.text(min_size=1)},
+            optional={
+                "parallel_drafting": st.booleans(),
+                "capture_layers": st.lists(st.integers(0, 11), min_size=1, max_size=4),
+                "quantization": st.just("int8"),
+            },
+        ),
+    ),
     "mtp": maybe(one_engine=st.just(True), vanilla=st.booleans(), quantization=st.just("fp8")),
     "extract_hidden_states": st.fixed_dictionaries(
         {"output_directory": st.text()},
@@ -131,11 +146,11 @@ def explained(lines: dict[str, str]) -> set[str]:
     return {*lines, *(["draft_len"] if unwritten_gate else [])}
 
 
-@given(configs("ngram", "draft_model", "eagle3", "mtp", "extract_hidden_states"), st.sampled_from([None, HEAD]))
+@given(configs(*OWN), st.sampled_from([None, HEAD]))
 def test_tensorrt_llm_and_back(fields: dict[str, Any], head: DraftInfo | None) -> None:
     yaml = pytest.importorskip("yaml")
     config = SpeculativeConfig(**fields)
-    draft = head if config.method == "eagle3" else None
+    draft = head if config.method == "eagle3" else BLOCKS.get(str(config.method))
     settings, found = export_settings(config, TRT, draft)
     lines = {warning.field: str(warning) for warning in found}
     read = yaml.safe_load(settings_text(settings, TRT))["speculative_config"]
@@ -148,10 +163,10 @@ def test_tensorrt_llm_and_back(fields: dict[str, Any], head: DraftInfo | None) -
     assert changed <= explained(lines)
 
 
-@given(configs("ngram", "draft_model", "eagle3", "mtp"), st.sampled_from([None, HEAD]))
+@given(configs(*sorted(OWN.keys() - {"extract_hidden_states"})), st.sampled_from([None, HEAD]))
 def test_vllm_and_back(fields: dict[str, Any], head: DraftInfo | None) -> None:
     config = SpeculativeConfig(**fields)
-    draft = head if config.method == "eagle3" else None
+    draft = head if config.method == "eagle3" else BLOCKS.get(str(config.method))
     settings, found = export_settings(config, VLLM, draft)
     lines = {warning.field: str(warning) for warning in found}
     read = json.loads(settings_text(settings, VLLM))

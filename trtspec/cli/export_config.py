@@ -15,6 +15,7 @@ from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
 from trtspec.interop.account import FieldWarning
 from trtspec.interop.export import SERVERS, export_settings, settings_text
+from trtspec.methods.table import METHODS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +73,8 @@ def _of_engine(folder: str) -> tuple[SpeculativeConfig, DraftInfo | None, list[F
 
 def _draft_info(config: SpeculativeConfig) -> DraftInfo | None:
     """What the draft's config.json says, where that matters: which method it is for, which layers it reads."""
-    if config.method not in (None, "eagle3") or config.model is None or not os.path.isdir(config.model):
+    reads_layers = config.method is None or "capture_layers" in METHODS[config.method].takes
+    if not reads_layers or config.model is None or not os.path.isdir(config.model):
         return None
     return read_draft(config)
 

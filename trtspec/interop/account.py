@@ -37,7 +37,8 @@ class Account:
         row, model = choose(config, draft)
         check_fields(config, row)
         self.method = row.name
-        self.model = None if row.checkpoint is None else model
+        self.has_draft = row.checkpoint is not None  # what drafts is a model, which draws
+        self.model = model if self.has_draft else None
         self._warnings: list[FieldWarning] = []
         self._open = {field for field in type(config).model_fields if self.is_set(field)} - {"method", "model"}
 
@@ -94,6 +95,10 @@ class Account:
     def has_both_engines(self) -> bool:
         """Whether the method exists with drafts inside the target's graph and beside it."""
         return {one_engine for method, one_engine, _, _ in MODE_OF if method == self.method} == {True, False}
+
+    def in_parallel_anyway(self) -> bool:
+        """Whether the method drafts in one pass over mask tokens whatever `parallel_drafting` says."""
+        return all(MODE_OF[words].drafts_in_parallel() for words in MODE_OF if words[0] == self.method)
 
     def refuse(self, server: str, nearest: str) -> UnsupportedError:
         """The error for a method that the server does not have."""

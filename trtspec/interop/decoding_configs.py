@@ -278,8 +278,15 @@ class SADecodingConfig(DecodingBaseConfig):
 
 
 class _ParallelDecodingConfig(DecodingBaseConfig):
+    """Drafts in one pass over mask tokens. target_layer_ids mean "after layer i"."""
+
+    unbuilt: ClassVar[Mapping[str, str]] = {"mask_token_id": "leave it unset: the draft's config.json says"}
+
     mask_token_id: int | None = Field(default=None, ge=0)
     target_layer_ids: Layers | None = None
+
+    def _own_fields(self) -> dict[str, Any]:
+        return {"capture_layers": self.target_layer_ids}
 
 
 class PARDDecodingConfig(_ParallelDecodingConfig):
@@ -297,25 +304,17 @@ class PARDDecodingConfig(_ParallelDecodingConfig):
 
 
 class DFlashDecodingConfig(_ParallelDecodingConfig):
-    """DFlash: a block of mask tokens that reads the target's hidden states. target_layer_ids mean "after layer i"."""
+    """DFlash: a block of mask tokens that reads the target's hidden states."""
 
     decoding_type: ClassVar[str] = "DFlash"
     method: ClassVar[str] = "dflash"
-    unbuilt: ClassVar[Mapping[str, str]] = {"mask_token_id": "leave it unset: the draft's config.json says"}
-
-    def _own_fields(self) -> dict[str, Any]:
-        return {"capture_layers": self.target_layer_ids}
 
 
 class DSparkDecodingConfig(_ParallelDecodingConfig):
-    """DSpark: a DFlash block whose drafts know the draft before them. target_layer_ids mean "after layer i"."""
+    """DSpark: a DFlash block whose drafts know the draft before them."""
 
     decoding_type: ClassVar[str] = "DSpark"
     method: ClassVar[str] = "dspark"
-    unbuilt: ClassVar[Mapping[str, str]] = {"mask_token_id": "leave it unset: the draft's config.json says"}
-
-    def _own_fields(self) -> dict[str, Any]:
-        return {"capture_layers": self.target_layer_ids}
 
 
 DECODING_CONFIGS: tuple[type[DecodingBaseConfig], ...] = (

@@ -12,31 +12,12 @@ from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import chain, parse_tree
 from trtspec.interop.account import Account, FieldWarning, draft_len_steps
-from trtspec.interop.decoding_configs import (
-    AutoDecodingConfig,
-    DFlashDecodingConfig,
-    DraftTargetDecodingConfig,
-    DSparkDecodingConfig,
-    Eagle3DecodingConfig,
-    MTPDecodingConfig,
-    NGramDecodingConfig,
-    PARDDecodingConfig,
-    SaveHiddenStatesDecodingConfig,
-)
+from trtspec.interop.decoding_configs import DECODING_CONFIGS, PARDDecodingConfig
 from trtspec.methods.ngram.options import lookup_sizes
 
 SERVER = "TensorRT-LLM"
 
-_TYPES = {
-    "auto": AutoDecodingConfig.decoding_type,
-    "dflash": DFlashDecodingConfig.decoding_type,
-    "draft_model": DraftTargetDecodingConfig.decoding_type,
-    "dspark": DSparkDecodingConfig.decoding_type,
-    "eagle3": Eagle3DecodingConfig.decoding_type,
-    "extract_hidden_states": SaveHiddenStatesDecodingConfig.decoding_type,
-    "mtp": MTPDecodingConfig.decoding_type,
-    "ngram": NGramDecodingConfig.decoding_type,
-}
+_TYPES = {kind.method: kind.decoding_type for kind in DECODING_CONFIGS if kind is not PARDDecodingConfig}
 _NEAREST = {
     "custom_class": "UserProvidedDecodingConfig in Python, which takes an object of TensorRT-LLM's own Drafter: a "
     "drafter written for trtspec.protocols.Drafter does not run there; from a file, decoding_type NGram",
@@ -47,8 +28,6 @@ _NEAREST = {
 }
 # Modes in which num_speculative_tokens may be unset there too.
 _K_OPTIONAL = ("mtp", "extract_hidden_states")
-# No draft model, so no way of drawing its tokens.
-_NO_DRAFT_MODEL = ("ngram", "extract_hidden_states")
 # A schedule's lengths end with its largest key; this one stands for "and all above". Requests per step.
 _ANY_BATCH = 1_000_000
 
@@ -63,8 +42,8 @@ def to_tensorrt_llm(
     """
     account = Account(config, draft)
     method = account.method
-    if method in _NEAREST:
-        raise account.refuse(SERVER, _NEAREST[method])
+    if method in _NEAREST or method not in _TYPES:
+        raise account.refuse(SERVER, _NEAREST.get(method, "decoding_type NGram, which needs no draft"))
     if method == "auto":
         return _auto(account)
     settings: dict[str, Any] = {"decoding_type": _decoding_type(account)}
@@ -91,10 +70,12 @@ def _auto(account: Account) -> tuple[dict[str, Any], list[FieldWarning]]:
 
 
 def _decoding_type(account: Account) -> str:
-    if not account.take("parallel_drafting") or account.method == "dflash":  # which is parallel anyway
+    if not account.take("parallel_drafting") or account.in_parallel_anyway():
         return _TYPES[account.method]
-    if account.method != "draft_model":
-        raise account.refuse(f"{SERVER} with parallel_drafting=True", "method='draft_model' (PARD) or 'dflash'")
+    if account.method != PARDDecodingConfig.method:
+        raise account.refuse(
+            f"{SERVER} with parallel_drafting=True", "method='draft_model' (PARD), 'dflash' or 'dspark'"
+        )
     return PARDDecodingConfig.decoding_type
 
 
@@ -146,17 +127,21 @@ def _eagle3(account: Account) -> dict[str, Any]:
             "capture_layers",
             "TensorRT-LLM takes (1, n//2 - 1, n - 4) of n layers, whatever the head's config.json says",
         )
-    return {"eagle3_one_model": _one_engine(account), **_layers(account, layers)}
+    return {"eagle3_one_model": _one_engine(account), **_layers(account, layers, "eagle3_layers_to_capture")}
 
 
-def _layers(account: Account, layers: tuple[int, ...] | None) -> dict[str, Any]:
+def _block(account: Account) -> dict[str, Any]:
+    return _layers(account, account.take("capture_layers"), "target_layer_ids")
+
+
+def _layers(account: Account, layers: tuple[int, ...] | None, name: str) -> dict[str, Any]:
     """Ids mean "after layer i" there too, but they are a set."""
     if layers is None:
         return {}
     ordered = (*sorted({i for i in layers if i >= 0}), *((-1,) if -1 in layers else ()))
     if layers != ordered:
         account.warn("capture_layers", f"TensorRT-LLM captures a set of layers, in the order {ordered}", layers)
-    return {"eagle3_layers_to_capture": list(layers)}
+    return {name: list(layers)}
 
 
 def _mtp(account: Account) -> dict[str, Any]:
@@ -199,11 +184,18 @@ def _hidden_states(account: Account) -> dict[str, Any]:
     return {
         "output_directory": folder,
         **account.take_plain("write_interval", "file_prefix"),
-        **_layers(account, account.take("capture_layers")),
+        **_layers(account, account.take("capture_layers"), "eagle3_layers_to_capture"),
     }
 
 
-_OWN = {"eagle3": _eagle3, "mtp": _mtp, "ngram": _ngram, "extract_hidden_states": _hidden_states}
+_OWN = {
+    "dflash": _block,
+    "dspark": _block,
+    "eagle3": _eagle3,
+    "extract_hidden_states": _hidden_states,
+    "mtp": _mtp,
+    "ngram": _ngram,
+}
 
 
 # -- what all of them share -----------------------------------------------------------------------------------------
@@ -227,7 +219,7 @@ def _acceptance(account: Account) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     method = account.take("rejection_sample_method")
     exact = "not written: TensorRT-LLM accepts a draft that equals the token it draws itself"
-    if method == "standard" and account.method not in _NO_DRAFT_MODEL:
+    if method == "standard" and account.has_draft:
         settings["use_rejection_sampling"] = True
     elif method not in (None, "strict"):
         account.warn("rejection_sample_method", exact)
@@ -235,7 +227,7 @@ def _acceptance(account: Account) -> dict[str, Any]:
     account.warn_if_set("synthetic_acceptance_rates", forced)
     account.warn_if_set("synthetic_acceptance_length", forced)
     drawn = account.take("draft_sample_method")
-    if account.method not in _NO_DRAFT_MODEL and drawn != "greedy":
+    if account.has_draft and drawn != "greedy":
         account.warn(
             "draft_sample_method",
             "TensorRT-LLM drafts the most likely tokens, which sampled requests accept less often than tokens drawn "

@@ -24,8 +24,12 @@ _NEAREST = {
     "written for trtspec.protocols.Drafter does not run there; from a file, method='ngram'",
     "mlp_speculator": "method='medusa' or 'eagle3': vLLM knows the name, but has nothing that runs it",
 }
-# No draft model, so no way of drawing its tokens.
-_NO_DRAFT_MODEL = ("ngram", "suffix", "extract_hidden_states")
+# What a draft's config.json calls the layers that it reads, and what its numbers mean less "after layer i".
+_LAYERS = {
+    "eagle3": ("eagle_aux_hidden_state_layer_ids", 1),
+    "dflash": ("dflash_config.target_layer_ids", 0),
+    "dspark": ("target_layer_ids", 0),
+}
 # What vLLM looks for in the path of a model, in its order, and the method it takes that for.
 _HINTS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 _SAME = (
@@ -171,7 +175,7 @@ def _acceptance(account: Account) -> dict[str, Any]:
         )
     else:
         settings["rejection_sample_method"] = method
-    if account.method not in _NO_DRAFT_MODEL and account.take("draft_sample_method") is None:
+    if account.has_draft and account.take("draft_sample_method") is None:
         account.warn(
             "draft_sample_method",
             "vLLM drafts the most likely tokens, which sampled requests accept less often than tokens drawn with the "
@@ -196,19 +200,25 @@ def _draft_model(account: Account) -> dict[str, Any]:
         )
     else:
         settings["quantization"] = quantization
-    if account.method in _NO_DRAFT_MODEL:
-        account.warn_if_set("max_model_len", "not written: vLLM limits draft models by it; this drafts to the target's")
-    else:
+    if account.has_draft:
         settings.update(account.take_plain("max_model_len"))
-    layers = account.take("capture_layers")
-    in_head = None if account.draft is None else account.draft.capture_layers
-    if account.method == "eagle3" and layers is not None and layers != in_head:
-        where = "the head's config.json must say eagle_aux_hidden_state_layer_ids="
-        if -1 in layers:
-            account.warn("capture_layers", "not written: vLLM captures residual streams, none after the final norm")
-        else:
-            account.warn("capture_layers", f"no setting of vLLM: {where}{to_vllm_layers(layers)}")
+    else:
+        account.warn_if_set("max_model_len", "not written: vLLM limits draft models by it; this drafts to the target's")
+    _warn_of_layers(account)
     return settings
+
+
+def _warn_of_layers(account: Account) -> None:
+    """vLLM captures what the draft's own config.json says."""
+    layers = account.take("capture_layers")
+    if layers is None or account.method not in _LAYERS or (account.draft and layers == account.draft.capture_layers):
+        return
+    if -1 in layers:
+        account.warn("capture_layers", "not written: vLLM captures residual streams, none after the final norm")
+        return
+    name, first = _LAYERS[account.method]
+    ids = [i + first for i in layers]
+    account.warn("capture_layers", f"no setting of vLLM: the head's config.json must say {name}={ids}")
 
 
 def _chain_only(account: Account) -> None:
