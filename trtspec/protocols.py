@@ -45,7 +45,7 @@ class DraftRequest:
 
     request_id: int
     tokens: Sequence[int]  # prompt and output so far, to be read; a slice of it is a list of one's own
-    max_draft_len: int  # 1..K
+    max_draft_len: int  # 0..K; 0 = no drafts, only where hidden_states are given
     sampling: ResolvedSampling
     block_table: Sequence[int]  # covers len(tokens) + max_draft_len - 1 tokens
     draft_kv_len: int  # leading tokens whose draft KV is valid, less than len(tokens)

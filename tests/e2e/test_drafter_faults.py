@@ -18,7 +18,7 @@ from tests.e2e.tiny import VOCAB, LyingOracle, Outcome, assert_all_blocks_free
 from tests.e2e.victims import BYSTANDERS, LIMITS, POISON, VICTIM, K, alone, right_answers, run_beside, user_llm
 from trtspec import LLM
 from trtspec.core import Proposal
-from trtspec.errors import ConfigError
+from trtspec.errors import ConfigError, DeviceError, EngineError
 from trtspec.protocols import DraftRequest
 
 Spoil = Callable[[Sequence[DraftRequest], Proposal, int], Any]
@@ -245,6 +245,21 @@ def test_a_drafter_that_always_fails(target: Path, expected: list[Outcome], warn
     assert outcomes_of(llm) == expected
     assert sorted(int(re.findall(r"\d+", line)[0]) for line in warned()) == list(range(len(expected)))
     assert llm.engine.stats.speculation.num_draft_tokens == 0
+
+
+class OnALostDevice(LyingOracle):
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        raise DeviceError("the GPU is gone")
+
+
+def test_nobody_is_blamed_for_a_lost_device(target: Path, warned: Callable[[], list[str]]) -> None:
+    """Nothing can run on it: the engine stops, and asks no request alone."""
+    with user_llm(target, OnALostDevice([])) as llm:
+        running = [llm.generate_async(case.prompt, case.params) for case in (VICTIM, *BYSTANDERS)]
+        for generation in running:
+            with pytest.raises(EngineError, match="the GPU is gone"):
+                generation.result(timeout=60)
+    assert not any("without drafts" in line for line in warned())
 
 
 class ForgetFails(LyingOracle):

@@ -177,6 +177,12 @@ def test_a_new_run_goes_on_numbering_and_removes_leftovers(model: Path, tmp_path
     assert len(saved(tmp_path)) == 5
 
 
+def test_a_leftover_that_cannot_be_removed_is_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "data-00000.safetensors.tmp").mkdir()
+    with pytest.raises(ConfigError, match=r"data-00000.safetensors.tmp, which was never finished, cannot be removed"):
+        save(model, tmp_path)
+
+
 def test_a_folder_of_other_states_is_refused(model: Path, tmp_path: Path) -> None:
     with save(model, tmp_path / "out") as llm:
         llm.generate(PROMPTS[:1], PARAMS)

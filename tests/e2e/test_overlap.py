@@ -178,6 +178,27 @@ def test_a_device_that_is_lost_ends_all_requests(target: Path) -> None:
         llm.generate_async([1], params)
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_no_step_is_launched_again_on_a_lost_device(target: Path, ahead: bool) -> None:
+    """Neither by the loop that launches ahead nor by the one whose steady batches do not look at their requests."""
+    tried: list[int] = []
+
+    def lose(*args: Any) -> Any:
+        tried.append(len(tried))
+        raise DeviceError("the GPU is gone")
+
+    with LLM(target, num_kv_blocks=100, **LIMITS) as llm:
+        loop: Any = overlapped(llm) if ahead else llm.engine.loop
+        llm.engine.add_request([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True))
+        for _ in range(3):
+            llm.engine.step()
+        assert ahead or loop.steady is not None
+        loop.target.run = loop.target.launch = lose
+        with pytest.raises(DeviceError):
+            llm.engine.step()
+        assert len(tried) == 1
+
+
 def test_a_lost_device_is_not_tried_again() -> None:
     tried = []
 

@@ -108,7 +108,7 @@ class _Frame:
             drafts = ids.copy()
             del drafts[::width]
             values.append(array("q", drafts))
-        for memory, new in zip(self.memory, values, strict=False):
+        for memory, new in zip(self.memory, values, strict=True):
             memory[:] = memoryview(new).cast("B")
         return self._changed()
 

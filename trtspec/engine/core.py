@@ -69,8 +69,8 @@ class EngineCore:
         return samples
 
     def make_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
-        """Check one prompt and number its n samples; errors as add_request. May run beside a step, as all it changes
-        is the next id."""
+        """Check one prompt and number its n samples; errors as add_request. May run while a step
+        does: of the engine it changes the next id, and makes the compiler of grammars that no step uses."""
         prompt = list(prompt_ids)
         limit = self._length_limit(prompt, params)
         stop_ids = frozenset(params.stop_token_ids)

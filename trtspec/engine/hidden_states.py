@@ -111,7 +111,13 @@ class ShardWriter:
                 )
         for path in leftovers(self.folder, self.prefix):
             logger.warning("removing %s, which was never finished", path)
-            path.unlink()
+            try:
+                path.unlink()
+            except OSError as error:
+                raise ConfigError(
+                    f"output_directory={str(self.folder)!r}: {path.name}, which was never finished, cannot be removed "
+                    f"({error}); remove it, or use another folder"
+                ) from error
         self._index = next_index(self.folder, self.prefix)
 
     def _write_all(self) -> bool:

@@ -48,8 +48,12 @@ class OverlapLoop(IsolatedLoop):
         flight, self.flight = self.flight, None
         batch = self.scheduler.schedule()
         if batch and not any(row.request.needs_host for row in batch):
-            with suppress(Exception):  # who is to blame shows when it is launched as others are, with nothing in flight
+            try:
                 self.flight = self.take_off(batch, flight)
+            except DeviceError:
+                raise  # there is nothing left to try on
+            except Exception:  # who is to blame shows when it is launched as others are, with nothing in flight
+                pass
         if flight is None:
             return [] if self.flight is not None or not batch else super().step()
         try:

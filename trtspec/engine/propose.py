@@ -14,7 +14,7 @@ from trtspec.core import Proposal
 from trtspec.engine.request import Request
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Batch, Scheduler
-from trtspec.errors import EngineError
+from trtspec.errors import DeviceError, EngineError
 from trtspec.protocols import Drafter, DraftRequest
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,8 @@ class Proposer:
         questions = tuple(_question(request, length, self._unread(request)) for request, length in asked)
         try:
             answers = _checked(self.drafter.propose(questions), questions, self.vocab_size)
+        except DeviceError:
+            raise  # no request is to blame
         except Exception as error:
             self.num_failures += 1
             if len(asked) == 1:

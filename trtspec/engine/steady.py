@@ -28,6 +28,7 @@ from trtspec.engine.faults import IsolatedLoop
 from trtspec.engine.propose import Proposer
 from trtspec.engine.scheduler import Batch, Scheduler
 from trtspec.engine.step import Emission
+from trtspec.errors import DeviceError
 from trtspec.kv import rewind
 
 MAX_STEPS = 32
@@ -175,6 +176,8 @@ class SteadyLoop(IsolatedLoop):
             return None
         try:
             outputs = self.verify(self.assemble.go_on(*steady.rows()))
+        except DeviceError:
+            raise  # there is nothing left to try on
         except Exception:
             return None
         read = steady.read  # [B, K+1] what this step has verified
