@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -17,7 +19,9 @@ from tests.e2e.tiny import add_tokenizer, make_target
 from tests.e2e.training import metrics, random_ids, start, wait_for
 from trtspec import LLM, SamplingParams
 from trtspec.cli import main
+from trtspec.cli.train import add_arguments
 from trtspec.outputs import SpeculationStats
+from trtspec.train.run import KINDS
 
 K = 3
 
@@ -216,3 +220,27 @@ def test_text_files_and_folders_of_them_are_data(folder: Path, tmp_path: Path) -
     assert len(tokens) == 7 * 120 + 4_000
     assert tokens[:8].tolist() == [1, 2, 3, 4, 5, 6, 7, 1]
     assert json.loads((tmp_path / "head" / "config.json").read_text())["draft_vocab_size"] == 5
+
+
+# -- its options ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_option_of_a_kind_can_be_given(kind: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, kind)
+    given = {action.dest for action in parser._actions}
+    fields = {field.name for field in dataclasses.fields(KINDS[kind])}
+    assert fields - given == {"run"} | (set() if KINDS[kind].simulated else {"held_out"})
+
+
+def test_what_the_command_line_says_is_what_is_trained(folder: Path, tmp_path: Path) -> None:
+    """A DSpark draft, whose options are of every type."""
+    given = arguments(folder, tmp_path / "head", "--steps", "1", "--own-words", "0", "--rank", "4", "--markov", "rnn",
+                      "--no-confidence", "--anchors", "3", "--mask-token-id", "7", "--num-layers", "2")  # fmt: skip
+    assert main(["train", "dspark", *given[2:]]) == 0
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == [1, 2]  # there, an id is the layer entered
+    assert (config["markov_rank"], config["markov_head_type"], config["block_size"]) == (4, "rnn", K)
+    assert (config["enable_confidence_head"], config["mask_token_id"]) == (False, 7)
+    assert config["transformer_layer_config"]["num_hidden_layers"] == 2

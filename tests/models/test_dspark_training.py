@@ -110,7 +110,7 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
     for wrong, words in (
         ({"markov": "lstm"}, "markov='lstm'; use one of vanilla, gated, rnn"),
         ({"seq_len": 16}, "anchors=16: seq_len=16 has no room"),
-        ({"held_out": tmp_path}, "held_out: blocks are not simulated"),
+        ({"held_out": tmp_path}, "held_out: drafts of kind 'dspark' are not simulated"),
         ({"num_layers": 0}, "num_layers=0 must be at least 1"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import json
 import sys
+import typing
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,28 +19,9 @@ from trtspec.train.plot import plot_metrics
 from trtspec.train.run import KINDS as KINDS
 from trtspec.train.run import train_head
 
-OPTIONS: dict[str, tuple[type, str]] = {
-    "draft_vocab_size": (int, "token ids the head can say, the most frequent ones (default: all)"),
-    "intermediate_size": (int, "width of the head's MLP (default: the target's)"),
-    "num_layers": (int, "residual blocks of each head"),
-    "inner_size": (int, "width of the state (default: the target's hidden size)"),
-    "modules": (int, "1, which makes all drafts, or as many as --unroll, one for each"),
-    "own_words": (int, "prompts from the data that the target continues greedily: half of the lessons; 0: none"),
-    "own_words_len": (int, "tokens of each such continuation"),
-    "unroll": (int, "passes per lesson: the drafts per step it is made for, and Medusa's heads or an MLP's stages"),
-    "seq_len": (int, "tokens per window of the data"),
-    "batch_size": (int, "windows per optimizer step"),
-    "learning_rate": (float, "of the optimizers, after warm-up and before decay"),
-    "seed": (int, "of the weights and of the order of the data"),
-    "dtype": (str, "of the arithmetic; weights are kept in float32"),
-    "checkpoint_seconds": (float, "a kill costs at most the training of so long"),
-}
-"""Field of the options, of those that are a word or a number -> its type, and what it is. A kind has some of them."""
-
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     """Everything that the options of this kind hold, by the same names."""
-    fields = {field.name: field.default for field in dataclasses.fields(KINDS[kind])}
     parser.set_defaults(run=run, kind=kind)
     parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="checkpoint folder of the target")
     parser.add_argument(
@@ -64,30 +47,31 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--minutes", type=float, help="train for so long")
     length.add_argument("--steps", type=int, help="train for so many optimizer steps")
-    parser.add_argument(
-        "--held-out",
-        type=Path,
-        metavar="PATH",
-        help="text or ids on which the trained head's acceptance length is simulated",
-    )
-    if "capture_layers" in fields:
+    if KINDS[kind].simulated:
         parser.add_argument(
-            "--capture-layers",
-            metavar="I,J,...",
-            help='layers of the target whose output the head reads, "after layer i" (default: EAGLE3\'s three)',
+            "--held-out",
+            type=Path,
+            metavar="PATH",
+            help="text or ids on which the trained head's acceptance length is simulated",
         )
-    for name, (word, text) in OPTIONS.items():
-        if name in fields:
-            text += f" (default: {fields[name]})" if fields[name] is not None else ""
-            parser.add_argument(f"--{name.replace('_', '-')}", type=word, help=text)
-    if "tie_weights" in fields:
-        parser.add_argument("--tie-weights", action="store_true", help="stages share what they can")
-    parser.add_argument(
-        "--no-compile",
-        dest="compile",
-        action="store_false",
-        help="no torch.compile, which takes minutes before the first step: for short runs",
-    )
+    hints = typing.get_type_hints(KINDS[kind])
+    for field in dataclasses.fields(KINDS[kind]):
+        if "help" in field.metadata:
+            _add_setting(parser, field, hints[field.name])
+
+
+def _add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any) -> None:
+    """The argument of a train.head.setting, by its name and type."""
+    name, text = field.name.replace("_", "-"), field.metadata["help"]
+    (kind,) = {*(typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,))} - {type(None)}
+    if kind is bool:
+        action = "store_false" if field.default else "store_true"
+        parser.add_argument(f"--no-{name}" if field.default else f"--{name}", dest=field.name, action=action, help=text)
+    elif typing.get_origin(kind) is tuple:
+        parser.add_argument(f"--{name}", metavar="I,J,...", help=text)
+    else:
+        text += f" (default: {field.default})" if field.default is not None else ""
+        parser.add_argument(f"--{name}", type=kind, help=text)
 
 
 def run(namespace: argparse.Namespace) -> int:

@@ -104,4 +104,4 @@ class EngineStats:
     saved_requests: int = 0  # whose hidden states are in finished files (SAVE_HIDDEN_STATES)
     unsaved_requests: int = 0  # whose hidden states are lost, because of save_error
     save_error: str | None = None
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)  # of finished samples

@@ -28,7 +28,7 @@ _NEAREST = {
 _LAYERS = {
     "eagle3": ("eagle_aux_hidden_state_layer_ids", 1),
     "dflash": ("dflash_config.target_layer_ids", 0),
-    "dspark": ("target_layer_ids", 0),
+    "dspark": ("aux_hidden_state_layer_ids", 1),
 }
 # What vLLM looks for in the path of a model, in its order, and the method it takes that for.
 _HINTS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}

@@ -7,7 +7,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,15 @@ from trtspec.train.data import Tokens
 from trtspec.train.lessons import LAST_STATE
 from trtspec.train.trainer import TrainConfig
 from trtspec.train.unrolled import HeadLoss, LessonLoss, Objective
+
+CAPTURE_LAYERS = 'layers of the target whose output the head reads, "after layer i" (default: EAGLE3\'s three)'
+"""Help of `capture_layers`."""
+
+
+def setting(default: Any, text: str) -> Any:
+    """A field of HeadOptions that the command line has, too; `text` is its help. Of a switch that is on by default it
+    says what turning it off does."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +60,27 @@ class HeadOptions(ABC):
     run: Path
     minutes: float | None = None
     steps: int | None = None
-    own_words: int = 2048
-    own_words_len: int = 192
-    unroll: int = 4
-    seq_len: int = 256
-    batch_size: int = 8
-    learning_rate: float = 4e-3
-    seed: int = 0
-    dtype: str = "bfloat16"
+    own_words: int = setting(
+        2048, "prompts from the data that the target continues greedily: half of the lessons; 0: none"
+    )
+    own_words_len: int = setting(192, "tokens of each such continuation")
+    unroll: int = setting(4, "passes per lesson: the drafts per step it is made for")
+    seq_len: int = setting(256, "tokens per window of the data")
+    batch_size: int = setting(8, "windows per optimizer step")
+    learning_rate: float = setting(4e-3, "of the optimizers, after warm-up and before decay")
+    seed: int = setting(0, "of the weights and of the order of the data")
+    dtype: str = setting("bfloat16", "of the arithmetic; weights are kept in float32")
     held_out: Path | None = None
-    checkpoint_seconds: float = 60.0
-    compile: bool = True
+    checkpoint_seconds: float = setting(60.0, "a kill costs at most the training of so long")
+    compile: bool = setting(True, "no torch.compile, which takes minutes before the first step: for short runs")
 
     method: ClassVar[str]
     """Of speculative_config, that runs such a head; and the name of the kind."""
 
     objective: ClassVar[Objective] = Objective()
+
+    simulated: ClassVar[bool] = True
+    """Whether `held_out` is measured: drafts are simulated without an engine."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -80,6 +94,11 @@ class HeadOptions(ABC):
             raise ConfigError(
                 f"own_words={self.own_words} make no batch_size={self.batch_size}; use at least {self.batch_size + 2}, "
                 "or 0 to learn from the data alone"
+            )
+        if self.held_out is not None and not self.simulated:
+            raise ConfigError(
+                f"held_out: drafts of kind {self.method!r} are not simulated; leave it unset, and measure the draft "
+                "with trtspec bench"
             )
         if self.held_out is not None and self.own_words_len < self.unroll + 2:
             raise ConfigError(

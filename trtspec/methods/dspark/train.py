@@ -26,7 +26,15 @@ from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import DTYPES, tensors_of
 from trtspec.train.data import Tokens
-from trtspec.train.head import HeadOptions, initialise_head, layer_config, one_layer, write_head
+from trtspec.train.head import (
+    CAPTURE_LAYERS,
+    HeadOptions,
+    initialise_head,
+    layer_config,
+    one_layer,
+    setting,
+    write_head,
+)
 from trtspec.train.language_model import compiled
 from trtspec.train.unrolled import LessonLoss
 
@@ -42,13 +50,16 @@ class DSparkTraining(HeadOptions):
 
     method: ClassVar[str] = "dspark"
 
-    capture_layers: tuple[int, ...] | None = None
-    num_layers: int = 1
-    rank: int = 64
-    markov: str = "vanilla"
-    confidence: bool = True
-    mask_token_id: int | None = None
-    anchors: int = 16
+    simulated: ClassVar[bool] = False
+
+    capture_layers: tuple[int, ...] | None = setting(None, CAPTURE_LAYERS)
+    num_layers: int = setting(1, "decoder layers of the draft")
+    rank: int = setting(64, "width of the head that reads the draft before; 0: none")
+    markov: str = setting("vanilla", f"kind of that head: {', '.join(MARKOV_HEADS)}")
+    confidence: bool = setting(True, "no head that guesses how likely each draft is accepted")
+    mask_token_id: int | None = setting(None, "id that rows of masks read (default: the vocabulary's last)")
+    anchors: int = setting(16, "blocks in a window")
+    unroll: int = setting(4, "drafts of a block")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,8 +71,6 @@ class DSparkTraining(HeadOptions):
                 f"anchors={self.anchors}: seq_len={self.seq_len} has no room for so many blocks of {self.unroll}; use "
                 "fewer, or longer windows"
             )
-        if self.held_out is not None:
-            raise ConfigError("held_out: blocks are not simulated; leave it unset, and measure the draft with bench")
 
     def layers_read(self, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
         """See HeadOptions."""

@@ -21,7 +21,7 @@ from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import tensors_of
 from trtspec.train.data import Tokens
-from trtspec.train.head import HeadOptions, initialise_head, layer_config, one_layer, write_head
+from trtspec.train.head import HeadOptions, initialise_head, layer_config, one_layer, setting, write_head
 from trtspec.train.unrolled import Objective
 
 
@@ -32,7 +32,7 @@ class EagleOptions(HeadOptions):
     method: ClassVar[str] = "eagle"
     objective: ClassVar[Objective] = Objective(tokens=0.1, hard=0.0, features=1.0)
 
-    intermediate_size: int | None = None
+    intermediate_size: int | None = setting(None, "width of the head's MLP (default: the target's)")
 
     def __post_init__(self) -> None:
         super().__post_init__()

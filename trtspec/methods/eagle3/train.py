@@ -18,7 +18,15 @@ from trtspec.methods.eagle3.weights import eagle3_tensors
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.train.data import Tokens
-from trtspec.train.head import HeadOptions, initialise_head, layer_config, one_layer, write_head
+from trtspec.train.head import (
+    CAPTURE_LAYERS,
+    HeadOptions,
+    initialise_head,
+    layer_config,
+    one_layer,
+    setting,
+    write_head,
+)
 from trtspec.train.lessons import frequent_tokens
 
 
@@ -29,9 +37,9 @@ class Eagle3Options(HeadOptions):
 
     method: ClassVar[str] = "eagle3"
 
-    capture_layers: tuple[int, ...] | None = None
-    draft_vocab_size: int | None = None
-    intermediate_size: int | None = None
+    capture_layers: tuple[int, ...] | None = setting(None, CAPTURE_LAYERS)
+    draft_vocab_size: int | None = setting(None, "token ids the head can say, the most frequent ones (default: all)")
+    intermediate_size: int | None = setting(None, "width of the head's MLP (default: the target's)")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,7 @@ from trtspec.methods.medusa.weights import MedusaWeights
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import tensors_of
 from trtspec.train.data import Tokens
-from trtspec.train.head import HeadOptions, dtype_name, write_head
+from trtspec.train.head import HeadOptions, dtype_name, setting, write_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,8 @@ class MedusaOptions(HeadOptions):
 
     method: ClassVar[str] = MEDUSA
 
-    num_layers: int = 1
+    num_layers: int = setting(1, "residual blocks of each head")
+    unroll: int = setting(4, "heads, each of which drafts one token")
 
     def __post_init__(self) -> None:
         super().__post_init__()

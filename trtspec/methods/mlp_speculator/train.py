@@ -22,7 +22,7 @@ from trtspec.methods.mlp_speculator.weights import MLPSpeculatorWeights
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import tensors_of
 from trtspec.train.data import Tokens
-from trtspec.train.head import HeadOptions, dtype_name, initialise_head, write_head
+from trtspec.train.head import HeadOptions, dtype_name, initialise_head, setting, write_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,9 @@ class MLPSpeculatorOptions(HeadOptions):
 
     method: ClassVar[str] = MLP_SPECULATOR
 
-    inner_size: int | None = None
-    tie_weights: bool = False
+    inner_size: int | None = setting(None, "width of the state (default: the target's hidden size)")
+    tie_weights: bool = setting(False, "stages share what they can")
+    unroll: int = setting(4, "stages, each of which drafts one token")
 
     def __post_init__(self) -> None:
         super().__post_init__()

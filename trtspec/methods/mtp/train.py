@@ -33,7 +33,7 @@ from trtspec.models.specs import decoder_spec, mtp_prefix
 from trtspec.models.weights import checkpoint_tensors, tensors_of
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.data import Tokens
-from trtspec.train.head import HeadOptions, initialise_head, one_layer, write_head
+from trtspec.train.head import HeadOptions, initialise_head, one_layer, setting, write_head
 
 ARCHITECTURE = "MiMoForCausalLM"
 NOT_COPIED = ("config.json", "MODEL_CARD.md", "README.md")
@@ -60,7 +60,7 @@ class MtpOptions(HeadOptions):
 
     method: ClassVar[str] = "mtp"
 
-    modules: int = 1
+    modules: int = setting(1, "1, which makes all drafts, or as many as --unroll, one for each")
 
     def __post_init__(self) -> None:
         super().__post_init__()
