@@ -19,6 +19,7 @@ from tests.models import dspark_cases as cases
 from tests.models.built_heads import head_of
 from tests.models.head_session import GREEDY, Watching, assert_close, states, told
 from tests.models.paper_heads import VOCAB, K, session_of
+from tests.models.test_newer_heads import regroup
 from tests.models.test_parallel_heads import MASK, PaperDFlash
 from trtspec import LLM
 from trtspec.config.checkpoint.model import ModelConfig
@@ -140,6 +141,30 @@ def test_drafts_are_those_of_the_paper(tmp_path: Path, name: str) -> None:
             assert_close(torch.stack(worker.drawn)[:, b], logits[:asked])
             if len(confidences):
                 assert_close(worker.judged[b], confidences[:asked])
+
+
+def test_a_block_lies_under_the_tables_of_its_own_layers(tmp_path: Path) -> None:
+    """The same drafts, bit for bit, whether KV groups share a table or have tables of their own."""
+    target = make_checkpoint(tmp_path, "mistral_swa", name="target")
+    draft = make_dspark(tmp_path, target, (0, 1), MASK, sliding_window=None)
+    drawn = []
+    for own_tables in (False, True):
+        session = session_of(
+            target,
+            lambda decoder: head_of("dspark", draft, decoder, num_captured=2),
+            (0, 1),
+            [[*range(3, 33)], [5, 6, 7]],
+            partial(WatchedDSpark, mask_token_id=MASK),
+        )
+        worker = session.worker
+        assert isinstance(worker, WatchedDSpark)
+        assert set(session.step.kv_groups) == {0, 1}
+        if own_tables:
+            regroup(session)
+        for drafts in ([], [5] * K, [6] * K):
+            session.launch([drafts] * 2)
+            drawn.append(torch.stack(worker.drawn))
+    assert all(torch.equal(one, other) for one, other in zip(drawn[:3], drawn[3:], strict=True))
 
 
 # -- speculators ---------------------------------------------------------------------------------------------------

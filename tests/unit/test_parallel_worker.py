@@ -136,7 +136,7 @@ def test_rows_of_a_dflash_block_see_those_that_have_a_place(width: int) -> None:
     tables = torch.arange(1, 3 * columns + 1, dtype=torch.int32).view(3, columns)
     tables[2, -1] = 0
     attn = AttnMetadata(torch.tensor([0, 1, 2, 3]), kept, tables, torch.empty(0, dtype=torch.int32))
-    block = blocks_behind(attn, kept, width, 4)
+    block = blocks_behind(attn, kept, width, tables, 4)
     assert block.kv_lens.tolist() == [6 + width, 3 + width, 10 + width]
     assert block.tree_mask.shape == (3 * width, -(-width // 32))
     covered = [width, width, 4 * (columns - 1) - 10]

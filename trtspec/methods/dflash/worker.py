@@ -11,6 +11,8 @@ the others: all such rows of a launch are written to one place.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,7 +63,8 @@ class DFlashWorker(MaskWorker):
         kept = attn.kv_lens - spec.draft_lens + (counts - 1).clamp(min=0).int()  # [B]
         masks = last.new_full((1, 1), self.mask_token_id).expand(spec.batch_size, width - 1)
         ids = torch.cat((last[:, None], masks), dim=1)  # [B, width]
-        block = blocks_behind(attn, kept, width, attend.kv[self.head.first_layer][0].shape[1])
+        layer = self.head.first_layer
+        block = blocks_behind(attn, kept, width, attend.tables(layer), attend.block_size(layer))
         y = self.head(ids.flatten(), last, block.positions(ids.numel()), attend.at(block))  # [B * width, H]
         return y.view(spec.batch_size, width, -1), block
 
@@ -70,20 +73,20 @@ class DFlashWorker(MaskWorker):
         return hidden
 
 
-def blocks_behind(attn: AttnMetadata, kept: Tensor, width: int, block_size: int) -> AttnMetadata:
-    """`width` rows of every request behind kept [B] int32 tokens, which see each other as far as the request's blocks,
-    of block_size tokens, reach."""
+def blocks_behind(attn: AttnMetadata, kept: Tensor, width: int, tables: Tensor, block_size: int) -> AttnMetadata:
+    """`width` rows of every request behind kept [B] int32 tokens, which see each other as far as the request's blocks
+    reach: those of the draft layers' tables [B, M], of block_size tokens each."""
     B, device = attn.batch_size, kept.device
     request = torch.arange(B, device=device)[:, None]
     positions = kept.long()[:, None] + torch.arange(width, device=device)  # [B, width]
-    slots = row_slots(attn.block_tables, request, positions, block_size)  # [B, width]
+    slots = row_slots(tables, request, positions, block_size)  # [B, width]
     words = -(-width // _BITS)  # W
     bits = F.pad((slots >= block_size).int(), (0, words * _BITS - width))  # block 0 is scratch
     mask = (bits.view(B, words, _BITS).long() << torch.arange(_BITS, device=device)).sum(-1).int()  # [B, W]
-    return AttnMetadata(
+    return replace(
+        attn,
         cu_q_lens=torch.arange(B + 1, dtype=torch.int32, device=device) * width,
         kv_lens=kept + width,
-        block_tables=attn.block_tables,
         tree_mask=mask[:, None].expand(B, width, words).reshape(B * width, words),
         width=width,
     )
