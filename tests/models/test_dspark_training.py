@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_the_loss_is_that_of_the_paper(tmp_path: Path, fields: dict[str, Any]) -
     inputs, following = windows[:, :-1], windows[:, 1:]
     loss = BlockLoss(Blocks(head, K, MASK), decoder, ANCHORS, torch.float32, compile=False)
     found = loss(inputs, following, *observe(decoder, CAPTURE, inputs))
-    stride = (SEQ - K) // ANCHORS
+    stride = (SEQ - 1 - K) // ANCHORS
     theirs = oracle(target)
     paper = PaperDSpark(draft, theirs)
     with torch.no_grad():
@@ -72,6 +73,25 @@ def test_the_loss_is_that_of_the_paper(tmp_path: Path, fields: dict[str, Any]) -
             for window in windows.tolist()
         ]
     torch.testing.assert_close(found, torch.stack(wanted).mean(), rtol=1e-5, atol=1e-5)
+
+
+def test_what_follows_a_window_is_not_taught(tmp_path: Path) -> None:
+    """The id after the last row is unknown at the end of a shard's request; here blocks fill what is before it."""
+    target = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=3, name="target")
+    draft = make_dspark(tmp_path, target, CAPTURE, MASK)
+    decoder = load_decoder(ModelConfig.from_folder(target), torch.float32).train()
+    head = head_of("dspark", draft, decoder, num_captured=len(CAPTURE)).train()
+    loss = BlockLoss(Blocks(head, K, MASK), decoder, ANCHORS, torch.float32, compile=False)
+    for seq in (SEQ, SEQ + 1, SEQ + 2):
+        inputs = torch.full((20, seq), 5)
+        inputs[:, 0] += torch.arange(20)  # blocks begin at all places they may
+        following = inputs.roll(-1, dims=1)
+        lesson = observe(decoder, CAPTURE, inputs)
+        found = loss(inputs, following, *lesson)
+        following[:, -1] = 9
+        assert torch.equal(loss(inputs, following, *lesson), found)
+        following[:, -2] = 9
+        assert torch.equal(loss(inputs, following, *lesson), found) == ((seq - 1 - K) % ANCHORS > 0)
 
 
 @pytest.mark.parametrize("markov", ["vanilla", "rnn"])
@@ -110,8 +130,21 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
     for wrong, words in (
         ({"markov": "lstm"}, "markov='lstm'; use one of vanilla, gated, rnn"),
         ({"seq_len": 16}, "anchors=16: seq_len=16 has no room"),
+        ({"seq_len": 20}, "anchors=16: seq_len=20 has no room"),
+        ({"rank": -1}, "rank=-1 is no width; use a positive one, or 0"),
         ({"held_out": tmp_path}, "held_out: drafts of kind 'dspark' are not simulated"),
         ({"num_layers": 0}, "num_layers=0 must be at least 1"),
     ):
         with pytest.raises(ConfigError, match=words):
             DSparkTraining(**{**fields, "steps": 1, **wrong})
+
+
+@pytest.mark.parametrize("mask", [-1, VOCAB, 10**9])
+def test_a_mask_token_that_the_target_has_not(tmp_path: Path, mask: int) -> None:
+    config = ModelConfig.from_folder(make_checkpoint(tmp_path, "qwen3", name="target"))
+    options = DSparkTraining(
+        target=tmp_path, data=(tmp_path,), out=tmp_path / "o", run=tmp_path / "r", steps=1, mask_token_id=mask
+    )
+    with pytest.raises(ConfigError, match=rf"mask_token_id={mask} is not in the target's vocabulary; .*\[0, 198\]"):
+        options.check_target(config)
+    replace(options, mask_token_id=VOCAB - 1).check_target(config)

@@ -66,10 +66,20 @@ class DSparkTraining(HeadOptions):
         self.check_sizes("num_layers", "anchors")
         if self.markov not in MARKOV_HEADS:
             raise ConfigError(f"markov={self.markov!r}; use one of {', '.join(MARKOV_HEADS)}")
-        if self.seq_len < self.unroll + self.anchors:
+        if self.rank < 0:
+            raise ConfigError(f"rank={self.rank} is no width; use a positive one, or 0 for no Markov head")
+        if self.seq_len <= self.unroll + self.anchors:
             raise ConfigError(
                 f"anchors={self.anchors}: seq_len={self.seq_len} has no room for so many blocks of {self.unroll}; use "
                 "fewer, or longer windows"
+            )
+
+    def check_target(self, config: ModelConfig) -> None:
+        """See HeadOptions."""
+        if not 0 <= self.mask(config.vocab_size) < config.vocab_size:
+            raise ConfigError(
+                f"mask_token_id={self.mask_token_id} is not in the target's vocabulary; use an id in "
+                f"[0, {config.vocab_size - 1}], or leave it unset for the last one"
             )
 
     def layers_read(self, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -230,7 +240,8 @@ class BlockLoss:
         self.agreement = torch.zeros(blocks.width)
 
         def loss(inputs: Tensor, following: Tensor, captured: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-            stride = (inputs.shape[1] - blocks.width) // number
+            # what follows the last row may be unknown (see shards), so no block reaches it
+            stride = (inputs.shape[1] - 1 - blocks.width) // number
             with torch.no_grad():
                 first = 1 + inputs.sum(1, keepdim=True) % stride
                 anchors = first + stride * torch.arange(number, device=inputs.device)
