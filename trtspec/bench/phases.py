@@ -66,7 +66,7 @@ def _(part: SpecWorker) -> Sequence[PhaseMethod]:
     return (
         (part, "sample_tokens_for_batch", "accept"),
         (part, "sample_and_accept_draft_tokens", "accept"),
-        (part, "first_pass", "draft"),
+        (part, "read_in", "draft"),
         (part, "draft", "draft"),
     )
 
