@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, oracle
@@ -228,6 +229,25 @@ def test_a_described_draft_is_the_loaded_one(tmp_path: Path, target: Path) -> No
     shapes = {name: parameter.shape for name, parameter in loaded.named_parameters()}
     assert {name: parameter.shape for name, parameter in described.named_parameters()} == shapes
     assert shapes["markov.joint.weight"] == (24, 80)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.5])
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_what_a_step_reads(tmp_path: Path, target: Path, from_anchor: bool, kind: str, threshold: float | None) -> None:
+    """The text's heads are made of weights that the block's are made of, too; each draft has a bias of its own."""
+    folder = make_dspark(tmp_path, target, (1, 2), MASK, markov=kind, from_anchor=from_anchor)
+    decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
+    head = head_of("dspark", folder, decoder, num_captured=2)
+    worker = DSparkWorker(head, K, (1, 2), mask_token_id=MASK, confidence_threshold=threshold)
+    times = {"markov_head": K, "confidence_head": int(threshold is not None), "embed_tokens": 0}
+    twice = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
+    expected = 0
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        number = times.get(name.split(".")[0], 2 if any(part in name for part in twice) else 1)
+        number = 0 if "markov_w1" in name else number + (not from_anchor and "joint_proj" in name)
+        expected += number * tensor.nbytes
+    assert worker.weight_bytes_per_step == expected
 
 
 def opened(target: Path, draft: Path, **fields: Any) -> None:

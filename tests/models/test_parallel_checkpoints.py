@@ -21,6 +21,7 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
+from trtspec.methods.dflash.worker import DFlashWorker
 from trtspec.methods.parallel.worker import PEagleWorker
 from trtspec.models.weights import describe_decoder, load_decoder
 
@@ -69,6 +70,16 @@ def test_one_pass_reads_its_weights_once(tmp_path: Path, target: Path) -> None:
     tensors = load_file(head / "model.safetensors")
     assert worker.weight_bytes_per_step == sum(t.nbytes for name, t in tensors.items() if name != "mask_hidden")
     assert worker.draft_rows == K
+
+
+def test_a_block_reads_what_the_text_does_once_more(tmp_path: Path, target: Path) -> None:
+    folder = make_dflash(tmp_path, target, (1, 2), MASK)
+    decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
+    worker = DFlashWorker(head_of("dflash", folder, decoder, num_captured=2), K, (1, 2), mask_token_id=MASK)
+    tensors = load_file(folder / "model.safetensors")
+    twice = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
+    own = sum(t.nbytes * (2 if any(part in name for part in twice) else 1) for name, t in tensors.items())
+    assert worker.weight_bytes_per_step == own + decoder.head.weight.nbytes
 
 
 Bad = tuple[Callable[[Path], object], type[TrtSpecError], tuple[str, ...]]

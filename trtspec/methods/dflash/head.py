@@ -16,6 +16,7 @@ Of the block, rows j = 0 .. K at the positions P + j, P the position of the next
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -84,5 +85,8 @@ class DFlashHead(DraftHead):
         return self.head(self.norm(y))  # type: ignore[no-any-return]
 
     def weight_bytes_for(self, num_passes: int) -> int:
-        """See DraftHead."""
-        return weight_bytes(self.fc, self.hidden_norm) + num_passes * weight_bytes(self.layers, self.norm, self.head)
+        """See DraftHead; `read_in` reads what makes heads of the text, and each pass reads it again."""
+        attentions = [cast(DecoderLayer, layer).attention for layer in self.layers]
+        text = [part for one in attentions for part in (one.qkv, one.q_norm, one.k_norm)]
+        passes = num_passes * weight_bytes(self.layers, self.norm, self.head)
+        return weight_bytes(self.fc, self.hidden_norm, *text) + passes

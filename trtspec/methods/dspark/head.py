@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from trtspec.methods.dflash.head import DFlashHead, DFlashSpec
 from trtspec.models.attention import Attend
-from trtspec.models.layers import Linear, _unloaded, weight_bytes
+from trtspec.models.layers import Linear, _unloaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,3 @@ class DSparkHead(DFlashHead):
         """h [n, H], e [n, R] -> [n] fp32, in (0, 1)."""
         read = torch.cat((h, e), dim=-1) if self.spec.confidence_reads_markov else h
         return self.confidence(read)[:, 0].sigmoid()  # type: ignore[no-any-return]
-
-    def weight_bytes_for(self, num_passes: int) -> int:
-        """See DraftHead; of W1 a few rows are read, which do not count. W2 is read for each draft of a pass."""
-        parts = [module for name, module in self.markov.items() if name != "embedding"]
-        judged = (self.confidence,) if self.spec.confidence else ()
-        return super().weight_bytes_for(num_passes) + num_passes * weight_bytes(*parts, *judged)

@@ -20,6 +20,7 @@ from trtspec.methods.dflash.worker import DFlashWorker
 from trtspec.methods.dspark.head import DSparkHead
 from trtspec.methods.dspark.options import DSparkOptions
 from trtspec.models.attention import PagedAttend
+from trtspec.models.layers import weight_bytes
 
 
 class DSparkWorker(DFlashWorker):
@@ -105,6 +106,15 @@ class DSparkWorker(DFlashWorker):
         behind = self.head.before(drafts[:, :-1].flatten(), h).view(spec.batch_size, K - 1, first.shape[1])
         e = torch.cat((first[:, None], behind), dim=1).flatten(0, 1)
         return self.head.confidences(h, e).view(-1, K)
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """See base; and what each draft reads of the Markov head, where a few rows of W1 do not count."""
+        markov = self.head.markov
+        each = weight_bytes(*(part for name, part in markov.items() if name != "embedding"))
+        first = weight_bytes(markov["joint"]) if self.lead and "joint" in markov else 0  # of the row without a draft
+        judged = 0 if self.confidence_threshold is None else weight_bytes(self.head.confidence)
+        return super().weight_bytes_per_step + self.max_draft_len * each + first + judged
 
     def _rows(self, hidden: Tensor, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
         """What `read_in` gave -> h [B, width, H] and e [B, R] of the first token."""
