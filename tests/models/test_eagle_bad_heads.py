@@ -104,6 +104,11 @@ BAD_HEADS: dict[str, Bad] = {
         UnsupportedError,
         ("'LlamaForCausalLMEagle3' is an EAGLE3 head", "method='eagle3'"),
     ),
+    "an EAGLE3 head that does not run": (
+        config(architectures=["Eagle3DeepseekV2ForCausalLM"]),
+        UnsupportedError,
+        ("'Eagle3DeepseekV2ForCausalLM' is an EAGLE3 head", "method='eagle3'"),
+    ),
     "quantised weights": (
         config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32}),
         UnsupportedError,

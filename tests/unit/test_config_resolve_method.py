@@ -93,6 +93,7 @@ def architecture(name: str) -> dict[str, Any]:
         ("head", architecture("LlamaForCausalLMEagle3"), "eagle3"),
         ("head", architecture("Eagle3LlamaForCausalLM"), "eagle3"),
         ("eagle-head", architecture("Qwen3ForCausalLMEagle3"), "eagle3"),
+        ("head", architecture("Eagle3DeepseekV2ForCausalLM"), "eagle3"),  # which it refuses
         ("eagle-head", architecture("PeagleLlamaForCausalLM"), "eagle3"),
         ("head", architecture("EagleLlamaForCausalLM"), "eagle"),
         ("eagle3", architecture("EagleLlamaForCausalLM"), "eagle"),

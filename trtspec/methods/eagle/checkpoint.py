@@ -9,7 +9,7 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import UnsupportedError
-from trtspec.methods.eagle3.checkpoint import EAGLE3_ARCHITECTURES, refuse_quantised, switch
+from trtspec.methods.eagle3.checkpoint import is_eagle3, refuse_quantised, switch
 
 EAGLE = "eagle"
 
@@ -24,7 +24,7 @@ class EagleFacts:
     @classmethod
     def of(cls, config: ModelConfig) -> EagleFacts:
         """Raises UnsupportedError for heads of another kind, CheckpointError for fields that make no sense."""
-        if config.architecture in EAGLE3_ARCHITECTURES:
+        if is_eagle3(config.architecture):
             raise UnsupportedError(
                 f"draft model {config.path}: architecture {config.architecture!r} is an EAGLE3 head, method='eagle' "
                 "runs those of the original EAGLE; use method='eagle3'"
@@ -44,7 +44,7 @@ class EagleFacts:
 def recognises(checkpoint: CheckpointConfig) -> bool:
     """Whether its architecture says that it is such a head. Most public ones call themselves plain decoders."""
     name = architecture_of(checkpoint)
-    return name.startswith("Eagle") and name not in EAGLE3_ARCHITECTURES
+    return name.startswith("Eagle") and not is_eagle3(name)
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:

@@ -131,9 +131,14 @@ def switch(config: ModelConfig, raw: Mapping[str, Any], name: str) -> bool:
     return value
 
 
+def is_eagle3(architecture: str) -> bool:
+    """Whether an EAGLE3 or P-EAGLE head is called so, one that runs or another."""
+    return architecture.startswith("Eagle3") or architecture in (*EAGLE3_ARCHITECTURES, *P_EAGLE_ARCHITECTURES)
+
+
 def recognises(checkpoint: CheckpointConfig) -> bool:
     """Whether its architecture is an EAGLE3 or P-EAGLE head's."""
-    return architecture_of(checkpoint) in (*EAGLE3_ARCHITECTURES, *P_EAGLE_ARCHITECTURES)
+    return is_eagle3(architecture_of(checkpoint))
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
