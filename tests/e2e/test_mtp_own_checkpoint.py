@@ -16,7 +16,7 @@ from tests.e2e.tiny import add_tokenizer, draw_cases, make_target, run_together
 from trtspec import LLM
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
-from trtspec.errors import ConfigError, UnsupportedError, WeightsError
+from trtspec.errors import CheckpointError, ConfigError, UnsupportedError, WeightsError
 from trtspec.interop.reading import read_speculative_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
@@ -129,7 +129,12 @@ BAD: dict[str, tuple[Spoil, type[Exception], tuple[str, ...]]] = {
     "no layers": (
         lambda own: edit_config(own, num_nextn_predict_layers=0),
         ConfigError,
-        ("num_nextn_predict_layers is missing or 0", "use a checkpoint that has them"),
+        ("own/config.json, so there are no MTP layers in that folder", "use a checkpoint that has them"),
+    ),
+    "a negative number of layers": (
+        lambda own: edit_config(own, num_nextn_predict_layers=-1),
+        CheckpointError,
+        ("method='mtp': num_nextn_predict_layers = -1", "own/config.json is no number of layers; correct it"),
     ),
     "a tensor is missing": (
         lambda own: edit_tensors(own, lambda tensors: tensors.pop("model.mtp_layers.0.input_proj.weight")),

@@ -1,4 +1,4 @@
-"""Targets that carry their own draft layers (multi-token prediction): how many, and what their modules look like."""
+"""Checkpoints with MTP layers (multi-token prediction), a target's or their own: how many, and how they look."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ def capture_layers(config: SpeculativeConfig, target: TargetInfo, draft: DraftIn
 
 
 def require_mtp(config: Mapping[str, Any], folder: Path) -> tuple[MtpFamily, int]:
-    """Family and number of the modules of the target in `folder`, whose config.json is `config`.
+    """Family and number of the modules of the checkpoint in `folder`, whose config.json is `config`.
 
-    Raises UnsupportedError for a target whose modules are not built, ConfigError where it has none, CheckpointError for
-    a number that is none.
+    Raises UnsupportedError for modules that are not built, ConfigError where it has none, CheckpointError for a number
+    that is none.
     """
     kind = str(config.get("model_type"))
     row = MTP_TARGETS.get(kind)
@@ -136,9 +136,11 @@ def require_mtp(config: Mapping[str, Any], folder: Path) -> tuple[MtpFamily, int
     count = mtp_layers(config)
     if count is None:
         raise ConfigError(
-            f"method='mtp': {row.key} is missing or 0 in {folder / 'config.json'}, so the target has no MTP layers; "
-            "use a checkpoint that has them, or another method"
+            f"method='mtp': {row.key} is missing or 0 in {folder / 'config.json'}, so there are no MTP layers in that "
+            "folder; use a checkpoint that has them, or another method"
         )
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise CheckpointError(f"target model: {row.key} = {count!r} in {folder / 'config.json'} is no number of layers")
+        raise CheckpointError(
+            f"method='mtp': {row.key} = {count!r} in {folder / 'config.json'} is no number of layers; correct it"
+        )
     return row.family, count
