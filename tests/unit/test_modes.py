@@ -8,8 +8,10 @@ from dataclasses import dataclass, fields
 
 import pytest
 
+from tests.unit import resolve_cases
 from trtspec.errors import ConfigError
 from trtspec.interop import mode_predicates
+from trtspec.methods.custom.drafter import CustomDrafter
 from trtspec.methods.table import METHODS as ROWS
 from trtspec.methods.table import Method, Ref, method_of
 from trtspec.modes import METHODS, SpeculativeDecodingMode, resolve_mode, words_for
@@ -253,10 +255,25 @@ def test_every_part_opens(where: str) -> None:
         assert callable(opened)
 
 
-@pytest.mark.parametrize("path", ["nowhere:Thing", "trtspec.modes:Nothing", "trtspec.modes", ":Thing", ""])
-def test_what_does_not_open_is_named(path: str) -> None:
-    with pytest.raises(ConfigError, match=rf'^{path!r} cannot be loaded \(.*\); give "package.module:Class"'):
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("nowhere:Thing", ImportError),
+        ("trtspec.modes:Nothing", AttributeError),
+        ("trtspec.modes", AttributeError),
+        (":Thing", ValueError),
+    ],
+)
+def test_a_part_that_is_not_there_is_no_error_of_the_user(path: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
         Ref(path).open()
+
+
+@pytest.mark.parametrize("path", ["nowhere:Thing", "trtspec.modes:Nothing", "trtspec.modes", ":Thing", ""])
+def test_a_drafter_that_does_not_open_is_named(path: str) -> None:
+    speculation = resolve_cases.decide({"method": "custom_class", "drafter": path, "num_speculative_tokens": 2})
+    with pytest.raises(ConfigError, match=rf'^drafter={path!r} cannot be loaded \(.*\); give "package.module:Class"'):
+        CustomDrafter.of(speculation)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in M if mode not in (M.NONE, M.AUTO)])

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtspec.errors import ConfigError
 from trtspec.modes import SpeculativeDecodingMode
 
 
@@ -23,12 +22,9 @@ class Ref:
     path: str
 
     def open(self) -> Any:
-        """The object. ConfigError if there is none."""
+        """The object. Raises what Python does where there is none: ImportError, AttributeError, ValueError."""
         module, _, name = self.path.partition(":")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f'{self.path!r} cannot be loaded ({error}); give "package.module:Class"') from error
+        return getattr(importlib.import_module(module), name)
 
 
 def _room(path: str) -> Ref:

@@ -21,7 +21,7 @@ class CustomDrafter:
         fails."""
         own = cast("CustomOptions", speculation.options).drafter
         try:
-            found: Any = Ref(own).open() if isinstance(own, str) else own
+            found: Any = _opened(own) if isinstance(own, str) else own
             drafter = found() if isinstance(found, type) else found
         except TrtSpecError:
             raise
@@ -36,3 +36,10 @@ class CustomDrafter:
                 f"drafter={found!r} has no {' and no '.join(missing)}; give it the methods of protocols.Drafter"
             )
         return cast(Drafter, drafter)
+
+
+def _opened(path: str) -> Any:
+    try:
+        return Ref(path).open()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f'drafter={path!r} cannot be loaded ({error}); give "package.module:Class"') from error
