@@ -30,7 +30,6 @@ class ModeTraits:
     draft_model: bool = False  # a model of its own runs next to the target
     kv_rewind: bool = False
     reads_states: bool = False  # that model reads the target's hidden states
-    load_draft_weights: bool = False
     without_kv: bool = False  # draft layers that keep none
     in_blocks: bool = False  # the rows of a parallel pass see each other
     unshifted: bool = False  # one-engine, yet draft KV of a token depends on no later one
@@ -49,14 +48,13 @@ def one_engine(
     unshifted: bool = False,
     spec_decoder: bool = True,
 ) -> ModeTraits:
-    """Draft layers in the target's graph. Those of MTP are among the target's weights, others have a checkpoint."""
+    """Draft layers in the target's graph."""
     return ModeTraits(
         method=method,
         one_engine=True,
         vanilla=vanilla,
         parallel=parallel,
         kv_rewind=True,
-        load_draft_weights=method != "mtp",
         without_kv=without_kv,
         in_blocks=in_blocks,
         unshifted=unshifted,
@@ -157,7 +155,7 @@ class SpeculativeDecodingMode(enum.IntEnum):
         return self.traits.parallel
 
     def drafts_in_blocks(self) -> bool:
-        """Likewise, and the rows of that pass see each other."""
+        """Whether all drafts of a step come from one pass, whose rows see each other."""
         return self.traits.in_blocks
 
     def rows_ahead(self, max_draft_len: int) -> int:
@@ -168,10 +166,6 @@ class SpeculativeDecodingMode(enum.IntEnum):
         """Whether draft KV of a token depends on the token after it: so it is where layers read the target's states."""
         inside = self.traits.one_engine and not (self.traits.unshifted or self.traits.without_kv)
         return inside or self.traits.reads_states
-
-    def need_load_draft_weights(self) -> bool:
-        """Whether the target's graph loads a second checkpoint."""
-        return self.traits.load_draft_weights
 
     def shapes_graphs(self) -> bool:
         """Whether what is compiled differs from plain decoding: other graphs of the target, or a draft's next to it."""

@@ -44,8 +44,6 @@ TRUE_FOR = {
     "draft_kv_is_shifted": {*SHIFTED, "EAGLE", "EAGLE3", "MTP_EAGLE"},
     "drafts_without_kv": STATE_HEADS,
     "drafts_in_parallel": {"PARD", "P_EAGLE", "DFLASH", "DSPARK"},
-    "need_load_draft_weights": {"EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE", "DFLASH", "DSPARK"}
-    | {*WHOLE_MODELS, *STATE_HEADS},
     "drafts_in_blocks": {"DFLASH", "DSPARK"},
     "shapes_graphs": ONE_ENGINE | DRAFT_MODEL | {"SAVE_HIDDEN_STATES"},
 }
