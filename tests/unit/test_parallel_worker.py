@@ -14,7 +14,7 @@ from trtspec.core import AttnMetadata, SamplingTensors, StepOutputs
 from trtspec.engine.scheduler import Scheduled
 from trtspec.methods.dflash.worker import blocks_behind
 from trtspec.methods.head import DraftHead
-from trtspec.methods.parallel.worker import ParallelWorker, PardWorker, PEagleWorker
+from trtspec.methods.parallel.worker import MaskWorker, ParallelWorker, PardWorker, PEagleWorker
 from trtspec.models.attention import Attend, PagedAttend
 
 K, MASK = 4, 13
@@ -77,6 +77,12 @@ def run(
     said = inputs.spec.per_request(logits.argmax(-1)).tolist()
     texts = [row.request.tokens + expected_verdict(row, said[b]) for b, row in enumerate(batch)]
     return head, outputs, batch, texts, places
+
+
+@pytest.mark.parametrize("kind", [MaskWorker, ParallelWorker])
+def test_a_worker_that_does_not_say_its_rows_cannot_be_made(kind: type[MaskWorker]) -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        kind(Watched(), K, (), mask_token_id=MASK)
 
 
 @pytest.mark.parametrize("kind", [PardWorker, PEagleWorker])

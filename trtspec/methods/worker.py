@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,13 @@ class SpecWorker(nn.Module):
     def of(cls, head: DraftHead, speculation: ResolvedSpeculation) -> Self:
         """A worker of this head, as speculation was resolved."""
         greedy = speculation.draft_sample_method == "greedy"
-        return cls(head, speculation.num_speculative_tokens, speculation.capture_layers, greedy)
+        capture, settings = speculation.capture_layers, cls.settings(speculation)
+        return cls(head, speculation.num_speculative_tokens, capture, greedy, **settings)
+
+    @classmethod
+    def settings(cls, speculation: ResolvedSpeculation) -> dict[str, Any]:
+        """What a worker of this kind is made with beyond what all are."""
+        return {}
 
     # -- the passes of the head ---------------------------------------------------------------------------------------
 

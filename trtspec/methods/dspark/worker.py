@@ -8,11 +8,10 @@ first K' of the same drafts. DeepSpec runs block_size rows and cuts, which is th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
@@ -46,11 +45,10 @@ class DSparkWorker(DFlashWorker):
         self.lead = 0 if head.spec.from_anchor else 1  # rows before that of the first draft
 
     @classmethod
-    def of(cls, head: DSparkHead, speculation: ResolvedSpeculation) -> Self:  # type: ignore[override]
-        """See SpecWorker."""
-        worker = super().of(head, speculation)
-        worker.confidence_threshold = cast("DSparkOptions", speculation.options).draft_confidence_threshold
-        return worker
+    def settings(cls, speculation: ResolvedSpeculation) -> dict[str, Any]:
+        """See base."""
+        threshold = cast("DSparkOptions", speculation.options).draft_confidence_threshold
+        return {**super().settings(speculation), "confidence_threshold": threshold}
 
     def read_in(
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend

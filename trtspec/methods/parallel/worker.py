@@ -19,14 +19,13 @@ KV of masks stands past what is committed, where the next step's tokens overwrit
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
@@ -36,7 +35,7 @@ from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import PagedAttend
 
 
-class MaskWorker(SpecWorker):
+class MaskWorker(SpecWorker, ABC):
     """Draft layers that guess at mask tokens, all drafts in one pass; which rows that has is for a subclass to say."""
 
     def __init__(
@@ -52,16 +51,10 @@ class MaskWorker(SpecWorker):
         self.mask_token_id = mask_token_id
 
     @classmethod
-    def of(cls, head: DraftHead, speculation: ResolvedSpeculation) -> Self:
-        """See SpecWorker."""
+    def settings(cls, speculation: ResolvedSpeculation) -> dict[str, Any]:
+        """See base."""
         assert speculation.mask_token_id is not None
-        return cls(
-            head,
-            speculation.num_speculative_tokens,
-            speculation.capture_layers,
-            speculation.draft_sample_method == "greedy",
-            mask_token_id=speculation.mask_token_id,
-        )
+        return {"mask_token_id": speculation.mask_token_id}
 
     @abstractmethod
     def drafting_rows(self, hidden: Tensor, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
