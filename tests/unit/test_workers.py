@@ -6,14 +6,12 @@ from the engine's own assembler, so they are the ones that workers meet.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.unit.table_worker import (
     TARGET_IDS,
@@ -28,7 +26,6 @@ from tests.unit.table_worker import (
 )
 from trtspec.engine.scheduler import Scheduled
 from trtspec.kv.rewind import commit
-from trtspec.methods import worker as base
 from trtspec.methods.worker import SpecWorker
 
 # -- names ---------------------------------------------------------------------------------------------------------
@@ -37,12 +34,9 @@ from trtspec.methods.worker import SpecWorker
 @pytest.mark.parametrize(
     "name",
     [
-        "skip_forward",
-        "set_guided_decoder",
         "sample_and_accept_draft_tokens",
         "apply_force_accepted_tokens",
         "draft_sampler_greedy",
-        "execute_guided_decoder_if_present",
         "prepare_next_new_tokens",
         "prepare_context_input_ids",
         "sample_tokens_for_batch",
@@ -52,12 +46,6 @@ def test_names_that_someone_from_tensorrt_llm_looks_for(name: str) -> None:
     method = getattr(SpecWorker, name)
     assert inspect.isfunction(method)
     assert method.__doc__
-
-
-def test_forced_acceptance_has_its_upstream_names() -> None:
-    assert base.FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR == "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
-    assert base.get_force_num_accepted_tokens() == 0
-    assert Tables(max_draft_len=4).max_draft_len == 4
 
 
 # -- the step, on every kind of batch ------------------------------------------------------------------------------
@@ -189,57 +177,3 @@ def test_forced_acceptance_is_for_generation_rows(forced: int) -> None:
         contexts = [not row.is_context for row in batch]
         applied = Tables().apply_force_accepted_tokens(inputs.spec).tolist()
         assert applied == [forced if generates else -1 for generates in contexts]
-
-
-@on_random_batches
-def test_a_rank_that_does_not_sample_returns_the_same_shapes(seed: int) -> None:
-    rng = random.Random(seed)
-    inputs = assembled(random_batch(rng), next_draft_len=rng.randint(0, 4))
-    real = tensors_of(run(Tables(), inputs, half_right(rng, inputs)))
-    empty = tensors_of(Tables().skip_forward(inputs))
-    assert {name: (t.shape, t.dtype) for name, t in empty.items()} == {
-        name: (t.shape, t.dtype) for name, t in real.items()
-    }
-    assert empty["verdict.num_tokens"].tolist() == [1] * inputs.spec.batch_size
-
-
-def tensors_of(value: object, name: str = "") -> dict[str, Tensor]:
-    """Every tensor in nested dataclasses, by path."""
-    if isinstance(value, Tensor):
-        return {name: value}
-    if not dataclasses.is_dataclass(value):
-        return {}
-    found: dict[str, Tensor] = {}
-    for part in dataclasses.fields(value):
-        found |= tensors_of(getattr(value, part.name), f"{name}.{part.name}".lstrip("."))
-    return found
-
-
-# -- guided decoding -----------------------------------------------------------------------------------------------
-
-
-class Only:
-    """A grammar that knows one word."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-        self.seen: Tensor | None = None
-
-    def execute(self, logits: Tensor) -> Tensor:
-        self.seen = logits
-        allowed = torch.arange(logits.shape[1]) == self.token
-        return logits.masked_fill(~allowed, float("-inf"))
-
-
-def test_a_guided_decoder_restricts_every_draw() -> None:
-    rng = random.Random(2)
-    inputs = assembled(random_batch(rng))
-    logits = half_right(rng, inputs)
-    worker, grammar = Tables(), Only(13)
-    assert worker.set_guided_decoder(grammar)
-    outputs = run(worker, inputs, logits)
-    assert outputs.tokens.tolist() == [13] * len(logits)
-    assert grammar.seen is not None
-    assert torch.equal(grammar.seen, logits)  # raw: before temperature and filters
-    assert worker.set_guided_decoder(None)
-    assert torch.equal(run(worker, inputs, logits).tokens, logits.argmax(-1))

@@ -33,7 +33,7 @@ class DraftHead(nn.Module, ABC):
     reads_target_kv: ClassVar[bool] = False
 
     def __init__(self, vocab_size: int, draft_vocab_size: int | None = None, kv_layers: Sequence[KVSpec] = ()) -> None:
-        """kv_layers: of each of its attention layers; their KV follows the target's."""
+        """kv_layers: of each of its attention layers."""
         super().__init__()
         self.kv_layers = tuple(kv_layers)
         size = vocab_size if draft_vocab_size is None else draft_vocab_size

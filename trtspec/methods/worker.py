@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,24 +30,6 @@ from trtspec.methods.chain import ChainState, draft_chain
 from trtspec.methods.head import DraftHead
 from trtspec.models.attention import PagedAttend
 from trtspec.ops import process_logits, spec_accept, spec_sample
-from trtspec.verify.strict import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, get_force_num_accepted_tokens
-
-__all__ = [
-    "FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR",
-    "GuidedDecoder",
-    "SpecWorker",
-    "draw",
-    "draw_drafts",
-    "get_force_num_accepted_tokens",
-]
-
-
-class GuidedDecoder(Protocol):
-    """Restricts what may be drawn, inside the graph."""
-
-    def execute(self, logits: Tensor) -> Tensor:
-        """logits [R, V] fp32 -> the same with -inf where the grammar forbids."""
-        ...
 
 
 class SpecWorker(nn.Module):
@@ -69,7 +51,6 @@ class SpecWorker(nn.Module):
         self.max_draft_len = max_draft_len
         self.capture_layers = tuple(capture_layers)
         self.greedy = greedy
-        self.guided_decoder: GuidedDecoder | None = None
 
     @classmethod
     def of(cls, head: DraftHead, speculation: ResolvedSpeculation) -> Self:
@@ -104,7 +85,7 @@ class SpecWorker(nn.Module):
 
     @property
     def kv_layers(self) -> tuple[KVSpec, ...]:
-        """Its KV layers, which follow the target's."""
+        """Its KV layers; in the target's graph they come after the target's."""
         return self.head.kv_layers
 
     @property
@@ -122,7 +103,7 @@ class SpecWorker(nn.Module):
     def forward(self, inputs: StepInputs, captured: Tensor, logits: Tensor, attend: PagedAttend) -> StepOutputs:
         """captured [T, n * Ht], logits [R, V] fp32 of the target -> everything a step gives."""
         spec, attn = inputs.spec, inputs.attn
-        sampled = self.sample_tokens_for_batch(self.execute_guided_decoder_if_present(logits), spec)
+        sampled = self.sample_tokens_for_batch(logits, spec)
         accepted, counts = self.sample_and_accept_draft_tokens(sampled, spec)
         rejected = spec.draft_lens - (counts - 1).clamp(min=0).int()  # [B] rows to be rewound
         hidden, rows = self.read_in(inputs, captured, accepted, counts, attend)
@@ -251,28 +232,6 @@ class SpecWorker(nn.Module):
         """logits [B, Vd] -> arg-max as target ids, [B] int64."""
         best = logits.argmax(-1)
         return best + d2t[best]
-
-    def set_guided_decoder(self, guided_decoder: GuidedDecoder | None) -> bool:
-        """Restrict all further draws of the target. True: a worker runs it inside the graph."""
-        self.guided_decoder = guided_decoder
-        return True
-
-    def execute_guided_decoder_if_present(self, logits: Tensor) -> Tensor:
-        """logits [R, V] fp32, restricted."""
-        return logits if self.guided_decoder is None else self.guided_decoder.execute(logits)
-
-    def skip_forward(self, inputs: StepInputs) -> StepOutputs:
-        """What a rank that does not sample returns: the right shapes, one token each, no contents."""
-        spec = inputs.spec
-        B, K = spec.batch_size, spec.next_draft_len
-        empty = spec.draft_tokens.new_zeros
-        return StepOutputs(
-            tokens=empty(spec.gather_ids.shape[0]),
-            verdict=Verdict(empty(B, spec.runtime_draft_len + 1), torch.ones_like(spec.next_prompt_token)),
-            proposal=Proposal(empty(B, K), torch.full_like(spec.draft_lens, K)),
-            next_new_tokens=empty(B, K + 1),
-            next_kv_lens=inputs.attn.kv_lens,
-        )
 
 
 def draw(
