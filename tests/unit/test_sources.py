@@ -65,7 +65,7 @@ def test_an_engine_s_digest_follows_its_drafts_the_machine_and_the_kernels(
 
 def test_the_code_is_all_that_compiling_and_packing_import() -> None:
     """But for errors and memory, which change nothing of what is made."""
-    modules = ["backends.aoti.compile", "models.packing", "models.weights", "config.resolve"]
+    modules = ["build.build", "backends.aoti.compile"]
     files = [file.relative_to(PACKAGE) for file in (PACKAGE / "methods").rglob("*.py") if file.name != "train.py"]
     methods = [".".join(file.with_suffix("").parts) for file in files if file.name != "__init__.py"]
     reached = set(imported([f"trtspec.{name}" for name in (*modules, *methods)]))
@@ -77,8 +77,13 @@ def test_the_code_is_all_that_compiling_and_packing_import() -> None:
     }
     names = {file.relative_to(PACKAGE).as_posix() for file in build_code()}
     assert {"methods/step.py", "core.py", "build/build.py"} <= names
-    assert not {"engine/step.py", "llm.py", "cli/build.py"} & names
+    assert not {"build/wiring.py", "build/gpu_plan.py", "llm.py", "cli/build.py"} & names
     assert all(file.is_file() for file in build_code())
+
+
+def test_a_module_that_is_gone_is_no_root() -> None:
+    with pytest.raises(AssertionError, match="no such modules"):
+        list(imported(["trtspec.build.build", "trtspec.build.gone"]))
 
 
 def test_kernels_are_found_where_they_are_installed() -> None:
@@ -94,12 +99,18 @@ def test_the_demo_s_engines_are_made_of_their_own_draft_alone(tmp_path: Path, mo
     assert [name for name, a, b in zip(demo.ENGINES, first, second, strict=True) if a != b] == ["draft"]
 
 
+def file_of(module: str) -> Path | None:
+    """None for a name inside a module."""
+    stem = ROOT.joinpath(*module.split("."))
+    return next((one for one in (stem.with_suffix(".py"), stem / "__init__.py") if one.is_file()), None)
+
+
 def imported(modules: list[str]) -> Iterator[Path]:
     """The files of these modules of the package and of all that they import from it, directly or not."""
+    assert [name for name in modules if file_of(name) is None] == [], "no such modules"
     seen, waiting = set(), list(modules)
     while waiting:
-        stem = ROOT.joinpath(*waiting.pop().split("."))
-        file = next((one for one in (stem.with_suffix(".py"), stem / "__init__.py") if one.is_file()), None)
+        file = file_of(waiting.pop())
         if file is None or file in seen or not file.is_relative_to(PACKAGE):
             continue
         seen.add(file)

@@ -30,10 +30,10 @@ _FILES = (
     "protocols.py",
     "sampling_params.py",
     "kv/groups.py",
-    "build/wiring.py",
-    "build/context.py",
-    "build/build.py",
+    "interop/reading.py",
+    "interop/decoding_configs.py",
 )
+_RUNS = ("wiring.py", "gpu_plan.py")  # of build/: what runs an engine; all else there makes one
 _KERNEL_SOURCES = {".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
 
 
@@ -66,6 +66,7 @@ def build_code() -> Iterator[Path]:
     """The sources of this package that decide what is compiled and packed."""
     for folder in _FOLDERS:
         yield from sorted(file for file in (PACKAGE / folder).rglob("*.py") if file.name != "train.py")
+    yield from sorted(file for file in (PACKAGE / "build").glob("*.py") if file.name not in _RUNS)
     yield from (PACKAGE / file for file in _FILES)
 
 
