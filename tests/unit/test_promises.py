@@ -18,7 +18,7 @@ from trtspec.config.checkpoint.reader import Reader
 from trtspec.config.engine import EngineConfig
 from trtspec.config.resolved import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
 from trtspec.interop import mode_predicates
 from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.resolve import resolve
@@ -117,6 +117,19 @@ def test_a_draft_s_quantization_may_be_named_where_its_checkpoint_has_it(
 def test_ngram_in_brackets_is_ngram(fields: dict[str, str]) -> None:
     resolved = resolve(SpeculativeConfig(**fields, num_speculative_tokens=2), TARGET)
     assert resolved.mode is SpeculativeDecodingMode.NGRAM
+
+
+def test_a_folder_that_is_called_as_its_method_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_checkpoint(tmp_path, "llama")
+    asked = SpeculativeConfig(method="draft_model", model="draft_model", num_speculative_tokens=2)
+    config = EngineConfig(max_batch_size=4, max_num_tokens=64, max_seq_len=32)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="draft_model"):
+        plan_context(target, asked, config, BACKENDS["eager"])
+    Path("draft_model").symlink_to(target)
+    context = plan_context(target, asked, config, BACKENDS["eager"])
+    assert context.draft is not None
+    assert context.draft.path == Path("draft_model")
 
 
 def test_what_the_engine_never_asks_is_no_method_of_a_mode() -> None:

@@ -14,7 +14,7 @@ from trtspec.config.engine import EngineConfig
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
-from trtspec.methods.resolve import recognise, resolve
+from trtspec.methods.resolve import recognise, resolve, settle
 from trtspec.methods.table import METHODS, Method
 from trtspec.models.specs import require_architecture
 from trtspec.text import Tokenizer
@@ -52,24 +52,23 @@ def resolve_speculation(
 def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None) -> DraftInfo | None:
     """What the checkpoint that drafts says of itself: the one that `model` names or, for layers that come with it, the
     target's. What it is, the method says, else its config.json. None: there is none, or none is named."""
-    method, model = speculative.method, speculative.model
-    row = None if method is None else METHODS[method]
+    row, model = settle(speculative)
     if row is not None and row.checkpoint is None:
         return None
-    if model is None or (row is None and model in ("ngram", "[ngram]")) or (method == model):
+    if model is None:
         if row is None or not row.of_target or target is None:
             return None
         return _read(row, target, speculative, target)
     if row is not None and row.of_target and target is not None and not os.path.isdir(model):
         raise ConfigError(
-            f"model={model!r} with method={method!r} is no folder on this machine; pass the folder of MTP layers for "
+            f"model={model!r} with method={row.name!r} is no folder on this machine; pass the folder of MTP layers for "
             f"this target, or leave model unset for those of the target's own checkpoint, {target.path}"
         )
     checkpoint = read_checkpoint(model, "draft")  # says what is wrong with the folder
     found = recognise(checkpoint)
     if row is not None and found is not row and found.bare:
         raise UnsupportedError(
-            f"draft model {checkpoint.path} is a checkpoint for method={found.name!r}, not for method={method!r}; set "
+            f"draft model {checkpoint.path} is a checkpoint for method={found.name!r}, not for method={row.name!r}; set "
             "method to what it is, or leave method unset"
         )
     row = row or found

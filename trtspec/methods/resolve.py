@@ -55,34 +55,39 @@ def _by_name(model: str) -> Method | None:
     return next((row for row in METHODS.values() if any(hint in name for hint in row.folder_hints)), None)
 
 
+def settle(config: SpeculativeConfig) -> tuple[Method | None, str | None]:
+    """What the user's words alone decide of `choose`: the method, None where its checkpoint says it, and the folder of
+    that checkpoint. A method's own name for a model, as vLLM has it, is none where the method has no checkpoint.
+
+    Raises ConfigError where a model is set for a method that has none.
+    """
+    method, model = config.method, config.model
+    if method is None and model not in ("ngram", "[ngram]"):
+        return None, model
+    row = METHODS[method or "ngram"]
+    if row.checkpoint is not None or method == "custom_class" or model is None:
+        return row, model
+    if model not in (row.name, f"[{row.name}]"):
+        raise ConfigError(f"model={model!r} means nothing to method={method!r}; remove it")
+    return row, None
+
+
 def choose(config: SpeculativeConfig, draft: DraftInfo | None) -> tuple[Method, str | None]:
     """The method (an explicit one wins over any hint) and the folder of its draft checkpoint, if it is to have one.
 
     Raises ConfigError where a model is missing, or is set for a method that has none.
     """
-    method, model = config.method, config.model
-    if model in ("ngram", "[ngram]") and method in (None, "ngram"):
-        return METHODS["ngram"], None
-    if model is not None and model == method == "suffix":
-        return METHODS["suffix"], None
-    if method is not None and METHODS[method].checkpoint is None:
-        if model is not None and method != "custom_class":
-            raise ConfigError(f"model={model!r} means nothing to method={method!r}; remove it")
-        return METHODS[method], model
+    row, model = settle(config)
+    if row is not None and (model is not None or row.checkpoint is None or row.of_target):
+        return row, model
     if model is None:
-        if method is not None and METHODS[method].of_target:
-            return METHODS[method], None
         if config.num_speculative_tokens is not None:
             raise ConfigError(
-                f"num_speculative_tokens was provided but without speculative model. (method={method!r}, model=None: "
-                "set model to a draft checkpoint, or method='ngram')"
+                "num_speculative_tokens was provided but without speculative model. "
+                f"(method={config.method!r}, model=None: set model to a draft checkpoint, or method='ngram')"
             )
-        raise ConfigError(f"method={method!r}, model=None: set model to a draft checkpoint, or method='ngram'")
-    if method is not None:
-        return METHODS[method], model
-    if draft is not None:
-        return METHODS[draft.method], model
-    return _by_name(model) or METHODS["draft_model"], model
+        raise ConfigError(f"method={config.method!r}, model=None: set model to a draft checkpoint, or method='ngram'")
+    return METHODS[draft.method] if draft is not None else _by_name(model) or METHODS["draft_model"], model
 
 
 def resolve(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None = None) -> ResolvedSpeculation:
