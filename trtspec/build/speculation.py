@@ -68,8 +68,8 @@ def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None
     found = recognise(checkpoint)
     if row is not None and found is not row and found.bare:
         raise UnsupportedError(
-            f"draft model {checkpoint.path} is a checkpoint for method={found.name!r}, not for method={row.name!r}; set "
-            "method to what it is, or leave method unset"
+            f"draft model {checkpoint.path} is a checkpoint for method={found.name!r}, not for method={row.name!r}; "
+            "set method to what it is, or leave method unset"
         )
     row = row or found
     if row.of_target:
