@@ -102,6 +102,21 @@ def test_the_old_engine_comes_back_where_the_new_one_cannot_stand(
     assert sorted(file.name for file in old.iterdir()) == ["config.json", "target"]
 
 
+# -- how one is run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backend", "device", "other"), [("cuda", "cuda", "cpu"), ("aoti", "cpu", "cuda")])
+def test_the_device_is_the_backend_s_whatever_was_said_when_it_was_built(
+    tmp_path: Path, backend: str, device: str, other: str
+) -> None:
+    for said in ({}, {"device": "auto"}, {"device": device}):
+        built = EngineFolder(tmp_path, {"build_config": {"backend": backend, **said}})
+        assert built.engine_config({"device": device}).device == device
+        assert built.engine_config({"device": "auto"}).device == "auto"
+        with pytest.raises(ConfigError, match=f"device = '{other}', and backend '{backend}' runs on the"):
+            built.engine_config({"device": other})
+
+
 # -- damaged ones -----------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ MARK = "trtspec_engine"
 _RUNTIME = {
     "kv_cache_memory", "num_kv_blocks", "enable_prefix_caching", "seed", "generation_config",
     "force_num_accepted_tokens", "disable_overlap_scheduler", "enable_cuda_graph", "debug",
-    "disable_log_stats",
+    "disable_log_stats", "device",
 }  # fmt: skip
 _AT_MOST = {"max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"}
 
@@ -139,7 +139,7 @@ class EngineFolder:
                         f"{name} = {value}: this engine was built with {built[name]}; rebuild it with --{name} {value}"
                     )
                 built[name] = value
-            elif value not in (built[name], "auto", None) and (name, value) != ("device", "cpu"):
+            elif value not in (built[name], "auto", None):
                 raise ConfigError(
                     f"{name} = {value!r}: this engine was built with {built[name]!r}; rebuild it, or leave {name} unset"
                 )
