@@ -12,11 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import make_mimo
+from trtspec.backends.table import BACKENDS
 from trtspec.backends.weight_file import load_weights, save_weights
 from trtspec.build.build import _publish, refuse_taken
+from trtspec.build.context import plan_context
 from trtspec.build.engine_folder import FORMAT, EngineFolder, machine
+from trtspec.config.engine import EngineConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.kv.memory import huge_pages
+from trtspec.methods.resolve import choose
+from trtspec.methods.table import METHODS
 
 WHOLE: dict[str, Any] = {
     "trtspec_engine": FORMAT,
@@ -115,6 +121,29 @@ def test_the_device_is_the_backend_s_whatever_was_said_when_it_was_built(
         assert built.engine_config({"device": "auto"}).device == "auto"
         with pytest.raises(ConfigError, match=f"device = '{other}', and backend '{backend}' runs on the"):
             built.engine_config({"device": other})
+
+
+@pytest.mark.parametrize("method", [None, "mtp"])
+def test_layers_that_came_with_the_target_are_read_in_the_engine(tmp_path: Path, method: str | None) -> None:
+    """They were named by the target's folder, which is gone."""
+    engine(tmp_path)
+    make_mimo(tmp_path, name="target")
+    named = {"model": "/gone", "num_speculative_tokens": 1} | ({} if method is None else {"method": method})
+    built = EngineFolder(tmp_path, {"speculative_config": named})
+    context = plan_context(built, None, EngineConfig(backend="aoti"), BACKENDS["aoti"])
+    assert (context.speculation.method, context.draft) == ("mtp", None)
+    assert context.speculation.model == str(tmp_path / "target")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"model": "[ngram]"}, {"method": "ngram", "model": "ngram"}, {"method": "ngram"}], ids=str
+)
+def test_a_name_that_is_no_folder_stays_none_in_an_engine(tmp_path: Path, fields: dict[str, str]) -> None:
+    config = EngineFolder(
+        tmp_path, {"speculative_config": {**fields, "num_speculative_tokens": 2}}
+    ).speculative_config()
+    assert config is not None
+    assert choose(config, None) == (METHODS["ngram"], None)
 
 
 # -- damaged ones -----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from trtspec.config.engine import EngineConfig, at_least
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.interop.reading import read_speculative_config
+from trtspec.methods.resolve import settle
 
 FORMAT = 4
 """Of the folder; it changes when older engines can no longer be read."""
@@ -146,15 +147,16 @@ class EngineFolder:
         return EngineConfig(**built)
 
     def speculative_config(self) -> SpeculativeConfig | None:
-        """The speculation it was built for; a draft checkpoint is the engine's own."""
-        stored = self.data.get("speculative_config")
-        if stored is None:
+        """The speculation it was built for; the checkpoint that drafts is the engine's own."""
+        config = read_speculative_config(self.data.get("speculative_config"))
+        if config is None:
             return None
+        row, model = settle(config)
         if (self.path / "draft" / "config.json").is_file():
-            stored = {**stored, "model": str(self.path / "draft")}
-        elif stored.get("method") == "mtp":  # its layers came with the target, wherever that was
-            stored = {**stored, "model": None}
-        return read_speculative_config(stored)
+            model = str(self.path / "draft")
+        elif model is not None and (row is None or row.checkpoint is not None):  # layers that came with the target
+            model = str(self.path / "target")
+        return config.model_copy(update={"method": None if row is None else row.name, "model": model})
 
 
 def engine_json(
