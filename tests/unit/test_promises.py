@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import edit_config, make_checkpoint, make_mimo
 from tests.head_checkpoints import make_eagle3
 from trtspec.backends.table import BACKENDS
 from trtspec.build.context import BuildContext, plan_context
@@ -111,6 +111,28 @@ def test_a_draft_s_quantization_may_be_named_where_its_checkpoint_has_it(
     else:
         with pytest.raises(UnsupportedError, match=f"quantization='{kind}': the draft's weights are "):
             resolve(config, TARGET, draft)
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [(None, None), ("gptq", None), ("int4", None), ("int8", ConfigError), ("awq", UnsupportedError)],
+)
+def test_a_quantization_of_layers_inside_a_quantised_target_is_checked_against_it(
+    tmp_path: Path, kind: str | None, refused: type[Exception] | None
+) -> None:
+    target = make_mimo(tmp_path)
+    edit_config(target, quantization_config=GPTQ)
+    asked = SpeculativeConfig(method="mtp", num_speculative_tokens=1, quantization=kind)
+
+    def plan() -> BuildContext:
+        config = EngineConfig(max_batch_size=4, max_num_tokens=64, max_seq_len=32)
+        return plan_context(target, asked, config, BACKENDS["eager"])
+
+    if refused is None:
+        assert plan().quantizations == (None, "int4" if kind == "int4" else None)
+    else:
+        with pytest.raises(refused, match=rf"quantization ?= ?'{kind}': the .* quantised .*gptq, int4 in groups of 32"):
+            plan()
 
 
 @pytest.mark.parametrize("fields", [{"method": "[ngram]"}, {"model": "[ngram]"}, {"method": "ngram", "model": "ngram"}])

@@ -164,9 +164,10 @@ def plan_context(
 def _check(context: BuildContext) -> None:
     """ConfigError for sizes and quantisations that contradict each other."""
     config, K = context.config, context.max_draft_len
-    checkpoints = (("target", context.target), ("draft", context.draft))
+    inside = ("target", context.target)  # where draft layers without a checkpoint of their own are
+    checkpoints = (inside, inside if context.draft is None else ("draft", context.draft))
     for (role, checkpoint), kind in zip(checkpoints, context.quantizations, strict=True):
-        if checkpoint is not None and checkpoint.quantization is not None:
+        if checkpoint.quantization is not None:
             checkpoint.quantization.check_request(kind, role)
     if context.provisional_rows >= config.block_size:
         raise ConfigError(

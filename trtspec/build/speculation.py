@@ -45,6 +45,7 @@ def resolve_speculation(
             quantization=config.quantization,
         ),
         draft,
+        target.quantization,
     )
     return None if draft is None else draft.checkpoint, resolved
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from trtspec.config.base import refuse_unbuilt
 from trtspec.config.checkpoint.folder import CheckpointConfig
+from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.config.engine import QUANTIZATIONS
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig, check_against_k
@@ -90,13 +91,20 @@ def choose(config: SpeculativeConfig, draft: DraftInfo | None) -> tuple[Method, 
     return METHODS[draft.method] if draft is not None else _by_name(model) or METHODS["draft_model"], model
 
 
-def resolve(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None = None) -> ResolvedSpeculation:
-    """Everything decided, for this target and this draft checkpoint.
+def resolve(
+    config: SpeculativeConfig,
+    target: TargetInfo,
+    draft: DraftInfo | None = None,
+    target_quantization: CheckpointQuantization | None = None,
+) -> ResolvedSpeculation:
+    """Everything decided, for this target and this draft checkpoint. target_quantization: what the target's checkpoint
+    has quantised already, and with it the draft layers in it.
 
     Raises ConfigError for what contradicts itself, the target or the draft; UnsupportedError for what nobody has built.
     """
     resolved = plan(config, target, draft)
-    _check_quantization(config, draft)
+    own = None if draft is None else draft.checkpoint
+    _check_quantization(config, target_quantization if own is None else own.quantization)
     refuse_unbuilt("", dict(config), _BUILT)
     if resolved.mode.has_draft_model() and resolved.draft_tensor_parallel_size > 1:
         raise UnsupportedError(
@@ -109,12 +117,11 @@ def resolve(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | No
     return resolved
 
 
-def _check_quantization(config: SpeculativeConfig, draft: DraftInfo | None) -> None:
-    """UnsupportedError for a kind that nobody makes here, unless the draft's checkpoint is of that kind already."""
+def _check_quantization(config: SpeculativeConfig, found: CheckpointQuantization | None) -> None:
+    """UnsupportedError for a kind that nobody makes here, unless the draft's layers are of that kind already: `found`
+    is what their checkpoint says."""
     if config.quantization in QUANTIZATIONS:
         return
-    checkpoint = None if draft is None else draft.checkpoint
-    found = None if checkpoint is None else checkpoint.quantization
     if found is None or config.quantization not in found.names:
         there = "floating-point" if found is None else f"quantised by {found}"
         raise UnsupportedError(
