@@ -118,6 +118,7 @@ SYNTHETIC = {"rejection_sample_method": "synthetic"}
         ({"speculative_token_tree": "[(0,0)]"}, r"'\[\(0,0\)\]' is not a tree; .*parents are listed too"),
         ({"speculative_token_tree": "[(0,),(0,)]"}, r"is not a tree"),
         ({"speculative_token_tree": "[(-1,)]"}, r"is not a tree"),
+        ({"speculative_token_tree": "[([0],)]"}, r"'\[\(\[0\],\)\]' cannot be read; use a list of paths"),
         ({"draft_len_schedule": {}}, r"draft_len_schedule=\{\}: use \{batch size >= 1"),
         ({"draft_len_schedule": {0: 3}}, r"draft_len_schedule=\{0: 3\}: use"),
         ({"draft_len_schedule": {4: -1}}, r"draft_len_schedule=\{4: -1\}: use .*draft length >= 0"),

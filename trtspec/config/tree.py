@@ -17,9 +17,9 @@ def parse_tree(text: str) -> tuple[tuple[int, ...], ...]:
     remedy = "use a list of paths whose parents are listed too, such as '[(0,), (1,), (0, 0)]'"
     try:
         paths = [tuple(path) for path in ast.literal_eval(text)]
+        known = {(), *paths}  # TypeError where a path has a list in it
     except (ValueError, SyntaxError, TypeError):
         raise ConfigError(f"speculative_token_tree={text!r} cannot be read; {remedy}") from None
-    known = {()} | set(paths)
     legal = all(path and path[:-1] in known and all(type(i) is int and i >= 0 for i in path) for path in paths)
     if not paths or not legal or len(set(paths)) < len(paths):
         raise ConfigError(f"speculative_token_tree={text!r} is not a tree; {remedy}")
