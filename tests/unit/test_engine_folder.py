@@ -133,6 +133,7 @@ def test_layers_that_came_with_the_target_are_read_in_the_engine(tmp_path: Path,
     context = plan_context(built, None, EngineConfig(backend="aoti"), BACKENDS["aoti"])
     assert (context.speculation.method, context.draft) == ("mtp", None)
     assert context.speculation.model == str(tmp_path / "target")
+    assert context.folders == (tmp_path / "target",)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class BuildContext:
     built: EngineFolder | None = None
 
     def of(self, role: Role) -> Self:
-        """The same engine's other model."""
+        """The same engine's model of that role."""
         return replace(self, role=role)
 
     def described(self) -> Self:
@@ -92,6 +92,16 @@ class BuildContext:
         """The decoder of this role; of draft layers that read the target's states, the target."""
         own = self.role == "target" or self.mode.reads_hidden_states()
         return self.target if own else cast("ModelConfig", self.draft)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """What the weights of this role are read from: those of a draft in the target's launch are read with it."""
+        if self.built is not None:
+            return (self.built.path / self.role,)
+        target, draft = self.target.path, (self.draft or self.target).path
+        if self.role == "draft":
+            return (draft,)
+        return tuple(dict.fromkeys((target, draft))) if self.mode.use_one_engine() else (target,)
 
     @property
     def dtype(self) -> torch.dtype:

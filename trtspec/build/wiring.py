@@ -62,12 +62,10 @@ def assemble_engine(
     collector = hidden_state_collector(context)  # complains before anything is loaded
 
     loader = ModelLoader(num_blocks, None if gpu is None else CudaQueue(), progress)
-    progress(f"loading {target.path}")
-    loaded = [loader.load(context)]
-    if context.draft is not None:
-        progress(f"loading {context.draft.path}")
-    if mode.has_draft_model():
-        loaded.append(loader.load(context.of("draft"), loaded[0]))
+    loaded: list[LoadedModel] = []
+    for one in map(context.of, context.roles):
+        progress(f"loading {' and '.join(map(str, one.folders))}")
+        loaded.append(loader.load(one, *loaded))
     drafter = build_drafter(context, loaded[1] if mode.has_draft_model() else None)
     forced = config.force_num_accepted_tokens
     if forced is None:
