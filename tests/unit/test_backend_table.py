@@ -7,12 +7,19 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from tests.checkpoints import make_eagle, make_mimo
 from trtspec.backends.table import BACKENDS, COMPILERS, USUAL_COMPILER, Backend
 from trtspec.build.build import engine_backend
+from trtspec.build.context import plan_context
+from trtspec.build.steps import build_step
 from trtspec.config import engine as config
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError
+from trtspec.interop.reading import read_speculative_config
+from trtspec.methods.step import Step
 
 ROWS = BACKENDS.values()
 
@@ -59,3 +66,26 @@ def test_who_compiles_an_engine_folder() -> None:
     assert "eager" not in COMPILERS
     for name in BACKENDS:
         assert engine_backend(EngineConfig(backend=name)).name == (name if name in COMPILERS else USUAL_COMPILER)
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_quantised_draft_layers_beside_the_target_leave_its_weights(row: Backend, method: str, tmp_path: Path) -> None:
+    """They share its lm_head: what a target says does not depend on how its draft is quantised."""
+    target = make_mimo(tmp_path)
+    wishes = {"method": method, "num_speculative_tokens": 1, "one_engine": False, "quantization": "int8"}
+    if method == "eagle":
+        wishes["model"] = str(make_eagle(tmp_path, target))
+    config = EngineConfig(backend=row.name, dtype="float32")
+    context = plan_context(target, read_speculative_config(wishes), config, row)
+    step = build_step(context.of("target"))
+    before = {name: tensor.clone() for name, tensor in held(step).items()}
+    draft = build_step(context.of("draft"), step)
+    assert any(tensor.dtype == torch.int8 for tensor in held(draft).values())
+    after = held(step)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def held(step: Step) -> dict[str, Tensor]:
+    return {**dict(step.named_parameters()), **dict(step.named_buffers())}

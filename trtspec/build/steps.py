@@ -56,7 +56,7 @@ def _head_step(context: BuildContext, target: Step) -> Step:
     decoder = cast("DecodeStep", target).decoder
     worker = SpecWorker.of(_head(context, decoder), context.speculation)
     width = len(context.speculation.capture_layers) * decoder.spec.hidden_size
-    return _packed(context, HeadStep(worker, width, decoder.norm.weight, context.backend.functional), worker)
+    return _packed(context, HeadStep(worker, width, decoder.norm.weight, context.backend.functional), worker, decoder)
 
 
 def _head(context: BuildContext, target: Decoder) -> DraftHead:
@@ -81,13 +81,14 @@ def _decoder(context: BuildContext) -> Decoder:
     return make(context.model, context.dtype, context.role, context.max_seq_len)
 
 
-def _packed(context: BuildContext, step: Step, draft: nn.Module | None = None) -> Step:
-    """The step with its weights as the kernels want them, those of `draft` quantised as speculation asks."""
+def _packed(context: BuildContext, step: Step, draft: nn.Module | None = None, beside: nn.Module | None = None) -> Step:
+    """The step with its weights as the kernels want them, those of `draft` quantised as speculation asks, those of
+    `beside` untouched."""
     target_kind, draft_kind = context.quantizations
     backend = context.backend
     if context.packs or context.quantizations != (None, None):
         try:
-            pack_decoder(step, target_kind, draft, draft_kind, backend.symmetric, not backend.torch_gpu)
+            pack_decoder(step, target_kind, draft, draft_kind, backend.symmetric, not backend.torch_gpu, beside)
         except ValueError as error:
             kinds = f"quantization = {target_kind!r}, of the draft {draft_kind!r}"
             raise UnsupportedError(f"{kinds}: {error}") from error

@@ -16,6 +16,7 @@ def pack_decoder(
     draft_quantization: str | None = None,
     symmetric: bool = False,
     floats: bool = True,
+    beside: nn.Module | None = None,
 ) -> None:
     """Pack every Linear in `model` (a decoder, a draft head, or a step that holds both), in place.
 
@@ -24,15 +25,17 @@ def pack_decoder(
     draft: a module within `model`; draft_quantization goes for all linears that are its alone. Its own lm_head is one
     of them, unless it is tied to an embedding: what errors in its logits cost is acceptance, and every pass reads it.
 
-    symmetric: 4-bit groups have no zero points. floats: False leaves what is not quantised as it is.
+    symmetric: 4-bit groups have no zero points. floats: False leaves what is not quantised as it is. beside: a model
+    whose linears stay as they are, also where `model` shares them.
 
     An embedding tied to an lm_head becomes a view of the packed head, so that the matrix is held once. A draft head
     that shares its target's embedding or lm_head gets the packed ones where `model` holds both; otherwise call its
     `share` again once the target is packed.
     """
+    others = set() if beside is None else set(beside.modules())
     linears: dict[int, Linear] = {}  # by the plain weight that is to be packed
     for module in list(model.modules()):
-        if isinstance(module, Linear) and not module.is_packed:
+        if isinstance(module, Linear) and not module.is_packed and module not in others:
             linears[id(module.weight)] = module
     tied = [
         (parent, name, linears[id(child.weight)])
