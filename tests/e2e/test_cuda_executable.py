@@ -27,6 +27,7 @@ from tests.head_checkpoints import make_eagle, make_eagle3
 from trtspec import LLM, RequestOutput, SamplingParams
 from trtspec.backends.cuda import aoti as cuda_aoti
 from trtspec.backends.cuda.executable import LaunchLimits
+from trtspec.build import models as build_models
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
 from trtspec.core import SamplingTensors
@@ -250,6 +251,23 @@ def test_a_chain_in_one_launch_speculates_as_one_pass_by_pass(
     assert one == many
     assert launches[0] < launches[1] / 1.5
     assert all(0 < rate < 1 for rate in runs[0].speculation.acceptance_per_position)
+
+
+def test_graphs_without_drafts_verify_those_of_the_host(
+    models: dict[str, Path], work: HostQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine folder has them that was built without speculation, and is run with a drafter."""
+    monkeypatch.setattr(build_models, "_module_draft_lens", lambda context, step: (0,))
+    cases = draw_cases(16, 5, most_prompt=60, most_tokens=40)
+    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
+        outcomes = run_alone(llm.engine, cases)
+    with LLM(models["target"], speculation(models, "ngram"), backend="cuda", debug=True, **LIMITS) as llm:
+        assert llm.engine.loop.target.inner.compiled.draft_lens == (0,)
+        run = run_together(llm.engine, cases)
+        assert run.outcomes == outcomes
+        assert llm.engine.executables[0].launches == llm.engine.stats.steps  # none failed, and was tried anew
+        assert_all_blocks_free(llm)
+    assert run.speculation.num_accepted_tokens > 0
 
 
 @pytest.mark.long

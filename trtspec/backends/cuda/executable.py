@@ -267,11 +267,12 @@ class CudaExecutable(CompiledExecutable):
         return list(graph.read(inputs))
 
     def _keep(self, outputs: list[Tensor], kv_lens: Tensor) -> None:
-        """For the next step: the tokens it reads in, and how many are kept before them."""
+        """For the next step: the tokens it reads in, and how many are kept before them. Nothing is kept of a batch with
+        drafts from the host, which has more rows than requests."""
         named = dict(zip(self.compiled.outputs, outputs, strict=True))
         if self.compiled.verifies_drafts:
             tokens, kept = named["next_new_tokens"], named["next_kv_lens"]
-        elif self._width == 1 and not self.compiled.makes_drafts:
+        elif self._width == 1 and not self.compiled.makes_drafts and named["tokens"].shape == kv_lens.shape:
             tokens, kept = named["tokens"][:, None], kv_lens
         else:
             return  # drafts come from the host
