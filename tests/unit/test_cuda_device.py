@@ -4,6 +4,7 @@ on, and what is said where there is no GPU."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import make_checkpoint
 from tests.head_checkpoints import make_eagle3
+from trtspec.backends.aoti import compile
 from trtspec.backends.cuda import device
 from trtspec.backends.cuda.chain_graph import chain_step
 from trtspec.backends.export import GraphStep, example_batch, moved
@@ -92,6 +94,26 @@ def test_a_chain_mixes_no_devices(tmp_path: Path) -> None:
         drafts = chain_step(given, K, run_pass, 100)
     assert drafts.is_meta
     assert drafts.shape == (B, K)
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_only_graphs_for_a_cpu_call_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Nothing is exported or compiled: what the compiler is given is looked at."""
+    options: dict[str, Any] = {}
+    nothing = SimpleNamespace(state_dict={}, constants={}, get_constant_fqns=list)
+    calls = {torch.ops.trtspec.spec_sample.default: ["void some_function()"]}
+    monkeypatch.setattr(compile, "graph_calls", lambda: calls)
+    monkeypatch.setattr(compile, "kernel_interface", lambda: "digest")
+    monkeypatch.setattr(compile, "example_kv", lambda *_: [])
+    monkeypatch.setattr(compile, "export_step", lambda *_: nothing)
+    monkeypatch.setattr(
+        torch._inductor, "aoti_compile_and_package", lambda *_, inductor_configs, **__: options.update(inductor_configs)
+    )
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda *_: nothing)
+    step = fake_step(tmp_path, "none").to(where)
+    compiled = compile.compile_graphs(step, 16, [(0, False)], tmp_path, lambda what: None)
+    given = options["aot_inductor.custom_ops_to_c_shims"], compiled.kernels
+    assert given == ((calls, "digest") if where == "cpu" else ({}, ""))
 
 
 # --- what is said where there is no GPU, or one that will not do ------------------------------------------------------

@@ -62,10 +62,12 @@ def compile_graphs(
     report: Callable[[str], None],
     edits: bool = False,
 ) -> CompiledStep:
-    """Graphs for these (K, uniform), for the device that the step is on."""
+    """Graphs for these (K, uniform), for the device that the step is on. Those for a CPU call its kernels' C functions,
+    others call torch's dispatcher."""
     weights: dict[str, Tensor] = {}
     graphs = []
-    direct = graph_calls()
+    on_cpu = step.like.device.type == "cpu"
+    direct = graph_calls() if on_cpu else {}
     for K, uniform in wanted:
         kind = "uniform" if uniform else "ragged"
         report(f"{kind} graph for K = {K}: tracing")
@@ -87,4 +89,4 @@ def compile_graphs(
         graphs.append(Graph(file.name, K, uniform, input_names(step, uniform, edits=edits)))
     report("writing weights")
     save_weights(weights, folder / WEIGHTS)
-    return CompiledStep.of(step, graphs, edits, kernel_interface())
+    return CompiledStep.of(step, graphs, edits, kernel_interface() if on_cpu else "")
