@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_eagle3
 from tests.e2e.tiny import make_target
+from tests.head_checkpoints import make_eagle3
 from trtspec.build import wiring
 from trtspec.build.models import ModelLoader
 from trtspec.config.engine import EngineConfig

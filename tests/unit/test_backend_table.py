@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import make_eagle, make_mimo
+from tests.checkpoints import make_mimo
+from tests.head_checkpoints import make_eagle
 from trtspec.backends.table import BACKENDS, COMPILERS, USUAL_COMPILER, Backend
 from trtspec.build.build import engine_backend
 from trtspec.build.context import plan_context
