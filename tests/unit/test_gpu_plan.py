@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,18 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.head_checkpoints import make_eagle, make_eagle3
+from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.table import BACKENDS
-from trtspec.build.context import BuildContext, plan_context
+from trtspec.build import kv_plan
+from trtspec.build.context import BuildContext, Role, plan_context
+from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.gpu_plan import gpu_memory, plan_gpu_blocks
-from trtspec.build.kv_plan import bytes_per_block
+from trtspec.build.kv_plan import bytes_per_block, plan_kv_blocks
 from trtspec.build.steps import build_steps
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import CapacityError
 from trtspec.interop.reading import read_speculative_config
+from trtspec.methods.step import Step
 from trtspec.models.layers import weight_bytes
 
 MUCH = 10**10
@@ -103,3 +108,47 @@ def test_what_would_fit_is_said_and_does(target: Path) -> None:
         plan_gpu_blocks(model, 10**5)
     less = parts(planned(target, enable_cuda_graph=False))
     assert less < parts(planned(target))
+
+
+def test_the_least_cache_is_of_one_request_where_its_size_is_asked_for(target: Path) -> None:
+    """In what is said to be needed, 67 MB a block here, as in the remedies."""
+    for options, least in (({}, "0.34"), ({"num_kv_blocks": 9}, "0.13"), ({"kv_cache_memory": 10**9}, "0.13")):
+        with pytest.raises(CapacityError, match=f"KV cache, at least {least} GB"):
+            plan_gpu_blocks(planned(target, block_size=65536, **options), 10**8)
+    smaller = planned(target, num_kv_blocks=2, max_batch_size=2)
+    free = (parts(smaller) + 2 * bytes_per_block(smaller)) * 100 // 95 + 100
+    with pytest.raises(CapacityError, match=r"these would fit: .*max_batch_size = 2"):
+        plan_gpu_blocks(planned(target, num_kv_blocks=2), free)
+    assert plan_gpu_blocks(smaller, free) == 2
+
+
+def test_the_remedies_for_an_engine_are_those_that_it_takes(target: Path) -> None:
+    model = planned(target, max_num_tokens=2048)
+    compiled = CompiledStep.of(build_steps(model.described())["target"], ()).to_dict()
+    built = EngineFolder(target, {"executables": {"target": compiled}})
+    needed = parts(model) + 5 * bytes_per_block(model)
+    with pytest.raises(CapacityError, match="these would fit: max_num_tokens = "):
+        plan_gpu_blocks(replace(model, built=built), needed)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"), [({}, 1), ({"num_kv_blocks": 7}, 0), ({"kv_cache_memory": 10**6}, 1)], ids=str
+)
+def test_layers_are_described_for_a_cache_once_and_where_it_matters(
+    target: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], count: int
+) -> None:
+    described: list[BuildContext] = []
+
+    def counted(context: BuildContext) -> dict[Role, Step]:
+        described.append(context)
+        return build_steps(context)
+
+    monkeypatch.setattr(kv_plan, "build_steps", counted)
+    model = planned(target, **options)
+    plan_kv_blocks(model)
+    assert len(described) == count
+    described.clear()
+    plan_gpu_blocks(model, MUCH)
+    with pytest.raises(CapacityError):
+        plan_gpu_blocks(model, 10**5)
+    assert len(described) == 2

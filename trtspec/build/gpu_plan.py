@@ -24,15 +24,15 @@ def plan_gpu_blocks(context: BuildContext, free: int) -> int:
     """Blocks of the KV cache, scratch included: as asked for, or for max_batch_size full sequences as far as `free`
     bytes go. CapacityError where that is not enough, with what would fit."""
     parts = gpu_memory(context, free)
-    left, least = free - sum(parts.values()), context.config.max_batch_size + 1
-    wanted = wanted_kv_blocks(context)
     per_block = bytes_per_block(context)
-    if left < (least if wanted is None else 2) * per_block:
-        needed = {**parts, "KV cache, at least": least * per_block}
+    wanted = wanted_kv_blocks(context, per_block)
+    left, least = free - sum(parts.values()), _least_blocks(context) * per_block
+    if left < least:
+        needed = {**parts, "KV cache, at least": least}
         raise CapacityError(
             f"{context.target.path} needs {_gb(sum(needed.values()))} of the GPU's memory "
             f"({', '.join(f'{name} {_gb(size)}' for name, size in needed.items())}), and {_gb(free)} are free; "
-            f"{_remedy(context, free)}"
+            f"{_remedy(context, free, per_block)}"
         )
     fitting = left // per_block
     if wanted is not None and wanted > fitting:
@@ -64,19 +64,25 @@ def gpu_memory(context: BuildContext, free: int) -> dict[str, int]:
     return {**parts, "margin": int(_MARGIN * free)}
 
 
-def _remedy(context: BuildContext, free: int) -> str:
-    found = list(_fitting(context, free))
+def _least_blocks(context: BuildContext) -> int:
+    """A cache without which nothing begins: where its size is asked for, of one request; scratch included."""
+    asked = context.config.num_kv_blocks is not None or context.config.kv_cache_memory is not None
+    return 2 if asked else context.config.max_batch_size + 1
+
+
+def _remedy(context: BuildContext, free: int, per_block: int) -> str:
+    found = list(_fitting(context, free, per_block))
     if not found:
         return "no smaller setting of this model fits, either: take a GPU with more memory"
     return f"these would fit: {', '.join(found)}"
 
 
-def _fitting(context: BuildContext, free: int) -> Iterator[str]:
-    """Changes of one setting each with which the model fits."""
+def _fitting(context: BuildContext, free: int, per_block: int) -> Iterator[str]:
+    """Changes of one setting each with which the model fits. An engine's weights are as they were built."""
     config = context.config
     quantized = any(kind is not None for kind in context.quantizations) or context.target.quantization is not None
     candidates: list[list[Mapping[str, Any]]] = [
-        [] if quantized else [{"quantization": kind} for kind in ("int8", "int4")],
+        [] if quantized or context.built is not None else [{"quantization": kind} for kind in ("int8", "int4")],
         [{"max_num_tokens": rows} for rows in _halves(config.max_num_tokens, _least_rows(context))],
         [{"max_batch_size": size} for size in _halves(config.max_batch_size, 1)],
     ]
@@ -87,7 +93,7 @@ def _fitting(context: BuildContext, free: int) -> Iterator[str]:
                 parts = gpu_memory(smaller, free)
             except UnsupportedError:  # such weights cannot be quantised so
                 continue
-            if free - sum(parts.values()) >= (smaller.config.max_batch_size + 1) * bytes_per_block(smaller):
+            if free - sum(parts.values()) >= _least_blocks(smaller) * per_block:
                 ((name, value),) = change.items()
                 yield f"{name} = {value!r}"
                 break

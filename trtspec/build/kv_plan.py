@@ -19,8 +19,7 @@ def plan_kv_blocks(context: BuildContext) -> int:
     """Blocks of the cache, scratch included: those that graphs take, if they take no others."""
     wanted, fixed = wanted_kv_blocks(context), fixed_kv_blocks(context)
     if fixed is None:
-        affordable = free_memory() // 4 // bytes_per_block(context)
-        return wanted or max(min(full_kv_blocks(context), affordable), 2)
+        return wanted or max(min(full_kv_blocks(context), free_memory() // 4 // bytes_per_block(context)), 2)
     if wanted is None or wanted == fixed or (context.config.kv_cache_memory is not None and wanted > fixed):
         return fixed
     needed = fixed * bytes_per_block(context)
@@ -30,11 +29,13 @@ def plan_kv_blocks(context: BuildContext) -> int:
     )
 
 
-def wanted_kv_blocks(context: BuildContext) -> int | None:
-    """As many as num_kv_blocks or kv_cache_memory ask for. CapacityError if that is not enough for anything."""
-    config, per_block = context.config, bytes_per_block(context)
+def wanted_kv_blocks(context: BuildContext, per_block: int | None = None) -> int | None:
+    """As many as num_kv_blocks or kv_cache_memory ask for. per_block: bytes_per_block, where that is known already: it
+    reads the headers of all weights. CapacityError if that is not enough for anything."""
+    config = context.config
     if config.kv_cache_memory is None:
         return config.num_kv_blocks
+    per_block = bytes_per_block(context) if per_block is None else per_block
     blocks = config.kv_cache_memory // per_block
     if blocks < 2:
         raise CapacityError(
