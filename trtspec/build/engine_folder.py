@@ -2,7 +2,7 @@
 
 config.json                  this file; `checkpoint_quantization` says which checkpoints were quantised already, how
 tokenizer.json, ...          as in the checkpoint
-target/, draft/              config.json of the checkpoint, graphs and weights (see backends/aoti/executable.py)
+target/, draft/              config.json of the checkpoint; graphs and weights as the backend's executable reads them
 """
 
 from __future__ import annotations

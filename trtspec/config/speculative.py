@@ -1,7 +1,7 @@
 """SpeculativeConfig: what a user may say about speculation. Field names are vLLM's, old and new, and TensorRT-LLM's.
 
 Rules on one field live on the field, rules between fields in `_consistent`; what needs the target or the draft is in
-resolve.py.
+methods/resolve.py.
 """
 
 from __future__ import annotations
