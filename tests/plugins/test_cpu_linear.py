@@ -147,7 +147,9 @@ def test_fp8_weights_against_float64(
     for out in (layer(x, b, float_out), layer.reference(x, b, float_out)):
         assert out.dtype == (torch.float32 if float_out else dtype)
         rounding = 0.0 if float_out else EPSILON[dtype]
-        assert ((out.double() - exact).abs() <= (depth + 4) * 2**-24 * terms + rounding * exact.abs() + 1e-7).all()
+        bound = (depth + 4) * 2**-24 * terms + rounding * exact.abs() + 1e-7
+        fits = exact.abs() + bound < torch.finfo(out.dtype).max  # float16 ends at 65504
+        assert ((out.double() - exact).abs() <= bound)[fits].all()
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.013])
