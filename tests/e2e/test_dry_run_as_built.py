@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tests.e2e.conformance import LIMITS, K, assert_as_planned, make_models
+from trtspec.backends.compiled import CompiledStep, Graph
+from trtspec.backends.cuda import aoti as cuda_aoti
 from trtspec.backends.describe import Calls, describe_graph
 from trtspec.backends.export import example_for, export_step
 from trtspec.backends.graph_io import graph_inputs, input_names
@@ -34,6 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WISHES = {
     "none": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": K},
     "draft": {"method": "draft_model", "model": "draft", "num_speculative_tokens": K},
     "eagle3": {"method": "eagle3", "model": "head", "num_speculative_tokens": K},
     "eagle3_beside": {"method": "eagle3", "model": "head", "num_speculative_tokens": K, "one_engine": False},
@@ -42,7 +45,8 @@ WISHES = {
 
 def wanted(models: Path, mode: str) -> SpeculativeConfig | None:
     wishes = WISHES[mode]
-    return wishes and read_speculative_config({**wishes, "model": str(models / str(wishes["model"]))})
+    named = {"model": str(models / str(wishes["model"]))} if wishes and "model" in wishes else {}
+    return wishes and read_speculative_config({**wishes, **named})
 
 
 def test_a_graph_for_each_draft_length_of_a_schedule(models: Path) -> None:
@@ -108,6 +112,40 @@ def test_the_engine_is_as_planned(models: Path, tmp_path: Path, mode: str, backe
             norms = {"target": 7, "draft": 7}[role] + (4 if mode == "eagle3" else 0)
             weights = sum(size for name, size in written.items() if name.endswith(".weight"))
             assert weights == sum(made.weights.values()) - norms * 32 * 4
+
+
+ON_A_GPU = {
+    "none": {"target": [(0, "ragged"), (0, "uniform")]},
+    "ngram": {"target": [(K, "ragged"), (0, "uniform"), (K, "uniform")]},
+    "draft": {
+        "target": [(K, "ragged"), (0, "uniform"), (K, "uniform")],
+        "draft": [(0, "ragged"), (0, "uniform")],
+    },
+    "eagle3": {"target": [(K, "ragged"), (K, "uniform")]},
+    "eagle3_beside": {"target": [(K, "ragged")], "draft": [(0, "ragged"), (K, "ragged")]},
+}
+
+
+@pytest.mark.parametrize("mode", ON_A_GPU)
+def test_graphs_for_a_gpu_are_as_planned(
+    models: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which ones the compiler is asked for; it does nothing."""
+    asked = {}
+
+    def compile_step(
+        step: Step, block_size: int, wanted: list[tuple[int, bool]], folder: Path, *_: object, **__: object
+    ) -> CompiledStep:
+        asked[folder.name] = [(n, "uniform" if uniform else "ragged") for n, uniform in wanted]
+        return CompiledStep.of(step, [Graph("", n, uniform, ()) for n, uniform in wanted])
+
+    monkeypatch.setattr(cuda_aoti, "require", lambda: None)
+    monkeypatch.setattr(cuda_aoti, "compile_step", compile_step)
+    config = EngineConfig(backend="cuda", **LIMITS)
+    plan = plan_build(models / "target", wanted(models, mode), config)
+    build_engine(models / "target", tmp_path / "engine", wanted(models, mode), config)
+    planned = {name: [(one.draft_len, one.kind) for one in made.graphs] for name, made in plan.executables.items()}
+    assert planned == asked == ON_A_GPU[mode]
 
 
 def test_a_plan_complains_of_headers_as_a_build_would(

@@ -111,7 +111,7 @@ def test_only_graphs_for_a_cpu_call_its_kernels(tmp_path: Path, monkeypatch: pyt
     )
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda *_: nothing)
     step = fake_step(tmp_path, "none").to(where)
-    compiled = compile.compile_graphs(step, 16, [(0, False)], tmp_path, lambda what: None)
+    compiled = compile.compile_step(step, 16, [(0, False)], tmp_path)
     given = options["aot_inductor.custom_ops_to_c_shims"], compiled.kernels
     assert given == ((calls, "digest") if where == "cpu" else ({}, ""))
 

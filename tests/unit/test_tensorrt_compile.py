@@ -71,7 +71,8 @@ def compiled(
     if linear:
         sizes = replace(sizes, linear=True, blocks=9, block_size=104, columns=1)
     given = {"trt": FakeTensorRT(), "cuda": Cuda(CudaRuntime()), "plugin_of": fake_plugin_of}
-    return compile_step(step, LIMITS["block_size"], draft_lens, folder, sizes=sizes, options=options, **given)
+    graphs = [(K, False) for K in draft_lens]
+    return compile_step(step, LIMITS["block_size"], graphs, folder, sizes=sizes, options=options, **given)
 
 
 @pytest.mark.parametrize(

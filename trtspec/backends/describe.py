@@ -45,7 +45,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """One graph, without the KV layers that it takes too. kind: see export.graph_kinds."""
+    """One graph, without the KV layers that it takes too. kind: "ragged" or "uniform"."""
 
     kind: str
     draft_len: int
@@ -59,10 +59,10 @@ def describe_graph(
 ) -> GraphPlan:
     """The graph of kind "ragged" or "uniform" and K = draft_len, at its largest: sizes of its launches. `step` is one
     on the meta device. What a functional graph does not read, a tree mask, it does not take. edits: as of
-    export.input_names."""
+    graph_io.input_names."""
     uniform = kind == "uniform"
     names = input_names(step, uniform, edits=edits)
-    R = sizes.batch_size * (sizes.draft_len + 1)
+    R = sizes.batch_size * ((draft_len if uniform else sizes.draft_len) + 1)
     open_sizes = {"T": R if uniform else sizes.rows, "R": R, "B": sizes.batch_size, "G": sizes.batch_size}
     open_sizes |= {"K": draft_len, "columns": sizes.columns, "bans": 1, "0": 0, "width": step.hidden_width}
     open_sizes |= {"known": 1, "kinds": 3, "biases": 1, "words": 1}

@@ -109,11 +109,6 @@ def example_kv(step: Step, example: StepInputs, block_size: int) -> list[KVLayer
     return [(new(shape), new(shape)) for shape in shapes]
 
 
-def graph_kinds(step: Step) -> dict[str, bool]:
-    """The graphs made for each K: kind -> whether it is uniform."""
-    return {"ragged": False, "uniform": True} if step.verifies_drafts else {"ragged": False}
-
-
 def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[int, ...]:
     """K of the graphs a step needs: one for every draft length that a schedule can ask for; (0,) if K is not in it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError
 
+from trtspec.backends.cuda.executable import launch_graphs
 from trtspec.backends.export import graph_draft_lens
 from trtspec.backends.sizes import Sizes
 from trtspec.backends.table import BACKENDS, USUAL_COMPILER, Backend
@@ -74,9 +76,6 @@ def build_engine(
         for role, step in described_steps(context, report).items():
             folder = staging / role
             folder.mkdir(parents=True)
-            draft_lens = set(graph_draft_lens(step, context.resolved))
-            if backend.torch_gpu and role == "target" and draft_lens == {0}:
-                draft_lens.add(context.max_draft_len)  # those of a drafter beside it
             own: dict[str, Any] = {}
             if backend.profiles:
                 own = {"sizes": largest_sizes(context, role, options), "options": options}
@@ -85,7 +84,7 @@ def build_engine(
             compiled = compile_step(
                 step,
                 config.block_size,
-                sorted(draft_lens),
+                wanted_graphs(context, role, step),
                 folder,
                 lambda what, role=role: report(f"{role}: {what}"),
                 **own,
@@ -133,6 +132,16 @@ def described_steps(context: BuildContext, report: Callable[[str], None]) -> dic
         report(f"{'loading' if context.reads_weights else 'describing'} {one.model.path}")
         made[role] = build_step(one, made.get("target"))
     return made
+
+
+def wanted_graphs(context: BuildContext, role: Role, step: Step) -> list[tuple[int, bool]]:
+    """(K, whether it is uniform) of each graph that the backend is to make of a model's step."""
+    backend, draft_lens = context.backend, {*graph_draft_lens(step, context.resolved)}
+    if backend.torch_gpu:  # generations have graphs of their own, whether drafts are made inside or not
+        beside = {context.max_draft_len} if role == "target" and draft_lens == {0} else set()
+        return launch_graphs(step, sorted(draft_lens | beside))
+    kinds = (False, True) if step.verifies_drafts and not backend.profiles else (False,)
+    return [*itertools.product(sorted(draft_lens), kinds)]
 
 
 def with_linear_cache(context: BuildContext) -> BuildContext:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from trtspec.backends.describe import Calls, GraphPlan, describe_graph, plugins
-from trtspec.backends.export import graph_draft_lens, graph_kinds
 from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
-from trtspec.build.build import described_steps, engine_backend, largest_sizes, with_linear_cache
-from trtspec.build.context import BuildContext, plan_context
+from trtspec.build.build import described_steps, engine_backend, largest_sizes, wanted_graphs, with_linear_cache
+from trtspec.build.context import BuildContext, Role, plan_context
 from trtspec.build.memory import Activation, activations, table_bytes
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
@@ -149,18 +148,16 @@ def plan_build(
 def _executable(
     step: Step,
     context: BuildContext,
-    role: str,
+    role: Role,
     options: TensorRTOptions | None,
 ) -> ExecutablePlan:
     backend, sizes = context.backend, largest_sizes(context, role, options)
-    lengths = graph_draft_lens(step, context.resolved)
-    kinds = ["ragged"] if backend.profiles else [*graph_kinds(step)]
+    edits = backend.edits and role == "target"
     graphs = tuple(
         describe_graph(
-            step, sizes.at_draft_len(step, K), kind, K, backend.functional, backend.edits and role == "target"
+            step, sizes.at_draft_len(step, K), "uniform" if uniform else "ragged", K, backend.functional, edits
         )
-        for K in lengths
-        for kind in kinds
+        for K, uniform in wanted_graphs(context, role, step)
     )
     dtype = step.like.dtype
     caches = tuple(f"{part}_cache_{layer}" for layer in range(len(step.kv_layers)) for part in "kv")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for, example_kv, export_step, graph_kinds, moved
+from trtspec.backends.export import example_for, example_kv, export_step, moved
 from trtspec.backends.graph_io import input_names
 from trtspec.backends.weight_file import save_weights
 from trtspec.errors import DependencyError, EngineError
@@ -43,27 +42,14 @@ def require() -> None:
 def compile_step(
     step: Step,
     block_size: int,
-    draft_lens: Sequence[int],
+    wanted: Sequence[tuple[int, bool]],
     folder: Path,
     report: Callable[[str], None] = lambda what: None,
     edits: bool = False,
 ) -> CompiledStep:
-    """Compile `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a uniform one if it
-    makes drafts. `report` hears what is being done. edits: graphs take edits of logits, and give these."""
-    wanted = list(itertools.product(sorted(draft_lens), graph_kinds(step).values()))
-    return compile_graphs(step, block_size, wanted, folder, report, edits)
-
-
-def compile_graphs(
-    step: Step,
-    block_size: int,
-    wanted: Sequence[tuple[int, bool]],
-    folder: Path,
-    report: Callable[[str], None],
-    edits: bool = False,
-) -> CompiledStep:
-    """Graphs for these (K, uniform), for the device that the step is on. Those for a CPU call its kernels' C functions,
-    others call torch's dispatcher."""
+    """Compile the graphs of these (K, uniform) into `folder` (it must exist), for the device that `step` is on. Those
+    for a CPU call its kernels' C functions, others call torch's dispatcher. `report` hears what is being done. edits:
+    graphs take edits of logits, and give these."""
     weights: dict[str, Tensor] = {}
     graphs = []
     on_cpu = step.like.device.type == "cpu"

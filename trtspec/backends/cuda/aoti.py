@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trtspec.backends.aoti.compile import compile_graphs
+from trtspec.backends.aoti import compile
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.cuda.device import open_gpu
-from trtspec.backends.cuda.executable import CudaExecutable, launch_graphs
+from trtspec.backends.cuda.executable import CudaExecutable
 from trtspec.backends.weight_file import load_weights
 from trtspec.methods.step import Step
 
@@ -27,15 +27,13 @@ def require() -> None:
 def compile_step(
     step: Step,
     block_size: int,
-    draft_lens: Sequence[int],
+    wanted: Sequence[tuple[int, bool]],
     folder: Path,
     report: Callable[[str], None] = lambda what: None,
     edits: bool = False,
 ) -> CompiledStep:
-    """As aoti.compile.compile_step, for the GPU, where generations have graphs of their own whether drafts are made
-    inside or not."""
-    wanted = launch_graphs(step, sorted(draft_lens))
-    return compile_graphs(step.to(open_gpu()), block_size, wanted, folder, report, edits)
+    """As aoti.compile.compile_step, for the GPU."""
+    return compile.compile_step(step.to(open_gpu()), block_size, wanted, folder, report, edits)
 
 
 class AotiOnCuda(CudaExecutable):

@@ -314,7 +314,7 @@ def module_graphs(step: Step, draft_lens: Sequence[int], uniform: bool = True, e
     """What `ModuleOnCuda` runs: for each K a graph for any batch and, if `uniform`, one for generations alone.
 
     draft_lens: K that a step may verify, which are those that it makes for the next one, if it makes any. edits: as of
-    export.input_names.
+    graph_io.input_names.
     """
     wanted = [one for one in launch_graphs(step, draft_lens) if uniform or not one[1]]
     graphs = [Graph("", K, is_uniform, input_names(step, is_uniform, edits=edits)) for K, is_uniform in wanted]

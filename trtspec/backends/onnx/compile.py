@@ -4,7 +4,6 @@ runs."""
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for, example_kv, graph_kinds
+from trtspec.backends.export import example_for, example_kv
 from trtspec.backends.onnx.export import OWN, export_onnx
 from trtspec.backends.onnx.linear import as_torch, write_linears
 from trtspec.backends.weight_file import save_weights
@@ -33,16 +32,17 @@ def require() -> None:
 def compile_step(
     step: Step,
     block_size: int,
-    draft_lens: Sequence[int],
+    wanted: Sequence[tuple[int, bool]],
     folder: Path,
     report: Callable[[str], None] = lambda what: None,
     edits: bool = False,
 ) -> CompiledStep:
-    """Export a functional `step` for each K of `draft_lens` into `folder` (it must exist): a ragged graph, and a
-    uniform one if it makes drafts. `report` hears what is being done. edits: as of graph_io.input_names."""
+    """Export the graphs of these (K, uniform) of a functional `step` into `folder` (it must exist). `report` hears what
+    is being done. edits: as of graph_io.input_names."""
     models: dict[str, ir.Model] = {}
     graphs = []
-    for K, (kind, uniform) in itertools.product(sorted(draft_lens), graph_kinds(step).items()):
+    for K, uniform in wanted:
+        kind = "uniform" if uniform else "ragged"
         report(f"{kind} graph for K = {K}")
         example = example_for(step, K, block_size, uniform, edits)
         model = export_onnx(step, example, example_kv(step, example, block_size), uniform)

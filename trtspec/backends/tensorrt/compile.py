@@ -183,7 +183,7 @@ def _write(path: Path, data: bytes) -> None:
 def compile_step(
     step: Step,
     block_size: int,
-    draft_lens: Sequence[int],
+    wanted: Sequence[tuple[int, bool]],
     folder: Path,
     report: Callable[[str], None] = lambda what: None,
     *,
@@ -193,8 +193,8 @@ def compile_step(
     cuda: Cuda | None = None,
     plugin_of: PluginOf | None = None,
 ) -> CompiledStep:
-    """Build a functional `step` for each K of `draft_lens` into `folder` (it must exist): an engine of the longest as
-    rank0.engine, of others as rank0_k<K>.engine. `report` hears what is being done.
+    """Build the graphs of these (K, uniform), which are all ragged, of a functional `step` into `folder` (it must
+    exist): an engine of the longest as rank0.engine, of others as rank0_k<K>.engine. `report` hears what is being done.
 
     sizes: the largest that the engines must take, whose draft_len holds for a step that makes no drafts. `trt`, `cuda`
     and `plugin_of` are TensorRT, the GPU and TensorRT's registry, unless given. DependencyError where a plugin's kernel
@@ -207,7 +207,7 @@ def compile_step(
     plugin_of = plugin_of or registered_plugins(trt)
     graphs = []
     weights: dict[str, torch.Tensor] = {}  # of all graphs, which share them
-    for i, K in enumerate(sorted(draft_lens, reverse=True)):
+    for i, (K, _) in enumerate(sorted(wanted, reverse=True)):
         report(f"graph for K = {K}: exporting")
         if sizes.linear:
             block_size = 16  # of the example: the network's caches are others, and need not be allocated here
