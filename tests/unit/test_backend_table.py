@@ -13,8 +13,10 @@ from torch import Tensor
 from tests.checkpoints import make_mimo
 from tests.head_checkpoints import make_eagle
 from trtspec.backends.table import BACKENDS, COMPILERS, USUAL_COMPILER, Backend
-from trtspec.build.build import engine_backend
+from trtspec.backends.tensorrt.profiles import TensorRTOptions
+from trtspec.build.build import build_engine, engine_backend
 from trtspec.build.context import plan_context
+from trtspec.build.plan import plan_build
 from trtspec.build.steps import build_step
 from trtspec.config import engine as config
 from trtspec.config.engine import EngineConfig
@@ -67,6 +69,20 @@ def test_who_compiles_an_engine_folder() -> None:
     assert "eager" not in COMPILERS
     for name in BACKENDS:
         assert engine_backend(EngineConfig(backend=name)).name == (name if name in COMPILERS else USUAL_COMPILER)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_options_of_tensorrt_are_for_it_alone(row: Backend, tmp_path: Path) -> None:
+    config, options = EngineConfig(backend=row.name), TensorRTOptions()
+    if row.name == "tensorrt":
+        assert engine_backend(config, options) is row
+        return
+    for make in (
+        lambda: plan_build(tmp_path, None, config, options=options),
+        lambda: build_engine(tmp_path, tmp_path / "engine", None, config, options=options),
+    ):
+        with pytest.raises(ConfigError, match=r"built by backend .*; leave them out"):
+            make()
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp"])

@@ -61,12 +61,12 @@ def build_engine(
     """
     output = Path(output).resolve()
     refuse_taken(output, replace_existing)
-    backend = engine_backend(config)
+    backend = engine_backend(config, options)
     compile_step = backend.load_compiler()
     stored = _storable(speculative)
     load_plugins()
     context = plan_context(checkpoint, speculative, config, backend)
-    if options is not None and options.attention == "native":
+    if options is not None and options.native:
         context = with_linear_cache(context)
     config = context.config
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -103,10 +103,17 @@ def build_engine(
     return engine
 
 
-def engine_backend(config: EngineConfig) -> Backend:
-    """The one that config names, or the usual one where that compiles nothing."""
+def engine_backend(config: EngineConfig, options: TensorRTOptions | None = None) -> Backend:
+    """The one that config names, or the usual one where that compiles nothing. ConfigError for options that are not of
+    this one."""
     named = BACKENDS[config.backend]
-    return BACKENDS[USUAL_COMPILER] if named.compiler is None else named
+    backend = BACKENDS[USUAL_COMPILER] if named.compiler is None else named
+    if options is not None and not backend.profiles:
+        raise ConfigError(
+            f"TensorRTOptions are given, and the engine is built by backend {backend.name}; leave them out, or set "
+            "backend = 'tensorrt'"
+        )
+    return backend
 
 
 def refuse_taken(output: Path, replace_existing: bool) -> None:
@@ -174,7 +181,7 @@ def largest_sizes(context: BuildContext, role: str, options: TensorRTOptions | N
     """Of the largest launch. A draft of its own draws one token a request."""
     draft_len = context.max_draft_len if role == "target" else 0
     blocks = wanted_kv_blocks(context) or full_kv_blocks(context)
-    linear = options is not None and options.attention == "native"
+    linear = options is not None and options.native
     return replace(Sizes.of(context.config, context.max_seq_len, draft_len, blocks), linear=linear)
 
 

@@ -120,11 +120,11 @@ def plan_build(
 
     Raises what build_engine would of configs and headers.
     """
-    backend = engine_backend(config)
+    backend = engine_backend(config, options)
     if backend.profiles:
         options = options or TensorRTOptions()
     context = plan_context(checkpoint, speculative, config, backend).described()
-    if options is not None and options.attention == "native":
+    if options is not None and options.native:
         context = with_linear_cache(context)
     config = context.config
     checkpoints = {"target": context.target, "draft": context.draft}
@@ -141,7 +141,7 @@ def plan_build(
         executables={
             role: _executable(step, context, role, options) for role, step in described_steps(context, report).items()
         },
-        options=asdict(options) if options is not None and backend.profiles else None,
+        options=asdict(options) if options is not None else None,
     )
 
 

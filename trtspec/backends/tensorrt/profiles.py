@@ -53,6 +53,11 @@ class TensorRTOptions:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} must be 1 or more")
 
+    @property
+    def native(self) -> bool:
+        """Whether attention is TensorRT's own."""
+        return self.attention == "native"
+
 
 def cache_shape(blocks: int, block_size: int, heads: int, width: int, linear: bool) -> Shape:
     """Of a cache; a linear one has a slot for each block but the scratch."""
