@@ -10,7 +10,7 @@ from trtspec.backends.graph_io import INPUTS as ROWS
 from trtspec.backends.sizes import Sizes
 from trtspec.backends.tensorrt.profiles import TensorRTOptions, profiles
 from trtspec.config.engine import EngineConfig
-from trtspec.errors import ConfigError
+from trtspec.errors import ConfigError, UnsupportedError
 
 INPUTS = [name for name, row in ROWS.items() if row.taker in ("all", "verifies") and name != "tree_mask"]
 
@@ -60,3 +60,8 @@ def test_every_batch_within_the_limits_fits_the_mixed_profile(
 def test_options_that_are_none(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TensorRTOptions(**options)
+
+
+def test_ranks_are_not_built() -> None:
+    with pytest.raises(UnsupportedError, match=r"workers = 2: .* not built; use workers = 1"):
+        TensorRTOptions(workers=2)

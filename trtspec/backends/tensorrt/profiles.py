@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from trtspec.backends.graph_io import INPUTS
 from trtspec.backends.sizes import Sizes
 from trtspec.core import KVSpec
-from trtspec.errors import ConfigError
+from trtspec.errors import ConfigError, UnsupportedError
 
 MAX_BANS = 64
 """Ids that a row may have banned at a time (stop ids before min_tokens)."""
@@ -26,11 +26,11 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True, kw_only=True)
 class TensorRTOptions:
     """Beside EngineConfig, what `trtspec build --backend tensorrt` takes; names are those of trtllm-build where it has
-    them. ConfigError for values that are none of those.
+    them. ConfigError for values that are none of those, UnsupportedError for several workers.
 
     opt_num_tokens: rows that the mixed profile is tuned for, None = half of max_num_tokens. workers: ranks built at a
-    time. attention: our "plugin" over the paged cache, or "native", TensorRT's own over a linear one
-    (see native.py).
+    time, of which an engine has one. attention: our "plugin" over the paged cache, or "native", TensorRT's own over a
+    linear one (see native.py).
     """
 
     opt_num_tokens: int | None = None
@@ -52,6 +52,8 @@ class TensorRTOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} must be 1 or more")
+        if self.workers > 1:
+            raise UnsupportedError(f"workers = {self.workers}: engines of several ranks are not built; use workers = 1")
 
     @property
     def native(self) -> bool:
