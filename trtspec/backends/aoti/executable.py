@@ -3,7 +3,7 @@ makes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,11 +18,17 @@ class AotiExecutable(CompiledExecutable):
 
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
         self._weights = load_weights(folder / WEIGHTS)  # the graphs point into these
-        return {graph: self._load_graph(folder / graph.file) for graph in self.compiled.graphs}
+        return {graph: load_graph(folder / graph.file, self._weights, self._flat_kv) for graph in self.compiled.graphs}
 
-    def _load_graph(self, file: Path) -> Callable[[list[Tensor]], list[Tensor]]:
-        # not torch._inductor.aoti_load_package: importing that module, which is for compiling, takes two seconds
-        model = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", False, 1, -1)
-        constants = {name: self._weights[name] for name in model.get_constant_fqns()}
-        model.load_constants(constants, False, True, True)  # all of them, user-managed: the graph keeps our memory
-        return lambda tensors: model.run([*tensors, *self._flat_kv])
+
+def load_graph(
+    file: Path, weights: Mapping[str, Tensor], kv: Sequence[Tensor], alone: bool = False, device: int = -1
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """The graph in `file`, on the memory of `weights`, which the caller keeps. It takes the tensors before the caches
+    `kv`. alone: without the events that guard it against other threads, which a CUDA graph would not take. device:
+    index of the GPU, -1 = the current one, or the CPU."""
+    # not torch._inductor.aoti_load_package: importing that module, which is for compiling, takes two seconds
+    model = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", alone, 1, device)
+    constants = {name: weights[name] for name in model.get_constant_fqns()}
+    model.load_constants(constants, False, True, True)  # all of them, user-managed: the graph keeps our memory
+    return lambda tensors: model.run([*tensors, *kv])

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from trtspec.backends.aoti import compile
+from trtspec.backends.aoti.executable import load_graph
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.cuda.device import open_gpu
 from trtspec.backends.cuda.executable import CudaExecutable
@@ -42,12 +42,8 @@ class AotiOnCuda(CudaExecutable):
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
         device = self._work.device
         self._weights = {name: tensor.to(device) for name, tensor in load_weights(folder / WEIGHTS).items()}
-        return {graph: self._load_graph(folder / graph.file, device) for graph in self.compiled.graphs}
-
-    def _load_graph(self, file: Path, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]]:
-        # True: without the events that guard it against other threads, which a capture would not take
         index = -1 if device.index is None else device.index
-        model = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, index)
-        constants = {name: self._weights[name] for name in model.get_constant_fqns()}
-        model.load_constants(constants, False, True, True)  # all of them, user-managed: the graph keeps our memory
-        return lambda tensors: model.run([*tensors, *self._flat_kv])
+        return {
+            graph: load_graph(folder / graph.file, self._weights, self._flat_kv, alone=True, device=index)
+            for graph in self.compiled.graphs
+        }
