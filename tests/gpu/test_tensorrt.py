@@ -1,6 +1,6 @@
 """TensorRT engines on a GPU: built, run, and compared with eager decoding. Skipped, with the reason, elsewhere.
 
-Nobody has run this yet: no machine with a GPU and TensorRT's builder was at hand.
+Nobody has run this yet.
 """
 
 from __future__ import annotations

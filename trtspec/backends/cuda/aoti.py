@@ -1,6 +1,6 @@
 """Engine folders for a GPU: AOTInductor's graphs of the same step, whose elementwise work is fused, run as CUDA graphs.
 
-Nobody has compiled one for a GPU yet: no machine with a GPU was at hand. Tests compile and run them for the CPU.
+Tests compile and run them for the CPU alone: they do not show that a step compiles for a GPU.
 """
 
 from __future__ import annotations

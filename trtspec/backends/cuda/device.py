@@ -61,7 +61,8 @@ class WorkQueue(Protocol):
 
 
 class CudaQueue:
-    """See WorkQueue: a stream of the current GPU. Nobody has run this yet: no machine with a GPU was at hand."""
+    """See WorkQueue: a stream of the current GPU. Of the tests, those in tests/gpu alone run it; others
+    have a thread of the CPU in its place."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())

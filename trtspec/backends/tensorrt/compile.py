@@ -4,11 +4,11 @@ One network takes every batch of a K; its second optimisation profile is for bat
 (profiles.py). Weights are inside the engines or, of stripped ones, once beside them. Networks of TensorRT 11
 are always strongly typed: each layer computes in the dtype that the step has there.
 
-No engine has been built or run by this code: no machine at hand has TensorRT's builder. Shown by tests: which calls are
-made, with the signatures of TensorRT 11.4's Python bindings; that the network computes what the step does, layer by
-layer as documented; that the bindings' own plugin registry makes the plugins. Not shown: that TensorRT's builder takes
-the network and the chain of aliased caches in it, how long a build takes, what an engine costs to run, and whether
-a row's result is the same in batches of different sizes, for which TensorRT may pick different kernels.
+Tests without a GPU show which calls are made, with the signatures of TensorRT 11.4's Python bindings; that the network
+computes what the step does, layer by layer as documented; that the bindings' own plugin registry makes the plugins.
+They do not show that TensorRT's builder takes the network and the chain of aliased caches in it, how long a build
+takes, what an engine costs to run, and whether a row's result is the same in batches of different sizes, for which
+TensorRT may pick different kernels.
 """
 
 from __future__ import annotations

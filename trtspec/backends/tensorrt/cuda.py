@@ -1,7 +1,7 @@
 """Device memory, streams and CUDA graphs by way of cuda-python, every call checked.
 
-Nothing but `Cuda.open` has run anywhere yet, for want of a GPU; tests run the rest on a stand-in that keeps device
-memory on the host.
+Tests run `Cuda.open` on cuda-python, and the rest on a stand-in that keeps device memory on the host: they do not show
+that a GPU does what is asked of it.
 """
 
 from __future__ import annotations

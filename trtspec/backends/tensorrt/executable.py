@@ -5,8 +5,8 @@ Inputs are copied in and outputs out, on one stream. Steps of generations alone 
 shapes and buffers, when a shape comes for the second time; where that fails, as with plugins that call Python, they
 are queued call by call.
 
-Not shown anywhere, for want of a GPU: that a plan runs. tests/e2e/test_tensorrt_runtime.py runs this file on stand-ins
-for TensorRT and CUDA; tests/gpu/test_tensorrt.py runs where both are.
+tests/e2e/test_tensorrt_runtime.py runs this file on stand-ins for TensorRT and CUDA, which do not show that a plan
+runs; tests/gpu/test_tensorrt.py shows it where both are.
 """
 
 from __future__ import annotations
