@@ -90,11 +90,6 @@ class Cuda:
         name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
         return {"gpu": name.rstrip("\0"), "compute_capability": f"{properties.major}.{properties.minor}"}
 
-    def free_memory(self) -> int:
-        """Bytes."""
-        free, _ = self._call("cudaMemGetInfo")
-        return int(free)
-
     def allocate(self, nbytes: int) -> Memory:
         """CapacityError where there is not so much."""
         error, address = self._runtime.cudaMalloc(max(nbytes, 1))
