@@ -125,7 +125,7 @@ def test_the_tree_counts_what_brute_force_counts(
         check_structure(tree)
         texts = kept(responses[: i + 1], most, most_tokens)
         counted = Counted(texts, depth)
-        assert tree.num_responses == len(texts)
+        assert len(tree._responses) == len(texts)
         pattern = array("i", tokens[-depth:])
         for n in range(1, len(pattern) + 1):
             total = counted.counts[tuple(pattern[-n:])]

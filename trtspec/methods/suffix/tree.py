@@ -61,11 +61,6 @@ class SuffixTree:
         self._record(0, 0, 0)
 
     @property
-    def num_responses(self) -> int:
-        """Those in the tree, also if only part of their windows is (see `absorb`)."""
-        return len(self._responses)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         records = (self._count, self._latest, self._length, self._best, self._top, self._bound, self._free)
