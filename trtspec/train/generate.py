@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trtspec.models.decoder import Decoder
 from trtspec.train.data import Tokens
+from trtspec.train.language_model import heads_first
 
 
 class CachedAttend:
@@ -23,15 +24,12 @@ class CachedAttend:
         self.batch, self.length = batch, 0  # rows that all layers hold
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        def heads_first(x: Tensor) -> Tensor:  # [B * new, heads, D] -> [B, heads, new, D]
-            return x.view(self.batch, -1, x.shape[-2], x.shape[-1]).transpose(1, 2)
-
         new = q.shape[0] // self.batch
         end = self.length + new
-        self.keys[layer, :, :, self.length : end] = heads_first(k)
-        self.values[layer, :, :, self.length : end] = heads_first(v)
+        self.keys[layer, :, :, self.length : end] = heads_first(k, self.batch)
+        self.values[layer, :, :, self.length : end] = heads_first(v, self.batch)
         out = F.scaled_dot_product_attention(
-            heads_first(q),
+            heads_first(q, self.batch),
             self.keys[layer, :, :, :end],
             self.values[layer, :, :, :end],
             is_causal=new > 1,  # several rows at once only as a prompt, where the cache is empty

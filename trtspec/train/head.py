@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import ConfigError
+from trtspec.methods.capture import default_capture_layers
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.models.specs import DecoderSpec
@@ -27,8 +28,7 @@ from trtspec.train.lessons import LAST_STATE
 from trtspec.train.trainer import TrainConfig
 from trtspec.train.unrolled import HeadLoss, LessonLoss, Objective
 
-CAPTURE_LAYERS = 'layers of the target whose output the head reads, "after layer i" (default: EAGLE3\'s three)'
-"""Help of `capture_layers`."""
+Head = TypeVar("Head", bound=DraftHead)
 
 
 def setting(default: Any, text: str) -> Any:
@@ -168,6 +168,35 @@ class HeadOptions(ABC):
     def usage(self) -> str:
         """Options of `trtspec generate` that use what was trained."""
         return f"--model {self.target} --spec-method {self.method} --spec-model {self.out} --spec-tokens {self.unroll}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturingOptions(HeadOptions):
+    """Of a head that reads the states of several layers. capture_layers: "after layer i", None = the shards', or
+    EAGLE3's default."""
+
+    capture_layers: tuple[int, ...] | None = setting(
+        None, 'layers of the target whose output the head reads, "after layer i" (default: EAGLE3\'s three)'
+    )
+
+    def layers_read(self, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
+        """See HeadOptions. ConfigError for layers that there are not."""
+        capture = self.capture_layers
+        if capture is None:
+            capture = default_capture_layers(config.num_layers) if saved is None else saved
+        if not capture or any(not 0 <= i < config.num_layers for i in capture):
+            raise ConfigError(
+                f"capture_layers={capture}: the target has {config.num_layers} layers; use ids in "
+                f"[0, {config.num_layers - 1}]"
+            )
+        return capture
+
+
+def attached(head: Head, target: Decoder) -> Head:
+    """The head, which shares what it does not learn with the target; the target is frozen."""
+    head.share(target.embedding, target.head)
+    target.requires_grad_(False)
+    return head
 
 
 def one_layer(spec: DecoderSpec, **changes: Any) -> DecoderSpec:

@@ -46,6 +46,11 @@ def llama_spec(
     )
 
 
+def heads_first(x: Tensor, batch: int) -> Tensor:
+    """Packed rows [batch * S, heads, D] -> [batch, heads, S, D]."""
+    return x.view(batch, -1, x.shape[-2], x.shape[-1]).transpose(1, 2)
+
+
 class CausalAttend:
     """Causal attention of `batch` windows of equal length, packed one after another into T = batch * seq rows."""
 
@@ -53,13 +58,10 @@ class CausalAttend:
         self.batch = batch
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        def heads_first(x: Tensor) -> Tensor:  # [T, heads, D] -> [B, heads, S, D]
-            return x.view(self.batch, -1, x.shape[-2], x.shape[-1]).transpose(1, 2)
-
         groups = q.shape[1] // k.shape[1]
         # repeated by hand: with enable_gqa the CPU kernel has no fused backward
-        keys, values = (heads_first(x.repeat_interleave(groups, dim=1)) for x in (k, v))
-        out = F.scaled_dot_product_attention(heads_first(q), keys, values, is_causal=True)
+        keys, values = (heads_first(x.repeat_interleave(groups, dim=1), self.batch) for x in (k, v))
+        out = F.scaled_dot_product_attention(heads_first(q, self.batch), keys, values, is_causal=True)
         return out.transpose(1, 2).reshape(q.shape)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
-from trtspec.train.language_model import CausalAttend, compiled
+from trtspec.train.language_model import CausalAttend, compiled, heads_first
 from trtspec.train.lessons import LAST_STATE
 
 STEP_WEIGHT = 0.8
@@ -49,12 +49,11 @@ class UnrolledAttend:
         if not keys:
             out = CausalAttend(self.batch)(layer, q, k, v)
         groups = q.shape[1] // k.shape[1]
-        keys.append(self._heads_first(k.repeat_interleave(groups, dim=1)))
-        values.append(self._heads_first(v.repeat_interleave(groups, dim=1)))
-        return out if len(keys) == 1 else _later(self._heads_first(q), keys, values).transpose(1, 2).reshape(q.shape)
-
-    def _heads_first(self, x: Tensor) -> Tensor:  # [B * S, heads, D] -> [B, heads, S, D]
-        return x.view(self.batch, -1, x.shape[-2], x.shape[-1]).transpose(1, 2)
+        keys.append(heads_first(k.repeat_interleave(groups, dim=1), self.batch))
+        values.append(heads_first(v.repeat_interleave(groups, dim=1), self.batch))
+        if len(keys) == 1:
+            return out
+        return _later(heads_first(q, self.batch), keys, values).transpose(1, 2).reshape(q.shape)
 
 
 def _later(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:

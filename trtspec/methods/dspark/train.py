@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import ConfigError
-from trtspec.methods.capture import default_capture_layers
 from trtspec.methods.dspark.checkpoint import MARKOV_HEADS
 from trtspec.methods.dspark.head import DSparkHead, DSparkSpec
 from trtspec.methods.dspark.weights import DSparkWeights
@@ -26,16 +25,8 @@ from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import DTYPES, tensors_of
 from trtspec.train.data import Tokens
-from trtspec.train.head import (
-    CAPTURE_LAYERS,
-    HeadOptions,
-    initialise_head,
-    layer_config,
-    one_layer,
-    setting,
-    write_head,
-)
-from trtspec.train.language_model import compiled
+from trtspec.train.head import CapturingOptions, attached, initialise_head, layer_config, one_layer, setting, write_head
+from trtspec.train.language_model import compiled, heads_first
 from trtspec.train.unrolled import LessonLoss
 
 DECAY = 4.0
@@ -43,16 +34,14 @@ DECAY = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DSparkTraining(HeadOptions):
-    """capture_layers: "after layer i", None = the shards', or EAGLE3's default. num_layers: of the block. rank, markov:
-    of the head that reads the draft before, 0 = none. mask_token_id: None = the last id of the vocabulary. anchors:
-    blocks in a window. unroll is the block's size."""
+class DSparkTraining(CapturingOptions):
+    """num_layers: of the block. rank, markov: of the head that reads the draft before, 0 = none. mask_token_id: None =
+    the last id of the vocabulary. anchors: blocks in a window. unroll is the block's size."""
 
     method: ClassVar[str] = "dspark"
 
     simulated: ClassVar[bool] = False
 
-    capture_layers: tuple[int, ...] | None = setting(None, CAPTURE_LAYERS)
     num_layers: int = setting(1, "decoder layers of the draft")
     rank: int = setting(64, "width of the head that reads the draft before; 0: none")
     markov: str = setting("vanilla", f"kind of that head: {', '.join(MARKOV_HEADS)}")
@@ -82,15 +71,6 @@ class DSparkTraining(HeadOptions):
                 f"[0, {config.vocab_size - 1}], or leave it unset for the last one"
             )
 
-    def layers_read(self, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
-        """See HeadOptions."""
-        capture = self.capture_layers
-        if capture is None:
-            capture = default_capture_layers(config.num_layers) if saved is None else saved
-        if not capture or any(not 0 <= i < config.num_layers for i in capture):
-            raise ConfigError(f"capture_layers={capture}: use ids in [0, {config.num_layers - 1}], the target's layers")
-        return capture
-
     @torch.no_grad()
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> DSparkHead:
         """See HeadOptions. It says all ids; its last norm begins as the target's."""
@@ -111,9 +91,7 @@ class DSparkTraining(HeadOptions):
         head.norm.weight.copy_(target.norm.weight.float())
         if self.rank:
             cast(Tensor, head.markov["embedding"].weight).normal_(0.0, 0.01)  # so that nothing is biased at first
-        head.share(target.embedding, target.head)
-        target.requires_grad_(False)
-        return head
+        return attached(head, target)
 
     def mask(self, vocab_size: int) -> int:
         """What rows of masks read."""
@@ -162,14 +140,14 @@ class BlockAttend:
         self.text: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        k, v = (self._heads_first(x.repeat_interleave(groups, dim=1)) for x in (k, v))
+        batch, groups = self.anchors.shape[0], q.shape[1] // k.shape[1]
+        k, v = (heads_first(x.repeat_interleave(groups, dim=1), batch) for x in (k, v))
         if layer not in self.text:
             self.text[layer] = (k, v)
             return q
         keys, values = (torch.cat(pair, dim=2) for pair in zip(self.text[layer], (k, v), strict=True))
         mask = self._seen(keys.shape[2] - k.shape[2], k.shape[2])
-        out = F.scaled_dot_product_attention(self._heads_first(q), keys, values, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(heads_first(q, batch), keys, values, attn_mask=mask, scale=scale)
         return out.transpose(1, 2).reshape(q.shape)
 
     def _seen(self, seq: int, rows: int) -> Tensor:
@@ -180,9 +158,6 @@ class BlockAttend:
         block = torch.arange(rows, device=device) // self.width
         own = (block[:, None] == block).expand(starts.shape[0], -1, -1)
         return torch.cat((before, own), dim=-1)[:, None]
-
-    def _heads_first(self, x: Tensor) -> Tensor:  # [B * S, heads, D] -> [B, heads, S, D]
-        return x.view(self.anchors.shape[0], -1, x.shape[-2], x.shape[-1]).transpose(1, 2)
 
 
 class Blocks(nn.Module):

@@ -21,7 +21,7 @@ from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import tensors_of
 from trtspec.train.data import Tokens
-from trtspec.train.head import HeadOptions, initialise_head, layer_config, one_layer, setting, write_head
+from trtspec.train.head import HeadOptions, attached, initialise_head, layer_config, one_layer, setting, write_head
 from trtspec.train.unrolled import Objective
 
 
@@ -43,9 +43,7 @@ class EagleOptions(HeadOptions):
         size = self.intermediate_size or target.spec.intermediate_size
         head = EagleHead(EagleSpec(one_layer(target.spec, intermediate_size=size)))
         initialise_head(head)
-        head.share(target.embedding, target.head)
-        target.requires_grad_(False)
-        return head
+        return attached(head, target)
 
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
         """See HeadOptions; in bf16. vLLM tells such a folder from a draft model by method="eagle"."""

@@ -12,32 +12,21 @@ from torch import Tensor
 
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import ConfigError
-from trtspec.methods.capture import default_capture_layers
 from trtspec.methods.eagle3.head import Eagle3Head, Eagle3Spec
 from trtspec.methods.eagle3.weights import eagle3_tensors
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.train.data import Tokens
-from trtspec.train.head import (
-    CAPTURE_LAYERS,
-    HeadOptions,
-    initialise_head,
-    layer_config,
-    one_layer,
-    setting,
-    write_head,
-)
+from trtspec.train.head import CapturingOptions, attached, initialise_head, layer_config, one_layer, setting, write_head
 from trtspec.train.lessons import frequent_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Options(HeadOptions):
-    """capture_layers: "after layer i", None = the shards', or EAGLE3's default. draft_vocab_size: ids the head can say,
-    None = all. intermediate_size: of its MLP, None = the target's."""
+class Eagle3Options(CapturingOptions):
+    """draft_vocab_size: ids the head can say, None = all. intermediate_size: of its MLP, None = the target's."""
 
     method: ClassVar[str] = "eagle3"
 
-    capture_layers: tuple[int, ...] | None = setting(None, CAPTURE_LAYERS)
     draft_vocab_size: int | None = setting(None, "token ids the head can say, the most frequent ones (default: all)")
     intermediate_size: int | None = setting(None, "width of the head's MLP (default: the target's)")
 
@@ -51,18 +40,6 @@ class Eagle3Options(HeadOptions):
             raise ConfigError(
                 f"draft_vocab_size={self.draft_vocab_size}: the target's vocabulary has {config.vocab_size} ids"
             )
-
-    def layers_read(self, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
-        """See HeadOptions."""
-        capture = self.capture_layers
-        if capture is None:
-            capture = default_capture_layers(config.num_layers) if saved is None else saved
-        if not capture or any(not 0 <= i < config.num_layers for i in capture):
-            raise ConfigError(
-                f"capture_layers={capture}: the target has {config.num_layers} layers; use ids in "
-                f"[0, {config.num_layers - 1}]"
-            )
-        return capture
 
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> Eagle3Head:
         """See HeadOptions."""
@@ -97,9 +74,7 @@ def new_head(
     head.set_vocabulary(target_ids)
     cast(Tensor, head.head.weight).copy_(target.head.weight[target_ids].float())
     head.norm.weight.copy_(target.norm.weight.float())
-    head.share(target.embedding, target.head)
-    target.requires_grad_(False)
-    return head
+    return attached(head, target)
 
 
 def export_eagle3(

@@ -22,7 +22,7 @@ from trtspec.methods.mlp_speculator.weights import MLPSpeculatorWeights
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import tensors_of
 from trtspec.train.data import Tokens
-from trtspec.train.head import HeadOptions, dtype_name, initialise_head, setting, write_head
+from trtspec.train.head import HeadOptions, attached, dtype_name, initialise_head, setting, write_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,7 @@ class MLPSpeculatorOptions(HeadOptions):
         spec = MLPSpeculatorSpec(H, self.inner_size or H, V, n, n, tied=self.tie_weights, scale_input=True)
         head = MLPSpeculatorHead(spec)
         initialise_head(head)
-        target.requires_grad_(False)
-        return head
+        return attached(head, target)
 
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
         """See HeadOptions; in bf16. What stages share is there once."""

@@ -33,7 +33,7 @@ from trtspec.models.specs import decoder_spec, mtp_prefix
 from trtspec.models.weights import checkpoint_tensors, tensors_of
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.data import Tokens
-from trtspec.train.head import HeadOptions, initialise_head, one_layer, setting, write_head
+from trtspec.train.head import HeadOptions, attached, initialise_head, one_layer, setting, write_head
 
 ARCHITECTURE = "MiMoForCausalLM"
 NOT_COPIED = ("config.json", "MODEL_CARD.md", "README.md")
@@ -101,9 +101,7 @@ class MtpOptions(HeadOptions):
         layer = one_layer(target.spec, qkv_bias=True)
         head = MtpHead(MtpSpec(layer, MIMO, self.modules, mtp_prefix(ARCHITECTURE, self.out)))
         initialise_head(head)
-        head.share(target.embedding, target.head)
-        target.requires_grad_(False)
-        return head
+        return attached(head, target)
 
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
         """See HeadOptions; weights in the target's dtype, and the target's other files beside them."""
