@@ -42,9 +42,10 @@ class Method:
     name: what users call it. needs: what a target needs for it, in a few words.
 
     Its checkpoint: `checkpoint` is a function (CheckpointConfig, SpeculativeConfig) -> DraftInfo, and raises for what
-    it cannot run. `recognises`: (CheckpointConfig) -> bool, asked in the order of the table where the user names no
-    method; then a folder whose name has one of `folder_hints` is one of its. of_target: its layers come with the
-    target's checkpoint, unless another is named. bare: its checkpoint is not described like a decoder.
+    it cannot run. `recognises`: (CheckpointConfig) -> bool. Drafts are put to it in the order of the table, and to rows
+    that are of_target only where no `folder_hints` are in the folder's name, by which it is one of a row's. Targets are
+    put to it too: what another row than those recognises is no target. of_target: its layers come with the target's
+    checkpoint, unless another is named. bare: its checkpoint is not described like a decoder.
 
     Its settings: `options` is a methods.options.MethodOptions, whose fields are those of SpeculativeConfig that only
     this method takes; `takes` are further ones. `check`: (SpeculativeConfig, TargetInfo, DraftInfo | None), raises
@@ -52,8 +53,8 @@ class Method:
     SpeculativeConfig that runs in its place. `capture`: (SpeculativeConfig, TargetInfo, DraftInfo | None) -> the layers
     of the target that it reads, "after layer i". one_rank: it runs on one rank, whatever the target does.
 
-    Its K: implied_draft_len is K where neither user nor checkpoint says, a number or a field's name. most_drafts: why K
-    may not exceed the checkpoint's n_predict, {n}, and what to say of that.
+    Its K: implied_draft_len is K where neither user nor checkpoint says, a number or a field's name. most_drafts: what
+    the checkpoint has n_predict of, where K may not exceed that number.
 
     Its parts: `head` is a HeadWeights class; `workers` and `drafters` say what drafts in each mode; trainer: a
     HeadOptions class, and `trains` what it makes.

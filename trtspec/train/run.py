@@ -110,7 +110,7 @@ def _remember(options: HeadOptions) -> None:
     file, ours = options.run / "options.json", options.as_json()
     if file.is_file():
         try:
-            theirs = {"kind": "eagle3", **json.loads(file.read_text())}  # early runs did not say; there was no other
+            theirs = {"kind": "eagle3", **json.loads(file.read_text())}  # without a word, it is EAGLE3's
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{file} is damaged ({error}); delete {options.run} to start over") from error
         changed = [name for name in ours if ours[name] != theirs.get(name) and name not in MAY_CHANGE]

@@ -2,8 +2,8 @@
 
 vLLM's: `blocks.{head}.layers.{layer}.weight` [H, H] and `.bias` [H], `lm_heads.{head}.weight` [Vd, H], and where the
 heads know fewer ids than the target, `token_map` [Vd], the target's id of each (the lm_heads may still have a row for
-each of the target's). With `original_lm_head`, one lm_head for
-all heads, as `lm_head.weight` or `lm_heads.0.weight`; the target's, if there is neither.
+each of the target's). With `original_lm_head`, one lm_head for all heads, as `lm_head.weight` or `lm_heads.0.weight`;
+the target's, if there is neither.
 
 FasterDecoding's: `{head}.{layer}.linear.weight` and `.bias`, `{head}.{layers}.weight` for the lm_head. Names of both
 may begin with `medusa_heads.` or `medusa_head.`

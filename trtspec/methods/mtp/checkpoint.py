@@ -52,8 +52,8 @@ MIMO = MtpFamily(
 
 @dataclass(frozen=True)
 class MtpRow:
-    """A target's MTP layers: the draft architecture, the config.json key that counts them, and their family, None = not
-    built."""
+    """MTP layers of a model_type: the draft architecture, the config.json key that counts them, and their family, None
+    = not built."""
 
     architecture: str
     key: str = "num_nextn_predict_layers"
@@ -78,7 +78,7 @@ MTP_TARGETS: dict[str, MtpRow] = {
 
 
 def mtp_layers(config: Mapping[str, Any]) -> int | None:
-    """Number of MTP layers a target's config.json announces (DraftInfo.n_predict); None if it has none."""
+    """Number of MTP layers that a config.json announces (DraftInfo.n_predict); None if it has none."""
     row = MTP_TARGETS.get(str(config.get("model_type")))
     return None if row is None else config.get(row.key, row.default) or None
 

@@ -1,5 +1,5 @@
-"""Multi-token prediction: draft modules that come with the target's checkpoint (DeepSeek-AI, "DeepSeek-V3 technical
-report", arXiv 2412.19437, section 2.2; Xiaomi, "MiMo", arXiv 2505.07608).
+"""Multi-token prediction: draft modules of the target's checkpoint, or of one of their own (DeepSeek-AI, "DeepSeek-V3
+technical report", arXiv 2412.19437, section 2.2; Xiaomi, "MiMo", arXiv 2505.07608).
 
 Module i at position p reads the token at p + i + 1 and a vector for p: at first the target's state there, later what a
 module put out there. What differs between families is a row of methods/mtp/checkpoint.py.

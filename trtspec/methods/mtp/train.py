@@ -5,7 +5,7 @@ The papers' loss is cross-entropy of module i with the token that it guesses, he
 module that makes all drafts is unrolled as EAGLE3 heads are, so that it learns to read what it put out itself. With a
 module for every draft, module i reads what module i - 1 put out at the same position, as in DeepSeek's training.
 
-What comes out is a whole checkpoint, as MTP modules have none of their own: the target in MiMo's layout (Qwen2's, with
+What comes out is a whole checkpoint: the target and its modules in MiMo's layout (Qwen2's, with
 `model.mtp_layers.{i}.*`). Qwen2's layers are Llama's with biases of q, k and v; a target without has biases of zeros
 there, and x + 0 is x: the folder says what the target says. Its lm_head is written out even if the target ties it to
 its embedding, as public MiMo checkpoints have it.

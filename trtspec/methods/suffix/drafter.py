@@ -4,7 +4,7 @@ Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI app
 the depth limit are those of Arctic Inference, which vLLM calls for method="suffix".
 
 The last tokens are looked up in two places: the request's own text (prompt and output) and the responses of requests
-that ended before (suffix_tree.py). In each, for match lengths m = 1, 2, ... as long as the last m tokens occur there:
+that ended before (tree.py). In each, for match lengths m = 1, 2, ... as long as the last m tokens occur there:
 take up to min(K, int(m * max_spec_factor + 1e-6)) drafts, each the token that most often follows (the lowest id of
 equals), while the probability - the share of the match's occurrences that have all these drafts behind them - is at
 least min_token_prob. A match and its drafts are at most max_tree_depth tokens. The guess with the greatest sum of
