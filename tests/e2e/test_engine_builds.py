@@ -11,17 +11,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.checkpoints import edit_config
 from tests.e2e import compiled_engines
 from tests.e2e.conformance import CASES, LIMITS, TIGHT, packed, speculation
-from tests.e2e.tiny import run_alone
+from tests.e2e.tiny import make_target, run_alone
+from tests.head_checkpoints import make_eagle
 from trtspec import LLM
 from trtspec.backends import weight_file
+from trtspec.backends.table import BACKENDS
 from trtspec.backends.weight_file import load_weights
 from trtspec.build.build import build_engine
+from trtspec.build.context import plan_context
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
+from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.interop.reading import read_speculative_config
+from trtspec.modes import SpeculativeDecodingMode as M
 
 models = compiled_engines.models
 
@@ -96,3 +102,16 @@ def test_weights_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.Monkey
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(CheckpointError, match="rebuild"):
         load_weights(file)
+
+
+@pytest.mark.long
+def test_a_head_that_its_folders_name_gives_away_is_one_in_the_engine_too(tmp_path: Path) -> None:
+    target = make_target(tmp_path)
+    head = make_eagle(tmp_path, target).rename(tmp_path / "eagle-head")
+    edit_config(head, architectures=["LlamaForCausalLM"], model_type="llama")
+    asked = SpeculativeConfig(model=str(head), num_speculative_tokens=1)
+    config = EngineConfig(max_batch_size=1, max_num_tokens=8, max_seq_len=16, backend="onnx", dtype="float32")
+    planned = plan_context(target, asked, config, BACKENDS["onnx"])
+    assert planned.mode is M.EAGLE_ONE_MODEL
+    engine = build_engine(target, tmp_path / "engine", asked, config)
+    assert plan_context(engine, None, config, BACKENDS["onnx"]).mode is planned.mode

@@ -66,6 +66,8 @@ def build_engine(
     stored = _storable(speculative)
     load_plugins()
     context = plan_context(checkpoint, speculative, config, backend)
+    if stored is not None and stored.get("method") is None:  # a folder's name may say it; the engine's copy has another
+        stored["method"] = context.speculation.method
     if options is not None and options.native:
         context = with_linear_cache(context)
     config = context.config
