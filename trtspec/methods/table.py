@@ -231,8 +231,7 @@ METHODS: dict[str, Method] = {
             needs="a draft checkpoint of the same vocabulary, or of another; one with a pard_token takes "
             "parallel_drafting (PARD)",
             checkpoint=_room("draft_model.checkpoint:read"),
-            options=_room("draft_model.options:DraftModelOptions"),
-            takes=("quantization",),
+            takes=("quantization", "use_heterogeneous_vocab"),
             check=_room("draft_model.checkpoint:check"),
             head=_room("draft_model.head:DecoderWeights"),
             workers={
