@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trtspec.core import row_positions, row_requests
 from trtspec.ops.dispatch import define
-from trtspec.ops.linear import DEPTH_MULTIPLE, ROW_MULTIPLE
+from trtspec.ops.products import DEPTH_MULTIPLE, ROW_MULTIPLE, products
 
 KV_TILE = 256
 """Tokens per KV tile of the reference; fixed, because the order of additions follows from it."""
@@ -155,12 +155,12 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _Group, sinks: T
     if missing:
         q, keys, values = F.pad(q, (0, missing)), F.pad(keys, (0, missing)), F.pad(values, (0, missing))
         D += missing
-    keys = keys.view(b, tiles, KV_TILE, Hkv, D).permute(0, 3, 1, 4, 2)  # [b, Hkv, tiles, D, tile]
+    keys = keys.view(b, tiles, KV_TILE, Hkv, D).permute(0, 3, 1, 2, 4)  # [b, Hkv, tiles, tile, D]
     values = values.view(b, tiles, KV_TILE, Hkv, D).permute(0, 3, 1, 2, 4)  # [b, Hkv, tiles, tile, D]
     queries = q.view(b, Q, Hkv, G, D).permute(0, 2, 3, 1, 4).reshape(b, Hkv, 1, G * Q, D)
     hidden = group.hidden.view(b, 1, 1, Q, tiles, KV_TILE).permute(0, 1, 4, 2, 3, 5)  # [b, 1, tiles, 1, Q, tile]
 
-    scores = torch.matmul(queries, keys)  # [b, Hkv, tiles, G*Q, tile]
+    scores = products(queries, keys)  # [b, Hkv, tiles, G*Q, tile]
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.view(b, Hkv, tiles, G, Q, KV_TILE).masked_fill_(hidden, float("-inf"))
@@ -168,10 +168,10 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _Group, sinks: T
     weights = torch.exp(scores - top[..., None])
     total = weights.sum(-1)
     weights = weights.view(b, Hkv, tiles, G * Q, KV_TILE)
-    partial = torch.matmul(weights, values).view(b, Hkv, tiles, G, Q, D)
+    partial = products(weights, values.mT).view(b, Hkv, tiles, G, Q, D)
     if not partial.isfinite().all():  # what a later row, perhaps a rejected draft, holds must not reach this one
         broken = ~values.isfinite().all(-1, keepdim=True)  # [b, Hkv, tiles, tile, 1]
-        partial = torch.matmul(weights, values.masked_fill(broken, 0.0)).view(b, Hkv, tiles, G, Q, D)
+        partial = products(weights, values.masked_fill(broken, 0.0).mT).view(b, Hkv, tiles, G, Q, D)
         sees_broken = (~hidden & broken[:, :, :, None].mT).any(-1, keepdim=True)  # [b, Hkv, tiles, 1, Q, 1]
         partial = partial.masked_fill(sees_broken, float("nan"))
 

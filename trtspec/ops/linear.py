@@ -11,15 +11,7 @@ from torch import Tensor
 
 from trtspec.ops.dispatch import define
 from trtspec.ops.packing import unpack_groups, unpack_values
-
-ROW_MULTIPLE = 4
-"""Stock CPU GEMMs round 1-3 leftover rows differently; in whole fours a row's bits are its own."""
-
-DEPTH_MULTIPLE = 16
-"""fp32 GEMMs sum a row in an order that depends on its alignment; whole cache lines (of 4-byte numbers) align all."""
-
-_SMALL_GEMM = 16**3
-"""torch sends half-precision products to oneDNN only above this many multiplications (`use_mkldnn_matmul`)."""
+from trtspec.ops.products import product
 
 TINY = 1e-30
 """Rows (or groups) of x whose largest magnitude is below this count as zero when x is quantised."""
@@ -48,20 +40,12 @@ def _reference(
         return out if float_out else out.to(x.dtype)
     if weight.ndim > 2:
         weight = unpack_values(weight)[:out_features, : x.shape[1]].contiguous()
-    if float_out:
-        return _plain(x.float(), weight.float(), None if bias is None else bias.float())
-    return _plain(x, weight, bias)
-
-
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x.shape[0]
-    if missing := -x.shape[1] % DEPTH_MULTIPLE:  # no common model is this narrow
-        x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
-    padded = max(rows, _SMALL_GEMM // weight.numel() + 1)
-    padded += -padded % ROW_MULTIPLE
-    if padded > rows:
-        return F.linear(F.pad(x, (0, 0, 0, padded - rows)), weight, bias)[:rows]
-    return F.linear(x.contiguous(), weight, bias)  # a view's rows may be unaligned, too
+    if x.device.type != "cpu" and not float_out:
+        return F.linear(x, weight, bias)
+    out = product(x.float(), weight.float())
+    if bias is not None:
+        out = out + bias.float()
+    return out if float_out else out.to(x.dtype)
 
 
 def _int8(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tensor | None) -> Tensor:
@@ -95,7 +79,7 @@ def _fp8(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tens
     x, scale = x.float(), scales.flatten()
     if x_scale is not None and x_scale.numel():
         x, scale = round_e4m3(x, x_scale), scale * x_scale
-    return _plain(F.pad(x, (0, values.shape[1] - x.shape[1])), values, None) * scale
+    return product(F.pad(x, (0, values.shape[1] - x.shape[1])), values) * scale
 
 
 def round_e4m3(x: Tensor, scale: Tensor) -> Tensor:
