@@ -136,7 +136,7 @@ def test_a_model_computes_what_its_floats_do(floats: Path, tmp_path: Path, kind:
     if kind.inputs == "static":
         assert (logits - exact).norm() > 0.01 * exact.norm()  # they were rounded
         round_inputs(theirs, scales)
-        assert (logits - oracle_logits(theirs, tokens)).norm() <= 2e-3 * exact.norm()
+        assert (logits - oracle_logits(theirs, tokens)).norm() <= 8e-3 * exact.norm()
     described = describe_decoder(config, torch.float32)
     assert weight_bytes(decoder) == weight_bytes(described) == loaded_bytes(config)
     assert decoder.layers[0].mlp.down.weight.nbytes == 128 * 256  # a byte a weight
@@ -150,7 +150,7 @@ def test_logits_are_those_of_transformers_on_the_same_folder(floats: Path, tmp_p
     theirs = oracle_logits(oracle(folder), tokens)
     decoder = load_decoder(ModelConfig.from_folder(folder), torch.float32)
     error = Paged(decoder, 1).step({0: tokens})[0] - theirs
-    assert error.norm() <= 2e-3 * theirs.norm()
+    assert error.norm() <= 8e-3 * theirs.norm()
 
 
 def test_scales_of_a_cache_in_fp8_are_left_alone(

@@ -1,6 +1,8 @@
 // packed_linear: see trtspec/ops/linear.py for the op, trtspec/ops/packing.py for the layouts.
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -9,6 +11,7 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <string_view>
 
 #include "kernels.h"
 #include "ops.h"
@@ -17,23 +20,30 @@
 using at::Tensor;
 using namespace trtspec;
 
-// A plain weight [N, K]: torch's own kernel on padded rows, exactly as the reference does it.
-static Tensor plain_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool float_out) {
-  constexpr int64_t ROW_MULTIPLE = 4, DEPTH_MULTIPLE = 16, SMALL_GEMM = 16 * 16 * 16;  // why: trtspec/ops/linear.py
-  if (float_out) {
-    x = x.to(at::kFloat);
-    weight = weight.to(at::kFloat);
-    if (bias) bias = bias->to(at::kFloat);
+// x [M, K], y [N, K] fp32, M and K whole multiples -> x @ y^T. Why oneDNN's inner product: trtspec/ops/products.py
+static Tensor whole_product(const Tensor& x, const Tensor& y) {
+  using Linear = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, std::string_view,
+                        c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
+  static const auto found = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
+  if (!found || x.size(0) == 0) return at::linear(x, y);
+  static const auto linear = found->typed<Linear>();
+  return linear.call(x, y, std::nullopt, "none", c10::List<std::optional<at::Scalar>>(), "");
+}
+
+// A plain weight [N, K], exactly as the reference does it.
+static Tensor plain_linear(const Tensor& x_, const Tensor& weight_, const std::optional<Tensor>& bias, bool float_out) {
+  constexpr int64_t ROW_MULTIPLE = 4, DEPTH_MULTIPLE = 16;  // why: trtspec/ops/products.py
+  Tensor x = x_.to(at::kFloat), weight = weight_.to(at::kFloat);
+  const auto missing = [](int64_t n, int64_t multiple) { return (multiple - n % multiple) % multiple; };
+  const int64_t rows = x.size(0);
+  if (const int64_t depth = missing(x.size(1), DEPTH_MULTIPLE)) {
+    x = at::constant_pad_nd(x, {0, depth});
+    weight = at::constant_pad_nd(weight, {0, depth});
   }
-  const auto round_up = [](int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; };
-  const int64_t rows = x.size(0), depth = x.size(1), padded_depth = round_up(depth, DEPTH_MULTIPLE);
-  if (padded_depth > depth) {
-    x = at::constant_pad_nd(x, {0, padded_depth - depth});
-    weight = at::constant_pad_nd(weight, {0, padded_depth - depth});
-  }
-  const int64_t padded_rows = round_up(std::max(rows, SMALL_GEMM / weight.numel() + 1), ROW_MULTIPLE);
-  if (padded_rows == rows) return at::linear(x.contiguous(), weight, bias);
-  return at::linear(at::constant_pad_nd(x, {0, 0, 0, padded_rows - rows}), weight, bias).narrow(0, 0, rows);
+  if (const int64_t more = missing(rows, ROW_MULTIPLE)) x = at::constant_pad_nd(x, {0, 0, 0, more});
+  Tensor out = whole_product(x.contiguous(), weight.contiguous()).narrow(0, 0, rows);
+  if (bias) out = out.add(bias->to(at::kFloat));
+  return out.to(float_out ? at::kFloat : x_.scalar_type());
 }
 
 static Element element_of(const Tensor& x) {
