@@ -19,7 +19,7 @@ test: .venv/.dev .venv/.plugins build/chromium/.made
 
 # What takes too long for `make test`.
 test-long: .venv/.dev .venv/.plugins
-	$(BIN)/python -m pytest -q -m long
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long
 
 # Dockerfile.cpu, executed in a scratch root and served from there; as root, on Linux, without a container engine.
 test-docker: .venv/.dev
