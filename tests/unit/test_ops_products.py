@@ -44,7 +44,7 @@ def test_a_row_has_the_same_bits_among_any_others(threads: int, depth: int, widt
 
 @pytest.mark.parametrize(("depth", "width"), [(128, 256), (256, 128), (256, 16)])
 def test_each_product_is_as_if_it_were_the_only_one(threads: int, depth: int, width: int) -> None:
-    """Of attention's shapes: queries and keys, weights and values."""
+    """In attention's shapes: queries with keys, weights with values."""
     x, y = cancelling(64, depth, width, 2, 3)
     whole = products(x, y)
     assert whole.shape == (2, 3, 64, width)

@@ -172,8 +172,10 @@ class HeadOptions(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CapturingOptions(HeadOptions):
-    """Of a head that reads the states of several layers. capture_layers: "after layer i", None = the shards', or
-    EAGLE3's default."""
+    """Options of a head that reads the states of several layers.
+
+    capture_layers: "after layer i", None = the shards', or EAGLE3's default.
+    """
 
     capture_layers: tuple[int, ...] | None = setting(
         None, 'layers of the target whose output the head reads, "after layer i" (default: EAGLE3\'s three)'

@@ -61,8 +61,8 @@ class WorkQueue(Protocol):
 
 
 class CudaQueue:
-    """See WorkQueue: a stream of the current GPU. Of the tests, those in tests/gpu alone run it; others
-    have a thread of the CPU in its place."""
+    """A WorkQueue on a stream of the current GPU. The tests in tests/gpu alone run it; others have a thread of the CPU
+    in its place."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())

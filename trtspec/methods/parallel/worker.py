@@ -70,7 +70,7 @@ class MaskWorker(SpecWorker, ABC):
         spec: SpecMetadata,
         attend: PagedAttend,
     ) -> tuple[Tensor, Tensor]:
-        """See base: all at once."""
+        """All drafts at once, at the rows that `drafting_rows` gives. Shapes are SpecWorker.draft's."""
         if spec.next_draft_len == 0:
             return self.no_drafts(spec)
         drafts = self.draw_all(self.drafting_rows(hidden, counts, attn, spec), counts, spec)
