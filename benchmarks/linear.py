@@ -1,9 +1,14 @@
-"""packed_linear against the machine's memory: all linears of a 16-layer model, for 1 to 1024 rows.
+"""packed_linear against the machine's limits: all linears of a 16-layer model, for 1 to 1024 rows.
 
-Each round reads a large buffer (the probe) and runs every number of rows, so that all of them see the same machine; of
-all rounds the best counts, as other programs only make it slower. "of probe" is the bandwidth at which weights were
-read, as a share of the probe's; "x 1 row" is the time against one row's. The last table is one prefill-sized product
-against torch's.
+Each round reads a large buffer, multiplies in registers (the probes) and runs every number of rows, so that all of them
+see the same machine; of all rounds the best counts, as other programs only make it slower.
+
+of memory    bandwidth at which weights were read, as a share of the probe's
+x 1 row      time against one row's
+arithmetic   in which the probe does as many multiplications by the same instructions (int4: its groups are scaled, too)
+of limit     time against the longer of one row's and of the arithmetic's at 80 %, below which no such kernel gets far
+
+The last table is one prefill-sized product against torch's.
 """
 
 from __future__ import annotations
@@ -19,12 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trtspec.kv.memory import huge_pages
 from trtspec.ops import load_plugins, packed_linear
 from trtspec.ops.packing import pack_fp8, pack_int4, pack_panels, quantize_int8
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB, QKV = 1024, 2816, 16, 32000, (16 + 2 * 4) * 64
 SHAPES = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)] * LAYERS
 SHAPES += [(VOCAB, HIDDEN)]
+ALIGNMENT = 64  # bytes
 FORMATS = ("bf16", "fp8", "int8", "int4 g=32", "int4 g=128")
 
 
@@ -58,6 +65,22 @@ def random_layer(name: str, out_features: int, in_features: int) -> Layer:
     return Layer(out_features, in_features, pack_panels(weight), none, none)
 
 
+def in_huge_pages(layers: list[Layer]) -> list[Layer]:
+    """In one piece of memory, as engines hold their weights."""
+    arena, end, moved = huge_pages(sum(layer.nbytes for layer in layers) + len(layers) * 3 * ALIGNMENT), 0, []
+    for layer in layers:
+        parts = []
+        for tensor in (layer.weight, layer.scales, layer.zeros):
+            there = tensor
+            if tensor.numel():
+                flat = torch.frombuffer(arena, dtype=tensor.dtype, count=tensor.numel(), offset=end)
+                there = flat.view(tensor.shape).copy_(tensor)
+                end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            parts.append(there)
+        moved.append(Layer(layer.out_features, layer.in_features, *parts))
+    return moved
+
+
 def run(layers: list[Layer], x: dict[int, Tensor]) -> None:
     op = torch.ops.trtspec.packed_linear.default
     for layer in layers:
@@ -71,27 +94,37 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def bandwidth_table(formats: list[str], row_counts: list[int], rounds: int) -> None:
-    probe = torch.ones(400_000_000 // 4)
-    print("| weights | rows | ms | GB/s | of probe | x 1 row |")
-    print("|---|---|---|---|---|---|")
+    probe = torch.frombuffer(huge_pages(400_000_000), dtype=torch.int32).fill_(1)
+    probes = torch.ops.trtspec_probe
+    print("| weights | rows | ms | GB/s | of memory | x 1 row | arithmetic, ms | of limit |")
+    print("|---|---|---|---|---|---|---|---|")
     for name in formats:
-        layers = [random_layer(name, *shape) for shape in SHAPES]
+        layers = in_huge_pages([random_layer(name, *shape) for shape in SHAPES])
         nbytes = sum(layer.nbytes for layer in layers)
+        group_size = int(name.partition("=")[2] or HIDDEN)
+        products = sum(layer.out_features * layer.in_features for layer in layers)
         inputs = {
             rows: {depth: torch.randn(rows, depth).bfloat16() for depth in (HIDDEN, INTERMEDIATE)}
             for rows in row_counts
         }
-        best, probed = dict.fromkeys(row_counts, math.inf), 0.0
+        best, memory, rate = dict.fromkeys(row_counts, math.inf), 0.0, 0.0
         for round_ in range(rounds):
             for rows in row_counts:
                 if rows > 100 and round_ > 2:
                     continue
-                probed = max(probed, torch.ops.trtspec_probe.read_bandwidth(probe))
+                memory = max(memory, probes.read_bandwidth(probe))
+                rate = max(rate, probes.multiply_rate(layers[0].weight, group_size))
                 best[rows] = min(best[rows], seconds(partial(run, layers, inputs[rows])))
+        one = best[row_counts[0]]
         for rows, took in best.items():
-            share = f"{nbytes / took / probed:.2f}" if rows <= 16 else ""
-            ratio = took / best[row_counts[0]]
-            print(f"| {name} | {rows} | {took * 1e3:.1f} | {nbytes / took / 1e9:.1f} | {share} | {ratio:.2f} |")
+            arithmetic = rows * products / rate
+            share = f"{nbytes / took / memory:.2f}" if rows <= 16 else ""
+            limit = max(one, arithmetic / 0.8)
+            print(
+                f"| {name} | {rows} | {took * 1e3:.1f} | {nbytes / took / 1e9:.1f} | {share} | {took / one:.2f} | "
+                f"{arithmetic * 1e3:.1f} | {took / limit:.2f} |",
+                flush=True,
+            )
 
 
 def prefill_table(rows: int, rounds: int) -> None:
@@ -129,7 +162,7 @@ def main() -> None:
     isa = load_plugins().get("cpu")
     if isa is None:
         raise SystemExit("the C++ kernels are not built: run build_scripts/build_plugins.py")
-    torch.ops.trtspec_probe.use_own_threads(True)  # as compiled graphs do
+    torch.ops.trtspec_threads.use_own(args.threads)  # as compiled graphs do
     print(f"{isa}, {args.threads} thread(s)\n")
     bandwidth_table(args.formats, args.rows, args.rounds)
     prefill_table(1024, args.rounds)

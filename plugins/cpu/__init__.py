@@ -11,7 +11,7 @@ from trtspec_plugins.cpu.build import SOURCES, library
 
 
 def load() -> str:
-    """Register the kernels with torch; returns the instruction set they use: avx512_bf16, avx512, avx2 or portable.
+    """Register the kernels with torch; returns the instruction set they use, a name of build.INSTRUCTION_SETS.
 
     $TRTSPEC_CPU_ISA asks for one of those. ImportError where the kernels are not built or cannot run.
     $TRTSPEC_PLUGIN_SANITIZED=1 takes the build with --sanitize, which wants ASAN_OPTIONS=detect_leaks=0 and

@@ -26,7 +26,9 @@ INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {"portable": ()}
 if platform.machine() in ("x86_64", "AMD64"):
     INSTRUCTION_SETS |= {
         "avx2": ("-march=x86-64-v3",),
+        "avx2_vnni": ("-march=x86-64-v3", "-mavxvnni"),
         "avx512": _V4,
+        "avx512_vnni": (*_V4, "-mavx512vnni"),
         "avx512_bf16": (*_V4, "-mavx512bf16", "-mavx512vnni"),
     }
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-psabi")

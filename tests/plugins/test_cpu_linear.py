@@ -204,6 +204,22 @@ def test_weights_of_other_makers(dtype: torch.dtype) -> None:
         assert torch.equal(layer(x, float_out=True), layer.reference(x, float_out=True))
 
 
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_the_largest_integers(rows: int) -> None:
+    """Every product at its limit, all of one sign, or the signs of neighbours opposed: no partial sum is held."""
+    signs = torch.ones(rows, 512)
+    signs[1::2, ::2], signs[2::3, 1::2], signs[3::4] = -1, -1, -1
+    ends = torch.tensor([-128, 127], dtype=torch.int8)
+    eight = ends[torch.arange(36)[:, None] // torch.tensor([[1, 2]]).repeat(1, 256) % 2]
+    layers = [Layer(*pack_int8(eight, torch.ones(36)), NONE, 36, 512)]
+    for value, zero in ((15, 0), (0, 15), (15, 15)):
+        four = torch.full((36, 512), value, dtype=torch.uint8), torch.ones(36, 4)
+        layers.append(Layer(*pack_int4(*four, torch.full((36, 4), zero, dtype=torch.uint8)), 36, 512))
+    for layer in layers:
+        assert torch.equal(layer(signs), layer.reference(signs))
+        torch.testing.assert_close(layer(signs), (signs.double() @ layer.dense().T).float(), rtol=1e-5, atol=1e-3)
+
+
 def test_the_deepest_int8_does_not_overflow() -> None:
     depth = 65536
     layer = Layer(*quantize_int8(torch.ones(1, depth)), NONE, 1, depth)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trtspec.ops import load_plugins, packed_linear, process_logits, spec_attention_, spec_sample
+from trtspec.ops import kernel_threads, load_plugins, packed_linear, process_logits, spec_attention_, spec_sample
 from trtspec.ops.packing import pack_panels
 
 if "cpu" not in load_plugins():
@@ -29,14 +29,11 @@ VOCAB = 20000
 
 @contextmanager
 def own_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    torch.ops.trtspec_probe.use_own_threads(True)
+    before = torch.ops.trtspec_threads.use_own(count)
     try:
         yield
     finally:
-        torch.ops.trtspec_probe.use_own_threads(False)
-        torch.set_num_threads(before)
+        torch.ops.trtspec_threads.use_own(before)
 
 
 def matrix(seed: int) -> Tensor:
@@ -161,3 +158,24 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         [sys.executable, "-W", "ignore", "-c", FORKING, root], timeout=120, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_kernels_have_threads_and_torch_has_none() -> None:
+    """Of the calling thread alone, until it ends, even badly."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        expected = linear(5)
+        with kernel_threads(), ThreadPoolExecutor(1) as another:
+            assert torch.get_num_threads() == 1
+            assert torch.ops.trtspec_threads.use_own(3) == 3  # what it was
+            assert torch.equal(linear(5), expected)
+            with kernel_threads():  # torch has one thread: there is nothing to be done
+                assert torch.ops.trtspec_threads.use_own(3) == 3
+            assert another.submit(torch.ops.trtspec_threads.use_own, 0).result() == 0
+        with pytest.raises(KeyError), kernel_threads():
+            raise KeyError
+        assert torch.get_num_threads() == 3
+        assert torch.ops.trtspec_threads.use_own(0) == 0
+    finally:
+        torch.set_num_threads(before)

@@ -13,11 +13,13 @@ from trtspec.ops.linear import packed_linear
 from trtspec.ops.logits import process_logits
 from trtspec.ops.norm import rms_norm, rms_norm_inline
 from trtspec.ops.sample import gumbel_noise, spec_sample
+from trtspec.ops.threads import kernel_threads
 
 __all__ = [
     "graph_calls",
     "gumbel_noise",
     "kernel_interface",
+    "kernel_threads",
     "kv_compact",
     "kv_compact_",
     "load_plugins",

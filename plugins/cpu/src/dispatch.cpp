@@ -1,4 +1,8 @@
 // Picks the instruction set, once.
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -11,8 +15,18 @@ namespace trtspec {
 namespace portable { extern const Kernels table; }
 #if defined(__x86_64__)
 namespace avx2 { extern const Kernels table; }
+namespace avx2_vnni { extern const Kernels table; }
 namespace avx512 { extern const Kernels table; }
+namespace avx512_vnni { extern const Kernels table; }
 namespace avx512_bf16 { extern const Kernels table; }
+#endif
+
+#if defined(__x86_64__)
+// __builtin_cpu_supports("avxvnni") is not known to g++ 11 and 12, nor to clang++ 14.
+static bool has_avx_vnni() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & 1u << 4) != 0;
+}
 #endif
 
 // Best first.
@@ -25,9 +39,11 @@ static std::vector<const Kernels*> supported() {
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512cd");
-  if (has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
-    tables.push_back(&avx512_bf16::table);
+  const bool has_avx512_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+  if (has_avx512_vnni && __builtin_cpu_supports("avx512bf16")) tables.push_back(&avx512_bf16::table);
+  if (has_avx512_vnni) tables.push_back(&avx512_vnni::table);
   if (has_avx512) tables.push_back(&avx512::table);
+  if (has_avx2 && has_avx_vnni()) tables.push_back(&avx2_vnni::table);
   if (has_avx2) tables.push_back(&avx2::table);
 #endif
   tables.push_back(&portable::table);

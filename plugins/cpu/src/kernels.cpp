@@ -22,6 +22,7 @@ const Kernels table = {
     .linear_prepare = linear_prepare,
     .linear_block = linear_block,
     .read_memory = read_memory,
+    .multiply = multiply,
 };
 
 }  // namespace trtspec::TRTSPEC_ISA

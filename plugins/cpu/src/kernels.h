@@ -126,6 +126,7 @@ struct Kernels {
 
   // For benchmarks: see probe.h.
   int32_t (*read_memory)(const char* from, int64_t bytes);
+  int64_t (*multiply)(WeightFormat format, int64_t groups, int64_t group_steps);
 };
 
 // The table of the best instruction set this machine has, or of the one TRTSPEC_CPU_ISA names.

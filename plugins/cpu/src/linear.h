@@ -1,15 +1,16 @@
 // packed_linear for packed weights: x [T, K] times panels of 32 output columns.
 //
-// One pass over the weights serves up to TILE_ROWS rows of x: a step of a panel (32 columns x one 32-bit word) is
-// loaded once, and each row's word is broadcast and multiplied with it. An output is one accumulator that takes the
-// steps in order, whatever the number of rows; that is why a row's bits do not depend on its neighbours. With one row
-// the kernel runs at the speed of memory, and up to about TILE_ROWS rows hide behind the same reads.
+// A slice of the weights is read once for all rows of x: a step of a panel (32 columns x one 32-bit word) is loaded,
+// and each row's word is broadcast and multiplied with it. An output is one accumulator that takes the steps in order,
+// whatever the number of rows; that is why a row's bits do not depend on its neighbours. With one row the kernel runs at
+// the speed of memory, and so it does with more, until their multiplications take longer.
 //
 // Many rows are blocks of BLOCK_ROWS, and within a block the same tiles go over a slice of the panel while it is in L1.
 // Between slices the accumulators lie in memory as they are, so the order of additions stays the same.
 #pragma once
 
 #include <array>
+#include <type_traits>
 #include <utility>
 
 #include "kernels.h"
@@ -20,40 +21,51 @@ namespace trtspec::TRTSPEC_ISA {
 
 // -- rows to tiles ----------------------------------------------------------------------------------------------------
 
-template <class Format, int... N> constexpr auto float_tiles(std::integer_sequence<int, N...>) {
-  return std::array{&float_tile<Format, N + 1>...};
+template <class Format, int ROWS>
+void tile(const LinearArgs& args, const Piece& piece, Prefetch& ahead, Accumulators* sums) {
+  if constexpr (std::is_same_v<Format, Int4Weights>) group_tile<Format, ROWS>(args, piece, ahead, sums);
+  else column_tile<Format, ROWS>(args, piece, ahead, sums);
 }
-template <class Format, int... N> constexpr auto int_tiles(std::integer_sequence<int, N...>) {
-  return std::array{&int_tile<Format, N + 1>...};
+
+template <class Format, int... N> constexpr auto tiles_of(std::integer_sequence<int, N...>) {
+  return std::array{&tile<Format, N + 1>...};
 }
-using UpToTileRows = std::make_integer_sequence<int, TILE_ROWS>;
 
 // body(row, count) for tiles of at most TILE_ROWS rows, as even as can be: 13 rows are 7 and 6, as a tile of one row
-// would cost nearly as much as one of six.
-template <class Body> INLINE void for_tiles(int64_t rows, Body body) {
-  for (int64_t row = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles > 0; --tiles) {
-    const int64_t count = (rows - row + tiles - 1) / tiles;
+// would cost nearly as much as one of six. Where tiles of two rows pass over a panel once and others twice, the last
+// may be one of two.
+template <class Format, class Body> INLINE void for_tiles(int64_t rows, Body body) {
+  constexpr bool pairs_are_cheap = vectors_at_once<Format>(2) > vectors_at_once<Format>(TILE_ROWS);
+  const int64_t pair = pairs_are_cheap && rows > TILE_ROWS && (rows - 1) % TILE_ROWS < 2 ? 2 : 0;
+  const int64_t even = rows - pair;
+  int64_t row = 0;
+  for (int64_t tiles = (even + TILE_ROWS - 1) / TILE_ROWS; tiles > 0; --tiles) {
+    const int64_t count = (even - row + tiles - 1) / tiles;
     body(row, count);
     row += count;
   }
+  if (pair > 0) body(row, pair);
 }
 
+// sums += x * panel, slice by slice. While tiles are busy with a slice they ask for the next one, each pass for its
+// share: memory and arithmetic have the same time. A row or two ask for what is a little ahead of them.
 template <class Format>
-void float_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
-  static constexpr auto tiles = float_tiles<Format>(UpToTileRows{});
-  const bool once = rows <= TILE_ROWS;
-  const char* weight = static_cast<const char*>(args.weight) + panel * args.steps * STEP_BYTES;
+void panel_sums(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
+  static constexpr auto tiles = tiles_of<Format>(std::make_integer_sequence<int, TILE_ROWS>());
+  int64_t passes = 0;
+  for_tiles<Format>(rows, [&](int64_t, int64_t count) { passes += VECTORS / vectors_at_once<Format>(count); });
   for (int64_t step = 0; step < args.steps; step += SLICE_STEPS) {
     const int64_t steps = args.steps - step < SLICE_STEPS ? args.steps - step : SLICE_STEPS;
-    const char* slice = x + step * Format::PER_STEP * int64_t(sizeof(typename Format::Input));
-    for_tiles(rows, [&](int64_t row, int64_t count) {
-      tiles[count - 1](weight + step * STEP_BYTES, steps, slice + row * row_bytes, row_bytes, once, sums + row);
+    Prefetch ahead = {words_at(args, panel, step) + (rows <= 2 ? A_LITTLE_AHEAD : steps * STEP_BYTES),
+                      (STEP_BYTES + passes - 1) / passes};
+    for_tiles<Format>(rows, [&](int64_t row, int64_t count) {
+      tiles[count - 1](args, {panel, step, steps, x + row * row_bytes, row_bytes}, ahead, sums + row);
     });
   }
 }
 
 void fp8_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
-  float_panel<Fp8Weights>(args, panel, rows, x, row_bytes, sums);
+  panel_sums<Fp8Weights>(args, panel, rows, x, row_bytes, sums);
   const float unit = (args.x_scale != 0 ? args.x_scale : 1.0f) * Fp8Weights::UNIT;
   const float* scales = static_cast<const float*>(args.scales) + panel * PANEL;
   for (int64_t r = 0; r < rows; ++r)
@@ -61,14 +73,15 @@ void fp8_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int
       store(sums[r] + lane, load(sums[r] + lane) * (load(scales + lane) * unit));
 }
 
-// Integer panels are not sliced: a whole one fits in L2.
-template <class Format>
-void int_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
-  static constexpr auto tiles = int_tiles<Format>(UpToTileRows{});
-  const bool once = rows <= TILE_ROWS;
-  for_tiles(rows, [&](int64_t row, int64_t count) {
-    tiles[count - 1](args, panel, x + row * row_bytes, row_bytes, once, sums + row);
-  });
+void int8_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
+  panel_sums<Int8Weights>(args, panel, rows, x, row_bytes, sums);
+  const IntRow<Int8Weights> layout(args);
+  const float* scales = static_cast<const float*>(args.scales) + panel * PANEL;
+  for (int64_t r = 0; r < rows; ++r, x += row_bytes)
+    for (int64_t lane = 0; lane < PANEL; lane += LANES) {
+      const Vec exact = Int8Weights::exact(load_as<IVec>(sums[r] + lane), layout.sums(x)[0]);
+      store(sums[r] + lane, exact * (load(scales + lane) * layout.scales(x)[0]));
+    }
 }
 
 // -- results ----------------------------------------------------------------------------------------------------------
@@ -127,8 +140,7 @@ template <class T> INLINE float largest_magnitude(const T* x, int64_t count) {
     const IVec bits = magnitude_bits(load_up_to(x + k, count - k));
     top = bits > top ? bits : top;
   }
-  int32_t best = 0;
-  for (int i = 0; i < LANES; ++i) best = top[i] > best ? top[i] : best;
+  const int32_t best = highest(top);
   return load_as<float>(&best);
 }
 
@@ -141,32 +153,36 @@ template <class T> INLINE int32_t quantize_group(const T* x, int64_t count, floa
     std::memset(to, 0, count);
     return 0;
   }
-  typedef int8_t Bytes __attribute__((vector_size(LANES)));
   const float inverse = 127.0f / largest;
   IVec total = {};
   for (int64_t k = 0; k < count; k += LANES) {
     const int64_t n = count - k < LANES ? count - k : LANES;
     const IVec integers = (IVec)(load_up_to(x + k, n) * inverse + ROUND) - load_as<int32_t>(&ROUND);
-    const Bytes bytes = __builtin_convertvector(integers, Bytes);
-    std::memcpy(to + k, &bytes, n);
+    if (n < LANES) {
+      int8_t padded[LANES];
+      store(padded, integers);
+      std::memcpy(to + k, padded, n);
+    } else {
+      store(to + k, integers);
+    }
     total += integers;
   }
-  int32_t sum = 0;
-  for (int i = 0; i < LANES; ++i) sum += total[i];
-  return sum;
+  return sum(total);
 }
 
-template <class T> void quantize_row(const LinearArgs& args, const T* x, int per_step, char* to) {
-  const IntRow layout(args, per_step);
-  auto* values = reinterpret_cast<int8_t*>(to);
-  std::memset(values + args.depth, 0, layout.values_bytes - args.depth);
+template <class Format, class T> void quantize_row(const LinearArgs& args, const T* x, char* to) {
+  const IntRow<Format> layout(args);
+  auto* values = reinterpret_cast<int8_t*>(to) + args.steps * (Format::ROW_BYTES - Format::PER_STEP);
+  std::memset(values + args.depth, 0, args.steps * Format::PER_STEP - args.depth);
   const int64_t group_size = args.depth / args.groups;
   for (int64_t g = 0; g < args.groups; ++g) {
     const T* group = x + g * group_size;
     const float largest = largest_magnitude(group, group_size);
     layout.scales(to)[g] = largest / 127.0f;
-    layout.sums(to)[g] = quantize_group(group, group_size, largest, values + g * group_size);
+    layout.sums(to)[g] = typename Format::SumOfX(quantize_group(group, group_size, largest, values + g * group_size));
   }
+  if constexpr (std::is_same_v<Format, Int8Weights>)
+    layout.sums(to)[0] = Format::arrange(to, args.steps, layout.sums(to)[0]);
 }
 
 // To the nearest e4m3 number, ties to even, of at most 448; NaN stays NaN.
@@ -193,8 +209,8 @@ template <class T> void prepare_row(const LinearArgs& args, int64_t row, char* t
     using Input = typename Format::Input;
     widen_row(x, args.depth, args.steps * Format::PER_STEP, reinterpret_cast<Input*>(to));
   };
-  if (args.format == WeightFormat::int8) return quantize_row(args, x, Int8Weights::PER_STEP, to);
-  if (args.format == WeightFormat::int4) return quantize_row(args, x, Int4Weights::PER_STEP, to);
+  if (args.format == WeightFormat::int8) return quantize_row<Int8Weights>(args, x, to);
+  if (args.format == WeightFormat::int4) return quantize_row<Int4Weights>(args, x, to);
   if (args.format == WeightFormat::fp8) {
     widen(Fp8Weights{});
     if (args.x_scale != 0) round_row_e4m3(reinterpret_cast<float*>(to), args.depth, args.x_scale);
@@ -207,18 +223,14 @@ template <class T> void prepare_row(const LinearArgs& args, int64_t row, char* t
 
 // -- the table's entries ----------------------------------------------------------------------------------------------
 
-template <class Format> int64_t float_row_bytes(const LinearArgs& args) {
-  return args.steps * Format::PER_STEP * int64_t(sizeof(typename Format::Input));
-}
-
 int64_t linear_row_bytes(const LinearArgs& args) {
   switch (args.format) {
-    case WeightFormat::fp32: return float_row_bytes<Fp32Weights>(args);
-    case WeightFormat::bf16: return float_row_bytes<Bf16Weights>(args);
-    case WeightFormat::fp16: return float_row_bytes<Fp16Weights>(args);
-    case WeightFormat::fp8: return float_row_bytes<Fp8Weights>(args);
-    case WeightFormat::int8: return IntRow(args, Int8Weights::PER_STEP).bytes();
-    default: return IntRow(args, Int4Weights::PER_STEP).bytes();
+    case WeightFormat::fp32: return args.steps * Fp32Weights::ROW_BYTES;
+    case WeightFormat::bf16: return args.steps * Bf16Weights::ROW_BYTES;
+    case WeightFormat::fp16: return args.steps * Fp16Weights::ROW_BYTES;
+    case WeightFormat::fp8: return args.steps * Fp8Weights::ROW_BYTES;
+    case WeightFormat::int8: return IntRow<Int8Weights>(args).bytes();
+    default: return IntRow<Int4Weights>(args).bytes();
   }
 }
 
@@ -232,12 +244,12 @@ void linear_prepare(const LinearArgs& args, int64_t row_begin, int64_t row_end) 
 
 INLINE auto panel_kernel(const LinearArgs& args) {
   switch (args.format) {
-    case WeightFormat::fp32: return &float_panel<Fp32Weights>;
-    case WeightFormat::bf16: return &float_panel<Bf16Weights>;
-    case WeightFormat::fp16: return &float_panel<Fp16Weights>;
+    case WeightFormat::fp32: return &panel_sums<Fp32Weights>;
+    case WeightFormat::bf16: return &panel_sums<Bf16Weights>;
+    case WeightFormat::fp16: return &panel_sums<Fp16Weights>;
     case WeightFormat::fp8: return &fp8_panel;
-    case WeightFormat::int8: return &int_panel<Int8Weights>;
-    default: return &int_panel<Int4Weights>;
+    case WeightFormat::int8: return &int8_panel;
+    default: return &panel_sums<Int4Weights>;
   }
 }
 
@@ -245,11 +257,11 @@ void linear_block(const LinearArgs& args, int64_t row_begin, int64_t row_end, in
   alignas(64) Accumulators sums[BLOCK_ROWS];
   const int64_t rows = row_end - row_begin, row_bytes = linear_row_bytes(args);
   char* x = args.prepared + row_begin * row_bytes;
-  const auto panel_sums = panel_kernel(args);
+  const auto multiply_panel = panel_kernel(args);
   const auto write = row_writer(args);
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
     std::memset(sums, 0, rows * sizeof(Accumulators));
-    panel_sums(args, panel, rows, x, row_bytes, sums);
+    multiply_panel(args, panel, rows, x, row_bytes, sums);
     write(args, panel, row_begin, rows, sums);
   }
 }

@@ -1,11 +1,10 @@
-// For benchmarks and tests: how fast this machine reads memory right now, with as many threads as torch uses, and ops on
-// the threads that they have in compiled graphs.
+// For benchmarks and tests: how fast this machine reads memory and multiplies right now, with as many threads as torch
+// uses.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
 #include <atomic>
 #include <chrono>
-#include <optional>
 #include <vector>
 
 #include "kernels.h"
@@ -26,6 +25,27 @@ static double read_bandwidth(const at::Tensor& memory) {
   return double(memory.nbytes()) / seconds.count();
 }
 
+// Multiplications per second of packed_linear's inner instructions on registers. group_size: of int4 weights, whose
+// sums are scaled so often.
+static double multiply_rate(const at::Tensor& weight, int64_t group_size) {
+  constexpr int64_t PIECES = 64, STEPS = 16'384;
+  const trtspec::WeightFormat format = weight.scalar_type() == at::kFloat      ? trtspec::WeightFormat::fp32
+                                       : weight.scalar_type() == at::kBFloat16 ? trtspec::WeightFormat::bf16
+                                       : weight.scalar_type() == at::kHalf     ? trtspec::WeightFormat::fp16
+                                       : weight.scalar_type() == at::kChar     ? trtspec::WeightFormat::int8
+                                       : weight.scalar_type() == at::kByte     ? trtspec::WeightFormat::int4
+                                                                               : trtspec::WeightFormat::fp8;
+  const int64_t group_steps = format == trtspec::WeightFormat::int4 ? group_size / 8 : STEPS;
+  const trtspec::OwnThreads own_threads;
+  std::atomic<int64_t> done = 0;
+  const auto start = std::chrono::steady_clock::now();
+  trtspec::parallel_for(PIECES, 1, [&](int64_t begin, int64_t end) {
+    done += trtspec::kernels().multiply(format, (end - begin) * STEPS / group_steps, group_steps);
+  });
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  return double(done) / seconds.count();
+}
+
 // How often each of `count` pieces was done, on own threads; piece `failing` throws.
 static std::vector<int64_t> count_pieces(int64_t count, int64_t failing) {
   const trtspec::OwnThreads own_threads;
@@ -39,16 +59,10 @@ static std::vector<int64_t> count_pieces(int64_t count, int64_t failing) {
   return done;
 }
 
-// From now on ops of this Python thread use our own threads, or OpenMP's again.
-static void use_own_threads(bool own) {
-  static thread_local std::optional<trtspec::OwnThreads> scope;
-  scope.reset();
-  if (own) scope.emplace();
-}
-
 TORCH_LIBRARY(trtspec_probe, m) {
   m.def("read_bandwidth(Tensor memory) -> float");
   m.impl("read_bandwidth", c10::DispatchKey::CPU, read_bandwidth);
+  m.def("multiply_rate(Tensor weight, int group_size) -> float");
+  m.impl("multiply_rate", c10::DispatchKey::CPU, multiply_rate);
   m.def("count_pieces(int count, int failing) -> int[]", count_pieces);
-  m.def("use_own_threads(bool own) -> ()", use_own_threads);
 }

@@ -1,6 +1,9 @@
-// Reads memory as fast as it can and does nothing with it: what the other kernels are measured against.
+// Reads memory as fast as it can, or multiplies what is in registers, and does nothing with it: what the other kernels
+// are measured against.
 #pragma once
 
+#include "kernels.h"
+#include "linear_tiles.h"
 #include "vec.h"
 
 namespace trtspec::TRTSPEC_ISA {
@@ -16,6 +19,69 @@ int32_t read_memory(const char* from, int64_t bytes) {
   for (int i = 0; i < REGISTERS; ++i)
     for (int lane = 0; lane < LANES; ++lane) all ^= seen[i][lane];
   return all;
+}
+
+// All arithmetic of a tile and nothing else, of so many groups of steps; returns how many multiplications of weights
+// that is. A group is widened and scaled if the format's groups are.
+template <class Format> int64_t multiply_in_registers(int64_t groups, int64_t group_steps) {
+  constexpr bool grouped = std::is_same_v<Format, Int4Weights>;
+  constexpr int N = grouped ? 1 : 2, ROWS = LANES == 16 ? 12 : grouped ? 4 : 6;  // there are registers for all of it
+  constexpr char zeros[2 * sizeof(Vec)] = {};
+  using Sum = typename Format::Sum;
+  Sum sums[ROWS][N] = {};
+  Vec scaled[ROWS][N] = {}, scale = {}, offset = {};
+  float scale_of_x = 0, sum_of_x = 0;
+  auto input = Format::template input<0>(zeros);
+  decltype(Format::template weights<0>(zeros)) weights[N];
+  for (auto& one : weights) one = Format::template weights<0>(zeros);
+  for (int64_t g = 0; g < groups; ++g) {
+    const auto some_steps = [&](int64_t steps) __attribute__((always_inline)) {
+      for (int64_t s = 0; s < steps * Format::PARTS; ++s) {
+        for (int v = 0; v < N; ++v) pin(weights[v]);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r) {
+          pin(input);
+#pragma GCC unroll 2
+          for (int v = 0; v < N; ++v) sums[r][v] = Format::multiply(sums[r][v], weights[v], input);
+        }
+      }
+    };
+    if constexpr (!grouped) {
+      some_steps(group_steps);
+    } else {
+      IVec dots[ROWS][N] = {};
+      const int64_t run = Format::RUN == 0 ? group_steps : Format::RUN;
+      for (int64_t s = 0; s < group_steps; s += run) {
+        some_steps(run);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+          for (int v = 0; v < N; ++v) dots[r][v] += Format::widened(std::exchange(sums[r][v], Sum{}));
+      }
+      pin(scale), pin(offset);
+#pragma GCC unroll 12
+      for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < N; ++v)
+          scaled[r][v] = Format::scaled(scaled[r][v], dots[r][v], offset, sum_of_x, scale, scale_of_x);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < N; ++v) pin(sums[r][v]), pin(scaled[r][v]);
+  return groups * group_steps * Format::PER_STEP * ROWS * N * LANES;
+}
+
+int64_t multiply(WeightFormat format, int64_t groups, int64_t group_steps) {
+  switch (format) {
+    case WeightFormat::fp32: return multiply_in_registers<Fp32Weights>(groups, group_steps);
+    case WeightFormat::bf16: return multiply_in_registers<Bf16Weights>(groups, group_steps);
+    case WeightFormat::fp16: return multiply_in_registers<Fp16Weights>(groups, group_steps);
+    case WeightFormat::fp8: return multiply_in_registers<Fp8Weights>(groups, group_steps);
+    case WeightFormat::int8: return multiply_in_registers<Int8Weights>(groups, group_steps);
+    default: return multiply_in_registers<Int4Weights>(groups, group_steps);
+  }
 }
 
 }  // namespace trtspec::TRTSPEC_ISA

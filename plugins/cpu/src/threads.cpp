@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <pthread.h>
 #include <time.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
@@ -223,17 +224,20 @@ void forget_team() {
 const int forks_are_watched = pthread_atfork(nullptr, nullptr, forget_team);
 
 thread_local bool own_threads = false;
+thread_local int own_count = 0;  // 0: as many as torch's
 
 }  // namespace
 
 OwnThreads::OwnThreads() : before_(std::exchange(own_threads, true)) {}
 OwnThreads::~OwnThreads() { own_threads = before_; }
 
+int use_own_threads(int count) { return std::exchange(own_count, count); }
+
 void share_out(int64_t count, int64_t chunk, Chunk call, const void* body) {
   chunk = std::max<int64_t>(chunk, 1);
-  if (!own_threads)
+  if (!own_threads && own_count == 0)
     return at::parallel_for(0, count, chunk, [&](int64_t begin, int64_t end) { call(body, begin, end); });
-  const int most = at::get_num_threads();
+  const int most = own_count > 0 ? own_count : at::get_num_threads();
   const int threads = int(std::min<int64_t>(most, (count + chunk - 1) / chunk));
   if (threads > 1 && !at::in_parallel_region()) {
     const std::unique_lock mine(one_at_a_time, std::try_to_lock);
@@ -246,3 +250,10 @@ void share_out(int64_t count, int64_t chunk, Chunk call, const void* body) {
 }
 
 }  // namespace trtspec
+
+TORCH_LIBRARY(trtspec_threads, m) {
+  m.def("use_own(int count) -> int", [](int64_t count) {
+    TORCH_CHECK(count >= 0 && count < 4096, "use_own: count is ", count, "; want 0 to 4095");
+    return int64_t(trtspec::use_own_threads(int(count)));
+  });
+}

@@ -9,10 +9,10 @@ namespace trtspec {
 // `chunk` pieces, worth a few microseconds: fewer than two chunks are not worth another thread. Chunks may run in any
 // order and at the same time. What a body throws is thrown here, once all have ended.
 //
-// Within an OwnThreads the threads are this library's. OpenMP's wait for each other at every op, which costs
-// microseconds when all is well, and milliseconds each time another process has taken one of the cores; ours wait for
-// nobody who has not come: whoever is there takes the chunks. Elsewhere it is at::parallel_for, since torch's own ops
-// leave OpenMP's threads spinning, and two teams would fight for the cores.
+// Within an OwnThreads, or after use_own_threads, the threads are this library's. OpenMP's wait for each other at every
+// op, which costs microseconds when all is well, and milliseconds each time another process has taken one of the cores;
+// ours wait for nobody who has not come: whoever is there takes the chunks. Elsewhere it is at::parallel_for, since
+// torch's own ops leave OpenMP's threads spinning, and two teams would fight for the cores.
 class OwnThreads {
  public:
   OwnThreads();
@@ -21,6 +21,10 @@ class OwnThreads {
  private:
   bool before_;
 };
+
+// From now on this thread's ops use `count` threads of our own; 0: as many as torch.set_num_threads says, and OpenMP's
+// unless within an OwnThreads. Returns what it was.
+int use_own_threads(int count);
 
 using Chunk = void (*)(const void* body, int64_t begin, int64_t end);
 void share_out(int64_t count, int64_t chunk, Chunk call, const void* body);

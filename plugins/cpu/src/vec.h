@@ -44,6 +44,17 @@ template <class T> INLINE T load_as(const void* from) {
   return value;
 }
 
+// The value in a register is as it is now: what the compiler knows of it is void, and it stays there.
+template <class T> INLINE void pin(T& in_register) {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(in_register));
+#elif defined(__SSE2__)
+  asm volatile("" : "+x"(in_register));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(in_register));
+#endif
+}
+
 INLINE Vec splat(float x) { return x - Vec{}; }  // x - 0 is x, also for -0, so the compiler leaves it out
 
 // a * b + c, rounded once where the hardware can.
@@ -81,6 +92,19 @@ template <int distance, size_t... I> INLINE Vec swap_lanes(Vec v, std::index_seq
 template <int distance = LANES / 2> INLINE float highest(Vec v) {
   if constexpr (distance == 0) return v[0];
   else return highest<distance / 2>(max(v, swap_lanes<distance>(v, std::make_index_sequence<LANES>())));
+}
+
+// op of all lanes; whole numbers, so in any order.
+template <int distance = LANES / 2, class Op> INLINE int32_t fold(IVec v, Op op) {
+  if constexpr (distance == 0) return v[0];
+  else return fold<distance / 2>(op(v, (IVec)swap_lanes<distance>((Vec)v, std::make_index_sequence<LANES>())), op);
+}
+
+INLINE int32_t sum(IVec v) {
+  return fold(v, [](IVec a, IVec b) __attribute__((always_inline)) { return a + b; });
+}
+INLINE int32_t highest(IVec v) {
+  return fold(v, [](IVec a, IVec b) __attribute__((always_inline)) { return a > b ? a : b; });
 }
 
 // Is a lane of this comparison true?
@@ -143,6 +167,18 @@ INLINE Vec load(const Half* from) {
 #endif
 }
 
+INLINE Vec load(const uint8_t* from) {
+#if defined(__AVX512F__)
+  const IVec wide = (IVec)_mm512_cvtepu8_epi32(load_as<__m128i>(from));
+#elif defined(__AVX2__)
+  const IVec wide = (IVec)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load_as<int64_t>(from)));
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+  const IVec wide = __builtin_convertvector(load_as<Bytes>(from), IVec);
+#endif
+  return __builtin_convertvector(wide, Vec);
+}
+
 INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
 // Round to nearest even; NaN stays NaN.
@@ -174,6 +210,20 @@ INLINE void store(Half* to, Vec v) {
   std::memcpy(to, &narrow, sizeof narrow);
 #else
   for (int i = 0; i < LANES; ++i) to[i] = to_half(v[i]);
+#endif
+}
+
+// Whole numbers from -128 to 127.
+INLINE void store(int8_t* to, IVec v) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)v);
+  std::memcpy(to, &bytes, sizeof bytes);
+#elif defined(__AVX2__)
+  const __m256i shorts = _mm256_packs_epi32((__m256i)v, (__m256i)v), bytes = _mm256_packs_epi16(shorts, shorts);
+  const int32_t halves[] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
+  std::memcpy(to, halves, sizeof halves);
+#else
+  for (int i = 0; i < LANES; ++i) to[i] = int8_t(v[i]);
 #endif
 }
 

@@ -1,0 +1,222 @@
+// The formats of packed weights: how a step of a panel is multiplied with what a row has for it.
+//
+// A format takes PER_STEP inputs a step, in PARTS: weights<part> is what becomes of a register of words, input<part>
+// the word of a prepared row that goes with it, and multiply adds the products of both to a Sum, lane by lane. A
+// prepared row has ROW_BYTES a step. ONE_PASS: see linear_tiles.h.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace trtspec::TRTSPEC_ISA {
+
+INLINE IVec broadcast_word(const char* from) { return IVec{} + load_as<int32_t>(from); }
+
+// -- floating-point weights -------------------------------------------------------------------------------------------
+
+// Numbers that are widened to fp32, as the inputs are: one a part.
+template <int PER_STEP_> struct WideWeights {
+  using Input = float;
+  using Sum = Vec;
+  static constexpr int PER_STEP = PER_STEP_, PARTS = PER_STEP, ROW_BYTES = PER_STEP * int(sizeof(Input));
+  static constexpr bool ONE_PASS = false;
+
+  template <int part> static INLINE Vec input(const char* row) { return splat(load_as<float>(row + 4 * part)); }
+  static INLINE Vec multiply(Vec sum, Vec weights, Vec input) { return fma(input, weights, sum); }
+};
+
+struct Fp32Weights : WideWeights<1> {
+  template <int part> static INLINE Vec weights(const char* from) { return load_as<Vec>(from); }
+};
+
+struct Fp16Weights : WideWeights<2> {
+  template <int part> static INLINE Vec weights(const char* from) {
+    const HVec halves = __builtin_convertvector(load_as<UVec>(from) >> (16 * part), HVec);
+    return load(reinterpret_cast<const Half*>(&halves));
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Bf16Weights {  // multiplied in pairs as they are
+  using Input = BFloat16;
+  using Sum = Vec;
+  static constexpr int PER_STEP = 2, PARTS = 1, ROW_BYTES = PER_STEP * int(sizeof(Input));
+  static constexpr bool ONE_PASS = false;
+
+  template <int part> static INLINE __m512bh weights(const char* from) { return load_as<__m512bh>(from); }
+  template <int part> static INLINE __m512bh input(const char* row) { return (__m512bh)broadcast_word(row); }
+  static INLINE Vec multiply(Vec sum, __m512bh weights, __m512bh input) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, weights, input);
+  }
+};
+#else
+struct Bf16Weights : WideWeights<2> {
+  template <int part> static INLINE Vec weights(const char* from) {
+    const UVec words = load_as<UVec>(from);
+    return (Vec)(part == 0 ? words << 16 : words & 0xffff0000u);
+  }
+};
+#endif
+
+// As an fp16 number the bits of an fp8 one (e4m3) mean 2^-8 of it, also below its normal numbers.
+struct Fp8Weights : WideWeights<4> {
+  static constexpr float UNIT = 256.0f;
+
+  template <int part> static INLINE Vec weights(const char* from) {
+    const UVec byte = load_as<UVec>(from) >> (8 * part);
+    const HVec half = __builtin_convertvector((byte & 0x80u) << 8 | (byte & 0x7fu) << 7, HVec);
+    return load(reinterpret_cast<const Half*>(&half));
+  }
+};
+
+// -- integer weights --------------------------------------------------------------------------------------------------
+// A prepared row is its K inputs, rounded to -127..127, then a scale (fp32) for each group and the sum of its values
+// (SumOfX). Weights are taken as unsigned: value = weight - offset, so the group's dot product is
+// sum(weight * x) - offset * sum(x), in integers and exact on every instruction set.
+//
+
+typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+#define TRTSPEC_SHORTS 1  // multiplied to 16 bits, or from 16 bits
+
+// The products of 16-bit numbers, those of two neighbours added up.
+INLINE IVec dot2(Shorts a, Shorts b) {
+#if defined(__AVX512BW__)
+  return (IVec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+  return (IVec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+
+// The products of unsigned and signed bytes, those of two neighbours added up: in 16 bits, and held there.
+INLINE Shorts dot2_bytes(UVec bytes, IVec x) {
+#if defined(__AVX512BW__)
+  return (Shorts)_mm512_maddubs_epi16((__m512i)bytes, (__m512i)x);
+#else
+  return (Shorts)_mm256_maddubs_epi16((__m256i)bytes, (__m256i)x);
+#endif
+}
+#else
+#define TRTSPEC_SHORTS 0
+
+// sum + the four products of unsigned and signed bytes in each 32-bit lane.
+INLINE IVec dot4(IVec sum, UVec bytes, IVec x) {
+#if defined(__AVX512VNNI__)
+  return (IVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (IVec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)bytes, (__m256i)x);
+#else
+  for (int shift = 0; shift < 32; shift += 8)
+    sum += (IVec)((bytes >> shift) & 0xffu) * ((IVec)((UVec)x << (24 - shift)) >> 24);
+  return sum;
+#endif
+}
+#endif
+
+#if defined(__AVX512VNNI__)
+constexpr bool INTEGERS_ARE_FAST = true;
+#else
+constexpr bool INTEGERS_ARE_FAST = false;
+#endif
+
+struct Int8Weights {
+  using Sum = IVec;
+  using SumOfX = int32_t;
+  static constexpr bool ONE_PASS = INTEGERS_ARE_FAST;
+  static constexpr int PER_STEP = 4;
+
+#if TRTSPEC_SHORTS
+  // Two bytes are a number of 16 bits, 256 * odd + even. Times x_even that is 256 * odd * x_even too much, which the
+  // second part takes away: odd * (x_odd - 256 * x_even). All of it is right modulo 2^32, and so is the sum. Only bytes
+  // of even places have an offset.
+  static constexpr int PARTS = 2, ROW_BYTES = 8;
+
+  template <int part> static INLINE Shorts weights(const char* from) {
+    const UVec words = load_as<UVec>(from);
+    return part == 0 ? (Shorts)(words ^ 0x00800080u) : (Shorts)words >> 8;
+  }
+  template <int part> static INLINE Shorts input(const char* row) { return (Shorts)broadcast_word(row + 4 * part); }
+  static INLINE IVec multiply(IVec sum, Shorts weights, Shorts input) { return sum + dot2(weights, input); }
+
+  static int32_t arrange(char* row, int64_t steps, int32_t) {
+    IVec total = {};
+    const auto arrange_some = [&](int64_t s, int64_t n) __attribute__((always_inline)) {
+      IVec words = {};
+      std::memcpy(&words, row + 4 * (steps + s), 4 * n);
+      const Shorts even = (Shorts)((Shorts)words << 8) >> 8, odd = (Shorts)words >> 8;
+      total += dot2(even, Shorts{} + 1);
+      constexpr auto lanes = std::make_index_sequence<LANES>();
+      const Vec first = (Vec)even, second = (Vec)(Shorts)(odd - (even << 8));
+      const Vec both[] = {interleave<0>(first, second, lanes), interleave<LANES / 2>(first, second, lanes)};
+      std::memcpy(row + 8 * s, both, 8 * n);
+    };
+    int64_t s = 0;
+    for (; s + LANES <= steps; s += LANES) arrange_some(s, LANES);
+    if (s < steps) arrange_some(s, steps - s);
+    return sum(total);
+  }
+#else
+  static constexpr int PARTS = 1, ROW_BYTES = 4;
+
+  template <int part> static INLINE UVec weights(const char* from) { return load_as<UVec>(from) ^ 0x80808080u; }
+  template <int part> static INLINE IVec input(const char* row) { return broadcast_word(row); }
+  static INLINE IVec multiply(IVec sum, UVec weights, IVec input) { return dot4(sum, weights, input); }
+  static int32_t arrange(char*, int64_t, int32_t sum) { return sum; }
+#endif
+
+  static INLINE Vec exact(IVec dot, int32_t sum_of_x) { return __builtin_convertvector(dot - 128 * sum_of_x, Vec); }
+};
+
+struct Int4Weights {
+  using Scale = Half;
+  using SumOfX = float;
+  static constexpr bool ONE_PASS = INTEGERS_ARE_FAST;
+  static constexpr int PER_STEP = 8, PARTS = 2, ROW_BYTES = 8;
+
+  static INLINE Vec offset(const uint8_t* zeros) { return zeros == nullptr ? splat(8.0f) : load(zeros); }
+  // sum + a group. Up to its scales all of it is below 2^24, as groups are of at most 128: fp32 is exact.
+  static INLINE Vec scaled(Vec sum, IVec dot, Vec offset, float sum_of_x, Vec scale, float scale_of_x) {
+    const Vec exact = fma(-offset, splat(sum_of_x), __builtin_convertvector(dot, Vec));
+    return sum + exact * (scale * scale_of_x);
+  }
+  template <int part> static INLINE UVec weights(const char* from) {
+    const UVec words = load_as<UVec>(from);
+    return (part == 0 ? words : words >> 4) & 0x0f0f0f0fu;
+  }
+  template <int part> static INLINE IVec input(const char* row) { return broadcast_word(row + 4 * part); }
+
+#if TRTSPEC_SHORTS
+  // A Sum holds RUN steps (0: a whole group) and is then widened to 32 bits. Here a step adds 15 * 127 * 2 twice, at
+  // most: 30,480 in all.
+  using Sum = Shorts;
+  static constexpr int RUN = 4;
+
+  static INLINE Sum multiply(Sum sum, UVec weights, IVec input) { return sum + dot2_bytes(weights, input); }
+  static INLINE IVec widened(Sum sum) { return dot2(sum, Shorts{} + 1); }
+#else
+  using Sum = IVec;
+  static constexpr int RUN = 0;
+
+  static INLINE Sum multiply(Sum sum, UVec weights, IVec input) { return dot4(sum, weights, input); }
+  static INLINE IVec widened(Sum sum) { return sum; }
+#endif
+};
+
+#undef TRTSPEC_SHORTS
+
+// Where the parts of a prepared integer row lie.
+template <class Format> struct IntRow {
+  using SumOfX = typename Format::SumOfX;
+  int64_t values_bytes, groups;
+
+  explicit IntRow(const LinearArgs& args) : values_bytes(args.steps * Format::ROW_BYTES), groups(args.groups) {}
+  int64_t bytes() const { return values_bytes + groups * int64_t(sizeof(float) + sizeof(SumOfX)); }
+  INLINE float* scales(char* row) const { return reinterpret_cast<float*>(row + values_bytes); }
+  INLINE SumOfX* sums(char* row) const { return reinterpret_cast<SumOfX*>(scales(row) + groups); }
+};
+
+}  // namespace trtspec::TRTSPEC_ISA
