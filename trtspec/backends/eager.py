@@ -8,6 +8,7 @@ import torch
 
 from trtspec.core import KVLayer, StepInputs, StepOutputs
 from trtspec.methods.step import Step
+from trtspec.ops import kernel_threads
 
 
 class EagerExecutable:
@@ -20,4 +21,5 @@ class EagerExecutable:
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One launch; see protocols.Executable."""
-        return self.step(inputs, self.kv)  # type: ignore[no-any-return]
+        with kernel_threads():
+            return self.step(inputs, self.kv)  # type: ignore[no-any-return]
