@@ -221,6 +221,30 @@ def test_a_quantised_model_keeps_its_head(quantization: str, bits: int) -> None:
     assert weight_bytes(model) == inner + 64 * 64 * 2  # 50 columns fill two panels
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantization", [None, "int4"])
+@torch.no_grad()
+def test_a_head_is_quantised_where_that_is_asked(tied: bool, quantization: str | None) -> None:
+    """And with it the embedding, if both are one matrix: its rows are what the int8 numbers stand for."""
+    model, ids = Tied(tied, torch.bfloat16), torch.arange(50)
+    before, rows, weight = model(ids), model.embedding(ids), model.head.weight.detach().clone()
+    pack_decoder(model, quantization, lm_head="int8")
+    assert model.head.weight.dtype == torch.int8
+    assert model.inner.weight.dtype == (torch.bfloat16 if quantization is None else torch.uint8)
+    step = weight.float().abs().amax(dim=1, keepdim=True) / 127  # of each row's numbers
+    now = model.embedding(ids)
+    assert now.dtype == torch.bfloat16
+    assert torch.equal(now, ((weight / step).round() * step).bfloat16() if tied else rows)
+    assert (model(ids) - before).norm() < (0.03 if quantization is None else 0.2) * before.norm()
+
+
+def test_a_drafts_tied_head_stays_where_the_targets_is_quantised() -> None:
+    target, draft = Tied(False, torch.bfloat16), Tied(True, torch.bfloat16)
+    pack_decoder(Pair(target, draft), None, draft, "int8", lm_head="int8")
+    assert target.head.weight.dtype == torch.int8
+    assert draft.head.weight.dtype == torch.bfloat16
+
+
 class Pair(nn.Module):
     """A target and a draft beside it."""
 

@@ -17,7 +17,7 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.errors import ConfigError
+from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.table import Method, method_of
 from trtspec.models.weights import DTYPES
 from trtspec.modes import SpeculativeDecodingMode
@@ -174,6 +174,11 @@ def plan_context(
 def _check(context: BuildContext) -> None:
     """ConfigError for sizes and quantisations that contradict each other."""
     config, K = context.config, context.max_draft_len
+    if config.lm_head_quantization is not None and not context.backend.packs:
+        raise UnsupportedError(
+            f"lm_head_quantization = {config.lm_head_quantization!r}: backend {context.backend.name} keeps the lm_head "
+            "in the model's dtype; leave it unset, or use backend eager or aoti"
+        )
     inside = ("target", context.target)  # where draft layers without a checkpoint of their own are
     checkpoints = (inside, inside if context.draft is None else ("draft", context.draft))
     for (role, checkpoint), kind in zip(checkpoints, context.quantizations, strict=True):

@@ -88,7 +88,8 @@ def _packed(context: BuildContext, step: Step, draft: nn.Module | None = None, b
     backend = context.backend
     if context.packs or context.quantizations != (None, None):
         try:
-            pack_decoder(step, target_kind, draft, draft_kind, backend.symmetric, not backend.torch_gpu, beside)
+            head = context.config.lm_head_quantization
+            pack_decoder(step, target_kind, draft, draft_kind, backend.symmetric, not backend.torch_gpu, beside, head)
         except ValueError as error:
             kinds = f"quantization = {target_kind!r}, of the draft {draft_kind!r}"
             raise UnsupportedError(f"{kinds}: {error}") from error

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--quantization", help="int8, int4, int4_g64 or int4_g128 (default: none)")
+    parser.add_argument("--lm_head_quantization", help="int8: of the lm_head, and the embedding if they are one matrix")
     parser.add_argument("--kv_dtype", default="auto", help="auto: that of the model")
     parser.add_argument(
         "--dry_run", action="store_true", help="show graphs, inputs and memory, from config.json files; compile nothing"
@@ -54,7 +55,11 @@ def run(namespace: argparse.Namespace) -> int:
     limits = {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
     limits |= cache_limits(namespace)
     config = EngineConfig(
-        backend=namespace.backend, dtype=namespace.dtype, quantization=namespace.quantization, **limits
+        backend=namespace.backend,
+        dtype=namespace.dtype,
+        quantization=namespace.quantization,
+        lm_head_quantization=namespace.lm_head_quantization,
+        **limits,
     )
     speculative = speculation(namespace)
     console = Console()

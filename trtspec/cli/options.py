@@ -26,6 +26,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--backend", help="of a checkpoint: eager (the CPU, default) or cuda (a GPU)")
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     engine.add_argument("--quantization", help="int8, int4, int4_g64 or int4_g128")
+    engine.add_argument("--lm-head-quantization", help="int8: of the lm_head, and the embedding if they are one matrix")
     for name in ("max-batch-size", "max-num-tokens", "max-seq-len", "num-kv-blocks", "kv-cache-memory"):
         engine.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")
     engine.add_argument(
@@ -40,6 +41,7 @@ def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
         "backend",
         "dtype",
         "quantization",
+        "lm_head_quantization",
         "max_batch_size",
         "max_num_tokens",
         "max_seq_len",

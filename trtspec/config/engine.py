@@ -18,7 +18,8 @@ class EngineConfig:
 
     dtype: "auto" = the checkpoint's. quantization: of all weights but embedding and lm_head: "int8" (a scale per output
     channel), "int4" (a scale and zero point per 32 inputs), "int4_g64", "int4_g128"; None = kept in dtype; where the
-    checkpoint is quantised already, of the linears that it left, and of its own kind. backend: "eager" runs a
+    checkpoint is quantised already, of the linears that it left, and of its own kind. lm_head_quantization: of the
+    lm_head, and of the embedding where both are one matrix: "int8", or None = kept in dtype. backend: "eager" runs a
     checkpoint op by op on the CPU, "cuda" on the GPU that torch sees first (CUDA_VISIBLE_DEVICES), generations as CUDA
     graphs; engine folders are of "aoti" (AOTInductor, C++ kernels), "onnx" (ONNX Runtime) or "tensorrt". device: what
     the backend runs on; it need not be said.
@@ -49,6 +50,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     block_size: int = 16
     quantization: str | None = None
+    lm_head_quantization: str | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
     generation_config: str = "auto"
@@ -74,6 +76,8 @@ class EngineConfig:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype = {self.dtype!r}; use one of {', '.join(DTYPES)}")
         check_quantization(self.quantization)
+        if self.lm_head_quantization not in (None, "int8"):
+            raise ConfigError(f"lm_head_quantization = {self.lm_head_quantization!r}; use 'int8' or None")
         if self.backend not in BACKENDS:
             raise UnsupportedError(f"backend = {self.backend!r} is not built; built: {', '.join(BACKENDS)}")
         if self.device not in DEVICES:

@@ -131,9 +131,9 @@ class Linear(nn.Module):
 class PackedEmbedding(nn.Module):
     """ids [n] -> [n, H]: the rows of a packed head's matrix, for a decoder that ties its embedding to its head."""
 
-    def __init__(self, head: Linear) -> None:
+    def __init__(self, head: Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.head = head
+        self.head, self.dtype = head, dtype  # of the rows
 
     @property
     def weight(self) -> Tensor:
@@ -141,7 +141,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         head = self.head
-        return packed_embedding(ids, head.weight, head.scales, head.zeros, head.in_features)
+        return packed_embedding(ids, head.weight, head.scales, head.zeros, head.in_features).to(self.dtype)
 
 
 def weight_bytes(*modules: nn.Module) -> int:

@@ -17,11 +17,13 @@ def pack_decoder(
     symmetric: bool = False,
     floats: bool = True,
     beside: nn.Module | None = None,
+    lm_head: str | None = None,
 ) -> None:
     """Pack every Linear in `model` (a decoder, a draft head, or a step that holds both), in place.
 
     quantization, as of `Linear.pack`, goes for every linear but the lm_head (the one with `float_out`), which keeps the
-    model's dtype, as embeddings and norms do: its rounding errors would go straight into the logits.
+    model's dtype, as embeddings and norms do: its rounding errors would go straight into the logits. lm_head: its
+    quantization, if it is to have one all the same; an embedding that is tied to it has the same rounded numbers.
     draft: a module within `model`; draft_quantization goes for all linears that are its alone. Its own lm_head is one
     of them, unless it is tied to an embedding: what errors in its logits cost is acceptance, and every pass reads it.
 
@@ -38,21 +40,21 @@ def pack_decoder(
         if isinstance(module, Linear) and not module.is_packed and module not in others:
             linears[id(module.weight)] = module
     tied = [
-        (parent, name, linears[id(child.weight)])
+        (parent, name, linears[id(child.weight)], child.weight.dtype)
         for parent in model.modules()
         for name, child in parent.named_children()
         if isinstance(child, nn.Embedding) and id(child.weight) in linears
     ]
     targets = {id(module) for module in _modules_without(model, draft)}
-    tied_heads = {id(head) for _, _, head in tied}
+    tied_heads = {id(head) for _, _, head, _ in tied}
     for linear in linears.values():
         is_draft = id(linear) not in targets
         kept = linear.float_out and (not is_draft or id(linear) in tied_heads)
-        kind = None if kept else draft_quantization if is_draft else quantization
+        kind = lm_head if kept and not is_draft else None if kept else draft_quantization if is_draft else quantization
         if floats or kind is not None:
             linear.pack(kind, symmetric)
-    embeddings = {id(head): PackedEmbedding(head) for _, _, head in tied if head.is_packed}
-    for parent, name, head in tied:
+    embeddings = {id(head): PackedEmbedding(head, dtype) for _, _, head, dtype in tied if head.is_packed}
+    for parent, name, head, _ in tied:
         if head.is_packed:
             setattr(parent, name, embeddings[id(head)])
 
