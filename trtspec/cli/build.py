@@ -14,7 +14,7 @@ from trtspec.backends.table import COMPILERS, USUAL_COMPILER
 from trtspec.build.build import build_engine, refuse_taken
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.plan import plan_build
-from trtspec.cli.options import add_speculation, speculation
+from trtspec.cli.options import add_model, add_speculation, speculation
 from trtspec.cli.show_plan import show_plan
 from trtspec.cli.tensorrt_options import add_tensorrt, cache_limits, tensorrt_options
 from trtspec.config.engine import EngineConfig
@@ -24,7 +24,7 @@ from trtspec.ops import load_plugins
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to build from, for which speculation and limits, and where to."""
-    parser.add_argument("--checkpoint_dir", required=True, help="checkpoint folder of the target")
+    add_model(parser, "--checkpoint_dir", "checkpoint folder of the target")
     parser.add_argument("--output_dir", required=True, help="the engine folder to make")
     parser.add_argument("--backend", default=USUAL_COMPILER, help=f"{', '.join(COMPILERS)} (default {USUAL_COMPILER})")
     add_speculation(parser)

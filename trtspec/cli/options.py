@@ -13,9 +13,17 @@ from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode, words_for
 
 
+def add_model(parser: argparse.ArgumentParser, option: str, help: str) -> None:
+    """A folder that is given by its place or by `option`; the namespace has it under the option's name, as a str."""
+    either = parser.add_mutually_exclusive_group(required=True)
+    name = option.lstrip("-")
+    either.add_argument(name, nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help)
+    either.add_argument(option, dest=name, metavar="MODEL", help="the same")
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Model, speculation and limits, as every command that runs an engine takes them."""
-    parser.add_argument("--model", required=True, help="checkpoint folder")
+    add_model(parser, "--model", "checkpoint or engine folder")
     parser.add_argument("--tokenizer", help="folder of the tokenizer, if not the model's own")
     speculation = parser.add_argument_group("speculation")
     speculation.add_argument("--spec-method", help="ngram, draft_model, ... (default: by --spec-model)")

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from trtspec.cli.options import add_model
 from trtspec.errors import ConfigError, DependencyError
 from trtspec.train.head import HeadOptions
 from trtspec.train.plot import plot_metrics
@@ -23,7 +24,7 @@ from trtspec.train.run import train_head
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     """Everything that the options of this kind hold, by the same names."""
     parser.set_defaults(run=run, kind=kind)
-    parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="checkpoint folder of the target")
+    add_model(parser, "--target", "checkpoint folder of the target")
     parser.add_argument(
         "--data",
         type=Path,
@@ -105,7 +106,7 @@ def options_of(namespace: argparse.Namespace) -> HeadOptions:
     kind = KINDS[namespace.kind]
     names = {field.name for field in dataclasses.fields(kind)}
     given = {name: value for name, value in vars(namespace).items() if name in names and value is not None}
-    given["data"] = tuple(namespace.data)
+    given |= {"target": Path(namespace.target), "data": tuple(namespace.data)}
     given["run"] = namespace.run_folder or namespace.out.with_name(namespace.out.name + ".run")
     if "capture_layers" in given:
         given["capture_layers"] = _layers(given["capture_layers"])

@@ -76,7 +76,6 @@ struct Fp8Weights : WideWeights<4> {
 // A prepared row is its K inputs, rounded to -127..127, then a scale (fp32) for each group and the sum of its values
 // (SumOfX). Weights are taken as unsigned: value = weight - offset, so the group's dot product is
 // sum(weight * x) - offset * sum(x), in integers and exact on every instruction set.
-//
 
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 
@@ -131,8 +130,8 @@ struct Int8Weights {
 
 #if TRTSPEC_SHORTS
   // Two bytes are a number of 16 bits, 256 * odd + even. Times x_even that is 256 * odd * x_even too much, which the
-  // second part takes away: odd * (x_odd - 256 * x_even). All of it is right modulo 2^32, and so is the sum. Only bytes
-  // of even places have an offset.
+  // second part takes away: odd * (x_odd - 256 * x_even), whose second factor has 16 bits, too. Between the parts a sum
+  // is off by less than 2^24. Only bytes of even places have an offset.
   static constexpr int PARTS = 2, ROW_BYTES = 8;
 
   template <int part> static INLINE Shorts weights(const char* from) {
@@ -142,6 +141,8 @@ struct Int8Weights {
   template <int part> static INLINE Shorts input(const char* row) { return (Shorts)broadcast_word(row + 4 * part); }
   static INLINE IVec multiply(IVec sum, Shorts weights, Shorts input) { return sum + dot2(weights, input); }
 
+  // The row's second half is its inputs in int8; makes of it what the parts read. Returns the sum that the offset goes
+  // with.
   static int32_t arrange(char* row, int64_t steps, int32_t) {
     IVec total = {};
     const auto arrange_some = [&](int64_t s, int64_t n) __attribute__((always_inline)) {

@@ -1,0 +1,38 @@
+"""Every command that takes a model takes it by its place or by its option: one of them, and no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtspec.cli.main import COMMANDS, _parser
+from trtspec.cli.train import KINDS
+
+NEEDED = {
+    "generate": ("--prompt", "x"),
+    "build": ("--output_dir", "out"),
+    "train": ("--data", "text", "--out", "out", "--steps", "1"),
+    "triton-repo": ("--output-dir", "out"),
+}
+WITH_MODEL = [
+    *((one.words, "model") for one in COMMANDS if one.takes_engine),
+    ("build", "checkpoint_dir"),
+    *((f"train {kind}", "target") for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("words", "name"), WITH_MODEL)
+def test_by_place_or_by_option(words: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, needed = words.split(), NEEDED.get(words.split()[0], ())
+    parser = _parser(command)
+    by_place = parser.parse_args([*command, "folder", *needed])
+    assert getattr(by_place, name) == "folder"
+    assert parser.parse_args([*command, *needed, f"--{name}", "folder"]) == by_place
+    assert parser.parse_args([*command, f"--{name}=folder", *needed]) == by_place
+    for model, complaint in (
+        ([], f"one of the arguments MODEL --{name} is required"),
+        (["a", f"--{name}", "b"], "not a"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args([*command, *model, *needed])
+        assert ended.value.code == 2
+        assert complaint in capsys.readouterr().err
