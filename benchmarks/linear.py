@@ -161,7 +161,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     isa = load_plugins().get("cpu")
     if isa is None:
-        raise SystemExit("the C++ kernels are not built: run build_scripts/build_plugins.py")
+        raise SystemExit("the C++ kernels are not built: run python -m trtspec_plugins.cpu")
     torch.ops.trtspec_threads.use_own(args.threads)  # as compiled graphs do
     print(f"{isa}, {args.threads} thread(s)\n")
     bandwidth_table(args.formats, args.rows, args.rounds)

@@ -1,4 +1,4 @@
-"""C++ kernels for the CPU, built by build_scripts/build_plugins.py."""
+"""C++ kernels for the CPU, built by `python -m trtspec_plugins.cpu`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load() -> str:
     """
     path = library(sanitize=os.environ.get("TRTSPEC_PLUGIN_SANITIZED") == "1")
     if not path.is_file():
-        raise ImportError("not built for this version; run build_scripts/build_plugins.py")
+        raise ImportError("not built for this version; run python -m trtspec_plugins.cpu")
     shared = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled graphs find its functions by name
     shared.trtspec_cpu_isa.restype = ctypes.c_char_p
     name: str = shared.trtspec_cpu_isa().decode()

@@ -113,7 +113,7 @@ def _run(command: Iterable[str], where: Path) -> None:
 
 
 def main() -> int:
-    """`build_scripts/build_plugins.py`."""
+    """`python -m trtspec_plugins.cpu [--sanitize]`; build_scripts/build_plugins.py calls it, too."""
     try:
         build(sanitize="--sanitize" in sys.argv[1:], report=print)
     except (BuildError, OSError) as error:

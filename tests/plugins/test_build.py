@@ -73,7 +73,15 @@ def test_plugins_can_be_switched_off() -> None:
 def test_without_a_library_the_references_serve(tmp_path: Path) -> None:
     """One line says so, and how to get the kernels."""
     said = in_a_process(TRTSPEC_PLUGIN_DIR=str(tmp_path))
-    assert "the reference kernels do: not built for this version; run build_scripts/build_plugins.py" in said
+    assert "the reference kernels do: not built for this version; run python -m trtspec_plugins.cpu" in said
+
+
+@built
+def test_the_installed_package_builds_its_kernels(tmp_path: Path) -> None:
+    """From any folder, as it needs no checkout."""
+    command = [sys.executable, "-m", "trtspec_plugins.cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("is up to date\n")
 
 
 def test_without_a_compiler_the_build_says_what_to_install(

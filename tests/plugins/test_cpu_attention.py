@@ -30,7 +30,7 @@ LONGEST = 340
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> None:
     if "cpu" not in load_plugins():
-        pytest.skip("the C++ kernels are not built (build_scripts/build_plugins.py)")
+        pytest.skip("the C++ kernels are not built (python -m trtspec_plugins.cpu)")
 
 
 @pytest.fixture

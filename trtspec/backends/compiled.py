@@ -84,7 +84,7 @@ class CompiledStep:
         """DependencyError where the kernels that graphs call are not there, CheckpointError where they are others."""
         if self.kernels and not kernel_interface():
             raise DependencyError(
-                "the engine calls the C++ kernels, which are not built here; run build_scripts/build_plugins.py, or "
+                "the engine calls the C++ kernels, which are not built here; run python -m trtspec_plugins.cpu, or "
                 "rebuild the engine"
             )
         if self.kernels and self.kernels != kernel_interface():

@@ -1,0 +1,7 @@
+"""`python -m trtspec_plugins.cpu` builds the kernels where they are installed."""
+
+import sys
+
+from trtspec_plugins.cpu.build import main
+
+sys.exit(main())
