@@ -160,3 +160,8 @@ def test_what_the_engine_never_asks_is_no_method_of_a_mode() -> None:
     for name in ("support_overlap_scheduler", "support_capturable_guided_decoder", "without_logits"):
         assert name in answers
     assert not {name for name in answers if hasattr(SpeculativeDecodingMode, name)} - {"dataclass"}
+
+
+def test_a_configuration_claims_no_hash_of_its_graphs() -> None:
+    """An engine folder compares the fields that its graphs depend on, one by one, and names the one that differs."""
+    assert not hasattr(SpeculativeConfig, "compute_hash")
