@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtspec.backends.graph_io import INPUTS, GraphInput, graph_reader, output_names, step_outputs
+from trtspec.backends.graph_io import INPUTS, STARTS, GraphInput, graph_reader, output_names, step_outputs
 from trtspec.core import KVLayer, KVSpec, SpecMetadata, StepInputs, StepOutputs
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 from trtspec.kv.pool import allocate_layers
@@ -25,13 +25,41 @@ from trtspec.methods.step import Step
 from trtspec.ops import kernel_interface
 
 WEIGHTS = "weights.safetensors"
-"""Of a folder: every constant of its graphs, once."""
+"""Of a folder: the constants of its graphs, each once."""
+CONSTANTS = "constants.safetensors"
+"""Beside WEIGHTS, where that has the decoder's weights alone and is the same file for every speculation."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A run of layers. Blocks of one file are the same graph, each run on its own weights and KV."""
+
+    file: str
+    first: int  # layer of the decoder
+    count: int
+
+    def whole_name(self, constant: str) -> str:
+        """What a constant of its graph, whose layers count from 0, is called among those of the step."""
+        part, number, *rest = constant.split(".")
+        return ".".join(("step.decoder", part, str(self.first + int(number)) if part == "layers" else number, *rest))
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """How token ids become the first layer's x [T, H]: names of constants. With in_features, `weight` is packed."""
+
+    weight: str
+    scales: str = ""
+    zeros: str = ""
+    in_features: int = 0
+    read_as: str = ""  # [V] int64: the ids that are looked up; "": as they are
 
 
 @dataclass(frozen=True)
 class Graph:
     """One file: verifies up to `draft_len` drafts a request and makes `draft_len` for the next step. A uniform one
-    takes batches of generations alone that bring that many each."""
+    takes batches of generations alone that bring that many each. Where the decoder is cut, `file` is what comes behind
+    its layers."""
 
     file: str
     draft_len: int
@@ -57,9 +85,21 @@ class CompiledStep:
     verifies_drafts: bool = False  # in the graphs: what they are given to verify has their K
     makes_drafts: bool = False  # in the graphs: as many as their K
     takes_edits: bool = False  # of the target's logits, and gives these
+    lookup: Lookup | None = None  # before the blocks
+    blocks: tuple[Block, ...] = ()  # the decoder's layers in order, for all graphs; (): they are in each graph
+    read_layers: tuple[int, ...] = ()  # of these, whose residual streams graphs take from the blocks
 
     @classmethod
-    def of(cls, step: Step, graphs: Sequence[Graph], edits: bool = False, kernels: str = "") -> CompiledStep:
+    def of(
+        cls,
+        step: Step,
+        graphs: Sequence[Graph],
+        edits: bool = False,
+        kernels: str = "",
+        lookup: Lookup | None = None,
+        blocks: Sequence[Block] = (),
+        read_layers: Sequence[int] = (),
+    ) -> CompiledStep:
         """The graphs of `step`. edits: as of graph_io.input_names."""
         return cls(
             graphs=tuple(graphs),
@@ -73,6 +113,9 @@ class CompiledStep:
             verifies_drafts=step.verifies_drafts,
             makes_drafts=step.makes_drafts,
             takes_edits=edits,
+            lookup=lookup,
+            blocks=tuple(blocks),
+            read_layers=tuple(read_layers),
         )
 
     @property
@@ -100,10 +143,15 @@ class CompiledStep:
     def from_dict(cls, data: Mapping[str, Any]) -> CompiledStep:
         """The inverse of to_dict. CheckpointError if it is not that."""
         try:
-            graphs = tuple(Graph(g["file"], g["draft_len"], g["uniform"], tuple(g["inputs"])) for g in data["graphs"])
-            kv = tuple(KVSpec(*layer) for layer in data["kv"])
-            rest = {one.name: data[one.name] for one in fields(cls)}
-            return cls(**{**rest, "graphs": graphs, "outputs": tuple(data["outputs"]), "kv": kv})
+            parts: dict[str, Any] = {
+                "graphs": tuple(Graph(**{**graph, "inputs": tuple(graph["inputs"])}) for graph in data["graphs"]),
+                "outputs": tuple(data["outputs"]),
+                "kv": tuple(KVSpec(*layer) for layer in data["kv"]),
+                "lookup": None if data["lookup"] is None else Lookup(**data["lookup"]),
+                "blocks": tuple(Block(**block) for block in data["blocks"]),
+                "read_layers": tuple(data["read_layers"]),
+            }
+            return cls(**{one.name: parts.get(one.name, data[one.name]) for one in fields(cls)})
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the engine's config.json does not describe its graphs ({error!r}); rebuild it"
@@ -216,6 +264,7 @@ class CompiledExecutable(ABC):
         if self.compiled.makes_drafts and not B - G + G * (graph.draft_len + 1) == R >= B:
             raise EngineError(f"{B} requests, {G} of them generations with K = {graph.draft_len}, have {R} gather_ids")
         sizes = {"B": B, "G": G, "R": R, "T": T, "K": graph.draft_len, "width": self.compiled.hidden_width, "0": 0}
+        sizes[STARTS] = B + 1
         for name, shape in zip(graph.names, shapes, strict=True):
             dims = INPUTS[name].dims
             if len(shape) != len(dims) or any(

@@ -139,13 +139,14 @@ def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform:
     names = input_names(step, uniform, example.attn.group_tables is not None, example.spec.edits is not None)
     tensors = graph_inputs(example, names)
     width = example.spec.runtime_draft_len + 1 if uniform else 0
+    module = GraphStep(step, example.spec.next_draft_len, width)
+    return export(module, (tensors, list(kv)), (open_shapes(tensors, open_sizes(width)), kv_shapes(len(kv))))
+
+
+def export(module: nn.Module, arguments: tuple[Any, ...], shapes: tuple[Any, ...]) -> ExportedProgram:
+    """`module` on these arguments. shapes: for each, what torch.export calls its dynamic_shapes."""
     with torch.no_grad():
-        return torch.export.export(
-            GraphStep(step, example.spec.next_draft_len, width).eval(),
-            (tensors, list(kv)),
-            dynamic_shapes=(_dynamic_shapes(tensors, width), _kv_shapes(len(kv))),
-            strict=False,
-        )
+        return torch.export.export(module.eval(), arguments, dynamic_shapes=shapes, strict=False)
 
 
 _OPEN = {  # sizes of inputs that stay open -> least and largest
@@ -158,11 +159,16 @@ _OPEN = {  # sizes of inputs that stay open -> least and largest
 }
 
 
-def _dynamic_shapes(tensors: Mapping[str, Tensor], width: int) -> dict[str, Any]:
-    """What is not in use (no elements), or one ban a row, is fixed."""
+def open_sizes(width: int = 0) -> dict[str, Any]:
+    """The sizes that stay open, by name, of a graph whose requests have `width` rows each; 0: of a ragged graph."""
     dims: dict[str, Any] = {name: Dim(name, min=least, max=most) for name, (least, most) in _OPEN.items()}
     if width:
         dims["T"] = dims["R"] = dims["B"] if width == 1 else width * dims["B"]
+    return dims
+
+
+def open_shapes(tensors: Mapping[str, Tensor], dims: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a graph's inputs. What is not in use (no elements), or one ban a row, is fixed."""
 
     def shape(name: str, tensor: Tensor) -> dict[int, Any] | None:
         if not tensor.shape[0]:
@@ -173,6 +179,7 @@ def _dynamic_shapes(tensors: Mapping[str, Tensor], width: int) -> dict[str, Any]
     return {name: shape(name, tensor) for name, tensor in tensors.items()}
 
 
-def _kv_shapes(num_layers: int) -> list[Any]:
+def kv_shapes(num_layers: int) -> list[Any]:
+    """Of KV layers."""
     blocks = Dim("blocks", min=2, max=2**24)
     return [({0: blocks}, {0: blocks})] * num_layers

@@ -26,9 +26,9 @@ from trtspec.core import (
 )
 from trtspec.methods.step import Step
 
-Taker = Literal["all", "hidden states", "groups", "verifies", "edits"]
+Taker = Literal["all", "hidden states", "groups", "verifies", "edits", "layers"]
 """Graphs that take an input: all, or those of steps that take hidden states, whose KV layers are of several groups,
-that verify drafts, that draw for requests with edits."""
+that verify drafts, that draw for requests with edits; or graphs of layers alone."""
 
 Giver = Literal["draws", "verifies", "makes", "hidden states", "edits"]
 """Graphs that give an output: those of steps that draw, verify drafts, make drafts, give hidden states, take edits."""
@@ -102,10 +102,12 @@ def _edit(name: str, dims: tuple[str, ...], dtype: torch.dtype) -> GraphInput:
 
 _bool, _i32, _i64, _f32 = torch.bool, torch.int32, torch.int64, torch.float32
 
+STARTS = "B + 1"
 # In the order in which graphs take them.
 INPUTS = {
     row.name: row
     for row in (
+        GraphInput("attn.cu_q_lens", (STARTS,), _i32, taker="layers"),
         GraphInput("input_ids", ("T",), _i64, values=(0, "id")),
         GraphInput("hidden_states", ("T", "width"), None, taker="hidden states"),
         GraphInput("attn.kv_lens", ("B",), _i32, fill=None, values=(1, "slots")),
@@ -162,8 +164,14 @@ def input_names(step: Step, uniform: bool = False, grouped: bool = False, edits:
         "groups": grouped,
         "verifies": step.verifies_drafts,
         "edits": edits,
+        "layers": False,
     }
     return tuple(name for name, row in INPUTS.items() if takes[row.taker] and not (uniform and row.known_if_uniform))
+
+
+def layer_inputs(names: Sequence[str]) -> list[str]:
+    """Those that a graph of layers takes, where graphs of the whole step take `names`."""
+    return [name for name, row in INPUTS.items() if row.part == "attn" and (name in names or row.taker == "layers")]
 
 
 def output_names(step: Step, edits: bool = False) -> tuple[str, ...]:

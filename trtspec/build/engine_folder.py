@@ -26,7 +26,7 @@ from trtspec.errors import CheckpointError, ConfigError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.resolve import settle
 
-FORMAT = 4
+FORMAT = 5
 """Of the folder; it changes when older engines can no longer be read."""
 
 MARK = "trtspec_engine"

@@ -97,6 +97,21 @@ class DecodeStep(Step):
         super().__init__(functional)
         self.decoder = decoder
 
+    @property
+    def id_table(self) -> Tensor | None:
+        """[V] int64, the decoder's ids of the target's; None where they are the same."""
+        return None
+
+    @property
+    def reads_target_kv(self) -> bool:
+        """Whether more than the decoder's layers read the KV of these."""
+        return False
+
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """Layers of the decoder whose residual streams are read for more than the next layer; -1: its last norm."""
+        return ()
+
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Draws at the R rows inputs.spec.gather_ids."""
         attend = self.attend(inputs.attn, kv)
@@ -141,11 +156,16 @@ class CaptureStep(DecodeStep):
         super().__init__(decoder, functional)
         self.capture_layers = tuple(capture_layers)
 
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """See DecodeStep."""
+        return self.capture_layers
+
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """See DecodeStep."""
         attend = self.attend(inputs.attn, kv)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
-        hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.capture_layers)
+        hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.read_layers)
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
         tokens = draw(logits, inputs.spec.sampling, edits=inputs.spec.edits)
         return StepOutputs(tokens, hidden_states=captured, logits=logits)
@@ -171,11 +191,21 @@ class OneEngineStep(DecodeStep):
         super().__init__(decoder, functional)
         self.worker = worker
 
+    @property
+    def reads_target_kv(self) -> bool:
+        """See DecodeStep."""
+        return self.worker.head.reads_target_kv
+
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """See DecodeStep."""
+        return self.worker.capture_layers
+
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Verifies the drafts in `inputs` and makes inputs.spec.next_draft_len new ones for every request."""
         attend = self.attend(inputs.attn, kv)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
-        hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.worker.capture_layers)
+        hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.read_layers)
         logits: Tensor = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
         outputs: StepOutputs = self.worker(inputs, captured, logits, attend)
         return replace(outputs, logits=logits)

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 
-from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
-from trtspec.backends.export import example_for, example_kv, export_step, moved
-from trtspec.backends.graph_io import input_names
+from trtspec.backends.aoti.cut import (
+    blocks_of,
+    export_block,
+    export_epilogue,
+    gives_all_streams,
+    lookup_of,
+    read_layers,
+    tensors_of,
+)
+from trtspec.backends.aoti.graph_compiler import GraphCompiler
+from trtspec.backends.compiled import CONSTANTS, WEIGHTS, Block, CompiledStep, Graph, Lookup
+from trtspec.backends.export import example_for, example_kv, export_step
+from trtspec.backends.graph_io import input_names, layer_inputs
 from trtspec.backends.weight_file import save_weights
 from trtspec.errors import DependencyError, EngineError
-from trtspec.methods.step import Step
+from trtspec.methods.step import DecodeStep, Step
 from trtspec.ops import graph_calls, kernel_interface
 
-_INDUCTOR = {
-    "aot_inductor.package_constants_in_so": False,  # weights once, beside all graphs
-    "emulate_precision_casts": True,  # round to bf16 where eager does
-    # What is between our ops is a few rows of elementwise work: waking threads for it costs more than it saves.
-    "cpp.threads": 1,
-}
+OF_DECODER = "step.decoder."
+OF_TABLES = "step.decoder.rotary."  # as long as max_seq_len
+
+Report = Callable[[str], None]
 
 
 def require() -> None:
@@ -44,35 +54,90 @@ def compile_step(
     block_size: int,
     wanted: Sequence[tuple[int, bool]],
     folder: Path,
-    report: Callable[[str], None] = lambda what: None,
+    report: Report = lambda what: None,
     edits: bool = False,
 ) -> CompiledStep:
-    """Compile the graphs of these (K, uniform) into `folder` (it must exist), for the device that `step` is on. Those
-    for a CPU call its kernels' C functions, others call torch's dispatcher. `report` hears what is being done. edits:
-    graphs take edits of logits, and give these."""
-    weights: dict[str, Tensor] = {}
-    graphs = []
-    on_cpu = step.like.device.type == "cpu"
-    direct = graph_calls() if on_cpu else {}
-    for K, uniform in wanted:
-        kind = "uniform" if uniform else "ragged"
-        report(f"{kind} graph for K = {K}: tracing")
-        example = moved(example_for(step, K, block_size, uniform, edits), step.like.device)
-        program = export_step(step, example, example_kv(step, example, block_size), uniform)
-        report(f"{kind} graph for K = {K}: compiling")
-        file = folder / f"{kind}_k{K}.pt2"
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            options = {**_INDUCTOR, "aot_inductor.custom_ops_to_c_shims": direct}
-            torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options)
-        constants = {**program.state_dict, **program.constants}
-        runner = torch._inductor.aoti_load_package(str(file))
-        for name in runner.get_constant_fqns():
-            tensor = constants[name].detach()
-            if name in weights and not torch.equal(weights[name], tensor):
-                raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
-            weights[name] = tensor
-        graphs.append(Graph(file.name, K, uniform, input_names(step, uniform, edits=edits)))
+    """Compile the graphs of these (K, uniform) into `folder` (it must exist). They call the kernels' C functions, where
+    these are built, else torch's dispatcher. `report` hears what is being done. edits: graphs take edits of logits, and
+    give these."""
+    programs: dict[str, ExportedProgram] = {}
+    with GraphCompiler(graph_calls()) as compiler:
+
+        def add(program: ExportedProgram, file: str) -> None:
+            programs[file] = program
+            compiler.add(program, folder / file)
+
+        blocks, graphs = blocks_of(step), []
+        for K, uniform in wanted:
+            if blocks and uniform:
+                continue  # its layers are the ragged graph's: what it saves is little beside so many
+            kind = "uniform" if uniform else "ragged"
+            report(f"{kind} graph for K = {K}")
+            example = example_for(step, K, block_size, uniform, edits)
+            names, kv = input_names(step, uniform, edits=edits), example_kv(step, example, block_size)
+            graph = Graph(f"{kind}_k{K}.pt2", K, uniform, names)
+            if isinstance(step, DecodeStep) and blocks:
+                own = [name for name in layer_inputs(names) if name not in names]
+                graph = replace(graph, inputs=(*own, *names))
+                add(export_epilogue(step, example, names, kv), graph.file)
+            else:
+                add(export_step(step, example, kv, uniform), graph.file)
+            graphs.append(graph)
+        lookup = _add_blocks(step, blocks, block_size, edits, add, report)
+        report("compiling")
     report("writing weights")
-    save_weights(weights, folder / WEIGHTS)
-    return CompiledStep.of(step, graphs, edits, kernel_interface() if on_cpu else "")
+    constants = Constants()
+    for graph in graphs:
+        constants.add(folder / graph.file, {**programs[graph.file].state_dict, **programs[graph.file].constants})
+    read: tuple[int, ...] = ()
+    if isinstance(step, DecodeStep) and blocks:
+        read, of_step = read_layers(step), tensors_of(step)
+        constants.tensors |= {name: of_step[name] for name in vars(lookup).values() if name in of_step}
+        for block in blocks:
+            constants.add(folder / block.file, of_step, block.whole_name)
+    constants.save(folder)
+    return CompiledStep.of(step, graphs, edits, kernel_interface(), lookup, blocks, read)
+
+
+def _add_blocks(
+    step: Step,
+    blocks: Sequence[Block],
+    block_size: int,
+    edits: bool,
+    add: Callable[[ExportedProgram, str], None],
+    report: Report,
+) -> Lookup | None:
+    """The graphs of layers, and what comes before them; none where the decoder is not cut."""
+    if not isinstance(step, DecodeStep) or not blocks:
+        return None
+    names, example = input_names(step, edits=edits), example_for(step, 0, block_size, False, edits)
+    kv = example_kv(step, example, block_size)
+    for block in {block.file: block for block in reversed(blocks)}.values():  # the first of each
+        report(f"graph of {block.count} layers")
+        add(export_block(step, example, names, kv, block, gives_all_streams(step, blocks)), block.file)
+    return lookup_of(step)
+
+
+class Constants:
+    """Those of all graphs of a step, once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def add(self, file: Path, tensors: Mapping[str, Any], name_of: Callable[[str], str] = str) -> None:
+        """Those that the graph in `file` wants; name_of: what `tensors` calls the graph's constant of a name."""
+        for own in torch._inductor.aoti_load_package(str(file)).get_constant_fqns():
+            name = name_of(own)
+            tensor, held = tensors[name].detach(), self.tensors.get(name)
+            if held is not None and held.data_ptr() != tensor.data_ptr() and not torch.equal(held, tensor):
+                raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
+            self.tensors[name] = tensor
+
+    def save(self, folder: Path) -> None:
+        """As executable.load_constants wants them."""
+        files: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, CONSTANTS: {}}
+        for name, tensor in self.tensors.items():
+            shared = name.startswith(OF_DECODER) and not name.startswith(OF_TABLES)
+            files[WEIGHTS if shared else CONSTANTS][name] = tensor
+        for file, tensors in files.items():
+            save_weights(tensors, folder / file)

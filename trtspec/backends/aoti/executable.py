@@ -7,28 +7,95 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from trtspec.backends.compiled import WEIGHTS, CompiledExecutable, Graph
+from trtspec.backends.compiled import CONSTANTS, WEIGHTS, Block, CompiledExecutable, Graph
+from trtspec.backends.graph_io import INPUTS, layer_inputs
 from trtspec.backends.weight_file import load_weights
+from trtspec.ops import kernel_threads, packed_embedding
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+
+
+def load_constants(folder: Path) -> dict[str, Tensor]:
+    """Every constant of the graphs in a folder, by name."""
+    return {**load_weights(folder / WEIGHTS), **load_weights(folder / CONSTANTS)}
 
 
 class AotiExecutable(CompiledExecutable):
     """See compiled.CompiledExecutable."""
 
-    def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
-        self._weights = load_weights(folder / WEIGHTS)  # the graphs point into these
-        return {graph: load_graph(folder / graph.file, self._weights, self._flat_kv) for graph in self.compiled.graphs}
+    def _load(self, folder: Path) -> Mapping[Graph, Run]:
+        self._weights = load_constants(folder)  # the graphs point into these
+        self._layers = [self._load_block(folder, block) for block in self.compiled.blocks]
+        load = self._load_cut if self._layers else self._load_whole
+        return {graph: load(folder, graph) for graph in self.compiled.graphs}
+
+    def _load_whole(self, folder: Path, graph: Graph) -> Run:
+        return load_graph(folder / graph.file, self._weights, self._flat_kv)
+
+    def _load_block(self, folder: Path, block: Block) -> Run:
+        first, count = 2 * block.first, 2 * block.count  # k and v of each layer
+        kv = self._flat_kv[first : first + count]
+        return load_graph(folder / block.file, self._weights, kv, name_of=block.whole_name)
+
+    def _load_cut(self, folder: Path, graph: Graph) -> Run:
+        """Lookup, blocks of layers and epilogue in a row."""
+        lookup, layers, read = self._lookup(), self._layers, self.compiled.read_layers
+        last = self.compiled.blocks[-1]
+        epilogue = load_graph(folder / graph.file, self._weights, self._flat_kv[2 * (last.first + last.count) :])
+        ids = graph.inputs.index("input_ids")
+        rows = [graph.inputs.index(name) for name in layer_inputs(graph.inputs)]
+        alone = [name for name in graph.inputs if INPUTS[name].taker == "layers"]
+        assert graph.inputs[: len(alone)] == tuple(alone)
+        after = slice(len(alone), None)
+        ends = [block.first + block.count - 1 for block in self.compiled.blocks]
+        places = [ends.index(layer) for layer in read] if set(read) <= set(ends) else read  # else all streams are given
+
+        def run(tensors: list[Tensor]) -> list[Tensor]:
+            x = lookup(tensors[ids])
+            beside = [tensors[i] for i in rows]
+            streams: list[Tensor] = []
+            for block in layers:
+                streams += block([x, *beside])
+                x = streams[-1]
+            return epilogue([*tensors[after], *(streams[i] for i in places)])
+
+        return run
+
+    def _lookup(self) -> Callable[[Tensor], Tensor]:
+        """Token ids [T] -> x [T, H]."""
+        names, weights, none = self.compiled.lookup, self._weights, torch.empty(0)
+        assert names is not None
+        weight, dtype, size = weights[names.weight], self.kv[0][0].dtype, names.in_features
+        scales, zeros = (weights.get(name, none) for name in (names.scales, names.zeros))
+        table = weights.get(names.read_as)
+
+        def look_up(ids: Tensor) -> Tensor:
+            if table is not None:
+                ids = table[ids]
+            if size:
+                return packed_embedding(ids, weight, scales, zeros, size).to(dtype)
+            with kernel_threads():
+                return F.embedding(ids, weight)
+
+        return look_up
 
 
 def load_graph(
-    file: Path, weights: Mapping[str, Tensor], kv: Sequence[Tensor], alone: bool = False, device: int = -1
-) -> Callable[[list[Tensor]], list[Tensor]]:
+    file: Path,
+    weights: Mapping[str, Tensor],
+    kv: Sequence[Tensor],
+    alone: bool = False,
+    device: int = -1,
+    name_of: Callable[[str], str] = str,
+) -> Run:
     """The graph in `file`, on the memory of `weights`, which the caller keeps. It takes the tensors before the caches
     `kv`. alone: without the events that guard it against other threads, which a CUDA graph would not take. device:
-    index of the GPU, -1 = the current one, or the CPU."""
+    index of the GPU, -1 = the current one, or the CPU. name_of: what `weights` calls the graph's constant of a name."""
     # not torch._inductor.aoti_load_package: importing that module, which is for compiling, takes two seconds
     model = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", alone, 1, device)
-    constants = {name: weights[name] for name in model.get_constant_fqns()}
+    constants = {name: weights[name_of(name)] for name in model.get_constant_fqns()}
     model.load_constants(constants, False, True, True)  # all of them, user-managed: the graph keeps our memory
     return lambda tensors: model.run([*tensors, *kv])

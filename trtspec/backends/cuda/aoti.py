@@ -5,17 +5,21 @@ Tests compile and run them for the CPU alone: they do not show that a step compi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from trtspec.backends.aoti import compile
-from trtspec.backends.aoti.executable import load_graph
-from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
+from trtspec.backends.aoti.compile import Constants
+from trtspec.backends.aoti.executable import load_constants, load_graph
+from trtspec.backends.aoti.graph_compiler import INDUCTOR
+from trtspec.backends.compiled import CompiledStep, Graph
 from trtspec.backends.cuda.device import open_gpu
 from trtspec.backends.cuda.executable import CudaExecutable
-from trtspec.backends.weight_file import load_weights
+from trtspec.backends.export import example_for, example_kv, export_step, moved
+from trtspec.backends.graph_io import input_names
 from trtspec.methods.step import Step
 
 
@@ -32,8 +36,24 @@ def compile_step(
     report: Callable[[str], None] = lambda what: None,
     edits: bool = False,
 ) -> CompiledStep:
-    """As aoti.compile.compile_step, for the GPU."""
-    return compile.compile_step(step.to(open_gpu()), block_size, wanted, folder, report, edits)
+    """As aoti.compile.compile_step, for the GPU: whole graphs, which call torch's dispatcher."""
+    step = step.to(open_gpu())
+    constants, graphs = Constants(), []
+    for K, uniform in wanted:
+        kind = "uniform" if uniform else "ragged"
+        report(f"{kind} graph for K = {K}")
+        example = moved(example_for(step, K, block_size, uniform, edits), step.like.device)
+        program = export_step(step, example, example_kv(step, example, block_size), uniform)
+        graph = Graph(f"{kind}_k{K}.pt2", K, uniform, input_names(step, uniform, edits=edits))
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            path = str(folder / graph.file)
+            torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs={**INDUCTOR})
+        constants.add(folder / graph.file, {**program.state_dict, **program.constants})
+        graphs.append(graph)
+    report("writing weights")
+    constants.save(folder)
+    return CompiledStep.of(step, graphs, edits)
 
 
 class AotiOnCuda(CudaExecutable):
@@ -41,7 +61,7 @@ class AotiOnCuda(CudaExecutable):
 
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
         device = self._work.device
-        self._weights = {name: tensor.to(device) for name, tensor in load_weights(folder / WEIGHTS).items()}
+        self._weights = {name: tensor.to(device) for name, tensor in load_constants(folder).items()}
         index = -1 if device.index is None else device.index
         return {
             graph: load_graph(folder / graph.file, self._weights, self._flat_kv, alone=True, device=index)

@@ -49,6 +49,11 @@ class TranslatedStep(DecodeStep):
         return StepOutputs(draw_drafts(logits, inputs.spec.sampling, self.target_ids, self.places))
 
     @property
+    def id_table(self) -> Tensor:
+        """See DecodeStep."""
+        return self.read_as
+
+    @property
     def vocab_size(self) -> int:
         """See Step."""
         return len(self.read_as)

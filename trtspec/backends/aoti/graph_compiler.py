@@ -1,0 +1,166 @@
+"""From exported programs to .pt2 files: Inductor writes C++ in this thread, compilers run beside it.
+
+Inductor alone would compile one graph after the other, and AOTInductor's runtime in each. Here that is compiled once.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.resources
+import json
+import os
+import shlex
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.pt2_archive._package import package_pt2
+from typing_extensions import Self
+
+from trtspec.errors import EngineError
+
+INDUCTOR = {
+    "aot_inductor.package_constants_in_so": False,  # weights once, beside all graphs
+    "emulate_precision_casts": True,  # round to bf16 where eager does
+    "pattern_matcher": False,  # it looks for what these graphs do not have
+    # What is between our ops is a few rows of elementwise work: waking threads for it costs more than it saves.
+    "cpp.threads": 1,
+}
+_NOT_FOR_US = {"g1", "fno-omit-frame-pointer", "O3", "Wall", "pedantic"}  # what Inductor compiles with
+# Inductor puts the runtime's text into each graph's source. Its base class is compiled with it, not with each graph.
+_BASE = "template class torch::aot_inductor::AOTInductorModelBase<torch::aot_inductor::AOTInductorModel>;\n"
+_INCLUDE = "#include <torch/csrc/inductor/aoti_include/cpu.h>\n"
+_INSTEAD = f"#include <torch/csrc/inductor/aoti_runtime/model.h>\n#include <sstream>\nextern {_BASE}"
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What Inductor wrote of a graph. files: that go into the package besides the library."""
+
+    source: Path
+    objects: tuple[Path, ...]
+    files: tuple[str, ...]
+    compiling: Mapping[str, Any]  # the compiler, definitions, cflags, ...
+    linking: Mapping[str, Any]
+
+
+class GraphCompiler:
+    """Compiles programs while it is open; at its end all are there. For the CPU.
+
+    direct: op overload -> declarations of C functions that graphs call in its place. EngineError: a compiler failed.
+    """
+
+    def __init__(self, direct: Mapping[Any, list[str]]) -> None:
+        only_cpp = {"package": True, "package_cpp_only": True, "precompile_headers": False}
+        self._options = {
+            **INDUCTOR,
+            **{f"aot_inductor.{name}": value for name, value in only_cpp.items()},
+            "aot_inductor.custom_ops_to_c_shims": direct,
+        }
+        self._pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1))
+        self._scratch = tempfile.TemporaryDirectory(prefix="trtspec-")
+        self._folder = Path(self._scratch.name)
+        self._jobs: list[Future[None]] = []
+        runtime = importlib.resources.files("torch._inductor") / "codegen" / "aoti_runtime" / "interface.cpp"
+        self._runtime = runtime.read_text(encoding="utf-8") if runtime.is_file() else ""
+        self._common: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        """Starts with the runtime; how it is compiled, a graph of one addition shows."""
+        written = self._write(torch.export.export(_One(), (torch.zeros(2),), strict=False))
+        runtime = self._folder / "runtime.cpp"
+        runtime.write_text(_INCLUDE + self._runtime + _BASE, encoding="utf-8")
+        command = [written.compiling["compiler"], *_compile_flags(written.compiling), "-O1", "-c", str(runtime)]
+        self._common = self._pool.submit(_run, [*command, "-o", f"{runtime}.o"])
+        return self
+
+    def add(self, program: ExportedProgram, file: Path) -> None:
+        """`program` is to be `file`, whose folder exists."""
+        self._jobs.append(self._pool.submit(self._build, self._write(program), file))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._pool.shutdown(cancel_futures=kind is not None)
+            if kind is None:
+                for job in self._jobs:
+                    job.result()
+        finally:
+            self._scratch.cleanup()
+
+    def _write(self, program: ExportedProgram) -> _Written:
+        """Its C++, by Inductor."""
+        arguments, keywords = program.example_inputs
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = program.module(check_guards=False)
+            with _without_gc():
+                made: Any = torch._inductor.aot_compile(module, arguments, keywords, options=self._options)
+        files = [Path(str(file)) for file in made if str(file)]
+        of = {kind: [file for file in files if file.name.endswith(kind)] for kind in (".cpp", ".o", "_flags.json")}
+        compiling, linking = (json.loads(file.read_text(encoding="utf-8")) for file in sorted(of["_flags.json"]))
+        left_out = {*of[".cpp"], *of[".o"], *of["_flags.json"]}
+        rest = tuple(str(file) for file in files if file not in left_out and file.suffix == ".json")
+        return _Written(of[".cpp"][0], tuple(of[".o"]), rest, compiling, linking)
+
+    def _build(self, written: _Written, file: Path) -> None:
+        """Compile, link and package it."""
+        assert self._common is not None
+        source = written.source.read_text(encoding="utf-8")
+        apart = bool(self._runtime) and self._runtime in source
+        objects = [*map(str, written.objects), *([str(self._folder / "runtime.cpp.o")] if apart else [])]
+        with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
+            own = Path(scratch) / written.source.name
+            own.write_text(source.replace(self._runtime, _INSTEAD, 1) if apart else source, encoding="utf-8")
+            compiler, library = written.compiling["compiler"], own.with_suffix(".so")
+            _run([compiler, *_compile_flags(written.compiling), "-c", str(own), "-o", f"{own}.o"])
+            self._common.result()
+            _run([compiler, "-shared", "-o", str(library), f"{own}.o", *objects, *_link_flags(written.linking)])
+            package_pt2(str(file), aoti_files=[*written.files, str(library)])
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """It would look a tenth of the time for what a compiler, which ends soon, leaves behind."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _One(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def _compile_flags(told: Mapping[str, Any]) -> list[str]:
+    flags = ["-O2", "-w", *(f"-{flag}" for flag in told["cflags"] if flag not in _NOT_FOR_US)]
+    flags += [f"-D{name.strip()}" for name in told["definitions"]] + [f"-I{folder}" for folder in told["include_dirs"]]
+    return flags + shlex.split(" ".join(told["passthrough_args"]))
+
+
+def _link_flags(told: Mapping[str, Any]) -> list[str]:
+    flags = [f"-{flag}" for flag in told["ldflags"]] + [f"-L{folder}" for folder in told["libraries_dirs"]]
+    return [*flags, *(f"-l{name}" for name in told["libraries"]), "-fopenmp"]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EngineError(
+            f"{command[0]} failed on a graph ({done.stderr.strip()[-2000:]}); install g++ 11 or newer, or set CXX"
+        )
