@@ -28,6 +28,12 @@ def needed(library: Path) -> list[str]:
     return re.findall(r"\(NEEDED\)[^\[]*\[([^\]]+)\]", done.stdout)
 
 
+def instruction_sets(library: Path) -> set[str]:
+    """Names of those that the library has kernels for (it must not be stripped)."""
+    done = subprocess.run(["nm", "-C", library], capture_output=True, text=True, check=True)
+    return set(re.findall(r" trtspec::(\w+)::table$", done.stdout, re.MULTILINE))
+
+
 def complaints(library: Path) -> list[str]:
     """Why the library would not run with another torch; empty where it does."""
     names = undefined(library)

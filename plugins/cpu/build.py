@@ -61,19 +61,20 @@ def folder() -> Path:
     return Path(os.environ.get("TRTSPEC_PLUGIN_DIR") or Path(__file__).parent / "_build")
 
 
-def library(sanitize: bool = False) -> Path:
-    """The library that belongs to the present sources and flags; it may not be built yet."""
+def library(sanitize: bool = False, into: Path | None = None) -> Path:
+    """The library that belongs to the present sources and flags, in the folder `into`, if not folder(); it may not be
+    built yet."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
     flags = (FLAGS, sorted(INSTRUCTION_SETS.items()), SANITIZERS if sanitize else ())
     digest.update(repr((flags, platform.machine())).encode())
-    return folder() / f"libtrtspec_cpu-{digest.hexdigest()[:16]}{'-sanitized' if sanitize else ''}.so"
+    return (into or folder()) / f"libtrtspec_cpu-{digest.hexdigest()[:16]}{'-sanitized' if sanitize else ''}.so"
 
 
-def build(sanitize: bool = False, report: Callable[[str], None] = lambda line: None) -> Path:
-    """Compile unless it is done already; returns the library. Raises BuildError."""
-    target = library(sanitize)
+def build(sanitize: bool = False, report: Callable[[str], None] = lambda line: None, into: Path | None = None) -> Path:
+    """Compile unless it is done already; returns library(sanitize, into). Raises BuildError."""
+    target = library(sanitize, into)
     if target.is_file():
         report(f"{target.name} is up to date")
         return target
