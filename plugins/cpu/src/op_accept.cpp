@@ -6,8 +6,9 @@
 
 using namespace trtspec;
 
-std::tuple<Tensor, Tensor> trtspec::spec_accept(const Tensor& sampled_, const Tensor& drafts_, const Tensor& draft_lens_,
-                                              const Tensor& forced_, const Tensor& emits_) {
+std::tuple<Tensor, Tensor> trtspec::spec_accept(const Tensor& sampled_, const Tensor& drafts_,
+                                                const Tensor& draft_lens_, const Tensor& forced_,
+                                                const Tensor& emits_) {
   const auto sampled = sampled_.contiguous(), drafts = drafts_.contiguous(), draft_lens = draft_lens_.contiguous(),
              forced = forced_.contiguous(), emits = emits_.contiguous();
   OP_REQUIRES(sampled.dim() == 2 && drafts.dim() == 2 && sampled.size(1) == drafts.size(1) + 1 &&
@@ -17,8 +18,8 @@ std::tuple<Tensor, Tensor> trtspec::spec_accept(const Tensor& sampled_, const Te
   const int64_t B = sampled.size(0), K = drafts.size(1);
   for (const auto& [name, vector] : {std::pair("draft_lens", &draft_lens), std::pair("forced_accept", &forced),
                                      std::pair("emits", &emits)})
-    OP_REQUIRES(vector->dim() == 1 && vector->size(0) == B, "spec_accept: ", name, " is ", vector->sizes(), "; want [", B,
-                "]");
+    OP_REQUIRES(vector->dim() == 1 && vector->size(0) == B, "spec_accept: ", name, " is ", vector->sizes(),
+                "; want [", B, "]");
   Tensor tokens = empty({B, K + 1}, ScalarType::Long), counts = empty({B}, ScalarType::Long);
   const int64_t *own = sampled.const_data_ptr<int64_t>(), *guess = drafts.const_data_ptr<int64_t>();
   const int32_t *lens = draft_lens.const_data_ptr<int32_t>(), *force = forced.const_data_ptr<int32_t>();

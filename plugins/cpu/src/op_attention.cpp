@@ -66,7 +66,8 @@ Tensor with_dense_heads(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1
 Heads rows_of(const Tensor& x) { return {x.mutable_data_ptr(), x.stride(0), x.stride(1)}; }
 
 Heads slots_of(const Tensor& cache) {
-  return {cache.mutable_data_ptr(), cache.size(2) * cache.size(3), cache.size(3)};  // contiguous; strides of size 1 may be odd
+  // It is contiguous; strides of size 1 may be odd.
+  return {cache.mutable_data_ptr(), cache.size(2) * cache.size(3), cache.size(3)};
 }
 
 // Copies rows [first, last) of a batch to their slots.
@@ -230,8 +231,8 @@ void kv_compact_(const Tensor& k_cache, const Tensor& v_cache, const Tensor& blo
   check_int32("block_tables", block_tables_, 2);
   check_int32("starts", starts_, 1);
   const int64_t B = starts_.size(0);
-  OP_REQUIRES(path_.scalar_type() == ScalarType::Long && path_.dim() == 2 && path_.size(0) == B, "path is ", path_.sizes(),
-              " ", path_.scalar_type(), "; want [", B, ", L] int64, one row for each of starts");
+  OP_REQUIRES(path_.scalar_type() == ScalarType::Long && path_.dim() == 2 && path_.size(0) == B, "path is ",
+              path_.sizes(), " ", path_.scalar_type(), "; want [", B, ", L] int64, one row for each of starts");
   OP_REQUIRES(block_tables_.size(0) == B && block_tables_.size(1) > 0, "block_tables is ", block_tables_.sizes(),
               "; want [", B, ", M], one row for each of starts and a column at least");
   const Tensor block_tables = with_dense_heads(block_tables_), starts = starts_.contiguous(),

@@ -66,7 +66,8 @@ void expand_column(const char* column, int64_t steps, const Words& words, char* 
 int64_t check_scales(const Tensor& weight, const Tensor& scales, const Tensor& zeros) {
   const bool int4 = weight.scalar_type() == ScalarType::Byte;
   const int64_t panels = weight.size(0), groups = int4 && scales.dim() == 3 ? scales.size(1) : 1;
-  OP_REQUIRES(scales.is_contiguous() && scales.scalar_type() == (int4 ? ScalarType::Half : ScalarType::Float) && groups > 0 &&
+  OP_REQUIRES(scales.is_contiguous() && groups > 0 &&
+                  scales.scalar_type() == (int4 ? ScalarType::Half : ScalarType::Float) &&
                   scales.dim() == (int4 ? 3 : 2) && scales.numel() == panels * groups * PANEL &&
                   weight.size(1) % groups == 0,
               "packed_embedding: scales is ", scales.sizes(), " ", scales.scalar_type(), " for ", weight.sizes(), " ",

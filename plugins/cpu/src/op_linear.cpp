@@ -71,7 +71,7 @@ static WeightFormat weight_format(const Tensor& x, const Tensor& weight) {
               ", x ", x.scalar_type(), "; want the same type, int8, uint8 (int4) or float8_e4m3fn");
   return x.scalar_type() == ScalarType::Float      ? WeightFormat::fp32
          : x.scalar_type() == ScalarType::BFloat16 ? WeightFormat::bf16
-                                            : WeightFormat::fp16;
+                                                   : WeightFormat::fp16;
 }
 
 static int64_t inputs_per_step(WeightFormat format) {

@@ -63,7 +63,8 @@ Tensor trtspec::process_logits(const Tensor& logits_, const Tensor& positions_, 
                ban_until = group("ban_until", ban_until_, {R, bans}, ScalarType::Long),
                allow_mask = group("allow_mask", allow_mask_, {R, (V + 31) / 32}, ScalarType::Int),
                temperatures = group("temperatures", temperatures_, {R}, ScalarType::Float),
-               top_ks = group("top_ks", top_ks_, {R}, ScalarType::Int), top_ps = group("top_ps", top_ps_, {R}, ScalarType::Float),
+               top_ks = group("top_ks", top_ks_, {R}, ScalarType::Int),
+               top_ps = group("top_ps", top_ps_, {R}, ScalarType::Float),
                min_ps = group("min_ps", min_ps_, {R}, ScalarType::Float);
   OP_REQUIRES(!bias_ids.defined() || bias_values.defined(), "process_logits: bias_values is missing");
   OP_REQUIRES(!ban_ids.defined() || ban_until.defined(), "process_logits: ban_until is missing");

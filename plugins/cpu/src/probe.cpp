@@ -8,6 +8,9 @@
 #include "tensor.h"
 #include "threads.h"
 
+using trtspec::ScalarType;
+using trtspec::WeightFormat;
+
 // Bytes per second of one pass over `memory`.
 static double read_bandwidth(const trtspec::Tensor& memory) {
   OP_REQUIRES(memory.is_contiguous(), "read_bandwidth: memory must be contiguous");
@@ -27,13 +30,13 @@ static double read_bandwidth(const trtspec::Tensor& memory) {
 // sums are scaled so often.
 static double multiply_rate(const trtspec::Tensor& weight, int64_t group_size) {
   constexpr int64_t PIECES = 64, STEPS = 16'384;
-  const trtspec::WeightFormat format = weight.scalar_type() == trtspec::ScalarType::Float      ? trtspec::WeightFormat::fp32
-                                       : weight.scalar_type() == trtspec::ScalarType::BFloat16 ? trtspec::WeightFormat::bf16
-                                       : weight.scalar_type() == trtspec::ScalarType::Half     ? trtspec::WeightFormat::fp16
-                                       : weight.scalar_type() == trtspec::ScalarType::Char     ? trtspec::WeightFormat::int8
-                                       : weight.scalar_type() == trtspec::ScalarType::Byte     ? trtspec::WeightFormat::int4
-                                                                               : trtspec::WeightFormat::fp8;
-  const int64_t group_steps = format == trtspec::WeightFormat::int4 ? group_size / 8 : STEPS;
+  const WeightFormat format = weight.scalar_type() == ScalarType::Float      ? WeightFormat::fp32
+                              : weight.scalar_type() == ScalarType::BFloat16 ? WeightFormat::bf16
+                              : weight.scalar_type() == ScalarType::Half     ? WeightFormat::fp16
+                              : weight.scalar_type() == ScalarType::Char     ? WeightFormat::int8
+                              : weight.scalar_type() == ScalarType::Byte     ? WeightFormat::int4
+                                                                             : WeightFormat::fp8;
+  const int64_t group_steps = format == WeightFormat::int4 ? group_size / 8 : STEPS;
   const trtspec::OwnThreads own_threads;
   std::atomic<int64_t> done = 0;
   const auto start = std::chrono::steady_clock::now();
