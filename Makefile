@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
-    contract-flashinfer soak bench bench-gpu lint format clean
+    contract-flashinfer soak wheel test-wheel bench bench-gpu lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -13,7 +13,7 @@ test: .venv/.dev .venv/.plugins build/chromium/.made
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	TRTSPEC_PLUGINS=0 $(BIN)/python -m pytest -q tests/unit/test_ops_*.py
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not docker'
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not docker and not wheel'
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/plugins/test_triton_*.py || test $$? -eq 5 # none: no Triton
 	TRTSPEC_TRITON_SHORT=1 $(BIN)/python tests/contract/run_triton.py
 
@@ -80,6 +80,14 @@ soak: .venv/.dev .venv/.plugins
 	$(BIN)/python -m tests.serve.soak --kill-every 30
 	TRTSPEC_FUZZ_EXAMPLES=60 $(BIN)/python -m pytest -q --timeout 1800 tests/serve/test_schema_fuzz.py
 
+# dist/: the sdist, and the wheel with the kernels of all instruction sets in it, audited.
+wheel: .venv/.base
+	$(BIN)/python build_scripts/build_wheel.py
+
+# The wheel and the sdist, installed into bare venvs and run there: minutes, most of them pip's and the compiler's.
+test-wheel: .venv/.dev .venv/.plugins
+	$(BIN)/python -m pytest -q -s -m wheel tests/wheel
+
 bench: .venv/.dev .venv/.plugins
 	$(BIN)/python benchmarks/decode.py
 
@@ -99,7 +107,7 @@ format: .venv/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Each stamp is made once per change of the two files; torch comes first, from the pinned build.
 .venv/.base: pyproject.toml constraints.txt

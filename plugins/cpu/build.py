@@ -1,12 +1,13 @@
 """Compile the C++ kernels: kernels.cpp once per instruction set, the bindings against torch, one shared library.
 
-The library is kept under a name that holds the digest of everything it was made of, so building again is a no-op until
-a source, the flags or torch changes.
+The library calls torch's stable C functions alone (see tensor.h), so it runs with every torch from TARGET on. Its name
+holds the digest of its sources and flags: building again is a no-op until one of them changes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -16,8 +17,6 @@ import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import torch
 
 SOURCES = Path(__file__).parent / "src"
 
@@ -31,7 +30,18 @@ if platform.machine() in ("x86_64", "AMD64"):
         "avx512_vnni": (*_V4, "-mavx512vnni"),
         "avx512_bf16": (*_V4, "-mavx512bf16", "-mavx512vnni"),
     }
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wno-psabi")
+TARGET = "0x020d000000000000"  # torch 2.13, the oldest that has the functions
+FLAGS = (
+    "-O3",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wno-psabi",
+    f"-DTORCH_TARGET_VERSION={TARGET}",
+)
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
 
 
@@ -51,32 +61,28 @@ def folder() -> Path:
     return Path(os.environ.get("TRTSPEC_PLUGIN_DIR") or Path(__file__).parent / "_build")
 
 
-def library(sanitize: bool = False) -> Path:
-    """The library that belongs to the present sources, flags and torch; it may not be built yet."""
+def library(sanitize: bool = False, into: Path | None = None) -> Path:
+    """The library that belongs to the present sources and flags, in the folder `into`, if not folder(); it may not be
+    built yet."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
     flags = (FLAGS, sorted(INSTRUCTION_SETS.items()), SANITIZERS if sanitize else ())
-    digest.update(repr((flags, torch.__version__, platform.machine())).encode())
-    return folder() / f"libtrtspec_cpu-{digest.hexdigest()[:16]}{'-sanitized' if sanitize else ''}.so"
+    digest.update(repr((flags, platform.machine())).encode())
+    return (into or folder()) / f"libtrtspec_cpu-{digest.hexdigest()[:16]}{'-sanitized' if sanitize else ''}.so"
 
 
-def build(sanitize: bool = False, report: Callable[[str], None] = lambda line: None) -> Path:
-    """Compile unless it is done already; returns the library. Raises BuildError."""
-    target = library(sanitize)
+def build(sanitize: bool = False, report: Callable[[str], None] = lambda line: None, into: Path | None = None) -> Path:
+    """Compile unless it is done already; returns library(sanitize, into). Raises BuildError."""
+    target = library(sanitize, into)
     if target.is_file():
         report(f"{target.name} is up to date")
         return target
     cxx = compiler()
     if cxx is None:
         raise BuildError("there is no C++ compiler; install g++ (apt install g++) or set CXX")
-    torch_folder = Path(torch.__file__).parent
-    include = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
-    flags = [
-        *FLAGS,
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(SANITIZERS if sanitize else ()),
-    ]
+    torch_folder = _torch_folder()
+    flags = [*FLAGS, *(SANITIZERS if sanitize else ())]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         jobs: list[tuple[str, list[str]]] = []
@@ -84,7 +90,7 @@ def build(sanitize: bool = False, report: Callable[[str], None] = lambda line: N
             jobs.append((f"kernels for {name}", ["kernels.cpp", f"-DTRTSPEC_ISA={name}", *isa_flags]))
         for source in sorted(SOURCES.glob("*.cpp")):
             if source.name != "kernels.cpp":
-                jobs.append((source.name, [source.name, *include]))
+                jobs.append((source.name, [source.name, f"-I{torch_folder / 'include'}"]))
 
         def compile_one(job: tuple[int, tuple[str, list[str]]]) -> str:
             index, (what, arguments) = job
@@ -96,11 +102,19 @@ def build(sanitize: bool = False, report: Callable[[str], None] = lambda line: N
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, enumerate(jobs)))
         linked = f"{scratch}/linked.so"
-        libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+        libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
         _run([cxx, *flags, "-shared", "-o", linked, *objects, *libraries], SOURCES)
         os.replace(linked, target)  # at once, so that nobody loads half a library
     report(f"built {target}")
     return target
+
+
+def _torch_folder() -> Path:
+    """Of the torch that is installed, which is not imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise BuildError("torch, whose headers they include, is not installed; pip install 'torch>=2.13'")
+    return Path(spec.origin).parent
 
 
 def _run(command: Iterable[str], where: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from trtspec_plugins.cpu import build, graph_calls
 
+from build_scripts import audit
 from trtspec.ops import load_plugins
 
 REPORT = "import logging; logging.basicConfig(); from trtspec.ops import load_plugins; print(load_plugins())"
@@ -104,3 +106,25 @@ def test_compiled_graphs_find_every_op_they_declare() -> None:
         schema = getattr(torch.ops.trtspec, name).default._schema
         parameters = line[line.index("(") + 1 : -1].split(",")
         assert len(parameters) == len(schema.arguments) + len(schema.returns)
+
+
+@built
+@pytest.mark.skipif(not (shutil.which("nm") and shutil.which("readelf")), reason="there are no binutils")
+def test_kernels_call_torchs_stable_functions_alone() -> None:
+    """So one library serves every torch of the range that pyproject.toml names."""
+    assert audit.complaints(build.library()) == []
+
+
+@pytest.mark.skipif(not (shutil.which("nm") and shutil.which("readelf")), reason="there are no binutils")
+def test_the_audit_sees_torchs_own_unstable_functions() -> None:
+    """torch's Python bindings want all that kernels may not."""
+    wrong = " ".join(audit.complaints(Path(torch.__file__).parent / "lib" / "libtorch_python.so"))
+    for name in ("PyObject_", "_ZN2at", "_ZN3c10", "_ZN5torch", "libc10.so"):
+        assert name in wrong
+
+
+@built
+def test_the_library_is_the_same_for_every_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build.library()
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert build.library() == before

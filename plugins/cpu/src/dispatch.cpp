@@ -79,7 +79,7 @@ bool usable() noexcept {
 }  // namespace trtspec
 
 // For Python (see __init__.py): which instruction set serves, or "!" and why none does.
-extern "C" const char* trtspec_cpu_isa() {
+extern "C" __attribute__((visibility("default"))) const char* trtspec_cpu_isa() {
   try {
     return trtspec::kernels().name;
   } catch (const std::exception& error) {

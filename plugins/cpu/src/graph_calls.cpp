@@ -1,17 +1,25 @@
 // What AOTInductor's graphs call instead of torch's dispatcher, which costs several microseconds an op through their
 // proxy executor. Names and signatures are fixed by AOTInductor; they are declared to it as they stand here. Between
 // these calls a graph has nothing that runs in parallel, so they use our own threads.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/inductor/aoti_torch/utils.h>
-
 #include "ops.h"
 #include "threads.h"
 
-using torch::aot_inductor::new_tensor_handle;
-using torch::aot_inductor::pointer_to_optional;
+using trtspec::Tensor;
 
-static const at::Tensor& tensor(AtenTensorHandle handle) {
-  return *torch::aot_inductor::tensor_handle_to_tensor_pointer(handle);
+static Tensor tensor(AtenTensorHandle handle) { return Tensor::borrowed(handle); }
+
+static std::optional<Tensor> optional_tensor(AtenTensorHandle* handle) {
+  return handle == nullptr ? std::nullopt : std::optional(tensor(*handle));
+}
+
+// A graph learns that a call failed, not why.
+template <class Body> static AOTITorchError guarded(const Body& body) noexcept {
+  try {
+    body();
+    return AOTI_TORCH_SUCCESS;
+  } catch (...) {
+    return AOTI_TORCH_FAILURE;
+  }
 }
 
 extern "C" {
@@ -21,21 +29,19 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x
                                                               AtenTensorHandle* bias, AtenTensorHandle* x_scale,
                                                               int64_t out_features, int32_t float_out,
                                                               AtenTensorHandle* out) {
-  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+  return guarded([&] {
     const trtspec::OwnThreads own_threads;
-    *out = new_tensor_handle(trtspec::packed_linear(tensor(x), tensor(weight), tensor(scales), tensor(zeros),
-                                                    pointer_to_optional<at::Tensor>(bias),
-                                                    pointer_to_optional<at::Tensor>(x_scale), out_features,
-                                                    float_out != 0));
+    *out = trtspec::packed_linear(tensor(x), tensor(weight), tensor(scales), tensor(zeros), optional_tensor(bias),
+                                  optional_tensor(x_scale), out_features, float_out != 0)
+               .release();
   });
 }
 
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_packed_embedding(AtenTensorHandle ids, AtenTensorHandle weight,
                                                                  AtenTensorHandle scales, AtenTensorHandle zeros,
                                                                  int64_t in_features, AtenTensorHandle* out) {
-  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
-    *out = new_tensor_handle(
-        trtspec::packed_embedding(tensor(ids), tensor(weight), tensor(scales), tensor(zeros), in_features));
+  return guarded([&] {
+    *out = trtspec::packed_embedding(tensor(ids), tensor(weight), tensor(scales), tensor(zeros), in_features).release();
   });
 }
 
@@ -43,11 +49,12 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_spec_attention_(
     AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle k_cache, AtenTensorHandle v_cache,
     AtenTensorHandle cu_q_lens, AtenTensorHandle kv_lens, AtenTensorHandle block_tables, AtenTensorHandle tree_mask,
     AtenTensorHandle sinks, double scale, int64_t window, double softcap, AtenTensorHandle* out) {
-  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+  return guarded([&] {
     const trtspec::OwnThreads own_threads;
-    *out = new_tensor_handle(trtspec::spec_attention_(
-        tensor(q), tensor(k), tensor(v), tensor(k_cache), tensor(v_cache), tensor(cu_q_lens), tensor(kv_lens),
-        tensor(block_tables), tensor(tree_mask), tensor(sinks), scale, window, softcap));
+    *out = trtspec::spec_attention_(tensor(q), tensor(k), tensor(v), tensor(k_cache), tensor(v_cache),
+                                    tensor(cu_q_lens), tensor(kv_lens), tensor(block_tables), tensor(tree_mask),
+                                    tensor(sinks), scale, window, softcap)
+               .release();
   });
 }
 
@@ -56,22 +63,23 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_process_logits(
     AtenTensorHandle penalties, AtenTensorHandle bias_ids, AtenTensorHandle bias_values, AtenTensorHandle ban_ids,
     AtenTensorHandle ban_until, AtenTensorHandle allow_mask, AtenTensorHandle temperatures, AtenTensorHandle top_ks,
     AtenTensorHandle top_ps, AtenTensorHandle min_ps, AtenTensorHandle* out) {
-  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+  return guarded([&] {
     const trtspec::OwnThreads own_threads;
-    *out = new_tensor_handle(trtspec::process_logits(
-        tensor(logits), tensor(positions), tensor(history), tensor(prompt_lens), tensor(penalties), tensor(bias_ids),
-        tensor(bias_values), tensor(ban_ids), tensor(ban_until), tensor(allow_mask), tensor(temperatures),
-        tensor(top_ks), tensor(top_ps), tensor(min_ps)));
+    *out = trtspec::process_logits(tensor(logits), tensor(positions), tensor(history), tensor(prompt_lens),
+                                   tensor(penalties), tensor(bias_ids), tensor(bias_values), tensor(ban_ids),
+                                   tensor(ban_until), tensor(allow_mask), tensor(temperatures), tensor(top_ks),
+                                   tensor(top_ps), tensor(min_ps))
+               .release();
   });
 }
 
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_spec_sample(AtenTensorHandle logits, AtenTensorHandle greedy,
                                                             AtenTensorHandle seeds, AtenTensorHandle positions,
                                                             AtenTensorHandle vocab_ids, AtenTensorHandle* out) {
-  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+  return guarded([&] {
     const trtspec::OwnThreads own_threads;
-    *out = new_tensor_handle(trtspec::spec_sample(tensor(logits), tensor(greedy), tensor(seeds), tensor(positions),
-                                                  tensor(vocab_ids)));
+    *out = trtspec::spec_sample(tensor(logits), tensor(greedy), tensor(seeds), tensor(positions), tensor(vocab_ids))
+               .release();
   });
 }
 
@@ -79,11 +87,11 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_spec_accept(AtenTensorHandle sam
                                                             AtenTensorHandle draft_lens,
                                                             AtenTensorHandle forced_accept, AtenTensorHandle emits,
                                                             AtenTensorHandle* tokens, AtenTensorHandle* num_tokens) {
-  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+  return guarded([&] {
     auto [kept, counts] = trtspec::spec_accept(tensor(sampled), tensor(draft_tokens), tensor(draft_lens),
                                                tensor(forced_accept), tensor(emits));
-    *tokens = new_tensor_handle(std::move(kept));
-    *num_tokens = new_tensor_handle(std::move(counts));
+    *tokens = std::move(kept).release();
+    *num_tokens = std::move(counts).release();
   });
 }
 

@@ -1,29 +1,26 @@
 // spec_accept: see trtspec/ops/accept.py.
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <algorithm>
 
 #include "kernels.h"
 #include "ops.h"
 
-using at::Tensor;
+using namespace trtspec;
 
-std::tuple<Tensor, Tensor> trtspec::spec_accept(const Tensor& sampled_, const Tensor& drafts_, const Tensor& draft_lens_,
-                                              const Tensor& forced_, const Tensor& emits_) {
+std::tuple<Tensor, Tensor> trtspec::spec_accept(const Tensor& sampled_, const Tensor& drafts_,
+                                                const Tensor& draft_lens_, const Tensor& forced_,
+                                                const Tensor& emits_) {
   const auto sampled = sampled_.contiguous(), drafts = drafts_.contiguous(), draft_lens = draft_lens_.contiguous(),
              forced = forced_.contiguous(), emits = emits_.contiguous();
-  TORCH_CHECK(sampled.dim() == 2 && drafts.dim() == 2 && sampled.size(1) == drafts.size(1) + 1 &&
+  OP_REQUIRES(sampled.dim() == 2 && drafts.dim() == 2 && sampled.size(1) == drafts.size(1) + 1 &&
                   sampled.size(0) == drafts.size(0),
               "spec_accept: sampled is ", sampled.sizes(), ", draft_tokens ", drafts.sizes(),
               "; want [B, K+1] and [B, K]");
   const int64_t B = sampled.size(0), K = drafts.size(1);
   for (const auto& [name, vector] : {std::pair("draft_lens", &draft_lens), std::pair("forced_accept", &forced),
                                      std::pair("emits", &emits)})
-    TORCH_CHECK(vector->dim() == 1 && vector->size(0) == B, "spec_accept: ", name, " is ", vector->sizes(), "; want [", B,
-                "]");
-  Tensor tokens = at::empty({B, K + 1}, sampled.options()), counts = at::empty({B}, sampled.options());
+    OP_REQUIRES(vector->dim() == 1 && vector->size(0) == B, "spec_accept: ", name, " is ", vector->sizes(),
+                "; want [", B, "]");
+  Tensor tokens = empty({B, K + 1}, ScalarType::Long), counts = empty({B}, ScalarType::Long);
   const int64_t *own = sampled.const_data_ptr<int64_t>(), *guess = drafts.const_data_ptr<int64_t>();
   const int32_t *lens = draft_lens.const_data_ptr<int32_t>(), *force = forced.const_data_ptr<int32_t>();
   const bool* emit = emits.const_data_ptr<bool>();
@@ -39,6 +36,6 @@ std::tuple<Tensor, Tensor> trtspec::spec_accept(const Tensor& sampled_, const Te
   return {tokens, counts};
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
-  if (trtspec::usable()) m.impl("spec_accept", trtspec::spec_accept);
+STABLE_TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+  if (trtspec::usable()) m.impl("spec_accept", TORCH_BOX(&trtspec::spec_accept));
 }

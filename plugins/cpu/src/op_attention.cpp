@@ -1,17 +1,12 @@
 // spec_attention and kv_compact: see trtspec/ops/attention.py and trtspec/ops/compact.py.
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "kernels.h"
 #include "ops.h"
 #include "threads.h"
-
-using at::Tensor;
 
 namespace trtspec {
 namespace {
@@ -26,33 +21,33 @@ constexpr int64_t ROWS_PER_APPEND = 256;
 
 Element element_of(const Tensor& cache) {
   switch (cache.scalar_type()) {
-    case at::kFloat: return Element::fp32;
-    case at::kHalf: return Element::fp16;
-    case at::kBFloat16: return Element::bf16;
-    default: TORCH_CHECK(false, "k_cache is ", cache.scalar_type(), "; want float32, float16 or bfloat16");
+    case ScalarType::Float: return Element::fp32;
+    case ScalarType::Half: return Element::fp16;
+    case ScalarType::BFloat16: return Element::bf16;
+    default: OP_REQUIRES(false, "k_cache is ", cache.scalar_type(), "; want float32, float16 or bfloat16");
   }
 }
 
 void check_caches(const Tensor& k_cache, const Tensor& v_cache) {
-  TORCH_CHECK(k_cache.dim() == 4 && k_cache.size(0) > 0 && k_cache.size(1) > 0, "k_cache is ", k_cache.sizes(),
+  OP_REQUIRES(k_cache.dim() == 4 && k_cache.size(0) > 0 && k_cache.size(1) > 0, "k_cache is ", k_cache.sizes(),
               "; want [num_blocks, block_size, Hkv, D], with at least the scratch block");
-  TORCH_CHECK(v_cache.sizes() == k_cache.sizes() && v_cache.scalar_type() == k_cache.scalar_type(), "v_cache is ",
+  OP_REQUIRES(v_cache.sizes() == k_cache.sizes() && v_cache.scalar_type() == k_cache.scalar_type(), "v_cache is ",
               v_cache.sizes(), " ", v_cache.scalar_type(), ", k_cache ", k_cache.sizes(), " ", k_cache.scalar_type(),
               "; want the same");
   for (const auto& [name, cache] : {std::pair("k_cache", &k_cache), std::pair("v_cache", &v_cache)})
-    TORCH_CHECK(cache->is_contiguous(), name, " has strides ", cache->strides(), "; want it contiguous");
+    OP_REQUIRES(cache->is_contiguous(), name, " has strides ", cache->strides(), "; want it contiguous");
 }
 
 void check_rows(const char* name, const Tensor& rows, int64_t num_rows, int64_t dim, const Tensor& cache) {
-  TORCH_CHECK(rows.dim() == 3 && rows.size(0) == num_rows && rows.size(2) == dim, name, " is ", rows.sizes(),
+  OP_REQUIRES(rows.dim() == 3 && rows.size(0) == num_rows && rows.size(2) == dim, name, " is ", rows.sizes(),
               "; want [", num_rows, ", heads, ", dim, "]");
-  TORCH_CHECK(rows.scalar_type() == cache.scalar_type(), name, " is ", rows.scalar_type(), ", the caches ",
+  OP_REQUIRES(rows.scalar_type() == cache.scalar_type(), name, " is ", rows.scalar_type(), ", the caches ",
               cache.scalar_type(), "; want the same");
 }
 
 void check_int32(const char* name, const Tensor& tensor, int64_t dim) {
-  TORCH_CHECK(tensor.scalar_type() == at::kInt, name, " is ", tensor.scalar_type(), "; want int32");
-  TORCH_CHECK(tensor.dim() == dim, name, " is ", tensor.sizes(), "; want ", dim, " dimensions");
+  OP_REQUIRES(tensor.scalar_type() == ScalarType::Int, name, " is ", tensor.scalar_type(), "; want int32");
+  OP_REQUIRES(tensor.dim() == dim, name, " is ", tensor.sizes(), "; want ", dim, " dimensions");
 }
 
 // Block ids that the first `tokens` positions of a request use.
@@ -60,7 +55,7 @@ void check_blocks(const int32_t* table, int64_t columns, int64_t block_size, int
   const int64_t used = std::clamp<int64_t>((tokens + block_size - 1) / block_size, 0, columns);
   bool valid = true;  // a negative id is a large unsigned number
   for (int64_t i = 0; i < used; ++i) valid &= uint32_t(table[i]) < uint64_t(num_blocks);
-  TORCH_CHECK(valid, "block_tables has an entry that is not one of the ", num_blocks, " blocks of k_cache");
+  OP_REQUIRES(valid, "block_tables has an entry that is not one of the ", num_blocks, " blocks of k_cache");
 }
 
 // -- spec_attention --------------------------------------------------------------------------------------------------
@@ -68,10 +63,11 @@ void check_blocks(const int32_t* table, int64_t columns, int64_t block_size, int
 // Elements of a head must be neighbours; copies where they are not.
 Tensor with_dense_heads(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
 
-Heads rows_of(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1)}; }
+Heads rows_of(const Tensor& x) { return {x.mutable_data_ptr(), x.stride(0), x.stride(1)}; }
 
 Heads slots_of(const Tensor& cache) {
-  return {cache.data_ptr(), cache.size(2) * cache.size(3), cache.size(3)};  // contiguous; strides of size 1 may be odd
+  // It is contiguous; strides of size 1 may be odd.
+  return {cache.mutable_data_ptr(), cache.size(2) * cache.size(3), cache.size(3)};
 }
 
 // Copies rows [first, last) of a batch to their slots.
@@ -149,30 +145,31 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
   check_rows("q", q_, T, D, k_cache);
   check_rows("k", k_, T, D, k_cache);
   check_rows("v", v_, T, D, k_cache);
-  TORCH_CHECK(k_.size(1) == Hkv, "k has ", k_.size(1), " heads, k_cache ", Hkv, "; want as many");
-  TORCH_CHECK(v_.size(1) == Hkv, "v has ", v_.size(1), " heads, v_cache ", Hkv, "; want as many");
+  OP_REQUIRES(k_.size(1) == Hkv, "k has ", k_.size(1), " heads, k_cache ", Hkv, "; want as many");
+  OP_REQUIRES(v_.size(1) == Hkv, "v has ", v_.size(1), " heads, v_cache ", Hkv, "; want as many");
   const int64_t Hq = q_.size(1);
-  TORCH_CHECK(Hkv > 0 && Hq > 0 && Hq % Hkv == 0, "q has ", Hq, " heads; want a multiple of k_cache's ", Hkv);
+  OP_REQUIRES(Hkv > 0 && Hq > 0 && Hq % Hkv == 0, "q has ", Hq, " heads; want a multiple of k_cache's ", Hkv);
   check_int32("cu_q_lens", cu_q_lens_, 1);
   check_int32("kv_lens", kv_lens_, 1);
   check_int32("block_tables", block_tables_, 2);
   const int64_t B = kv_lens_.size(0);
-  TORCH_CHECK(cu_q_lens_.size(0) == B + 1, "cu_q_lens is ", cu_q_lens_.sizes(), "; want [", B + 1,
+  OP_REQUIRES(cu_q_lens_.size(0) == B + 1, "cu_q_lens is ", cu_q_lens_.sizes(), "; want [", B + 1,
               "], one more than kv_lens");
-  TORCH_CHECK(block_tables_.size(0) == B && block_tables_.size(1) > 0, "block_tables is ", block_tables_.sizes(),
+  OP_REQUIRES(block_tables_.size(0) == B && block_tables_.size(1) > 0, "block_tables is ", block_tables_.sizes(),
               "; want [", B, ", M], one row for each of kv_lens and a column at least");
   const bool tree = tree_mask_.numel() > 0, sinking = sinks_.numel() > 0;
   if (tree) {
     check_int32("tree_mask", tree_mask_, 2);
-    TORCH_CHECK(tree_mask_.size(0) == T, "tree_mask is ", tree_mask_.sizes(), "; want [", T, ", W], as many rows as q");
+    OP_REQUIRES(tree_mask_.size(0) == T, "tree_mask is ", tree_mask_.sizes(), "; want [", T, ", W], as many rows as q");
   }
-  TORCH_CHECK(!sinking || sinks_.numel() == Hq, "sinks is ", sinks_.sizes(), "; want [", Hq, "], one per head of q");
+  OP_REQUIRES(!sinking || sinks_.numel() == Hq, "sinks is ", sinks_.sizes(), "; want [", Hq, "], one per head of q");
 
   const Tensor q = with_dense_heads(q_), k = with_dense_heads(k_), v = with_dense_heads(v_),
                cu_q_lens = cu_q_lens_.contiguous(), kv_lens = kv_lens_.contiguous(),
-               block_tables = with_dense_heads(block_tables_), sinks = sinks_.to(at::kFloat).contiguous(),
+               block_tables = with_dense_heads(block_tables_), sinks = sinks_.to(ScalarType::Float).contiguous(),
                tree_mask = tree ? with_dense_heads(tree_mask_) : tree_mask_;
-  const Tensor result = at::empty_like(q_), out = with_dense_heads(result);
+  Tensor result = empty_like(q_);
+  const Tensor out = with_dense_heads(result);
   const AttentionArgs args{
       .element = element_of(k_cache),
       .q_heads = Hq,
@@ -197,7 +194,7 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
       .window = std::min<int64_t>(window, int64_t(1) << 32),
   };
   const int32_t* bounds = args.cu_q_lens;
-  TORCH_CHECK(bounds[0] == 0 && bounds[B] == T && std::is_sorted(bounds, bounds + B + 1),
+  OP_REQUIRES(bounds[0] == 0 && bounds[B] == T && std::is_sorted(bounds, bounds + B + 1),
               "cu_q_lens does not ascend from 0 to the ", T, " rows of q");
   for (int64_t b = 0; b < B; ++b)
     check_blocks(args.block_tables + b * args.table_step, args.table_columns, args.block_size, args.kv_lens[b],
@@ -207,7 +204,7 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
     append(args, rows_of(v), args.v_cache, v.element_size(), B, first, last);
   });
   attend_all(args, B);
-  if (!result.is_same(out)) result.copy_(out);
+  if (out.const_data_ptr() != result.const_data_ptr()) check(aoti_torch_copy_(result.handle(), out.handle(), 0));
   return result;
 }
 
@@ -218,8 +215,7 @@ std::tuple<Tensor, Tensor, Tensor> spec_attention(const Tensor& q, const Tensor&
                                                   const Tensor& cu_q_lens, const Tensor& kv_lens,
                                                   const Tensor& block_tables, const Tensor& tree_mask,
                                                   const Tensor& sinks, double scale, int64_t window, double softcap) {
-  const auto contiguous = at::MemoryFormat::Contiguous;
-  Tensor new_k = k_cache.clone(contiguous), new_v = v_cache.clone(contiguous);
+  Tensor new_k = k_cache.clone(), new_v = v_cache.clone();
   Tensor out = spec_attention_(q, k, v, new_k, new_v, cu_q_lens, kv_lens, block_tables, tree_mask, sinks, scale, window,
                                softcap);
   return {out, new_k, new_v};
@@ -235,16 +231,16 @@ void kv_compact_(const Tensor& k_cache, const Tensor& v_cache, const Tensor& blo
   check_int32("block_tables", block_tables_, 2);
   check_int32("starts", starts_, 1);
   const int64_t B = starts_.size(0);
-  TORCH_CHECK(path_.scalar_type() == at::kLong && path_.dim() == 2 && path_.size(0) == B, "path is ", path_.sizes(),
-              " ", path_.scalar_type(), "; want [", B, ", L] int64, one row for each of starts");
-  TORCH_CHECK(block_tables_.size(0) == B && block_tables_.size(1) > 0, "block_tables is ", block_tables_.sizes(),
+  OP_REQUIRES(path_.scalar_type() == ScalarType::Long && path_.dim() == 2 && path_.size(0) == B, "path is ",
+              path_.sizes(), " ", path_.scalar_type(), "; want [", B, ", L] int64, one row for each of starts");
+  OP_REQUIRES(block_tables_.size(0) == B && block_tables_.size(1) > 0, "block_tables is ", block_tables_.sizes(),
               "; want [", B, ", M], one row for each of starts and a column at least");
   const Tensor block_tables = with_dense_heads(block_tables_), starts = starts_.contiguous(),
                path = path_.contiguous();
   const int64_t L = path.size(1), columns = block_tables.size(1), block_size = k_cache.size(1);
   const int32_t* start = starts.const_data_ptr<int32_t>();
   const int64_t* rows = path.const_data_ptr<int64_t>();
-  c10::SmallVector<Move, 64> moves;
+  std::vector<Move> moves;
   for (int64_t b = 0; b < B; ++b, rows += L) {
     const int32_t* table = block_tables.const_data_ptr<int32_t>() + b * block_tables.stride(0);
     int64_t end = 0;  // of the positions touched
@@ -259,33 +255,31 @@ void kv_compact_(const Tensor& k_cache, const Tensor& v_cache, const Tensor& blo
   if (moves.empty()) return;
   // Everything is gathered before anything is scattered: sources and targets overlap.
   const int64_t row_bytes = k_cache.size(2) * k_cache.size(3) * k_cache.element_size();
-  const Tensor held = at::empty({int64_t(moves.size()) * row_bytes}, k_cache.options().dtype(at::kByte));
+  const auto held = std::make_unique_for_overwrite<char[]>(moves.size() * row_bytes);
   for (const Tensor* cache : {&k_cache, &v_cache}) {
-    char* const slots = static_cast<char*>(cache->data_ptr());
-    char* const kept = static_cast<char*>(held.data_ptr());
+    char* const slots = static_cast<char*>(cache->mutable_data_ptr());
     for (size_t i = 0; i < moves.size(); ++i)
-      std::memcpy(kept + i * row_bytes, slots + moves[i].source * row_bytes, row_bytes);
+      std::memcpy(held.get() + i * row_bytes, slots + moves[i].source * row_bytes, row_bytes);
     for (size_t i = 0; i < moves.size(); ++i)
-      std::memcpy(slots + moves[i].target * row_bytes, kept + i * row_bytes, row_bytes);
+      std::memcpy(slots + moves[i].target * row_bytes, held.get() + i * row_bytes, row_bytes);
   }
 }
 
 std::tuple<Tensor, Tensor> kv_compact(const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
                                       const Tensor& starts, const Tensor& path) {
-  const auto contiguous = at::MemoryFormat::Contiguous;
-  Tensor new_k = k_cache.clone(contiguous), new_v = v_cache.clone(contiguous);
+  Tensor new_k = k_cache.clone(), new_v = v_cache.clone();
   kv_compact_(new_k, new_v, block_tables, starts, path);
   return {new_k, new_v};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
   if (!usable()) return;
-  m.impl("spec_attention_", spec_attention_);
-  m.impl("spec_attention", spec_attention);
-  m.impl("kv_compact_", kv_compact_);
-  m.impl("kv_compact", kv_compact);
+  m.impl("spec_attention_", TORCH_BOX(&spec_attention_));
+  m.impl("spec_attention", TORCH_BOX(&spec_attention));
+  m.impl("kv_compact_", TORCH_BOX(&kv_compact_));
+  m.impl("kv_compact", TORCH_BOX(&kv_compact));
 }
 
 }  // namespace trtspec

@@ -1,10 +1,4 @@
 // packed_embedding: see trtspec/ops/embedding.py for the op, trtspec/ops/packing.py for the layouts.
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/index_select.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -12,7 +6,6 @@
 #include "kernels.h"
 #include "ops.h"
 
-using at::Tensor;
 using namespace trtspec;
 
 namespace {
@@ -35,7 +28,7 @@ template <class Value> struct ByteWords {
 };
 
 struct Int4Words {
-  const at::Half* scales;  // a group's is PANEL further on than the one's before
+  const c10::Half* scales;  // a group's is PANEL further on than the one's before
   const uint8_t* zeros;    // or null: 8 everywhere
   const int64_t words_of_a_group;
 
@@ -71,14 +64,15 @@ void expand_column(const char* column, int64_t steps, const Words& words, char* 
 
 // Returns the number of groups.
 int64_t check_scales(const Tensor& weight, const Tensor& scales, const Tensor& zeros) {
-  const bool int4 = weight.scalar_type() == at::kByte;
+  const bool int4 = weight.scalar_type() == ScalarType::Byte;
   const int64_t panels = weight.size(0), groups = int4 && scales.dim() == 3 ? scales.size(1) : 1;
-  TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == (int4 ? at::kHalf : at::kFloat) && groups > 0 &&
+  OP_REQUIRES(scales.is_contiguous() && groups > 0 &&
+                  scales.scalar_type() == (int4 ? ScalarType::Half : ScalarType::Float) &&
                   scales.dim() == (int4 ? 3 : 2) && scales.numel() == panels * groups * PANEL &&
                   weight.size(1) % groups == 0,
               "packed_embedding: scales is ", scales.sizes(), " ", scales.scalar_type(), " for ", weight.sizes(), " ",
               weight.scalar_type(), "; see trtspec.ops.packing");
-  TORCH_CHECK(!zeros.numel() || (int4 && zeros.is_contiguous() && zeros.scalar_type() == at::kByte &&
+  OP_REQUIRES(!zeros.numel() || (int4 && zeros.is_contiguous() && zeros.scalar_type() == ScalarType::Byte &&
                                  zeros.numel() == scales.numel()),
               "packed_embedding: zeros is ", zeros.sizes(), " ", zeros.scalar_type(), "; see trtspec.ops.packing");
   return groups;
@@ -88,27 +82,29 @@ int64_t check_scales(const Tensor& weight, const Tensor& scales, const Tensor& z
 
 Tensor trtspec::packed_embedding(const Tensor& ids_, const Tensor& weight_, const Tensor& scales, const Tensor& zeros,
                                  int64_t in_features) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  TORCH_CHECK(ids_.dim() == 1 && ids_.scalar_type() == at::kLong, "packed_embedding: ids is ", ids_.sizes(), " ",
+  OP_REQUIRES(ids_.dim() == 1 && ids_.scalar_type() == ScalarType::Long, "packed_embedding: ids is ", ids_.sizes(), " ",
               ids_.scalar_type(), "; want [n] int64");
-  if (weight_.dim() == 2) return weight_.index_select(0, ids_);
+  if (weight_.dim() == 2) {
+    const NoGradients none;
+    return call("aten::index_select", "", weight_, int64_t(0), ids_);
+  }
   const Tensor ids = ids_.contiguous(), weight = weight_.contiguous();
-  const bool int4 = weight.scalar_type() == at::kByte, fp8 = weight.scalar_type() == at::kFloat8_e4m3fn;
-  const bool floating = weight.is_floating_point() && !fp8;
+  const bool int4 = weight.scalar_type() == ScalarType::Byte, fp8 = weight.scalar_type() == ScalarType::Float8_e4m3fn;
+  const bool floating = !int4 && !fp8 && weight.scalar_type() != ScalarType::Char;
   const int64_t panels = weight.size(0), steps = weight.dim() > 1 ? weight.size(1) : 0;
-  TORCH_CHECK(weight.dim() >= 3 && weight.size(2) == PANEL && int64_t(weight.nbytes()) == panels * steps * STEP_BYTES,
+  OP_REQUIRES(weight.dim() >= 3 && weight.size(2) == PANEL && int64_t(weight.nbytes()) == panels * steps * STEP_BYTES,
               "packed_embedding: weight is ", weight.sizes(), " ", weight.scalar_type(), "; want panels");
   const int64_t per_step = floating ? 4 / weight.element_size() : int4 ? 8 : 4;
-  TORCH_CHECK(in_features > (steps - 1) * per_step && in_features <= steps * per_step, "packed_embedding: ",
+  OP_REQUIRES(in_features > (steps - 1) * per_step && in_features <= steps * per_step, "packed_embedding: ",
               in_features, " inputs for weight ", weight.sizes(), "; want up to ", steps * per_step);
   const int64_t groups = floating ? 1 : check_scales(weight, scales, zeros);
 
-  const auto out_type = floating ? weight.scalar_type() : at::kFloat;
-  const Tensor out = at::empty({ids.size(0), in_features}, weight.options().dtype(out_type));
+  const auto out_type = floating ? weight.scalar_type() : ScalarType::Float;
+  const Tensor out = empty({ids.size(0), in_features}, out_type);
   const int64_t row_bytes = in_features * out.element_size();
   for (int64_t i = 0; i < ids.size(0); ++i) {
     const int64_t id = ids.const_data_ptr<int64_t>()[i];
-    TORCH_CHECK(id >= 0 && id < panels * PANEL, "packed_embedding: id ", id, " of ", panels * PANEL, " rows");
+    OP_REQUIRES(id >= 0 && id < panels * PANEL, "packed_embedding: id ", id, " of ", panels * PANEL, " rows");
     const int64_t panel = id / PANEL, column = id % PANEL;
     const char* words = static_cast<const char*>(weight.const_data_ptr()) + panel * steps * STEP_BYTES + column * 4;
     char* row = static_cast<char*>(out.mutable_data_ptr()) + i * row_bytes;
@@ -117,10 +113,10 @@ Tensor trtspec::packed_embedding(const Tensor& ids_, const Tensor& weight_, cons
       expand_column(words, steps, FloatWords{}, row, row_bytes);
     } else if (int4) {
       const uint8_t* zero = zeros.numel() ? zeros.const_data_ptr<uint8_t>() + first_scale : nullptr;
-      const Int4Words expanded{scales.const_data_ptr<at::Half>() + first_scale, zero, steps / groups};
+      const Int4Words expanded{scales.const_data_ptr<c10::Half>() + first_scale, zero, steps / groups};
       expand_column(words, steps, expanded, row, row_bytes);
     } else if (const float scale = scales.const_data_ptr<float>()[first_scale]; fp8) {
-      expand_column(words, steps, ByteWords<at::Float8_e4m3fn>{scale}, row, row_bytes);
+      expand_column(words, steps, ByteWords<c10::Float8_e4m3fn>{scale}, row, row_bytes);
     } else {
       expand_column(words, steps, ByteWords<int8_t>{scale}, row, row_bytes);
     }
@@ -128,6 +124,6 @@ Tensor trtspec::packed_embedding(const Tensor& ids_, const Tensor& weight_, cons
   return out;
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
-  if (trtspec::usable()) m.impl("packed_embedding", trtspec::packed_embedding);
+STABLE_TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+  if (trtspec::usable()) m.impl("packed_embedding", TORCH_BOX(&trtspec::packed_embedding));
 }

@@ -1,69 +1,77 @@
 // packed_linear: see trtspec/ops/linear.py for the op, trtspec/ops/packing.py for the layouts.
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/List.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <memory>
 #include <optional>
-#include <string_view>
+#include <vector>
 
 #include "kernels.h"
 #include "ops.h"
 #include "threads.h"
 
-using at::Tensor;
 using namespace trtspec;
+
+// torch has it where it has oneDNN.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise(
+    AtenTensorHandle x, AtenTensorHandle y, AtenTensorHandle* bias, const char* attribute, const double** scalars,
+    int64_t num_scalars, const char** algorithm, AtenTensorHandle* out);
 
 // x [M, K], y [N, K] fp32, M and K whole multiples -> x @ y^T. Why oneDNN's inner product: trtspec/ops/products.py
 static Tensor whole_product(const Tensor& x, const Tensor& y) {
-  using Linear = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, std::string_view,
-                        c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
-  static const auto found = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
-  if (!found || x.size(0) == 0) return at::linear(x, y);
-  static const auto linear = found->typed<Linear>();
-  return linear.call(x, y, std::nullopt, "none", c10::List<std::optional<at::Scalar>>(), "");
+  if (aoti_torch_cpu__linear_pointwise == nullptr || x.size(0) == 0)
+    return call("aten::linear", "", x, y, std::optional<Tensor>());
+  AtenTensorHandle out;
+  const char* algorithm = "";
+  check(aoti_torch_cpu__linear_pointwise(x.handle(), y.handle(), nullptr, "none", nullptr, 0, &algorithm, &out));
+  return Tensor::owned(out);
+}
+
+// Zeros after the columns and the rows of x [M, K].
+static Tensor padded(const Tensor& x, int64_t rows, int64_t columns) {
+  if (rows == 0 && columns == 0) return x;
+  return call("aten::pad", "", x, std::vector<int64_t>{0, columns, 0, rows}, std::string("constant"), std::nullopt);
+}
+
+// out [M, N] += bias [N], both fp32 and contiguous.
+static void add_to_rows(const Tensor& out, const Tensor& bias) {
+  const int64_t rows = out.size(0), columns = out.size(1);
+  OP_REQUIRES(bias.numel() == columns, "packed_linear: bias is ", bias.sizes(), "; want [", columns, "]");
+  float* to = out.mutable_data_ptr<float>();
+  const float* added = bias.const_data_ptr<float>();
+  for (int64_t r = 0; r < rows; ++r, to += columns)
+    for (int64_t i = 0; i < columns; ++i) to[i] += added[i];
 }
 
 // A plain weight [N, K], exactly as the reference does it.
-static Tensor plain_linear(const Tensor& x_, const Tensor& weight_, const std::optional<Tensor>& bias, bool float_out) {
+static Tensor plain_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, bool float_out) {
   constexpr int64_t ROW_MULTIPLE = 4, DEPTH_MULTIPLE = 16;  // why: trtspec/ops/products.py
-  Tensor x = x_.to(at::kFloat), weight = weight_.to(at::kFloat);
+  const NoGradients none;
   const auto missing = [](int64_t n, int64_t multiple) { return (multiple - n % multiple) % multiple; };
-  const int64_t rows = x.size(0);
-  if (const int64_t depth = missing(x.size(1), DEPTH_MULTIPLE)) {
-    x = at::constant_pad_nd(x, {0, depth});
-    weight = at::constant_pad_nd(weight, {0, depth});
-  }
-  if (const int64_t more = missing(rows, ROW_MULTIPLE)) x = at::constant_pad_nd(x, {0, 0, 0, more});
-  Tensor out = whole_product(x.contiguous(), weight.contiguous()).narrow(0, 0, rows);
-  if (bias) out = out.add(bias->to(at::kFloat));
-  return out.to(float_out ? at::kFloat : x_.scalar_type());
+  const int64_t rows = x.size(0), depth = missing(x.size(1), DEPTH_MULTIPLE);
+  const Tensor xs = padded(x.to(ScalarType::Float), missing(rows, ROW_MULTIPLE), depth).contiguous();
+  const Tensor weights = padded(weight.to(ScalarType::Float), 0, depth).contiguous();
+  const Tensor out = call("aten::narrow", "", whole_product(xs, weights), int64_t(0), int64_t(0), rows);
+  if (bias) add_to_rows(out, bias->to(ScalarType::Float).contiguous());
+  return out.to(float_out ? ScalarType::Float : x.scalar_type());
 }
 
 static Element element_of(const Tensor& x) {
   switch (x.scalar_type()) {
-    case at::kFloat: return Element::fp32;
-    case at::kBFloat16: return Element::bf16;
-    case at::kHalf: return Element::fp16;
-    default: TORCH_CHECK(false, "packed_linear: x is ", x.scalar_type(), "; want float32, bfloat16 or float16");
+    case ScalarType::Float: return Element::fp32;
+    case ScalarType::BFloat16: return Element::bf16;
+    case ScalarType::Half: return Element::fp16;
+    default: OP_REQUIRES(false, "packed_linear: x is ", x.scalar_type(), "; want float32, bfloat16 or float16");
   }
 }
 
 static WeightFormat weight_format(const Tensor& x, const Tensor& weight) {
-  if (weight.scalar_type() == at::kChar) return WeightFormat::int8;
-  if (weight.scalar_type() == at::kByte) return WeightFormat::int4;
-  if (weight.scalar_type() == at::kFloat8_e4m3fn) return WeightFormat::fp8;
-  TORCH_CHECK(weight.scalar_type() == x.scalar_type(), "packed_linear: weight is ", weight.scalar_type(),
+  if (weight.scalar_type() == ScalarType::Char) return WeightFormat::int8;
+  if (weight.scalar_type() == ScalarType::Byte) return WeightFormat::int4;
+  if (weight.scalar_type() == ScalarType::Float8_e4m3fn) return WeightFormat::fp8;
+  OP_REQUIRES(weight.scalar_type() == x.scalar_type(), "packed_linear: weight is ", weight.scalar_type(),
               ", x ", x.scalar_type(), "; want the same type, int8, uint8 (int4) or float8_e4m3fn");
-  return x.scalar_type() == at::kFloat      ? WeightFormat::fp32
-         : x.scalar_type() == at::kBFloat16 ? WeightFormat::bf16
-                                            : WeightFormat::fp16;
+  return x.scalar_type() == ScalarType::Float      ? WeightFormat::fp32
+         : x.scalar_type() == ScalarType::BFloat16 ? WeightFormat::bf16
+                                                   : WeightFormat::fp16;
 }
 
 static int64_t inputs_per_step(WeightFormat format) {
@@ -78,7 +86,7 @@ static int64_t inputs_per_step(WeightFormat format) {
 static void check_weight(const LinearArgs& args, const Tensor& weight, int64_t panels) {
   const int64_t per_step = inputs_per_step(args.format);
   const int64_t bytes = panels * args.steps * STEP_BYTES;
-  TORCH_CHECK(weight.is_contiguous() && weight.size(0) == panels && weight.size(1) == args.steps &&
+  OP_REQUIRES(weight.is_contiguous() && weight.size(0) == panels && weight.size(1) == args.steps &&
                   int64_t(weight.nbytes()) == bytes,
               "packed_linear: weight is ", weight.sizes(), " ", weight.scalar_type(), " for ", args.depth,
               " inputs and ", args.out_features, " outputs; want contiguous panels [", panels, ", ", args.steps, ", 32",
@@ -87,23 +95,23 @@ static void check_weight(const LinearArgs& args, const Tensor& weight, int64_t p
 
 // int8 and fp8: one scale a column.
 static void check_columns(const char* format, const Tensor& scales, const Tensor& zeros, int64_t panels) {
-  TORCH_CHECK(scales.scalar_type() == at::kFloat && scales.sizes() == at::IntArrayRef({panels, PANEL}) &&
+  OP_REQUIRES(scales.scalar_type() == ScalarType::Float && scales.sizes() == Sizes({panels, PANEL}) &&
                   scales.is_contiguous(),
               "packed_linear: scales is ", scales.sizes(), " ", scales.scalar_type(), "; ", format, " wants [", panels,
               ", 32] float32, contiguous");
-  TORCH_CHECK(zeros.numel() == 0, "packed_linear: zeros is ", zeros.sizes(), "; ", format, " wants no elements");
+  OP_REQUIRES(zeros.numel() == 0, "packed_linear: zeros is ", zeros.sizes(), "; ", format, " wants no elements");
 }
 
 // Its depth keeps sums of (unsigned byte * signed byte) below 2^31.
 static void check_int8(const LinearArgs& args, const Tensor& scales, const Tensor& zeros, int64_t panels) {
-  TORCH_CHECK(args.depth <= 65536, "packed_linear: int8 has at most 65536 inputs, not ", args.depth);
+  OP_REQUIRES(args.depth <= 65536, "packed_linear: int8 has at most 65536 inputs, not ", args.depth);
   check_columns("int8", scales, zeros, panels);
 }
 
 // The scale of x as fp8 weights want it, 0 for none.
 static float scale_of_x(WeightFormat format, const std::optional<Tensor>& x_scale) {
   if (!x_scale || x_scale->numel() == 0) return 0;
-  TORCH_CHECK(format == WeightFormat::fp8 && x_scale->numel() == 1 && x_scale->scalar_type() == at::kFloat,
+  OP_REQUIRES(format == WeightFormat::fp8 && x_scale->numel() == 1 && x_scale->scalar_type() == ScalarType::Float,
               "packed_linear: x_scale is ", x_scale->sizes(), " ", x_scale->scalar_type(),
               "; want [1] float32, for float8_e4m3fn weights alone");
   return *x_scale->const_data_ptr<float>();
@@ -111,12 +119,12 @@ static float scale_of_x(WeightFormat format, const std::optional<Tensor>& x_scal
 
 static void check_int4(const LinearArgs& args, const Tensor& scales, const Tensor& zeros, int64_t panels) {
   const int64_t groups = args.groups, group_size = groups > 0 ? args.depth / groups : 0;
-  TORCH_CHECK(scales.scalar_type() == at::kHalf && scales.is_contiguous() &&
-                  scales.sizes() == at::IntArrayRef({panels, groups, PANEL}) && groups * group_size == args.depth &&
+  OP_REQUIRES(scales.scalar_type() == ScalarType::Half && scales.is_contiguous() &&
+                  scales.sizes() == Sizes({panels, groups, PANEL}) && groups * group_size == args.depth &&
                   (group_size == 32 || group_size == 64 || group_size == 128),
               "packed_linear: scales is ", scales.sizes(), " ", scales.scalar_type(), "; int4 with ", args.depth,
               " inputs wants [", panels, ", inputs / group size, 32] float16, contiguous, groups of 32, 64 or 128");
-  TORCH_CHECK(zeros.numel() == 0 || (zeros.scalar_type() == at::kByte && zeros.is_contiguous() &&
+  OP_REQUIRES(zeros.numel() == 0 || (zeros.scalar_type() == ScalarType::Byte && zeros.is_contiguous() &&
                                      zeros.sizes() == scales.sizes()),
               "packed_linear: zeros is ", zeros.sizes(), " ", zeros.scalar_type(), "; want ", scales.sizes(),
               " uint8, contiguous, or no elements");
@@ -151,11 +159,10 @@ static void run(LinearArgs& args, int64_t panels) {
 Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tensor& scales, const Tensor& zeros,
                             const std::optional<Tensor>& bias_, const std::optional<Tensor>& x_scale,
                             int64_t out_features, bool float_out) {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;  // no gradients are kept of anything in here
-  TORCH_CHECK(x_.dim() == 2 && x_.size(1) > 0 && out_features > 0, "packed_linear: x is ", x_.sizes(), " for ",
+  OP_REQUIRES(x_.dim() == 2 && x_.size(1) > 0 && out_features > 0, "packed_linear: x is ", x_.sizes(), " for ",
               out_features, " outputs; want [rows, inputs], one input and one output at least");
   if (weight.dim() == 2) {
-    TORCH_CHECK(weight.size(0) == out_features && weight.size(1) == x_.size(1), "packed_linear: weight is ",
+    OP_REQUIRES(weight.size(0) == out_features && weight.size(1) == x_.size(1), "packed_linear: weight is ",
                 weight.sizes(), "; want [", out_features, ", ", x_.size(1), "]");
     return plain_linear(x_, weight, bias_, float_out);
   }
@@ -176,11 +183,11 @@ Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tens
   if (args.format == WeightFormat::int8) check_int8(args, scales, zeros, panels);
   if (args.format == WeightFormat::int4) check_int4(args, scales, zeros, panels);
   if (args.format == WeightFormat::fp8) check_columns("fp8", scales, zeros, panels);
-  TORCH_CHECK(!bias.defined() || (bias.scalar_type() == x.scalar_type() && bias.numel() == out_features),
-              "packed_linear: bias is ", bias.defined() ? bias.sizes() : at::IntArrayRef(), "; want [", out_features,
+  OP_REQUIRES(!bias.defined() || (bias.scalar_type() == x.scalar_type() && bias.numel() == out_features),
+              "packed_linear: bias is ", bias.defined() ? bias.sizes() : Sizes({}), "; want [", out_features,
               "] of x's type, ", x.scalar_type());
 
-  Tensor out = at::empty({args.rows, out_features}, x.options().dtype(float_out ? at::kFloat : x.scalar_type()));
+  Tensor out = empty({args.rows, out_features}, float_out ? ScalarType::Float : x.scalar_type());
   if (out.numel() == 0) return out;
   args.x = x.const_data_ptr();
   args.x_step = x.stride(0);
@@ -194,6 +201,6 @@ Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tens
   return out;
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
-  if (trtspec::usable()) m.impl("packed_linear", trtspec::packed_linear);
+STABLE_TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+  if (trtspec::usable()) m.impl("packed_linear", TORCH_BOX(&trtspec::packed_linear));
 }

@@ -1,8 +1,4 @@
 // process_logits: see trtspec/ops/logits.py.
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -11,19 +7,19 @@
 #include "ops.h"
 #include "threads.h"
 
-using at::Tensor;
+using namespace trtspec;
 
 // Columns that are worth a thread: tens of microseconds of top-p.
 static constexpr int64_t COLUMNS_PER_CHUNK = 32768;
 
-static Tensor checked(const char* name, const Tensor& tensor, at::IntArrayRef shape, at::ScalarType type) {
-  TORCH_CHECK(tensor.scalar_type() == type && tensor.sizes() == shape, "process_logits: ", name, " is ",
+static Tensor checked(const char* name, const Tensor& tensor, Sizes shape, ScalarType type) {
+  OP_REQUIRES(tensor.scalar_type() == type && tensor.sizes() == shape, "process_logits: ", name, " is ",
               tensor.scalar_type(), " ", tensor.sizes(), "; want ", type, " ", shape);
   return tensor.contiguous();
 }
 
 // A group of the contract: undefined where it is zero-size.
-static Tensor group(const char* name, const Tensor& tensor, at::IntArrayRef shape, at::ScalarType type) {
+static Tensor group(const char* name, const Tensor& tensor, Sizes shape, ScalarType type) {
   return tensor.numel() ? checked(name, tensor, shape, type) : Tensor();
 }
 
@@ -39,7 +35,7 @@ static void check_ids(const char* name, const Tensor& ids, int64_t V, const Tens
     for (int64_t i = 0; i < ids.size(1); ++i, ++id) {
       if (*id < V) continue;
       const bool over = until.defined() && data<int64_t>(positions)[r] >= data<int64_t>(until)[r * ids.size(1) + i];
-      TORCH_CHECK(over, "process_logits: ", name, " holds id ", *id, " of a vocabulary of ", V);
+      OP_REQUIRES(over, "process_logits: ", name, " holds id ", *id, " of a vocabulary of ", V);
     }
 }
 
@@ -48,34 +44,35 @@ Tensor trtspec::process_logits(const Tensor& logits_, const Tensor& positions_, 
                              const Tensor& bias_values_, const Tensor& ban_ids_, const Tensor& ban_until_,
                              const Tensor& allow_mask_, const Tensor& temperatures_, const Tensor& top_ks_,
                              const Tensor& top_ps_, const Tensor& min_ps_) {
-  TORCH_CHECK(logits_.dim() == 2, "process_logits: logits is ", logits_.sizes(), "; want [R, V]");
+  OP_REQUIRES(logits_.dim() == 2, "process_logits: logits is ", logits_.sizes(), "; want [R, V]");
   const int64_t R = logits_.size(0), V = logits_.size(1);
   const auto last = [](const Tensor& tensor) { return tensor.dim() ? tensor.size(-1) : 0; };
   const int64_t L = last(history_), biases = last(bias_ids_), bans = last(ban_ids_);
 
-  const Tensor logits = checked("logits", logits_, {R, V}, at::kFloat),
-               positions = checked("positions", positions_, {R}, at::kLong),
-               penalties = group("penalties", penalties_, {R, 3}, at::kFloat);
+  const Tensor logits = checked("logits", logits_, {R, V}, ScalarType::Float),
+               positions = checked("positions", positions_, {R}, ScalarType::Long),
+               penalties = group("penalties", penalties_, {R, 3}, ScalarType::Float);
   Tensor history, prompt_lens;
   if (penalties.defined()) {
-    history = checked("history", history_, {R, L}, at::kInt);
-    prompt_lens = checked("prompt_lens", prompt_lens_.to(at::kLong), {R}, at::kLong);
+    history = checked("history", history_, {R, L}, ScalarType::Int);
+    prompt_lens = checked("prompt_lens", prompt_lens_.to(ScalarType::Long), {R}, ScalarType::Long);
   }
-  const Tensor bias_ids = group("bias_ids", bias_ids_, {R, biases}, at::kInt),
-               bias_values = group("bias_values", bias_values_, {R, biases}, at::kFloat),
-               ban_ids = group("ban_ids", ban_ids_, {R, bans}, at::kInt),
-               ban_until = group("ban_until", ban_until_, {R, bans}, at::kLong),
-               allow_mask = group("allow_mask", allow_mask_, {R, (V + 31) / 32}, at::kInt),
-               temperatures = group("temperatures", temperatures_, {R}, at::kFloat),
-               top_ks = group("top_ks", top_ks_, {R}, at::kInt), top_ps = group("top_ps", top_ps_, {R}, at::kFloat),
-               min_ps = group("min_ps", min_ps_, {R}, at::kFloat);
-  TORCH_CHECK(!bias_ids.defined() || bias_values.defined(), "process_logits: bias_values is missing");
-  TORCH_CHECK(!ban_ids.defined() || ban_until.defined(), "process_logits: ban_until is missing");
+  const Tensor bias_ids = group("bias_ids", bias_ids_, {R, biases}, ScalarType::Int),
+               bias_values = group("bias_values", bias_values_, {R, biases}, ScalarType::Float),
+               ban_ids = group("ban_ids", ban_ids_, {R, bans}, ScalarType::Int),
+               ban_until = group("ban_until", ban_until_, {R, bans}, ScalarType::Long),
+               allow_mask = group("allow_mask", allow_mask_, {R, (V + 31) / 32}, ScalarType::Int),
+               temperatures = group("temperatures", temperatures_, {R}, ScalarType::Float),
+               top_ks = group("top_ks", top_ks_, {R}, ScalarType::Int),
+               top_ps = group("top_ps", top_ps_, {R}, ScalarType::Float),
+               min_ps = group("min_ps", min_ps_, {R}, ScalarType::Float);
+  OP_REQUIRES(!bias_ids.defined() || bias_values.defined(), "process_logits: bias_values is missing");
+  OP_REQUIRES(!ban_ids.defined() || ban_until.defined(), "process_logits: ban_until is missing");
   check_ids("history", history, V, {}, positions);
   check_ids("bias_ids", bias_ids, V, {}, positions);
   check_ids("ban_ids", ban_ids, V, ban_until, positions);
 
-  Tensor out = at::empty({R, V}, logits.options());
+  Tensor out = empty({R, V}, ScalarType::Float);
   const trtspec::LogitsArgs args{
       .logits = logits.const_data_ptr<float>(),
       .out = out.mutable_data_ptr<float>(),
@@ -108,6 +105,6 @@ Tensor trtspec::process_logits(const Tensor& logits_, const Tensor& positions_, 
   return out;
 }
 
-TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
-  if (trtspec::usable()) m.impl("process_logits", trtspec::process_logits);
+STABLE_TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
+  if (trtspec::usable()) m.impl("process_logits", TORCH_BOX(&trtspec::process_logits));
 }

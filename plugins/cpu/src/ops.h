@@ -2,36 +2,36 @@
 // called directly by compiled graphs (graph_calls.cpp).
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <optional>
 #include <tuple>
 
+#include "tensor.h"
+
 namespace trtspec {
 
-at::Tensor spec_attention_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& k_cache,
-                           const at::Tensor& v_cache, const at::Tensor& cu_q_lens, const at::Tensor& kv_lens,
-                           const at::Tensor& block_tables, const at::Tensor& tree_mask, const at::Tensor& sinks,
+Tensor spec_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
+                           const Tensor& v_cache, const Tensor& cu_q_lens, const Tensor& kv_lens,
+                           const Tensor& block_tables, const Tensor& tree_mask, const Tensor& sinks,
                            double scale, int64_t window, double softcap);
 
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales,
-                         const at::Tensor& zeros, const std::optional<at::Tensor>& bias,
-                         const std::optional<at::Tensor>& x_scale, int64_t out_features, bool float_out);
+Tensor packed_linear(const Tensor& x, const Tensor& weight, const Tensor& scales,
+                         const Tensor& zeros, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& x_scale, int64_t out_features, bool float_out);
 
-at::Tensor packed_embedding(const at::Tensor& ids, const at::Tensor& weight, const at::Tensor& scales,
-                            const at::Tensor& zeros, int64_t in_features);
+Tensor packed_embedding(const Tensor& ids, const Tensor& weight, const Tensor& scales,
+                            const Tensor& zeros, int64_t in_features);
 
-at::Tensor process_logits(const at::Tensor& logits, const at::Tensor& positions, const at::Tensor& history,
-                          const at::Tensor& prompt_lens, const at::Tensor& penalties, const at::Tensor& bias_ids,
-                          const at::Tensor& bias_values, const at::Tensor& ban_ids, const at::Tensor& ban_until,
-                          const at::Tensor& allow_mask, const at::Tensor& temperatures, const at::Tensor& top_ks,
-                          const at::Tensor& top_ps, const at::Tensor& min_ps);
+Tensor process_logits(const Tensor& logits, const Tensor& positions, const Tensor& history,
+                          const Tensor& prompt_lens, const Tensor& penalties, const Tensor& bias_ids,
+                          const Tensor& bias_values, const Tensor& ban_ids, const Tensor& ban_until,
+                          const Tensor& allow_mask, const Tensor& temperatures, const Tensor& top_ks,
+                          const Tensor& top_ps, const Tensor& min_ps);
 
-at::Tensor spec_sample(const at::Tensor& logits, const at::Tensor& greedy, const at::Tensor& seeds,
-                       const at::Tensor& positions, const at::Tensor& vocab_ids);
+Tensor spec_sample(const Tensor& logits, const Tensor& greedy, const Tensor& seeds,
+                       const Tensor& positions, const Tensor& vocab_ids);
 
-std::tuple<at::Tensor, at::Tensor> spec_accept(const at::Tensor& sampled, const at::Tensor& draft_tokens,
-                                               const at::Tensor& draft_lens, const at::Tensor& forced_accept,
-                                               const at::Tensor& emits);
+std::tuple<Tensor, Tensor> spec_accept(const Tensor& sampled, const Tensor& draft_tokens,
+                                               const Tensor& draft_lens, const Tensor& forced_accept,
+                                               const Tensor& emits);
 
 }  // namespace trtspec

@@ -1,18 +1,19 @@
 // For benchmarks and tests: how fast this machine reads memory and multiplies right now, with as many threads as torch
 // uses.
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
 #include <atomic>
 #include <chrono>
 #include <vector>
 
 #include "kernels.h"
+#include "tensor.h"
 #include "threads.h"
 
+using trtspec::ScalarType;
+using trtspec::WeightFormat;
+
 // Bytes per second of one pass over `memory`.
-static double read_bandwidth(const at::Tensor& memory) {
-  TORCH_CHECK(memory.is_contiguous(), "read_bandwidth: memory must be contiguous");
+static double read_bandwidth(const trtspec::Tensor& memory) {
+  OP_REQUIRES(memory.is_contiguous(), "read_bandwidth: memory must be contiguous");
   constexpr int64_t PAGE = 4096, PAGES_OF_A_CHUNK = 256;
   const char* data = static_cast<const char*>(memory.const_data_ptr());
   const trtspec::OwnThreads own_threads;
@@ -27,15 +28,15 @@ static double read_bandwidth(const at::Tensor& memory) {
 
 // Multiplications per second of packed_linear's inner instructions on registers. group_size: of int4 weights, whose
 // sums are scaled so often.
-static double multiply_rate(const at::Tensor& weight, int64_t group_size) {
+static double multiply_rate(const trtspec::Tensor& weight, int64_t group_size) {
   constexpr int64_t PIECES = 64, STEPS = 16'384;
-  const trtspec::WeightFormat format = weight.scalar_type() == at::kFloat      ? trtspec::WeightFormat::fp32
-                                       : weight.scalar_type() == at::kBFloat16 ? trtspec::WeightFormat::bf16
-                                       : weight.scalar_type() == at::kHalf     ? trtspec::WeightFormat::fp16
-                                       : weight.scalar_type() == at::kChar     ? trtspec::WeightFormat::int8
-                                       : weight.scalar_type() == at::kByte     ? trtspec::WeightFormat::int4
-                                                                               : trtspec::WeightFormat::fp8;
-  const int64_t group_steps = format == trtspec::WeightFormat::int4 ? group_size / 8 : STEPS;
+  const WeightFormat format = weight.scalar_type() == ScalarType::Float      ? WeightFormat::fp32
+                              : weight.scalar_type() == ScalarType::BFloat16 ? WeightFormat::bf16
+                              : weight.scalar_type() == ScalarType::Half     ? WeightFormat::fp16
+                              : weight.scalar_type() == ScalarType::Char     ? WeightFormat::int8
+                              : weight.scalar_type() == ScalarType::Byte     ? WeightFormat::int4
+                                                                             : WeightFormat::fp8;
+  const int64_t group_steps = format == WeightFormat::int4 ? group_size / 8 : STEPS;
   const trtspec::OwnThreads own_threads;
   std::atomic<int64_t> done = 0;
   const auto start = std::chrono::steady_clock::now();
@@ -52,17 +53,21 @@ static std::vector<int64_t> count_pieces(int64_t count, int64_t failing) {
   std::vector<int64_t> done(count);
   trtspec::parallel_for(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      TORCH_CHECK(i != failing, "piece ", i, " failed");
+      OP_REQUIRES(i != failing, "piece ", i, " failed");
       ++done[i];
     }
   });
   return done;
 }
 
-TORCH_LIBRARY(trtspec_probe, m) {
+STABLE_TORCH_LIBRARY(trtspec_probe, m) {
   m.def("read_bandwidth(Tensor memory) -> float");
-  m.impl("read_bandwidth", c10::DispatchKey::CPU, read_bandwidth);
   m.def("multiply_rate(Tensor weight, int group_size) -> float");
-  m.impl("multiply_rate", c10::DispatchKey::CPU, multiply_rate);
-  m.def("count_pieces(int count, int failing) -> int[]", count_pieces);
+  m.def("count_pieces(int count, int failing) -> int[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(trtspec_probe, CompositeExplicitAutograd, m) {
+  m.impl("read_bandwidth", TORCH_BOX(&read_bandwidth));
+  m.impl("multiply_rate", TORCH_BOX(&multiply_rate));
+  m.impl("count_pieces", TORCH_BOX(&count_pieces));
 }

@@ -1,10 +1,8 @@
 // See threads.h. One team of workers serves the process; one op at a time has it, others run in their caller alone.
 #include "threads.h"
 
-#include <ATen/Parallel.h>
 #include <pthread.h>
 #include <time.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,6 +13,8 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "tensor.h"
 
 namespace trtspec {
 namespace {
@@ -233,13 +233,38 @@ OwnThreads::~OwnThreads() { own_threads = before_; }
 
 int use_own_threads(int count) { return std::exchange(own_count, count); }
 
+// On torch's threads. What a chunk throws may not pass through torch's C functions.
+static void share_out_with_torch(int64_t count, int64_t chunk, Chunk call, const void* body) {
+  struct Job {
+    const Chunk call;
+    const void* const body;
+    std::atomic<bool> failed = false;
+    std::exception_ptr error;  // the first
+  } job{call, body};
+  const auto run = [](int64_t begin, int64_t end, void* of) {
+    Job& job = *static_cast<Job*>(of);
+    try {
+      job.call(job.body, begin, end);
+    } catch (...) {
+      if (!job.failed.exchange(true)) job.error = std::current_exception();
+    }
+  };
+  check(torch_parallel_for(0, count, chunk, run, &job));
+  if (job.error) std::rethrow_exception(job.error);
+}
+
+static int torch_threads() {
+  uint32_t count;
+  check(torch_get_num_threads(&count));
+  return int(count);
+}
+
 void share_out(int64_t count, int64_t chunk, Chunk call, const void* body) {
   chunk = std::max<int64_t>(chunk, 1);
-  if (!own_threads && own_count == 0)
-    return at::parallel_for(0, count, chunk, [&](int64_t begin, int64_t end) { call(body, begin, end); });
-  const int most = own_count > 0 ? own_count : at::get_num_threads();
+  if (!own_threads && own_count == 0) return share_out_with_torch(count, chunk, call, body);
+  const int most = own_count > 0 ? own_count : torch_threads();
   const int threads = int(std::min<int64_t>(most, (count + chunk - 1) / chunk));
-  if (threads > 1 && !at::in_parallel_region()) {
+  if (threads > 1) {
     const std::unique_lock mine(one_at_a_time, std::try_to_lock);
     if (mine) {
       if (team == nullptr || team->size() < most) team = new Team(most - 1);
@@ -251,9 +276,10 @@ void share_out(int64_t count, int64_t chunk, Chunk call, const void* body) {
 
 }  // namespace trtspec
 
-TORCH_LIBRARY(trtspec_threads, m) {
-  m.def("use_own(int count) -> int", [](int64_t count) {
-    TORCH_CHECK(count >= 0 && count < 4096, "use_own: count is ", count, "; want 0 to 4095");
-    return int64_t(trtspec::use_own_threads(int(count)));
-  });
+static int64_t use_own(int64_t count) {
+  OP_REQUIRES(count >= 0 && count < 4096, "use_own: count is ", count, "; want 0 to 4095");
+  return trtspec::use_own_threads(int(count));
 }
+
+STABLE_TORCH_LIBRARY(trtspec_threads, m) { m.def("use_own(int count) -> int"); }
+STABLE_TORCH_LIBRARY_IMPL(trtspec_threads, CompositeExplicitAutograd, m) { m.impl("use_own", TORCH_BOX(&use_own)); }

@@ -11,7 +11,7 @@ namespace trtspec {
 //
 // Within an OwnThreads, or after use_own_threads, the threads are this library's. OpenMP's wait for each other at every
 // op, which costs microseconds when all is well, and milliseconds each time another process has taken one of the cores;
-// ours wait for nobody who has not come: whoever is there takes the chunks. Elsewhere it is at::parallel_for, since
+// ours wait for nobody who has not come: whoever is there takes the chunks. Elsewhere it is torch's parallel_for, since
 // torch's own ops leave OpenMP's threads spinning, and two teams would fight for the cores.
 class OwnThreads {
  public:
