@@ -18,7 +18,9 @@ from trtspec.build.cache import FOLDER_VARIABLE, SIZE_VARIABLE, Cache, Held
 from trtspec.build.cache_key import Digests, compiler, key_facts, key_of, stamps
 from trtspec.build.context import BuildContext, plan_context
 from trtspec.build.engine_folder import EngineFolder
+from trtspec.build.memory import table_bytes
 from trtspec.build.models import Progress
+from trtspec.build.steps import build_steps
 from trtspec.config.engine import AUTO, EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import (
@@ -29,12 +31,14 @@ from trtspec.errors import (
     TrtSpecError,
     UnsupportedError,
 )
+from trtspec.models.layers import weight_bytes
 from trtspec.ops import load_plugins
 
 logger = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_WORDS = ("No space left on device", "Disk quota exceeded")
+_GRAPHS = 2**25  # bytes that graphs take at most, seen generously
 _NO_ROOM = 2**20  # bytes: a disk that has less is full
 
 
@@ -174,11 +178,14 @@ class _Build:
     def __call__(self, output: Path) -> None:
         context = self.context
         self.check(context)
+        folder = output.parents[1]
+        free, needed = shutil.disk_usage(folder).free, _room(context)
+        if free < needed:  # torch's writer of graphs ends the process where the disk is full
+            raise _full(folder, f"has {free / 1e9:.2f} GB free, and the engine takes {needed / 1e9:.2f} GB")
         # Limits are not compiled in: the engine is made for the longest sequences, and runs with those of each start.
         config = replace(context.config, backend=USUAL_COMPILER, max_seq_len=None, max_input_len=None)
         in_graphs = self.speculative if context.mode.shapes_graphs() else None
         mode = "plain decoding" if in_graphs is None else context.mode.name
-        folder = output.parents[1]
         self.progress(f"compiling {context.target.path} for {mode} (once; kept in {folder})")
         start = time.perf_counter()
         try:
@@ -209,9 +216,15 @@ def _is_full(error: BaseException, folder: Path) -> bool:
     return said or shutil.disk_usage(folder).free < _NO_ROOM
 
 
-def _full(folder: Path) -> _OpByOp:
+def _room(context: BuildContext) -> int:
+    """Bytes that the engine of a context takes, and what is written meanwhile."""
+    steps = build_steps(context.described()).values()
+    return _GRAPHS + sum(weight_bytes(step) + table_bytes(step) for step in steps)
+
+
+def _full(folder: Path, how: str = "is full") -> _OpByOp:
     return _OpByOp(
-        f"the disk of {folder} is full",
+        f"the disk of {folder} {how}",
         f"make room, set {FOLDER_VARIABLE} to a folder with more, or {SIZE_VARIABLE} to keep less there",
         CapacityError,
     )
