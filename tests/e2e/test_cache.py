@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cached import Started, Warm, ended, start, warm  # noqa: F401  (a fixture)
+from tests.e2e.cached import Warm, ended, start
 from tests.serve.server import running
 from trtspec import LLM, SamplingParams
 from trtspec.build import start as starting
@@ -50,7 +50,7 @@ def copying(monkeypatch: pytest.MonkeyPatch, engine: Path, before: Callable[[], 
 
 
 @pytest.fixture
-def cache(warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:  # noqa: F811
+def cache(warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """A copy of the warm cache, for this process and its children."""
     found = warm.copied(tmp_path / "cache")
     monkeypatch.setenv("TRTSPEC_CACHE", str(found.folder))
@@ -60,7 +60,7 @@ def cache(warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 # -- starts -----------------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_at_once_compile_once(warm: Warm) -> None:  # noqa: F811
+def test_two_processes_at_once_compile_once(warm: Warm) -> None:
     builder, other = sorted(warm.first, key=lambda one: -one.times(" in "))
     assert (builder.times("INFO compiling"), builder.times("INFO compiled")) == (1, 1)
     assert (other.times("INFO compiling"), other.times("INFO compiled")) == (0, 0)
@@ -71,7 +71,7 @@ def test_two_processes_at_once_compile_once(warm: Warm) -> None:  # noqa: F811
     assert f"(once; kept in {warm.folder})" in builder.log
 
 
-def test_a_second_start_compiles_nothing_and_imports_no_compiler(warm: Warm) -> None:  # noqa: F811
+def test_a_second_start_compiles_nothing_and_imports_no_compiler(warm: Warm) -> None:
     again = ended(start(warm.model, warm.folder))
     assert again.said == {"ids": warm.first[0].said["ids"], "runs": "AotiExecutable", "compilers": []}
     assert "compil" not in again.log
@@ -88,7 +88,7 @@ def test_a_second_start_compiles_nothing_and_imports_no_compiler(warm: Warm) -> 
     ids=["limits", "aoti", "ngram", "suffix"],
 )
 def test_limits_and_drafters_of_the_host_share_one_engine(
-    warm: Warm,  # noqa: F811
+    warm: Warm,
     cache: Cache,
     monkeypatch: pytest.MonkeyPatch,
     speculation: dict[str, Any] | None,
@@ -103,7 +103,7 @@ def test_limits_and_drafters_of_the_host_share_one_engine(
     assert not made
 
 
-def test_the_server_starts_from_the_cache(warm: Warm, cache: Cache, tmp_path: Path) -> None:  # noqa: F811
+def test_the_server_starts_from_the_cache(warm: Warm, cache: Cache, tmp_path: Path) -> None:
     with running(warm.model, tmp_path / "log", options=["--num-kv-blocks", "64"]):
         assert [kept.in_use for kept in cache.kept()] == [True]
     assert OP_BY_OP not in (tmp_path / "log").read_text()
@@ -111,7 +111,7 @@ def test_the_server_starts_from_the_cache(warm: Warm, cache: Cache, tmp_path: Pa
 
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"dtype": "bfloat16"}, {"block_size": 32}], ids=str)
 def test_what_graphs_depend_on_is_another_engine(
-    warm: Warm,  # noqa: F811
+    warm: Warm,
     cache: Cache,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
@@ -146,7 +146,7 @@ def rewritten(file: Path) -> None:
     ids=["weights", "config", "tokenizer"],
 )
 def test_a_changed_checkpoint_is_compiled_anew(
-    warm: Warm,  # noqa: F811
+    warm: Warm,
     cache: Cache,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -163,7 +163,7 @@ def test_a_changed_checkpoint_is_compiled_anew(
 
 
 def test_a_checkpoint_that_changes_meanwhile_is_not_kept(
-    warm: Warm,  # noqa: F811
+    warm: Warm,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_changes_meanwhile_is_not_kept(
 
 
 def test_what_is_wrong_surfaces_before_anything_is_compiled(
-    warm: Warm,  # noqa: F811
+    warm: Warm,
     cache: Cache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -218,7 +218,7 @@ def blanked(file: Path) -> None:
     ids=["cut", "blanked", "missing", "config", "lock"],
 )
 def test_a_damaged_engine_is_built_again(
-    warm: Warm,  # noqa: F811
+    warm: Warm,
     cache: Cache,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -234,7 +234,7 @@ def test_a_damaged_engine_is_built_again(
     assert len(made) == 1
 
 
-def test_a_killed_build_leaves_what_the_next_one_removes(warm: Warm, tmp_path: Path) -> None:  # noqa: F811
+def test_a_killed_build_leaves_what_the_next_one_removes(warm: Warm, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     process = start(warm.model, folder)
     try:
@@ -279,7 +279,7 @@ def linked(folder: Path) -> None:
     ids=["foreign", "0755", "0720", "link"],
 )
 def test_a_folder_that_others_can_write_is_refused(
-    warm: Warm,  # noqa: F811
+    warm: Warm,
     cache: Cache,
     which: str,
     change: Callable[[Path], object],
@@ -292,7 +292,7 @@ def test_a_folder_that_others_can_write_is_refused(
         assert refused.match(why)
 
 
-def test_what_is_made_is_ours_alone(warm: Warm) -> None:  # noqa: F811
+def test_what_is_made_is_ours_alone(warm: Warm) -> None:
     for path in (warm.folder, warm.folder / warm.key):
         assert path.stat().st_mode & 0o777 == 0o700
 
@@ -300,7 +300,7 @@ def test_what_is_made_is_ours_alone(warm: Warm) -> None:  # noqa: F811
 # -- without a compiler, a disk, a cache ------------------------------------------------------------------------------
 
 
-def test_without_a_compiler_it_works_and_says_so(warm: Warm, tmp_path: Path) -> None:  # noqa: F811
+def test_without_a_compiler_it_works_and_says_so(warm: Warm, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     both = [
         start(warm.model, tmp_path / "cache", options, PATH=str(tmp_path / "bin"), CXX="g++")
@@ -315,7 +315,7 @@ def test_without_a_compiler_it_works_and_says_so(warm: Warm, tmp_path: Path) -> 
     assert "install g++ (apt install g++) or set CXX" in refused.said["message"]
 
 
-def test_a_full_disk_leaves_nothing_and_is_said(warm: Warm, small_disk: Path) -> None:  # noqa: F811
+def test_a_full_disk_leaves_nothing_and_is_said(warm: Warm, small_disk: Path) -> None:
     both = [start(warm.model, small_disk / "cache", options) for options in ({}, {"backend": "aoti"})]
     eager, refused = map(ended, both)
     assert (eager.said["runs"], eager.said["ids"]) == ("EagerExecutable", warm.first[0].said["ids"])
@@ -327,7 +327,7 @@ def test_a_full_disk_leaves_nothing_and_is_said(warm: Warm, small_disk: Path) ->
 
 
 def test_off_is_op_by_op_and_no_loss_worth_a_warning(
-    warm: Warm,  # noqa: F811
+    warm: Warm,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -340,7 +340,7 @@ def test_off_is_op_by_op_and_no_loss_worth_a_warning(
         LLM(warm.model, backend="aoti", **LIMITS)
 
 
-def test_without_kernels_it_works_and_says_so(warm: Warm, tmp_path: Path) -> None:  # noqa: F811
+def test_without_kernels_it_works_and_says_so(warm: Warm, tmp_path: Path) -> None:
     said = ended(start(warm.model, tmp_path / "cache", TRTSPEC_PLUGINS="0"))
     assert (said.said["runs"], said.said["ids"]) == ("EagerExecutable", warm.first[0].said["ids"])
     assert f"{OP_BY_OP}: the C++ kernels do not serve; run python -m trtspec_plugins.cpu" in said.log

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cached import small_disk  # noqa: F401  (a fixture)
 from tests.e2e.conformance import make_models
 from tests.e2e.tiny import add_tokenizer, make_target
 from trtspec import LLM, SamplingParams
@@ -88,7 +87,7 @@ class _Filling(logging.Handler):
 
 
 @pytest.fixture
-def filling(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Filling]:  # noqa: F811
+def filling(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Filling]:
     logger, handler = logging.getLogger("trtspec.llm"), _Filling(small_disk)
     monkeypatch.setattr(logger, "level", logging.DEBUG)
     logger.addHandler(handler)
@@ -97,10 +96,10 @@ def filling(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Fill
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("small_disk", ["64m"], indirect=True)
+@pytest.mark.parametrize("small_disk", ["256m"], indirect=True)
 def test_a_disk_that_fills_up_meanwhile(
     tmp_path: Path,
-    small_disk: Path,  # noqa: F811
+    small_disk: Path,
     filling: _Filling,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

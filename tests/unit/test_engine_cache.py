@@ -15,6 +15,7 @@ from trtspec.build.cache import Cache
 from trtspec.build.cache_key import Digests, compiler
 from trtspec.build.engine_folder import FORMAT, file_facts, machine
 from trtspec.build.file_lock import FileLock
+from trtspec.cli import main
 from trtspec.errors import ConfigError
 
 KEYS = [str(i) * 24 for i in range(4)]
@@ -131,6 +132,47 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert Cache.of_environment() == Cache(folder, int(limit))
     monkeypatch.setenv("TRTSPEC_CACHE", "off")
     assert Cache.of_environment() is None
+
+
+def test_without_a_home_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a user without a name."""
+    for name in ("HOME", "TRTSPEC_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    with pytest.raises(FileNotFoundError, match=r"~/.cache: Could not determine home directory"):
+        Cache.of_environment()
+
+
+def test_the_command_lists_prunes_and_clears(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRTSPEC_CACHE", str(cache.folder))
+    monkeypatch.setenv("COLUMNS", "200")
+    modes = ("NGRAM", "EAGLE3_ONE_MODEL")
+    for key, mode in zip(KEYS, modes, strict=False):
+        facts = {"model": f"/models/{mode}", "options": {"dtype": "bfloat16", "quantization": None}}
+        drafted = {"mode": mode, "draft_lens": [0, 3]} if mode != "NGRAM" else None
+        cache.get(key, {**facts, "speculation": drafted}, build).release()
+    used = cache.held(KEYS[1])
+    assert used is not None
+    assert main(["cache", "list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[0] == f"{cache.folder}: 0.00 GB of 20.00 GB"
+    row, other = (next(line.split() for line in listed if f"/models/{mode}" in line) for mode in reversed(modes))
+    assert row[1:8] == ["EAGLE3_ONE_MODEL,", "K", "=", "0,", "3", "dtype", "bfloat16"]
+    assert (row[-1], other[-1], other[1]) == ("yes", "no", "plain,")
+    assert main(["cache", "prune"]) == 0
+    assert "0 removed, 2 left, 1 of them in use" in capsys.readouterr().out
+    assert main(["cache", "prune", "--gb", "-1"]) == 1
+    assert "--gb -1.0 is no size; give gigabytes, 0 or more" in capsys.readouterr().err
+    assert main(["cache", "clear"]) == 0
+    assert "1 removed, 1 left, 1 of them in use" in capsys.readouterr().out
+    used.release()
+    assert main(["cache", "prune", "--gb", "0"]) == 0
+    assert "1 removed, 0 left, 0 of them in use" in capsys.readouterr().out
+    monkeypatch.setenv("TRTSPEC_CACHE", "off")
+    assert main(["cache", "list"]) == 1
+    assert "TRTSPEC_CACHE=off keeps no engines; unset it" in capsys.readouterr().err
 
 
 # -- what is remembered -----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,16 @@ class Cache:
 
     @classmethod
     def of_environment(cls) -> Self | None:
-        """As TRTSPEC_CACHE and TRTSPEC_CACHE_GB say; None for "off". ConfigError for a size that is none."""
+        """As TRTSPEC_CACHE and TRTSPEC_CACHE_GB say; None for "off". ConfigError for a size that is none, OSError where
+        the user has no home folder and names none."""
         named = os.environ.get(FOLDER_VARIABLE, "")
         if named == "off":
             return None
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        folder = Path(named or f"{home}/trtspec").expanduser().absolute()
+        try:
+            folder = Path(named or f"{home}/trtspec").expanduser().absolute()
+        except RuntimeError as error:
+            raise FileNotFoundError(f"{home}: {error}") from error
         said = os.environ.get(SIZE_VARIABLE) or str(GIGABYTES)
         try:
             size = float(said)
@@ -235,8 +240,9 @@ class Cache:
                 if same is None or not file.is_file() or file.samefile(same):
                     continue
                 link = made.parent / "link"
-                os.link(same, link)
-                os.replace(link, file)
+                with suppress(OSError):  # a file system without links; then they are several files
+                    os.link(same, link)
+                    os.replace(link, file)
 
     def _paths(self) -> list[Path]:
         """The folders of engines."""

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_WORDS = ("No space left on device", "Disk quota exceeded")
-_GRAPHS = 2**25  # bytes that graphs take at most, seen generously
+_GRAPHS = 2**27  # bytes: more than graphs and what is written meanwhile take
 _NO_ROOM = 2**20  # bytes: a disk that has less is full
 
 
@@ -56,14 +56,16 @@ class Start:
         if self.held is not None:
             self.held.release()
 
-    def damaged(self) -> bool:
-        """Whether it is the cache's and no longer what was built, as its digests say; then the cache drops it."""
-        if self.held is None:
+    def damaged(self, error: BaseException) -> bool:
+        """Whether it is the cache's and no longer what was built, as its digests say: what else can have raised `error`
+        while it was loaded? Then the cache drops it."""
+        others = isinstance(error, TrtSpecError) and not isinstance(error, CheckpointError)
+        if self.held is None or others or not isinstance(error, Exception):
             return False
         try:
             self.held.engine.verify()
-        except (CheckpointError, OSError) as error:
-            logger.warning("%s; it is compiled anew", str(error).partition(";")[0])
+        except (CheckpointError, OSError) as found:
+            logger.warning("%s; it is compiled anew", str(found).partition(";")[0])
             Cache(self.held.engine.path.parent, 0).discard(self.held.engine.path.name)
             return True
         return False
@@ -117,7 +119,10 @@ def _compiled(
     detail: Progress,
     check: Callable[[BuildContext], None],
 ) -> Start:
-    cache = Cache.of_environment()
+    try:
+        cache = Cache.of_environment()
+    except OSError as error:
+        raise _unusable("", error) from error
     if cache is None:
         why, remedy = f"{FOLDER_VARIABLE}=off keeps none", "unset it"
         if config.backend != AUTO:
@@ -140,8 +145,7 @@ def _compiled(
     except OSError as error:
         if _is_full(error, cache.folder.parent):
             raise _full(cache.folder) from error
-        why = f"the cache of engines {cache.folder} cannot be used ({error})"
-        raise _OpByOp(why, f"set {FOLDER_VARIABLE} to another folder", ConfigError) from error
+        raise _unusable(f" {cache.folder}", error) from error
     if context.mode.shapes_graphs():
         assert speculative is not None
         assert context.resolved is not None
@@ -220,6 +224,11 @@ def _room(context: BuildContext) -> int:
     """Bytes that the engine of a context takes, and what is written meanwhile."""
     steps = build_steps(context.described()).values()
     return _GRAPHS + sum(weight_bytes(step) + table_bytes(step) for step in steps)
+
+
+def _unusable(folder: str, error: OSError) -> _OpByOp:
+    why = f"the cache of engines{folder} cannot be used ({error})"
+    return _OpByOp(why, f"set {FOLDER_VARIABLE} to a folder that can be written", ConfigError)
 
 
 def _full(folder: Path, how: str = "is full") -> _OpByOp:

@@ -56,7 +56,7 @@ def assemble_engine(
         try:
             engine = _assembled(start, tokenizer, progress)
         except BaseException as error:
-            damaged = again and isinstance(error, Exception) and start.damaged()
+            damaged = again and start.damaged(error)
             start.release()
             if damaged:
                 return start_engine(False)
