@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -193,7 +195,8 @@ class _Build:
         self.progress(f"compiling {context.target.path} for {mode} (once; kept in {folder})")
         start = time.perf_counter()
         try:
-            build_engine(context.target.path, output, in_graphs, config, report=self.detail)
+            with _compiling_in(output.parent / "compiler"):
+                build_engine(context.target.path, output, in_graphs, config, report=self.detail)
         except DependencyError as error:
             why, _, remedy = str(error).partition("; ")
             raise _OpByOp(why, remedy, DependencyError) from error
@@ -207,6 +210,24 @@ class _Build:
         if stamps(context) != self.before:
             raise CheckpointError(f"{context.target.path} changed while it was compiled; start again once it is whole")
         self.progress(f"compiled {context.target.path} in {time.perf_counter() - start:.0f} s")
+
+
+@contextmanager
+def _compiling_in(folder: Path) -> Iterator[None]:
+    """What torch's compiler leaves meanwhile goes to a folder of this build: its usual one is shared by all processes
+    of the user, which wait for each other's locks there, and its name can be guessed by others."""
+    name, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ[name] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+        from torch._inductor.utils import clear_caches  # it takes seconds, but has been imported to compile
+
+        clear_caches()  # they name files in the folder, which goes
 
 
 def _is_full(error: BaseException, folder: Path) -> bool:
