@@ -58,7 +58,7 @@ def main() -> int:
     engines = {
         name: LLM(folders[mode.engine], mode.speculative_config, max_batch_size=1) for name, mode in modes.items()
     }
-    engines["plain, eager"] = LLM(TARGET, max_batch_size=1)
+    engines["plain, eager"] = LLM(TARGET, backend="eager", max_batch_size=1)
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
     found: dict[int, dict[str, list[float]]] = {}
     different: set[str] = set()

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--backend", default="eager", help="of the demo's checkpoints; auto: compiled (default eager)")
     parser.add_argument("--out", type=Path, help="folder for the JSON files")
     args = parser.parse_args()
     out = args.out or Path(tempfile.mkdtemp())
@@ -40,7 +41,7 @@ def main() -> None:
             file = out / f"{spec['method']}-b{batch}.json"
             command = [sys.executable, "-m", "trtspec", "bench", "decode", "--model", str(DEMO / "target")]
             command += ["--spec", json.dumps(spec), "--batch", str(batch), "--output-len", str(args.output_len)]
-            command += ["--repeats", str(args.repeats), "--json", str(file)]
+            command += ["--repeats", str(args.repeats), "--json", str(file), "--backend", args.backend]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             row = json.loads(file.read_text(encoding="utf-8"))
             print(

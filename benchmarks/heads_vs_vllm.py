@@ -87,7 +87,7 @@ def here(task: dict[str, Any]) -> dict[str, Any]:
     from trtspec import LLM, SamplingParams
     from trtspec.outputs import SpeculationStats
 
-    with LLM(task["target"], task["speculation"], max_batch_size=16) as llm:
+    with LLM(task["target"], task["speculation"], backend="eager", max_batch_size=16) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=task["max_tokens"], ignore_eos=True, detokenize=False)
         outputs = llm.generate(task["prompts"], params, use_tqdm=False)
     stats = SpeculationStats.total(output.speculation for output in outputs)

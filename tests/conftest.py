@@ -1,12 +1,16 @@
-"""For all tests: one thread, as models are tiny and two pools of threads on few cores only wait for each other; and
-what stands in for a GPU."""
+"""For all tests: one thread, as models are tiny and two pools of threads on few cores only wait for each other; no
+cache of engines; and what stands in for a GPU."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 
 from tests.async_stand_in import HostQueue, random_delay
+
+os.environ["TRTSPEC_CACHE"] = "off"  # what starts from a checkpoint runs op by op, unless a test says otherwise
 
 
 @pytest.fixture(autouse=True, scope="session")

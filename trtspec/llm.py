@@ -35,7 +35,8 @@ class LLM:
     """A model folder ready to generate, with or without speculation.
 
     model: a Hugging Face checkpoint folder, or an engine folder made by `trtspec build`, which brings its own
-    speculation and limits. speculative_config: None, a dict, a SpeculativeConfig or a
+    speculation and limits. A checkpoint is compiled at its first start and kept in a cache (TRTSPEC_CACHE: its folder,
+    or off), unless backend says otherwise. speculative_config: None, a dict, a SpeculativeConfig or a
     TensorRT-LLM-style config. tokenizer: a folder to take it from, or a Tokenizer; None = the model's own, and without
     one prompts are token ids and outputs have no text. All other arguments are the fields of EngineConfig (dtype,
     device, max_batch_size, max_num_tokens, max_seq_len, kv_cache_memory, num_kv_blocks, seed, ...).
@@ -70,8 +71,9 @@ class LLM:
             # In a thread that ends: the worker threads torch gets there must not stay beside those of the engine's.
             loader = ThreadPoolExecutor(1)
             try:
+                detail = report if progress else logger.debug
                 engine = loader.submit(
-                    assemble_engine, built or Path(model), speculative, config, tokenizer, report
+                    assemble_engine, built or Path(model), speculative, config, tokenizer, report, detail
                 ).result()
             finally:
                 loader.shutdown(wait=False)  # Ctrl-C does not wait for it

@@ -40,7 +40,7 @@ class Trtspec:
         if "engine" in request:
             self.llm = LLM(request["engine"], enable_prefix_caching=False, generation_config="off")
         else:
-            config = dataclasses.asdict(_engine_config(request))
+            config = {**dataclasses.asdict(_engine_config(request)), "backend": "eager"}
             self.llm = LLM(request["model"], request["speculation"], **config)
         self.generate({"prompts": [request["first_prompt"]], "output_len": 1})
         reply = {"startup_s": time.perf_counter() - start, "version": trtspec.__version__}

@@ -70,7 +70,8 @@ def main() -> int:
         else:
             speculation = [mode.speculative_config or ENGINES[mode.engine] for mode in modes]
             targets = [target_of(mode.engine) for mode in modes]
-            engines = [LLM(target, own, max_batch_size=1) for target, own in zip(targets, speculation, strict=True)]
+            options = {"backend": "eager", "max_batch_size": 1}
+            engines = [LLM(target, own, **options) for target, own in zip(targets, speculation, strict=True)]
     except TrtSpecError as error:
         console.print(str(error), style="bold red")
         return 1

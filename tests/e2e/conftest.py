@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.cached import small_disk, warm  # noqa: F401  (fixtures)
 from tests.e2e.recorded import recorders  # noqa: F401  (a fixture)
 from tests.e2e.refused import folders, good_folders  # noqa: F401  (fixtures)
 from tests.e2e.tiny import add_tokenizer, make_target, perturbed

@@ -35,7 +35,7 @@ def run(backend: str, modes: list[str]) -> dict[str, Any]:
             folder = build_missing([engine], Console(stderr=True))[engine]
             llm = LLM(folder, speculation, max_batch_size=1)
         else:
-            llm = LLM(target_of(engine), speculation or ENGINES[engine], max_batch_size=1)
+            llm = LLM(target_of(engine), speculation or ENGINES[engine], backend="eager", max_batch_size=1)
         found[mode] = {}
         for temperature in TEMPERATURES:
             params = SamplingParams(temperature=temperature, seed=1, max_tokens=MAX_TOKENS, ignore_eos=True)

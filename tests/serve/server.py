@@ -97,7 +97,7 @@ def running(
     command = [sys.executable, "-m", "trtspec", "serve", "--model", str(model), "--port", "0", *options]
     if speculation is not None:
         command += ["--spec", json.dumps(speculation)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {"TRTSPEC_CACHE": "off", **os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as stream:
         process = subprocess.Popen(command, stderr=stream, stdout=stream, text=True, env=environment)
     try:

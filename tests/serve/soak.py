@@ -71,7 +71,7 @@ def make_cases(model: Path, count: int) -> list[Case]:
         }
         for _ in range(count)
     ]
-    with LLM(model, **LIMITS) as llm:
+    with LLM(model, backend="eager", **LIMITS) as llm:
         params = [SamplingParams(**{k: v for k, v in body.items() if k != "prompt"}) for body in bodies]
         outputs = llm.generate([body["prompt"] for body in bodies], params, use_tqdm=False)
     texts = [output.outputs[0].text for output in outputs]

@@ -1,4 +1,4 @@
-"""Run a step module as it is, op by op: the reference backend, and the one to debug with."""
+"""Run a step module as it is, op by op: the reference backend, to debug with, and where nothing can be compiled."""
 
 from __future__ import annotations
 

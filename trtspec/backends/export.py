@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from trtspec.backends.graph_io import INPUTS, graph_inputs, graph_outputs, input_names, output_names, step_inputs
-from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.resolved import ResolvedSpeculation, scheduled_draft_lens
 from trtspec.core import AttnMetadata, KVLayer, LogitEdits, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.step import Step
 from trtspec.sampling_params import ResolvedSampling
@@ -116,14 +116,10 @@ def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[
     """
     if resolved is None or not step.makes_drafts:
         return (0,)
-    K = resolved.num_speculative_tokens
-    lengths = {K}
-    lengths |= {length for _, length in resolved.draft_len_schedule or ()}
-    lengths |= {length for _, _, length in resolved.num_speculative_tokens_per_batch_size or ()}
-    gated = resolved.disable_by_batch_size is not None or resolved.max_concurrency is not None or len(lengths) > 1
-    if gated or step.hidden_width:
+    lengths = scheduled_draft_lens(resolved)
+    if step.hidden_width:
         lengths.add(0)
-    return tuple(sorted(length for length in lengths if length <= K))
+    return tuple(sorted(lengths))
 
 
 def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False) -> ExportedProgram:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.bench.decode import versions
+from trtspec.build.engine_folder import EngineFolder
 from trtspec.llm import LLM
 from trtspec.outputs import SpeculationStats, or_none
 from trtspec.sampling_params import SamplingParams
@@ -26,8 +27,12 @@ def bench_acceptance(
     Returns a JSON-ready dict: `by_k`, for each K: acceptance_length (mean tokens per step that had drafts, bonus
     included; None if none had), tokens_per_step (of all generation steps), acceptance_per_position [K] (share of the
     drafts offered there that were kept), steps, num_drafts (steps that had drafts), tokens; `lossless`: every K gave
-    the tokens of plain decoding; and what was measured. The speculative_config's own K is left out of account.
+    the tokens of plain decoding; and what was measured. The speculative_config's own K is left out of account. A
+    checkpoint runs op by op unless engine_options name a backend: acceptance is the same, and nothing is compiled for
+    each K.
     """
+    if EngineFolder.open(model) is None:
+        engine_options = {"backend": "eager", **engine_options}
     progress("plain decoding")
     plain, _ = _generate(model, None, prompts, params, engine_options)
     rows, lossless = [], True

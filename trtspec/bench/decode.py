@@ -85,11 +85,12 @@ def bench_decode(
     no other), `lossless` (outputs equal), acceptance_length (mean tokens per step that had drafts; None if none had),
     tokens_per_step (of all generation steps), acceptance_per_position, weight_bytes_per_step, read_gbs (10^9 bytes/s,
     probed between the repeats), roofline_ratio (time to read the weights / step time), host_us_per_step (median of step
-    wall time outside Executable.run), load_s, first_token_s (from the constructor), peak_rss_bytes, versions.
+    wall time outside Executable.run), load_s, first_token_s (from the constructor; with the
+    time to compile where a checkpoint starts for the first time), peak_rss_bytes, versions.
     """
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     options = {"max_batch_size": max(len(prompts), 1), **engine_options}
-    progress("loading")
+    progress("loading; a checkpoint is compiled at its first start")
     start = time.perf_counter()
     llm = LLM(model, speculative_config, **options)
     load_s = time.perf_counter() - start

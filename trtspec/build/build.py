@@ -17,7 +17,7 @@ from pydantic_core import PydanticSerializationError
 from trtspec.backends.cuda.executable import launch_graphs
 from trtspec.backends.export import graph_draft_lens
 from trtspec.backends.sizes import Sizes
-from trtspec.backends.table import BACKENDS, USUAL_COMPILER, Backend
+from trtspec.backends.table import BACKENDS, COMPILERS, USUAL_COMPILER, Backend
 from trtspec.backends.tensorrt.profiles import TensorRTOptions
 from trtspec.build.context import BuildContext, Role, plan_context
 from trtspec.build.engine_folder import EngineFolder, engine_json, file_facts
@@ -108,8 +108,7 @@ def build_engine(
 def engine_backend(config: EngineConfig, options: TensorRTOptions | None = None) -> Backend:
     """The one that config names, or the usual one where that compiles nothing. ConfigError for options that are not of
     this one."""
-    named = BACKENDS[config.backend]
-    backend = BACKENDS[USUAL_COMPILER] if named.compiler is None else named
+    backend = COMPILERS.get(config.backend, BACKENDS[USUAL_COMPILER])
     if options is not None and not backend.profiles:
         raise ConfigError(
             f"TensorRTOptions are given, and the engine is built by backend {backend.name}; leave them out, or set "

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,10 @@ class EngineFolder:
                 )
         return EngineConfig(**built)
 
+    def speculating(self, config: SpeculativeConfig) -> EngineFolder:
+        """The same graphs under other words for the same speculation, which may differ in what graphs do not know."""
+        return replace(self, data={**self.data, "speculative_config": config})
+
     def speculative_config(self) -> SpeculativeConfig | None:
         """The speculation it was built for; the checkpoint that drafts is the engine's own."""
         config = read_speculative_config(self.data.get("speculative_config"))
@@ -157,6 +161,12 @@ class EngineFolder:
         elif model is not None and (row is None or row.checkpoint is not None):  # layers that came with the target
             model = str(self.path / "target")
         return config.model_copy(update={"method": None if row is None else row.name, "model": model})
+
+
+def graph_options(config: EngineConfig) -> dict[str, Any]:
+    """The fields that graphs depend on, and that are no limit."""
+    others = _RUNTIME | _AT_MOST | {"backend"}
+    return {name: value for name, value in asdict(config).items() if name not in others}
 
 
 def engine_json(

@@ -14,6 +14,7 @@ from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.gpu_plan import plan_gpu_blocks
 from trtspec.build.kv_plan import plan_kv_blocks
 from trtspec.build.models import LoadedModel, ModelLoader, Progress
+from trtspec.build.start import Start, choose_start
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.batch import BatchAssembler
@@ -24,7 +25,6 @@ from trtspec.engine.propose import Proposer
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Scheduler
 from trtspec.engine.steady import SteadyLoop
-from trtspec.errors import ConfigError
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.reuse import PrefixReuse
 from trtspec.methods.drafter import BuildDrafter, DraftModel
@@ -46,16 +46,40 @@ def assemble_engine(
     config: EngineConfig,
     tokenizer: Tokenizer | None,
     progress: Progress = lambda message: None,
+    detail: Progress = lambda message: None,
 ) -> EngineCore:
-    """Load, plan memory, wire up. `model` is a checkpoint or an engine. `progress` hears what is being done."""
-    backend, plugins = BACKENDS[config.backend], load_plugins()
-    if not backend.runs_checkpoints and not isinstance(model, EngineFolder):
-        raise ConfigError(
-            f"backend = {config.backend!r} runs engine folders, {model} is a checkpoint; build an engine first: "
-            f"trtspec build --checkpoint_dir {model} --output_dir DIR --backend {config.backend}"
-        )
+    """Load, plan memory, wire up. `model` is a checkpoint or an engine. `progress` hears what is being done, `detail`
+    the steps of compiling, where a checkpoint is compiled first."""
+
+    def start_engine(again: bool) -> EngineCore:
+        start = choose_start(model, speculative, config, progress, detail, _check)
+        try:
+            engine = _assembled(start, tokenizer, progress)
+        except BaseException as error:
+            damaged = again and start.damaged(error)
+            start.release()
+            if damaged:
+                return start_engine(False)
+            raise
+        engine.on_close = start.release
+        return engine
+
+    return start_engine(True)
+
+
+def _check(context: BuildContext) -> None:
+    """Errors that loading would meet, before minutes of compiling."""
+    plan_kv_blocks(context)
+    collector = hidden_state_collector(context)
+    if collector is not None:
+        collector.close()
+
+
+def _assembled(start: Start, tokenizer: Tokenizer | None, progress: Progress) -> EngineCore:
+    config, plugins = start.config, load_plugins()
+    backend = BACKENDS[config.backend]
     gpu = open_gpu() if backend.torch_gpu else None
-    context = plan_context(model, speculative, config, backend, backend.packs and "cpu" in plugins)
+    context = plan_context(start.model, start.speculative, config, backend, backend.packs and "cpu" in plugins)
     mode, target, resolved = context.mode, context.target, context.resolved
     K = context.max_draft_len
     num_blocks = plan_kv_blocks(context) if gpu is None else plan_gpu_blocks(context, free_memory(gpu))

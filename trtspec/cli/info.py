@@ -7,6 +7,7 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
+from trtspec.build.cache import FOLDER_VARIABLE, Cache
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import TrtSpecError
@@ -47,6 +48,8 @@ def run(namespace: argparse.Namespace) -> int:
     table.add_row("memory, one sequence", f"{needed / 1e6:.1f} MB: weights and the KV of {length} tokens")
     for method, words in speculation_support(model):
         table.add_row(f"speculation: {method}", words)
+    cache = Cache.of_environment()
+    table.add_row("compiled engines", f"{FOLDER_VARIABLE}=off: none are kept" if cache is None else str(cache.folder))
     Console().print(table)
     return 0
 

@@ -29,6 +29,11 @@ COMMANDS = (
         "add_acceptance_arguments", "run_acceptance",
     ),
     _Command("bench serve", "bench_serve", "latencies and goodput of an OpenAI-compatible server", False),
+    _Command("cache list", "cache", "the engines that were compiled for checkpoints, and are kept", False),
+    _Command("cache prune", "cache", "remove those least recently used, down to a size", False,
+        "add_prune_arguments", "run_prune",
+    ),
+    _Command("cache clear", "cache", "remove all that are not in use", False, "add_arguments", "run_clear"),
     _Command("info", "info", "what a model folder is, which speculation it supports, memory it needs", False),
     _Command("build", "build", "compile an engine folder that LLM(folder) starts at once", False),
     _Command(
@@ -38,6 +43,7 @@ COMMANDS = (
     _Command("triton-repo", "triton_repo", "write a model repository for Triton Inference Server", True),
     _Command("export-config", "export_config", "speculation as settings of TensorRT-LLM or vLLM", False),
 )  # fmt: skip
+GROUPS = {"bench": "measure", "cache": "compiled engines that are kept"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,11 +68,13 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     alone takes seconds."""
     parser = argparse.ArgumentParser(prog="trtspec", description="Speculative decoding for large language models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    benches = commands.add_parser("bench", help="measure")
-    measures = benches.add_subparsers(dest="what", required=True, metavar="WHAT")
+    groups = {}
+    for name, about in GROUPS.items():
+        members = commands.add_parser(name, help=about)
+        groups[name] = members.add_subparsers(dest="what", required=True, metavar="WHAT")
     for one in COMMANDS:
         *group, word = one.words.split()
-        command = (measures if group else commands).add_parser(word, help=one.help)
+        command = (groups[group[0]] if group else commands).add_parser(word, help=one.help)
         if list(given[: len(group) + 1]) == [*group, word]:
             home = import_module(f"trtspec.cli.{one.home}")
             if one.takes_engine:

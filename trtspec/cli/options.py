@@ -31,7 +31,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     speculation.add_argument("--spec-tokens", type=int, help="draft tokens per step, K")
     speculation.add_argument("--spec", help="all of it: a JSON object, or a file that holds one")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--backend", help="of a checkpoint: eager (the CPU, default) or cuda (a GPU)")
+    engine.add_argument(
+        "--backend", help="of a checkpoint: auto (default: compiled once, then kept), eager (op by op), cuda (a GPU)"
+    )
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     engine.add_argument("--quantization", help="int8, int4, int4_g64 or int4_g128")
     engine.add_argument("--lm-head-quantization", help="int8: of the lm_head, and the embedding if they are one matrix")

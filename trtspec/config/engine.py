@@ -9,6 +9,8 @@ from trtspec.errors import ConfigError, UnsupportedError
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = (None, "int8", "int4", "int4_g64", "int4_g128")
 BACKENDS = ("eager", "cuda", "aoti", "onnx", "tensorrt")
+AUTO = "auto"
+"""An engine folder's own backend; of a checkpoint, a compiled engine that is kept, where it can be."""
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -19,10 +21,12 @@ class EngineConfig:
     dtype: "auto" = the checkpoint's. quantization: of all weights but embedding and lm_head: "int8" (a scale per output
     channel), "int4" (a scale and zero point per 32 inputs), "int4_g64", "int4_g128"; None = kept in dtype; where the
     checkpoint is quantised already, of the linears that it left, and of its own kind. lm_head_quantization: of the
-    lm_head, and of the embedding where both are one matrix: "int8", or None = kept in dtype. backend: "eager" runs a
-    checkpoint op by op on the CPU, "cuda" on the GPU that torch sees first (CUDA_VISIBLE_DEVICES), generations as CUDA
-    graphs; engine folders are of "aoti" (AOTInductor, C++ kernels), "onnx" (ONNX Runtime) or "tensorrt". device: what
-    the backend runs on; it need not be said.
+    lm_head, and of the embedding where both are one matrix: "int8", or None = kept in dtype.
+    backend: engine folders are of "aoti" (AOTInductor, C++ kernels), "onnx" (ONNX Runtime) or "tensorrt". With "aoti" a
+    checkpoint is compiled at its first start and kept in a cache (TRTSPEC_CACHE); "eager" runs it op by op, to debug,
+    and "cuda" on the GPU that torch sees first (CUDA_VISIBLE_DEVICES), generations as CUDA graphs. "auto" is an
+    engine's own; of a checkpoint "aoti", or "eager" where nothing can be compiled or kept, which the log then says.
+    device: what the backend runs on; it need not be said.
     max_batch_size: requests in one step. max_num_tokens: rows of one step of the target. max_seq_len: tokens of a
     sequence, None = the checkpoint's; max_input_len: of a prompt, None = no limit of its own. kv_cache_memory: bytes
     for all KV layers, target and draft; num_kv_blocks: the same in blocks; both None = enough for max_batch_size full
@@ -41,7 +45,7 @@ class EngineConfig:
 
     dtype: str = "auto"
     device: str = "auto"
-    backend: str = "eager"
+    backend: str = AUTO
     max_batch_size: int = 32
     max_num_tokens: int = 2048
     max_seq_len: int | None = None
@@ -78,8 +82,8 @@ class EngineConfig:
         check_quantization(self.quantization)
         if self.lm_head_quantization not in (None, "int8"):
             raise ConfigError(f"lm_head_quantization = {self.lm_head_quantization!r}; use 'int8' or None")
-        if self.backend not in BACKENDS:
-            raise UnsupportedError(f"backend = {self.backend!r} is not built; built: {', '.join(BACKENDS)}")
+        if self.backend not in (AUTO, *BACKENDS):
+            raise UnsupportedError(f"backend = {self.backend!r} is not built; built: {', '.join((AUTO, *BACKENDS))}")
         if self.device not in DEVICES:
             raise ConfigError(f"device = {self.device!r}; use one of {', '.join(DEVICES)}")
         on_gpu = self.backend in ("cuda", "tensorrt")

@@ -114,3 +114,14 @@ def scheduled_draft_len(
         at = bisect.bisect_right([start for start, _, _ in ranges], max(num_requests, 1)) - 1
         limits.append(ranges[at][2])
     return min(limits)
+
+
+def scheduled_draft_lens(resolved: ResolvedSpeculation) -> set[int]:
+    """Every draft length that a batch of some size can get: K, those of a schedule, 0 where a gate can close."""
+    K = resolved.num_speculative_tokens
+    lengths = {K}
+    lengths |= {length for _, length in resolved.draft_len_schedule or ()}
+    lengths |= {length for _, _, length in resolved.num_speculative_tokens_per_batch_size or ()}
+    if resolved.disable_by_batch_size is not None or resolved.max_concurrency is not None or len(lengths) > 1:
+        lengths.add(0)
+    return {length for length in lengths if length <= K}

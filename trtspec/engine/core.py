@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.engine.activity_log import ActivityLog
@@ -56,6 +56,7 @@ class EngineCore:
             self._drop_default_edits()
         self.stats = EngineStats()
         self.log: ActivityLog | None = None  # if somebody wants one
+        self.on_close: Callable[[], None] = lambda: None  # what else is to be given back at the end
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         self.eos_ids = model.eos_token_ids | (frozenset() if tokenizer_eos is None else {tokenizer_eos})
         self._compiler: GrammarCompiler | None = None  # once somebody wants one
@@ -158,8 +159,11 @@ class EngineCore:
 
     def close(self) -> None:
         """The engine's end: as flush, and no more afterwards."""
-        if self.loop.collector is not None:
-            self.loop.collector.close()
+        try:
+            if self.loop.collector is not None:
+                self.loop.collector.close()
+        finally:
+            self.on_close()
 
     def abort(self, request_id: int, error: Exception | None = None) -> Emission | None:
         """End one sample now, on its caller's wish or with an error; its blocks are free at once.

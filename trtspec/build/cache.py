@@ -1,0 +1,325 @@
+"""Where compiled engines are kept: a folder of ours alone, with one engine folder a key, bounded in bytes.
+
+KEY/                    an engine folder, and in it
+    .lock               held, shared, by every process that runs the engine; its time of change is that of the last use
+    cache.json          what the key is the digest of, and from which checkpoint it was built
+building-KEY/           one that is being built, or was when its process died
+removed-*/              what is about to be gone
+KEY.lock                held by the process that builds KEY, whose id it holds
+index.json              see cache_key.Digests
+Weights that are equal in several engines are one file with several names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
+
+from trtspec.build.engine_folder import EngineFolder
+from trtspec.build.file_lock import FileLock
+from trtspec.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+FOLDER_VARIABLE, SIZE_VARIABLE = "TRTSPEC_CACHE", "TRTSPEC_CACHE_GB"
+GIGABYTES = 20.0
+"""Of all engines kept, where SIZE_VARIABLE says nothing. 10^9 bytes each."""
+_BUILDING, _REMOVED, _LOCK, _FACTS = "building-", "removed-", ".lock", "cache.json"
+_POLL = 0.05  # seconds between two looks at a lock
+
+
+@dataclass(frozen=True)
+class Held:
+    """An engine out of the cache, which is not evicted before release()."""
+
+    engine: EngineFolder
+    lock: FileLock
+
+    def release(self) -> None:
+        """It is not used any more."""
+        self.lock.release()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is known of an engine in the cache without using it. size: bytes, shared weights included; last_used:
+    seconds since 1970; facts: cache.json, empty where it cannot be read."""
+
+    path: Path
+    size: int
+    last_used: float
+    in_use: bool
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The folder, and its bound in bytes."""
+
+    folder: Path
+    limit: int
+
+    @classmethod
+    def of_environment(cls) -> Self | None:
+        """As TRTSPEC_CACHE and TRTSPEC_CACHE_GB say; None for "off". ConfigError for a size that is none, OSError where
+        the user has no home folder and names none."""
+        named = os.environ.get(FOLDER_VARIABLE, "")
+        if named == "off":
+            return None
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        try:
+            folder = Path(named or f"{home}/trtspec").expanduser().absolute()
+        except RuntimeError as error:
+            raise FileNotFoundError(f"{home}: {error}") from error
+        said = os.environ.get(SIZE_VARIABLE) or str(GIGABYTES)
+        try:
+            size = float(said)
+        except ValueError:
+            size = math.nan
+        if not 0 < size < math.inf:
+            raise ConfigError(f"{SIZE_VARIABLE} = {said!r} is no size; set it to gigabytes, such as {GIGABYTES:g}")
+        return cls(folder, int(size * 1e9))
+
+    def open(self) -> None:
+        """Make the folder, or check that it is ours alone: ConfigError. OSError where it cannot be made."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(mode=0o700)
+        except FileExistsError:
+            check_private(self.folder)
+
+    def held(self, key: str) -> Held | None:
+        """The engine, None where there is none. CheckpointError for a damaged one, ConfigError for a folder that
+        others can write to."""
+        path = self.folder / key
+        while os.path.lexists(path):
+            check_private(path)
+            try:
+                lock = FileLock.take(path / _LOCK, shared=True, make=False)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"engine {path}: {_LOCK} is missing; rebuild it") from error
+            if lock is None:  # it is being evicted, or about to be looked at: a moment
+                time.sleep(_POLL)
+                continue
+            try:
+                if not lock.is_on(path / _LOCK):
+                    continue
+                engine = EngineFolder.open(path)
+                if engine is None:
+                    raise CheckpointError(f"engine {path}: config.json cannot be read; rebuild it")
+                engine.check()
+                lock.touch()
+                held, lock = Held(engine, lock), None
+                return held
+            finally:
+                if lock is not None:
+                    lock.release()
+        return None
+
+    def get(
+        self,
+        key: str,
+        facts: Mapping[str, Any],
+        build: Callable[[Path], None],
+        wait: Callable[[str], None] = lambda what: None,
+    ) -> Held:
+        """The engine, built first if it is missing or damaged: `build` makes the engine folder that it is given. One
+        process builds, others `wait`, which hears in a line for whom. What `build` raises goes on; nothing is left."""
+        try:
+            if (found := self.held(key)) is not None:
+                return found
+        except CheckpointError as error:
+            logger.warning("%s; it is compiled anew", str(error).partition(";")[0])
+        builder = self._builder(key, wait)
+        try:
+            try:
+                found = self.held(key)  # built by another process meanwhile
+            except CheckpointError:
+                self._remove(self.folder / key)
+                found = None
+            self._sweep(key)
+            if found is None:
+                found = self._built(key, facts, build)
+        finally:
+            builder.release()
+        self.evict()
+        return found
+
+    def discard(self, key: str) -> None:
+        """Remove an engine, whoever uses it: those have loaded it."""
+        self._remove(self.folder / key)
+
+    def kept(self) -> list[Kept]:
+        """The engines, the least recently used first."""
+        found = []
+        for path in self._paths():
+            try:
+                last_used = (path / _LOCK).lstat().st_mtime
+                lock = FileLock.take(path / _LOCK, make=False)
+            except OSError:
+                continue  # it has just gone
+            if lock is not None:
+                lock.release()
+            found.append(Kept(path, _size_of(path), last_used, lock is None, _facts(path)))
+        return sorted(found, key=lambda kept: kept.last_used)
+
+    def size(self) -> int:
+        """Bytes of all engines; a file with several names counts once."""
+        return _size_of(*self._paths())
+
+    def evict(self, limit: int | None = None) -> list[Path]:
+        """Remove engines, the least recently used first, until no more than `limit` bytes (None: the bound) are left,
+        or those that are left are in use. Returns the folders that have gone."""
+        most, gone = self.limit if limit is None else limit, []
+        for kept in self.kept():
+            if self.size() <= most:
+                break
+            try:
+                lock = FileLock.take(kept.path / _LOCK, make=False)
+            except OSError:
+                continue
+            if lock is not None:
+                self._remove(kept.path)
+                lock.release()
+                gone.append(kept.path)
+        return gone
+
+    # -- one engine ---------------------------------------------------------------------------------------------------
+
+    def _builder(self, key: str, wait: Callable[[str], None]) -> FileLock:
+        """The right to build it, once others have not got it any more."""
+        file, since, told = self.folder / f"{key}.lock", time.monotonic(), False
+        while True:
+            lock = FileLock.take(file)
+            if lock is not None:
+                lock.note(str(os.getpid()))
+                return lock
+            if not told and time.monotonic() - since > 1.0:
+                told = True
+                wait(f"process {file.read_text() or '(unknown)'} compiles this engine; waiting for it")
+            time.sleep(_POLL)
+
+    def _built(self, key: str, facts: Mapping[str, Any], build: Callable[[Path], None]) -> Held:
+        staging = self.folder / f"{_BUILDING}{key}"
+        made, path = staging / "engine", self.folder / key
+        try:
+            staging.mkdir(mode=0o700)
+            build(made)
+            (made / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            lock = FileLock.take(made / _LOCK, shared=True)
+            assert lock is not None
+            self._share_weights(made)
+            made.chmod(0o700)
+            os.rename(made, path)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        engine = EngineFolder.open(path)
+        assert engine is not None
+        return Held(engine, lock)
+
+    def _share_weights(self, made: Path) -> None:
+        """Give files of weights in other engines that equal one of this engine's the same file: the new one, of which
+        it is known what is in it."""
+        ours = {facts["sha256"]: made / name for name, facts in _weights(made)}
+        for other in self._paths():
+            for name, facts in _weights(other):
+                file, same = other / name, ours.get(facts["sha256"])
+                if same is None or not file.is_file() or file.samefile(same):
+                    continue
+                link = made.parent / "link"
+                with suppress(OSError):  # a file system without links; then they are several files
+                    os.link(same, link)
+                    os.replace(link, file)
+
+    def _paths(self) -> list[Path]:
+        """The folders of engines."""
+        try:
+            return [path for path in self.folder.iterdir() if (path / _LOCK).is_file() and "-" not in path.name]
+        except FileNotFoundError:
+            return []
+
+    # -- what is left over --------------------------------------------------------------------------------------------
+
+    def _remove(self, path: Path) -> None:
+        """At once for whoever looks for it."""
+        away = Path(tempfile.mkdtemp(dir=self.folder, prefix=_REMOVED))
+        try:
+            os.rename(path, away / path.name)
+        except FileNotFoundError:
+            pass
+        finally:
+            shutil.rmtree(away, ignore_errors=True)
+
+    def _sweep(self, key: str) -> None:
+        """Remove what processes left that died while they built or removed. The lock on `key` is ours."""
+        for path in self.folder.glob(f"{_REMOVED}*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f"{_BUILDING}*"):
+            theirs = path.name.removeprefix(_BUILDING)
+            lock = None if theirs == key else FileLock.take(self.folder / f"{theirs}.lock")
+            if theirs == key or lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+            if lock is not None:
+                lock.release()
+
+
+def check_private(folder: Path) -> None:
+    """ConfigError unless it is a folder of this user that nobody else can read or change: what is in it is run."""
+    found = folder.lstat()
+    why = None
+    if not stat.S_ISDIR(found.st_mode):
+        why = "is a link" if stat.S_ISLNK(found.st_mode) else "is no folder"
+        remedy = f"remove it, or set {FOLDER_VARIABLE} to another folder"
+    elif found.st_uid != os.geteuid():
+        why = f"belongs to user {found.st_uid}, this process runs as user {os.geteuid()}"
+        remedy = f"set {FOLDER_VARIABLE} to a folder of your own"
+    elif found.st_mode & 0o077:
+        why = f"is open to others (mode {stat.S_IMODE(found.st_mode):04o})"
+        remedy = f"if nobody else wrote to it, chmod 700 {folder}, else remove it"
+    if why is not None:
+        raise ConfigError(f"the cache of engines {folder} {why}, and it holds code that is run; {remedy}")
+
+
+def _weights(engine: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Name and facts of its files of weights, none of an engine that cannot be read."""
+    try:
+        found = EngineFolder.open(engine)
+    except CheckpointError:
+        return
+    for name, facts in {} if found is None else found.data["files"].items():
+        if name.endswith(".safetensors"):
+            yield name, facts
+
+
+def _size_of(*folders: Path) -> int:
+    sizes: dict[tuple[int, int], int] = {}
+    for folder in folders:
+        for where, _, names in os.walk(folder):
+            for name in names:
+                try:
+                    found = os.lstat(os.path.join(where, name))
+                except OSError:
+                    continue
+                sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())
+
+
+def _facts(engine: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads((engine / _FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}

@@ -1,0 +1,178 @@
+"""What a compiled engine is the result of, as a digest that is found again in milliseconds."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtspec.backends.table import USUAL_COMPILER
+from trtspec.build.context import BuildContext
+from trtspec.build.engine_folder import graph_options, machine, sha256
+from trtspec.build.sources import PACKAGE
+from trtspec.config.resolved import ResolvedSpeculation, scheduled_draft_lens
+from trtspec.models.weights import weight_files
+from trtspec.ops import kernel_interface
+
+DIGITS = 24
+"""Of a key."""
+
+_TEXTS = ("*.json", "*.jinja", "additional_chat_templates/*")
+"""What a checkpoint has beside weights: configs, tokenizer, chat templates."""
+_SETTLED = 2.0  # seconds: what was written to just now may change again within a tick of the file system's clock
+_LARGE = 2**30  # bytes: a second or so
+
+Stamp = list[int]
+"""Device, inode, bytes, times of change (ns) of contents and of the inode."""
+
+
+class Digests:
+    """Digests of files, remembered in `file` under their paths for as long as their stamps stay."""
+
+    def __init__(self, file: Path, report: Callable[[str], None] = lambda what: None) -> None:
+        """report hears of files that take a while to read."""
+        self.file, self.report = file, report
+        self._known: dict[str, Any] = {}
+        self._new = False
+        with suppress(OSError, ValueError):  # without it, everything is read again
+            data = json.loads(file.read_text(encoding="utf-8"))
+            self._known = data if isinstance(data, dict) else {}
+
+    def of(self, file: Path) -> str:
+        """SHA-256 of the contents."""
+
+        def read() -> str:
+            if file.stat().st_size > _LARGE:
+                self.report(f"reading {file}, once, to know it again")
+            return sha256(file)
+
+        return self._remembered(file, "", read)
+
+    def version(self, program: Path) -> str:
+        """The first line of what a compiler says of itself, "" where it says nothing."""
+
+        def ask() -> str:
+            try:
+                done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=60)
+            except (OSError, subprocess.SubprocessError):
+                return ""
+            return done.stdout.partition("\n")[0]
+
+        return self._remembered(program, "--version ", ask)
+
+    def save(self) -> None:
+        """For the next process, at once or not at all; it is no loss where that fails. Files that are gone are
+        forgotten."""
+        if not self._new:
+            return
+        known = {name: held for name, held in self._known.items() if os.path.exists(name.removeprefix("--version "))}
+        with suppress(OSError):
+            descriptor, written = tempfile.mkstemp(dir=self.file.parent, prefix=f"{self.file.name}-")
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as target:
+                    json.dump(known, target)
+                os.replace(written, self.file)
+            except OSError:
+                os.unlink(written)
+                raise
+        self._new = False
+
+    def _remembered(self, file: Path, what: str, find: Callable[[], str]) -> str:
+        name, now = f"{what}{file.absolute()}", stamp(file)
+        held = self._known.get(name)
+        if isinstance(held, list) and held[:-1] == now and isinstance(held[-1], str):
+            return held[-1]
+        found = find()
+        if stamp(file) == now and time.time() - max(now[-2:]) / 1e9 > _SETTLED:
+            self._known[name], self._new = [*now, found], True
+        return found
+
+
+def stamp(file: Path) -> Stamp:
+    """What changes with a file's contents, without reading them."""
+    found = file.stat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def checkpoint_files(context: BuildContext) -> dict[str, list[Path]]:
+    """By role: all that is read of the checkpoints. CheckpointError where weights are missing."""
+    models: dict[str, Path] = {"target": context.target.path}
+    if context.mode.shapes_graphs() and context.draft is not None:
+        models["draft"] = context.draft.path
+    found = {}
+    for role, folder in models.items():
+        texts = {file for pattern in _TEXTS for file in folder.glob(pattern) if file.is_file()}
+        found[role] = sorted({*texts, *weight_files(folder, role)})
+    return found
+
+
+def stamps(context: BuildContext) -> list[Stamp]:
+    """Of all files of the checkpoints: equal means that none of them has changed."""
+    return [stamp(file) for files in checkpoint_files(context).values() for file in files]
+
+
+def compiler(digests: Digests) -> tuple[str, str] | None:
+    """Path and version of the C++ compiler that torch would call, None where there is none."""
+    found = shutil.which(os.environ.get("CXX", "g++"))
+    return None if found is None else (found, digests.version(Path(found).resolve()))
+
+
+def key_facts(context: BuildContext, digests: Digests, cxx: tuple[str, str]) -> dict[str, Any]:
+    """All that decides what is compiled, as JSON. Drafters of the host share the graphs of plain decoding. Limits are
+    none of it: graphs take any, and rotary tables are made for the checkpoint's own length."""
+    return {
+        "checkpoints": {
+            role: {file.name: digests.of(file) for file in files} for role, files in checkpoint_files(context).items()
+        },
+        "options": {**graph_options(context.config), "dtype": str(context.dtype).removeprefix("torch.")},
+        "speculation": _in_graphs(context.resolved),
+        "vocabulary": context.vocabulary is not None,
+        "machine": machine(USUAL_COMPILER),
+        "torch": [torch.__version__, torch.version.git_version, torch.backends.cpu.get_cpu_capability()],
+        "sources": source_digest(),
+        "kernels": kernel_interface(),
+        "instruction_set": os.environ.get("TRTSPEC_CPU_ISA", ""),
+        "compiler": list(cxx),
+    }
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """DIGITS hex digits."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:DIGITS]
+
+
+@functools.cache
+def source_digest() -> str:
+    """Of every module of this package, whatever it is for."""
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(repr((file.relative_to(PACKAGE).as_posix(), file.read_bytes())).encode())
+    return digest.hexdigest()
+
+
+def _in_graphs(resolved: ResolvedSpeculation | None) -> dict[str, Any] | None:
+    """What graphs know of speculation; the rest is heeded at run time."""
+    if resolved is None or not resolved.mode.shapes_graphs():
+        return None
+    drafts = resolved.mode.use_one_engine() or resolved.mode.has_draft_model()
+    return {
+        "mode": resolved.mode.name,
+        "draft_lens": sorted(scheduled_draft_lens(resolved)),
+        "quantization": resolved.quantization,
+        "capture_layers": resolved.capture_layers,
+        "mask_token_id": resolved.mask_token_id,
+        "draft_sample_method": resolved.draft_sample_method,
+        "options": asdict(resolved.options) if drafts else None,
+    }

@@ -1,0 +1,86 @@
+"""`trtspec cache list | prune | clear`: the engines that were compiled for checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trtspec.build.cache import FOLDER_VARIABLE, Cache, Kept
+from trtspec.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None: the cache is the environment's."""
+
+
+def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
+    """Down to what."""
+    parser.add_argument("--gb", type=float, help="gigabytes that may stay (default: the bound, TRTSPEC_CACHE_GB)")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """A row for each engine, the last used first."""
+    cache = _cache()
+    table = Table("model", "mode", "options", "size", "last used", "in use", box=None)
+    for kept in reversed(cache.kept()):
+        table.add_row(*_row(kept))
+    Console().print(f"{cache.folder}: {_gigabytes(cache.size())} of {_gigabytes(cache.limit)}", highlight=False)
+    if table.row_count:
+        Console().print(table)
+    return 0
+
+
+def run_prune(namespace: argparse.Namespace) -> int:
+    """Remove the least recently used."""
+    if namespace.gb is not None and not namespace.gb >= 0:
+        raise ConfigError(f"--gb {namespace.gb} is no size; give gigabytes, 0 or more")
+    return _remove(None if namespace.gb is None else int(namespace.gb * 1e9))
+
+
+def run_clear(namespace: argparse.Namespace) -> int:
+    """Remove all that are not in use."""
+    return _remove(0)
+
+
+def _remove(limit: int | None) -> int:
+    cache = _cache()
+    gone, left = cache.evict(limit), cache.kept()
+    used = sum(kept.in_use for kept in left)
+    Console().print(
+        f"{cache.folder}: {len(gone)} removed, {len(left)} left, {used} of them in use", highlight=False, soft_wrap=True
+    )
+    return 0
+
+
+def _cache() -> Cache:
+    cache = Cache.of_environment()
+    if cache is None:
+        raise ConfigError(f"{FOLDER_VARIABLE}=off keeps no engines; unset it, or set it to the folder of a cache")
+    cache.open()
+    return cache
+
+
+def _row(kept: Kept) -> tuple[str, ...]:
+    facts = kept.facts
+    speculation: Mapping[str, Any] = facts.get("speculation") or {}
+    lengths = ", ".join(map(str, speculation.get("draft_lens", ())))
+    mode = f"{speculation['mode']}, K = {lengths}" if speculation else "plain, and drafters of the host"
+    options = ", ".join(f"{name} {value}" for name, value in facts.get("options", {}).items() if value is not None)
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.last_used))
+    return (
+        str(facts.get("model", kept.path)),
+        mode,
+        options,
+        _gigabytes(kept.size),
+        used,
+        "yes" if kept.in_use else "no",
+    )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
