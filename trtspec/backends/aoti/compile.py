@@ -127,11 +127,13 @@ class Constants:
     def add(self, file: Path, tensors: Mapping[str, Any], name_of: Callable[[str], str] = str) -> None:
         """Those that the graph in `file` wants; name_of: what `tensors` calls the graph's constant of a name."""
         for own in torch._inductor.aoti_load_package(str(file)).get_constant_fqns():
-            name = name_of(own)
-            tensor, held = tensors[name].detach(), self.tensors.get(name)
-            if held is not None and held.data_ptr() != tensor.data_ptr() and not torch.equal(held, tensor):
-                raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
-            self.tensors[name] = tensor
+            self.hold(name_of(own), tensors[name_of(own)].detach())
+
+    def hold(self, name: str, tensor: Tensor) -> None:
+        """EngineError if there is another of that name."""
+        held = self.tensors.setdefault(name, tensor)
+        if held.data_ptr() != tensor.data_ptr() and not torch.equal(held, tensor):
+            raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
 
     def save(self, folder: Path) -> None:
         """As executable.load_constants wants them."""

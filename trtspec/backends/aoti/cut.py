@@ -154,6 +154,8 @@ class _Epilogue(nn.Module):
             layer.stream = stream
         inputs = step_inputs(tensors, self.next_draft_len)
         outputs = self.step(inputs, [*self.before, *kv])
+        for layer in self.read:
+            layer.stream = None
         return graph_outputs(outputs, output_names(self.step, inputs.spec.edits is not None))
 
 
