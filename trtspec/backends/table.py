@@ -37,6 +37,7 @@ class Backend:
     only_float32: bool = False
     causal: bool = False  # attention has no tree masks
     only_attention_writes: bool = False  # caches that change in place are those that attention writes
+    cuts: bool = False  # a decoder of many layers is cut into graphs of some, see aoti/cut.py
     edits: bool = False  # a target's graphs take edits of its logits, and give these
     torch_gpu: bool = False  # the GPU by way of torch: executables are cuda.executable.CudaExecutables
     # Modes with graphs of their own that tests have run on it, others are refused; None: as eager, it takes them all
@@ -131,6 +132,7 @@ BACKENDS = {
             executable="trtspec.backends.aoti.executable:AotiExecutable",
             compiler="trtspec.backends.aoti.compile",
             code_for="cpu",
+            cuts=True,
             edits=True,
         ),
         Backend(

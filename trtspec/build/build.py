@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError
 
+from trtspec.backends.aoti.cut import blocks_of
 from trtspec.backends.cuda.executable import launch_graphs
 from trtspec.backends.export import graph_draft_lens
 from trtspec.backends.sizes import Sizes
@@ -148,7 +149,9 @@ def wanted_graphs(context: BuildContext, role: Role, step: Step) -> list[tuple[i
     if backend.torch_gpu:  # generations have graphs of their own, whether drafts are made inside or not
         beside = {context.max_draft_len} if role == "target" and draft_lens == {0} else set()
         return launch_graphs(step, sorted(draft_lens | beside))
-    kinds = (False, True) if step.verifies_drafts and not backend.profiles else (False,)
+    # layers are the same graphs either way where they are cut out: what is left of a uniform one saves little
+    ragged_alone = not step.verifies_drafts or backend.profiles or (backend.cuts and blocks_of(step))
+    kinds = (False,) if ragged_alone else (False, True)
     return [*itertools.product(sorted(draft_lens), kinds)]
 
 

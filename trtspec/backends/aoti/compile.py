@@ -57,9 +57,9 @@ def compile_step(
     report: Report = lambda what: None,
     edits: bool = False,
 ) -> CompiledStep:
-    """Compile the graphs of these (K, uniform) into `folder` (it must exist). They call the kernels' C functions, where
-    these are built, else torch's dispatcher. `report` hears what is being done. edits: graphs take edits of logits, and
-    give these."""
+    """Compile the graphs of these (K, uniform) into `folder` (it must exist): of a decoder that is cut, ragged ones. They
+    call the kernels' C functions, where these are built, else torch's dispatcher. `report` hears what is being done.
+    edits: graphs take edits of logits, and give these."""
     programs: dict[str, ExportedProgram] = {}
     with GraphCompiler(graph_calls()) as compiler:
 
@@ -69,8 +69,6 @@ def compile_step(
 
         blocks, graphs = blocks_of(step), []
         for K, uniform in wanted:
-            if blocks and uniform:
-                continue  # its layers are the ragged graph's: what it saves is little beside so many
             kind = "uniform" if uniform else "ragged"
             report(f"{kind} graph for K = {K}")
             example = example_for(step, K, block_size, uniform, edits)
