@@ -57,9 +57,11 @@ def compile_step(
     report: Report = lambda what: None,
     edits: bool = False,
 ) -> CompiledStep:
-    """Compile the graphs of these (K, uniform) into `folder` (it must exist): of a decoder that is cut, ragged ones. They
-    call the kernels' C functions, where these are built, else torch's dispatcher. `report` hears what is being done.
-    edits: graphs take edits of logits, and give these."""
+    """Compile the graphs of these (K, uniform), ragged where the decoder is cut, into `folder` (it must exist).
+
+    They call the kernels' C functions, where these are built, else torch's dispatcher. `report` hears what is being
+    done. edits: graphs take edits of logits, and give these.
+    """
     programs: dict[str, ExportedProgram] = {}
     with GraphCompiler(graph_calls()) as compiler:
 
