@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import make_checkpoint
 from tests.head_checkpoints import make_eagle3
-from trtspec.backends.aoti import compile
-from trtspec.backends.cuda import device
+from trtspec.backends.cuda import aoti, device
 from trtspec.backends.cuda.chain_graph import chain_step
 from trtspec.backends.export import GraphStep, example_batch, moved
 from trtspec.backends.graph_io import INPUTS, graph_inputs, input_names, output_names
@@ -96,24 +95,21 @@ def test_a_chain_mixes_no_devices(tmp_path: Path) -> None:
     assert drafts.shape == (B, K)
 
 
-@pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_only_graphs_for_a_cpu_call_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_graphs_for_a_gpu_call_no_kernel_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is exported or compiled: what the compiler is given is looked at."""
     options: dict[str, Any] = {}
     nothing = SimpleNamespace(state_dict={}, constants={}, get_constant_fqns=list)
-    calls = {torch.ops.trtspec.spec_sample.default: ["void some_function()"]}
-    monkeypatch.setattr(compile, "graph_calls", lambda: calls)
-    monkeypatch.setattr(compile, "kernel_interface", lambda: "digest")
-    monkeypatch.setattr(compile, "example_kv", lambda *_: [])
-    monkeypatch.setattr(compile, "export_step", lambda *_: nothing)
+    monkeypatch.setattr(aoti, "open_gpu", lambda: torch.device("meta"))
+    monkeypatch.setattr(aoti, "example_kv", lambda *_: [])
+    monkeypatch.setattr(aoti, "export_step", lambda *_: nothing)
     monkeypatch.setattr(
         torch._inductor, "aoti_compile_and_package", lambda *_, inductor_configs, **__: options.update(inductor_configs)
     )
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda *_: nothing)
-    step = fake_step(tmp_path, "none").to(where)
-    compiled = compile.compile_step(step, 16, [(0, False)], tmp_path)
-    given = options["aot_inductor.custom_ops_to_c_shims"], compiled.kernels
-    assert given == ((calls, "digest") if where == "cpu" else ({}, ""))
+    compiled = aoti.compile_step(fake_step(tmp_path, "none"), 16, [(0, False)], tmp_path)
+    assert options
+    assert "aot_inductor.custom_ops_to_c_shims" not in options
+    assert compiled.kernels == ""
 
 
 # --- what is said where there is no GPU, or one that will not do ------------------------------------------------------
