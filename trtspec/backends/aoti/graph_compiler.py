@@ -33,6 +33,7 @@ INDUCTOR = {
     "aot_inductor.package_constants_in_so": False,  # weights once, beside all graphs
     "emulate_precision_casts": True,  # round to bf16 where eager does
     "pattern_matcher": False,  # it looks for what these graphs do not have
+    "cpp.vec_isa_ok": True,  # compilers know the processor's vectors: that takes as long to try as a graph
     # What is between our ops is a few rows of elementwise work: waking threads for it costs more than it saves.
     "cpp.threads": 1,
 }
