@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,11 @@ class OnALostDevice(LyingOracle):
 def test_nobody_is_blamed_for_a_lost_device(target: Path, warned: Callable[[], list[str]]) -> None:
     """Nothing can run on it: the engine stops, and asks no request alone."""
     with user_llm(target, OnALostDevice([])) as llm:
-        running = [llm.generate_async(case.prompt, case.params) for case in (VICTIM, *BYSTANDERS)]
+        running = []
+        for case in (VICTIM, *BYSTANDERS):
+            with suppress(EngineError):  # the first may be quick enough to stop it
+                running.append(llm.generate_async(case.prompt, case.params))
+        assert running
         for generation in running:
             with pytest.raises(EngineError, match="the GPU is gone"):
                 generation.result(timeout=60)
