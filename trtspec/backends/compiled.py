@@ -25,7 +25,7 @@ from trtspec.methods.step import Step
 from trtspec.ops import kernel_interface
 
 WEIGHTS = "weights.safetensors"
-"""Of a folder: the constants of its graphs, each once."""
+"""The file of a folder that has the constants of its graphs, each once."""
 CONSTANTS = "constants.safetensors"
 """Beside WEIGHTS, where that has the decoder's weights alone and is the same file for every speculation."""
 

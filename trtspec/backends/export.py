@@ -164,7 +164,7 @@ def open_sizes(width: int = 0) -> dict[str, Any]:
 
 
 def open_shapes(tensors: Mapping[str, Tensor], dims: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a graph's inputs. What is not in use (no elements), or one ban a row, is fixed."""
+    """The dynamic shapes of a graph's inputs. What is not in use (no elements), or one ban a row, is fixed."""
 
     def shape(name: str, tensor: Tensor) -> dict[int, Any] | None:
         if not tensor.shape[0]:
@@ -176,6 +176,6 @@ def open_shapes(tensors: Mapping[str, Tensor], dims: Mapping[str, Any]) -> dict[
 
 
 def kv_shapes(num_layers: int) -> list[Any]:
-    """Of KV layers."""
+    """The dynamic shapes of KV layers: the number of blocks is open."""
     blocks = Dim("blocks", min=2, max=2**24)
     return [({0: blocks}, {0: blocks})] * num_layers

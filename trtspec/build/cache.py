@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER_VARIABLE, SIZE_VARIABLE = "TRTSPEC_CACHE", "TRTSPEC_CACHE_GB"
 GIGABYTES = 20.0
-"""Of all engines kept, where SIZE_VARIABLE says nothing. 10^9 bytes each."""
+"""All engines together may take so many, of 10^9 bytes each, where SIZE_VARIABLE says nothing."""
 _BUILDING, _REMOVED, _LOCK, _FACTS = "building-", "removed-", ".lock", "cache.json"
 _POLL = 0.05  # seconds between two looks at a lock
 

@@ -27,7 +27,7 @@ from trtspec.models.weights import weight_files
 from trtspec.ops import kernel_interface
 
 DIGITS = 24
-"""Of a key."""
+"""Hex digits that a key has."""
 
 _TEXTS = ("*.json", "*.jinja", "additional_chat_templates/*")
 """What a checkpoint has beside weights: configs, tokenizer, chat templates."""
@@ -119,7 +119,7 @@ def checkpoint_files(context: BuildContext) -> dict[str, list[Path]]:
 
 
 def stamps(context: BuildContext) -> list[Stamp]:
-    """Of all files of the checkpoints: equal means that none of them has changed."""
+    """The stamps of all files of the checkpoints: equal means that none of them has changed."""
     return [stamp(file) for files in checkpoint_files(context).values() for file in files]
 
 
@@ -155,7 +155,7 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Of every module of this package, whatever it is for."""
+    """A digest of every module of this package, whatever it is for."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(repr((file.relative_to(PACKAGE).as_posix(), file.read_bytes())).encode())

@@ -34,7 +34,7 @@ class FileLock:
 
     @property
     def descriptor(self) -> int:
-        """Of the open file."""
+        """The open file's descriptor."""
         assert self._descriptor is not None
         return self._descriptor
 

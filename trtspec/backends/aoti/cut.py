@@ -23,7 +23,7 @@ from trtspec.models.attention import Attend
 from trtspec.models.layers import PackedEmbedding
 
 LEAST_LAYERS = 8
-"""Of a decoder that is cut; one of fewer layers compiles as fast whole."""
+"""A decoder with fewer layers is not cut: it compiles as fast whole."""
 _SIZES = range(4, 9)  # layers of a block
 
 
@@ -68,8 +68,8 @@ def read_layers(step: DecodeStep) -> tuple[int, ...]:
 
 
 def _cost(kinds: Sequence[Any], size: int) -> float:
-    """Of blocks of `size` layers, in layers to be compiled: a graph takes as long as 1.5 more, and a call in each step
-    is worth one and a half."""
+    """What blocks of `size` layers cost, in layers to be compiled: a graph costs 1.5 more, and so does a call of a
+    block in each step."""
     runs = [tuple(kinds[first : first + size]) for first in range(0, len(kinds), size)]
     return sum(len(run) + 1.5 for run in set(runs)) + 1.5 * len(runs)
 

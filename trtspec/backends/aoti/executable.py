@@ -24,7 +24,7 @@ def load_constants(folder: Path) -> dict[str, Tensor]:
 
 
 class AotiExecutable(CompiledExecutable):
-    """See compiled.CompiledExecutable."""
+    """AOTInductor graphs on the CPU: whole ones, or a lookup, blocks of layers and an epilogue in a row."""
 
     def _load(self, folder: Path) -> Mapping[Graph, Run]:
         self._weights = load_constants(folder)  # the graphs point into these
