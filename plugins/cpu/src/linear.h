@@ -223,7 +223,7 @@ template <class T> void prepare_row(const LinearArgs& args, int64_t row, char* t
 
 // -- the table's entries ----------------------------------------------------------------------------------------------
 
-int64_t linear_row_bytes(const LinearArgs& args) {
+INLINE int64_t prepared_bytes(const LinearArgs& args) {
   switch (args.format) {
     case WeightFormat::fp32: return args.steps * Fp32Weights::ROW_BYTES;
     case WeightFormat::bf16: return args.steps * Bf16Weights::ROW_BYTES;
@@ -233,6 +233,10 @@ int64_t linear_row_bytes(const LinearArgs& args) {
     default: return IntRow<Int4Weights>(args).bytes();
   }
 }
+
+// An odd number of cache lines: the same place in all rows of a tile is read at once, and in an even number of them
+// these would be in the same set of L1.
+int64_t linear_row_bytes(const LinearArgs& args) { return ((prepared_bytes(args) + 63) / 64 | 1) * 64; }
 
 void linear_prepare(const LinearArgs& args, int64_t row_begin, int64_t row_end) {
   const auto prepare = args.element == Element::fp32   ? &prepare_row<float>

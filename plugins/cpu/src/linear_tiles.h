@@ -22,8 +22,9 @@ template <class Format> constexpr int vectors_at_once(int rows) {
   return vectors;
 }
 
-// Steps of a slice of a panel, 16 KB of weights, which stay in L1 while the tiles of a block pass over them.
-constexpr int64_t SLICE_STEPS = 128;
+// Steps of a slice of a panel, which stay in L1 while the tiles of a block pass over them: 16 KB of weights, or 8 where
+// L1 may be no more than 32.
+constexpr int64_t SLICE_STEPS = LANES == 16 ? 128 : 64;
 
 // The memory that a tile asks for while it works: so many bytes a step, from `next` on, to L2. The machine looks ahead
 // by itself, but while multiplications fill its window it does not look far enough. (Not past the caches: with

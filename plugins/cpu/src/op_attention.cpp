@@ -166,7 +166,8 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
 
   const Tensor q = with_dense_heads(q_), k = with_dense_heads(k_), v = with_dense_heads(v_),
                cu_q_lens = cu_q_lens_.contiguous(), kv_lens = kv_lens_.contiguous(),
-               block_tables = with_dense_heads(block_tables_), sinks = sinks_.to(ScalarType::Float).contiguous(),
+               block_tables = with_dense_heads(block_tables_),
+               sinks = sinking ? sinks_.to(ScalarType::Float).contiguous() : sinks_,
                tree_mask = tree ? with_dense_heads(tree_mask_) : tree_mask_;
   Tensor result = empty_like(q_);
   const Tensor out = with_dense_heads(result);
