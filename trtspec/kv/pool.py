@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trtspec.core import KVLayer, KVSpec
 from trtspec.errors import CapacityError
-from trtspec.kv.memory import huge_pages
+from trtspec.kv.memory import huge_pages, populate
 
 _ALIGNMENT = 64  # elements: at least a cache line
-_TOUCHED_AT_ONCE = 2**25  # bytes
-_TOUCHERS = 4
 
 
 def allocate_layers(
     specs: Sequence[KVSpec], num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> tuple[KVLayer, ...]:
     """A pair (k_cache, v_cache) per layer, each [num_blocks, block_size, num_kv_heads, head_dim],
-    zeroed and resident: memory that is not there is missed now (CapacityError), not in the middle of a request."""
+    zeroed; resident within seconds, while the caller goes on. CapacityError where the system does not give it."""
     tensors = []
     sizes = [(num_blocks, block_size, heads, head_dim) for heads, head_dim, *_ in specs for _ in "kv"]
     lengths = [math.prod(size) for size in sizes]
@@ -38,22 +32,12 @@ def allocate_layers(
             f"{num_blocks} KV blocks of {block_size} tokens take {size / 1e9:.1f} GB, which the system does not give "
             f"({error.strerror}); lower num_kv_blocks or kv_cache_memory"
         ) from error
-    _touch(np.frombuffer(memory, dtype=np.uint8))
+    populate(memory)
     pool, start = torch.frombuffer(memory, dtype=dtype), 0
     for shape, length, step in zip(sizes, lengths, steps, strict=True):
         tensors.append(pool[start : start + length].view(shape))
         start += step
     return tuple(zip(tensors[::2], tensors[1::2], strict=True))
-
-
-def _touch(memory: NDArray[np.uint8]) -> None:
-    """Fill with zeros, by several threads: most of the time the system looks for pages, for each thread its own."""
-
-    def fill(start: int) -> None:
-        memory[start : start + _TOUCHED_AT_ONCE].fill(0)
-
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, _TOUCHERS)) as pool:
-        list(pool.map(fill, range(0, len(memory), _TOUCHED_AT_ONCE)))
 
 
 def allocate_on(
