@@ -69,7 +69,7 @@ def test_layers_of_one_graph_are_alike(windows: list[int | None], quantised: set
 
 
 def test_many_equal_layers_are_one_graph_or_two() -> None:
-    for layers in (LEAST_LAYERS, 9, 22, 30, 32, 61):
+    for layers in (LEAST_LAYERS, 13, 22, 30, 32, 61):
         step = DecodeStep(decoder_of([None] * layers))
         assert len({block.file for block in blocks_of(step)}) == 1 + any(
             block.count != blocks_of(step)[0].count for block in blocks_of(step)
@@ -120,12 +120,14 @@ def same_bits(
 ) -> None:
     """A cut engine gives the ids, the logprobs and the accepted drafts of one of whole graphs."""
     add_tokenizer(target)
+    monkeypatch.setattr(cut, "LEAST_LAYERS", 8)
     cut_up = run(build(folder / "cut", target, asked, options, blocks))
     monkeypatch.setattr(cut, "LEAST_LAYERS", 1000)
     assert cut_up == run(build(folder / "whole", target, asked, options, 0))
 
 
-def test_eagle3_reads_states_from_inside_of_blocks(tmp_path: Path) -> None:
+def test_eagle3_reads_states_from_inside_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut, "LEAST_LAYERS", 8)
     target = make_target(tmp_path, num_hidden_layers=9)
     head = make_eagle3(tmp_path, target, (1, 4, 7))
     asked = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.backends.compiled import CONSTANTS, WEIGHTS, Block, CompiledExecutable, Graph
@@ -15,6 +14,7 @@ from trtspec.backends.graph_io import INPUTS, layer_inputs
 from trtspec.backends.weight_file import load_weights
 from trtspec.ops import kernel_threads, packed_embedding
 
+_ALONE = 2**15  # elements that torch copies in the calling thread, without waking others
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 
@@ -70,15 +70,17 @@ class AotiExecutable(CompiledExecutable):
         assert names is not None
         weight, dtype, size = weights[names.weight], self.kv[0][0].dtype, names.in_features
         scales, zeros = (weights.get(name, none) for name in (names.scales, names.zeros))
-        table = weights.get(names.read_as)
+        table, few = weights.get(names.read_as), _ALONE // weight.shape[-1]
 
         def look_up(ids: Tensor) -> Tensor:
             if table is not None:
                 ids = table[ids]
             if size:
                 return packed_embedding(ids, weight, scales, zeros, size).to(dtype)
+            if len(ids) <= few:
+                return torch.embedding(weight, ids)
             with kernel_threads():
-                return F.embedding(ids, weight)
+                return torch.embedding(weight, ids)
 
         return look_up
 
