@@ -25,6 +25,7 @@ from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.config.checkpoint.reader import Reader
 from trtspec.errors import CheckpointError, WeightsError
 from trtspec.models.layers import Linear, weight_bytes
+from trtspec.models.packing import pack_decoder
 from trtspec.models.weights import load_decoder, load_weights, loaded_bytes
 
 floats = quantized_linears.floats
@@ -168,6 +169,9 @@ def test_a_quantised_head(floats: Path, tmp_path: Path) -> None:
     decoder = load_decoder(ModelConfig.from_folder(folder), torch.bfloat16)
     assert decoder.head.weight.dtype == torch.uint8
     assert decoder.logits(torch.randn(2, 128).bfloat16()).dtype == torch.float32
+    with pytest.raises(ValueError, match="lm_head is quantised already; leave lm_head_quantization unset"):
+        pack_decoder(decoder, lm_head="int8")
+    pack_decoder(decoder)
 
 
 def test_linears_that_were_left_alone(floats: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def pack_decoder(
     quantization, as of `Linear.pack`, goes for every linear but the lm_head (the one with `float_out`), which keeps the
     model's dtype, as embeddings and norms do: its rounding errors would go straight into the logits. lm_head: its
     quantization, if it is to have one all the same; an embedding that is tied to it has the same rounded numbers.
+    ValueError where it has one already.
     draft: a module within `model`; draft_quantization goes for all linears that are its alone. Its own lm_head is one
     of them, unless it is tied to an embedding: what errors in its logits cost is acceptance, and every pass reads it.
 
@@ -46,6 +47,11 @@ def pack_decoder(
         if isinstance(child, nn.Embedding) and id(child.weight) in linears
     ]
     targets = {id(module) for module in _modules_without(model, draft)}
+    if lm_head is not None and any(
+        isinstance(module, Linear) and module.float_out and module.scales.numel() and id(module) in targets
+        for module in set(model.modules()) - others
+    ):
+        raise ValueError("the checkpoint's lm_head is quantised already; leave lm_head_quantization unset")
     tied_heads = {id(head) for _, _, head, _ in tied}
     for linear in linears.values():
         is_draft = id(linear) not in targets
