@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import sys
 import threading
+import time
 import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import c_char, c_int, c_size_t, c_void_p
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
-_AT_ONCE = 2**23  # bytes: for so long the process waits that maps or unmaps something
+_AT_ONCE = 2**21  # bytes: as long as these take, the process may wait to map or unmap something
 
 
 def huge_pages(size: int) -> mmap.mmap:
@@ -27,23 +30,38 @@ def huge_pages(size: int) -> mmap.mmap:
     return memory
 
 
-def populate(memory: mmap.mmap) -> None:
-    """Make it resident, as it is, in a thread of its own: the system takes a second to find 2 GB.
+def populate(memory: mmap.mmap, starts: Sequence[int]) -> None:
+    """Make it resident, as it is, in a thread of its own: the system takes a second or more to find 2 GB.
 
-    Where the system cannot do that, and where it is little, it becomes resident as it is first touched.
+    starts: the bytes at which its parts begin, in rising order; what is near the beginning of a part is wanted first.
+    Where the system cannot do that, and where it is little, memory becomes resident as it is first touched.
     """
     if sys.platform == "linux" and len(memory) > _AT_ONCE:
-        threading.Thread(target=_populate, args=(weakref.ref(memory),), name="trtspec-populate", daemon=True).start()
+        arguments = weakref.ref(memory), _pieces([*starts, len(memory)])
+        threading.Thread(target=_populate, args=arguments, name="trtspec-populate", daemon=True).start()
 
 
-def _populate(reference: weakref.ref[mmap.mmap]) -> None:
-    """Until it is done, or nobody else wants the memory."""
+def _pieces(bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Of parts between these, beginnings first, from whole pages on."""
+    parts = list(itertools.pairwise(bounds))
+    for offset in range(0, max(end - start for start, end in parts), _AT_ONCE):
+        for start, end in parts:
+            if start + offset < end:
+                first = (start + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+                yield offset, first, min(start + offset + _AT_ONCE, end)
+
+
+def _populate(reference: weakref.ref[mmap.mmap], pieces: Iterable[tuple[int, int, int]]) -> None:
+    """Until it is done, or nobody else wants the memory. pieces: (distance from the beginning of its part, first byte,
+    end). When all parts have their beginnings others are at work: it rests half of the time from then on."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes, madvise.restype = (c_void_p, c_size_t, c_int), c_int
-    start, more = 0, True
-    while more and (memory := reference()) is not None:
-        count = min(_AT_ONCE, len(memory) - start)
-        failed = madvise(ctypes.addressof(c_char.from_buffer(memory)) + start, count, _POPULATE_WRITE)
-        start += count
-        more = not failed and start < len(memory)
+    for offset, first, end in pieces:
+        begin = time.perf_counter()
+        if (memory := reference()) is None or madvise(
+            ctypes.addressof(c_char.from_buffer(memory)) + first, end - first, _POPULATE_WRITE
+        ):
+            return
         del memory
+        if offset:
+            time.sleep(time.perf_counter() - begin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -32,11 +33,10 @@ def allocate_layers(
             f"{num_blocks} KV blocks of {block_size} tokens take {size / 1e9:.1f} GB, which the system does not give "
             f"({error.strerror}); lower num_kv_blocks or kv_cache_memory"
         ) from error
-    populate(memory)
-    pool, start = torch.frombuffer(memory, dtype=dtype), 0
-    for shape, length, step in zip(sizes, lengths, steps, strict=True):
+    pool, starts = torch.frombuffer(memory, dtype=dtype), [0, *itertools.accumulate(steps)][:-1]
+    populate(memory, [start * dtype.itemsize for start in starts])  # blocks are handed out from the first on
+    for shape, length, start in zip(sizes, lengths, starts, strict=True):
         tensors.append(pool[start : start + length].view(shape))
-        start += step
     return tuple(zip(tensors[::2], tensors[1::2], strict=True))
 
 
