@@ -1,7 +1,8 @@
 """packed_linear against the machine's limits: all linears of a 16-layer model, for 1 to 1024 rows.
 
 Each round reads a large buffer, multiplies in registers (the probes) and runs every number of rows, so that all of them
-see the same machine; of all rounds the best counts, as other programs only make it slower.
+see the same machine; of all rounds the best counts, as other programs only make it slower. The multiplying probe runs
+after each number of rows, for as long.
 
 of memory    bandwidth at which weights were read, as a share of the probe's
 x 1 row      time against one row's
@@ -93,6 +94,17 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def sustained(probe: Callable[[], float], duration: float) -> float:
+    """What `probe`, which gives a rate, reaches on average for so many seconds: clocks rise for an instant."""
+    work = spent = 0.0
+    while spent < duration:
+        begin = time.perf_counter()
+        rate = probe()
+        took = time.perf_counter() - begin
+        work, spent = work + rate * took, spent + took
+    return work / spent
+
+
 def bandwidth_table(formats: list[str], row_counts: list[int], rounds: int) -> None:
     probe = torch.frombuffer(huge_pages(400_000_000), dtype=torch.int32).fill_(1)
     probes = torch.ops.trtspec_probe
@@ -107,17 +119,18 @@ def bandwidth_table(formats: list[str], row_counts: list[int], rounds: int) -> N
             rows: {depth: torch.randn(rows, depth).bfloat16() for depth in (HIDDEN, INTERMEDIATE)}
             for rows in row_counts
         }
-        best, memory, rate = dict.fromkeys(row_counts, math.inf), 0.0, 0.0
+        best, rates, memory = dict.fromkeys(row_counts, math.inf), dict.fromkeys(row_counts, 0.0), 0.0
+        multiply = partial(probes.multiply_rate, layers[0].weight, group_size)
         for round_ in range(rounds):
             for rows in row_counts:
                 if rows > 100 and round_ > 2:
                     continue
                 memory = max(memory, probes.read_bandwidth(probe))
-                rate = max(rate, probes.multiply_rate(layers[0].weight, group_size))
-                best[rows] = min(best[rows], seconds(partial(run, layers, inputs[rows])))
+                took = seconds(partial(run, layers, inputs[rows]))
+                best[rows], rates[rows] = min(best[rows], took), max(rates[rows], sustained(multiply, took))
         one = best[row_counts[0]]
         for rows, took in best.items():
-            arithmetic = rows * products / rate
+            arithmetic = rows * products / rates[rows]
             share = f"{nbytes / took / memory:.2f}" if rows <= 16 else ""
             limit = max(one, arithmetic / 0.8)
             print(
