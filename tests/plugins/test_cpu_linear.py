@@ -1,107 +1,31 @@
-"""packed_linear in C++: right, the reference's bits for integer weights, and a row's bits are its own."""
+"""packed_linear in C++: right, and the reference's bits for integer weights."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
+from tests.plugins.packed_layers import (
+    EPSILON,
+    FP8,
+    GROUPS,
+    NONE,
+    Layer,
+    depths,
+    dtypes,
+    random_layer,
+    random_rows,
+    row_counts,
+    widths,
+)
 from trtspec.ops import load_plugins, packed_linear
 from trtspec.ops.linear import _reference, round_e4m3
-from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, pack_panels, quantize_int4, quantize_int8, unpack
+from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, quantize_int4, quantize_int8
 
 if "cpu" not in load_plugins():
     pytest.skip("the C++ kernels are not built", allow_module_level=True)
-
-EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounding
-GROUPS = {"int4-32": 32, "int4-64": 64, "int4-128": 128}
-FP8 = ("fp8", "fp8-static")  # x as it is, and rounded to e4m3
-NONE = torch.empty(0)
-
-dtypes = st.sampled_from(list(EPSILON))
-layouts = st.sampled_from(["panels", "int8", *GROUPS, *FP8])
-# Around the edges of words, vectors, slices (256 steps) and panels.
-depths = st.sampled_from([1, 2, 3, 16, 31, 127, 128, 256, 510, 512, 514, 1000, 1025, 2049]) | st.integers(1, 300)
-widths = st.sampled_from([1, 15, 16, 17, 31, 32, 33, 64, 130, 512]) | st.integers(1, 100)
-row_counts = st.integers(1, 40) | st.sampled_from([95, 96, 97, 200])
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A packed matrix [N, K]."""
-
-    weight: Tensor
-    scales: Tensor
-    zeros: Tensor
-    out_features: int
-    in_features: int
-    x_scale: Tensor | None = None
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None, float_out: bool = False) -> Tensor:
-        return packed_linear(
-            x,
-            self.weight,
-            bias,
-            scales=self.scales,
-            zeros=self.zeros,
-            x_scale=self.x_scale,
-            out_features=self.out_features,
-            float_out=float_out,
-        )
-
-    def reference(self, x: Tensor, bias: Tensor | None = None, float_out: bool = False) -> Tensor:
-        return _reference(x, self.weight, self.scales, self.zeros, bias, self.x_scale, self.out_features, float_out)
-
-    def dense(self) -> Tensor:
-        """What it stands for, [N, K] fp64."""
-        return unpack(self.weight, self.scales, self.zeros, self.out_features, self.in_features).double()
-
-
-def random_layer(layout: str, dtype: torch.dtype, width: int, depth: int) -> Layer:
-    """int4 needs whole groups: its depth is rounded up."""
-    generator = torch.Generator().manual_seed(1000 * width + depth)
-    if layout in GROUPS:
-        depth += -depth % GROUPS[layout]
-    weight = torch.randn(width, depth, generator=generator).to(dtype)
-    if layout == "panels":
-        return Layer(pack_panels(weight), NONE, NONE, width, depth)
-    if layout == "int8":
-        return Layer(*quantize_int8(weight), NONE, width, depth)
-    if layout in FP8:
-        x_scale = torch.tensor([0.37]) if layout == "fp8-static" else None
-        return Layer(*pack_fp8(any_fp8(width, depth), weight[:, 0].abs() / 64), NONE, width, depth, x_scale)
-    if width % 2:  # half of them without zeros
-        return Layer(*quantize_int4(weight, GROUPS[layout]), width, depth)
-    values = torch.randint(16, (width, depth), generator=generator, dtype=torch.uint8)
-    scales = torch.rand(width, depth // GROUPS[layout], generator=generator)
-    return Layer(*pack_int4(values, scales, None), width, depth)
-
-
-def any_fp8(*shape: int) -> Tensor:
-    """All finite e4m3 numbers, alike often."""
-    octets = torch.randint(127, shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.uint8)
-    return (octets | octets.flip(-1) << 7).view(torch.float8_e4m3fn)
-
-
-def random_rows(dtype: torch.dtype, rows: int, depth: int) -> Tensor:
-    """Rows of very different sizes, one of them zero."""
-    generator = torch.Generator().manual_seed(rows + depth)
-    x = torch.randn(rows, depth, generator=generator) * 10.0 ** torch.randint(-2, 3, (rows, 1), generator=generator)
-    x[rows // 2] *= rows < 2
-    return x.to(dtype)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 @settings(max_examples=200, deadline=None)
@@ -257,75 +181,6 @@ def test_quantisation_error_of_normal_numbers(layout: str, rounding_x: float, al
     scale = exact.square().mean().sqrt()
     assert (layer(x) - x.double() @ layer.dense().T).square().mean().sqrt() < rounding_x * scale
     assert (layer(x) - exact).square().mean().sqrt() < all_rounding * scale
-
-
-@pytest.mark.parametrize("dtype", list(EPSILON), ids=str)
-@pytest.mark.parametrize("layout", ["panels", "int8", *GROUPS, *FP8])
-@pytest.mark.parametrize(("width", "depth"), [(100, 768), (33, 1030)])
-def test_a_row_has_the_same_bits_with_any_number_of_rows(
-    layout: str, dtype: torch.dtype, width: int, depth: int
-) -> None:
-    layer = random_layer(layout, dtype, width, depth)
-    x = random_rows(dtype, 200, layer.in_features)
-    alone = torch.cat([layer(row, float_out=True) for row in x.split(1)])
-    for rows in (*range(1, 41), 200):
-        assert torch.equal(layer(x[:rows], float_out=True), alone[:rows]), rows
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    layout=layouts,
-    dtype=dtypes,
-    depth=depths,
-    width=widths,
-    sizes=st.lists(st.integers(1, 14) | st.integers(1, 120), min_size=1, max_size=8),
-)
-def test_a_row_has_the_same_bits_in_every_chunk(
-    layout: str, dtype: torch.dtype, depth: int, width: int, sizes: list[int]
-) -> None:
-    layer = random_layer(layout, dtype, width, depth)
-    x = random_rows(dtype, sum(sizes), layer.in_features)
-    assert torch.equal(torch.cat([layer(chunk) for chunk in x.split(sizes)]), layer(x))
-
-
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("layout", ["panels", "int8", *GROUPS, *FP8])
-@pytest.mark.parametrize("rows", [1, 7, 13, 96, 97, 500])
-def test_two_threads_give_the_bits_of_one(layout: str, rows: int) -> None:
-    layer = random_layer(layout, torch.bfloat16, 1000, 768)
-    x = random_rows(torch.bfloat16, rows, layer.in_features)
-    shared = layer(x)
-    torch.set_num_threads(1)
-    assert torch.equal(layer(x), shared)
-
-
-@settings(max_examples=60, deadline=None)
-@given(layout=layouts, dtype=dtypes, depth=depths, width=widths, rows=st.integers(1, 40))
-def test_a_row_has_the_same_bits_in_every_memory_layout(
-    layout: str, dtype: torch.dtype, depth: int, width: int, rows: int
-) -> None:
-    """Rows that are a view: every other row, columns of a wider matrix, columns that are not neighbours."""
-    layer = random_layer(layout, dtype, width, depth)
-    x = random_rows(dtype, rows, layer.in_features)
-    strided = torch.full((2 * rows, layer.in_features + 3), float("nan"), dtype=dtype)
-    strided[::2, 1 : layer.in_features + 1] = x
-    assert torch.equal(layer(strided[::2, 1 : layer.in_features + 1]), layer(x))
-    assert torch.equal(layer(x.T.contiguous().T), layer(x))
-
-
-@pytest.mark.parametrize("dtype", list(EPSILON), ids=str)
-@pytest.mark.parametrize("layout", ["panels", "int8", *GROUPS, "fp8-static"])
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_of_poison_harms_its_row_alone(layout: str, dtype: torch.dtype, poison: float) -> None:
-    layer = random_layer(layout, dtype, 96, 256)
-    x = random_rows(dtype, 20, 256)
-    clean = layer(x)
-    x[4, 77] = poison
-    out = layer(x)
-    others = torch.arange(20) != 4
-    assert torch.equal(out[others], clean[others])
-    held = layout == "fp8-static" and poison == poison  # infinities are: as 448 steps
-    assert held or not out[4].isfinite().any()
 
 
 @pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-31, 1e30, 3e38])

@@ -1,0 +1,90 @@
+"""Packed matrices and rows of every layout, for the tests of packed_linear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trtspec.ops import packed_linear
+from trtspec.ops.linear import _reference
+from trtspec.ops.packing import pack_fp8, pack_int4, pack_panels, quantize_int4, quantize_int8, unpack
+
+EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounding
+GROUPS = {"int4-32": 32, "int4-64": 64, "int4-128": 128}
+FP8 = ("fp8", "fp8-static")  # x as it is, and rounded to e4m3
+NONE = torch.empty(0)
+
+dtypes = st.sampled_from(list(EPSILON))
+layouts = st.sampled_from(["panels", "int8", *GROUPS, *FP8])
+# Around the edges of words, vectors, slices (64 or 128 steps) and panels.
+depths = st.sampled_from([1, 2, 3, 16, 31, 127, 128, 256, 510, 512, 514, 1000, 1025, 2049]) | st.integers(1, 300)
+widths = st.sampled_from([1, 15, 16, 17, 31, 32, 33, 64, 130, 512]) | st.integers(1, 100)
+row_counts = st.integers(1, 40) | st.sampled_from([95, 96, 97, 200])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A packed matrix [N, K]."""
+
+    weight: Tensor
+    scales: Tensor
+    zeros: Tensor
+    out_features: int
+    in_features: int
+    x_scale: Tensor | None = None
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, float_out: bool = False) -> Tensor:
+        return packed_linear(
+            x,
+            self.weight,
+            bias,
+            scales=self.scales,
+            zeros=self.zeros,
+            x_scale=self.x_scale,
+            out_features=self.out_features,
+            float_out=float_out,
+        )
+
+    def reference(self, x: Tensor, bias: Tensor | None = None, float_out: bool = False) -> Tensor:
+        return _reference(x, self.weight, self.scales, self.zeros, bias, self.x_scale, self.out_features, float_out)
+
+    def dense(self) -> Tensor:
+        """What it stands for, [N, K] fp64."""
+        return unpack(self.weight, self.scales, self.zeros, self.out_features, self.in_features).double()
+
+
+def random_layer(layout: str, dtype: torch.dtype, width: int, depth: int) -> Layer:
+    """int4 needs whole groups: its depth is rounded up."""
+    generator = torch.Generator().manual_seed(1000 * width + depth)
+    if layout in GROUPS:
+        depth += -depth % GROUPS[layout]
+    weight = torch.randn(width, depth, generator=generator).to(dtype)
+    if layout == "panels":
+        return Layer(pack_panels(weight), NONE, NONE, width, depth)
+    if layout == "int8":
+        return Layer(*quantize_int8(weight), NONE, width, depth)
+    if layout in FP8:
+        x_scale = torch.tensor([0.37]) if layout == "fp8-static" else None
+        return Layer(*pack_fp8(any_fp8(width, depth), weight[:, 0].abs() / 64), NONE, width, depth, x_scale)
+    if width % 2:  # half of them without zeros
+        return Layer(*quantize_int4(weight, GROUPS[layout]), width, depth)
+    values = torch.randint(16, (width, depth), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(width, depth // GROUPS[layout], generator=generator)
+    return Layer(*pack_int4(values, scales, None), width, depth)
+
+
+def any_fp8(*shape: int) -> Tensor:
+    """All finite e4m3 numbers, alike often."""
+    octets = torch.randint(127, shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.uint8)
+    return (octets | octets.flip(-1) << 7).view(torch.float8_e4m3fn)
+
+
+def random_rows(dtype: torch.dtype, rows: int, depth: int) -> Tensor:
+    """Rows of very different sizes, one of them zero."""
+    generator = torch.Generator().manual_seed(rows + depth)
+    x = torch.randn(rows, depth, generator=generator) * 10.0 ** torch.randint(-2, 3, (rows, 1), generator=generator)
+    x[rows // 2] *= rows < 2
+    return x.to(dtype)

@@ -1,0 +1,93 @@
+"""packed_linear in C++: a row's bits are its own, whatever is beside it and whoever multiplies it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plugins.packed_layers import EPSILON, FP8, GROUPS, depths, dtypes, layouts, random_layer, random_rows, widths
+from trtspec.ops import load_plugins
+
+if "cpu" not in load_plugins():
+    pytest.skip("the C++ kernels are not built", allow_module_level=True)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", list(EPSILON), ids=str)
+@pytest.mark.parametrize("layout", ["panels", "int8", *GROUPS, *FP8])
+@pytest.mark.parametrize(("width", "depth"), [(100, 768), (33, 1030)])
+def test_a_row_has_the_same_bits_with_any_number_of_rows(
+    layout: str, dtype: torch.dtype, width: int, depth: int
+) -> None:
+    layer = random_layer(layout, dtype, width, depth)
+    x = random_rows(dtype, 200, layer.in_features)
+    alone = torch.cat([layer(row, float_out=True) for row in x.split(1)])
+    for rows in (*range(1, 41), 200):
+        assert torch.equal(layer(x[:rows], float_out=True), alone[:rows]), rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layout=layouts,
+    dtype=dtypes,
+    depth=depths,
+    width=widths,
+    sizes=st.lists(st.integers(1, 14) | st.integers(1, 120), min_size=1, max_size=8),
+)
+def test_a_row_has_the_same_bits_in_every_chunk(
+    layout: str, dtype: torch.dtype, depth: int, width: int, sizes: list[int]
+) -> None:
+    layer = random_layer(layout, dtype, width, depth)
+    x = random_rows(dtype, sum(sizes), layer.in_features)
+    assert torch.equal(torch.cat([layer(chunk) for chunk in x.split(sizes)]), layer(x))
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("layout", ["panels", "int8", *GROUPS, *FP8])
+@pytest.mark.parametrize("rows", [1, 7, 13, 96, 97, 500])
+def test_two_threads_give_the_bits_of_one(layout: str, rows: int) -> None:
+    layer = random_layer(layout, torch.bfloat16, 1000, 768)
+    x = random_rows(torch.bfloat16, rows, layer.in_features)
+    shared = layer(x)
+    torch.set_num_threads(1)
+    assert torch.equal(layer(x), shared)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=layouts, dtype=dtypes, depth=depths, width=widths, rows=st.integers(1, 40))
+def test_a_row_has_the_same_bits_in_every_memory_layout(
+    layout: str, dtype: torch.dtype, depth: int, width: int, rows: int
+) -> None:
+    """Rows that are a view: every other row, columns of a wider matrix, columns that are not neighbours."""
+    layer = random_layer(layout, dtype, width, depth)
+    x = random_rows(dtype, rows, layer.in_features)
+    strided = torch.full((2 * rows, layer.in_features + 3), float("nan"), dtype=dtype)
+    strided[::2, 1 : layer.in_features + 1] = x
+    assert torch.equal(layer(strided[::2, 1 : layer.in_features + 1]), layer(x))
+    assert torch.equal(layer(x.T.contiguous().T), layer(x))
+
+
+@pytest.mark.parametrize("dtype", list(EPSILON), ids=str)
+@pytest.mark.parametrize("layout", ["panels", "int8", *GROUPS, "fp8-static"])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_of_poison_harms_its_row_alone(layout: str, dtype: torch.dtype, poison: float) -> None:
+    layer = random_layer(layout, dtype, 96, 256)
+    x = random_rows(dtype, 20, 256)
+    clean = layer(x)
+    x[4, 77] = poison
+    out = layer(x)
+    others = torch.arange(20) != 4
+    assert torch.equal(out[others], clean[others])
+    held = layout == "fp8-static" and poison == poison  # infinities are: as 448 steps
+    assert held or not out[4].isfinite().any()
