@@ -64,6 +64,23 @@ def test_two_threads_give_the_bits_of_one(layout: str, rows: int) -> None:
     assert torch.equal(layer(x), shared)
 
 
+@settings(max_examples=200, deadline=None)
+@given(layout=layouts, dtype=dtypes, depth=depths, width=widths, rows=st.integers(1, 8))
+def test_a_machine_that_reads_ahead_gives_the_same_bits(
+    layout: str, dtype: torch.dtype, depth: int, width: int, rows: int
+) -> None:
+    """Products of few rows go over panels in other pieces there."""
+    layer = random_layer(layout, dtype, width, depth)
+    x = random_rows(dtype, rows, layer.in_features)
+    before = torch.ops.trtspec_probe.set_machine_reads_ahead(True)
+    try:
+        streamed = layer(x)
+        assert torch.ops.trtspec_probe.set_machine_reads_ahead(False)
+        assert torch.equal(streamed, layer(x))
+    finally:
+        torch.ops.trtspec_probe.set_machine_reads_ahead(before)
+
+
 @settings(max_examples=60, deadline=None)
 @given(layout=layouts, dtype=dtypes, depth=depths, width=widths, rows=st.integers(1, 40))
 def test_a_row_has_the_same_bits_in_every_memory_layout(

@@ -109,6 +109,7 @@ struct LinearArgs {
   float x_scale;                                // of fp8: x is made a multiple of it; 0: x as it is
   const void* bias;                             // null: none
   void* out;                                    // [T, N]
+  bool reads_ahead;                             // the machine does, and best for few rows when it is left alone
   char* prepared;                               // [T, linear_row_bytes], written by linear_prepare
 };
 
@@ -118,7 +119,7 @@ struct Kernels {
   void (*attend)(const AttentionArgs&, const AttentionPiece&, const AttentionPiece* following);
   void (*spec_sample)(const SampleArgs&, int64_t begin, int64_t end);  // rows
   void (*process_logits)(const LogitsArgs&, const LogitsScratch&, int64_t begin, int64_t end);  // rows
-  // Bytes of a row of x as linear_block wants it: widened or quantised, and padded to whole words.
+  // Bytes of a row of x as linear_block wants it: widened or quantised, and padded.
   int64_t (*linear_row_bytes)(const LinearArgs&);
   void (*linear_prepare)(const LinearArgs&, int64_t row_begin, int64_t row_end);
   // out[row_begin..row_end) for the columns of some panels; at most BLOCK_ROWS rows.
@@ -131,6 +132,10 @@ struct Kernels {
 
 // The table of the best instruction set this machine has, or of the one TRTSPEC_CPU_ISA names.
 const Kernels& kernels();
+
+// What to set LinearArgs::reads_ahead to. A test may change it: it returns what it was.
+bool machine_reads_ahead();
+bool set_machine_reads_ahead(bool);
 
 // Whether there is one; if not, no op of this library is registered, and the references serve.
 bool usable() noexcept;

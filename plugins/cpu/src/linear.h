@@ -21,25 +21,28 @@ namespace trtspec::TRTSPEC_ISA {
 
 // -- rows to tiles ----------------------------------------------------------------------------------------------------
 
-template <class Format, int ROWS>
+template <class Format, int ROWS, bool in_one_pass>
 void tile(const LinearArgs& args, const Piece& piece, Prefetch& ahead, Accumulators* sums) {
-  if constexpr (std::is_same_v<Format, Int4Weights>) group_tile<Format, ROWS>(args, piece, ahead, sums);
-  else column_tile<Format, ROWS>(args, piece, ahead, sums);
+  constexpr int N = vectors_at_once<Format>(ROWS, in_one_pass);
+  if constexpr (Format::GROUPED) group_tile<Format, ROWS, N>(args, piece, ahead, sums);
+  else column_tile<Format, ROWS, N>(args, piece, ahead, sums);
 }
 
-template <class Format, int... N> constexpr auto tiles_of(std::integer_sequence<int, N...>) {
-  return std::array{&tile<Format, N + 1>...};
+// Of 1, 2, ... rows.
+template <class Format, bool in_one_pass, int... N> constexpr auto tiles_of(std::integer_sequence<int, N...>) {
+  return std::array{&tile<Format, N + 1, in_one_pass>...};
 }
 
 // body(row, count) for tiles of at most TILE_ROWS rows, as even as can be: 13 rows are 7 and 6, as a tile of one row
 // would cost nearly as much as one of six. Where tiles of two rows pass over a panel once and others twice, the last
 // may be one of two.
 template <class Format, class Body> INLINE void for_tiles(int64_t rows, Body body) {
-  constexpr bool pairs_are_cheap = vectors_at_once<Format>(2) > vectors_at_once<Format>(TILE_ROWS);
-  const int64_t pair = pairs_are_cheap && rows > TILE_ROWS && (rows - 1) % TILE_ROWS < 2 ? 2 : 0;
+  constexpr int MOST = TILE_ROWS<Format>;
+  constexpr bool pairs_are_cheap = vectors_at_once<Format>(2) > vectors_at_once<Format>(MOST);
+  const int64_t pair = pairs_are_cheap && rows > MOST && (rows - 1) % MOST < 2 ? 2 : 0;
   const int64_t even = rows - pair;
   int64_t row = 0;
-  for (int64_t tiles = (even + TILE_ROWS - 1) / TILE_ROWS; tiles > 0; --tiles) {
+  for (int64_t tiles = (even + MOST - 1) / MOST; tiles > 0; --tiles) {
     const int64_t count = (even - row + tiles - 1) / tiles;
     body(row, count);
     row += count;
@@ -47,21 +50,48 @@ template <class Format, class Body> INLINE void for_tiles(int64_t rows, Body bod
   if (pair > 0) body(row, pair);
 }
 
-// sums += x * panel, slice by slice. While tiles are busy with a slice they ask for the next one, each pass for its
-// share: memory and arithmetic have the same time. A row or two ask for what is a little ahead of them.
+// For every slice of a panel, [step, step + steps) of its steps.
+template <class Body> INLINE void for_slices(const LinearArgs& args, Body body) {
+  for (int64_t step = 0; step < args.steps; step += SLICE_STEPS)
+    body(step, args.steps - step < SLICE_STEPS ? args.steps - step : SLICE_STEPS);
+}
+
+// sums += x * panel, of so few rows that a machine which reads ahead keeps up with them: in as few passes as registers
+// allow. All they ask for is what they are about to load, which is a little faster than to ask for nothing.
+template <class Format>
+void stream_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
+  constexpr int MOST = Format::streamed_rows(MOST_GROUP_STEPS);
+  static constexpr auto tiles = tiles_of<Format, true>(std::make_integer_sequence<int, MOST>());
+  for_slices(args, [&](int64_t step, int64_t steps) {
+    Prefetch ahead = {words_at(args, panel, step), STEP_BYTES};
+    tiles[rows - 1](args, {panel, step, steps, x, row_bytes}, ahead, sums);
+  });
+}
+
+// How far ahead tiles ask for memory, in bytes, at most.
+INLINE int64_t look_ahead(const LinearArgs& args, int64_t rows, int64_t passes) {
+  if (args.reads_ahead) return passes == 1 ? EIGHT_KB_AHEAD : A_SLICE_AHEAD;
+  return rows <= 2 ? A_LITTLE_AHEAD : A_SLICE_AHEAD;
+}
+
+// sums += x * panel, slice by slice. While tiles are busy with a slice they ask for what comes behind it, each pass for
+// its share: memory and arithmetic have the same time.
 template <class Format>
 void panel_sums(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
-  static constexpr auto tiles = tiles_of<Format>(std::make_integer_sequence<int, TILE_ROWS>());
+  if (args.reads_ahead && rows <= Format::streamed_rows(args.steps / args.groups))
+    return stream_panel<Format>(args, panel, rows, x, row_bytes, sums);
+  using Counts = std::make_integer_sequence<int, TILE_ROWS<Format>>;
+  static constexpr auto tiles = tiles_of<Format, Format::ONE_PASS>(Counts());
   int64_t passes = 0;
   for_tiles<Format>(rows, [&](int64_t, int64_t count) { passes += VECTORS / vectors_at_once<Format>(count); });
-  for (int64_t step = 0; step < args.steps; step += SLICE_STEPS) {
-    const int64_t steps = args.steps - step < SLICE_STEPS ? args.steps - step : SLICE_STEPS;
-    Prefetch ahead = {words_at(args, panel, step) + (rows <= 2 ? A_LITTLE_AHEAD : steps * STEP_BYTES),
-                      (STEP_BYTES + passes - 1) / passes};
+  const int64_t farthest = look_ahead(args, rows, passes);
+  for_slices(args, [&](int64_t step, int64_t steps) {
+    const int64_t distance = steps * STEP_BYTES < farthest ? steps * STEP_BYTES : farthest;
+    Prefetch ahead = {words_at(args, panel, step) + distance, (STEP_BYTES + passes - 1) / passes};
     for_tiles<Format>(rows, [&](int64_t row, int64_t count) {
       tiles[count - 1](args, {panel, step, steps, x + row * row_bytes, row_bytes}, ahead, sums + row);
     });
-  }
+  });
 }
 
 void fp8_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
@@ -234,8 +264,8 @@ INLINE int64_t prepared_bytes(const LinearArgs& args) {
   }
 }
 
-// An odd number of cache lines: the same place in all rows of a tile is read at once, and in an even number of them
-// these would be in the same set of L1.
+// An odd number of cache lines: a tile reads the same place of all its rows at once, and 4 KB apart these would be in one
+// set of L1.
 int64_t linear_row_bytes(const LinearArgs& args) { return ((prepared_bytes(args) + 63) / 64 | 1) * 64; }
 
 void linear_prepare(const LinearArgs& args, int64_t row_begin, int64_t row_end) {

@@ -2,7 +2,9 @@
 //
 // A format takes PER_STEP inputs a step, in PARTS: weights<part> is what becomes of a register of words, input<part>
 // the word of a prepared row that goes with it, and multiply adds the products of both to a Sum, lane by lane. A
-// prepared row has ROW_BYTES a step. ONE_PASS: see linear_tiles.h.
+// prepared row has ROW_BYTES a step. ONE_PASS: see linear_tiles.h. GROUPED: its columns have a scale for each group of
+// steps. streamed_rows: how many rows, with groups of so many steps, a machine that reads ahead keeps up with; as
+// measured on Zen 4.
 #pragma once
 
 #include <type_traits>
@@ -13,6 +15,8 @@
 
 namespace trtspec::TRTSPEC_ISA {
 
+constexpr int64_t MOST_GROUP_STEPS = 16;
+
 INLINE IVec broadcast_word(const char* from) { return IVec{} + load_as<int32_t>(from); }
 
 // -- floating-point weights -------------------------------------------------------------------------------------------
@@ -22,8 +26,9 @@ template <int PER_STEP_> struct WideWeights {
   using Input = float;
   using Sum = Vec;
   static constexpr int PER_STEP = PER_STEP_, PARTS = PER_STEP, ROW_BYTES = PER_STEP * int(sizeof(Input));
-  static constexpr bool ONE_PASS = false;
+  static constexpr bool ONE_PASS = false, GROUPED = false;
 
+  static constexpr int streamed_rows(int64_t) { return 2; }
   template <int part> static INLINE Vec input(const char* row) { return splat(load_as<float>(row + 4 * part)); }
   static INLINE Vec multiply(Vec sum, Vec weights, Vec input) { return fma(input, weights, sum); }
 };
@@ -44,8 +49,9 @@ struct Bf16Weights {  // multiplied in pairs as they are
   using Input = BFloat16;
   using Sum = Vec;
   static constexpr int PER_STEP = 2, PARTS = 1, ROW_BYTES = PER_STEP * int(sizeof(Input));
-  static constexpr bool ONE_PASS = false;
+  static constexpr bool ONE_PASS = false, GROUPED = false;
 
+  static constexpr int streamed_rows(int64_t) { return 5; }
   template <int part> static INLINE __m512bh weights(const char* from) { return load_as<__m512bh>(from); }
   template <int part> static INLINE __m512bh input(const char* row) { return (__m512bh)broadcast_word(row); }
   static INLINE Vec multiply(Vec sum, __m512bh weights, __m512bh input) {
@@ -125,8 +131,10 @@ constexpr bool INTEGERS_ARE_FAST = false;
 struct Int8Weights {
   using Sum = IVec;
   using SumOfX = int32_t;
-  static constexpr bool ONE_PASS = INTEGERS_ARE_FAST;
+  static constexpr bool ONE_PASS = INTEGERS_ARE_FAST, GROUPED = false;
   static constexpr int PER_STEP = 4;
+
+  static constexpr int streamed_rows(int64_t) { return INTEGERS_ARE_FAST ? 4 : 1; }
 
 #if TRTSPEC_SHORTS
   // Two bytes are a number of 16 bits, 256 * odd + even. Times x_even that is 256 * odd * x_even too much, which the
@@ -175,8 +183,12 @@ struct Int8Weights {
 struct Int4Weights {
   using Scale = Half;
   using SumOfX = float;
-  static constexpr bool ONE_PASS = INTEGERS_ARE_FAST;
+  static constexpr bool ONE_PASS = INTEGERS_ARE_FAST, GROUPED = true;
   static constexpr int PER_STEP = 8, PARTS = 2, ROW_BYTES = 8;
+
+  static constexpr int streamed_rows(int64_t group_steps) {
+    return group_steps == MOST_GROUP_STEPS ? 2 : INTEGERS_ARE_FAST ? 1 : 0;
+  }
 
   static INLINE Vec offset(const uint8_t* zeros) { return zeros == nullptr ? splat(8.0f) : load(zeros); }
   // sum + a group. Up to its scales all of it is below 2^24, as groups are of at most 128: fp32 is exact.

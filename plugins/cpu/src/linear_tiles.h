@@ -10,15 +10,18 @@ namespace trtspec::TRTSPEC_ISA {
 constexpr int VECTORS = PANEL / LANES;  // registers of a step
 
 // A tile passes over some vectors of a panel at a time. In registers are its sums, rows times vectors, beside the
-// weights of these vectors and a row's word. One or two rows take a panel in one pass if there are registers for it.
-// More take it in two at least, unless a format's multiplications are much faster than memory: the first pass reads it
-// into L1, and both have time to ask for what comes next. (One pass of 4 rows of bf16 took 10.4 ms where two took 8.0.)
-constexpr int TILE_ROWS = LANES == 16 ? 12 : 6;
+// weights of these vectors and a row's word; of groups their dot products, too, where there are many registers, but not
+// enough for more than 6 rows (whose tiles took 5 % longer). One or two rows take a panel in one pass if there are
+// registers for it. More take it in two at least, unless a format's multiplications are much faster than memory: the
+// first pass reads it into L1, and both have time to ask for what comes next. (One pass of 4 rows of bf16 took 10.4 ms
+// where two took 8.0.)
+template <class Format> constexpr int TILE_ROWS = LANES == 16 && !Format::GROUPED ? 12 : 6;
 constexpr int REGISTERS = LANES == 16 ? 32 : 16;
 
-template <class Format> constexpr int vectors_at_once(int rows) {
-  int vectors = rows <= 2 || Format::ONE_PASS ? VECTORS : VECTORS / 2;
-  while (rows * vectors + vectors + 1 > REGISTERS) vectors /= 2;
+template <class Format> constexpr int vectors_at_once(int rows, bool in_one_pass = Format::ONE_PASS) {
+  int vectors = rows <= 2 || in_one_pass ? VECTORS : VECTORS / 2;
+  const int others = Format::GROUPED && REGISTERS == 32 ? rows + 3 : 1;  // beside the sums of a vector
+  while ((rows + others) * vectors + 1 > REGISTERS) vectors /= 2;
   return vectors;
 }
 
@@ -34,8 +37,8 @@ struct Prefetch {
   int64_t bytes;
 };
 
-// In bytes, for one pass.
-constexpr int64_t A_LITTLE_AHEAD = 2048;
+// Distances in bytes.
+constexpr int64_t A_LITTLE_AHEAD = 2048, EIGHT_KB_AHEAD = 8192, A_SLICE_AHEAD = SLICE_STEPS * STEP_BYTES;
 
 template <int N> INLINE void fetch(Prefetch& ahead) {
   __builtin_prefetch(ahead.next, 0, 2);
@@ -86,11 +89,10 @@ INLINE const char* words_at(const LinearArgs& args, int64_t panel, int64_t step)
   return static_cast<const char*>(args.weight) + (panel * args.steps + step) * STEP_BYTES;
 }
 
-// sums += x * piece, for ROWS rows: of integers, too, if the format's are.
-template <class Format, int ROWS>
+// sums += x * piece, for ROWS rows and N vectors at a time: of integers, too, if the format's are.
+template <class Format, int ROWS, int N>
 void column_tile(const LinearArgs& args, const Piece& piece, Prefetch& ahead, Accumulators* sums) {
   using Sum = typename Format::Sum;
-  constexpr int N = vectors_at_once<Format>(ROWS);
   for (int first = 0; first < VECTORS; first += N) {
     Sum sum[ROWS][N];
 #pragma GCC unroll 12
@@ -129,34 +131,41 @@ INLINE void dot_steps(const char* words, int64_t steps, const char* x, int64_t r
       multiply_run(s, [](IVec& dot, IVec sum) __attribute__((always_inline)) { dot += sum; });
 }
 
-// sums += x * piece, whole groups of it, for ROWS rows: group after group, each scaled by its own x and weight scales.
-template <class Format, int ROWS>
+// sums += x * piece, whole groups of it, likewise: group after group, each scaled by its own x and weight scales.
+template <class Format, int ROWS, int N>
 void group_tile(const LinearArgs& args, const Piece& piece, Prefetch& ahead, Accumulators* sums) {
   using Scale = typename Format::Scale;
-  constexpr int N = vectors_at_once<Format>(ROWS);
   const IntRow<Format> layout(args);
   const int64_t group_steps = args.steps / args.groups, row_bytes = piece.row_bytes;
   char* const x = piece.x;
-  for (int64_t step = piece.step; step < piece.step + piece.steps; step += group_steps) {
-    const int64_t g = step / group_steps;
-    for (int first = 0; first < VECTORS; first += N) {
+  for (int first = 0; first < VECTORS; first += N) {
+    Vec sum[ROWS][N];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < N; ++v) sum[r][v] = load(sums[r] + (first + v) * LANES);
+    for (int64_t step = piece.step; step < piece.step + piece.steps; step += group_steps) {
+      const int64_t g = step / group_steps;
       IVec dots[ROWS][N];
       dot_steps<Format>(words_at(args, piece.panel, step) + first * sizeof(Vec), group_steps,
                         x + step * Format::ROW_BYTES, row_bytes, ahead, dots);
 #pragma GCC unroll 8
       for (int v = 0; v < N; ++v) {
-        const int64_t lane = (first + v) * LANES, at = (piece.panel * args.groups + g) * PANEL + lane;
+        const int64_t at = (piece.panel * args.groups + g) * PANEL + (first + v) * LANES;
         const Vec scale = load(static_cast<const Scale*>(args.scales) + at);
         const Vec offset = Format::offset(args.zeros == nullptr ? nullptr : args.zeros + at);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) {
           char* row = x + r * row_bytes;
           const float sum_of_x = layout.sums(row)[g], scale_of_x = layout.scales(row)[g];
-          float* to = sums[r] + lane;
-          store(to, Format::scaled(load(to), dots[r][v], offset, sum_of_x, scale, scale_of_x));
+          sum[r][v] = Format::scaled(sum[r][v], dots[r][v], offset, sum_of_x, scale, scale_of_x);
         }
       }
     }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < N; ++v) store(sums[r] + (first + v) * LANES, sum[r][v]);
   }
 }
 

@@ -130,7 +130,8 @@ static void check_int4(const LinearArgs& args, const Tensor& scales, const Tenso
               " uint8, contiguous, or no elements");
 }
 
-// A few microseconds: in bytes of weights read, some rows for the price of one. The last chunk is waited for.
+// A chunk is a few microseconds' work: so many bytes of weights, four rows for the price of one. All threads wait for the
+// last one.
 static int64_t panels_of_a_chunk(const LinearArgs& args) {
   constexpr int64_t BYTES = 32 * 1024, ROWS_FOR_ONE = 4;
   const int64_t rows = std::min(args.rows, BLOCK_ROWS);
@@ -195,6 +196,7 @@ Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tens
   args.scales = scales.const_data_ptr();
   args.zeros = zeros.numel() > 0 ? zeros.const_data_ptr<uint8_t>() : nullptr;
   args.x_scale = scale_of_x(args.format, x_scale);
+  args.reads_ahead = machine_reads_ahead();
   args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
   args.out = out.mutable_data_ptr();
   run(args, panels);

@@ -63,11 +63,13 @@ static std::vector<int64_t> count_pieces(int64_t count, int64_t failing) {
 STABLE_TORCH_LIBRARY(trtspec_probe, m) {
   m.def("read_bandwidth(Tensor memory) -> float");
   m.def("multiply_rate(Tensor weight, int group_size) -> float");
+  m.def("set_machine_reads_ahead(bool value) -> bool");
   m.def("count_pieces(int count, int failing) -> int[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(trtspec_probe, CompositeExplicitAutograd, m) {
   m.impl("read_bandwidth", TORCH_BOX(&read_bandwidth));
   m.impl("multiply_rate", TORCH_BOX(&multiply_rate));
+  m.impl("set_machine_reads_ahead", TORCH_BOX(&trtspec::set_machine_reads_ahead));
   m.impl("count_pieces", TORCH_BOX(&count_pieces));
 }

@@ -24,8 +24,8 @@ int32_t read_memory(const char* from, int64_t bytes) {
 // All arithmetic of a tile and nothing else, of so many groups of steps; returns how many multiplications of weights
 // that is. A group is widened and scaled if the format's groups are.
 template <class Format> int64_t multiply_in_registers(int64_t groups, int64_t group_steps) {
-  constexpr bool grouped = std::is_same_v<Format, Int4Weights>;
-  constexpr int N = grouped ? 1 : 2, ROWS = LANES == 16 ? 12 : grouped ? 4 : 6;  // there are registers for all of it
+  // there are registers for all of it
+  constexpr int N = Format::GROUPED ? 1 : 2, ROWS = LANES == 16 ? 12 : Format::GROUPED ? 4 : 6;
   constexpr char zeros[2 * sizeof(Vec)] = {};
   using Sum = typename Format::Sum;
   Sum sums[ROWS][N] = {};
@@ -46,7 +46,7 @@ template <class Format> int64_t multiply_in_registers(int64_t groups, int64_t gr
         }
       }
     };
-    if constexpr (!grouped) {
+    if constexpr (!Format::GROUPED) {
       some_steps(group_steps);
     } else {
       IVec dots[ROWS][N] = {};
