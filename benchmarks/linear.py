@@ -1,8 +1,7 @@
 """packed_linear against the machine's limits: all linears of a 16-layer model, for 1 to 1024 rows.
 
-Each round reads a large buffer, multiplies in registers (the probes) and runs every number of rows, so that all of them
-see the same machine; of all rounds the best counts, as other programs only make it slower. The multiplying probe runs
-after each number of rows, for as long.
+Before each number of rows a round reads a large buffer; after it, it multiplies in registers for as long (the probes),
+so that all of them see the same machine. Of all rounds the best counts, as other programs only make it slower.
 
 of memory    bandwidth at which weights were read, as a share of the probe's
 x 1 row      time against one row's
@@ -95,7 +94,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def sustained(probe: Callable[[], float], duration: float) -> float:
-    """What `probe`, which gives a rate, reaches on average for so many seconds: clocks rise for an instant."""
+    """What `probe`, which gives a rate, reaches on average for so many seconds: in an instant it may reach more."""
     work = spent = 0.0
     while spent < duration:
         begin = time.perf_counter()
