@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ctypes import c_char, c_int, c_size_t, c_void_p
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
-_AT_ONCE = 2**21  # bytes: as long as these take, the process may wait to map or unmap something
+_AT_ONCE = 2**21  # bytes of one call: while it runs nobody else can map or unmap memory
 
 
 def huge_pages(size: int) -> mmap.mmap:
@@ -34,15 +34,18 @@ def populate(memory: mmap.mmap, starts: Sequence[int]) -> None:
     """Make it resident, as it is, in a thread of its own: the system takes a second or more to find 2 GB.
 
     starts: the bytes at which its parts begin, in rising order; what is near the beginning of a part is wanted first.
-    Where the system cannot do that, and where it is little, memory becomes resident as it is first touched.
+    Where the system cannot do that, where it gives no thread, and where it is little, memory becomes resident as it is
+    first touched.
     """
     if sys.platform == "linux" and len(memory) > _AT_ONCE:
         arguments = weakref.ref(memory), _pieces([*starts, len(memory)])
-        threading.Thread(target=_populate, args=arguments, name="trtspec-populate", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no thread
+            threading.Thread(target=_populate, args=arguments, name="trtspec-populate", daemon=True).start()
 
 
 def _pieces(bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Of parts between these, beginnings first, from whole pages on."""
+    """Pieces of the parts between these bytes, the beginnings of all parts first: (distance from the beginning of its
+    part, first byte, rounded down to a page, end)."""
     parts = list(itertools.pairwise(bounds))
     for offset in range(0, max(end - start for start, end in parts), _AT_ONCE):
         for start, end in parts:
@@ -52,9 +55,9 @@ def _pieces(bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _populate(reference: weakref.ref[mmap.mmap], pieces: Iterable[tuple[int, int, int]]) -> None:
-    """Until it is done, or nobody else wants the memory. pieces: (distance from the beginning of its part, first byte,
-    end). When all parts have their beginnings others are at work: it rests half of the time from then on."""
-    madvise = ctypes.CDLL(None).madvise
+    """Make `pieces` resident, one after the other, as long as somebody else wants the memory. When all parts have their
+    beginnings others are at work: it rests half of the time from then on."""
+    madvise = ctypes.CDLL(None).madvise  # mmap's own would keep other Python threads waiting
     madvise.argtypes, madvise.restype = (c_void_p, c_size_t, c_int), c_int
     for offset, first, end in pieces:
         begin = time.perf_counter()

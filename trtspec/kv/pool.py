@@ -20,7 +20,7 @@ def allocate_layers(
     specs: Sequence[KVSpec], num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> tuple[KVLayer, ...]:
     """A pair (k_cache, v_cache) per layer, each [num_blocks, block_size, num_kv_heads, head_dim],
-    zeroed; resident within seconds, while the caller goes on. CapacityError where the system does not give it."""
+    zeroed; see memory.populate for when they are resident. CapacityError where the system does not give it."""
     tensors = []
     sizes = [(num_blocks, block_size, heads, head_dim) for heads, head_dim, *_ in specs for _ in "kv"]
     lengths = [math.prod(size) for size in sizes]
