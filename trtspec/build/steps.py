@@ -91,6 +91,6 @@ def _packed(context: BuildContext, step: Step, draft: nn.Module | None = None, b
             head = context.config.lm_head_quantization
             pack_decoder(step, target_kind, draft, draft_kind, backend.symmetric, not backend.torch_gpu, beside, head)
         except ValueError as error:
-            kinds = f"quantization = {target_kind!r}, of the draft {draft_kind!r}"
+            kinds = f"quantization = {target_kind!r}, of the draft {draft_kind!r}, lm_head_quantization = {head!r}"
             raise UnsupportedError(f"{kinds}: {error}") from error
     return step

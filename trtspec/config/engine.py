@@ -21,7 +21,7 @@ class EngineConfig:
     dtype: "auto" = the checkpoint's. quantization: of all weights but embedding and lm_head: "int8" (a scale per output
     channel), "int4" (a scale and zero point per 32 inputs), "int4_g64", "int4_g128"; None = kept in dtype; where the
     checkpoint is quantised already, of the linears that it left, and of its own kind. lm_head_quantization: of the
-    lm_head, and of the embedding where both are one matrix: "int8", or None = kept in dtype.
+    lm_head, and of the embedding where both are one matrix: "int8", or None = as the checkpoint has it.
     backend: engine folders are of "aoti" (AOTInductor, C++ kernels), "onnx" (ONNX Runtime) or "tensorrt". With "aoti" a
     checkpoint is compiled at its first start and kept in a cache (TRTSPEC_CACHE); "eager" runs it op by op, to debug,
     and "cuda" on the GPU that torch sees first (CUDA_VISIBLE_DEVICES), generations as CUDA graphs. "auto" is an

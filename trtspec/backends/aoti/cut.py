@@ -23,7 +23,8 @@ from trtspec.models.attention import Attend
 from trtspec.models.layers import PackedEmbedding
 
 LEAST_LAYERS = 12
-"""A decoder with fewer layers is not cut: it compiles nearly as fast whole, and a small model's steps would show it."""
+"""A decoder with fewer layers is not cut: whole it compiles nearly as fast, and calls of blocks would cost
+a small model's steps time."""
 _SIZES = range(4, 9)  # layers of a block
 
 
