@@ -9,6 +9,7 @@ from trtspec.ops.attention import spec_attention, spec_attention_
 from trtspec.ops.compact import kv_compact, kv_compact_
 from trtspec.ops.dispatch import graph_calls, kernel_interface, load_plugins
 from trtspec.ops.embedding import packed_embedding
+from trtspec.ops.graphs import GraphUse, open_row, runs_graphs
 from trtspec.ops.linear import packed_linear
 from trtspec.ops.logits import process_logits
 from trtspec.ops.norm import rms_norm, rms_norm_inline
@@ -16,6 +17,7 @@ from trtspec.ops.sample import gumbel_noise, spec_sample
 from trtspec.ops.threads import kernel_threads
 
 __all__ = [
+    "GraphUse",
     "graph_calls",
     "gumbel_noise",
     "kernel_interface",
@@ -23,11 +25,13 @@ __all__ = [
     "kv_compact",
     "kv_compact_",
     "load_plugins",
+    "open_row",
     "packed_embedding",
     "packed_linear",
     "process_logits",
     "rms_norm",
     "rms_norm_inline",
+    "runs_graphs",
     "spec_accept",
     "spec_attention",
     "spec_attention_",

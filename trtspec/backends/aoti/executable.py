@@ -3,8 +3,10 @@ makes them."""
 
 from __future__ import annotations
 
+import tempfile
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch import Tensor
 from trtspec.backends.compiled import CONSTANTS, WEIGHTS, Block, CompiledExecutable, Graph
 from trtspec.backends.graph_io import INPUTS, layer_inputs
 from trtspec.backends.weight_file import load_weights
-from trtspec.ops import kernel_threads, packed_embedding
+from trtspec.ops import GraphUse, kernel_threads, open_row, packed_embedding, runs_graphs
 
 _ALONE = 2**15  # elements that torch copies in the calling thread, without waking others
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -28,17 +30,49 @@ class AotiExecutable(CompiledExecutable):
 
     def _load(self, folder: Path) -> Mapping[Graph, Run]:
         self._weights = load_constants(folder)  # the graphs point into these
-        self._layers = [self._load_block(folder, block) for block in self.compiled.blocks]
-        load = self._load_cut if self._layers else self._load_whole
+        if self.compiled.blocks:
+            self._layers = self._load_layers(folder)
+        load = self._load_cut if self.compiled.blocks else self._load_whole
         return {graph: load(folder, graph) for graph in self.compiled.graphs}
 
     def _load_whole(self, folder: Path, graph: Graph) -> Run:
         return load_graph(folder / graph.file, self._weights, self._flat_kv)
 
-    def _load_block(self, folder: Path, block: Block) -> Run:
-        first, count = 2 * block.first, 2 * block.count  # k and v of each layer
-        kv = self._flat_kv[first : first + count]
-        return load_graph(folder / block.file, self._weights, kv, name_of=block.whole_name)
+    def _load_layers(self, folder: Path) -> Run:
+        """x, tensors of layer_inputs -> the streams that blocks give."""
+        if (row := self._open_row(folder)) is not None:
+            return row
+        runs = [
+            load_graph(folder / block.file, self._weights, self._kv_of(block), name_of=block.whole_name)
+            for block in self.compiled.blocks
+        ]
+
+        def run(tensors: list[Tensor]) -> list[Tensor]:
+            x, *beside = tensors
+            streams: list[Tensor] = []
+            for block in runs:
+                streams += block([x, *beside])
+                x = streams[-1]
+            return streams
+
+        return run
+
+    def _open_row(self, folder: Path) -> Run | None:
+        """The same by the kernels' library, which costs less; None where that cannot be."""
+        uses = []
+        with tempfile.TemporaryDirectory(prefix="trtspec-") as scratch:
+            unpacked = {file: _unpack(folder / file, Path(scratch)) for file in {b.file for b in self.compiled.blocks}}
+            for block in self.compiled.blocks:
+                if (library := unpacked[block.file]) is None or not runs_graphs():
+                    return None
+                uses.append(GraphUse(library, self._constant_of(block), self._kv_of(block)))
+            return open_row(uses)
+
+    def _constant_of(self, block: Block) -> Callable[[str], Tensor]:
+        return lambda name: self._weights[block.whole_name(name)]
+
+    def _kv_of(self, block: Block) -> Sequence[Tensor]:
+        return self._flat_kv[2 * block.first : 2 * (block.first + block.count)]  # k and v of each layer
 
     def _load_cut(self, folder: Path, graph: Graph) -> Run:
         """Lookup, blocks of layers and epilogue in a row."""
@@ -54,12 +88,7 @@ class AotiExecutable(CompiledExecutable):
         places = [ends.index(layer) for layer in read] if set(read) <= set(ends) else read  # else all streams are given
 
         def run(tensors: list[Tensor]) -> list[Tensor]:
-            x = lookup(tensors[ids])
-            beside = [tensors[i] for i in rows]
-            streams: list[Tensor] = []
-            for block in layers:
-                streams += block([x, *beside])
-                x = streams[-1]
+            streams = layers([lookup(tensors[ids]), *(tensors[i] for i in rows)])
             return epilogue([*tensors[after], *(streams[i] for i in places)])
 
         return run
@@ -83,6 +112,18 @@ class AotiExecutable(CompiledExecutable):
                 return torch.embedding(weight, ids)
 
         return look_up
+
+
+def _unpack(file: Path, into: Path) -> Path | None:
+    """The library of the graph in `file`, in a folder; None where it calls ops by way of torch's loader."""
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+        (library,) = (name for name in names if name.endswith(".so"))
+        if str(PurePosixPath(library).with_suffix(".json")) in names:
+            return None
+        unpacked = into / f"{file.stem}.so"
+        unpacked.write_bytes(archive.read(library))
+        return unpacked
 
 
 def load_graph(
