@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,10 +37,13 @@ INDUCTOR = {
     # What is between our ops is a few rows of elementwise work: waking threads for it costs more than it saves.
     "cpp.threads": 1,
 }
+_VECTORS = {"cpp.vec_isa_ok": INDUCTOR["cpp.vec_isa_ok"]}
 _NOT_FOR_US = {"g1", "fno-omit-frame-pointer", "O3", "Wall", "pedantic"}  # what Inductor compiles with
 # Inductor puts the runtime's text into each graph's source. Its base class is compiled with it, not with each graph.
 _BASE = "template class torch::aot_inductor::AOTInductorModelBase<torch::aot_inductor::AOTInductorModel>;\n"
 _INCLUDE = "#include <torch/csrc/inductor/aoti_include/cpu.h>\n"
+# Behind what calls them come the kernels, each of which begins so.
+_KERNEL, _BEFORE_KERNELS = "#include <torch/csrc/inductor/cpp_prefix.h>\n", "} // namespace torch::aot_inductor"
 _INSTEAD = f"#include <torch/csrc/inductor/aoti_runtime/model.h>\n#include <sstream>\nextern {_BASE}"
 
 
@@ -69,31 +72,44 @@ class GraphCompiler:
             "aot_inductor.custom_ops_to_c_shims": direct,
         }
         self._pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1))
+        self._linker = ThreadPoolExecutor(1)  # waits for what the others compile
         self._scratch = tempfile.TemporaryDirectory(prefix="trtspec-")
         self._folder = Path(self._scratch.name)
         self._jobs: list[Future[None]] = []
+        self._sources = 0
         runtime = importlib.resources.files("torch._inductor") / "codegen" / "aoti_runtime" / "interface.cpp"
         self._runtime = runtime.read_text(encoding="utf-8") if runtime.is_file() else ""
-        self._common: Future[None] | None = None
+        self._common: Future[Path] | None = None
 
     def __enter__(self) -> Self:
-        """Starts with the runtime; how it is compiled, a graph of one addition shows."""
-        written = self._write(torch.export.export(_One(), (torch.zeros(2),), strict=False))
-        runtime = self._folder / "runtime.cpp"
-        runtime.write_text(_INCLUDE + self._runtime + _BASE, encoding="utf-8")
-        command = [written.compiling["compiler"], *_compile_flags(written.compiling), "-O1", "-c", str(runtime)]
-        self._common = self._pool.submit(_run, [*command, "-o", f"{runtime}.o"])
+        # what _probe_compiler imports, which no two threads may do at once
+        from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
+
+        self._probes = self._pool.submit(_probe_compiler)  # while the first program is made
         return self
 
     def add(self, program: ExportedProgram, file: Path) -> None:
         """`program` is to be `file`, whose folder exists."""
-        self._jobs.append(self._pool.submit(self._build, self._write(program), file))
+        self._probes.result()
+        if self._common is None:
+            self._common = self._compile_runtime()
+        written = self._write(program)
+        source = written.source.read_text(encoding="utf-8")
+        parts = [self._common] if self._runtime and self._runtime in source else []
+        source = source.replace(self._runtime, _INSTEAD, 1) if parts else source
+        calls, mark, kernels = source.partition(_KERNEL)
+        if mark and calls.rstrip().endswith(_BEFORE_KERNELS):  # two files, at the same time
+            parts += [self._compile(calls, written, "-O1"), self._compile(mark + kernels, written)]
+        else:
+            parts.append(self._compile(source, written))
+        self._jobs.append(self._linker.submit(self._link, written, parts, file))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._pool.shutdown(cancel_futures=kind is not None)
+            for pool in (self._pool, self._linker):
+                pool.shutdown(cancel_futures=kind is not None)
             if kind is None:
                 for job in self._jobs:
                     job.result()
@@ -115,19 +131,32 @@ class GraphCompiler:
         rest = tuple(str(file) for file in files if file not in left_out and file.suffix == ".json")
         return _Written(of[".cpp"][0], tuple(of[".o"]), rest, compiling, linking)
 
-    def _build(self, written: _Written, file: Path) -> None:
-        """Compile, link and package it."""
-        assert self._common is not None
-        source = written.source.read_text(encoding="utf-8")
-        apart = bool(self._runtime) and self._runtime in source
-        objects = [*map(str, written.objects), *([str(self._folder / "runtime.cpp.o")] if apart else [])]
+    def _compile_runtime(self) -> Future[Path]:
+        """How it is compiled, a graph of one addition shows."""
+        written = self._write(torch.export.export(_One(), (torch.zeros(2),), strict=False))
+        return self._compile(_INCLUDE + self._runtime + _BASE, written, "-O1")
+
+    def _compile(self, source: str, written: _Written, *flags: str) -> Future[Path]:
+        """An object file, with the graph's flags and these."""
+        file = self._folder / f"{self._sources}.cpp"
+        self._sources += 1
+        file.write_text(source, encoding="utf-8")
+        result = file.with_suffix(".o")
+        command = [written.compiling["compiler"], *_compile_flags(written.compiling), *flags, "-c", str(file)]
+
+        def compile_it() -> Path:
+            _run([*command, "-o", str(result)])
+            return result
+
+        return self._pool.submit(compile_it)
+
+    def _link(self, written: _Written, parts: Sequence[Future[Path]], file: Path) -> None:
+        """Link and package it."""
+        objects = [*written.objects, *(part.result() for part in parts)]
         with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
-            own = Path(scratch) / written.source.name
-            own.write_text(source.replace(self._runtime, _INSTEAD, 1) if apart else source, encoding="utf-8")
-            compiler, library = written.compiling["compiler"], own.with_suffix(".so")
-            _run([compiler, *_compile_flags(written.compiling), "-c", str(own), "-o", f"{own}.o"])
-            self._common.result()
-            _run([compiler, "-shared", "-o", str(library), f"{own}.o", *objects, *_link_flags(written.linking)])
+            library = Path(scratch) / f"{written.source.stem}.so"
+            command = [written.compiling["compiler"], "-shared", "-o", str(library), *map(str, objects)]
+            _run([*command, *_link_flags(written.linking)])
             package_pt2(str(file), aoti_files=[*written.files, str(library)])
 
 
@@ -141,6 +170,12 @@ def _without_gc() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _probe_compiler() -> None:
+    """Inductor tries, with the compiler, what else the processor may have, and remembers it."""
+    with torch._inductor.config.patch(_VECTORS):
+        torch._inductor.cpu_vec_isa.valid_vec_isa_list()
 
 
 class _One(nn.Module):
