@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tests.e2e.tiny import (
     Outcome,
@@ -24,6 +24,7 @@ from tests.e2e.tiny import (
 )
 from tests.head_checkpoints import make_eagle
 from trtspec import LLM
+from trtspec.backends.compiled import CONSTANTS, WEIGHTS
 from trtspec.backends.table import BACKENDS
 from trtspec.build.build import build_engine
 from trtspec.build.engine_folder import EngineFolder
@@ -113,8 +114,8 @@ def assert_as_planned(plan: BuildPlan, folder: Path) -> dict[str, dict[str, int]
         assert [list(shape) for shape in made.kv.layers] == [[heads, size] for heads, size, _ in built[role]["kv"]]
         assert made.kv.dtype == built[role]["dtype"]
         assert made.weights_per_step == built[role]["weight_bytes"]
-        with safe_open(folder / role / "weights.safetensors", framework="pt") as file:
-            written[role] = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118  (not a dict)
+        files = [file for name in (WEIGHTS, CONSTANTS) if (file := folder / role / name).is_file()]
+        written[role] = {name: tensor.nbytes for file in files for name, tensor in load_file(file).items()}
     return written
 
 
