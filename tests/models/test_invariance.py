@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -120,15 +119,8 @@ def test_a_large_batch(case: Case) -> None:
         assert torch.equal(logits, case.logits[b % 3][b + 1 : b + 1 + len(logits)])
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_number_of_threads(case: Case, two_threads: None) -> None:
+@pytest.mark.usefixtures("two_threads")
+def test_number_of_threads(case: Case) -> None:
     """Expected was computed on one thread. True of stock kernels of these sizes, not promised for all."""
     paged = case.paged(1)
     logits = [paged.step({0: case.sequences[0][a:b]})[0] for a, b in ((0, 200), (200, 201), (201, LENGTH))]

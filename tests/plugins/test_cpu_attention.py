@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -31,14 +31,6 @@ LONGEST = 340
 def _kernels() -> None:
     if "cpu" not in load_plugins():
         pytest.skip("the C++ kernels are not built (python -m trtspec_plugins.cpu)")
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 @st.composite

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,14 +12,6 @@ from trtspec.ops import load_plugins
 
 if "cpu" not in load_plugins():
     pytest.skip("the C++ kernels are not built", allow_module_level=True)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", list(EPSILON), ids=str)
