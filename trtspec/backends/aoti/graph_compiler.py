@@ -89,8 +89,11 @@ class GraphCompiler:
         return self
 
     def add(self, program: ExportedProgram, file: Path) -> None:
-        """`program` is to be `file`, whose folder exists."""
+        """`program` is to be `file`, whose folder exists. EngineError: a compiler failed on one that came before."""
         self._probes.result()
+        for job in self._jobs:
+            if job.done():
+                job.result()
         if self._common is None:
             self._common = self._compile_runtime()
         written = self._write(program)
@@ -108,21 +111,21 @@ class GraphCompiler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            for pool in (self._pool, self._linker):
-                pool.shutdown(cancel_futures=kind is not None)
             if kind is None:
                 for job in self._jobs:
                     job.result()
         finally:
+            for pool in (self._pool, self._linker):
+                pool.shutdown(cancel_futures=True)
             self._scratch.cleanup()
 
     def _write(self, program: ExportedProgram) -> _Written:
-        """Its C++, by Inductor."""
+        """Its C++, by Inductor, which has the compiler assemble an empty file of weights."""
         arguments, keywords = program.example_inputs
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module = program.module(check_guards=False)
-            with _without_gc():
+            with _without_gc(), _compiler_failures():
                 made: Any = torch._inductor.aot_compile(module, arguments, keywords, options=self._options)
         files = [Path(str(file)) for file in made if str(file)]
         of = {kind: [file for file in files if file.name.endswith(kind)] for kind in (".cpp", ".o", "_flags.json")}
@@ -195,8 +198,28 @@ def _link_flags(told: Mapping[str, Any]) -> list[str]:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise EngineError(
-            f"{command[0]} failed on a graph ({done.stderr.strip()[-2000:]}); install g++ 11 or newer, or set CXX"
-        )
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        why = done.stderr.strip()[-2000:] or f"exit status {done.returncode}" if done.returncode else ""
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise _failure(command[0], why)
+
+
+@contextmanager
+def _compiler_failures() -> Iterator[None]:
+    """Within it Inductor runs the compiler. EngineError where that fails."""
+    from torch._inductor.exc import CppCompileError, InductorError
+
+    try:
+        yield
+    except InductorError as error:
+        cause = error.inner_exception
+        if not isinstance(cause, CppCompileError):
+            raise
+        raise _failure(cause.cmd[0], cause.output.strip()[-2000:]) from error
+
+
+def _failure(compiler: str, why: str) -> EngineError:
+    return EngineError(f"{compiler} failed on a graph ({why}); install g++ 11 or newer, or set CXX")

@@ -1,0 +1,76 @@
+"""Compilers that fail on a graph."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trtspec.backends.aoti import graph_compiler
+from trtspec.backends.aoti.graph_compiler import GraphCompiler
+from trtspec.errors import EngineError
+
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def program() -> torch.export.ExportedProgram:
+    return torch.export.export(Twice(), (torch.zeros(2),), strict=False)
+
+
+def failing(folder: Path, on: str, how: str) -> Path:
+    """A compiler that does `how` where its arguments match `on`."""
+    file = folder / "g++"
+    file.write_text(f'#!/bin/sh\ncase "$*" in {on}) {how};; esac\nexec {COMPILER} "$@"\n')
+    file.chmod(0o755)
+    return file
+
+
+def compile_twice(compiler: Path, folder: Path) -> None:
+    """The second is added when the first one's fate is known."""
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}), GraphCompiler({}) as graphs:
+        graphs.add(program(), folder / "a.pt2")
+        wait(graphs._jobs)
+        graphs.add(program(), folder / "b.pt2")
+        pytest.fail("the failure of the first graph was not seen")
+
+
+@pytest.mark.parametrize(
+    ("on", "how", "why"),
+    [
+        ("*trtspec-*.cpp*", "echo this is no language of mine >&2; exit 1", "this is no language of mine"),
+        ("*trtspec-*.cpp*", "exit 3", "exit status 3"),
+        ("*-shared*", "exit 4", "exit status 4"),
+        ("*.weights.S*", "echo there is no assembler >&2; exit 1", "there is no assembler"),
+    ],
+)
+def test_the_first_failure_ends_the_compilation(tmp_path: Path, on: str, how: str, why: str) -> None:
+    compiler = failing(tmp_path, on, how)
+    words = rf"{compiler.parent}/g\+\+ failed on a graph \({why}\); install g\+\+ 11 or newer, or set CXX"
+    with pytest.raises(EngineError, match=words):
+        compile_twice(compiler, tmp_path)
+    assert not list(tmp_path.glob("*.pt2"))
+
+
+def test_a_failure_of_the_last_graph_is_seen_at_the_end(tmp_path: Path) -> None:
+    compiler = failing(tmp_path, "*trtspec-*.cpp*", "exit 1")
+    with (
+        torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}),
+        pytest.raises(EngineError, match="exit status 1"),
+        GraphCompiler({}) as graphs,
+    ):
+        graphs.add(program(), tmp_path / "a.pt2")
+
+
+def test_a_compiler_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"none/g\+\+ failed on a graph \(No such file or directory\); install g"):
+        graph_compiler._run([str(tmp_path / "none" / "g++"), "-c", "a.cpp"])
