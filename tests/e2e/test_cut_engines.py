@@ -19,6 +19,7 @@ from trtspec.backends.compiled import CompiledStep
 from trtspec.build.build import build_engine
 from trtspec.config.checkpoint.model import RopeConfig
 from trtspec.config.engine import EngineConfig
+from trtspec.errors import CheckpointError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.step import CaptureStep, DecodeStep
 from trtspec.models.decoder import Decoder
@@ -128,6 +129,7 @@ def same_bits(
 
 
 def test_eagle3_reads_states_from_inside_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a damaged block is named."""
     monkeypatch.setattr(cut, "LEAST_LAYERS", 8)
     target = make_target(tmp_path, num_hidden_layers=9)
     head = make_eagle3(tmp_path, target, (1, 4, 7))
@@ -135,9 +137,15 @@ def test_eagle3_reads_states_from_inside_of_blocks(tmp_path: Path, monkeypatch: 
     add_tokenizer(target)
     rows: list[int] = []
     monkeypatch.setattr(executable, "open_row", lambda uses: rows.append(len(uses)) or open_row(uses))
-    engine = run(build(tmp_path / "engine", target, asked, {}, 3))
+    folder = build(tmp_path / "engine", target, asked, {}, 3)
+    engine = run(folder)
     assert rows == [3] * runs_graphs()
     assert engine[1:] == run(target, asked, backend="eager", **LIMITS)[1:]
+
+    block = next(folder.glob("target/layers*.pt2"))
+    block.write_bytes(bytes(block.stat().st_size))
+    with pytest.raises(CheckpointError, match=rf"{block.name} is damaged .*; copy it again or rebuild the engine"):
+        LLM(folder)
 
 
 @pytest.mark.long

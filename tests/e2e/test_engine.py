@@ -208,11 +208,16 @@ def test_a_flipped_bit_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) 
     assert "target/weights.safetensors is not what was built" in capsys.readouterr().err
 
 
+def blanked(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda f: (f / "target" / "ragged_k0.pt2").unlink(), r"ragged_k0\.pt2 is missing"),
         (lambda f: (f / "tokenizer.json").write_text("{}"), r"tokenizer\.json has 2 bytes, not"),
+        (lambda f: blanked(f / "target" / "ragged_k0.pt2"), r"ragged_k0\.pt2 is damaged .*rebuild the engine"),
         (lambda f: edited(f, trtspec_engine=99), "format 99.*rebuild it with trtspec build"),
         (lambda f: edited(f, machine={**machine("aoti"), "torch": "1.0"}), "built for torch 1.0, this is"),
         (
@@ -223,7 +228,7 @@ def test_a_flipped_bit_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) 
         (lambda f: edited(f, executables={"target": {}}), "does not describe its graphs.*rebuild"),
         (with_other_kernels, "compiled for other C.. kernels than those built here; rebuild it"),
     ],
-    ids=["missing", "size", "format", "torch", "version", "truncated", "graphs", "kernels"],
+    ids=["missing", "size", "blanked", "format", "torch", "version", "truncated", "graphs", "kernels"],
 )
 def test_damage_is_named(copy: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(copy)

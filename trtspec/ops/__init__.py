@@ -9,7 +9,7 @@ from trtspec.ops.attention import spec_attention, spec_attention_
 from trtspec.ops.compact import kv_compact, kv_compact_
 from trtspec.ops.dispatch import graph_calls, kernel_interface, load_plugins
 from trtspec.ops.embedding import packed_embedding
-from trtspec.ops.graphs import GraphUse, open_row, runs_graphs
+from trtspec.ops.graphs import GraphUse, Lent, open_row, runs_graphs
 from trtspec.ops.linear import packed_linear
 from trtspec.ops.logits import process_logits
 from trtspec.ops.norm import rms_norm, rms_norm_inline
@@ -18,6 +18,7 @@ from trtspec.ops.threads import kernel_threads
 
 __all__ = [
     "GraphUse",
+    "Lent",
     "graph_calls",
     "gumbel_noise",
     "kernel_interface",

@@ -59,6 +59,11 @@ def load_plugins() -> dict[str, str]:
     return loaded
 
 
+def has_op(library: str, name: str) -> bool:
+    """Whether kernels have loaded that bring the op `name` in a torch library of their own."""
+    return hasattr(getattr(torch.ops, library), name)
+
+
 def kernel_interface() -> str:
     """A digest of what compiled graphs rely on in the kernels that have loaded: how they are called, and how weights
     are packed. Empty where graphs call none."""

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from trtspec.ops.dispatch import has_op
+
 
 @contextmanager
 def kernel_threads() -> Iterator[None]:
@@ -17,7 +19,7 @@ def kernel_threads() -> Iterator[None]:
     another busy process on the machine a step takes many times as long. Without those kernels it does nothing.
     """
     threads = torch.get_num_threads()
-    if threads == 1 or not _known():
+    if threads == 1 or not has_op("trtspec_threads", "use_own"):
         yield
         return
     before = torch.ops.trtspec_threads.use_own(threads)
@@ -27,7 +29,3 @@ def kernel_threads() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.ops.trtspec_threads.use_own(before)
-
-
-def _known() -> bool:
-    return hasattr(torch.ops.trtspec_threads, "use_own")

@@ -70,6 +70,21 @@ class Library {
   std::unique_ptr<void, Function<Container>*> container_{nullptr, nullptr};
 };
 
+// Deletes those that nobody has taken over: a graph sets what it takes to null.
+class Handles {
+ public:
+  explicit Handles(size_t count) : handles_(count) {}
+  Handles(const Handles&) = delete;
+  ~Handles() {
+    for (const AtenTensorHandle handle : handles_)
+      if (handle) aoti_torch_delete_tensor_object(handle);
+  }
+  AtenTensorHandle* data() { return handles_.data(); }
+
+ private:
+  std::vector<AtenTensorHandle> handles_;
+};
+
 // A graph on its own weights and caches.
 class Graph {
  public:
@@ -79,7 +94,7 @@ class Graph {
     const auto names = library_.constants();
     OP_REQUIRES(names.size() == constants_.size(), "open_graph: constants are ", constants_.size(), "; want ",
                 names.size());
-    std::vector<Constant> held(names.size());  // the graph borrows the tensors
+    std::vector<Constant> held(names.size());  // of each the graph keeps a handle, also when it is gone
     for (size_t i = 0; i < held.size(); ++i) held[i] = {names[i].first, constants_[i].handle()};
     const Container container = library_.container();
     library_.ask("ContainerUpdateUserManagedConstantBufferPairs", container, held.data(), held.size(), false, true);
@@ -92,14 +107,14 @@ class Graph {
   void run(const Tensor& first, const std::vector<Tensor>& inputs, std::vector<Tensor>& given) const {
     const size_t count = inputs.size() + memory_.size();
     OP_REQUIRES(count == inputs_, "run_graphs: inputs are ", inputs.size(), "; want ", inputs_ - memory_.size());
-    std::vector<AtenTensorHandle> handles, outputs(outputs_);  // the graph takes the handles over
-    handles.reserve(count);
-    handles.push_back(first.another());
-    for (size_t i = 1; i < inputs.size(); ++i) handles.push_back(inputs[i].another());
-    for (const Tensor& tensor : memory_) handles.push_back(tensor.another());
+    Handles taken(count), outputs(outputs_);
+    AtenTensorHandle* next = taken.data();
+    *next++ = first.another();
+    for (size_t i = 1; i < inputs.size(); ++i) *next++ = inputs[i].another();
+    for (const Tensor& tensor : memory_) *next++ = tensor.another();
     void* const none = nullptr;  // of streams, and of ops that a graph would call by way of torch's loader
-    library_.expect(run_(library_.container(), handles.data(), count, outputs.data(), outputs_, none, none));
-    for (const AtenTensorHandle output : outputs) given.push_back(Tensor::owned(output));
+    library_.expect(run_(library_.container(), taken.data(), count, outputs.data(), outputs_, none, none));
+    for (size_t i = 0; i < outputs_; ++i) given.push_back(Tensor::owned(std::exchange(outputs.data()[i], nullptr)));
   }
 
  private:

@@ -4,20 +4,19 @@ makes them."""
 from __future__ import annotations
 
 import tempfile
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from trtspec.backends.aoti.package import Run, load_graph, loading, unpack
 from trtspec.backends.compiled import CONSTANTS, WEIGHTS, Block, CompiledExecutable, Graph
 from trtspec.backends.graph_io import INPUTS, layer_inputs
 from trtspec.backends.weight_file import load_weights
 from trtspec.ops import GraphUse, kernel_threads, open_row, packed_embedding, runs_graphs
 
 _ALONE = 2**15  # elements that torch copies in the calling thread, without waking others
-Run = Callable[[list[Tensor]], list[Tensor]]
 
 
 def load_constants(folder: Path) -> dict[str, Tensor]:
@@ -59,14 +58,17 @@ class AotiExecutable(CompiledExecutable):
 
     def _open_row(self, folder: Path) -> Run | None:
         """The same by the kernels' library, which costs less; None where that cannot be."""
-        uses = []
-        with tempfile.TemporaryDirectory(prefix="trtspec-") as scratch:
-            unpacked = {file: _unpack(folder / file, Path(scratch)) for file in {b.file for b in self.compiled.blocks}}
-            for block in self.compiled.blocks:
-                if (library := unpacked[block.file]) is None or not runs_graphs():
-                    return None
-                uses.append(GraphUse(library, self._constant_of(block), self._kv_of(block)))
-            return open_row(uses)
+        if not runs_graphs():
+            return None
+        files = [folder / block.file for block in self.compiled.blocks]
+        with loading(*files), tempfile.TemporaryDirectory(prefix="trtspec-") as scratch:
+            unpacked = {file: unpack(file, Path(scratch)) for file in set(files)}
+            uses = [
+                GraphUse(library, self._constant_of(block), self._kv_of(block))
+                for file, block in zip(files, self.compiled.blocks, strict=True)
+                if (library := unpacked[file]) is not None
+            ]
+            return open_row(uses) if len(uses) == len(files) else None
 
     def _constant_of(self, block: Block) -> Callable[[str], Tensor]:
         return lambda name: self._weights[block.whole_name(name)]
@@ -112,33 +114,3 @@ class AotiExecutable(CompiledExecutable):
                 return torch.embedding(weight, ids)
 
         return look_up
-
-
-def _unpack(file: Path, into: Path) -> Path | None:
-    """The library of the graph in `file`, in a folder; None where it calls ops by way of torch's loader."""
-    with zipfile.ZipFile(file) as archive:
-        names = archive.namelist()
-        (library,) = (name for name in names if name.endswith(".so"))
-        if str(PurePosixPath(library).with_suffix(".json")) in names:
-            return None
-        unpacked = into / f"{file.stem}.so"
-        unpacked.write_bytes(archive.read(library))
-        return unpacked
-
-
-def load_graph(
-    file: Path,
-    weights: Mapping[str, Tensor],
-    kv: Sequence[Tensor],
-    alone: bool = False,
-    device: int = -1,
-    name_of: Callable[[str], str] = str,
-) -> Run:
-    """The graph in `file`, on the memory of `weights`, which the caller keeps. It takes the tensors before the caches
-    `kv`. alone: without the events that guard it against other threads, which a CUDA graph would not take. device:
-    index of the GPU, -1 = the current one, or the CPU. name_of: what `weights` calls the graph's constant of a name."""
-    # not torch._inductor.aoti_load_package: importing that module, which is for compiling, takes two seconds
-    model = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", alone, 1, device)
-    constants = {name: weights[name_of(name)] for name in model.get_constant_fqns()}
-    model.load_constants(constants, False, True, True)  # all of them, user-managed: the graph keeps our memory
-    return lambda tensors: model.run([*tensors, *kv])

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.aoti.compile import Constants
-from trtspec.backends.aoti.executable import load_constants, load_graph
+from trtspec.backends.aoti.executable import load_constants
 from trtspec.backends.aoti.graph_compiler import INDUCTOR
+from trtspec.backends.aoti.package import load_graph
 from trtspec.backends.compiled import CompiledStep, Graph
 from trtspec.backends.cuda.device import open_gpu
 from trtspec.backends.cuda.executable import CudaExecutable

@@ -1,0 +1,91 @@
+"""Packages of AOTInductor graphs (.pt2): loaded by torch, or unpacked for the kernels' library."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+import torch
+from torch import Tensor
+
+from trtspec.errors import CheckpointError, EngineError
+from trtspec.ops import Lent
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+_FAILURES = (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)  # to read or load a package
+
+
+def load_graph(
+    file: Path,
+    weights: Mapping[str, Tensor],
+    kv: Sequence[Tensor],
+    alone: bool = False,
+    device: int = -1,
+    name_of: Callable[[str], str] = str,
+) -> Run:
+    """The graph in `file`, on the memory of `weights`, which the caller keeps. It takes the tensors before the caches
+    `kv`. alone: without the events that guard it against other threads, which a CUDA graph would not take. device:
+    index of the GPU, -1 = the current one, or the CPU. name_of: what `weights` calls the graph's constant of a name.
+    CheckpointError for a damaged file, EngineError where it cannot be loaded."""
+    with loading(file):
+        # not torch._inductor.aoti_load_package: importing that module, which is for compiling, takes two seconds
+        model = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", alone, 1, device)
+    lent = Lent()
+    constants = {name: lent.lend(weights[name_of(name)]) for name in model.get_constant_fqns()}
+    model.load_constants(constants, False, True, True)  # all of them, user-managed: the graph keeps our memory
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        return model.run([*tensors, *kv])
+
+    lent.until_gone(run)
+    return run
+
+
+def unpack(file: Path, into: Path) -> Path | None:
+    """The library of the graph in `file`, in a folder; None where it calls ops by way of torch's loader."""
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+        library = _library(names)
+        if str(PurePosixPath(library).with_suffix(".json")) in names:
+            return None
+        unpacked = into / f"{file.stem}.so"
+        unpacked.write_bytes(archive.read(library))
+        return unpacked
+
+
+def _library(names: Sequence[str]) -> str:
+    """The name of the library in a .pt2 file. BadZipFile where there is none."""
+    for name in names:
+        if name.endswith(".so"):
+            return name
+    raise zipfile.BadZipFile("it has no library")
+
+
+@contextmanager
+def loading(*files: Path) -> Iterator[None]:
+    """Within it graphs are loaded. CheckpointError where one of `files` is damaged; EngineError where none is, which
+    leaves the folder for temporary files, from which they are loaded."""
+    try:
+        yield
+    except _FAILURES as error:
+        for file in sorted(set(files)):
+            if why := _damage(file):
+                raise CheckpointError(f"{file} is damaged ({why}); copy it again or rebuild the engine") from error
+        raise EngineError(
+            f"the graphs of {files[0].parent} cannot be loaded ({error}); "
+            "set TMPDIR to a folder that has room and is not mounted noexec"
+        ) from error
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with it; "" where nothing is."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            _library(archive.namelist())
+            broken = archive.testzip()
+    except _FAILURES as error:
+        return str(error)
+    return f"{broken} in it" if broken else ""
