@@ -27,7 +27,7 @@ test-docker: .venv/.dev
 
 # The kernels' tests with every instruction set this machine has, then checked for bad addresses and undefined behaviour.
 test-kernels: .venv/.dev .venv/.plugins
-	for isa in portable avx2 avx2_vnni avx512 avx512_vnni avx512_bf16; do \
+	for isa in portable avx2 avx2_vnni avx512 avx512_vnni avx512_bf16 amx; do \
 	    TRTSPEC_CPU_ISA=$$isa $(BIN)/python -c 'from trtspec_plugins.cpu import load; load()' || continue; \
 	    TRTSPEC_CPU_ISA=$$isa $(BIN)/python -m pytest -q tests/plugins/test_cpu_*.py || exit 1; done
 	$(BIN)/python build_scripts/build_plugins.py --sanitize

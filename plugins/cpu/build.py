@@ -29,6 +29,7 @@ if platform.machine() in ("x86_64", "AMD64"):
         "avx512": _V4,
         "avx512_vnni": (*_V4, "-mavx512vnni"),
         "avx512_bf16": (*_V4, "-mavx512bf16", "-mavx512vnni"),
+        "amx": (*_V4, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     }
 TARGET = "0x020d000000000000"  # torch 2.13, the oldest that has the functions
 FLAGS = (

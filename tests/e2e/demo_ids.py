@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_suffix(".json")
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 TEMPERATURES = (0.0, 0.8)
 MAX_TOKENS = 48
 

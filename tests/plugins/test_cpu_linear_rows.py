@@ -27,6 +27,15 @@ def test_a_row_has_the_same_bits_with_any_number_of_rows(
         assert torch.equal(layer(x[:rows], float_out=True), alone[:rows]), rows
 
 
+@pytest.mark.parametrize("rows", [2, 3, 17, 40])
+def test_numbers_below_the_normal_ones_have_the_same_bits_with_any_number_of_rows(rows: int) -> None:
+    layer = random_layer("panels", torch.bfloat16, 100, 1030)
+    x = (torch.randn(rows, layer.in_features) * 2.0**-124).bfloat16()
+    alone = torch.cat([layer(row, float_out=True) for row in x.split(1)])
+    assert torch.equal(layer(x, float_out=True), alone)
+    assert alone.any()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     layout=layouts,

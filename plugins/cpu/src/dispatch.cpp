@@ -2,6 +2,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
 #include <cstdlib>
@@ -20,6 +24,7 @@ namespace avx2_vnni { extern const Kernels table; }
 namespace avx512 { extern const Kernels table; }
 namespace avx512_vnni { extern const Kernels table; }
 namespace avx512_bf16 { extern const Kernels table; }
+namespace amx { extern const Kernels table; }
 #endif
 
 #if defined(__x86_64__)
@@ -29,6 +34,19 @@ static bool has_avx_vnni() {
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & 1u << 4) != 0;
 }
 #endif
+
+// Tiles for bf16 and int8, in a system that lets this process use them when it is asked.
+static bool has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, WANTED = BF16 | TILE | INT8;
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & WANTED) == WANTED &&
+         syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
 
 // Best first.
 static std::vector<const Kernels*> supported() {
@@ -41,7 +59,9 @@ static std::vector<const Kernels*> supported() {
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512cd");
   const bool has_avx512_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
-  if (has_avx512_vnni && __builtin_cpu_supports("avx512bf16")) tables.push_back(&avx512_bf16::table);
+  const bool has_avx512_bf16 = has_avx512_vnni && __builtin_cpu_supports("avx512bf16");
+  if (has_avx512_bf16 && has_amx()) tables.push_back(&amx::table);
+  if (has_avx512_bf16) tables.push_back(&avx512_bf16::table);
   if (has_avx512_vnni) tables.push_back(&avx512_vnni::table);
   if (has_avx512) tables.push_back(&avx512::table);
   if (has_avx2 && has_avx_vnni()) tables.push_back(&avx2_vnni::table);

@@ -14,6 +14,9 @@
 #include <utility>
 
 #include "kernels.h"
+#if defined(__AMX_INT8__)
+#include "linear_amx.h"
+#endif
 #include "linear_tiles.h"
 #include "vec.h"
 
@@ -103,13 +106,27 @@ void fp8_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int
       store(sums[r] + lane, load(sums[r] + lane) * (load(scales + lane) * unit));
 }
 
+// How the sums of a format are made, of as many rows as there are.
+typedef void PanelKernel(const LinearArgs&, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators*);
+
+#if defined(__AMX_INT8__)
+template <class Format> PanelKernel* sums_of_panel(const LinearArgs& args) {
+  if (in_tiles<Format>(args)) return Format::GROUPED ? &int4_tiles_of_panel : &tiles_of_panel<Format>;
+  return std::is_same_v<Format, Bf16Weights> ? &few_bf16_rows : &panel_sums<Format>;
+}
+#else
+template <class Format> bool in_tiles(const LinearArgs&) { return false; }
+template <class Format> PanelKernel* sums_of_panel(const LinearArgs&) { return &panel_sums<Format>; }
+#endif
+
 void int8_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
-  panel_sums<Int8Weights>(args, panel, rows, x, row_bytes, sums);
+  sums_of_panel<Int8Weights>(args)(args, panel, rows, x, row_bytes, sums);
   const IntRow<Int8Weights> layout(args);
   const float* scales = static_cast<const float*>(args.scales) + panel * PANEL;
   for (int64_t r = 0; r < rows; ++r, x += row_bytes)
     for (int64_t lane = 0; lane < PANEL; lane += LANES) {
-      const Vec exact = Int8Weights::exact(load_as<IVec>(sums[r] + lane), layout.sums(x)[0]);
+      const int32_t sum_of_x = in_tiles<Int8Weights>(args) ? 0 : layout.sums(x)[0];  // tiles take weights as they are
+      const Vec exact = Int8Weights::exact(load_as<IVec>(sums[r] + lane), sum_of_x);
       store(sums[r] + lane, exact * (load(scales + lane) * layout.scales(x)[0]));
     }
 }
@@ -203,7 +220,7 @@ template <class T> INLINE int32_t quantize_group(const T* x, int64_t count, floa
 template <class Format, class T> void quantize_row(const LinearArgs& args, const T* x, char* to) {
   const IntRow<Format> layout(args);
   auto* values = reinterpret_cast<int8_t*>(to) + args.steps * (Format::ROW_BYTES - Format::PER_STEP);
-  std::memset(values + args.depth, 0, args.steps * Format::PER_STEP - args.depth);
+  std::memset(values + args.depth, 0, row_steps(args) * Format::PER_STEP - args.depth);
   const int64_t group_size = args.depth / args.groups;
   for (int64_t g = 0; g < args.groups; ++g) {
     const T* group = x + g * group_size;
@@ -237,7 +254,7 @@ template <class T> void prepare_row(const LinearArgs& args, int64_t row, char* t
   const T* x = static_cast<const T*>(args.x) + row * args.x_step;
   const auto widen = [&]<class Format>(Format) {
     using Input = typename Format::Input;
-    widen_row(x, args.depth, args.steps * Format::PER_STEP, reinterpret_cast<Input*>(to));
+    widen_row(x, args.depth, row_steps(args) * Format::PER_STEP, reinterpret_cast<Input*>(to));
   };
   if (args.format == WeightFormat::int8) return quantize_row<Int8Weights>(args, x, to);
   if (args.format == WeightFormat::int4) return quantize_row<Int4Weights>(args, x, to);
@@ -247,6 +264,9 @@ template <class T> void prepare_row(const LinearArgs& args, int64_t row, char* t
     return;
   }
   if constexpr (std::is_same_v<T, float>) widen(Fp32Weights{});
+#if defined(__AMX_INT8__)
+  else if (std::is_same_v<T, BFloat16> && !in_tiles<Bf16Weights>(args)) widen(WideWeights<2>{});
+#endif
   else if constexpr (std::is_same_v<T, BFloat16>) widen(Bf16Weights{});
   else widen(Fp16Weights{});
 }
@@ -254,11 +274,16 @@ template <class T> void prepare_row(const LinearArgs& args, int64_t row, char* t
 // -- the table's entries ----------------------------------------------------------------------------------------------
 
 INLINE int64_t prepared_bytes(const LinearArgs& args) {
+  const int64_t steps = row_steps(args);
   switch (args.format) {
-    case WeightFormat::fp32: return args.steps * Fp32Weights::ROW_BYTES;
-    case WeightFormat::bf16: return args.steps * Bf16Weights::ROW_BYTES;
-    case WeightFormat::fp16: return args.steps * Fp16Weights::ROW_BYTES;
-    case WeightFormat::fp8: return args.steps * Fp8Weights::ROW_BYTES;
+    case WeightFormat::fp32: return steps * Fp32Weights::ROW_BYTES;
+#if defined(__AMX_INT8__)
+    case WeightFormat::bf16: return steps * (in_tiles<Bf16Weights>(args) ? Bf16Weights::ROW_BYTES : WIDE_STEP);
+#else
+    case WeightFormat::bf16: return steps * Bf16Weights::ROW_BYTES;
+#endif
+    case WeightFormat::fp16: return steps * Fp16Weights::ROW_BYTES;
+    case WeightFormat::fp8: return steps * Fp8Weights::ROW_BYTES;
     case WeightFormat::int8: return IntRow<Int8Weights>(args).bytes();
     default: return IntRow<Int4Weights>(args).bytes();
   }
@@ -279,17 +304,29 @@ void linear_prepare(const LinearArgs& args, int64_t row_begin, int64_t row_end) 
 INLINE auto panel_kernel(const LinearArgs& args) {
   switch (args.format) {
     case WeightFormat::fp32: return &panel_sums<Fp32Weights>;
-    case WeightFormat::bf16: return &panel_sums<Bf16Weights>;
+    case WeightFormat::bf16: return sums_of_panel<Bf16Weights>(args);
     case WeightFormat::fp16: return &panel_sums<Fp16Weights>;
     case WeightFormat::fp8: return &fp8_panel;
     case WeightFormat::int8: return &int8_panel;
-    default: return &panel_sums<Int4Weights>;
+    default: return sums_of_panel<Int4Weights>(args);
   }
+}
+
+int64_t linear_chunk_bytes(const LinearArgs& args) {
+  const int64_t rows = args.rows < BLOCK_ROWS ? args.rows : BLOCK_ROWS;
+#if defined(__AMX_INT8__)  // to set tiles up takes a twentieth of a microsecond
+  if (tile_bytes(args) > 0) return 64 * 1024 / ((rows + 2 * SIDE - 1) / (2 * SIDE));
+#endif
+  constexpr int64_t ROWS_FOR_ONE = 4;  // that take as long as one
+  return 32 * 1024 / ((rows + ROWS_FOR_ONE - 1) / ROWS_FOR_ONE);
 }
 
 void linear_block(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
   alignas(64) Accumulators sums[BLOCK_ROWS];
   const int64_t rows = row_end - row_begin, row_bytes = linear_row_bytes(args);
+#if defined(__AMX_INT8__)
+  const Tiles tiles(rows, tile_bytes(args));
+#endif
   char* x = args.prepared + row_begin * row_bytes;
   const auto multiply_panel = panel_kernel(args);
   const auto write = row_writer(args);

@@ -17,6 +17,16 @@ namespace trtspec::TRTSPEC_ISA {
 
 constexpr int64_t MOST_GROUP_STEPS = 16;
 
+// A prepared row has zeros up to a whole number of tiles.
+#if defined(__AMX_INT8__)
+constexpr int64_t STEPS_OF_ROWS = 16;
+#else
+constexpr int64_t STEPS_OF_ROWS = 1;
+#endif
+INLINE int64_t row_steps(const LinearArgs& args) {
+  return (args.steps + STEPS_OF_ROWS - 1) / STEPS_OF_ROWS * STEPS_OF_ROWS;
+}
+
 INLINE IVec broadcast_word(const char* from) { return IVec{} + load_as<int32_t>(from); }
 
 // -- floating-point weights -------------------------------------------------------------------------------------------
@@ -226,7 +236,7 @@ template <class Format> struct IntRow {
   using SumOfX = typename Format::SumOfX;
   int64_t values_bytes, groups;
 
-  explicit IntRow(const LinearArgs& args) : values_bytes(args.steps * Format::ROW_BYTES), groups(args.groups) {}
+  explicit IntRow(const LinearArgs& args) : values_bytes(row_steps(args) * Format::ROW_BYTES), groups(args.groups) {}
   int64_t bytes() const { return values_bytes + groups * int64_t(sizeof(float) + sizeof(SumOfX)); }
   INLINE float* scales(char* row) const { return reinterpret_cast<float*>(row + values_bytes); }
   INLINE SumOfX* sums(char* row) const { return reinterpret_cast<SumOfX*>(scales(row) + groups); }

@@ -130,24 +130,18 @@ static void check_int4(const LinearArgs& args, const Tensor& scales, const Tenso
               " uint8, contiguous, or no elements");
 }
 
-// A chunk is a few microseconds' work: so many bytes of weights, four rows for the price of one. All threads wait for the
-// last one.
-static int64_t panels_of_a_chunk(const LinearArgs& args) {
-  constexpr int64_t BYTES = 32 * 1024, ROWS_FOR_ONE = 4;
-  const int64_t rows = std::min(args.rows, BLOCK_ROWS);
-  return BYTES / (args.steps * STEP_BYTES * ((rows + ROWS_FOR_ONE - 1) / ROWS_FOR_ONE) + 1) + 1;
-}
-
 static void run(LinearArgs& args, int64_t panels) {
   const Kernels& k = kernels();
   const int64_t row_bytes = k.linear_row_bytes(args);
-  const auto prepared = std::make_unique_for_overwrite<char[]>(args.rows * row_bytes);
+  const int64_t rows = (args.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
+  const auto prepared = std::make_unique_for_overwrite<char[]>(rows * row_bytes);
   args.prepared = prepared.get();
   parallel_for(args.rows, BLOCK_ROWS, [&](int64_t begin, int64_t end) { k.linear_prepare(args, begin, end); });
 
   // Piece i is panel i % panels of rows from i / panels * BLOCK_ROWS on.
   const int64_t blocks = (args.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  parallel_for(blocks * panels, panels_of_a_chunk(args), [&](int64_t begin, int64_t end) {
+  const int64_t panels_of_a_chunk = k.linear_chunk_bytes(args) / (args.steps * STEP_BYTES + 1) + 1;
+  parallel_for(blocks * panels, panels_of_a_chunk, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t row = begin / panels * BLOCK_ROWS, panel = begin % panels;
       const int64_t count = std::min(panels - panel, end - begin);

@@ -3,6 +3,9 @@
 #pragma once
 
 #include "kernels.h"
+#if defined(__AMX_INT8__)
+#include "linear_amx.h"
+#endif
 #include "linear_tiles.h"
 #include "vec.h"
 
@@ -76,11 +79,17 @@ template <class Format> int64_t multiply_in_registers(int64_t groups, int64_t gr
 int64_t multiply(WeightFormat format, int64_t groups, int64_t group_steps) {
   switch (format) {
     case WeightFormat::fp32: return multiply_in_registers<Fp32Weights>(groups, group_steps);
-    case WeightFormat::bf16: return multiply_in_registers<Bf16Weights>(groups, group_steps);
     case WeightFormat::fp16: return multiply_in_registers<Fp16Weights>(groups, group_steps);
     case WeightFormat::fp8: return multiply_in_registers<Fp8Weights>(groups, group_steps);
+#if defined(__AMX_INT8__)
+    case WeightFormat::bf16: return multiply_in_tiles<Bf16Weights>(groups * group_steps);
+    case WeightFormat::int8: return multiply_in_tiles<Int8Weights>(groups * group_steps);
+    default: return multiply_int4_in_tiles(groups, group_steps);
+#else
+    case WeightFormat::bf16: return multiply_in_registers<Bf16Weights>(groups, group_steps);
     case WeightFormat::int8: return multiply_in_registers<Int8Weights>(groups, group_steps);
     default: return multiply_in_registers<Int4Weights>(groups, group_steps);
+#endif
   }
 }
 
