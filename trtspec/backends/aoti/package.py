@@ -87,5 +87,5 @@ def _damage(file: Path) -> str:
             _library(archive.namelist())
             broken = archive.testzip()
     except _FAILURES as error:
-        return str(error)
+        return str(error) or type(error).__name__
     return f"{broken} in it" if broken else ""
