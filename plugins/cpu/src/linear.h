@@ -66,15 +66,15 @@ void stream_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, 
   constexpr int MOST = Format::streamed_rows(MOST_GROUP_STEPS);
   static constexpr auto tiles = tiles_of<Format, true>(std::make_integer_sequence<int, MOST>());
   for_slices(args, [&](int64_t step, int64_t steps) {
-    Prefetch ahead = {words_at(args, panel, step), STEP_BYTES};
+    Prefetch ahead = {words_at(args, panel, step), STEP_BYTES, 0};
     tiles[rows - 1](args, {panel, step, steps, x, row_bytes}, ahead, sums);
   });
 }
 
 // How far ahead tiles ask for memory, in bytes, at most.
 INLINE int64_t look_ahead(const LinearArgs& args, int64_t rows, int64_t passes) {
-  if (args.reads_ahead) return passes == 1 ? EIGHT_KB_AHEAD : A_SLICE_AHEAD;
-  return rows <= 2 ? A_LITTLE_AHEAD : A_SLICE_AHEAD;
+  if (passes > 1 && (args.reads_ahead || rows > 2)) return A_SLICE_AHEAD;
+  return args.reads_ahead ? TWO_PAGES_AHEAD : rows <= 2 ? A_LITTLE_AHEAD : A_PAGE_AHEAD;
 }
 
 // sums += x * panel, slice by slice. While tiles are busy with a slice they ask for what comes behind it, each pass for
@@ -87,10 +87,10 @@ void panel_sums(const LinearArgs& args, int64_t panel, int64_t rows, char* x, in
   static constexpr auto tiles = tiles_of<Format, Format::ONE_PASS>(Counts());
   int64_t passes = 0;
   for_tiles<Format>(rows, [&](int64_t, int64_t count) { passes += VECTORS / vectors_at_once<Format>(count); });
-  const int64_t farthest = look_ahead(args, rows, passes);
+  const int64_t farthest = look_ahead(args, rows, passes), near = args.reads_ahead ? 0 : NEAR;
   for_slices(args, [&](int64_t step, int64_t steps) {
     const int64_t distance = steps * STEP_BYTES < farthest ? steps * STEP_BYTES : farthest;
-    Prefetch ahead = {words_at(args, panel, step) + distance, (STEP_BYTES + passes - 1) / passes};
+    Prefetch ahead = {words_at(args, panel, step) + distance, (STEP_BYTES + passes - 1) / passes, near};
     for_tiles<Format>(rows, [&](int64_t row, int64_t count) {
       tiles[count - 1](args, {panel, step, steps, x + row * row_bytes, row_bytes}, ahead, sums + row);
     });

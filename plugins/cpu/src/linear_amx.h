@@ -26,8 +26,6 @@ namespace trtspec::TRTSPEC_ISA {
 
 constexpr int SIDE = 16;                          // rows of a tile; words of a row of it
 constexpr int64_t TILE_PAIR = SIDE * STEP_BYTES;  // bytes of the steps of a panel that two tiles hold
-// Bytes that are asked for ahead of what is loaded: to L1, and, where it is unpacked, to L2.
-constexpr int64_t AHEAD = 1024, INT4_AHEAD = A_LITTLE_AHEAD;
 
 // The thread's tiles while it lives: of up to 16 rows, and of x with so many bytes in a row; 0: none are wanted.
 class Tiles {
@@ -58,12 +56,15 @@ class Tiles {
 
 // So few rows are multiplied without tiles, which would be a little slower. Bits are the same: integers are exact, and
 // few_rows_of_panel does what the tile unit does.
-template <class Format> constexpr int64_t FEW_ROWS = 4;
-template <> constexpr int64_t FEW_ROWS<Bf16Weights> = 2;
-template <> constexpr int64_t FEW_ROWS<Int4Weights> = 6;
+template <class Format> int64_t few_rows(const LinearArgs& args) {
+  if (std::is_same_v<Format, Bf16Weights>) return 2;
+  if (!Format::GROUPED) return 5;
+  const int64_t group_steps = args.steps / args.groups;  // smaller groups leave the tile unit less to do
+  return group_steps <= 4 ? 8 : group_steps <= 8 ? 6 : 4;
+}
 constexpr int64_t WIDE_STEP = 2 * sizeof(float);  // bytes of a step of so few rows of bf16
 
-template <class Format> bool in_tiles(const LinearArgs& args) { return args.rows > FEW_ROWS<Format>; }
+template <class Format> bool in_tiles(const LinearArgs& args) { return args.rows > few_rows<Format>(args); }
 
 // This thread takes numbers below the normal ones for 0 while it lives, as the tile unit does.
 class FlushToZero {
@@ -188,7 +189,7 @@ void tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x
     const char* const words = words_at(args, panel, step);
     const int64_t steps = args.steps - step < slice ? args.steps - step : slice;
     for (int64_t row = 0; row < rows; row += 2 * SIDE) {
-      const int64_t ahead = row > 0 ? 0 : rows <= 2 * SIDE ? AHEAD : slice * STEP_BYTES;
+      const int64_t ahead = row > 0 ? 0 : rows <= 2 * SIDE ? NEAR : slice * STEP_BYTES;
       const char* const inputs = x + row * row_bytes + step * Format::ROW_BYTES;
       if (row + SIDE < rows)
         multiply_tiles<Format, true>(words, steps, ahead, inputs, inputs + SIDE * row_bytes, row_bytes, sums[row],
@@ -240,7 +241,8 @@ inline void int4_tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t r
     auto& unpacked = weights[g % 2];
     for (int64_t s = 0; s < group_steps; ++s, words += STEP_BYTES)
       for (int v = 0; v < VECTORS; ++v) {
-        __builtin_prefetch(words + INT4_AHEAD + v * sizeof(Vec), 0, 2);
+        __builtin_prefetch(words + A_PAGE_AHEAD + v * sizeof(Vec), 0, 2);
+        __builtin_prefetch(words + NEAR + v * sizeof(Vec), 0, 3);
         unpacked[v][2 * s] = Int4Weights::weights<0>(words + v * sizeof(Vec));
         unpacked[v][2 * s + 1] = Int4Weights::weights<1>(words + v * sizeof(Vec));
       }

@@ -29,20 +29,26 @@ template <class Format> constexpr int vectors_at_once(int rows, bool in_one_pass
 // L1 may be no more than 32.
 constexpr int64_t SLICE_STEPS = LANES == 16 ? 128 : 64;
 
-// The memory that a tile asks for while it works: so many bytes a step, from `next` on, to L2. The machine looks ahead
-// by itself, but while multiplications fill its window it does not look far enough. (Not past the caches: with
-// prefetchnta, which on some machines fills L1 alone, one row of bf16 took three times as long.)
+// The memory that a tile asks for while it works: so many bytes a step, from `next` on, to L2; and to L1 what lies `near`
+// bytes after the step. The machine looks ahead by itself, but while multiplications fill its window it does not look
+// far enough. (Not past the caches: with prefetchnta, which on some machines fills L1 alone, one row of bf16 took three
+// times as long.)
 struct Prefetch {
   const char* next;
-  int64_t bytes;
+  int64_t bytes, near;
 };
 
 // Distances in bytes.
-constexpr int64_t A_LITTLE_AHEAD = 2048, EIGHT_KB_AHEAD = 8192, A_SLICE_AHEAD = SLICE_STEPS * STEP_BYTES;
+constexpr int64_t NEAR = 1024, A_LITTLE_AHEAD = 2048, A_PAGE_AHEAD = 4096, TWO_PAGES_AHEAD = 8192,
+                  A_SLICE_AHEAD = SLICE_STEPS * STEP_BYTES;
 
-template <int N> INLINE void fetch(Prefetch& ahead) {
+template <int N> INLINE void fetch(Prefetch& ahead, const char* words) {
   __builtin_prefetch(ahead.next, 0, 2);
-  if constexpr (N == VECTORS) __builtin_prefetch(ahead.next + 64, 0, 2);
+  __builtin_prefetch(words + ahead.near, 0, 3);
+  if constexpr (N == VECTORS) {
+    __builtin_prefetch(ahead.next + 64, 0, 2);
+    __builtin_prefetch(words + ahead.near + 64, 0, 3);
+  }
   ahead.next += ahead.bytes;
 }
 
@@ -62,7 +68,7 @@ INLINE void multiply_steps(const char* words, int64_t steps, const char* x, int6
                            typename Format::Sum (&sums)[ROWS][N]) {
   Prefetch here = ahead;  // in registers
   for (int64_t s = 0; s < steps; ++s, words += STEP_BYTES, x += Format::ROW_BYTES) {
-    fetch<N>(here);
+    fetch<N>(here, words);
     const auto multiply_part = [&](auto part) __attribute__((always_inline)) {
       decltype(Format::template weights<part>(words)) weights[N];
 #pragma GCC unroll 8
