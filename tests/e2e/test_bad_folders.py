@@ -29,7 +29,11 @@ def stored_as(dtype: torch.dtype) -> Callable[[Path], None]:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], type[TrtSpecError], tuple[str, ...]]] = {
-    "no such folder": (shutil.rmtree, CheckpointError, ("is not a folder on this machine", "pass the folder")),
+    "no such folder": (
+        shutil.rmtree,
+        CheckpointError,
+        ("is no folder or GGUF file on this machine", "pass one of these"),
+    ),
     "no config.json": (lambda f: (f / "config.json").unlink(), CheckpointError, ("config.json is missing", "pass a")),
     "a config.json that is no JSON": (
         lambda f: (f / "config.json").write_text("{ model"),

@@ -301,12 +301,12 @@ CONFUSED: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
     "a file for a folder": (
         lambda f: (f.target, {"model": str(f.draft / "config.json"), "num_speculative_tokens": 2}),
         CheckpointError,
-        ("draft/config.json' is not a folder", "pass the folder of a checkpoint"),
+        ("draft/config.json' is no folder or GGUF file", "pass one of these"),
     ),
-    "a name on the Hub for a folder": (
+    "a name on the Hub, which may not be asked": (
         lambda f: (f.target, {"model": "some/EAGLE3-head", "num_speculative_tokens": 2}),
         CheckpointError,
-        ("'some/EAGLE3-head' is not a folder", "hf download some/EAGLE3-head --local-dir DIR"),
+        ("'some/EAGLE3-head' is not on this machine", "download the model first"),
     ),
     "a folder beside MTP": (
         lambda f: (f.mimos[1], {"method": "mtp", "model": str(f.draft), "num_speculative_tokens": 1}),

@@ -257,7 +257,9 @@ def test_bad_fields_are_named(tmp_path: Path, error: type[Exception], change: di
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"target model 'no/such-model' is not a folder.*hf download"):
+    with pytest.raises(
+        CheckpointError, match=r"target model 'no/such-model' is not on this machine, .*download the model first"
+    ):
         ModelConfig.from_folder("no/such-model")
     with pytest.raises(CheckpointError, match=r"draft model: .*config\.json is missing"):
         ModelConfig.from_folder(tmp_path, role="draft")

@@ -158,7 +158,6 @@ def test_refused_against_target_or_draft(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"revision": "main"}, r"revision='main' is not built yet; .*pass the folder"),
         ({"code_revision": "main"}, r"code_revision='main' is not built yet; .*leave it unset"),
         ({"quantization": "fp8"}, r"quantization='fp8': the draft's weights are floating-point, .*leave it unset"),
         ({"draft_tensor_parallel_size": 2}, r"draft_tensor_parallel_size=2 is not built yet; use 1"),

@@ -19,6 +19,8 @@ LAYERS = [
     {"modes", "sampling_params", "outputs", "plotting"},
     {"core"},
     {"protocols"},
+    {"gguf"},
+    {"hub"},
     {"config", "text"},
     {"ops"},
     {"models"},

@@ -17,7 +17,6 @@ import logging
 import math
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,10 +30,11 @@ from typing_extensions import Self
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.file_lock import FileLock
 from trtspec.errors import CheckpointError, ConfigError
+from trtspec.hub.kept import cache_folder, check_private, make_private
 
 logger = logging.getLogger(__name__)
 
-FOLDER_VARIABLE, SIZE_VARIABLE = "TRTSPEC_CACHE", "TRTSPEC_CACHE_GB"
+SIZE_VARIABLE = "TRTSPEC_CACHE_GB"
 GIGABYTES = 20.0
 """All engines together may take so many, of 10^9 bytes each, where SIZE_VARIABLE says nothing."""
 _BUILDING, _REMOVED, _LOCK, _FACTS = "building-", "removed-", ".lock", "cache.json"
@@ -76,14 +76,9 @@ class Cache:
     def of_environment(cls) -> Self | None:
         """As TRTSPEC_CACHE and TRTSPEC_CACHE_GB say; None for "off". ConfigError for a size that is none, OSError where
         the user has no home folder and names none."""
-        named = os.environ.get(FOLDER_VARIABLE, "")
-        if named == "off":
+        folder = cache_folder()
+        if folder is None:
             return None
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        try:
-            folder = Path(named or f"{home}/trtspec").expanduser().absolute()
-        except RuntimeError as error:
-            raise FileNotFoundError(f"{home}: {error}") from error
         said = os.environ.get(SIZE_VARIABLE) or str(GIGABYTES)
         try:
             size = float(said)
@@ -95,11 +90,7 @@ class Cache:
 
     def open(self) -> None:
         """Make the folder, or check that it is ours alone: ConfigError. OSError where it cannot be made."""
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.folder.mkdir(mode=0o700)
-        except FileExistsError:
-            check_private(self.folder)
+        make_private(self.folder)
 
     def held(self, key: str) -> Held | None:
         """The engine, None where there is none. CheckpointError for a damaged one, ConfigError for a folder that
@@ -274,23 +265,6 @@ class Cache:
                 shutil.rmtree(path, ignore_errors=True)
             if lock is not None:
                 lock.release()
-
-
-def check_private(folder: Path) -> None:
-    """ConfigError unless it is a folder of this user that nobody else can read or change: what is in it is run."""
-    found = folder.lstat()
-    why = None
-    if not stat.S_ISDIR(found.st_mode):
-        why = "is a link" if stat.S_ISLNK(found.st_mode) else "is no folder"
-        remedy = f"remove it, or set {FOLDER_VARIABLE} to another folder"
-    elif found.st_uid != os.geteuid():
-        why = f"belongs to user {found.st_uid}, this process runs as user {os.geteuid()}"
-        remedy = f"set {FOLDER_VARIABLE} to a folder of your own"
-    elif found.st_mode & 0o077:
-        why = f"is open to others (mode {stat.S_IMODE(found.st_mode):04o})"
-        remedy = f"if nobody else wrote to it, chmod 700 {folder}, else remove it"
-    if why is not None:
-        raise ConfigError(f"the cache of engines {folder} {why}, and it holds code that is run; {remedy}")
 
 
 def _weights(engine: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -14,6 +14,7 @@ from trtspec.config.engine import EngineConfig
 from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
+from trtspec.hub.folders import checkpoint_folder
 from trtspec.methods.resolve import recognise, resolve, settle
 from trtspec.methods.table import METHODS, Method
 from trtspec.models.specs import require_architecture
@@ -57,15 +58,18 @@ def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None
     if row is not None and row.checkpoint is None:
         return None
     if model is None:
+        if speculative.revision is not None:
+            raise ConfigError(f"revision={speculative.revision!r}, and no model is named; set model, or leave it unset")
         if row is None or not row.of_target or target is None:
             return None
         return _read(row, target, speculative, target)
-    if row is not None and row.of_target and target is not None and not os.path.isdir(model):
+    folder = checkpoint_folder(model, "draft", speculative.revision)
+    if row is not None and row.of_target and target is not None and not folder.is_dir():
         raise ConfigError(
             f"model={model!r} with method={row.name!r} is no folder on this machine; pass the folder of MTP layers for "
             f"this target, or leave model unset for those of the target's own checkpoint, {target.path}"
         )
-    checkpoint = read_checkpoint(model, "draft")  # says what is wrong with the folder
+    checkpoint = read_checkpoint(folder, "draft")  # says what is wrong with the folder
     found = recognise(checkpoint)
     if row is not None and found is not row and found.bare:
         raise UnsupportedError(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trtspec.backends.table import BACKENDS, USUAL_COMPILER
 from trtspec.build.build import build_engine
-from trtspec.build.cache import FOLDER_VARIABLE, SIZE_VARIABLE, Cache, Held
+from trtspec.build.cache import SIZE_VARIABLE, Cache, Held
 from trtspec.build.cache_key import Digests, compiler, key_facts, key_of, stamps
 from trtspec.build.context import BuildContext, plan_context
 from trtspec.build.engine_folder import EngineFolder
@@ -33,6 +33,7 @@ from trtspec.errors import (
     TrtSpecError,
     UnsupportedError,
 )
+from trtspec.hub.kept import FOLDER_VARIABLE
 from trtspec.models.layers import weight_bytes
 from trtspec.ops import load_plugins
 

@@ -20,6 +20,7 @@ from trtspec.cli.options import engine_options
 from trtspec.cli.prompts import read_jsonl, read_texts
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import ConfigError, RequestError
+from trtspec.hub.folders import checkpoint_folder
 from trtspec.sampling_params import SamplingParams
 from trtspec.text import Tokenizer
 
@@ -168,11 +169,12 @@ def run(namespace: argparse.Namespace) -> int:
 
 def make_prompts(namespace: argparse.Namespace) -> list[list[int]]:
     """`batch` prompts of `input_len` token ids: the starts of texts, one each; or random ids, with a fixed seed."""
+    folder = checkpoint_folder(namespace.model, revision=namespace.revision)
     if namespace.random_prompts:
-        engine = EngineFolder.open(namespace.model)
-        ids = range(ModelConfig.from_folder(namespace.model if engine is None else engine.path / "target").vocab_size)
+        engine = EngineFolder.open(folder)
+        ids = range(ModelConfig.from_folder(folder if engine is None else engine.path / "target").vocab_size)
         return [random.Random(b).choices(ids, k=namespace.input_len) for b in range(namespace.batch)]
-    tokenizer = Tokenizer.from_folder(namespace.tokenizer or namespace.model)
+    tokenizer = Tokenizer.from_folder(namespace.tokenizer or folder)
     if tokenizer is None:
         raise RequestError("this model folder has no tokenizer.json; use --random-prompts or --tokenizer FOLDER")
     if namespace.prompts and namespace.prompts.endswith(".jsonl"):

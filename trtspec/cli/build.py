@@ -19,12 +19,14 @@ from trtspec.cli.show_plan import show_plan
 from trtspec.cli.tensorrt_options import add_tensorrt, cache_limits, tensorrt_options
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.hub.folders import checkpoint_folder
 from trtspec.ops import load_plugins
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to build from, for which speculation and limits, and where to."""
-    add_model(parser, "--checkpoint_dir", "checkpoint folder of the target")
+    add_model(parser, "--checkpoint_dir", "of the target: checkpoint folder, GGUF file or name on the Hub")
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
     parser.add_argument("--output_dir", required=True, help="the engine folder to make")
     parser.add_argument("--backend", default=USUAL_COMPILER, help=f"{', '.join(COMPILERS)} (default {USUAL_COMPILER})")
     add_speculation(parser)
@@ -69,15 +71,16 @@ def run(namespace: argparse.Namespace) -> int:
         console.print(f"[dim]{time.perf_counter() - start:6.1f} s[/]  {what}", highlight=False)
 
     output = Path(namespace.output_dir)
+    checkpoint = checkpoint_folder(namespace.checkpoint_dir, revision=namespace.revision)
     refuse_taken(output, namespace.replace)
     if namespace.dry_run:
-        plan = plan_build(namespace.checkpoint_dir, speculative, config, report, options)
+        plan = plan_build(checkpoint, speculative, config, report, options)
         show_plan(plan, console)
         if namespace.json is not None:
             Path(namespace.json).write_text(json.dumps(plan.to_dict(), indent=1) + "\n", encoding="utf-8")
         return 0
     engine = build_engine(
-        namespace.checkpoint_dir,
+        checkpoint,
         output,
         speculative,
         config,

@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trtspec.build.cache import FOLDER_VARIABLE, Cache, Kept
+from trtspec.build.cache import Cache, Kept
 from trtspec.errors import ConfigError
+from trtspec.hub.kept import FOLDER_VARIABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

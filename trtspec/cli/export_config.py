@@ -13,6 +13,7 @@ from trtspec.cli.options import add_speculation, speculation
 from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
+from trtspec.hub.folders import checkpoint_folder
 from trtspec.interop.account import FieldWarning
 from trtspec.interop.export import SERVERS, export_settings, settings_text
 from trtspec.methods.table import METHODS
@@ -74,7 +75,11 @@ def _of_engine(folder: str) -> tuple[SpeculativeConfig, DraftInfo | None, list[F
 def _draft_info(config: SpeculativeConfig) -> DraftInfo | None:
     """What the draft's config.json says, where that matters: which method it is for, which layers it reads."""
     reads_layers = config.method is None or "capture_layers" in METHODS[config.method].takes
-    if not reads_layers or config.model is None or not os.path.isdir(config.model):
+    if (
+        not reads_layers
+        or config.model is None
+        or not checkpoint_folder(config.model, "draft", config.revision).is_dir()
+    ):
         return None
     return read_draft(config)
 

@@ -7,10 +7,12 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from trtspec.build.cache import FOLDER_VARIABLE, Cache
+from trtspec.build.cache import Cache
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import TrtSpecError
+from trtspec.hub.folders import checkpoint_folder
+from trtspec.hub.kept import FOLDER_VARIABLE
 from trtspec.methods.table import METHODS
 from trtspec.models.specs import decoder_spec
 from trtspec.models.weights import DTYPES, loaded_bytes, weight_bytes
@@ -19,15 +21,16 @@ from trtspec.text import Tokenizer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The folder, and the draft to check against it."""
-    parser.add_argument("model", help="checkpoint folder")
+    parser.add_argument("model", help="checkpoint folder, GGUF file or name on the Hub")
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
     parser.add_argument("--max-seq-len", type=int, help="sequence length for the memory figures; default: the model's")
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Print the table."""
-    model = ModelConfig.from_folder(namespace.model)
+    model = ModelConfig.from_folder(checkpoint_folder(namespace.model, revision=namespace.revision))
     spec = decoder_spec(model)
-    tokenizer = Tokenizer.from_folder(namespace.model)
+    tokenizer = Tokenizer.from_folder(model.path)
     length = namespace.max_seq_len or model.max_seq_len
     kv_bytes = spec.kv_elements_per_token * DTYPES[model.dtype].itemsize
 

@@ -29,6 +29,7 @@ COMMANDS = (
         "add_acceptance_arguments", "run_acceptance",
     ),
     _Command("bench serve", "bench_serve", "latencies and goodput of an OpenAI-compatible server", False),
+    _Command("convert", "convert", "write a Hugging Face folder of a GGUF file, or of another model", False),
     _Command("cache list", "cache", "the engines that were compiled for checkpoints, and are kept", False),
     _Command("cache prune", "cache", "remove those least recently used, down to a size", False,
         "add_prune_arguments", "run_prune",

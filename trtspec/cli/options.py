@@ -23,11 +23,12 @@ def add_model(parser: argparse.ArgumentParser, option: str, help: str) -> None:
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Model, speculation and limits, as every command that runs an engine takes them."""
-    add_model(parser, "--model", "checkpoint or engine folder")
+    add_model(parser, "--model", "checkpoint or engine folder, GGUF file or name on the Hub")
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
     parser.add_argument("--tokenizer", help="folder of the tokenizer, if not the model's own")
     speculation = parser.add_argument_group("speculation")
     speculation.add_argument("--spec-method", help="ngram, draft_model, ... (default: by --spec-model)")
-    speculation.add_argument("--spec-model", help="draft checkpoint folder")
+    speculation.add_argument("--spec-model", help="of the draft: checkpoint folder, GGUF file or name on the Hub")
     speculation.add_argument("--spec-tokens", type=int, help="draft tokens per step, K")
     speculation.add_argument("--spec", help="all of it: a JSON object, or a file that holds one")
     engine = parser.add_argument_group("engine")
@@ -48,6 +49,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
     """The LLM keyword arguments that were given."""
     names = (
+        "revision",
         "backend",
         "dtype",
         "quantization",

@@ -109,14 +109,14 @@ class SpeculativeConfig(StrictConfig):
         description="draft tokens per step, K; to decode without speculation leave speculative_config unset",
     )
     model: Annotated[str | None, BeforeValidator(_text_of_path)] = Field(
-        default=None, description="folder of the draft checkpoint"
+        default=None, description="of the draft: a checkpoint folder, GGUF file or name on the Hub"
     )
     method: Annotated[str, AfterValidator(_method)] | None = None
     one_engine: bool | None = Field(
         default=None, description="None: one-engine where a worker exists, except for draft_model"
     )
     vanilla: bool = Field(default=False, description="MTP with one module per draft step")
-    revision: str | None = None
+    revision: str | None = Field(default=None, description="branch, tag or commit of a model on the Hub")
     code_revision: str | None = None
     quantization: str | None = Field(default=None, description="of the draft's weights, its own lm_head included")
     enforce_eager: bool | None = Field(

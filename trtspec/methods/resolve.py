@@ -24,7 +24,6 @@ from trtspec.modes import SpeculativeDecodingMode, resolve_mode
 
 # field -> (values that run today, what to do instead of any other)
 _BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "revision": ((None,), "checkpoints are local folders: pass the folder of that revision as model"),
     "code_revision": ((None,), "no code is loaded from checkpoints: leave it unset"),
     "draft_tensor_parallel_size": ((None, 1), "use 1"),
     "rejection_sample_method": ((None, "strict"), "leave it unset for strict acceptance, which loses nothing"),

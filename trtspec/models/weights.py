@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
+from trtspec.gguf.file import SUFFIX
+from trtspec.gguf.folder import WEIGHTS
+from trtspec.gguf.shard import GgufShard
 from trtspec.models.decoder import Decoder
 from trtspec.models.layers import allocate, unallocated
 from trtspec.models.quantized import QuantizedLinears
@@ -177,19 +180,23 @@ def tensors_of(module: nn.Module, slots: Mapping[str, Slot]) -> dict[str, Tensor
 
 
 def weight_files(folder: Path, role: str) -> list[Path]:
-    """The folder's safetensors files, shards in index order. Pickle files are refused: loading them runs their code."""
+    """The folder's safetensors files, shards in index order, or its GGUF file. Pickle files are refused: loading them
+    runs their code."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            shards = sorted(set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{role} model: {index} is damaged ({error!r}); download it again") from error
+        if strangers := [shard for shard in shards if not shard.endswith(".safetensors") or "/" in shard]:
+            raise CheckpointError(f"{role} model: {index} names {_few(strangers)}, no files of {folder}; do not use it")
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
             raise CheckpointError(f"{role} model: {folder} lacks the shards {_few(missing)} that its index names")
         return [folder / shard for shard in shards]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+    for name in ("model.safetensors", WEIGHTS):
+        if (folder / name).is_file():
+            return [folder / name]
     pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
     if pickles:
         raise UnsupportedError(
@@ -198,6 +205,11 @@ def weight_files(folder: Path, role: str) -> list[Path]:
             "it does not know: safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')"
         )
     raise CheckpointError(f"{role} model: no model.safetensors (or model.safetensors.index.json) in {folder}")
+
+
+def _open(file: Path, role: str, packed: bool = False) -> Any:
+    """What safetensors opens, or a GGUF file that is read like it."""
+    return GgufShard.open(file, role, packed) if file.suffix == SUFFIX else safe_open(file, framework="pt")
 
 
 def missing_weights(folder: Path, role: str) -> str | None:
@@ -234,10 +246,10 @@ def checkpoint_tensors(
     shard: Any  # safetensors does not say
     for file in weight_files(folder, role):
         try:
-            shard, read = safe_open(file, framework="pt"), 0
+            shard, read = _open(file, role, packed), 0
             for name in filter(wanted, shard.keys()):
                 if read > _MOST_MAPPED:
-                    shard, read = safe_open(file, framework="pt"), 0
+                    shard, read = _open(file, role, packed), 0
                 _check_dtype(shard, name, packed, folder, role)
                 tensor = shard.get_tensor(name)
                 read += tensor.nbytes
@@ -255,7 +267,7 @@ def checkpoint_shapes(
     shard: Any
     for file in weight_files(folder, role):
         try:
-            shard = safe_open(file, framework="pt")
+            shard = _open(file, role, packed)
             for name in filter(wanted, shard.keys()):
                 _check_dtype(shard, name, packed, folder, role)
                 yield name, tuple(shard.get_slice(name).get_shape())
@@ -303,10 +315,10 @@ def _row_groups(folder: Path, wanted: str, role: str, rows: int = 1024) -> Itera
     """Rows of a tensor, as many at a time; nothing where the folder has no such tensor."""
     shard: Any
     for file in weight_files(folder, role):
-        shard = safe_open(file, framework="pt")
+        shard = _open(file, role)
         if wanted in shard.keys():  # noqa: SIM118  (not a dict)
             for start in range(0, shard.get_slice(wanted).get_shape()[0], rows):
-                shard = safe_open(file, framework="pt")  # what was read counts as our memory until then
+                shard = _open(file, role)  # what was read counts as our memory until then
                 yield shard.get_slice(wanted)[start : start + rows]
 
 

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from trtspec.hub.folders import checkpoint_folder
 from trtspec.serve import logs
 from trtspec.serve.engine.client import EngineClient
 from trtspec.serve.http.patience import Patience
@@ -63,7 +64,9 @@ async def _serve(
     starting = asyncio.create_task(client.start())  # beside what follows: both take a second
     try:
         await asyncio.sleep(0)
-        tokenizer = Tokenizer.from_folder(options.get("tokenizer") or settings.model)
+        tokenizer = Tokenizer.from_folder(
+            options.get("tokenizer") or checkpoint_folder(settings.model, revision=options.get("revision"))
+        )
         service = Service(settings, client, tokenizer)
         client.on_restart = service.metrics.restarts.inc
         patience = Patience(guarded(service, tracing), settings.client_timeout)

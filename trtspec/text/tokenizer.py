@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtspec.errors import CheckpointError, RequestError
+from trtspec.hub.folders import checkpoint_folder
 
 if TYPE_CHECKING:
     import tokenizers  # at run time only by who has a tokenizer.json: it is the largest import after torch
@@ -54,7 +55,7 @@ class Tokenizer:
 
         CheckpointError names the file that is damaged.
         """
-        folder = Path(path)
+        folder = checkpoint_folder(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
             return None

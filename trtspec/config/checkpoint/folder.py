@@ -4,7 +4,6 @@ draft head's less."""
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from trtspec.config.checkpoint.eagle_wrapper import unwrapped
 from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.config.checkpoint.reader import Reader, read_json
 from trtspec.errors import CheckpointError, UnsupportedError
+from trtspec.hub.folders import checkpoint_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ def read_checkpoint(path: str | os.PathLike[str], role: str) -> CheckpointConfig
     weights."""
     read = unwrapped(checkpoint_reader(path, role))
     return CheckpointConfig(
-        path=Path(path),
+        path=read.file.parent,
         model_type=read.string("model_type", ""),
         raw=read.data,
         quantization=checkpoint_quantization(read),
@@ -47,12 +47,12 @@ def architecture_of(checkpoint: CheckpointConfig) -> str:
 
 def checkpoint_reader(path: str | os.PathLike[str], role: str) -> Reader:
     """The folder's config.json; `role` ("target", "draft") is what errors call the model. Raises CheckpointError."""
-    folder = Path(path)
+    folder = checkpoint_folder(path, role)
     if not folder.is_dir():
-        name, remedy = os.fspath(path), "pass the folder of a checkpoint that was downloaded"
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # a name on the Hub
-            remedy = f"download the checkpoint first (hf download {name} --local-dir DIR) and pass the folder"
-        raise CheckpointError(f"{role} model {name!r} is not a folder on this machine; {remedy}")
+        raise CheckpointError(
+            f"{role} model {os.fspath(path)!r} is no folder or GGUF file on this machine, and no name on the Hub "
+            "(owner/model); pass one of these"
+        )
     return Reader(read_json(folder / "config.json", role, required=True), folder / "config.json", role)
 
 

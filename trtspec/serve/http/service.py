@@ -137,6 +137,12 @@ class Generation:
         }
 
 
+def _name(model: str) -> str:
+    """What clients call it: a folder's or file's own name, or that on the Hub."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
+
+
 class Service:
     """What the routes share."""
 
@@ -144,7 +150,7 @@ class Service:
         self.settings = settings
         self.client = client
         self.tokenizer = tokenizer
-        self.name = settings.served_name or Path(settings.model).resolve().name
+        self.name = settings.served_name or _name(settings.model)
         self.metrics = Metrics(client, self.name)
         if tokenizer is not None:
             tokenizer.name = self.name  # clients see what it complains of, and have no business with its folder

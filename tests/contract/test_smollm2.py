@@ -1,0 +1,112 @@
+"""A pretrained model out of a GGUF file: transformers' text, and the same text in every mode.
+
+`make contract-smollm2` sets TRTSPEC_SMOLLM2 to the file; without it all is skipped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.head_checkpoints import make_eagle3
+from trtspec import LLM, RequestOutput, SamplingParams
+from trtspec.build.convert import convert
+from trtspec.config.checkpoint.model import ModelConfig
+
+FILE = os.environ.get("TRTSPEC_SMOLLM2", "")
+pytestmark = pytest.mark.skipif(not FILE, reason="needs a model that `make contract-smollm2` downloads")
+
+LENGTH = 128
+SUBJECTS = (
+    "the sea", "a bicycle", "photosynthesis", "the number seven", "an honest thief", "rust on iron", "Paris", "a queue",
+    "gravity", "bread",
+)  # fmt: skip
+TASKS = (
+    "Explain {} to a child.",
+    "Write a short poem about {}.",
+    "List five facts about {}.",
+    "Write a Python function whose name has to do with {}.",
+    "Translate a sentence about {} into French.",
+)
+PROMPTS = [task.format(subject) for task in TASKS for subject in SUBJECTS]
+NEAR = 1e-3  # logits: two fp32 programs may differ by so much, and by less they agree on nothing
+
+
+@contextmanager
+def running(**options: Any) -> Iterator[LLM]:
+    llm = LLM(FILE, max_seq_len=512, max_num_tokens=1024, **options)
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def chats(prompts: list[str]) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": prompt}] for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(FILE, tmp_path_factory.mktemp("smollm2") / "hf", "float32")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aoti"])
+def test_greedy_text_is_that_of_transformers(folder: Path, backend: str) -> None:
+    """50 chats of 128 tokens in fp32: each id is what transformers ranks first after those before it, or nearly so."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with running(dtype="float32", backend=backend, max_batch_size=10) as llm:
+        outputs = llm.chat(chats(PROMPTS), SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True), False)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert oracle.dtype == torch.float32
+    near = 0
+    for prompt, output, ours in zip(PROMPTS, outputs, ids_of(outputs), strict=True):
+        (chat,) = chats([prompt])
+        before = list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+        assert list(output.prompt_token_ids) == before
+        assert len(ours) == LENGTH
+        with torch.no_grad():
+            logits = oracle(torch.tensor([before + ours[:-1]])).logits[0, len(before) - 1 :]
+        chosen, best = logits.gather(1, torch.tensor(ours)[:, None])[:, 0], logits.max(1).values
+        assert bool((best - chosen < NEAR).all()), prompt
+        near += int((best > chosen).sum())
+    print(f"\n{len(PROMPTS)} chats: {near} ids of {len(PROMPTS) * LENGTH} were second by less than {NEAR}")
+    assert near < 5
+
+
+@pytest.mark.parametrize("backend", ["eager", "aoti"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_mode_changes_the_text(tmp_path: Path, dtype: str, backend: str) -> None:
+    """Greedy and sampled, in batches of 3 and 16; a draft that is the target itself is accepted."""
+    head = make_eagle3(tmp_path, ModelConfig.from_folder(FILE).path)
+    params = [SamplingParams(temperature=t, seed=7, max_tokens=48, ignore_eos=True) for t in (0.0, 0.8)]
+    prompts = PROMPTS[::3][:16]
+
+    def generate(speculation: Any, batch: int) -> tuple[list[list[int]], float]:
+        with running(speculative_config=speculation, dtype=dtype, backend=backend, max_batch_size=batch) as llm:
+            outputs = [output for one in params for output in llm.chat(chats(prompts), one, False)]
+        lengths = [output.acceptance_length for output in outputs if not math.isnan(output.acceptance_length)]
+        return ids_of(outputs), sum(lengths) / max(len(lengths), 1)
+
+    plain, _ = generate(None, 3)
+    for speculation, least in (
+        ({"method": "ngram", "num_speculative_tokens": 4}, 1.2),
+        ({"method": "suffix", "num_speculative_tokens": 4}, 1.2),
+        ({"method": "draft_model", "model": FILE, "num_speculative_tokens": 3}, 3.99),
+        ({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}, 1.0),
+    ):
+        for batch in (3, 16):
+            ids, length = generate(speculation, batch)
+            assert ids == plain, (speculation, batch)
+            assert length >= least, (speculation, batch, length)

@@ -1,0 +1,189 @@
+"""GGUF files against the checkpoints that they were made from, the `gguf` package, which dequantises, and transformers,
+which reads such files by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
+from trtspec.build.convert import convert
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
+from trtspec.gguf.file import KINDS
+from trtspec.gguf.names import hf_name
+from trtspec.models.weights import describe_decoder, hf_tensors, load_decoder
+from trtspec.ops.packing import unpack
+
+ARCHS = ("llama", "llama31", "llama_linear", "llama_yarn", "qwen2", "qwen3")
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+}  # K quants have blocks of 256
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    return bool(np.array_equal(np.ascontiguousarray(one).view(np.int32), np.ascontiguousarray(other).view(np.int32)))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_file_is_the_checkpoint_that_it_was_made_from(tmp_path: Path, arch: str, tied: bool) -> None:
+    """Settings, rope scaling included, and every weight."""
+    checkpoint = make_checkpoint(tmp_path, arch, tie_word_embeddings=tied)
+    file = write_gguf(checkpoint, tmp_path / "model.gguf")
+    model, original = ModelConfig.from_folder(file), ModelConfig.from_folder(checkpoint)
+    blank = {"path": Path(), "pad_token_id": None, "bos_token_id": None, "eos_token_ids": frozenset()}
+    rope = replace(model.rope, **{name: getattr(original.rope, name) for name in ("attention_factor",)})
+    assert model.rope.attention_factor == pytest.approx(original.rope.attention_factor)
+    assert model.rms_norm_eps == pytest.approx(original.rms_norm_eps, rel=1e-6)
+    eps = original.rms_norm_eps
+    assert replace(model, **blank, rope=rope, rms_norm_eps=eps) == replace(
+        original, **blank, attention_bias=model.attention_bias
+    )
+    found, expected = (hf_tensors(load_decoder(one, torch.float32)) for one in (model, original))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_weights_are_those_that_transformers_reads(tmp_path: Path, arch: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, arch, **SIZES)
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", "Q5_K", kinds={"token_embd.weight": "Q8_0"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    theirs = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    ours = hf_tensors(load_decoder(ModelConfig.from_folder(file), torch.float32))
+    assert ours.keys() == theirs.keys()
+    assert all(same_bits(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind", sorted(kind.name for kind in KINDS.values()))
+def test_weights_are_those_that_gguf_dequantises(tmp_path: Path, kind: str) -> None:
+    """Bit for bit, of each kind, as `trtspec convert` writes them."""
+    checkpoint = make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True, **SIZES)
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", kind)
+    ours = load_file(convert(file, tmp_path / "out", "float32") / "model.safetensors")
+    for stored in gguf.GGUFReader(file).tensors:
+        assert same_bits(ours.pop(str(hf_name(stored.name))), gguf.dequantize(stored.data, stored.tensor_type))
+    assert not ours
+
+
+def test_integers_of_q4_0_are_kept(tmp_path: Path) -> None:
+    """Linears hold what they would hold of a compressed-tensors checkpoint with the same integers and scales; one that
+    is not of Q4_0 takes those with it that are one matrix here."""
+    checkpoint = make_checkpoint(tmp_path, "llama", **SIZES)
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", "Q4_0", kinds={"blk.1.ffn_up.weight": "Q8_0"})
+    model = ModelConfig.from_folder(file)
+    assert str(model.quantization) == "compressed-tensors, int4 in groups of 32"
+    expected = {one.name: gguf.dequantize(one.data, one.tensor_type) for one in gguf.GGUFReader(file).tensors}
+    for name, heads in (("blk.0.attn_q", 4), ("blk.0.attn_k", 2)):
+        rows = expected[f"{name}.weight"]
+        expected[f"{name}.weight"] = rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+    decoder = load_decoder(model, torch.float32)
+    for layer in range(2):
+        block, here = decoder.layers[layer], f"blk.{layer}."
+        linears = {
+            ("attn_q", "attn_k", "attn_v"): block.attention.qkv,
+            ("attn_output",): block.attention.o,
+            ("ffn_gate", "ffn_up"): block.mlp.gate_up,
+            ("ffn_down",): block.mlp.down,
+        }
+        for names, linear in linears.items():
+            kept = layer == 0 or names != ("ffn_gate", "ffn_up")
+            assert linear.is_packed == kept
+            held = unpack(linear.weight, linear.scales, linear.zeros, linear.out_features, linear.in_features)
+            if layer == 0:
+                assert same_bits(held, np.concatenate([expected[f"{here}{name}.weight"] for name in names])), names
+    described = describe_decoder(model, torch.float32)
+    assert {n: (t.shape, t.dtype) for n, t in described.state_dict().items()} == {
+        n: (t.shape, t.dtype) for n, t in decoder.state_dict().items()
+    }
+
+
+def test_a_folder_is_kept_until_the_file_changes(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama")
+    file = write_gguf(checkpoint, tmp_path / "model.gguf")
+    first = ModelConfig.from_folder(file).path
+    assert ModelConfig.from_folder(file).path == first
+    assert {path.name for path in first.iterdir()} == {"config.json", "generation_config.json", "model.gguf"}
+    write_gguf(make_checkpoint(tmp_path, "llama", name="other", num_hidden_layers=1), file)
+    second = ModelConfig.from_folder(file)
+    assert second.path != first
+    assert second.num_layers == 1
+    assert not list((tmp_path / "cache").glob("removed-*"))
+
+
+def test_without_a_cache_the_folder_is_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSPEC_CACHE", "off")
+    file = write_gguf(make_checkpoint(tmp_path, "llama"), tmp_path / "model.gguf")
+    model = ModelConfig.from_folder(file)
+    assert model.path.name.startswith("trtspec-gguf-")
+    assert len(hf_tensors(load_decoder(model, torch.float32))) == 3 * 9 + 3
+
+
+def refused(tmp_path: Path, extra: Any, match: str, error: type[Exception] = UnsupportedError) -> None:
+    file = write_gguf(make_checkpoint(tmp_path, "llama"), tmp_path / "model.gguf", extra=extra)
+    with pytest.raises(error, match=match):
+        load_decoder(ModelConfig.from_folder(file), torch.float32)
+
+
+def test_what_such_models_may_have_and_we_do_not_is_refused_by_name(tmp_path: Path) -> None:
+    refused(tmp_path, lambda writer: writer.add_expert_count(8), "'llama.expert_count' = 8")
+    refused(tmp_path, lambda writer: writer.add_sliding_window(4096), "'llama.attention.sliding_window' = 4096")
+    refused(tmp_path, lambda writer: writer.add_rope_dimension_count(8), "'llama.rope.dimension_count' = 8.*only 16")
+    refused(
+        tmp_path,
+        lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+        "'llama.rope.scaling.type' = 'longrope'.*none, linear, yarn",
+    )
+    refused(tmp_path, lambda writer: writer.add_uint16("split.count", 3), "one of 3 parts.*llama-gguf-split --merge")
+    refused(
+        tmp_path,
+        lambda writer: writer.add_tensor("rope_freqs.weight", np.arange(1, 9, dtype=np.float32)),
+        "rope_freqs.weight are not those of a llama3 rope scaling",
+    )
+    refused(
+        tmp_path,
+        lambda writer: writer.add_tensor("blk.0.ffn_gate_inp.weight", np.ones((4, 64), np.float32)),
+        "unexpected: blk.0.ffn_gate_inp.weight",
+        WeightsError,
+    )
+
+
+def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma3")
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    with pytest.raises(UnsupportedError, match=r"'general.architecture' = 'gemma3'.*llama, qwen2, qwen3"):
+        ModelConfig.from_folder(tmp_path / "model.gguf")
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04")
+    with pytest.raises(CheckpointError, match="is no GGUF file"):
+        ModelConfig.from_folder(tmp_path / "model.gguf")
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is no GGUF file"):
+        ModelConfig.from_folder(tmp_path / "model.gguf")

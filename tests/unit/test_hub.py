@@ -1,0 +1,190 @@
+"""Models by their names on a Hub: what is fetched, what is not, and what is said when it fails.
+
+huggingface_hub reads its settings as it is imported, so every case is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
+from tests.unit.hub_endpoint import COMMIT, Hub, serving
+from trtspec.config.checkpoint.folder import read_checkpoint
+from trtspec.errors import CheckpointError, ConfigError
+from trtspec.hub.folders import checkpoint_folder
+from trtspec.models.weights import weight_files
+
+ASK = """
+import json, sys
+from trtspec.errors import TrtSpecError
+from trtspec.hub.folders import checkpoint_folder
+try:
+    folder = checkpoint_folder(sys.argv[1], revision=json.loads(sys.argv[2]))
+    files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    print(json.dumps({"folder": str(folder), "files": files}))
+except TrtSpecError as error:
+    print(json.dumps({"error": type(error).__name__, "says": str(error)}))
+"""
+WEIGHTS = save({"model.norm.weight": torch.ones(50_000)})
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"hello",
+    "additional_chat_templates/tools.jinja": b"tools",
+    "model.safetensors": WEIGHTS,
+    "pytorch_model.bin": b"pickle",
+    "modeling_llama.py": b"code",
+    "training_args.pt": b"pickle",
+    "onnx/model.safetensors": WEIGHTS,
+    "onnx/config.json": b"{}",
+    "README.md": b"words",
+    "model.Q4_0.gguf": b"GGUF",
+}
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving(Hub()) as found:
+        found.add("some/model", FILES)
+        yield found
+
+
+def ask(hub: Hub, home: Path, name: str = "some/model", revision: str | None = None, **variables: str) -> Any:
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRTSPEC_CACHE": str(home / "cache"),
+        **variables,
+    }
+    command = [sys.executable, "-c", ASK, name, json.dumps(revision)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_only_what_a_model_is_made_of_is_fetched(hub: Hub, tmp_path: Path) -> None:
+    """And nothing again the next time, with or without the Hub."""
+    found = ask(hub, tmp_path)
+    assert found["files"] == [
+        "additional_chat_templates/tools.jinja", "chat_template.jinja", "config.json", "model.safetensors",
+        "tokenizer.json",
+    ]  # fmt: skip
+    assert Path(found["folder"]).name == COMMIT["main"]
+    assert (Path(found["folder"]) / "model.safetensors").read_bytes() == WEIGHTS
+    hub.seen.clear()
+    assert ask(hub, tmp_path) == found
+    assert hub.fetched() == []
+    hub.seen.clear()
+    assert ask(hub, tmp_path, HF_HUB_OFFLINE="1") == found
+    assert hub.seen == []
+
+
+def test_a_revision_is_a_commit_of_its_own(hub: Hub, tmp_path: Path) -> None:
+    hub.add("some/model", {**FILES, "config.json": b'{"model_type": "qwen2"}'}, "old")
+    found = ask(hub, tmp_path, revision="old")
+    assert Path(found["folder"]).name == COMMIT["old"]
+    assert b"qwen2" in (Path(found["folder"]) / "config.json").read_bytes()
+    assert ask(hub, tmp_path, revision=COMMIT["old"]) == found
+    assert Path(ask(hub, tmp_path)["folder"]).name == COMMIT["main"]
+
+
+def test_what_is_not_there_is_said(hub: Hub, tmp_path: Path) -> None:
+    missing = ask(hub, tmp_path, "some/other")
+    assert missing["error"] == "CheckpointError"
+    assert "target model 'some/other' is neither a folder here nor a model on the Hub" in missing["says"]
+    revision = ask(hub, tmp_path, revision="never")
+    assert "'some/model' at revision 'never' does not exist" in revision["says"]
+    offline = ask(hub, tmp_path, HF_HUB_OFFLINE="1")
+    assert "is not on this machine, and HF_HUB_OFFLINE is set" in offline["says"]
+    assert offline["error"] == "CheckpointError"
+    hub.url = "http://127.0.0.1:9"  # nobody is there
+    assert "cannot be fetched" in ask(hub, tmp_path)["says"]
+
+
+def test_a_gated_model_wants_a_token(hub: Hub, tmp_path: Path) -> None:
+    hub.gated.add("some/model")
+    refused = ask(hub, tmp_path)
+    assert refused["error"] == "CheckpointError"
+    assert "is not granted to you" in refused["says"]
+    assert f"accept its terms at {hub.url}/some/model and log in" in refused["says"]
+    assert "folder" in ask(hub, tmp_path, HF_TOKEN="hf_secret")
+    assert "Bearer hf_secret" in hub.tokens()
+
+
+def test_an_interrupted_download_goes_on(hub: Hub, tmp_path: Path) -> None:
+    """What was sent is not sent again, but for less than a piece of 10 MiB."""
+    weights = bytes(24 << 20)
+    hub.add("some/model", {**FILES, "model.safetensors": weights})
+    hub.cut["model.safetensors"] = 15 << 20
+    found = ask(hub, tmp_path)
+    assert (Path(found["folder"]) / "model.safetensors").read_bytes() == weights
+    ranges = [headers.get("range") for method, path, headers in hub.seen if method == "GET" and "model.safe" in path]
+    assert ranges == [None, f"bytes={10 << 20}-"]
+
+
+def test_a_token_does_not_leave_the_endpoint(hub: Hub, tmp_path: Path) -> None:
+    with serving(Hub(files=hub.files), "127.0.0.2") as elsewhere:
+        hub.moved = elsewhere.url
+        found = ask(hub, tmp_path, HF_TOKEN="hf_secret")
+        assert "model.safetensors" in found["files"]
+        assert elsewhere.fetched()
+        assert set(elsewhere.tokens()) == {None}
+    assert "Bearer hf_secret" in hub.tokens()
+
+
+def test_a_token_is_not_sent_unencrypted(hub: Hub, tmp_path: Path) -> None:
+    """To another machine: the refusal comes before anything is sent."""
+    hub.url = "http://192.0.2.1:80"
+    refused = ask(hub, tmp_path, HF_TOKEN="hf_secret")
+    assert refused["error"] == "ConfigError"
+    assert "HF_ENDPOINT = 'http://192.0.2.1:80' is not encrypted, and the token" in refused["says"]
+
+
+def test_a_link_out_of_the_snapshot_is_refused(hub: Hub, tmp_path: Path) -> None:
+    weights = Path(ask(hub, tmp_path)["folder"]) / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to("/etc/hostname")
+    refused = ask(hub, tmp_path)
+    assert refused["error"] == "CheckpointError"
+    assert "model.safetensors is a link to /etc/hostname; remove" in refused["says"]
+
+
+@pytest.mark.parametrize("name", ["../../../secrets.safetensors", "/etc/passwd", "sub/model.safetensors", "..", 7])
+def test_an_index_that_leads_elsewhere_is_refused(hub: Hub, tmp_path: Path, name: object) -> None:
+    index = json.dumps({"weight_map": {"model.norm.weight": name}}).encode()
+    hub.add("some/model", {**FILES, "model.safetensors.index.json": index})
+    with pytest.raises(CheckpointError, match=rf"model.safetensors.index.json names {name}, no files of"):
+        weight_files(Path(ask(hub, tmp_path)["folder"]), "target")
+
+
+def test_a_model_of_one_gguf_file_is_read_as_such(hub: Hub, tmp_path: Path) -> None:
+    file = write_gguf(make_checkpoint(tmp_path, "llama"), tmp_path / "tiny.gguf", "Q8_0")
+    hub.add("some/model", {"README.md": b"words", "tiny.gguf": file.read_bytes()})
+    found = ask(hub, tmp_path)
+    assert found["files"] == ["config.json", "generation_config.json", "model.gguf"]
+    hub.add("some/model", {"a.gguf": b"GGUF", "b.gguf": b"GGUF"})
+    assert "has several GGUF files (a.gguf, b.gguf)" in ask(hub, tmp_path)["says"]
+
+
+def test_what_is_here_wins_and_has_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint_folder("some/model") == Path("some/model")
+    with pytest.raises(ConfigError, match="revision = 'old', and draft model 'some/model' is on this machine"):
+        checkpoint_folder("some/model", "draft", "old")
+    assert checkpoint_folder(Path("another/model")) == Path("another/model")  # a Path is no name on the Hub
+    with pytest.raises(CheckpointError, match="no folder or GGUF file on this machine"):
+        read_checkpoint(Path("another/model"), "target")

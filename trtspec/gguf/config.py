@@ -1,0 +1,130 @@
+"""config.json and generation_config.json of the model in a GGUF file."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from trtspec.gguf.metadata import Facts
+from trtspec.gguf.names import ROPE_FACTORS, hf_name, int4_linears
+from trtspec.gguf.shard import GgufSlice
+
+_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+"""Tokens that end a text, a turn, a message."""
+_DTYPES = {"F32": "float32", "F16": "float16"}
+
+
+def hf_config(facts: Facts) -> dict[str, Any]:
+    """config.json. `dtype` is what the model's numbers are best computed in: that of its embedding where it is not
+    quantised, else bfloat16. Raises CheckpointError; UnsupportedError for what such models may have and we do not."""
+    tensors = facts.file.tensors
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise facts.error("general.architecture", f"= {facts.prefix!r} fits no file without token_embd.weight [V, H]")
+    for key in ("expert_count", "attention.sliding_window"):
+        if facts.has(key):
+            raise facts.unsupported(f"{facts.prefix}.{key}", "such models are not supported")
+    known, hidden = facts.architecture, facts.positive("embedding_length")
+    head_dim = facts.positive("attention.key_length", max(hidden // facts.heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if facts.positive(key, head_dim) != head_dim:
+            raise facts.unsupported(f"{facts.prefix}.{key}", f"only {head_dim}, the size of a head, is supported")
+    config: dict[str, Any] = {
+        "architectures": [known.hf_class],
+        "model_type": known.model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": facts.positive("feed_forward_length"),
+        "num_hidden_layers": facts.positive("block_count"),
+        "num_attention_heads": facts.heads,
+        "num_key_value_heads": facts.kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": facts.positive("context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": known.biases or "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "dtype": _DTYPES.get(embedding.kind.name, "bfloat16"),
+        "eos_token_id": _ends(facts, embedding.shape[0]),
+        "bos_token_id": facts.optional_id("tokenizer.ggml.bos_token_id", embedding.shape[0]),
+        "rope_theta": facts.number("rope.freq_base", 10_000.0),
+        "rope_scaling": _rope_scaling(facts, head_dim),
+    }
+    return {key: value for key, value in config.items() if value is not None} | _quantization(facts)
+
+
+def hf_generation_config(config: dict[str, Any]) -> dict[str, Any]:
+    """generation_config.json that goes with a config.json."""
+    return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+
+
+def _quantization(facts: Facts) -> dict[str, Any]:
+    """Of the linears whose integers are kept, in the words of compressed-tensors."""
+    kept = int4_linears(facts.file)
+    if not kept:
+        return {}
+    every = {
+        name.removesuffix(".weight") for one in facts.file.tensors if (name := hf_name(one)) and one.startswith("blk.")
+    }
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    others = sorted(name for name in every - kept if name.endswith("_proj"))
+    return {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": ["lm_head", *others],
+        }
+    }
+
+
+def _ends(facts: Facts, size: int) -> list[int] | None:
+    found = (facts.optional_id(key, size) for key in _ENDS)
+    return list(dict.fromkeys(token for token in found if token is not None)) or None
+
+
+def _rope_scaling(facts: Facts, head_dim: int) -> dict[str, Any] | None:
+    if ROPE_FACTORS in facts.file.tensors:
+        return _llama3(facts, head_dim)
+    kind = facts.text(f"{facts.prefix}.rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": facts.number("rope.scaling.factor")}
+    if kind == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": facts.number("rope.scaling.factor"),
+            "original_max_position_embeddings": facts.positive("rope.scaling.original_context_length"),
+        }
+    raise facts.unsupported(f"{facts.prefix}.rope.scaling.type", "supported: none, linear, yarn")
+
+
+def _llama3(facts: Facts, head_dim: int) -> dict[str, Any]:
+    """The settings whose factors are those in the file, which does not name them. low_freq_factor and high_freq_factor
+    are 1 and 4 in all models that there are."""
+    given = GgufSlice(facts.file, facts.file.tensors[ROPE_FACTORS], None)[:].double().flatten()
+    low, high, factor = 1.0, 4.0, float(given.max())
+    if given.numel() == head_dim // 2 and float(given.min()) >= 1 and factor > 1:
+        theta = facts.number("rope.freq_base", 10_000.0)
+        waves = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        smooth = (1 / given - 1 / factor) / (1 - 1 / factor)
+        between = (smooth > 1e-3) & (smooth < 1 - 1e-3)
+        lengths = (smooth * (high - low) + low) * waves  # exact for those, a bound for the others
+        length = round(float(lengths[between].median() if between.any() else lengths[smooth > 0.5].max()))
+        expected = ((length / waves - low) / (high - low)).clamp(0, 1)
+        if torch.allclose(1 / ((1 - expected) / factor + expected), given, rtol=1e-4, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": length,
+            }
+    raise facts.unsupported(
+        f"{facts.prefix}.rope.freq_base", f"its {ROPE_FACTORS} are not those of a llama3 rope scaling"
+    )

@@ -1,0 +1,179 @@
+"""The tensors of a GGUF file under their Hugging Face names, read one at a time as safetensors' are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trtspec.errors import CheckpointError, DependencyError
+from trtspec.gguf.file import GgufFile, TensorEntry
+from trtspec.gguf.metadata import Facts
+from trtspec.gguf.names import ROPE_FACTORS, hf_name, int4_linears, turned_heads
+
+_AT_ONCE = 16 << 20  # elements that are dequantised at a time
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class GgufShard:
+    """An open file; `keys`, `get_slice` and `get_tensor` as those of safetensors."""
+
+    file: GgufFile
+    slices: Mapping[str, GgufSlice | Int4Slice]  # by Hugging Face name
+
+    @classmethod
+    def open(cls, path: Path, role: str = "target", packed: bool = False) -> GgufShard:
+        """packed: linears of Q4_0 come as the integers that they are, in the layout pack-quantized of
+        compressed-tensors; else dequantised. Raises CheckpointError and UnsupportedError: see GgufFile.open, and Facts.
+        """
+        found = path.stat()
+        return _opened(path, role, packed, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+    @classmethod
+    def of(cls, file: GgufFile, role: str = "target", packed: bool = False) -> GgufShard:
+        """Of a file that is open. Tensors that no such model has keep their names, for strict loading to refuse."""
+        facts = Facts(file, role)
+        kept = int4_linears(file) if packed else set()
+        slices: dict[str, GgufSlice | Int4Slice] = {}
+        for name, entry in file.tensors.items():
+            if name == ROPE_FACTORS:
+                continue
+            heads = turned_heads(name, facts.heads, facts.kv_heads) if facts.architecture.interleaved else None
+            if heads is not None and entry.shape[0] % (2 * heads):
+                raise CheckpointError(
+                    f"{role} model: {file.path}: {name} has {entry.shape[0]} rows for {heads} heads; download it again"
+                )
+            public, one = hf_name(name) or name, GgufSlice(file, entry, heads)
+            if public.removesuffix(".weight") in kept:
+                slices |= {public + part: Int4Slice(one, part) for part in _PARTS}
+            else:
+                slices[public] = one
+        return cls(file, slices)
+
+    def keys(self) -> list[str]:
+        """Names, in the order of the file."""
+        return list(self.slices)
+
+    def get_slice(self, name: str) -> GgufSlice | Int4Slice:
+        """A tensor that is not read yet."""
+        return self.slices[name]
+
+    def get_tensor(self, name: str) -> Tensor:
+        """All of a tensor: float16 or bfloat16 as it is stored, float32 dequantised, or a part of integers."""
+        return self.slices[name][:]
+
+
+@dataclass(frozen=True)
+class GgufSlice:
+    """A tensor in the file."""
+
+    file: GgufFile
+    entry: TensorEntry
+    heads: int | None
+
+    def get_shape(self) -> list[int]:
+        """Outermost first."""
+        return list(self.entry.shape)
+
+    def get_dtype(self) -> str:
+        """Of what indexing gives, in the words of safetensors."""
+        name = self.entry.kind.name
+        return name if name in _PLAIN else "F32"
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Those of the outermost index, contiguous."""
+        entry = self.entry
+        data = self.stored(rows)
+        shape = (len(data), *entry.shape[1:])
+        if len(entry.shape) == 1:  # its elements are not quantised: llama.cpp leaves vectors as they are
+            shape = (data.size // entry.kind.block_bytes * entry.kind.block,)
+        dtype = _PLAIN.get(entry.kind.name)
+        if dtype is not None:
+            found = torch.from_numpy(np.array(data)).view(dtype)
+        else:
+            found = torch.from_numpy(_dequantised(data, entry))
+        self.file.forget()
+        return found.reshape(shape)
+
+    def stored(self, rows: slice) -> NDArray[np.uint8]:
+        """Bytes of those rows, [rows, bytes]; of queries and keys in Hugging Face's order: the elements 0, 2, ... of a
+        head, and then 1, 3, ..."""
+        data = self.file.data(self.entry)
+        if len(self.entry.shape) == 1:
+            data = data.reshape(self.entry.shape[0], -1) if self.entry.kind.block == 1 else data
+        if self.heads is not None:
+            data = data.reshape(self.heads, -1, 2, data.shape[-1]).swapaxes(1, 2).reshape(data.shape)
+        return data[rows]
+
+
+_PARTS = ("_packed", "_scale", "_shape")
+
+
+@dataclass(frozen=True)
+class Int4Slice:
+    """A part of a linear [N, K] of Q4_0 in the layout pack-quantized: weight_packed [N, K/8] int32, weight_scale
+    [N, K/32] float16 or weight_shape [2] int64."""
+
+    linear: GgufSlice
+    part: str
+
+    def get_shape(self) -> list[int]:
+        """Outermost first."""
+        rows, depth = self.linear.entry.shape
+        return {"_packed": [rows, depth // 8], "_scale": [rows, depth // 32], "_shape": [2]}[self.part]
+
+    def get_dtype(self) -> str:
+        """In the words of safetensors."""
+        return {"_packed": "I32", "_scale": "F16", "_shape": "I64"}[self.part]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Those of the outermost index."""
+        if self.part == "_shape":
+            return torch.tensor(self.linear.entry.shape)[rows]
+        data = self.linear.stored(rows)
+        blocks = data.reshape(len(data), -1, self.linear.entry.kind.block_bytes)  # a scale, and then 16 bytes
+        if self.part == "_scale":
+            found = torch.from_numpy(np.array(blocks[:, :, :2])).view(torch.float16)[..., 0]
+        else:  # byte i holds inputs i and i + 16
+            values = np.concatenate((blocks[:, :, 2:] & 15, blocks[:, :, 2:] >> 4), axis=2)
+            found = (
+                torch.from_numpy(values[:, :, ::2] | values[:, :, 1::2] << 4).view(torch.int32).reshape(len(data), -1)
+            )
+        self.linear.file.forget()
+        return found
+
+
+@functools.lru_cache(maxsize=2)
+def _opened(path: Path, role: str, packed: bool, stamp: tuple[int, ...]) -> GgufShard:
+    """Whoever reads weights opens a file again and again; its header takes a while."""
+    return GgufShard.of(GgufFile.open(path, role), role, packed)
+
+
+def _dequantised(data: NDArray[np.uint8], entry: TensorEntry) -> NDArray[np.float32]:
+    """[rows, bytes] -> [rows, elements]."""
+    quants = gguf_package()
+    kind = quants.GGMLQuantizationType[entry.kind.name]
+    found = np.empty((len(data), entry.shape[-1]), np.float32)
+    rows = max(1, _AT_ONCE // entry.shape[-1])
+    for begin in range(0, len(data), rows):
+        found[begin : begin + rows] = quants.dequantize(data[begin : begin + rows], kind)
+    return found
+
+
+def gguf_package() -> Any:
+    """gguf.quants. DependencyError where the package is not installed."""
+    try:
+        from gguf import quants
+    except ImportError as error:
+        raise DependencyError(
+            f"quantised GGUF files need the package gguf ({error}); pip install 'trtspec[gguf]'"
+        ) from error
+    return quants

@@ -1,0 +1,168 @@
+"""tokenizer.json and tokenizer_config.json of the tokenizer in a GGUF file.
+
+Ids are llama.cpp's with special tokens read as such (parse_special): its way of splitting text is kept where the
+tokenizer that the model was trained with does otherwise. How text is split before pieces are merged is known by a name
+alone (tokenizer.ggml.pre). Source: llama.cpp, src/llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trtspec.gguf.metadata import Facts
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# Kinds of tokens (llama_token_type).
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_BLANK = "\u2581"
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "llama-bpe": (_WORDS % r"\p{N}{1,3}",),
+    "qwen2": (_WORDS % r"\p{N}",),
+    "smollm": (r"\p{N}", _GPT2),
+}
+"""tokenizer.ggml.pre -> the expressions that text is split by, one after the other."""
+_LLAMA_BPE = "llama-bpe"  # begins with BOS, and takes words that are tokens whole, unless the file says otherwise
+
+
+def hf_tokenizer(facts: Facts, size: int) -> tuple[str, dict[str, Any]] | None:
+    """(tokenizer.json, what is in tokenizer_config.json), None where the file has no tokenizer. size: ids of the model.
+
+    Raises CheckpointError; UnsupportedError for a kind of tokenizer or a way of splitting text that is not known.
+    """
+    if "tokenizer.ggml.model" not in facts.file.metadata:
+        return None
+    kind = facts.text("tokenizer.ggml.model")
+    if kind not in _KINDS:
+        raise facts.unsupported("tokenizer.ggml.model", f"supported: {', '.join(_KINDS)}")
+    tokens, types = _tokens(facts, size)
+    tokenizer, adds_bos = _KINDS[kind](facts, tokens)
+    _add_special(tokenizer, tokens, types)
+    config: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    ids = {name: facts.optional_id(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in _SPECIAL}
+    config |= {_SPECIAL[name]: tokens[token] for name, token in ids.items() if token is not None}
+    _frame(facts, tokenizer, tokens, ids, adds_bos)
+    if "tokenizer.chat_template" in facts.file.metadata:
+        config["chat_template"] = facts.text("tokenizer.chat_template")
+    return str(tokenizer.to_str()), config
+
+
+def _tokens(facts: Facts, size: int) -> tuple[list[str], list[int]]:
+    """Texts and kinds by id."""
+    key, types_key = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+    tokens = facts.texts(key)
+    if not 0 < len(tokens) <= size:
+        raise facts.error(key, f"has {len(tokens)} texts for a model of {size} ids")
+    if len(set(tokens)) < len(tokens):
+        raise facts.error(key, "has a text twice")
+    if types_key not in facts.file.metadata:
+        return tokens, [1] * len(tokens)
+    types = facts.integers(types_key).tolist()
+    if len(types) != len(tokens):
+        raise facts.error(types_key, f"has {len(types)} kinds for {len(tokens)} tokens")
+    return tokens, types
+
+
+def _byte_pairs(facts: Facts, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
+    """GPT-2's kind: bytes are written as characters, and pairs merged in a given order."""
+    import tokenizers
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+
+    pre = facts.text("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise facts.unsupported("tokenizer.ggml.pre", f"supported: {', '.join(PRE_TOKENIZERS)}")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    key = "tokenizer.ggml.merges"
+    merges = []
+    for merge in facts.texts(key):
+        first, blank, second = merge.partition(" ")
+        # a piece may itself begin with a blank, which the tokens then do, too
+        if not (blank and first in vocabulary and second in vocabulary and first + second in vocabulary):
+            raise facts.error(key, f"has {merge!r:.80}, which are no two tokens that make a third")
+        merges.append((first, second))
+    whole = pre == _LLAMA_BPE
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=whole))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, whole
+
+
+def _sentencepiece(facts: Facts, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
+    """Llama 2's kind: a marker stands for a blank, and the pair whose token has the best score is merged first."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers
+
+    key = "tokenizer.ggml.scores"
+    scores = facts.floats(key).tolist()
+    if len(scores) != len(tokens):
+        raise facts.error(key, f"has {len(scores)} scores for {len(tokens)} tokens")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    pairs = []
+    for token, number in vocabulary.items():
+        for cut in range(1, len(token)):
+            if token[:cut] in vocabulary and token[cut:] in vocabulary:
+                pairs.append((-scores[number], number, cut, token[:cut], token[cut:]))
+    unknown = facts.optional_id("tokenizer.ggml.unknown_token_id", len(tokens))
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocabulary,
+            [(first, second) for *_, first, second in sorted(pairs)],
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = facts.flag("tokenizer.ggml.add_space_prefix", True)
+    steps = [normalizers.Replace(" ", _BLANK)]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), *steps] if prefixed else steps)
+    undo = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*undo, decoders.Strip(" ", 1, 0)] if prefixed else undo)
+    return tokenizer, True
+
+
+_KINDS = {"gpt2": _byte_pairs, "llama": _sentencepiece}
+"""tokenizer.ggml.model -> what makes a tokenizer of its tokens, and whether texts begin with BOS by default."""
+
+
+def _add_special(tokenizer: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """What is found in text before it is split: control tokens, which texts leave out, and those that users defined."""
+    from tokenizers import AddedToken
+
+    for token, kind in zip(tokens, types, strict=True):
+        if kind in (_CONTROL, _UNKNOWN):
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+
+
+def _frame(
+    facts: Facts, tokenizer: tokenizers.Tokenizer, tokens: list[str], ids: dict[str, int | None], adds_bos: bool
+) -> None:
+    """BOS before every text, and EOS after it, where the file wants them."""
+    from tokenizers import processors
+
+    wanted = {
+        "bos": facts.flag("tokenizer.ggml.add_bos_token", adds_bos),
+        "eos": facts.flag("tokenizer.ggml.add_eos_token", False),
+    }
+    found = {name: (tokens[token], token) for name in wanted if wanted[name] and (token := ids[name]) is not None}
+    if found:
+        before, after = ([found[name][0]] if name in found else [] for name in ("bos", "eos"))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B:1", *after],
+            special_tokens=[*found.values()],
+        )

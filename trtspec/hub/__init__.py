@@ -1,0 +1,1 @@
+"""From what users call a model to a folder on this machine."""

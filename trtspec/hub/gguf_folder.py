@@ -1,0 +1,104 @@
+"""The Hugging Face folder that stands for a GGUF file: its texts are written once and kept, its tensors stay in it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from trtspec import gguf
+from trtspec.errors import ConfigError
+from trtspec.gguf.file import GgufFile, TensorEntry
+from trtspec.gguf.folder import WEIGHTS, write_texts
+from trtspec.gguf.names import hf_name, int4_linears
+from trtspec.hub.kept import FOLDER_VARIABLE, cache_folder, check_private, make_private
+
+logger = logging.getLogger(__name__)
+
+_KEPT = "gguf-"
+_DIGITS = 24
+
+
+def gguf_folder(file: Path, role: str = "target") -> Path:
+    """Of a file that is there; the same for as long as it does not change. It is in the folder of TRTSPEC_CACHE;
+    with "off", a temporary one of this process.
+
+    Raises CheckpointError and UnsupportedError for the file, ConfigError where the folder cannot be used.
+    """
+    file = file.resolve()
+    found = file.stat()
+    return _folder(file, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns), role)
+
+
+@functools.lru_cache(maxsize=64)
+def _folder(file: Path, stamp: tuple[int, ...], role: str) -> Path:
+    opened = GgufFile.open(file, role)
+    try:
+        kept = cache_folder()
+        if kept is None:
+            temporary = Path(tempfile.mkdtemp(prefix="trtspec-gguf-"))
+            atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+            _fill(opened, temporary, role)
+            return temporary
+        make_private(kept)
+        key = hashlib.sha256(repr((str(file), stamp, [code.read_bytes() for code in _code()])).encode())
+        folder = kept / f"{_KEPT}{key.hexdigest()[:_DIGITS]}"
+        if folder.exists():
+            check_private(folder)
+        else:
+            _make(opened, folder, role)
+    except OSError as error:
+        raise ConfigError(
+            f"what {file} says cannot be written ({error}); set {FOLDER_VARIABLE} to a folder that can be"
+        ) from error
+    return folder
+
+
+def _make(file: GgufFile, folder: Path, role: str) -> None:
+    """All of it or nothing."""
+    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix="removed-"))  # the cache sweeps what a dead process left
+    try:
+        made = staging / folder.name
+        made.mkdir(mode=0o700)
+        _fill(file, made, role)
+        os.rename(made, folder)
+    except OSError:
+        if not folder.exists():  # or another process has made it meanwhile
+            raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _fill(file: GgufFile, folder: Path, role: str) -> None:
+    config = write_texts(file, folder, role)
+    (folder / WEIGHTS).symlink_to(file.path)
+    kept = int4_linears(file)
+    quantised = [
+        entry
+        for name, entry in file.tensors.items()
+        if entry.kind.block > 1 and str(hf_name(name)).removesuffix(".weight") not in kept
+    ]
+    if quantised:
+        logger.warning(
+            "%s: %s are dequantised: in %s these weights take %.0f MB, %.0f in the file",
+            file.path,
+            ", ".join(dict.fromkeys(entry.kind.name for entry in quantised)),
+            config["dtype"],
+            sum(map(_elements, quantised)) * 2 / 1e6,
+            sum(entry.nbytes for entry in quantised) / 1e6,
+        )
+
+
+def _elements(entry: TensorEntry) -> int:
+    return entry.nbytes // entry.kind.block_bytes * entry.kind.block
+
+
+def _code() -> Iterator[Path]:
+    """The sources that decide what is written."""
+    yield from sorted(Path(gguf.__path__[0]).glob("*.py"))

@@ -1,0 +1,51 @@
+"""The folder that is kept for this user: compiled engines, and what was read out of files."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from trtspec.errors import ConfigError
+
+FOLDER_VARIABLE = "TRTSPEC_CACHE"
+OFF = "off"
+
+
+def cache_folder() -> Path | None:
+    """As TRTSPEC_CACHE says, else in the user's cache; None for "off". OSError where the user has no home folder and
+    names none."""
+    named = os.environ.get(FOLDER_VARIABLE, "")
+    if named == OFF:
+        return None
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(named or f"{home}/trtspec").expanduser().absolute()
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{home}: {error}") from error
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, or check that it is ours alone: ConfigError. OSError where it cannot be made."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        check_private(folder)
+
+
+def check_private(folder: Path) -> None:
+    """ConfigError unless it is a folder of this user that nobody else can read or change: what is in it is run."""
+    found = folder.lstat()
+    why = None
+    if not stat.S_ISDIR(found.st_mode):
+        why = "is a link" if stat.S_ISLNK(found.st_mode) else "is no folder"
+        remedy = f"remove it, or set {FOLDER_VARIABLE} to another folder"
+    elif found.st_uid != os.geteuid():
+        why = f"belongs to user {found.st_uid}, this process runs as user {os.geteuid()}"
+        remedy = f"set {FOLDER_VARIABLE} to a folder of your own"
+    elif found.st_mode & 0o077:
+        why = f"is open to others (mode {stat.S_IMODE(found.st_mode):04o})"
+        remedy = f"if nobody else wrote to it, chmod 700 {folder}, else remove it"
+    if why is not None:
+        raise ConfigError(f"the cache of engines {folder} {why}, and it holds code that is run; {remedy}")
