@@ -29,7 +29,7 @@ def read_all(file: Path, out: Path) -> None:
     out.mkdir(exist_ok=True)
     write_texts(opened, out)
     shard = GgufShard.of(opened)
-    for name in shard.entries:
+    for name in shard.slices:
         shard.get_tensor(name)
 
 

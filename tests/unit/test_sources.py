@@ -64,13 +64,13 @@ def test_an_engine_s_digest_follows_its_drafts_the_machine_and_the_kernels(
 
 
 def test_the_code_is_all_that_compiling_and_packing_import() -> None:
-    """But for errors and memory, which change nothing of what is made."""
+    """But for errors, memory and where checkpoints are, which change nothing of what is made."""
     modules = ["build.build", "backends.aoti.compile"]
     files = [file.relative_to(PACKAGE) for file in (PACKAGE / "methods").rglob("*.py") if file.name != "train.py"]
     methods = [".".join(file.with_suffix("").parts) for file in files if file.name != "__init__.py"]
     reached = set(imported([f"trtspec.{name}" for name in (*modules, *methods)]))
     assert len(reached) > 30
-    assert reached - set(build_code()) <= {
+    assert {file for file in reached - set(build_code()) if file.parent.name != "hub"} <= {
         PACKAGE / "errors.py",
         PACKAGE / "kv" / "memory.py",
         PACKAGE / "kv" / "pool.py",

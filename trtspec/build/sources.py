@@ -23,7 +23,7 @@ DIGITS = 12
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # What decides how an engine is compiled and packed: changing anything else in the package keeps it.
-_FOLDERS = ("backends", "config", "methods", "models", "ops", "text", "verify")
+_FOLDERS = ("backends", "config", "gguf", "methods", "models", "ops", "text", "verify")
 _FILES = (
     "core.py",
     "modes.py",

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from trtspec import gguf
 from trtspec.errors import ConfigError
 from trtspec.gguf.file import GgufFile, TensorEntry
 from trtspec.gguf.folder import WEIGHTS, write_texts
@@ -101,4 +100,4 @@ def _elements(entry: TensorEntry) -> int:
 
 def _code() -> Iterator[Path]:
     """The sources that decide what is written."""
-    yield from sorted(Path(gguf.__path__[0]).glob("*.py"))
+    yield from sorted((Path(__file__).resolve().parents[1] / "gguf").glob("*.py"))
