@@ -48,7 +48,8 @@ def hf_tokenizer(facts: Facts, size: int) -> tuple[str, dict[str, Any]] | None:
     tokens, types = _tokens(facts, size)
     tokenizer, adds_bos = _KINDS[kind](facts, tokens)
     _add_special(tokenizer, tokens, types)
-    config: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    # the class that takes tokenizer.json as it is, whatever the model
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     ids = {name: facts.optional_id(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in _SPECIAL}
     config |= {_SPECIAL[name]: tokens[token] for name, token in ids.items() if token is not None}
     _frame(facts, tokenizer, tokens, ids, adds_bos)
