@@ -1,7 +1,7 @@
 """Files that llama.cpp's own converter and quantiser write, of a random Llama and a random Qwen3.
 
-`make contract-smollm2` sets LLAMA_PYTHON to a Python with llama-cpp-python and LLAMA_SOURCE to llama.cpp's sources, with
-a folder `packages` for what its converter needs beside them; TRTSPEC_SMOLLM2 is where the tokenizer comes from.
+`make contract-smollm2` sets LLAMA_PYTHON to a Python with llama-cpp-python and LLAMA_SOURCE to llama.cpp's sources, in
+which a folder `packages` has what its converter imports; TRTSPEC_SMOLLM2 is where the tokenizer comes from.
 """
 
 from __future__ import annotations
