@@ -8,6 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 
 from tests.checkpoints import make_checkpoint
@@ -49,7 +50,7 @@ def test_every_truncation_is_said(good: Path, tmp_path: Path) -> None:
 def test_changed_bytes_give_typed_errors_or_another_model(good: Path, tmp_path: Path) -> None:
     """Seeded: 2,000 files with 1 to 4 bytes of the header changed."""
     whole, file, end = good.read_bytes(), tmp_path / "changed.gguf", header_end(good)
-    draw, refused = random.Random(0), 0
+    draw, refused, unnamed = random.Random(0), 0, 0
     tracemalloc.start()
     for _ in range(2000):
         changed = bytearray(whole)
@@ -59,10 +60,11 @@ def test_changed_bytes_give_typed_errors_or_another_model(good: Path, tmp_path: 
         try:
             read_all(file, tmp_path / "out")
         except (CheckpointError, UnsupportedError) as error:
-            refused += "changed.gguf" in str(error)
+            refused, unnamed = refused + 1, unnamed + ("changed.gguf" not in str(error))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert refused > 200
+    assert unnamed == 0
     assert peak < 64 * len(whole)
 
 
@@ -117,6 +119,24 @@ def test_headers_made_to_harm(tmp_path: Path, parts: tuple[bytes, ...], counts: 
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kind", "match"),
+    [
+        ("blk.0.attn_q.bias", np.ones(64, np.float32), "Q8_0", "'blk.0.attn_q.bias' is a vector of Q8_0"),
+        ("blk.0.attn_k.bias", np.ones(33, np.float32), "F32", "'blk.0.attn_k.bias' has 33 rows for 2 heads"),
+        ("model.norm.weight", np.ones(64, np.float32), "F32", "is there twice, once as model.norm.weight"),
+    ],
+)
+def test_tensors_that_no_converter_writes(tmp_path: Path, name: str, values: np.ndarray, kind: str, match: str) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        wanted = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, gguf.quantize(values, wanted), raw_dtype=wanted)
+
+    file = write_gguf(make_checkpoint(tmp_path, "llama"), tmp_path / "bad.gguf", extra=add)
+    with pytest.raises(CheckpointError, match=match):
+        GgufShard.open(file)
 
 
 def test_kinds_and_versions_that_are_not_read(tmp_path: Path) -> None:

@@ -47,11 +47,16 @@ class GgufShard:
             if name == ROPE_FACTORS:
                 continue
             heads = turned_heads(name, facts.heads, facts.kv_heads) if facts.architecture.interleaved else None
-            if heads is not None and entry.shape[0] % (2 * heads):
-                raise CheckpointError(
-                    f"{role} model: {file.path}: {name} has {entry.shape[0]} rows for {heads} heads; download it again"
-                )
             public, one = hf_name(name) or name, GgufSlice(file, entry, heads)
+            problem = None
+            if heads is not None and entry.shape[0] % (2 * heads):
+                problem = f"has {entry.shape[0]} rows for {heads} heads"
+            elif len(entry.shape) == 1 and entry.kind.block > 1:
+                problem = f"is a vector of {entry.kind.name}"
+            elif public in slices:
+                problem = f"is there twice, once as {public}"
+            if problem is not None:
+                raise CheckpointError(f"{role} model: {file.path}: {name!r:.80} {problem}; download it again")
             if public.removesuffix(".weight") in kept:
                 slices |= {public + part: Int4Slice(one, part) for part in _PARTS}
             else:
@@ -93,8 +98,6 @@ class GgufSlice:
         entry = self.entry
         data = self.stored(rows)
         shape = (len(data), *entry.shape[1:])
-        if len(entry.shape) == 1:  # its elements are not quantised: llama.cpp leaves vectors as they are
-            shape = (data.size // entry.kind.block_bytes * entry.kind.block,)
         dtype = _PLAIN.get(entry.kind.name)
         if dtype is not None:
             found = torch.from_numpy(np.array(data)).view(dtype)
@@ -108,7 +111,7 @@ class GgufSlice:
         head, and then 1, 3, ..."""
         data = self.file.data(self.entry)
         if len(self.entry.shape) == 1:
-            data = data.reshape(self.entry.shape[0], -1) if self.entry.kind.block == 1 else data
+            data = data.reshape(self.entry.shape[0], -1)
         if self.heads is not None:
             data = data.reshape(self.heads, -1, 2, data.shape[-1]).swapaxes(1, 2).reshape(data.shape)
         return data[rows]
