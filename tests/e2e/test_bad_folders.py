@@ -32,7 +32,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[TrtSpecError], tuple[str
     "no such folder": (
         shutil.rmtree,
         CheckpointError,
-        ("is no folder or GGUF file on this machine", "pass one of these"),
+        ("is not a folder on this machine", "pass the folder"),
     ),
     "no config.json": (lambda f: (f / "config.json").unlink(), CheckpointError, ("config.json is missing", "pass a")),
     "a config.json that is no JSON": (

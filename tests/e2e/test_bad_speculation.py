@@ -301,7 +301,7 @@ CONFUSED: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
     "a file for a folder": (
         lambda f: (f.target, {"model": str(f.draft / "config.json"), "num_speculative_tokens": 2}),
         CheckpointError,
-        ("draft/config.json' is no folder or GGUF file", "pass one of these"),
+        ("draft/config.json' is not a folder", "pass the folder of a checkpoint"),
     ),
     "a name on the Hub, which may not be asked": (
         lambda f: (f.target, {"model": "some/EAGLE3-head", "num_speculative_tokens": 2}),

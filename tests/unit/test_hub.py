@@ -186,5 +186,5 @@ def test_what_is_here_wins_and_has_no_revision(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match="revision = 'old', and draft model 'some/model' is on this machine"):
         checkpoint_folder("some/model", "draft", "old")
     assert checkpoint_folder(Path("another/model")) == Path("another/model")  # a Path is no name on the Hub
-    with pytest.raises(CheckpointError, match="no folder or GGUF file on this machine"):
+    with pytest.raises(CheckpointError, match="is not a folder on this machine"):
         read_checkpoint(Path("another/model"), "target")

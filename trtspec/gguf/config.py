@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
+import numpy as np
 
 from trtspec.gguf.metadata import Facts
 from trtspec.gguf.names import ROPE_FACTORS, hf_name, int4_linears
-from trtspec.gguf.shard import GgufSlice
 
 _ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Tokens that end a text, a turn, a message."""
@@ -107,17 +106,20 @@ def _rope_scaling(facts: Facts, head_dim: int) -> dict[str, Any] | None:
 def _llama3(facts: Facts, head_dim: int) -> dict[str, Any]:
     """The settings whose factors are those in the file, which does not name them. low_freq_factor and high_freq_factor
     are 1 and 4 in all models that there are."""
-    given = GgufSlice(facts.file, facts.file.tensors[ROPE_FACTORS], None)[:].double().flatten()
+    entry = facts.file.tensors[ROPE_FACTORS]
+    given = np.ones(1)
+    if entry.kind.name == "F32":
+        given = np.frombuffer(facts.file.data(entry).tobytes(), "<f4").astype(np.float64)
     low, high, factor = 1.0, 4.0, float(given.max())
-    if given.numel() == head_dim // 2 and float(given.min()) >= 1 and factor > 1:
+    if given.size == head_dim // 2 and float(given.min()) >= 1 and factor > 1:
         theta = facts.number("rope.freq_base", 10_000.0)
-        waves = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
         smooth = (1 / given - 1 / factor) / (1 - 1 / factor)
         between = (smooth > 1e-3) & (smooth < 1 - 1e-3)
         lengths = (smooth * (high - low) + low) * waves  # exact for those, a bound for the others
-        length = round(float(lengths[between].median() if between.any() else lengths[smooth > 0.5].max()))
-        expected = ((length / waves - low) / (high - low)).clamp(0, 1)
-        if torch.allclose(1 / ((1 - expected) / factor + expected), given, rtol=1e-4, atol=0):
+        length = round(float(np.median(lengths[between]) if between.any() else lengths[smooth > 0.5].max()))
+        expected = ((length / waves - low) / (high - low)).clip(0, 1)
+        if np.allclose(1 / ((1 - expected) / factor + expected), given, rtol=1e-4, atol=0):
             return {
                 "rope_type": "llama3",
                 "factor": factor,

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from trtspec.errors import CheckpointError, UnsupportedError
 
-SUFFIX = ".gguf"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _ALIGNMENT_KEY, _ALIGNMENT = "general.alignment", 32
 _SPLIT_KEY = "split.count"

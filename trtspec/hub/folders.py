@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 
 from trtspec.errors import ConfigError
-from trtspec.gguf.file import SUFFIX
+from trtspec.gguf import SUFFIX
 from trtspec.hub.download import HUB_NAME, snapshot
-from trtspec.hub.gguf_folder import gguf_folder
 
 
 def checkpoint_folder(model: str | os.PathLike[str], role: str = "target", revision: str | None = None) -> Path:
@@ -24,7 +23,7 @@ def checkpoint_folder(model: str | os.PathLike[str], role: str = "target", revis
     if path.is_dir():
         found = path
     elif path.is_file():
-        found = gguf_folder(path, role) if path.suffix == SUFFIX else path
+        found = _of_gguf(path, role) if path.suffix == SUFFIX else path
     elif isinstance(model, str) and HUB_NAME.fullmatch(name):
         return _of_hub(name, role, revision)
     else:
@@ -41,4 +40,10 @@ def _of_hub(name: str, role: str, revision: str | None) -> Path:
     if (folder / "config.json").is_file():
         return folder
     files = sorted(folder.glob(f"*{SUFFIX}"))
-    return gguf_folder(files[0], role) if len(files) == 1 else folder
+    return _of_gguf(files[0], role) if len(files) == 1 else folder
+
+
+def _of_gguf(file: Path, role: str) -> Path:
+    from trtspec.hub.gguf_folder import gguf_folder  # a server that reads no file starts without numpy
+
+    return gguf_folder(file, role)

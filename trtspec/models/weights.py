@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
-from trtspec.gguf.file import SUFFIX
+from trtspec.gguf import SUFFIX
 from trtspec.gguf.folder import WEIGHTS
 from trtspec.gguf.shard import GgufShard
 from trtspec.models.decoder import Decoder

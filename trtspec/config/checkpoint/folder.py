@@ -50,8 +50,8 @@ def checkpoint_reader(path: str | os.PathLike[str], role: str) -> Reader:
     folder = checkpoint_folder(path, role)
     if not folder.is_dir():
         raise CheckpointError(
-            f"{role} model {os.fspath(path)!r} is no folder or GGUF file on this machine, and no name on the Hub "
-            "(owner/model); pass one of these"
+            f"{role} model {os.fspath(path)!r} is not a folder on this machine; pass the folder of a checkpoint that "
+            "was downloaded, a GGUF file or a name on the Hub (owner/model)"
         )
     return Reader(read_json(folder / "config.json", role, required=True), folder / "config.json", role)
 
