@@ -19,6 +19,7 @@ from safetensors.torch import save
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf
 from tests.unit.hub_endpoint import COMMIT, Hub, serving
+from tests.unit.tokenizer_kinds import byte_level
 from trtspec.config.checkpoint.folder import read_checkpoint
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.hub.folders import checkpoint_folder
@@ -34,6 +35,20 @@ try:
     print(json.dumps({"folder": str(folder), "files": files}))
 except TrtSpecError as error:
     print(json.dumps({"error": type(error).__name__, "says": str(error)}))
+"""
+RUN = """
+import json, sys
+from trtspec import LLM, SamplingParams
+from trtspec.serve.triton.repo import write_repository
+from trtspec.serve.triton.settings import Settings
+draft = {"method": "draft_model", "model": "some/draft", "revision": "old", "num_speculative_tokens": 2}
+llm = LLM("some/model", draft, revision="main", backend="eager")
+(output,) = llm.generate("def", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+(folder,) = write_repository(sys.argv[1], "some/model", draft, revision="main", backend="eager")
+print(json.dumps({
+    "ids": list(output.outputs[0].token_ids), "accepted": output.acceptance_length,
+    "served": Settings.read(folder / "1").llm,
+}))
 """
 WEIGHTS = save({"model.norm.weight": torch.ones(50_000)})
 FILES = {
@@ -60,6 +75,11 @@ def hub() -> Iterator[Hub]:
 
 
 def ask(hub: Hub, home: Path, name: str = "some/model", revision: str | None = None, **variables: str) -> Any:
+    return run(hub, home, [ASK, name, json.dumps(revision)], **variables)
+
+
+def run(hub: Hub, home: Path, command: list[str], **variables: str) -> Any:
+    """What a Python program says in its last line."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
         "HF_ENDPOINT": hub.url,
@@ -69,8 +89,9 @@ def ask(hub: Hub, home: Path, name: str = "some/model", revision: str | None = N
         "TRTSPEC_CACHE": str(home / "cache"),
         **variables,
     }
-    command = [sys.executable, "-c", ASK, name, json.dumps(revision)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", *command], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.stdout, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -177,6 +198,23 @@ def test_a_model_of_one_gguf_file_is_read_as_such(hub: Hub, tmp_path: Path) -> N
     assert found["files"] == ["config.json", "generation_config.json", "model.gguf"]
     hub.add("some/model", {"a.gguf": b"GGUF", "b.gguf": b"GGUF"})
     assert "has several GGUF files (a.gguf, b.gguf)" in ask(hub, tmp_path)["says"]
+
+
+def test_models_and_drafts_run_by_their_names(hub: Hub, tmp_path: Path) -> None:
+    """A draft that is its target is accepted; a repository for Triton holds the folders of the snapshots."""
+    checkpoint = make_checkpoint(tmp_path, "llama", vocab_size=320)
+    (checkpoint / "tokenizer.json").write_text(byte_level().to_str())
+    files = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    hub.add("some/model", files)
+    hub.add("some/draft", files, "old")
+    found = run(hub, tmp_path / "home", [RUN, str(tmp_path / "repository")], TRTSPEC_CACHE="off")
+    assert len(found["ids"]) == 8
+    assert found["accepted"] == pytest.approx(2.5, abs=0.5)
+    served = found["served"]
+    for path, commit in ((served["model"], "main"), (served["speculative_config"]["model"], "old")):
+        assert Path(path).name == COMMIT[commit]
+        assert (Path(path) / "model.safetensors").is_file()
+    assert not {"revision"} & {*served, *served["speculative_config"]}
 
 
 def test_what_is_here_wins_and_has_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from trtspec.cli.options import add_model
 from trtspec.errors import ConfigError, DependencyError
+from trtspec.hub.folders import checkpoint_folder
 from trtspec.train.head import HeadOptions
 from trtspec.train.plot import plot_metrics
 from trtspec.train.run import KINDS as KINDS
@@ -24,7 +25,7 @@ from trtspec.train.run import train_head
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     """Everything that the options of this kind hold, by the same names."""
     parser.set_defaults(run=run, kind=kind)
-    add_model(parser, "--target", "checkpoint folder of the target")
+    add_model(parser, "--target", "of the target: checkpoint folder, GGUF file or name on the Hub")
     parser.add_argument(
         "--data",
         type=Path,
@@ -106,7 +107,7 @@ def options_of(namespace: argparse.Namespace) -> HeadOptions:
     kind = KINDS[namespace.kind]
     names = {field.name for field in dataclasses.fields(kind)}
     given = {name: value for name, value in vars(namespace).items() if name in names and value is not None}
-    given |= {"target": Path(namespace.target), "data": tuple(namespace.data)}
+    given |= {"target": checkpoint_folder(namespace.target), "data": tuple(namespace.data)}
     given["run"] = namespace.run_folder or namespace.out.with_name(namespace.out.name + ".run")
     if "capture_layers" in given:
         given["capture_layers"] = _layers(given["capture_layers"])

@@ -11,6 +11,7 @@ from typing import Any
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError
+from trtspec.hub.folders import checkpoint_folder
 from trtspec.interop.reading import read_speculative_config
 from trtspec.serve.triton.configs import LAYOUTS, ModelSpec, config_text
 from trtspec.serve.triton.settings import FILE, Settings
@@ -22,8 +23,8 @@ from {module} import {name} as TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 '''
-_FOLDERS = ("model", "speculative_model", "speculative_model_dir", "output_directory")
-"""Fields of a speculative_config, and of TensorRT-LLM's, that name folders."""
+_MODELS = ("model", "speculative_model", "speculative_model_dir")
+"""Fields of a speculative_config, and of TensorRT-LLM's, that name models."""
 _NO_FOLDERS = ("ngram", "[ngram]", "suffix")
 """What `model` may be beside: methods, in vLLM's spelling."""
 _TOKENIZER_ONLY = ("preprocessing", "postprocessing")
@@ -41,8 +42,9 @@ def write_repository(
 ) -> list[Path]:
     """Write a model repository, whole or not at all; returns its models' folders.
 
-    model, speculative_config, tokenizer, engine_options: as trtspec.LLM takes them; paths become absolute. layout:
-    "llmapi" or "classic". streaming: False = each request is answered once, also to calls that can take no stream.
+    model, speculative_config, tokenizer, engine_options: as trtspec.LLM takes them; paths become absolute, and names on
+    the Hub those of their snapshots. layout: "llmapi" or "classic". streaming: False = each request is answered once,
+    also to calls that can take no stream.
     Raises ConfigError for settings that contradict, a model without tokenizer, or an output folder that is in use;
     CheckpointError.
     """
@@ -51,6 +53,8 @@ def write_repository(
     target = Path(output).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already; give an empty or a new folder")
+    revision = engine_options.pop("revision", None)
+    model = _folder(model, revision)
     built = EngineFolder.open(model)
     if built is None:
         EngineConfig(**engine_options)
@@ -62,13 +66,17 @@ def write_repository(
         raise ConfigError(
             f"{text_folder} has no tokenizer.json, which text needs; give a folder that has with --tokenizer"
         )
-    llm: dict[str, Any] = {"model": _folder(model), **engine_options}
+    llm: dict[str, Any] = {"model": model, **engine_options}
     if speculative_config is not None:
         read_speculative_config(speculative_config)
+        draft_revision = speculative_config.get("revision")
         llm["speculative_config"] = {
-            key: _folder(value) if key in _FOLDERS and value is not None and value not in _NO_FOLDERS else value
+            key: _folder(value, draft_revision) if key in _MODELS and value not in (None, *_NO_FOLDERS) else value
             for key, value in speculative_config.items()
+            if key != "revision"
         }
+        if (states := speculative_config.get("output_directory")) is not None:
+            llm["speculative_config"]["output_directory"] = str(Path(states).absolute())
     if tokenizer is not None:
         llm["tokenizer"] = text_folder
     half = target.with_name(f".{target.name}.{os.getpid()}")
@@ -97,6 +105,9 @@ def _write(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def _folder(path: str | Path) -> str:
-    """Absolute: the server runs elsewhere."""
-    return str(Path(path).absolute())
+def _folder(path: str | Path, revision: str | None = None) -> str:
+    """Absolute, as the server runs elsewhere; of a name on the Hub, its snapshot."""
+    found = Path(path)
+    if revision is not None or not found.exists():
+        found = checkpoint_folder(path, revision=revision)
+    return str(found.absolute())
