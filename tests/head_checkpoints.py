@@ -26,13 +26,14 @@ def make_eagle3(
     qk_norm: bool = False,
     num_layers: int = 1,
     mask: int | None = None,
+    speculators: bool = False,
     **fields: Any,
 ) -> Path:
     """Writes a random EAGLE3 head for the checkpoint `target` in the public layout, and returns its folder.
 
     capture: layers "after layer i", written as vLLM's ids, one higher; None = the config says nothing. target_ids: the
     target's id of each draft id, None = all, and then neither d2t nor t2d is written. mask: the mask token of a P-EAGLE
-    head, which may have more layers than one. `fields` are of config.json.
+    head, which may have more layers than one. speculators: in the layout of that package. `fields` are of config.json.
     """
     theirs = json.loads((target / "config.json").read_text())
     config = {
@@ -60,6 +61,11 @@ def make_eagle3(
         shapes |= {f"layers.{i}.input_layernorm": (hidden,), **_layer_shapes(config, f"layers.{i}.", hidden)}
     if qk_norm:
         shapes |= {"midlayer.self_attn.q_norm": (width,), "midlayer.self_attn.k_norm": (width,)}
+    if config.get("norm_before_fc"):
+        shapes["input_norm"] = (fused,)
+    if config.get("fc_norm"):
+        size = config["target_hidden_size"]
+        shapes |= {f"fc_norm.{i}": (size,) for i in range(fused // size)}
     if own_embedding:
         shapes["embed_tokens"] = (vocab, hidden)
     if own_head:
@@ -71,7 +77,22 @@ def make_eagle3(
     if target_ids is not None:
         tensors["d2t"] = torch.tensor(target_ids) - torch.arange(len(target_ids))
         tensors["t2d"] = torch.isin(torch.arange(vocab), torch.tensor(target_ids))
+    if speculators:
+        tensors = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
+        config = _of_speculators(config)
     return _write(tmp_path / name, tensors, config)
+
+
+def _of_speculators(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of an EAGLE3 head as that package writes it."""
+    own = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "norm_before_residual": False,
+        **{key: config[key] for key in own if key in config},
+        "transformer_layer_config": {key: value for key, value in config.items() if key not in own},
+    }
 
 
 def make_eagle(

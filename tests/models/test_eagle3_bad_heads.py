@@ -47,6 +47,21 @@ def with_first(value: int) -> Callable[[Tensor], Tensor]:
 Bad = tuple[Callable[[Path], None], type[TrtSpecError], tuple[str, ...]]
 
 BAD_HEADS: dict[str, Bad] = {
+    "another speculator": (
+        change_config(speculators_model_type="xpress", transformer_layer_config={}),
+        UnsupportedError,
+        ("'speculators_model_type' = \"xpress\"", "supported: eagle3"),
+    ),
+    "a speculator without its layer": (
+        change_config(speculators_model_type="eagle3"),
+        CheckpointError,
+        ("'transformer_layer_config' is missing",),
+    ),
+    "a speculator with a layer of another kind": (
+        change_config(speculators_model_type="eagle3", transformer_layer_config={"model_type": "gemma3"}),
+        UnsupportedError,
+        ("'transformer_layer_config.model_type' = \"gemma3\"", "llama, qwen3"),
+    ),
     "for another hidden size": (
         change_config(target_hidden_size=128),
         WeightsError,

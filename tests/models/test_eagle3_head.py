@@ -38,17 +38,28 @@ head = eagle3_heads.head
 class PaperEagle3(PaperHead):
     """EAGLE-3 as published (Li et al., arXiv 2503.01840)."""
 
+    def read_config(self, folder: Path) -> dict[str, Any]:
+        config = super().read_config(folder)
+        self.w = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in self.w.items()}
+        return {**config, **config.get("transformer_layer_config", {})}
+
     def fuse(self, captured: Tensor) -> Tensor:
+        if self.config.get("norm_before_fc"):
+            captured = self.norm(captured, "input_norm")
+        if self.config.get("fc_norm"):
+            states = captured.split(self.config["target_hidden_size"], dim=-1)
+            captured = torch.cat([self.norm(state, f"fc_norm.{i}") for i, state in enumerate(states)], dim=-1)
         return captured @ self.w["fc.weight"].T
 
     def forward(self, e: Tensor, h: Tensor) -> Tensor:
         normed = self.norm(h, "midlayer.hidden_norm")
         x = normed if self.config.get("norm_before_residual") else h
         x = x + self.attention(torch.cat((self.norm(e, "midlayer.input_layernorm"), normed), dim=-1), "midlayer.")
-        return x + self.mlp(self.norm(x, "midlayer.post_attention_layernorm"), "midlayer.")
+        x = x + self.mlp(self.norm(x, "midlayer.post_attention_layernorm"), "midlayer.")
+        return self.norm(x, "norm") if self.config.get("norm_output") else x
 
     def logits(self, y: Tensor) -> Tensor:
-        return self.norm(y, "norm") @ self.lm_head.T
+        return (y if self.config.get("norm_output") else self.norm(y, "norm")) @ self.lm_head.T
 
     def target_id(self, draft_id: int) -> int:
         return draft_id + int(self.w["d2t"][draft_id]) if "d2t" in self.w else draft_id
@@ -78,6 +89,10 @@ VARIANTS = {
         head={"own_embedding": True, "hidden_size": 48, "num_attention_heads": 6, "head_dim": 8},
     ),
     "q and k norms": Variant("qwen3", head={"qk_norm": True, "architectures": ["Qwen3ForCausalLMEagle3"]}),
+    "norm before fc": Variant(target_ids=SOME_IDS, head={"norm_before_fc": True, "rms_norm_eps": 1e-3}),
+    "norms of each state": Variant(head={"fc_norm": True}),
+    "normed output": Variant(target_ids=SOME_IDS, head={"norm_output": True}),
+    "layout of speculators": Variant(target_ids=SOME_IDS, head={"speculators": True, "norm_before_fc": True}),
     "biases": Variant(head={"attention_bias": True, "mlp_bias": True}),
     "one KV head": Variant(target_ids=SOME_IDS, head={"num_key_value_heads": 1}),
     "as many KV heads": Variant(head={"num_key_value_heads": 4}),

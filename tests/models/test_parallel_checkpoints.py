@@ -115,15 +115,20 @@ BAD: dict[str, Bad] = {
         WeightsError,
         ("missing", "layers.2.mlp.up_proj.weight"),
     ),
-    "a norm before fc": (
+    "a norm before fc that is not there": (
         lambda folder: edit_config(folder, norm_before_fc=True),
-        UnsupportedError,
-        ("norm_before_fc = True is not built",),
+        WeightsError,
+        ("missing: input_norm.weight (192,)",),
     ),
-    "norms of each state": (
-        lambda folder: edit_config(folder, eagle_config={"fc_norm": True}),
-        UnsupportedError,
-        ("fc_norm = True is not built",),
+    "two norms of the states": (
+        lambda folder: edit_config(folder, norm_before_fc=True, eagle_config={"fc_norm": True}),
+        CheckpointError,
+        ("norm_before_fc and fc_norm exclude each other",),
+    ),
+    "a switch that is none": (
+        lambda folder: edit_config(folder, norm_output="yes"),
+        CheckpointError,
+        ("norm_output = 'yes' is not true or false",),
     ),
     "SpecForge's layout": (
         lambda folder: edit_config(folder, architectures=["PEagleDraftModel"]),

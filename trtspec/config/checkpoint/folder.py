@@ -12,6 +12,7 @@ from typing import Any
 from trtspec.config.checkpoint.eagle_wrapper import unwrapped
 from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.config.checkpoint.reader import Reader, read_json
+from trtspec.config.checkpoint.speculators import plain_config
 from trtspec.errors import CheckpointError, UnsupportedError
 from trtspec.hub.folders import checkpoint_folder
 
@@ -19,7 +20,8 @@ from trtspec.hub.folders import checkpoint_folder
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """`model_type` is "" where config.json does not say. `raw` is config.json as read, an EAGLE head's without its
-    wrapper. `quantization` says which weights are quantised already."""
+    wrapper, and that of the speculators package in the words of other heads. `quantization` says which weights are
+    quantised already."""
 
     path: Path
     model_type: str
@@ -30,7 +32,7 @@ class CheckpointConfig:
 def read_checkpoint(path: str | os.PathLike[str], role: str) -> CheckpointConfig:
     """Of a folder that need not be a decoder's. Raises CheckpointError; UnsupportedError for a kind of quantised
     weights."""
-    read = unwrapped(checkpoint_reader(path, role))
+    read = plain_config(unwrapped(checkpoint_reader(path, role)))
     return CheckpointConfig(
         path=read.file.parent,
         model_type=read.string("model_type", ""),

@@ -32,17 +32,22 @@ _FIXED = {
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
 }
-# norms before `fc`, which config.json speaks of at its top or in eagle_config
-_NORMS_OF_STATES = ("norm_before_fc", "fc_norm")
 
 
 @dataclass(frozen=True)
 class Eagle3Facts:
-    """`capture_layers` are ids "after layer i", None where the checkpoint leaves the choice to the default."""
+    """`capture_layers` are ids "after layer i", None where the checkpoint leaves the choice to the default.
+
+    norm_before_fc: of all captured states of a row as one vector; fc_norm: of each by itself. norm_output: a pass reads
+    the normed output of the one before.
+    """
 
     target_hidden_size: int
     draft_vocab_size: int
     norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
     capture_layers: tuple[int, ...] | None
 
     @classmethod
@@ -63,12 +68,11 @@ class Eagle3Facts:
                 f"draft model {config.path}: num_hidden_layers = {config.num_layers}; EAGLE3 heads of one layer run"
                 f"{remedy}"
             )
-        for name in _NORMS_OF_STATES:
-            if nested.get(name, raw.get(name)) not in (None, False):
-                raise UnsupportedError(
-                    f"draft model {config.path}: {name} = {nested.get(name, raw.get(name))!r} is not built; only heads "
-                    "that fuse the target's states as they are run"
-                )
+        norms = {name: switch(config, {**raw, **nested}, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+        if norms["norm_before_fc"] and norms["fc_norm"]:
+            raise CheckpointError(
+                f"draft model {config.path}: norm_before_fc and fc_norm exclude each other; correct config.json"
+            )
         for name, value in _FIXED.items():
             if nested.get(name, value) != value:
                 raise UnsupportedError(
@@ -84,6 +88,7 @@ class Eagle3Facts:
             target_hidden_size=_positive(config, raw, "target_hidden_size", config.hidden_size),
             draft_vocab_size=size,
             norm_before_residual=switch(config, raw, "norm_before_residual"),
+            **norms,
             capture_layers=_capture_layers(config, nested),
         )
 

@@ -29,8 +29,8 @@ class Eagle3Spec:
     """Shapes and switches of an EAGLE3 head. `layer` describes its layers, of which P-EAGLE may have several; its
     vocabulary is the target's.
 
-    num_captured: hidden states the head fuses. own_embedding, own_head: False = the target's serves. parallel: it is
-    P-EAGLE's.
+    num_captured: hidden states the head fuses. norm_before_fc, fc_norm, norm_output: see Eagle3Facts. own_embedding,
+    own_head: False = the target's serves. parallel: it is P-EAGLE's.
     """
 
     layer: DecoderSpec
@@ -38,6 +38,9 @@ class Eagle3Spec:
     num_captured: int
     draft_vocab_size: int
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     own_embedding: bool = False
     own_head: bool = True
     parallel: bool = False
@@ -83,6 +86,10 @@ class Eagle3Head(DraftHead):
         if spec.parallel:
             self.mask_hidden = _unloaded(spec.num_captured * spec.target_hidden_size)
         self.norm = RMSNorm(H, eps)
+        if spec.norm_before_fc:
+            self.input_norm = RMSNorm(self.fc.in_features, eps)
+        if spec.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(spec.target_hidden_size, eps) for _ in range(spec.num_captured))
         shape = (spec.layer.vocab_size, H)
         self.embedding: nn.Module = nn.Identity()  # share() fills what the checkpoint leaves out
         self.head: nn.Module = nn.Identity()
@@ -100,20 +107,25 @@ class Eagle3Head(DraftHead):
 
     def fuse(self, captured: Tensor) -> Tensor:
         """See DraftHead; n = num_captured."""
+        if self.spec.norm_before_fc:
+            captured = self.input_norm(captured)
+        if self.spec.fc_norm:
+            states = torch.split(captured, self.spec.target_hidden_size, dim=-1)
+            captured = torch.cat([norm(one) for norm, one in zip(self.fc_norm, states, strict=True)], dim=-1)
         return self.fc(captured)  # type: ignore[no-any-return]
 
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
-        """See DraftHead; y is the last layer's output before the norm."""
+        """See DraftHead; y is the last layer's output, before the norm unless norm_output."""
         e = self.embedding(input_ids)
         cos, sin = self.rotary(positions, e.dtype)
         x: Tensor = self.midlayer(e, h, cos, sin, attend)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
-        return x
+        return self.norm(x) if self.spec.norm_output else x
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """See DraftHead."""
-        return self.head(self.norm(y))  # type: ignore[no-any-return]
+        return self.head(y if self.spec.norm_output else self.norm(y))  # type: ignore[no-any-return]
 
     def weight_bytes_for(self, num_passes: int) -> int:
         """See DraftHead."""

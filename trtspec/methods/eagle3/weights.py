@@ -2,7 +2,8 @@
 
 The layout: `midlayer.*` (some exporters write `layers.0.*`, some put `model.` before everything), `fc.weight`
 [H, n * Ht], `norm.weight`, `lm_head.weight` [Vd, H], `d2t` [Vd] (target id = draft id + d2t), `t2d` [V] bool, and an
-`embed_tokens.weight` only where it differs from the target's. What a checkpoint leaves out, the target provides.
+`embed_tokens.weight` only where it differs from the target's; of some heads a norm before `fc`, `input_norm.weight`
+[n * Ht] or `fc_norm.{0, 1, ...}.weight` [Ht]. What a checkpoint leaves out, the target provides.
 P-EAGLE has `layers.{1, 2, ...}.*` as in Llama besides, and `mask_hidden`, n * Ht elements in any shape.
 """
 
@@ -57,6 +58,9 @@ class Eagle3Weights(HeadWeights[Eagle3Spec]):
             num_captured=self.source.num_captured,
             draft_vocab_size=facts.draft_vocab_size,
             norm_before_residual=facts.norm_before_residual,
+            norm_before_fc=facts.norm_before_fc,
+            fc_norm=facts.fc_norm,
+            norm_output=facts.norm_output,
             own_embedding="embed_tokens.weight" in names or own_width,
             own_head=found is None or "lm_head.weight" in names or own_width or own_vocabulary,
             parallel=self.source.parallel,
@@ -69,6 +73,10 @@ class Eagle3Weights(HeadWeights[Eagle3Spec]):
         slots["midlayer.hidden_norm.weight"] = Slot("midlayer.hidden_norm.weight", 0, (H,))
         slots["fc.weight"] = Slot("fc.weight", 0, (H, spec.num_captured * spec.target_hidden_size))
         slots["norm.weight"] = Slot("norm.weight", 0, (H,))
+        if spec.norm_before_fc:
+            slots["input_norm.weight"] = Slot("input_norm.weight", 0, (spec.num_captured * spec.target_hidden_size,))
+        for i in range(spec.num_captured if spec.fc_norm else 0):
+            slots[f"fc_norm.{i}.weight"] = Slot(f"fc_norm.{i}.weight", 0, (spec.target_hidden_size,))
         for i in range(1, layer.num_layers):
             slots |= layer_slots(layer, f"layers.{i}.", f"layers.{i - 1}.", H)
         if spec.parallel:

@@ -1,0 +1,73 @@
+"""config.json as the speculators package writes it: the head's layer is described in `transformer_layer_config`.
+
+Source: vllm-project/speculators, models/*/config.py; which fields may be missing, vLLM's transformers_utils/configs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trtspec.config.checkpoint.reader import Reader
+
+_KIND = "speculators_model_type"
+_ARCHITECTURES = {
+    ("eagle3", "llama"): "LlamaForCausalLMEagle3",
+    ("eagle3", "qwen3"): "Qwen3ForCausalLMEagle3",
+}
+"""Kind of speculator, model_type of its layer -> what public heads of that kind call themselves."""
+_FIELDS = (
+    "draft_vocab_size",
+    "target_hidden_size",
+    "eagle_aux_hidden_state_layer_ids",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+)
+"""What is said beside the layer, and means what it does in other heads' files."""
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    },
+    "qwen3": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+    },
+}  # fmt: skip
+"""transformers' own, by model_type: some versions leave out of the layer what is equal to them."""
+
+
+def plain_config(read: Reader) -> Reader:
+    """The config of such a file in the words of other heads; any other as it is.
+
+    Raises CheckpointError where there is no layer, UnsupportedError for a speculator or a layer of another kind.
+    """
+    if read.get(_KIND) is None:
+        return read
+    layer = read.object("transformer_layer_config")
+    if layer is None:
+        raise read.error("transformer_layer_config", f"is missing; a config with {_KIND} has the head's layer there")
+    inner = read.sub("transformer_layer_config", layer)
+    kind, model_type = read.string(_KIND), inner.string("model_type", "llama")
+    if all(known != kind for known, _ in _ARCHITECTURES):
+        raise read.unsupported(_KIND, f"supported: {', '.join(dict.fromkeys(known for known, _ in _ARCHITECTURES))}")
+    if (kind, model_type) not in _ARCHITECTURES:
+        known = ", ".join(layer for own, layer in _ARCHITECTURES if own == kind)
+        raise inner.unsupported("model_type", f"layers of {kind} heads that run: {known}")
+    said = {name: read.get(name) for name in _FIELDS if read.get(name) is not None}
+    plain = {
+        **_DEFAULTS[model_type],
+        **{name: value for name, value in layer.items() if value is not None},
+        "norm_before_residual": True,  # as vLLM takes a file that does not say
+        **said,
+        "architectures": [_ARCHITECTURES[kind, model_type]],
+        "model_type": model_type,
+        "tie_word_embeddings": False,
+    }
+    return Reader(plain, read.file, read.role)
