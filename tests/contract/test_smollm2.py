@@ -40,6 +40,17 @@ PROMPTS = [task.format(subject) for task in TASKS for subject in SUBJECTS]
 NEAR = 1e-3  # logits: two fp32 programs may differ by so much, and by less they agree on nothing
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept") / "cache"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where engines are kept from one test to the next."""
+    monkeypatch.setenv("TRTSPEC_CACHE", str(cache))
+
+
 @contextmanager
 def running(**options: Any) -> Iterator[LLM]:
     llm = LLM(FILE, max_seq_len=512, max_num_tokens=1024, **options)
@@ -103,10 +114,10 @@ def test_no_mode_changes_the_text(tmp_path: Path, dtype: str, backend: str) -> N
     for speculation, least in (
         ({"method": "ngram", "num_speculative_tokens": 4}, 1.2),
         ({"method": "suffix", "num_speculative_tokens": 4}, 1.2),
-        ({"method": "draft_model", "model": FILE, "num_speculative_tokens": 3}, 3.99),
+        ({"method": "draft_model", "model": FILE, "num_speculative_tokens": 3}, 47 / 12),  # but for the end of the text
         ({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}, 1.0),
     ):
         for batch in (3, 16):
             ids, length = generate(speculation, batch)
             assert ids == plain, (speculation, batch)
-            assert length >= least, (speculation, batch, length)
+            assert length >= least - 1e-6, (speculation, batch, length)
