@@ -79,16 +79,18 @@ def make_eagle3(
         tensors["t2d"] = torch.isin(torch.arange(vocab), torch.tensor(target_ids))
     if speculators:
         tensors = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
-        config = _of_speculators(config)
+        config = _of_speculators(config, mask)
     return _write(tmp_path / name, tensors, config)
 
 
-def _of_speculators(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of an EAGLE3 head as that package writes it."""
+def _of_speculators(config: dict[str, Any], mask: int | None) -> dict[str, Any]:
+    """config.json of an EAGLE3 head, or with a mask of a P-EAGLE head, as that package writes it."""
     own = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    config = {key: value for key, value in config.items() if key != "ptd_token_id"}
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3DraftModel" if mask is None else "PEagleDraftModel"],
+        "speculators_model_type": "eagle3" if mask is None else "peagle",
+        **({} if mask is None else {"mask_token_id": mask}),
         "norm_before_residual": False,
         **{key: config[key] for key in own if key in config},
         "transformer_layer_config": {key: value for key, value in config.items() if key not in own},

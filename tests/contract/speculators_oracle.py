@@ -4,7 +4,8 @@
 
 TARGET: the target's folder. OPTIONS: JSON, of Eagle3SpeculatorConfig, and `layer` of its transformer_layer_config.
 Writes the head to OUT, as the package saves it, and oracle.npz: ids [S], states [S, n * H], logits [2, S, Vd] of two
-passes, the second on the ids after those of the first and on the first's output (see Eagle3DraftModel.forward).
+passes, the second on the ids after those of the first and on the first's output (see Eagle3DraftModel.forward). With a
+mask_token_id it is a P-EAGLE head, which is written and not run: the package has no pass like ours.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import transformers
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3.config import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
+from speculators.models.peagle.config import PEagleSpeculatorConfig
+from speculators.models.peagle.core import PEagleDraftModel
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 
 ROWS = 24
@@ -30,10 +33,11 @@ def main(target: Path, out: Path, options: dict[str, object]) -> None:
              "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters")}  # fmt: skip
     layer = {"model_type": "llama", **dict(options.pop("layer", {}))}
     kind = transformers.AutoConfig.for_model(layer.pop("model_type")).__class__
-    config = Eagle3SpeculatorConfig(
+    parallel = "mask_token_id" in options
+    config = (PEagleSpeculatorConfig if parallel else Eagle3SpeculatorConfig)(
         transformer_layer_config=kind(**{**shape, "num_hidden_layers": 1, **layer}),
         speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
+            algorithm="peagle" if parallel else "eagle3",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path=None, architectures=own["architectures"]),
@@ -42,7 +46,7 @@ def main(target: Path, out: Path, options: dict[str, object]) -> None:
     )
     config.transformer_layer_config._attn_implementation = "eager"
     torch.manual_seed(0)
-    head = Eagle3DraftModel(config).float().eval()
+    head = (PEagleDraftModel if parallel else Eagle3DraftModel)(config).float().eval()
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             if "norm" in name:
@@ -55,6 +59,8 @@ def main(target: Path, out: Path, options: dict[str, object]) -> None:
         head.d2t.copy_(chosen - torch.arange(size))
         head.t2d.zero_()[chosen] = True
     head.save_pretrained(out)
+    if parallel:
+        return
     ids, states = torch.randint(0, vocab, (ROWS,)), torch.randn(ROWS, head.fc.in_features)
     logits: list[torch.Tensor] = []
     head.lm_head.register_forward_hook(lambda module, given, result: logits.append(result[0].detach()))

@@ -64,14 +64,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_a_head_computes_what_the_package_does(tmp_path: Path, deep: Path, case: str) -> None:
     """Two passes: over the target's states, and a row on what the first made of the row before it."""
-    folder = tmp_path / "head"
-    options = json.dumps({"eagle_aux_hidden_state_layer_ids": IDS, **CASES[case]})
-    script = str(Path(__file__).with_name("speculators_oracle.py"))
-    environment = {**os.environ, "PYTHONPATH": PACKAGES}
-    done = subprocess.run(
-        [sys.executable, script, str(deep), str(folder), options], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    folder = written(tmp_path / "head", deep, CASES[case])
     oracle = np.load(folder / "oracle.npz")
     ids, states, expected = (torch.from_numpy(oracle[name]) for name in ("ids", "states", "logits"))
     step = assemble(deep, folder)
@@ -86,9 +79,30 @@ def test_a_head_computes_what_the_package_does(tmp_path: Path, deep: Path, case:
             found = head.logits(first), head.logits(second)
         torch.testing.assert_close(found[0], expected[0, :end], rtol=0, atol=2e-5)
         torch.testing.assert_close(found[1], expected[1, end - 1 : end], rtol=0, atol=2e-5)
+    assert_lossless(deep, {**EAGLE3, "model": str(folder)})
+
+
+def test_a_parallel_head_is_read(tmp_path: Path, deep: Path) -> None:
+    options = {"draft_vocab_size": 83, "mask_token_id": 3, "layer": {"num_hidden_layers": 2}, "norm_before_fc": True}
+    folder = written(tmp_path / "head", deep, options)
+    assert_lossless(deep, {**EAGLE3, "model": str(folder), "parallel_drafting": True})
+
+
+def written(folder: Path, target: Path, options: dict[str, Any]) -> Path:
+    """By the package, in a process of its own."""
+    script = str(Path(__file__).with_name("speculators_oracle.py"))
+    words = json.dumps({"eagle_aux_hidden_state_layer_ids": IDS, **options})
+    command = [sys.executable, script, str(target), str(folder), words]
+    environment = {**os.environ, "PYTHONPATH": PACKAGES}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def assert_lossless(target: Path, speculation: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     texts = []
-    for speculation in (None, {**EAGLE3, "model": str(folder)}):
-        with LLM(deep, speculation, backend="eager", max_batch_size=2) as llm:
+    for config in (None, speculation):
+        with LLM(target, config, backend="eager", max_batch_size=2) as llm:
             texts.append([output.outputs[0].token_ids for output in llm.generate([[5, 6, 7], [8, 9]], params, False)])
     assert texts[0] == texts[1]

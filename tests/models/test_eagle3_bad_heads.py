@@ -50,7 +50,7 @@ BAD_HEADS: dict[str, Bad] = {
     "another speculator": (
         change_config(speculators_model_type="xpress", transformer_layer_config={}),
         UnsupportedError,
-        ("'speculators_model_type' = \"xpress\"", "supported: eagle3"),
+        ("'speculators_model_type' = \"xpress\"", "supported: eagle3, peagle"),
     ),
     "a speculator without its layer": (
         change_config(speculators_model_type="eagle3"),

@@ -112,6 +112,8 @@ P_EAGLE: dict[str, dict[str, Any]] = {
     "norm before residual": {"num_layers": 2, "norm_before_residual": True},
     "biases": {"num_layers": 2, "attention_bias": True},
     "shared lm_head": {"num_layers": 2, "own_head": False},
+    "norm before fc": {"num_layers": 2, "norm_before_fc": True},
+    "layout of speculators": {"num_layers": 2, "speculators": True, "fc_norm": True, "own_embedding": True},
     "vLLM's name": {"num_layers": 2, "architectures": ["PeagleLlamaForCausalLM"]},
 }
 

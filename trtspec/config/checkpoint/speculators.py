@@ -14,6 +14,7 @@ _KIND = "speculators_model_type"
 _ARCHITECTURES = {
     ("eagle3", "llama"): "LlamaForCausalLMEagle3",
     ("eagle3", "qwen3"): "Qwen3ForCausalLMEagle3",
+    ("peagle", "llama"): "PeagleLlamaForCausalLM",
 }
 """Kind of speculator, model_type of its layer -> what public heads of that kind call themselves."""
 _FIELDS = (
@@ -24,6 +25,7 @@ _FIELDS = (
     "norm_before_fc",
     "fc_norm",
     "norm_output",
+    "mask_token_id",
     "dtype",
     "torch_dtype",
     "quantization_config",
@@ -64,7 +66,7 @@ def plain_config(read: Reader) -> Reader:
     plain = {
         **_DEFAULTS[model_type],
         **{name: value for name, value in layer.items() if value is not None},
-        "norm_before_residual": True,  # as vLLM takes a file that does not say
+        "norm_before_residual": kind == "eagle3",  # as vLLM takes a file that does not say
         **said,
         "architectures": [_ARCHITECTURES[kind, model_type]],
         "model_type": model_type,
