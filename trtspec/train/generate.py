@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.progress import track
 from torch import Tensor
 
 from trtspec.models.decoder import Decoder
 from trtspec.train.data import Tokens
 from trtspec.train.language_model import heads_first
+from trtspec.train.report import Report
 
 
 class CachedAttend:
@@ -39,26 +43,35 @@ class CachedAttend:
 
 
 @torch.inference_mode()
-def greedy(decoder: Decoder, prompts: Tensor, new_tokens: int) -> Tensor:
-    """prompts [B, P] -> [B, P + new_tokens]; END_OF_TEXT is a token like any other here."""
+def greedy(
+    decoder: Decoder, prompts: Tensor, new_tokens: int, step: Callable[[int], None] = lambda made: None
+) -> Tensor:
+    """prompts [B, P] -> [B, P + new_tokens]; END_OF_TEXT is a token like any other here. step: hears how many tokens
+    of each there are."""
     batch, length = prompts.shape
     attend = CachedAttend(decoder, batch, length + new_tokens)
     rows, ids = prompts, [prompts]
-    for _ in range(new_tokens):
+    for made in range(1, new_tokens + 1):
         positions = torch.arange(attend.length, attend.length + rows.shape[1]).repeat(batch)
         hidden = decoder(rows.reshape(-1), positions, attend)
         attend.length += rows.shape[1]
         last = hidden.view(batch, rows.shape[1], -1)[:, -1]
         rows = decoder.logits(last).argmax(-1, keepdim=True)
         ids.append(rows)
+        step(made)
     return torch.cat(ids, dim=1)
 
 
 def continue_windows(decoder: Decoder, prompts: Tensor, new_tokens: int, batch: int = 128) -> Tokens:
     """Greedy continuations of all `prompts` [N, P], one after another: [N * (P + new_tokens)], the smallest uint."""
-    starts = range(0, len(prompts), batch)
-    rows = [
-        greedy(decoder, prompts[start : start + batch], new_tokens)
-        for start in track(starts, description="target's own words")
-    ]
+    rows, total, begin = [], len(prompts) * new_tokens, time.monotonic()
+    with Report("target's own words") as report:
+
+        def say(start: int, count: int, made: int) -> None:
+            words = start * new_tokens + count * made
+            report.at(words / total, f"{words:,} tokens · {words / (time.monotonic() - begin):,.0f} tok/s")
+
+        for start in range(0, len(prompts), batch):
+            some = prompts[start : start + batch]
+            rows.append(greedy(decoder, some, new_tokens, partial(say, start, len(some))))
     return torch.cat(rows).reshape(-1).numpy().astype(np.uint16 if decoder.spec.vocab_size <= 2**16 else np.uint32)

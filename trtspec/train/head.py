@@ -51,7 +51,7 @@ class HeadOptions(ABC):
     drafts per step that the head is made for. dtype: of the arithmetic; weights are kept in fp32. held_out: text or ids
     as in `data`, on which the trained head is measured (see chains; run/evaluation.json). checkpoint_seconds: a kill
     costs at most the training of so long. compile: through torch.compile where a C++ compiler is at hand, which takes
-    minutes before the first step and is worth it for runs of more than that.
+    minutes before the first step and is worth it for runs of more than that; `minutes` do not count them.
     """
 
     target: Path
@@ -129,6 +129,7 @@ class HeadOptions(ABC):
             matrix_lr=self.learning_rate,
             other_lr=self.learning_rate,
             checkpoint_seconds=self.checkpoint_seconds,
+            compiles=self.compile,
         )
 
     def as_json(self) -> dict[str, Any]:

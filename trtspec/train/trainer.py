@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from trtspec.errors import ConfigError
 from trtspec.train.checkpoint import load_checkpoint, save_checkpoint, write_atomically
 from trtspec.train.language_model import LossFn
+from trtspec.train.report import Report
 
 
 class Source(Protocol):
@@ -47,7 +47,8 @@ class TrainConfig:
     """One run. Exactly one of `steps` (optimizer steps) and `minutes` (time spent training) says how long it is.
 
     Learning rates warm up over the first `warmup_steps`, stay, and fall linearly to a twentieth from `decay_from` (a
-    fraction of the run) on. Muon trains the matrices with `matrix_lr`, AdamW embeddings and norms with `other_lr`.
+    fraction of the run) on. compiles: the first step on batches of a shape compiles for them, and its time is no time
+    spent training. Muon trains the matrices with `matrix_lr`, AdamW embeddings and norms with `other_lr`.
     """
 
     steps: int | None = None
@@ -55,7 +56,8 @@ class TrainConfig:
     matrix_lr: float = 4e-3
     other_lr: float = 4e-3
     weight_decay: float = 0.05
-    warmup_steps: int = 40  # not a fraction: the first step may take a minute to compile
+    warmup_steps: int = 40
+    compiles: bool = False
     decay_from: float = 0.5
     clip_norm: float = 1.0
     checkpoint_seconds: float = 60.0
@@ -118,6 +120,7 @@ class Trainer:
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.batches_drawn = [0] * len(self.stages)
         self.loss = float("nan")  # running mean over about 20 steps
+        self._compiled: set[tuple[int, ...]] = set()  # shapes of batches
         self._restore()
 
     @property
@@ -133,20 +136,20 @@ class Trainer:
             return
         self.model.train()
         saved = clock = time.monotonic()
-        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn()
-        with _interrupts() as interrupted, Progress(*columns) as bar:
-            task = bar.add_task(self.label, total=1.0, state="")
+        with _interrupts() as interrupted, Report(self.label) as report:
             while self.progress < pause_at and not interrupted.is_set():
-                started, before = self.progress, self.tokens
+                started, before, shapes = self.progress, self.tokens, len(self._compiled)
                 loss = self._step(started)
                 now = time.monotonic()
-                self.seconds, elapsed, clock = self.seconds + now - clock, now - clock, now
+                elapsed, clock = now - clock, now
+                if not (self.config.compiles and len(self._compiled) > shapes):
+                    self.seconds += elapsed
                 self.loss = loss if self.step == 1 or self.loss != self.loss else 0.95 * self.loss + 0.05 * loss
                 speed = (self.tokens - before) / elapsed
                 self._log(loss, speed, started)
                 extra = "".join(f" · {name.replace('_', ' ')} {value:.2f}" for name, value in self.metrics().items())
                 state = f"step {self.step} · loss {self.loss:.3f}{extra} · {speed:,.0f} tok/s"
-                bar.update(task, completed=self.progress, state=state)
+                report.at(self.progress, state)
                 if self.after_step is not None:
                     self.after_step(self.step, loss)
                 if now - saved >= self.config.checkpoint_seconds:
@@ -181,6 +184,7 @@ class Trainer:
         for _ in range(stage.micro_batches):
             turn, source = divmod(self.batches_drawn[index], len(stage.sources))
             batch = stage.sources[source].batch(turn)
+            self._compiled.add(tuple(batch[0].shape))
             loss = self.loss_fn(*batch) / stage.micro_batches
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
