@@ -48,9 +48,9 @@ Bad = tuple[Callable[[Path], None], type[TrtSpecError], tuple[str, ...]]
 
 BAD_HEADS: dict[str, Bad] = {
     "another speculator": (
-        change_config(speculators_model_type="xpress", transformer_layer_config={}),
+        change_config(speculators_model_type="xpress", architectures=["XpressDraftModel"]),
         UnsupportedError,
-        ("'speculators_model_type' = \"xpress\"", "supported: eagle3, peagle"),
+        ("'XpressDraftModel' is no EAGLE3 head we run", "LlamaForCausalLMEagle3"),
     ),
     "a speculator without its layer": (
         change_config(speculators_model_type="eagle3"),

@@ -38,7 +38,6 @@ def train_head(options: HeadOptions) -> Trainer:
     config = ModelConfig.from_folder(options.target)
     options.check_target(config)
     dtype = DTYPES[options.dtype]
-    target = load_decoder(config, dtype).train()
     _remember(options)
     files = read_shard_files(options)
     shards = open_shards(files, config.hidden_size, config.vocab_size) if files else []
@@ -46,12 +45,12 @@ def train_head(options: HeadOptions) -> Trainer:
     _check_positions(options, config, from_text=not shards)
     options.out.mkdir(parents=True, exist_ok=True)  # now, rather than after hours of training
     prompts = None if options.held_out is None else held_out_prompts(options, config.vocab_size)
+    sources, counted = ([], shard_tokens(shards)) if shards else windows_of(options, config.vocab_size)
+    target = load_decoder(config, dtype).train()  # beside the engine of its own words it would be twice in memory
     lessons: tuple[Source, ...]
     if shards:
         lessons = (ShardLessons(shards, options.seq_len, options.batch_size, options.seed, dtype),)
-        counted = shard_tokens(shards)
     else:
-        sources, counted = windows_of(options, target)
         lessons = tuple(Lessons(windows, target, capture) for windows in sources)
     torch.manual_seed(options.seed)
     head = options.new_head(target, capture, counted)

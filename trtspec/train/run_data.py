@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from trtspec.errors import CheckpointError, ConfigError
-from trtspec.models.decoder import Decoder
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.data import Tokens, Windows, load_tokenizer
-from trtspec.train.generate import continue_windows
 from trtspec.train.head import HeadOptions
+from trtspec.train.regenerate import forget, regenerate, save_ids
 from trtspec.train.shards import shard_files
 
 PROMPT_LEN = 64
@@ -24,13 +23,13 @@ MADE_ONCE = ("tokens.npy", "own_words.npy", "shards.json")
 """Files of a run that hold what was made of its data."""
 
 
-def windows_of(options: HeadOptions, target: Decoder) -> tuple[list[Windows], Tokens]:
+def windows_of(options: HeadOptions, vocab_size: int) -> tuple[list[Windows], Tokens]:
     """What a run on text learns from, and the tokens among which it finds its vocabulary."""
-    tokens = read_tokens(options, target.spec.vocab_size)
+    tokens = read_tokens(options, vocab_size)
     sources = [Windows(tokens, options.seq_len, options.batch_size, seed=options.seed)]
     if not options.own_words:
         return sources, tokens
-    own = own_words(options, target, tokens)
+    own = own_words(options, tokens)
     length = own.shape[1]
     own = own.reshape(-1)
     sources.append(Windows(own, length, options.batch_size, seed=options.seed + 1, shifted=False))
@@ -42,12 +41,12 @@ def read_tokens(options: HeadOptions, vocab_size: int) -> Tokens:
     shard = options.run / "tokens.npy"
     if not shard.is_file():
         parts = [_tokens_of(path, options.target, vocab_size) for path in options.data]
-        _save(shard, np.concatenate(parts))
+        save_ids(shard, np.concatenate(parts))
     tokens: Tokens = np.load(shard, mmap_mode="r")
     return tokens
 
 
-def own_words(options: HeadOptions, target: Decoder, tokens: Tokens) -> Tokens:
+def own_words(options: HeadOptions, tokens: Tokens) -> Tokens:
     """The target's greedy continuations of prompts of 64 tokens cut from the data, [count, length]; made once."""
     shard = options.run / "own_words.npy"
     if not shard.is_file():
@@ -59,9 +58,9 @@ def own_words(options: HeadOptions, target: Decoder, tokens: Tokens) -> Tokens:
                 f"batch_size + 2 = {options.batch_size + 2}; use more data, or own_words=0"
             )
         prompts = Windows(tokens, prompt_len, count, seed=options.seed + 2).batch(0)[0]
-        ids = continue_windows(target.eval(), prompts, options.own_words_len)
-        target.train()
-        _save(shard, ids.reshape(count, -1))
+        pieces = options.run / "own_words"
+        save_ids(shard, regenerate(options.target, prompts, options.own_words_len, pieces))
+        forget(pieces)
     own: Tokens = np.load(shard, mmap_mode="r")
     return own
 
@@ -122,9 +121,3 @@ def _text_of(file: Path) -> str | None:
         return None
     except OSError as error:
         raise ConfigError(f"data {file} cannot be read ({error}); check the path") from error
-
-
-def _save(path: Path, ids: Tokens) -> None:
-    partial = path.with_suffix(".tmp.npy")
-    np.save(partial, ids)
-    partial.replace(path)

@@ -46,19 +46,18 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def plain_config(read: Reader) -> Reader:
-    """The config of such a file in the words of other heads; any other as it is.
+    """The config of such a file in the words of other heads; any other as it is, also of a speculator whose room reads
+    this layout by itself.
 
-    Raises CheckpointError where there is no layer, UnsupportedError for a speculator or a layer of another kind.
+    Raises CheckpointError where there is no layer, UnsupportedError for a layer of another kind.
     """
-    if read.get(_KIND) is None:
+    if all(known != read.get(_KIND) for known, _ in _ARCHITECTURES):
         return read
     layer = read.object("transformer_layer_config")
     if layer is None:
         raise read.error("transformer_layer_config", f"is missing; a config with {_KIND} has the head's layer there")
     inner = read.sub("transformer_layer_config", layer)
     kind, model_type = read.string(_KIND), inner.string("model_type", "llama")
-    if all(known != kind for known, _ in _ARCHITECTURES):
-        raise read.unsupported(_KIND, f"supported: {', '.join(dict.fromkeys(known for known, _ in _ARCHITECTURES))}")
     if (kind, model_type) not in _ARCHITECTURES:
         known = ", ".join(layer for own, layer in _ARCHITECTURES if own == kind)
         raise inner.unsupported("model_type", f"layers of {kind} heads that run: {known}")
