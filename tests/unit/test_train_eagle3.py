@@ -262,11 +262,13 @@ def test_a_run_folder_belongs_to_its_options_once_something_is_trained(tmp_path:
     run = first.run
     for name in ("tokens.npy", "own_words.npy"):
         (run / name).write_bytes(b"made from the data")
+    (run / "own_words").mkdir()
     _remember(replace(first, compile=False, checkpoint_seconds=1.0, out=tmp_path / "x", held_out=tmp_path / "h"))
     assert (run / "tokens.npy").is_file()
     _remember(replace(first, seed=1))  # nothing was trained: what was made of the data is made anew
     assert not (run / "tokens.npy").exists()
     assert not (run / "own_words.npy").exists()
+    assert not (run / "own_words").exists()
     (run / "step-00000001.pt").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"holds a run with another seed \(seed=1\)"):
         _remember(first)

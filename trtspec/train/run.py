@@ -16,7 +16,8 @@ from trtspec.train.checkpoint import write_atomically
 from trtspec.train.generate import continue_windows
 from trtspec.train.head import HeadOptions
 from trtspec.train.lessons import LAST_STATE, Lessons
-from trtspec.train.run_data import MADE_ONCE, PROMPT_LEN, held_out_prompts, read_shard_files, windows_of
+from trtspec.train.regenerate import forget
+from trtspec.train.run_data import MADE_ONCE, PIECES, PROMPT_LEN, held_out_prompts, read_shard_files, windows_of
 from trtspec.train.shards import ShardLessons, open_shards, shard_tokens
 from trtspec.train.trainer import Source, Stage, Trainer
 
@@ -116,6 +117,7 @@ def _remember(options: HeadOptions) -> None:
         if changed and not any(options.run.glob("step-*.pt")):  # nothing is trained yet: only the data is made anew
             for name in MADE_ONCE:
                 (options.run / name).unlink(missing_ok=True)
+            forget(options.run / PIECES)
         elif changed:
             raise ConfigError(
                 f"{options.run} holds a run with another {', '.join(changed)} "

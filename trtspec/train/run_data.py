@@ -22,6 +22,9 @@ PROMPT_LEN = 64
 MADE_ONCE = ("tokens.npy", "own_words.npy", "shards.json")
 """Files of a run that hold what was made of its data."""
 
+PIECES = "own_words"
+"""A folder of a run: the own words so far, until all are made."""
+
 
 def windows_of(options: HeadOptions, vocab_size: int) -> tuple[list[Windows], Tokens]:
     """What a run on text learns from, and the tokens among which it finds its vocabulary."""
@@ -58,7 +61,7 @@ def own_words(options: HeadOptions, tokens: Tokens) -> Tokens:
                 f"batch_size + 2 = {options.batch_size + 2}; use more data, or own_words=0"
             )
         prompts = Windows(tokens, prompt_len, count, seed=options.seed + 2).batch(0)[0]
-        pieces = options.run / "own_words"
+        pieces = options.run / PIECES
         save_ids(shard, regenerate(options.target, prompts, options.own_words_len, pieces))
         forget(pieces)
     own: Tokens = np.load(shard, mmap_mode="r")
