@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.tiny import VOCAB, add_tokenizer, assert_all_blocks_free, make_target
+from tests.e2e.training import lesson_of
 from trtspec import LLM, SamplingParams
 from trtspec.cli import main
 from trtspec.config.checkpoint.model import ModelConfig
@@ -28,7 +29,6 @@ from trtspec.methods.hidden_states import shards as hidden_shards
 from trtspec.methods.hidden_states.shards import ShardReader, States, shards_of
 from trtspec.models.weights import load_decoder
 from trtspec.outputs import RequestOutput
-from trtspec.train.lessons import observe
 from trtspec.train.shards import ShardLessons
 from trtspec.train.unrolled import HeadLoss
 
@@ -295,19 +295,17 @@ def test_lessons_from_shards_are_those_from_text(model: Path, tmp_path: Path) ->
     ]
     with save(model, tmp_path, write_interval=2) as llm:
         outputs = llm.generate(PROMPTS[:4], params)
-    shards = ShardLessons([ShardReader(path) for path in shards_of(tmp_path)], seq, 4, seed=0, dtype=torch.float32)
-    inputs, following, captured, last = shards.batch(0)
-    assert sorted(inputs.tolist()) == texts_of(outputs)
-    assert torch.equal(following[:, :-1], inputs[:, 1:])
-
     target = load_decoder(ModelConfig.from_folder(model), torch.float32).train()
-    theirs = observe(target, LAYERS, inputs)
-    torch.testing.assert_close(captured, theirs[0], atol=1e-4, rtol=0)
-    torch.testing.assert_close(last, theirs[1], atol=1e-4, rtol=0)
+    shards = ShardLessons([ShardReader(path) for path in shards_of(tmp_path)], seq, 4, 0, target)
+    lesson = shards.batch(0)
+    assert sorted(lesson.inputs.tolist()) == texts_of(outputs)
+    theirs = lesson_of(target, LAYERS, lesson.inputs)
+    for name in ("places", "taught", "best", "captured", "last"):
+        torch.testing.assert_close(getattr(lesson, name), getattr(theirs, name), atol=1e-4, rtol=0)
     torch.manual_seed(0)
     head = new_head(target, LAYERS, torch.arange(VOCAB))
-    loss = HeadLoss(head, target, 3, torch.float32, compile=False)
-    ours, from_text = loss(inputs, following, captured, last), loss(inputs, following, *theirs)
+    loss = HeadLoss(head, target, 3, torch.float32)
+    ours, from_text = loss(*lesson), loss(*theirs)
     torch.testing.assert_close(ours, from_text, atol=1e-4, rtol=0)
 
 
@@ -318,7 +316,8 @@ def test_windows_lie_within_requests(model: Path, tmp_path: Path, caplog: pytest
     requests = saved(tmp_path)
     lengths = [len(states.input_ids) for states in requests]
     assert sorted(lengths) == [14, 19, 24, 29, 34, 39, 44]
-    shards = ShardLessons(readers, seq, batch_size=3, seed=0, dtype=torch.float32)
+    target = load_decoder(ModelConfig.from_folder(model), torch.float32).train()
+    shards = ShardLessons(readers, seq, 3, 0, target)
     assert len(shards.windows) == 1 + 1 + 1 + 2 + 2 + 2
     assert shards.num_dropped == 1
     assert "1 of 7 requests are shorter than seq_len=15" in caplog.text
@@ -326,18 +325,17 @@ def test_windows_lie_within_requests(model: Path, tmp_path: Path, caplog: pytest
     for epoch in range(4):
         seen = []
         for index in range(3 * epoch, 3 * epoch + 3):
-            for ids, following, captured, last in zip(*shards.batch(index), strict=True):
+            lesson = shards.batch(index)
+            for ids, captured, last in zip(lesson.inputs, lesson.captured, lesson.last, strict=True):
                 ((request, start),) = where(requests, captured)
                 states = requests[request]
                 assert torch.equal(ids, states.input_ids[start : start + seq])
                 assert torch.equal(last, states.last_hidden_state[start : start + seq])
-                after = states.input_ids[start + 1 : start + seq + 1]
-                assert following.tolist() == [*after.tolist(), 0][:seq]
                 seen.append((request, start // seq))
                 starts.add(start % seq)
         assert len(set(seen)) == len(seen) == 9  # every window once
     assert len(starts) > 4  # cut anew in every epoch
-    again = ShardLessons(readers, seq, batch_size=3, seed=0, dtype=torch.float32)
+    again = ShardLessons(readers, seq, 3, 0, target)
     assert torch.equal(again.batch(7)[0], shards.batch(7)[0])
 
 
@@ -355,7 +353,7 @@ def test_train_eagle3_on_shards(model: Path, tmp_path: Path, capsys: pytest.Capt
     out, head = tmp_path / "states", tmp_path / "head"
     with save(model, out) as llm:
         llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
-    base = ["train", "eagle3", "--target", str(model), "--out", str(head), "--steps", "4", "--no-compile",
+    base = ["train", "eagle3", "--target", str(model), "--out", str(head), "--steps", "4", 
             "--seq-len", "24", "--batch-size", "2", "--unroll", "3", "--dtype", "float32"]  # fmt: skip
     assert main([*base, "--data", str(out)]) == 0
     config = json.loads((head / "config.json").read_text())

@@ -62,8 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(folder: Path, kind: Kind, out: Path, *more: str) -> list[str]:
     """A small run in fp32."""
     return ["train", kind.name, "--target", str(folder / "target"), "--data", str(folder / "text.npy"),
-            "--out", str(out), "--no-compile", "--dtype", "float32", "--unroll", str(K), "--seq-len", "48",
-            "--own-words", "128", "--own-words-len", str(NEW), "--held-out", str(folder / "held_out.npy"),
+            "--out", str(out), "--dtype", "float32", "--unroll", str(K), "--seq-len", "48",
+            "--regenerate", "128", "--regenerate-len", str(NEW), "--held-out", str(folder / "held_out.npy"),
             *kind.arguments, *more]  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def test_what_training_learns_is_what_the_engine_runs(
 def test_killed_it_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
     """And what was made in pieces is what is made in one go."""
     medusa = next(kind for kind in KINDS if kind.name == "medusa")
-    small = ("--steps", "30", "--batch-size", "4", "--own-words", "16", "--checkpoint-seconds", "0")
+    small = ("--steps", "30", "--batch-size", "4", "--regenerate", "16", "--checkpoint-seconds", "0")
     command, run = arguments(folder, medusa, tmp_path / "head", *small), tmp_path / "head.run"
     process = start(command)
     wait_for(process, run, 5)
@@ -119,7 +119,7 @@ def test_killed_it_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
 
 def test_a_run_is_of_one_kind(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for kind, status in (KINDS[1], 0), (KINDS[0], 1):
-        more = ("--steps", "1", "--own-words", "0", "--run", str(tmp_path / "run"))
+        more = ("--steps", "1", "--regenerate", "0", "--run", str(tmp_path / "run"))
         assert main(arguments(folder, kind, tmp_path / "head", *more)) == status
     assert "holds a run with another kind" in capsys.readouterr().err
 

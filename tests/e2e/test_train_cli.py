@@ -40,8 +40,8 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
     """A small run in fp32; `more` overrides."""
     return ["train", "eagle3", "--out", str(out),
             "--target", str(folder / "target"), "--data", str(folder / "text.npy"),
-            "--no-compile", "--dtype", "float32", "--capture-layers=0,1", "--unroll", str(K), "--seq-len", "64",
-            "--own-words", "384", "--own-words-len", "64", *more]  # fmt: skip
+            "--dtype", "float32", "--capture-layers=0,1", "--unroll", str(K), "--seq-len", "64",
+            "--regenerate", "384", "--regenerate-len", "64", *more]  # fmt: skip
 
 
 # -- it learns --------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def acceptance(folder: Path, spec: dict[str, Any]) -> tuple[SpeculationStats, li
 def test_a_trained_head_beats_an_untrained_one_and_ngram(folder: Path, tmp_path: Path) -> None:
     trained, fresh = tmp_path / "trained", tmp_path / "fresh"
     assert main(arguments(folder, trained, "--steps", "220", "--held-out", str(folder / "held_out.npy"))) == 0
-    assert main(arguments(folder, fresh, "--steps", "1", "--own-words", "0")) == 0
+    assert main(arguments(folder, fresh, "--steps", "1", "--regenerate", "0")) == 0
     trained_stats, text = acceptance(folder, {"method": "eagle3", "model": str(trained)})
     untrained_stats, same = acceptance(folder, {"method": "eagle3", "model": str(fresh)})
     ngram_stats, plain = acceptance(folder, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3})
@@ -81,7 +81,7 @@ def test_a_trained_head_beats_an_untrained_one_and_ngram(folder: Path, tmp_path:
 
 
 def test_stopped_and_killed_it_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
-    small = ("--steps", "40", "--batch-size", "4", "--own-words", "16", "--checkpoint-seconds", "0")
+    small = ("--steps", "40", "--batch-size", "4", "--regenerate", "16", "--checkpoint-seconds", "0")
     command = arguments(folder, tmp_path / "head", *small)
     run = tmp_path / "head.run"
     process = start(command)
@@ -116,7 +116,7 @@ def test_stopped_and_killed_it_goes_on_where_it_was(folder: Path, tmp_path: Path
 def test_another_run_in_the_same_folder_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ("--steps", "1", "--own-words", "0")
+    small = ("--steps", "1", "--regenerate", "0")
     assert main(arguments(folder, tmp_path / "head", *small, "--run", str(tmp_path / "run"))) == 0
     capsys.readouterr()
     assert main(arguments(folder, tmp_path / "head", *small, "--run", str(tmp_path / "run"), "--seed", "3")) == 1
@@ -129,7 +129,7 @@ def test_without_matplotlib_it_trains_and_names_the_package(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(arguments(folder, tmp_path / "head", "--steps", "1", "--own-words", "0")) == 0
+    assert main(arguments(folder, tmp_path / "head", "--steps", "1", "--regenerate", "0")) == 0
     assert 'no metrics.png: matplotlib is not installed; run: pip install "trtspec[bench]"' in capsys.readouterr().err
     assert (tmp_path / "head" / "model.safetensors").is_file()
 
@@ -150,15 +150,18 @@ def test_without_matplotlib_it_trains_and_names_the_package(
         (("--data", "{}/damaged.npy"), "is no readable .npy file"),
         (("--data", "{}/bytes.bin"), "no UTF-8 text"),
         (("--data", "{}/nothing"), "no UTF-8 text"),
-        (("--data", "{}/some.npy"), "make 7 prompts of 64 for own_words, less than batch_size + 2 = 10"),
-        (("--data", "{}/few.npy", "--own-words", "0"), "make no batch of 8 x 64"),
+        (
+            ("--data", "{}/some.npy", "--batch-size", "16"),
+            "make 9 prompts of 64 for regenerate, less than batch_size=16",
+        ),
+        (("--data", "{}/few.npy", "--regenerate", "0"), "0 windows of seq_len=64 make no batch_size=8"),
         (("--target", "{}/no_tokenizer", "--data", "{}/text.txt"), "has no tokenizer.json"),
         (("--capture-layers", "0,2"), "capture_layers=(0, 2): the target has 2 layers; use ids in [0, 1]"),
         (("--capture-layers=-1,0",), "use ids in [0, 1]"),
         (("--capture-layers", "0;1"), "use layer numbers separated by commas"),
         (("--draft-vocab-size", "17"), "draft_vocab_size=17: the target's vocabulary has 16 ids"),
         (("--seq-len", "600"), "the target has 512 positions"),
-        (("--own-words-len", "500"), "the target has 512 positions"),
+        (("--regenerate-len", "500"), "the target has 512 positions"),
         (("--held-out", "{}/few.npy"), "less than one prompt of 64"),
         (("--held-out", "{}/bytes.bin"), "no UTF-8 text"),
         (("--out", "{}/few.npy"), "File exists"),
@@ -213,7 +216,7 @@ def test_text_files_and_folders_of_them_are_data(folder: Path, tmp_path: Path) -
     (texts / "a.txt").write_text("abcdefg" * 40)
     (texts / "picture.png").write_bytes(b"\x89PNG\xff")
     (tmp_path / "b.txt").write_text("gfedcba" * 80)
-    small = ("--steps", "2", "--own-words", "4", "--batch-size", "2")
+    small = ("--steps", "2", "--regenerate", "4", "--batch-size", "2")
     data = ("--data", str(texts), str(tmp_path / "b.txt"), str(folder / "held_out.npy"))
     assert main(arguments(folder, tmp_path / "head", *small, *data, "--draft-vocab-size", "5")) == 0
     tokens = np.load(tmp_path / "head.run" / "tokens.npy")
@@ -236,7 +239,7 @@ def test_every_option_of_a_kind_can_be_given(kind: str) -> None:
 
 def test_what_the_command_line_says_is_what_is_trained(folder: Path, tmp_path: Path) -> None:
     """A DSpark draft, whose options are of every type."""
-    given = arguments(folder, tmp_path / "head", "--steps", "1", "--own-words", "0", "--rank", "4", "--markov", "rnn",
+    given = arguments(folder, tmp_path / "head", "--steps", "1", "--regenerate", "0", "--rank", "4", "--markov", "rnn",
                       "--no-confidence", "--anchors", "3", "--mask-token-id", "7", "--num-layers", "2")  # fmt: skip
     assert main(["train", "dspark", *given[2:]]) == 0
     config = json.loads((tmp_path / "head" / "config.json").read_text())

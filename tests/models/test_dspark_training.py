@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.checkpoints import make_checkpoint, oracle
 from tests.dspark_checkpoints import make_dspark
 from tests.e2e.tiny import make_target
-from tests.e2e.training import metrics, random_ids
+from tests.e2e.training import lesson_of, metrics, random_ids
 from tests.models.built_heads import head_of
 from tests.models.head_session import states
 from tests.models.paper_heads import VOCAB, K
@@ -23,9 +23,9 @@ from tests.models.test_parallel_heads import MASK
 from trtspec import LLM
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import ConfigError
-from trtspec.methods.dspark.train import BlockLoss, Blocks, DSparkTraining
+from trtspec.methods.dspark.train import BlockLoss, Blocks, DSparkTraining, anchors_of
 from trtspec.models.weights import load_decoder
-from trtspec.train.lessons import observe
+from trtspec.train.lessons import Lesson, texts_of
 from trtspec.train.run import train_head
 
 CAPTURE, SEQ, ANCHORS = (0, 2), 24, 3
@@ -60,38 +60,76 @@ def test_the_loss_is_that_of_the_paper(tmp_path: Path, fields: dict[str, Any]) -
     draft = make_dspark(tmp_path, target, CAPTURE, MASK, **fields)
     decoder = load_decoder(ModelConfig.from_folder(target), torch.float32).train()
     head = head_of("dspark", draft, decoder, num_captured=len(CAPTURE)).train()
-    windows = torch.randint(3, VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(2))
-    inputs, following = windows[:, :-1], windows[:, 1:]
-    loss = BlockLoss(Blocks(head, K, MASK), decoder, ANCHORS, torch.float32, compile=False)
-    found = loss(inputs, following, *observe(decoder, CAPTURE, inputs))
+    windows = torch.randint(3, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(2))
+    loss = BlockLoss(Blocks(head, K, MASK), decoder, ANCHORS, torch.float32)
+    found = loss(*lesson_of(decoder, CAPTURE, windows))
     stride = (SEQ - 1 - K) // ANCHORS
     theirs = oracle(target)
     paper = PaperDSpark(draft, theirs)
     with torch.no_grad():
         wanted = [
-            paper_loss(paper, theirs, window, [1 + sum(window[:-1]) % stride + stride * i for i in range(ANCHORS)])
+            paper_loss(paper, theirs, window, [1 + sum(window) % stride + stride * i for i in range(ANCHORS)])
             for window in windows.tolist()
         ]
     torch.testing.assert_close(found, torch.stack(wanted).mean(), rtol=1e-5, atol=1e-5)
 
 
-def test_what_follows_a_window_is_not_taught(tmp_path: Path) -> None:
-    """The id after the last row is unknown at the end of a shard's request; here blocks fill what is before it."""
+def test_blocks_lie_where_they_can_be_taught() -> None:
+    """Every usable block of many random lessons: within one text, after something of it, all of it taught."""
+    generator = torch.Generator().manual_seed(0)
+    usable_blocks = 0
+    for _ in range(50):
+        starts = torch.rand(4, SEQ, generator=generator) < 0.1
+        starts[:, 0] = True
+        places = torch.stack([_places(row.tolist()) for row in starts])
+        taught = torch.rand(4, SEQ, generator=generator) < 0.9
+        inputs = torch.randint(VOCAB, (4, SEQ), generator=generator)
+        nothing = torch.empty(4, SEQ, 0)
+        anchors, usable = anchors_of(Lesson(inputs, places, taught, inputs, nothing, nothing), K, ANCHORS)
+        assert anchors.shape == usable.shape == (4, ANCHORS)
+        texts = texts_of(places)
+        able = [
+            [
+                p > 0 and places[b, p] > 0 and p + K <= SEQ - 1
+                and bool((texts[b, p : p + K] == texts[b, p]).all()) and bool(taught[b, p : p + K].all())
+                for p in range(SEQ)
+            ]
+            for b in range(4)
+        ]  # fmt: skip
+        for b in range(4):
+            chosen = anchors[b][usable[b]].tolist()
+            assert len(set(chosen)) == len(chosen) == min(ANCHORS, sum(able[b]))
+            assert all(able[b][p] for p in chosen)
+            usable_blocks += len(chosen)
+    assert usable_blocks > 200
+
+
+def _places(starts: list[bool]) -> Tensor:
+    place, found = 0, []
+    for start in starts:
+        place = 0 if start else place + 1
+        found.append(place)
+    return torch.tensor(found)
+
+
+def test_texts_of_a_window_do_not_see_each_other(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=3, name="target")
-    draft = make_dspark(tmp_path, target, CAPTURE, MASK)
     decoder = load_decoder(ModelConfig.from_folder(target), torch.float32).train()
+    draft = make_dspark(tmp_path, target, CAPTURE, MASK)
     head = head_of("dspark", draft, decoder, num_captured=len(CAPTURE)).train()
-    loss = BlockLoss(Blocks(head, K, MASK), decoder, ANCHORS, torch.float32, compile=False)
-    for seq in (SEQ, SEQ + 1, SEQ + 2):
-        inputs = torch.full((20, seq), 5)
-        inputs[:, 0] += torch.arange(20)  # blocks begin at all places they may
-        following = inputs.roll(-1, dims=1)
-        lesson = observe(decoder, CAPTURE, inputs)
-        found = loss(inputs, following, *lesson)
-        following[:, -1] = 9
-        assert torch.equal(loss(inputs, following, *lesson), found)
-        following[:, -2] = 9
-        assert torch.equal(loss(inputs, following, *lesson), found) == ((seq - 1 - K) % ANCHORS > 0)
+    ids = torch.randint(3, VOCAB, (1, SEQ), generator=torch.Generator().manual_seed(2))
+    places = torch.cat((torch.arange(SEQ // 2), torch.arange(SEQ // 2)))[None]
+    # one block a window, and only the second text is taught: the first is as if it were not there
+    taught = torch.arange(SEQ)[None] >= SEQ // 2
+    loss = BlockLoss(Blocks(head, K, MASK), decoder, 1, torch.float32)
+    packed = lesson_of(decoder, CAPTURE, ids, places, taught)
+    other = ids.clone()
+    other[:, : SEQ // 2] = other[:, : SEQ // 2].flip(1)  # of the same sum, which says where the block is
+    changed = lesson_of(decoder, CAPTURE, other, places, taught)
+    assert anchors_of(packed, K, 1)[1].all()
+    torch.testing.assert_close(loss(*packed), loss(*changed))
+    whole = lesson_of(decoder, CAPTURE, ids, taught=taught)
+    assert float(loss(*whole)) != pytest.approx(float(loss(*packed)), abs=1e-4)
 
 
 @pytest.mark.parametrize("markov", ["vanilla", "rnn"])
@@ -104,7 +142,7 @@ def test_what_is_trained_runs(tmp_path: Path, markov: str) -> None:
         out=tmp_path / "draft",
         run=tmp_path / "run",
         steps=40,
-        own_words=0,
+        regenerate=0,
         seq_len=32,
         unroll=4,
         anchors=6,
@@ -112,7 +150,6 @@ def test_what_is_trained_runs(tmp_path: Path, markov: str) -> None:
         markov=markov,
         capture_layers=CAPTURE,
         dtype="float32",
-        compile=False,
     )
     trained = train_head(options)
     losses = [line["loss"] for line in metrics(options.run)]

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor
 
 from tests.checkpoints import make_checkpoint, oracle
+from tests.e2e.training import lesson_of
 from tests.models.built_heads import head_of
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.core import AttnMetadata
@@ -29,7 +30,7 @@ from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import load_decoder
 from trtspec.train.head import HeadOptions
-from trtspec.train.lessons import LAST_STATE, observe
+from trtspec.train.lessons import LAST_STATE, Lesson, observe
 from trtspec.train.unrolled import HeadLoss, unroll
 
 VOCAB, LAYERS, K, SEQ, BATCH = 40, 2, 3, 14, 2
@@ -101,9 +102,17 @@ def new_head(options: HeadOptions, target: Decoder, seed: int = 1) -> DraftHead:
     return head.train()
 
 
-def lesson(target: Decoder, capture: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(2))
-    return ids[:, :-1], ids[:, 1:], *observe(target.train(), capture, ids[:, :-1])
+def lesson(target: Decoder, capture: tuple[int, ...]) -> Lesson:
+    ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(2))
+    return lesson_of(target, capture, ids)
+
+
+@torch.no_grad()
+def passes_of(head: DraftHead, lesson: Lesson, moving: bool) -> list[tuple[Tensor, Tensor]]:
+    """The output [B, S, W] and the logits [B, S, Vd] of each pass."""
+    outputs = unroll(head, lesson.inputs, lesson.places, lesson.captured.flatten(0, 1), K, moving)
+    shape = lesson.inputs.shape
+    return [(y.view(*shape, -1), head.logits(y, j).view(*shape, -1)) for j, y in enumerate(outputs)]
 
 
 @torch.no_grad()
@@ -142,9 +151,9 @@ def test_unrolled_training_is_inference(folder: Path, make: Make, name: str) -> 
     config = ModelConfig.from_folder(folder)
     target = load_decoder(config, torch.float32)
     head = new_head(options, target)
-    _, following, captured, _ = lesson(target, options.layers_read(config, None))
-    with torch.no_grad():
-        passes = list(unroll(head, following, captured.flatten(0, 1), K, options.moving))
+    given = lesson(target, options.layers_read(config, None))
+    following, captured = given.inputs.roll(-1, dims=1), given.captured
+    passes = passes_of(head, given, options.moving)
     head.eval()
     moved = 0.0
     for b in range(BATCH):
@@ -173,9 +182,10 @@ def test_eagle_loss_is_that_of_the_paper(folder: Path, make: Make) -> None:
     """With one pass: smooth L1 to the next feature, and a tenth of cross-entropy with the target's distribution."""
     options, target = make(EagleOptions, unroll=1), load_decoder(ModelConfig.from_folder(folder), torch.float32)
     head = new_head(options, target)
-    inputs, following, captured, last = lesson(target, ())
-    loss = HeadLoss(head, target, 1, torch.float32, options.objective, LAST_STATE, compile=False)
-    found = loss(inputs, following, captured, last)
+    given = lesson(target, ())
+    following, last = given.inputs.roll(-1, dims=1), given.last
+    loss = HeadLoss(head, target, 1, torch.float32, options.objective, LAST_STATE)
+    found = loss(*given)
     features, text = 0.0, 0.0
     for b in range(BATCH):
         for p in range(SEQ - 1):
@@ -194,7 +204,7 @@ def test_gradients_reach_all_of_the_head_and_nothing_else(folder: Path, make: Ma
     options, config = make(kind.options, **kind.fields), ModelConfig.from_folder(folder)
     target = load_decoder(config, torch.float32)
     head, capture = new_head(options, target), options.layers_read(config, None)
-    loss = HeadLoss(head, target, K, torch.float32, options.objective, capture, options.moving, compile=False)
+    loss = HeadLoss(head, target, K, torch.float32, options.objective, capture, options.moving)
     loss(*lesson(target, capture)).backward()
     assert all(parameter.grad is None for parameter in target.parameters())
     shared = {id(parameter) for parameter in target.parameters()}
@@ -217,12 +227,10 @@ def test_what_is_written_is_what_was_trained(folder: Path, make: Make, name: str
         for parameter in head.parameters():
             if id(parameter) not in shared:
                 parameter.data = parameter.data.bfloat16().float()
-    _, following, captured, _ = lesson(target, capture)
-    with torch.no_grad():
-        ours, theirs = (
-            torch.stack([logits for _, logits in unroll(one, following, captured.flatten(0, 1), K, options.moving)])
-            for one in (head, loaded)
-        )
+    given = lesson(target, capture)
+    ours, theirs = (
+        torch.stack([logits for _, logits in passes_of(one, given, options.moving)]) for one in (head, loaded)
+    )
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert options.out.joinpath("model.safetensors").stat().st_mode & 0o777 == 0o644
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,7 +12,7 @@ from trtspec import LLM
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.models.weights import load_decoder
 from trtspec.train.generate import continue_windows
-from trtspec.train.regenerate import forget, regenerate
+from trtspec.train.regenerate import Manner, Speaker, forget
 
 
 class Killed(Exception):
@@ -21,7 +20,7 @@ class Killed(Exception):
 
 
 def test_words_are_greedy_and_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after the second piece of three, it goes on with the third."""
+    """Killed after the second piece of three, it goes on with the third; other prompts or params are not the same."""
     monkeypatch.setattr("trtspec.train.regenerate._PIECE", 2)
     model = make_checkpoint(tmp_path, "llama")
     prompts = torch.randint(3, 199, (5, 8), generator=torch.Generator().manual_seed(0))
@@ -37,11 +36,20 @@ def test_words_are_greedy_and_made_once(tmp_path: Path, monkeypatch: pytest.Monk
         return generate(self, some, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LLM, "generate", watched)
-    with pytest.raises(Killed):
-        regenerate(model, prompts, 12, tmp_path / "pieces")
-    words = regenerate(model, prompts, 12, tmp_path / "pieces")
+    params = [Manner(ignore_eos=True).params(12, i) for i in range(5)]
+    with pytest.raises(Killed), Speaker(model, tmp_path / "pieces", 20) as speaker:
+        speaker.say("texts", prompts.tolist(), params)
+    with Speaker(model, tmp_path / "pieces", 20) as speaker:
+        words = speaker.say("texts", prompts.tolist(), params)
     assert asked == [2, 2, 0, 1]
-    assert words.dtype == np.uint16
-    assert words.reshape(-1).tolist() == expected.tolist()
+    said = [token for prompt, one in zip(prompts.tolist(), words, strict=True) for token in (*prompt, *one.ids)]
+    assert said == expected.tolist()
+    assert not any(one.ended for one in words)
+    with Speaker(model, tmp_path / "pieces", 20) as speaker:
+        assert speaker.say("again", prompts.tolist(), params) == words
+        assert len(asked) == 4
+        shorter = speaker.say("again", prompts.tolist(), [Manner(ignore_eos=True).params(5, i) for i in range(5)])
+    assert [one.ids for one in shorter] == [one.ids[:5] for one in words]
+    assert len(asked) == 7
     forget(tmp_path / "pieces")
     assert not (tmp_path / "pieces").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -156,18 +155,6 @@ def test_distillation_reaches_the_student_alone_and_ends_at_the_teacher() -> Non
     assert all(parameter.grad is None for parameter in teacher.parameters())
     student.load_state_dict(teacher.state_dict())
     assert loss(inputs, targets) < before  # cross-entropy is least where the distributions agree
-
-
-def test_compiling_is_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps 1 and 3 are the first on batches of their shapes; each takes a minute by this clock."""
-    counted = {}
-    for compiles in (False, True):
-        clock = iter(range(0, 10_000, 60))
-        monkeypatch.setattr("trtspec.train.trainer.time", SimpleNamespace(monotonic=lambda clock=clock: next(clock)))
-        run = make(tmp_path / str(compiles), steps=4, compiles=compiles, checkpoint_seconds=1e9)
-        run.run()
-        counted[compiles] = run.seconds
-    assert counted == {False: 240, True: 120}
 
 
 def test_without_a_terminal_lines_say_how_far_it_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -32,8 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="text files, folders of them, or .npy files of token ids; or .safetensors shards of the target's hidden "
-        "states, or folders of them (see method extract_hidden_states)",
+        help="text files, folders of them, or .npy files of token ids; or .jsonl files of conversations, of which the "
+        'answers are taught ({"messages": [{"role": ..., "content": ...}, ...]}); or .safetensors shards of the '
+        "target's hidden states, or folders of them (see method extract_hidden_states)",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder for what is made, in its public layout"
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
             "--held-out",
             type=Path,
             metavar="PATH",
-            help="text or ids on which the trained head's acceptance length is simulated",
+            help="text, ids or conversations on which the trained head's acceptance length is simulated",
         )
     hints = typing.get_type_hints(KINDS[kind])
     for field in dataclasses.fields(KINDS[kind]):
@@ -98,7 +99,8 @@ def run(namespace: argparse.Namespace) -> int:
         )
     table.add_row("head", str(options.out))
     console.print(table)
-    print(f"use it with: trtspec generate {options.usage} --prompt ...", file=sys.stderr)
+    usage = options.usage.replace(str(options.target), namespace.target)  # a GGUF file or a name is given as it was
+    print(f"use it with: trtspec generate {usage} --prompt ...", file=sys.stderr)
     return 0
 
 

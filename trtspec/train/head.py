@@ -44,14 +44,17 @@ class HeadOptions(ABC):
     The same options continue the run in `run`, others are refused there once it has a checkpoint (those in
     run.MAY_CHANGE are free).
 
-    data: text files or folders of them, or .npy files of token ids; or shards of hidden states (.safetensors), or
-    folders of them, from which the head learns as they are: no own words, and the target does not run.
-    own_words: prompts (cut from the data) that the target continues greedily by `own_words_len` tokens, half of what
-    the head then learns from: it will be used on the target's text, not on people's. unroll: passes per lesson, the
-    drafts per step that the head is made for. dtype: of the arithmetic; weights are kept in fp32. held_out: text or ids
-    as in `data`, on which the trained head is measured (see chains; run/evaluation.json). checkpoint_seconds: a kill
-    costs at most the training of so long. compile: through torch.compile where a C++ compiler is at hand, which takes
-    minutes before the first step and is worth it for runs of more than that; `minutes` do not count them.
+    data: text files or folders of them, or .npy files of token ids; or .jsonl files of conversations, of which the
+    answers are taught (see train.chat); or shards of hidden states (.safetensors), or folders of them, from which the
+    head learns as they are: nothing is regenerated, and the target does not run.
+    regenerate: the head will be used on the target's text, not on people's. Of text, so many prompts are cut that the
+    target continues by `regenerate_len` tokens, half of what the head then learns from. Of conversations, so many get
+    the target's answers in the place of their own, each of up to `regenerate_len` tokens, and are all that the head
+    learns from. unroll: passes per lesson, the drafts per step that the head is made for. dtype: of the arithmetic;
+    weights are kept in fp32; "auto" = bfloat16 where the CPU has instructions for it. held_out: text, ids or
+    conversations as in `data`, on which the trained head is measured (see chains; run/evaluation.json).
+    checkpoint_seconds: a kill costs at most the training of so long. states_gib: of what the target made of the data,
+    kept in `run` so that epochs after the first need not compute it again; never more than half of what is free.
     """
 
     target: Path
@@ -60,19 +63,20 @@ class HeadOptions(ABC):
     run: Path
     minutes: float | None = None
     steps: int | None = None
-    own_words: int = setting(
-        2048, "prompts from the data that the target continues greedily: half of the lessons; 0: none"
+    regenerate: int = setting(
+        2048, "prompts of the data that the target answers, or continues: what the head learns from; 0: none"
     )
-    own_words_len: int = setting(192, "tokens of each such continuation")
+    regenerate_len: int = setting(192, "tokens of each such answer, at most")
+    regenerate_temperature: float = setting(0.0, "at which the target answers; 0: greedily")
     unroll: int = setting(4, "passes per lesson: the drafts per step it is made for")
     seq_len: int = setting(256, "tokens per window of the data")
     batch_size: int = setting(8, "windows per optimizer step")
     learning_rate: float = setting(4e-3, "of the optimizers, after warm-up and before decay")
     seed: int = setting(0, "of the weights and of the order of the data")
-    dtype: str = setting("bfloat16", "of the arithmetic; weights are kept in float32")
+    dtype: str = setting("auto", "of the arithmetic: bfloat16, float32, or auto, what the CPU is faster with")
     held_out: Path | None = None
     checkpoint_seconds: float = setting(60.0, "a kill costs at most the training of so long")
-    compile: bool = setting(True, "no torch.compile, which takes minutes before the first step: for short runs")
+    states_gib: float = setting(8.0, "GiB of disk for what the target made of the data, for later epochs; 0: none")
 
     method: ClassVar[str]
     """Of speculative_config, that runs such a head; and the name of the kind."""
@@ -85,32 +89,33 @@ class HeadOptions(ABC):
     def __post_init__(self) -> None:
         if not self.data:
             raise ConfigError("data=() is empty; give text files, folders of them, or .npy files of token ids")
-        for name in ("unroll", "batch_size", "own_words_len"):
+        for name in ("unroll", "batch_size", "regenerate_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.seq_len <= self.unroll + 1:
             raise ConfigError(f"seq_len={self.seq_len} must exceed unroll + 1 = {self.unroll + 1}")
-        if self.own_words and self.own_words < self.batch_size + 2:
+        if self.regenerate and self.regenerate < self.batch_size:
             raise ConfigError(
-                f"own_words={self.own_words} make no batch_size={self.batch_size}; use at least {self.batch_size + 2}, "
-                "or 0 to learn from the data alone"
+                f"regenerate={self.regenerate} make no batch_size={self.batch_size}; use at least as many, or 0 to "
+                "learn from the data alone"
             )
+        for name in ("regenerate", "regenerate_temperature", "states_gib", "checkpoint_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
         if self.held_out is not None and not self.simulated:
             raise ConfigError(
                 f"held_out: drafts of kind {self.method!r} are not simulated; leave it unset, and measure the draft "
                 "with trtspec bench"
             )
-        if self.held_out is not None and self.own_words_len < self.unroll + 2:
+        if self.held_out is not None and self.regenerate_len < self.unroll + 2:
             raise ConfigError(
-                f"own_words_len={self.own_words_len} is too short to measure unroll={self.unroll} drafts on held_out; "
-                f"use at least {self.unroll + 2}"
+                f"regenerate_len={self.regenerate_len} is too short to measure unroll={self.unroll} drafts; use "
+                f"at least {self.unroll + 2}"
             )
         if not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"learning_rate={self.learning_rate} must be positive; the default is 4e-3")
-        if not self.checkpoint_seconds >= 0:
-            raise ConfigError(f"checkpoint_seconds={self.checkpoint_seconds} must not be negative")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype={self.dtype!r}; use one of {', '.join(DTYPES)}")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"dtype={self.dtype!r}; use one of auto, {', '.join(DTYPES)}")
         if self.out.resolve() == self.target.resolve():
             raise ConfigError(f"out={self.out} is the target's folder, which would be overwritten; use another")
         self.train_config()
@@ -129,7 +134,6 @@ class HeadOptions(ABC):
             matrix_lr=self.learning_rate,
             other_lr=self.learning_rate,
             checkpoint_seconds=self.checkpoint_seconds,
-            compiles=self.compile,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -154,7 +158,7 @@ class HeadOptions(ABC):
     def loss(self, head: DraftHead, target: Decoder, capture: tuple[int, ...]) -> LessonLoss:
         """What the head is taught; unrolled over passes, unless a kind drafts in another way."""
         dtype = DTYPES[self.dtype]
-        return HeadLoss(head, target, self.unroll, dtype, self.objective, capture, self.moving, compile=self.compile)
+        return HeadLoss(head, target, self.unroll, dtype, self.objective, capture, self.moving)
 
     @abstractmethod
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> DraftHead:

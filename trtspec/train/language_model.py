@@ -52,16 +52,29 @@ def heads_first(x: Tensor, batch: int) -> Tensor:
 
 
 class CausalAttend:
-    """Causal attention of `batch` windows of equal length, packed one after another into T = batch * seq rows."""
+    """Causal attention of `batch` windows of equal length, packed one after another into T = batch * seq rows.
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    texts [B, S]: which text of its window a row belongs to, and sees; None = every window is one.
+    """
+
+    def __init__(self, batch: int, texts: Tensor | None = None) -> None:
+        self.batch, self.texts = batch, texts
+        self.mask = None if texts is None or not texts.any() else self.seen()
+
+    def seen(self) -> Tensor:
+        """[B, 1, S, S] bool: which rows a row sees."""
+        assert self.texts is not None
+        same = self.texts[:, None, :, None] == self.texts[:, None, None, :]
+        return same & torch.ones_like(same[0, 0]).tril()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         # repeated by hand: with enable_gqa the CPU kernel has no fused backward
         keys, values = (heads_first(x.repeat_interleave(groups, dim=1), self.batch) for x in (k, v))
-        out = F.scaled_dot_product_attention(heads_first(q, self.batch), keys, values, is_causal=True)
+        whole = self.mask is None
+        out = F.scaled_dot_product_attention(
+            heads_first(q, self.batch), keys, values, attn_mask=self.mask, is_causal=whole
+        )
         return out.transpose(1, 2).reshape(q.shape)
 
 

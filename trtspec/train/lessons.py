@@ -1,47 +1,149 @@
-"""What a draft head learns from: windows of tokens, and the target's hidden states there."""
+"""What draft heads learn from: windows of text, and what the target makes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
-from trtspec.train.data import Tokens, Windows
+from trtspec.train.cross_entropy import BLOCK_ROWS
+from trtspec.train.data import Tokens
 from trtspec.train.language_model import CausalAttend
+from trtspec.train.states import KeptStates
 
-Lesson = tuple[Tensor, Tensor, Tensor, Tensor]
-"""ids [B, S], next ids [B, S], captured hidden states [B, S, n * Ht], the target's last hidden states [B, S, Ht]."""
+
+class Window(NamedTuple):
+    """S rows of one or more texts, one after another. inputs [S] int64; places [S] int64: of each in its text, from 0;
+    taught [S] bool: whether what follows the row is something to learn."""
+
+    inputs: Tensor
+    places: Tensor
+    taught: Tensor
+
+
+class Lesson(NamedTuple):
+    """B windows of S rows. best [B, S] int64: the id that the target would say after each row; captured [B, S, n * Ht]:
+    its states at the layers that the head reads; last [B, S, Ht]: those that its lm_head reads."""
+
+    inputs: Tensor
+    places: Tensor
+    taught: Tensor
+    best: Tensor
+    captured: Tensor
+    last: Tensor
+
 
 LAST_STATE = (-1,)
 """The capture layers of a head that reads what the target's lm_head does: the state after its last norm."""
 
 
-@dataclass(frozen=True)
-class Lessons:
-    """Windows of tokens, and what the target makes of them, computed when asked."""
+class Windows(Protocol):
+    """Windows by number, all of one length."""
 
-    windows: Windows
-    target: Decoder  # in training mode: its linears are torch's own
-    capture_layers: tuple[int, ...]
+    @property
+    def seq_len(self) -> int:
+        """S."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Window: ...
+
+
+@dataclass(frozen=True)
+class TextWindows:
+    """`tokens` [N] cut into windows, all of which is to learn; what is left at the end is dropped."""
+
+    tokens: Tokens
+    seq_len: int
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.seq_len
+
+    def __getitem__(self, index: int) -> Window:
+        ids = self.tokens[index * self.seq_len : (index + 1) * self.seq_len].astype(np.int64)
+        return Window(torch.from_numpy(ids), torch.arange(self.seq_len), torch.ones(self.seq_len, dtype=torch.bool))
+
+
+class Lessons:
+    """Batches of windows, and what the target makes of them: computed when asked, or read where `kept` has it.
+
+    Every epoch sees every window once, but for what is left of a batch, in an order of its own. A batch depends on
+    (seed, index) alone, so a resumed run sees what an uninterrupted one would have seen. ConfigError where the windows
+    make no batch.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        target: Decoder,
+        capture_layers: Sequence[int],
+        batch_size: int,
+        seed: int,
+        kept: KeptStates | None = None,
+    ) -> None:
+        if len(windows) < batch_size:
+            raise ConfigError(
+                f"data: {len(windows)} windows of seq_len={windows.seq_len} make no batch_size={batch_size}; use more "
+                "data, or lower one of them"
+            )
+        self.windows, self.target, self.capture_layers = windows, target, tuple(capture_layers)
+        self.batch_size, self.seed, self.kept = batch_size, seed, kept
 
     def batch(self, index: int) -> Lesson:
-        """See Windows.batch."""
-        inputs, following = self.windows.batch(index)
-        return inputs, following, *observe(self.target, self.capture_layers, inputs)
+        """See trainer.Source."""
+        epoch, place = divmod(index, len(self.windows) // self.batch_size)
+        order = np.random.default_rng([self.seed, self.windows.seq_len, epoch]).permutation(len(self.windows))
+        chosen = [int(i) for i in order[place * self.batch_size : (place + 1) * self.batch_size]]
+        windows = Window(*(torch.stack(column) for column in zip(*map(self.windows.__getitem__, chosen), strict=True)))
+        return Lesson(*windows, *self._observed(chosen, windows))
+
+    def _observed(self, chosen: Sequence[int], windows: Window) -> tuple[Tensor, Tensor, Tensor]:
+        found = [None if self.kept is None else self.kept.get(i) for i in chosen]
+        missing = [row for row, states in enumerate(found) if states is None]
+        if missing:
+            some = Window(*(column[missing] for column in windows))
+            captured, last = observe(self.target, self.capture_layers, some.inputs, some.places)
+            best = best_ids(self.target, last)
+            for i, row in enumerate(missing):
+                found[row] = states = (best[i], captured[i], last[i])
+                if self.kept is not None:
+                    self.kept.put(chosen[row], states)
+        best, captured, last = (torch.stack(column) for column in zip(*(one for one in found if one), strict=True))
+        return best, captured, last
 
 
-def observe(target: Decoder, capture_layers: Sequence[int], inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """inputs [B, S] -> captured [B, S, n * Ht], last hidden states [B, S, Ht]."""
+def texts_of(places: Tensor) -> Tensor:
+    """places [B, S] -> which text of its window a row belongs to, [B, S] from 0."""
+    return F.pad((places[:, 1:] == 0).cumsum(1), (1, 0))
+
+
+def observe(
+    target: Decoder, capture_layers: Sequence[int], inputs: Tensor, places: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """inputs, places [B, S] (see Window; None = one text each) -> captured [B, S, n * Ht], last hidden states
+    [B, S, Ht]."""
     batch, seq = inputs.shape
+    if places is None:
+        places = torch.arange(seq).expand(batch, -1)
     with torch.no_grad():
-        positions = torch.arange(seq, device=inputs.device).repeat(batch)
-        hidden, captured = target.capture(inputs.reshape(-1), positions, CausalAttend(batch), capture_layers)
+        attend = CausalAttend(batch, texts_of(places))
+        hidden, captured = target.capture(inputs.reshape(-1), places.reshape(-1), attend, capture_layers)
     return captured.view(batch, seq, -1), hidden.view(batch, seq, -1)
+
+
+@torch.no_grad()
+def best_ids(target: Decoder, last: Tensor) -> Tensor:
+    """last [B, S, Ht] -> the id that the target would say after each row, [B, S] int64."""
+    blocks = torch.split(last.flatten(0, 1), BLOCK_ROWS)
+    return torch.cat([target.logits(block).argmax(-1) for block in blocks]).view(last.shape[:2])
 
 
 def frequent_tokens(tokens: Tokens, vocab_size: int, count: int) -> Tensor:

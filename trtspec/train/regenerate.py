@@ -3,60 +3,161 @@ stopped goes on."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import shutil
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
 
-import numpy as np
-from torch import Tensor
+from typing_extensions import Self
 
+from trtspec.errors import EngineError, RequestError
 from trtspec.llm import LLM
 from trtspec.sampling_params import SamplingParams
-from trtspec.train.data import Tokens
+from trtspec.text.tokenizer import Tokenizer
+from trtspec.train.chat import Chat, TaughtText, add_turn, turns
+from trtspec.train.checkpoint import write_atomically
 from trtspec.train.report import Report
 
 BATCH = 64
 """Prompts in one step."""
 _PIECE = 2 * BATCH  # prompts
 
+logger = logging.getLogger(__name__)
 
-def regenerate(model: Path, prompts: Tensor, new_tokens: int, folder: Path) -> Tokens:
-    """Greedy continuations of `prompts` [N, P], [N, P + new_tokens] in the smallest uint; ends of text are tokens like
-    any other. What is done is kept in `folder`, of this model and these prompts alone, and not done again.
 
-    Raises what LLM raises for the model.
+class Words(NamedTuple):
+    """Tokens that the target said; ended: it ended its turn, which is the last of them."""
+
+    ids: list[int]
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How the target speaks. temperature 0 is greedy; else prompt i of a call is seeded by `seed` and i. ignore_eos:
+    ends of text are tokens like any other."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+
+    def params(self, max_tokens: int, *of: int) -> SamplingParams:
+        """For the prompt that `of` numbers."""
+        seed = self.seed
+        for number in of:
+            seed = (seed * 1_000_003 + number + 1) % 2**63
+        return SamplingParams(
+            temperature=self.temperature,
+            max_tokens=max_tokens,
+            ignore_eos=self.ignore_eos,
+            seed=seed if self.temperature else None,
+        )
+
+
+class Speaker:
+    """The target in its engine, which starts when something is missing in `folder`; the folder belongs to this model
+    alone. Used with `with`.
+
+    max_seq_len: of prompts with what is said. Raises what LLM raises for the model.
     """
-    count, length = prompts.shape
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = [start for start in range(0, count, _PIECE) if not _piece(folder, start).is_file()]
-    if missing:
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-        llm = LLM(model, max_batch_size=min(BATCH, count), max_seq_len=length + new_tokens, generation_config="off")
-        with llm, Report("target's own words") as report:
-            begin, made = time.monotonic(), 0
-            for done, start in enumerate(missing, 1):
-                some = prompts[start : start + _PIECE].tolist()
-                outputs = llm.generate(some, params, use_tqdm=False)
-                rows = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(some, outputs, strict=True)]
-                save_ids(_piece(folder, start), np.asarray(rows, np.uint32))
-                made += len(some) * new_tokens
-                speed = made / (time.monotonic() - begin)
-                report.at(done / len(missing), f"{made:,} tokens · {speed:,.0f} tok/s")
-    whole = np.concatenate([np.load(_piece(folder, start)) for start in range(0, count, _PIECE)])
-    return whole.astype(np.uint16) if int(whole.max()) < 2**16 else whole
+
+    def __init__(self, model: Path, folder: Path, max_seq_len: int) -> None:
+        self.model, self.folder, self.max_seq_len = model, folder, max_seq_len
+        self._llm: LLM | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._llm is not None:
+            self._llm.shutdown()
+
+    def say(self, label: str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Words]:
+        """What the target says to each. label: of the report."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        parts = [slice(start, start + _PIECE) for start in range(0, len(prompts), _PIECE)]
+        pieces = [self.folder / f"{_digest(prompts[part], params[part])}.json" for part in parts]
+        missing = [i for i, piece in enumerate(pieces) if not piece.is_file()]
+        if missing:
+            llm = self._engine(len(prompts))
+            with Report(f"regenerating {label}") as report:
+                begin, made = time.monotonic(), 0
+                for done, i in enumerate(missing, 1):
+                    some = [list(prompt) for prompt in prompts[parts[i]]]
+                    outputs = [output.outputs[0] for output in llm.generate(some, params[parts[i]], use_tqdm=False)]
+                    if failed := next((one.error for one in outputs if one.error), None):
+                        raise EngineError(f"regenerating {label}: {failed}")
+                    words = [Words(list(one.token_ids), one.finish_reason == "stop") for one in outputs]
+                    write_atomically(pieces[i], json.dumps(words).encode())
+                    made += sum(len(one.ids) for one in words)
+                    speed = made / (time.monotonic() - begin)
+                    report.at(done / len(missing), f"{made:,} tokens · {speed:,.0f} tok/s")
+        return [Words(*words) for piece in pieces for words in json.loads(piece.read_text(encoding="utf-8"))]
+
+    def _engine(self, prompts: int) -> LLM:
+        if self._llm is None:
+            batch = min(BATCH, prompts)
+            self._llm = LLM(self.model, max_batch_size=batch, max_seq_len=self.max_seq_len, generation_config="off")
+        return self._llm
+
+
+def answer_chats(
+    speaker: Speaker, chats: Sequence[Chat], tokenizer: Tokenizer, new_tokens: int, manner: Manner
+) -> list[TaughtText]:
+    """The conversations with the target's own answers, each of up to `new_tokens`, in the place of those that they
+    have. One that becomes longer than the speaker's max_seq_len, or whose last answer does not end, ends there.
+
+    RequestError where the chat template refuses a conversation.
+    """
+    parts = [list(turns(chat)) for chat in chats]
+    said: list[Chat] = [[] for _ in chats]
+    texts: list[list[TaughtText]] = [[] for _ in chats]
+    going, turn = list(range(len(chats))), 0
+    while going:
+        prompts, open_chats = [], []
+        for i in going:
+            said[i] += parts[i][turn]
+            try:
+                prompt = tokenizer.encode_chat(said[i], add_generation_prompt=True)
+            except RequestError as error:
+                raise RequestError(f"conversation {i + 1}: {error}") from error
+            if len(prompt) < speaker.max_seq_len:
+                prompts.append(prompt)
+                open_chats.append(i)
+        params = [
+            manner.params(min(new_tokens, speaker.max_seq_len - len(prompt)), i, turn)
+            for i, prompt in zip(open_chats, prompts, strict=True)
+        ]
+        answers = speaker.say(f"turn {turn + 1}", prompts, params) if prompts else []
+        going = []
+        for i, prompt, words in zip(open_chats, prompts, answers, strict=True):
+            add_turn(texts[i], prompt, words.ids)
+            said[i].append({"role": "assistant", "content": tokenizer.decode(words.ids)})
+            if words.ended and turn + 1 < len(parts[i]):
+                going.append(i)
+        turn += 1
+    if silent := sum(not own for own in texts):
+        logger.warning(
+            "%d of %d conversations begin with more than %d tokens and are not used; raise seq_len",
+            silent, len(chats), speaker.max_seq_len,
+        )  # fmt: skip
+    return [text for own in texts for text in own]
+
+
+def _digest(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> str:
+    """Of what is asked for."""
+    asked = [[list(prompt), repr(own)] for prompt, own in zip(prompts, params, strict=True)]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
 
 
 def forget(folder: Path) -> None:
-    """What `regenerate` kept there."""
+    """What a Speaker kept there."""
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def save_ids(path: Path, ids: Tokens) -> None:
-    """All of it or nothing."""
-    partial = path.with_suffix(".tmp.npy")
-    np.save(partial, ids)
-    partial.replace(path)
-
-
-def _piece(folder: Path, start: int) -> Path:
-    return folder / f"{start:08d}.npy"

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.methods.table import METHODS
+from trtspec.models.decoder import Decoder
 from trtspec.models.weights import DTYPES, load_decoder
+from trtspec.ops.dispatch import load_plugins
 from trtspec.train.chains import chain_acceptance
 from trtspec.train.checkpoint import write_atomically
-from trtspec.train.generate import continue_windows
 from trtspec.train.head import HeadOptions
-from trtspec.train.lessons import LAST_STATE, Lessons
-from trtspec.train.regenerate import forget
-from trtspec.train.run_data import MADE_ONCE, PIECES, PROMPT_LEN, held_out_prompts, read_shard_files, windows_of
+from trtspec.train.lessons import LAST_STATE, Lessons, Windows
+from trtspec.train.run_data import (
+    PROMPT_LEN,
+    forget_data,
+    held_out_prompts,
+    held_out_texts,
+    material_of,
+    read_shard_files,
+    speaker_of,
+)
 from trtspec.train.shards import ShardLessons, open_shards, shard_tokens
+from trtspec.train.states import KeptStates, bytes_per_window
 from trtspec.train.trainer import Source, Stage, Trainer
 
 KINDS: dict[str, type[HeadOptions]] = {
@@ -26,8 +37,14 @@ KINDS: dict[str, type[HeadOptions]] = {
 }
 """Method -> the heads that can be trained for it."""
 
-MAY_CHANGE = ("out", "held_out", "checkpoint_seconds", "compile")
+MAY_CHANGE = ("out", "held_out", "checkpoint_seconds", "states_gib")
 """Options that a continued run need not share with its beginning."""
+
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx")
+"""Instruction sets that multiply bf16 faster than fp32."""
+
+_STATES = "states"
+"""A folder of a run: what the target made of its windows."""
 
 
 def train_head(options: HeadOptions) -> Trainer:
@@ -38,23 +55,26 @@ def train_head(options: HeadOptions) -> Trainer:
     """
     config = ModelConfig.from_folder(options.target)
     options.check_target(config)
+    options = _remember(options)
     dtype = DTYPES[options.dtype]
-    _remember(options)
     files = read_shard_files(options)
     shards = open_shards(files, config.hidden_size, config.vocab_size) if files else []
     capture = _capture_layers(options, config, shards[0].facts.capture_layers if shards else None)
     _check_positions(options, config, from_text=not shards)
     options.out.mkdir(parents=True, exist_ok=True)  # now, rather than after hours of training
-    prompts = None if options.held_out is None else held_out_prompts(options, config.vocab_size)
-    sources, counted = ([], shard_tokens(shards)) if shards else windows_of(options, config.vocab_size)
-    target = load_decoder(config, dtype).train()  # beside the engine of its own words it would be twice in memory
+    material = None if shards else material_of(options, config)  # the target's engine is gone when the target is loaded
+    held_out = _held_out_of_shards(options, config) if material is None else material.held_out
+    target = load_decoder(config, dtype)
+    # torch's own products learn, and with bf16 instructions are the fastest; without, our kernels are
+    target.train(options.dtype != "bfloat16" or _has_bf16())
     lessons: tuple[Source, ...]
-    if shards:
-        lessons = (ShardLessons(shards, options.seq_len, options.batch_size, options.seed, dtype),)
+    if material is None:
+        lessons = (ShardLessons(shards, options.seq_len, options.batch_size, options.seed, target),)
+        said = shard_tokens(shards)
     else:
-        lessons = tuple(Lessons(windows, target, capture) for windows in sources)
+        lessons, said = tuple(_lessons(options, material.windows, target, capture)), material.said
     torch.manual_seed(options.seed)
-    head = options.new_head(target, capture, counted)
+    head = options.new_head(target, capture, said)
     loss = options.loss(head, target, capture)
     trainer = Trainer(
         head,
@@ -67,20 +87,44 @@ def train_head(options: HeadOptions) -> Trainer:
     )
     trainer.run()
     options.export(head, config, capture)
-    if prompts is not None:
-        text = continue_windows(target.eval(), prompts, options.own_words_len).reshape(len(prompts), -1)
-        found = chain_acceptance(head, target, capture, text, PROMPT_LEN, options.unroll, moving=options.moving)
+    if held_out:
+        found = chain_acceptance(head, target, capture, held_out, options.unroll, moving=options.moving)
         evaluation = {
             "held_out": str(options.held_out),
             "acceptance_length": found.length,
             "acceptance_per_position": found.per_position,
             "num_draft_tokens": options.unroll,
             "steps": found.steps,
-            "prompts": len(prompts),
+            "prompts": len(held_out),
             "step": trainer.step,
         }
         write_atomically(options.run / "evaluation.json", (json.dumps(evaluation, indent=2) + "\n").encode())
     return trainer
+
+
+def _held_out_of_shards(options: HeadOptions, config: ModelConfig) -> list[tuple[list[int], int]]:
+    with speaker_of(options) as speaker:
+        return held_out_texts(options, held_out_prompts(options, config.vocab_size), speaker)
+
+
+def _lessons(
+    options: HeadOptions, sources: Sequence[Windows], target: Decoder, capture: tuple[int, ...]
+) -> list[Lessons]:
+    """A source of lessons for each kind of windows. They share what may be kept on disk, in their order."""
+    widths = (len(capture) * target.spec.hidden_size, target.spec.hidden_size)
+    dtype = DTYPES[options.dtype]
+    folder = options.run / _STATES
+    kept = sum(file.stat().st_size for file in folder.glob("*.bin"))
+    left = min(int(options.states_gib * 2**30), kept + shutil.disk_usage(options.run).free // 2)
+    lessons = []
+    for number, windows in enumerate(sources):
+        size = bytes_per_window(windows.seq_len, widths, dtype)
+        count = min(len(windows), left // size)
+        left -= count * size
+        states = KeptStates(folder, f"{number}", count, windows.seq_len, widths, dtype) if count else None
+        seed = options.seed + number
+        lessons.append(Lessons(windows, target, capture, options.batch_size, seed, states))
+    return lessons
 
 
 def _capture_layers(options: HeadOptions, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -95,29 +139,39 @@ def _capture_layers(options: HeadOptions, config: ModelConfig, saved: tuple[int,
 
 def _check_positions(options: HeadOptions, config: ModelConfig, from_text: bool) -> None:
     """ConfigError where windows, or the target's own words, are longer than the target can read."""
-    continues = options.held_out is not None or (options.own_words and from_text)
-    longest = max(options.seq_len, continues * (PROMPT_LEN + options.own_words_len)) + options.unroll
+    continues = options.held_out is not None or (options.regenerate and from_text)
+    longest = max(options.seq_len, continues * (PROMPT_LEN + options.regenerate_len)) + options.unroll
     if longest > config.max_position_embeddings:
         raise ConfigError(
-            f"seq_len={options.seq_len}, own_words_len={options.own_words_len}, unroll={options.unroll}: the target "
+            f"seq_len={options.seq_len}, regenerate_len={options.regenerate_len}, unroll={options.unroll}: the target "
             f"has {config.max_position_embeddings} positions, and these need {longest}; lower them"
         )
 
 
-def _remember(options: HeadOptions) -> None:
-    """A run folder belongs to one set of options, from its first checkpoint on."""
+def _has_bf16() -> bool:
+    return load_plugins().get("cpu") in BF16_INSTRUCTIONS
+
+
+def _remember(options: HeadOptions) -> HeadOptions:
+    """A run folder belongs to one set of options, from its first checkpoint on. Returns them, with what is decided
+    once: the dtype."""
     options.run.mkdir(parents=True, exist_ok=True)
-    file, ours = options.run / "options.json", options.as_json()
+    file = options.run / "options.json"
+    theirs = {}
     if file.is_file():
         try:
             theirs = {"kind": "eagle3", **json.loads(file.read_text())}  # without a word, it is EAGLE3's
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{file} is damaged ({error}); delete {options.run} to start over") from error
+    if options.dtype == "auto":
+        chosen = theirs.get("dtype") or ("bfloat16" if _has_bf16() else "float32")
+        options = replace(options, dtype=chosen)
+    ours = options.as_json()
+    if theirs:
         changed = [name for name in ours if ours[name] != theirs.get(name) and name not in MAY_CHANGE]
         if changed and not any(options.run.glob("step-*.pt")):  # nothing is trained yet: only the data is made anew
-            for name in MADE_ONCE:
-                (options.run / name).unlink(missing_ok=True)
-            forget(options.run / PIECES)
+            forget_data(options.run)
+            shutil.rmtree(options.run / _STATES, ignore_errors=True)
         elif changed:
             raise ConfigError(
                 f"{options.run} holds a run with another {', '.join(changed)} "
@@ -128,3 +182,4 @@ def _remember(options: HeadOptions) -> None:
     if free < 2**28:
         raise ConfigError(f"{options.run}: {free >> 20} MiB are free on its disk; a run needs some hundreds")
     write_atomically(file, json.dumps(ours, indent=2).encode())
+    return options

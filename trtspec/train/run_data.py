@@ -1,71 +1,73 @@
-"""What a run learns from and is measured on: text or ids or shards in, made once per run and kept in its folder."""
+"""What a run learns from and is measured on: text, ids, conversations or shards in, made once per run and kept in its
+folder."""
 
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, ConfigError
+from trtspec.text.tokenizer import Tokenizer
+from trtspec.train import chat
+from trtspec.train.chat import PackedWindows, TaughtText
 from trtspec.train.checkpoint import write_atomically
-from trtspec.train.data import Tokens, Windows, load_tokenizer
+from trtspec.train.data import Tokens, load_tokenizer
 from trtspec.train.head import HeadOptions
-from trtspec.train.regenerate import forget, regenerate, save_ids
+from trtspec.train.lessons import TextWindows, Windows
+from trtspec.train.regenerate import Manner, Speaker, answer_chats, forget
 from trtspec.train.shards import shard_files
+
+logger = logging.getLogger(__name__)
 
 PROMPT_LEN = 64
 """Tokens of the data that the target's own words continue."""
 
-MADE_ONCE = ("tokens.npy", "own_words.npy", "shards.json")
+_HELD_OUT = 64
+"""Prompts on which a head is measured."""
+
+_MADE_ONCE = ("tokens.npy", "regenerated.npy", "conversations.npy", "held_out.json", "shards.json")
 """Files of a run that hold what was made of its data."""
 
-PIECES = "own_words"
-"""A folder of a run: the own words so far, until all are made."""
+_PIECES = "regenerate"
+"""A folder of a run: the target's own words so far, until all are made."""
 
 
-def windows_of(options: HeadOptions, vocab_size: int) -> tuple[list[Windows], Tokens]:
-    """What a run on text learns from, and the tokens among which it finds its vocabulary."""
-    tokens = read_tokens(options, vocab_size)
-    sources = [Windows(tokens, options.seq_len, options.batch_size, seed=options.seed)]
-    if not options.own_words:
-        return sources, tokens
-    own = own_words(options, tokens)
-    length = own.shape[1]
-    own = own.reshape(-1)
-    sources.append(Windows(own, length, options.batch_size, seed=options.seed + 1, shifted=False))
-    return sources, own
+@dataclass(frozen=True)
+class Material:
+    """What a run learns from. said: ids like those that the head is to say, [N]. held_out: texts of the target, of each
+    its ids and how many of them are the prompt."""
+
+    windows: tuple[Windows, ...]
+    said: Tokens
+    held_out: list[tuple[list[int], int]]
 
 
-def read_tokens(options: HeadOptions, vocab_size: int) -> Tokens:
-    """All data as one row of ids [N], made once per run. Text is encoded by the target's tokenizer."""
-    shard = options.run / "tokens.npy"
-    if not shard.is_file():
-        parts = [_tokens_of(path, options.target, vocab_size) for path in options.data]
-        save_ids(shard, np.concatenate(parts))
-    tokens: Tokens = np.load(shard, mmap_mode="r")
-    return tokens
+def material_of(options: HeadOptions, config: ModelConfig) -> Material:
+    """Of a run on text, ids or conversations. ConfigError or CheckpointError where they cannot be used."""
+    chats = [path for path in options.data if path.suffix == chat.SUFFIX]
+    if chats and len(chats) < len(options.data):
+        other = next(path for path in options.data if path not in chats)
+        raise ConfigError(f"data: {other} holds no conversations, {chats[0]} does; train on one kind")
+    prompts = held_out_prompts(options, config.vocab_size)  # what is wrong with them is said before the work
+    with speaker_of(options) as speaker:
+        windows, said = _conversations(options, config, speaker) if chats else _texts(options, config, speaker)
+        held_out = held_out_texts(options, prompts, speaker)
+    forget(options.run / _PIECES)  # what was said is in files of its own now
+    return Material(windows, said, held_out)
 
 
-def own_words(options: HeadOptions, tokens: Tokens) -> Tokens:
-    """The target's greedy continuations of prompts of 64 tokens cut from the data, [count, length]; made once."""
-    shard = options.run / "own_words.npy"
-    if not shard.is_file():
-        prompt_len = min(PROMPT_LEN, options.seq_len)
-        count = min(options.own_words, len(tokens) // prompt_len - 2)
-        if count < options.batch_size + 2:
-            raise ConfigError(
-                f"{len(tokens)} tokens of data make {max(count, 0)} prompts of {prompt_len} for own_words, less than "
-                f"batch_size + 2 = {options.batch_size + 2}; use more data, or own_words=0"
-            )
-        prompts = Windows(tokens, prompt_len, count, seed=options.seed + 2).batch(0)[0]
-        pieces = options.run / PIECES
-        save_ids(shard, regenerate(options.target, prompts, options.own_words_len, pieces))
-        forget(pieces)
-    own: Tokens = np.load(shard, mmap_mode="r")
-    return own
+def forget_data(run: Path) -> None:
+    """Make the data of a run anew when it is next needed."""
+    for name in _MADE_ONCE:
+        (run / name).unlink(missing_ok=True)
+    forget(run / _PIECES)
 
 
 def read_shard_files(options: HeadOptions) -> list[Path]:
@@ -79,17 +81,148 @@ def read_shard_files(options: HeadOptions) -> list[Path]:
     return files
 
 
-def held_out_prompts(options: HeadOptions, vocab_size: int, most: int = 64) -> Tensor:
-    """Up to `most` prompts spread over the held-out data, [count, PROMPT_LEN] int64."""
+def held_out_texts(options: HeadOptions, prompts: list[list[int]], speaker: Speaker) -> list[tuple[list[int], int]]:
+    """The target's greedy words on what `held_out_prompts` gives."""
+    if not prompts:
+        return []
+    file = options.run / "held_out.json"
+    texts: list[tuple[list[int], int]] = json.loads(file.read_text()) if file.is_file() else []
+    if [ids[:size] for ids, size in texts] != prompts:  # held_out may be another than before
+        assert options.held_out is not None
+        manner = Manner(ignore_eos=options.held_out.suffix != chat.SUFFIX)
+        room = [min(options.regenerate_len, speaker.max_seq_len - len(prompt)) for prompt in prompts]
+        words = speaker.say("held out", prompts, [manner.params(size) for size in room])
+        texts = [([*prompt, *one.ids], len(prompt)) for prompt, one in zip(prompts, words, strict=True)]
+        write_atomically(file, json.dumps(texts).encode())
+    return texts
+
+
+def held_out_prompts(options: HeadOptions, vocab_size: int) -> list[list[int]]:
+    """Up to 64 prompts spread over the held-out data; [] without such data."""
+    if options.held_out is None:
+        return []
+    is_chat = options.held_out.suffix == chat.SUFFIX
+    return _first_turns(options) if is_chat else _cut_prompts(options, vocab_size)
+
+
+def speaker_of(options: HeadOptions) -> Speaker:
+    """The target, for texts as long as this run needs them."""
+    longest = max(options.seq_len, PROMPT_LEN + options.regenerate_len)
+    return Speaker(options.target, options.run / _PIECES, longest)
+
+
+def read_tokens(options: HeadOptions, vocab_size: int) -> Tokens:
+    """All data as one row of ids [N], made once per run. Text is encoded by the target's tokenizer."""
+    shard = options.run / "tokens.npy"
+    if not shard.is_file():
+        parts = [_tokens_of(path, options.target, vocab_size) for path in options.data]
+        _save(shard, np.concatenate(parts))
+    tokens: Tokens = np.load(shard, mmap_mode="r")
+    return tokens
+
+
+def _texts(options: HeadOptions, config: ModelConfig, speaker: Speaker) -> tuple[tuple[Windows, ...], Tokens]:
+    tokens = read_tokens(options, config.vocab_size)
+    windows = TextWindows(tokens, options.seq_len)
+    if not options.regenerate:
+        return (windows,), tokens
+    words = _continuations(options, tokens, speaker)
+    own = words.reshape(-1)
+    return (windows, TextWindows(own, words.shape[1])), own
+
+
+def _continuations(options: HeadOptions, tokens: Tokens, speaker: Speaker) -> Tokens:
+    """What the target says after prompts of 64 tokens cut from the data, with them, [count, length]; made once."""
+    file = options.run / "regenerated.npy"
+    if not file.is_file():
+        prompt_len = min(PROMPT_LEN, options.seq_len)
+        count = min(options.regenerate, len(tokens) // prompt_len)
+        if count < options.batch_size:
+            raise ConfigError(
+                f"{len(tokens)} tokens of data make {count} prompts of {prompt_len} for regenerate, less than "
+                f"batch_size={options.batch_size}; use more data, or regenerate=0"
+            )
+        rng = np.random.default_rng([options.seed, prompt_len])
+        chosen = rng.permutation(len(tokens) // prompt_len)[:count]
+        prompts = [tokens[start * prompt_len : (start + 1) * prompt_len].tolist() for start in chosen]
+        manner = Manner(options.regenerate_temperature, options.seed, ignore_eos=True)
+        words = speaker.say("texts", prompts, [manner.params(options.regenerate_len, i) for i in range(count)])
+        rows = [[*prompt, *one.ids] for prompt, one in zip(prompts, words, strict=True)]
+        _save(file, np.asarray(rows, dtype=np.uint32))
+    own: Tokens = np.load(file, mmap_mode="r")
+    return own
+
+
+def _conversations(options: HeadOptions, config: ModelConfig, speaker: Speaker) -> tuple[tuple[Windows, ...], Tokens]:
+    file = options.run / "conversations.npy"
+    if not file.is_file():
+        tokenizer = _chat_tokenizer(options.target)
+        chats = [one for path in options.data for one in chat.read_chats(path)]
+        texts: list[TaughtText]
+        if options.regenerate:
+            chosen = np.random.default_rng(options.seed).permutation(len(chats))[: options.regenerate]
+            manner = Manner(options.regenerate_temperature, options.seed)
+            own = [chats[i] for i in sorted(chosen)]
+            texts = answer_chats(speaker, own, tokenizer, options.regenerate_len, manner)
+        else:
+            texts = [text for one in chats for text in chat.taught_texts(one, tokenizer, _ends(config, tokenizer))]
+        if not texts:
+            raise ConfigError("data: the conversations have no answers to learn from; use others, or regenerate")
+        rows, lost = chat.pack(texts, options.seq_len)
+        if lost:
+            total = sum(sum(text.is_answer) for text in texts)
+            logger.warning(
+                "%d of %d tokens of answers lie beyond seq_len=%d and are not used; raise it to use them",
+                lost, total, options.seq_len,
+            )  # fmt: skip
+        _save(file, rows)
+    windows = PackedWindows(np.load(file, mmap_mode="r"))
+    answers = windows.answers()
+    if not len(answers):
+        raise ConfigError(f"data: no answer begins within seq_len={options.seq_len} tokens; raise it")
+    if int(answers.max()) >= config.vocab_size:
+        raise CheckpointError(f"{options.target}: its tokenizer has ids that its vocabulary has not; fix the folder")
+    return (windows,), answers
+
+
+def _ends(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
+    """Ids that end the target's turns, the tokenizer's own first."""
+    own = tokenizer.eos_token_id
+    return [*([] if own is None else [own]), *(token for token in sorted(config.eos_token_ids) if token != own)]
+
+
+def _first_turns(options: HeadOptions) -> list[list[int]]:
+    """Prompts of held-out conversations, up to the first answer."""
+    assert options.held_out is not None
+    tokenizer, chats = _chat_tokenizer(options.target), chat.read_chats(options.held_out)
+    first = [part for one in chats for part in [next(chat.turns(one), None)] if part]
+    prompts = [tokenizer.encode_chat(part, add_generation_prompt=True) for part in first]
+    fitting = [prompt for prompt in prompts if len(prompt) + options.unroll + 2 <= options.seq_len]
+    if not fitting:
+        raise ConfigError(
+            f"held_out={options.held_out}: no conversation begins within seq_len={options.seq_len} tokens; raise it"
+        )
+    return [fitting[i] for i in np.linspace(0, len(fitting) - 1, min(_HELD_OUT, len(fitting))).astype(int)]
+
+
+def _cut_prompts(options: HeadOptions, vocab_size: int) -> list[list[int]]:
+    """Prompts of held-out text, of 64 tokens each."""
     assert options.held_out is not None
     tokens = _tokens_of(options.held_out, options.target, vocab_size)
-    count = min(most, len(tokens) // PROMPT_LEN)
+    count = min(_HELD_OUT, len(tokens) // PROMPT_LEN)
     if count < 1:
         raise ConfigError(
             f"held_out={options.held_out} holds {len(tokens)} tokens, less than one prompt of {PROMPT_LEN}; use more"
         )
     starts = np.linspace(0, len(tokens) - PROMPT_LEN, count).astype(int)
-    return torch.from_numpy(np.stack([tokens[start : start + PROMPT_LEN] for start in starts]).astype(np.int64))
+    return [tokens[start : start + PROMPT_LEN].tolist() for start in starts]
+
+
+def _chat_tokenizer(target: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_folder(target)
+    if tokenizer is None or not tokenizer.chat_templates:
+        raise ConfigError(f"{target} has no chat template to read conversations with; pass text, or .npy of token ids")
+    return tokenizer
 
 
 def _tokens_of(path: Path, target: Path, vocab_size: int) -> Tokens:
@@ -124,3 +257,10 @@ def _text_of(file: Path) -> str | None:
         return None
     except OSError as error:
         raise ConfigError(f"data {file} cannot be read ({error}); check the path") from error
+
+
+def _save(path: Path, rows: npt.NDArray[Any]) -> None:
+    """All of it or nothing."""
+    partial = path.with_suffix(".tmp.npy")
+    np.save(partial, rows)
+    partial.replace(path)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from trtspec.errors import ConfigError
 from trtspec.methods.hidden_states.shards import SUFFIX, ShardReader, shards_of
+from trtspec.models.decoder import Decoder
 from trtspec.train.data import Tokens
-from trtspec.train.lessons import Lesson
+from trtspec.train.lessons import Lesson, best_ids
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,14 @@ class ShardLessons:
     """Batches of windows within requests: every epoch sees all windows, ordered and cut anew.
 
     A request of L rows gives L // seq_len windows; shorter ones give none, and a warning says how many. A batch depends
-    on (seed, index) alone. dtype: of the hidden states handed out.
+    on (seed, index) alone. target: whose states they are, in whose dtype they are handed out.
     """
 
     def __init__(
-        self, shards: Sequence[ShardReader], seq_len: int, batch_size: int, seed: int, dtype: torch.dtype
+        self, shards: Sequence[ShardReader], seq_len: int, batch_size: int, seed: int, target: Decoder
     ) -> None:
-        self.seq_len, self.batch_size, self.seed, self.dtype = seq_len, batch_size, seed, dtype
+        self.seq_len, self.batch_size, self.seed, self.target = seq_len, batch_size, seed, target
+        self.dtype = target.norm.weight.dtype
         everything = [(shard, i, length) for shard in shards for i, length in enumerate(shard.lengths)]
         self.requests = [request for request in everything if request[2] >= seq_len]
         self.num_dropped = len(everything) - len(self.requests)
@@ -91,15 +93,14 @@ class ShardLessons:
         order = rng.permutation(len(self.windows))
         chosen = [self.windows[i] for i in order[place * self.batch_size : (place + 1) * self.batch_size]]
         rows = [self._window(r, int(shifts[r]) + w * self.seq_len) for r, w in chosen]
-        inputs, following, captured, last = (torch.stack(column) for column in zip(*rows, strict=True))
-        return inputs, following, captured, last
+        inputs, captured, last = (torch.stack(column) for column in zip(*rows, strict=True))
+        places = torch.arange(self.seq_len).expand_as(inputs)
+        return Lesson(
+            inputs, places, torch.ones_like(inputs, dtype=torch.bool), best_ids(self.target, last), captured, last
+        )
 
-    def _window(self, request: int, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows [start, start + S) and the ids after them. What follows a request's last row is unknown: id 0, which no
-        pass is taught (the rows near a window's end are not, see unrolled.Unrolled)."""
-        shard, i, length = self.requests[request]
-        states = shard.rows(i, start, min(start + self.seq_len + 1, length))
-        following = torch.zeros(self.seq_len, dtype=torch.int64)
-        following[: len(states.input_ids) - 1] = states.input_ids[1:]
-        captured, last = (x[: self.seq_len].to(self.dtype) for x in (states.hidden_states, states.last_hidden_state))
-        return states.input_ids[: self.seq_len], following, captured, last
+    def _window(self, request: int, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [start, start + S)."""
+        shard, i, _ = self.requests[request]
+        states = shard.rows(i, start, start + self.seq_len)
+        return states.input_ids, states.hidden_states.to(self.dtype), states.last_hidden_state.to(self.dtype)

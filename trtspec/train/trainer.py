@@ -47,8 +47,7 @@ class TrainConfig:
     """One run. Exactly one of `steps` (optimizer steps) and `minutes` (time spent training) says how long it is.
 
     Learning rates warm up over the first `warmup_steps`, stay, and fall linearly to a twentieth from `decay_from` (a
-    fraction of the run) on. compiles: the first step on batches of a shape compiles for them, and its time is no time
-    spent training. Muon trains the matrices with `matrix_lr`, AdamW embeddings and norms with `other_lr`.
+    fraction of the run) on. Muon trains the matrices with `matrix_lr`, AdamW embeddings and norms with `other_lr`.
     """
 
     steps: int | None = None
@@ -57,7 +56,6 @@ class TrainConfig:
     other_lr: float = 4e-3
     weight_decay: float = 0.05
     warmup_steps: int = 40
-    compiles: bool = False
     decay_from: float = 0.5
     clip_norm: float = 1.0
     checkpoint_seconds: float = 60.0
@@ -120,7 +118,6 @@ class Trainer:
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.batches_drawn = [0] * len(self.stages)
         self.loss = float("nan")  # running mean over about 20 steps
-        self._compiled: set[tuple[int, ...]] = set()  # shapes of batches
         self._restore()
 
     @property
@@ -138,12 +135,11 @@ class Trainer:
         saved = clock = time.monotonic()
         with _interrupts() as interrupted, Report(self.label) as report:
             while self.progress < pause_at and not interrupted.is_set():
-                started, before, shapes = self.progress, self.tokens, len(self._compiled)
+                started, before = self.progress, self.tokens
                 loss = self._step(started)
                 now = time.monotonic()
                 elapsed, clock = now - clock, now
-                if not (self.config.compiles and len(self._compiled) > shapes):
-                    self.seconds += elapsed
+                self.seconds += elapsed
                 self.loss = loss if self.step == 1 or self.loss != self.loss else 0.95 * self.loss + 0.05 * loss
                 speed = (self.tokens - before) / elapsed
                 self._log(loss, speed, started)
@@ -184,7 +180,6 @@ class Trainer:
         for _ in range(stage.micro_batches):
             turn, source = divmod(self.batches_drawn[index], len(stage.sources))
             batch = stage.sources[source].batch(turn)
-            self._compiled.add(tuple(batch[0].shape))
             loss = self.loss_fn(*batch) / stage.micro_batches
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()

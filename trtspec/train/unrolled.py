@@ -9,9 +9,9 @@ pass is a module with a cache of its own (MTP with K modules), it attends to its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
-from trtspec.train.language_model import CausalAttend, compiled, heads_first
-from trtspec.train.lessons import LAST_STATE
+from trtspec.train.cross_entropy import SoftCrossEntropy, in_blocks
+from trtspec.train.language_model import CausalAttend, heads_first
+from trtspec.train.lessons import LAST_STATE, Lesson, texts_of
 
 STEP_WEIGHT = 0.8
 """Each pass counts this much of the one before it: later drafts are reached less often."""
@@ -38,95 +39,83 @@ class Objective:
 
 
 class UnrolledAttend:
-    """Attention of the unrolled passes over `batch` windows of S rows, packed; one call a pass and layer."""
+    """Attention of the unrolled passes over windows, packed; one call a pass and layer. texts [B, S]: see texts_of."""
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def __init__(self, texts: Tensor) -> None:
+        self.batch, self.first = texts.shape[0], CausalAttend(texts.shape[0], texts)
+        self.unseen = ~self.first.seen()  # [B or 1, 1, S, S]
         self.kept: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # layer -> K, V of its passes, [B, Hq, S, D]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.kept.setdefault(layer, ([], []))
         if not keys:
-            out = CausalAttend(self.batch)(layer, q, k, v)
+            out = self.first(layer, q, k, v)
         groups = q.shape[1] // k.shape[1]
         keys.append(heads_first(k.repeat_interleave(groups, dim=1), self.batch))
         values.append(heads_first(v.repeat_interleave(groups, dim=1), self.batch))
         if len(keys) == 1:
             return out
-        return _later(heads_first(q, self.batch), keys, values).transpose(1, 2).reshape(q.shape)
+        return self._later(heads_first(q, self.batch), keys, values).transpose(1, 2).reshape(q.shape)
 
-
-def _later(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Pass 0 causally, later passes at the row itself: [B, Hq, S, D]."""
-    S = q.shape[2]
-    scores: Tensor = q @ keys[0].transpose(-1, -2)  # [B, Hq, S, S]
-    future = torch.ones(S, S, dtype=torch.bool, device=q.device).triu(1)
-    own = [(q * key).sum(-1, keepdim=True) for key in keys[1:]]
-    scores = torch.cat((scores.masked_fill(future, float("-inf")), *own), dim=-1)
-    weights = (scores.float() * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
-    out: Tensor = weights[..., :S] @ values[0]
-    for i, value in enumerate(values[1:]):
-        out = out + weights[..., S + i : S + i + 1] * value
-    return out
+    def _later(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """Pass 0 causally, later passes at the row itself: [B, Hq, S, D]."""
+        S = q.shape[2]
+        scores: Tensor = q @ keys[0].transpose(-1, -2)  # [B, Hq, S, S]
+        own = [(q * key).sum(-1, keepdim=True) for key in keys[1:]]
+        scores = torch.cat((scores.masked_fill(self.unseen, float("-inf")), *own), dim=-1)
+        weights = (scores.float() * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
+        out: Tensor = weights[..., :S] @ values[0]
+        for i, value in enumerate(values[1:]):
+            out = out + weights[..., S + i : S + i + 1] * value
+        return out
 
 
 def unroll(
-    head: DraftHead, following: Tensor, captured: Tensor, num_passes: int, moving: bool = True
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """following [B, S] (the token after each row), captured [B * S, n * Ht] -> of each pass in turn: its output
-    [B, S, H] and logits [B, S, Vd] fp32. The last j rows of pass j hold wrapped tokens and mean nothing.
+    head: DraftHead, inputs: Tensor, places: Tensor, captured: Tensor, num_passes: int, moving: bool = True
+) -> Iterator[Tensor]:
+    """inputs, places [B, S] (see Lesson), captured [B * S, n * Ht] -> of each pass in turn: its output [B * S, W]. Rows
+    whose tokens at p + 1 .. p + 1 + j are not all of their own text and window mean nothing.
 
     moving: a pass's rows stand one position behind those of the pass before, as in a chain of one head; False: a module
     for every pass, whose rows stand where those of pass 0 do.
     """
-    batch, seq = following.shape
-    attend = UnrolledAttend(batch)
-    positions = torch.arange(seq, device=following.device).repeat(batch)
+    attend, positions = UnrolledAttend(texts_of(places)), places.flatten()
     h = head.fuse(captured)
     for j in range(num_passes):
-        token = following.roll(-j, dims=1).reshape(-1)  # at p + 1 + j
-        h = head(token, h, positions + j if moving else positions, attend, j)
-        yield h.view(batch, seq, -1), head.logits(h, j).view(batch, seq, -1)
+        token = inputs.roll(-1 - j, dims=1).flatten()  # at p + 1 + j
+        y = head(token, h, positions + j if moving else positions, attend, j)
+        yield y
+        h = head.feedback(y, j)
 
 
-class Unrolled(nn.Module):
-    """A head as it is trained: K passes over whole windows, and what they are taught."""
+class Passes(nn.Module):
+    """All passes of a head, as one module: so that torch.func.functional_call can lend it other weights."""
 
-    def __init__(self, head: DraftHead, num_passes: int, objective: Objective, moving: bool) -> None:
+    def __init__(self, head: DraftHead, num_passes: int, moving: bool) -> None:
         super().__init__()
-        self.head, self.num_passes, self.objective, self.moving = head, num_passes, objective, moving
+        self.head, self.num_passes, self.moving = head, num_passes, moving
 
-    def forward(
-        self, following: Tensor, captured: Tensor, best: Tensor, probs: Tensor, last: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """following [B, S], captured [B * S, n * Ht], best [B, S] (the target's arg-max as draft id, or -1), probs
-        [B, S, Vd] (the target's distribution over the draft vocabulary), last [B, S, Ht] (its last hidden states)
-        -> loss, agreement [K] (see HeadLoss)."""
-        objective, rows = self.objective, following.shape[1] - self.num_passes
-        total = torch.zeros((), device=following.device)
-        right = torch.ones(following.shape[0], rows, dtype=torch.bool, device=following.device)
-        agreement = []
-        for j, (output, logits) in enumerate(unroll(self.head, following, captured, self.num_passes, self.moving)):
-            ahead = slice(1 + j, 1 + j + rows)  # p + 1 + j of the rows p: from there the target says what is right
-            log_probs = logits.log_softmax(-1)[:, :rows]
-            goal = best[:, ahead]
-            known = goal >= 0
-            pick = log_probs.gather(-1, goal.clamp(min=0)[..., None])[..., 0]
-            each = objective.hard * pick + (1.0 - objective.hard) * (probs[:, ahead] * log_probs).sum(-1)
-            total = total - STEP_WEIGHT**j * objective.tokens * (each * known).sum() / known.sum().clamp(min=1)
-            if objective.features:
-                gap = F.smooth_l1_loss(output[:, :rows].float(), last[:, ahead].float())
-                total = total + STEP_WEIGHT**j * objective.features * gap
-            right = right & (log_probs.argmax(-1) == goal)
-            agreement.append(right.float().mean())
-        return total / sum(STEP_WEIGHT**j for j in range(self.num_passes)), torch.stack(agreement).detach()
+    def forward(self, inputs: Tensor, places: Tensor, captured: Tensor) -> list[Tensor]:
+        """See unroll."""
+        return list(unroll(self.head, inputs, places, captured, self.num_passes, self.moving))
+
+
+class _Logits(nn.Module):
+    """What passes say."""
+
+    def __init__(self, head: DraftHead) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        return [self.head.logits(y, j) for j, y in enumerate(outputs)]
 
 
 class LessonLoss(Protocol):
     """The loss of one lesson, and what the log says of the last one."""
 
-    def __call__(self, inputs: Tensor, following: Tensor, captured: Tensor, last: Tensor) -> Tensor:
-        """See lessons.Lesson."""
+    def __call__(self, *lesson: Tensor) -> Tensor:
+        """lesson: a lessons.Lesson."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -136,9 +125,11 @@ class LessonLoss(Protocol):
 
 class HeadLoss:
     """The loss of one lesson. capture_layers: LAST_STATE = the head reads a lesson's last hidden states, else its
-    captured ones. moving: see unroll.
+    captured ones. moving: see unroll. dtype: of the arithmetic; gradients reach the head's fp32 weights.
 
-    After a call `agreement` [K] says how often passes 0..j all hit the target's arg-max.
+    Pass j at row p is taught where the token at p + 1 + j belongs to the row's text and window, what follows it is to
+    be taught (Lesson.taught), and the head can say what the target would say there. After a call `agreement` [K] says
+    how often passes 0..j all hit the target's arg-max, of the rows at which all K are taught or cannot be said.
     """
 
     def __init__(
@@ -150,29 +141,75 @@ class HeadLoss:
         objective: Objective = Objective(),  # noqa: B008 - it is frozen
         capture_layers: Sequence[int] = (),
         moving: bool = True,
-        compile: bool = True,
     ) -> None:
+        self.head, self.target, self.num_passes, self.dtype, self.objective = head, target, num_passes, dtype, objective
         self.agreement = torch.zeros(num_passes)
-        reads_last = tuple(capture_layers) == LAST_STATE
-        unrolled = Unrolled(head, num_passes, objective, moving)
+        self.reads_last = tuple(capture_layers) == LAST_STATE
+        self.passes, self.logits = Passes(head, num_passes, moving), _Logits(head)
+        # the rows of the target's lm_head that stand for draft ids, once; packed ones cannot be picked
+        whole = len(head.target_ids) == target.spec.vocab_size
+        self.says = None if whole or target.head.is_packed else target.head.weight.detach()[head.target_ids]
 
-        def loss(following: Tensor, captured: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                wanted = target.logits(last.flatten(0, 1))  # [B * S, V]
-                best = head.draft_ids[wanted.argmax(-1)].view(following.shape)
-                probs = wanted[:, head.target_ids].softmax(-1).view(*following.shape, -1)
-            # as in logits_in: cast weights, fp32 gradients
-            weights = {name: parameter.to(dtype) for name, parameter in unrolled.named_parameters()}
-            states = (last if reads_last else captured).flatten(0, 1).to(dtype)
-            arguments = (following, states, best, probs, last)
-            return cast("tuple[Tensor, Tensor]", torch.func.functional_call(unrolled, weights, arguments))
+    def __call__(self, *lesson: Tensor) -> Tensor:
+        """See lessons.Lesson."""
+        one, weight = Lesson(*lesson), self.objective
+        weights = {name: parameter.to(self.dtype) for name, parameter in self.head.named_parameters(prefix="head")}
+        states = (one.last if self.reads_last else one.captured).flatten(0, 1).to(self.dtype)
+        outputs: list[Tensor] = torch.func.functional_call(self.passes, weights, (one.inputs, one.places, states))
+        last, taught = one.last.flatten(0, 1), self._taught(one)
+        best = self.head.draft_ids[one.best].flatten()  # -1: no draft id
+        goals = torch.stack([best.roll(-1 - j) for j in range(self.num_passes)])  # [K, B * S]
+        known = taught & (goals >= 0)
+        shares = torch.tensor([STEP_WEIGHT**j for j in range(self.num_passes)])
+        shares = shares / shares.sum()
+        counts = weight.tokens * shares / known.sum(1).clamp(min=1)  # of one row of pass j
+        hits = torch.zeros_like(known)
 
-        self._loss = compiled(loss) if compile else loss
+        def block(rows: Tensor, outputs: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+            ahead = rows[:, None] + 1 + torch.arange(self.num_passes)  # [b, K], past the end where nothing is known
+            ahead = ahead.clamp(max=len(last) - 1)
+            ahead, place = torch.unique(ahead, return_inverse=True)
+            probs, part = self._probs(last[ahead]), torch.zeros(())
+            said: list[Tensor] = torch.func.functional_call(self.logits, dict(weights), (outputs,))
+            for j, logits in enumerate(said):
+                wanted = goals[j, rows]
+                each, right = SoftCrossEntropy.apply(  # type: ignore[no-untyped-call]
+                    logits, probs[place[:, j]], wanted.clamp(min=0), weight.hard
+                )
+                part = part + counts[j] * (each * known[j, rows]).sum()
+                hits[j, rows] = known[j, rows] & right
+            return part
 
-    def __call__(self, inputs: Tensor, following: Tensor, captured: Tensor, last: Tensor) -> Tensor:
-        loss, self.agreement = self._loss(following, captured, last)
-        return loss
+        total = in_blocks(block, known.any(0).nonzero()[:, 0], outputs, weights)
+        if weight.features:
+            for j, output in enumerate(outputs):
+                rows = taught[j].nonzero()[:, 0]
+                gap = F.smooth_l1_loss(output[rows].float(), last[rows + 1 + j].float(), reduction="sum")
+                total = total + shares[j] * weight.features * gap / max(output[rows].numel(), 1)
+        chains = taught.all(0)
+        self.agreement = hits.int().cumprod(0)[:, chains].sum(1) / chains.sum().clamp(min=1)
+        return total
 
     def metrics(self) -> dict[str, float]:
         """Simulated greedy acceptance length of chains of K along the last lesson's text."""
         return {"acceptance_length": 1.0 + float(self.agreement.sum())}
+
+    @torch.no_grad()
+    def _probs(self, last: Tensor) -> Tensor:
+        """The target's hidden states [n, Ht] -> its distribution over the draft vocabulary, [n, Vd] fp32."""
+        if self.says is not None:
+            return F.linear(last, self.says).float().softmax(-1)
+        logits = self.target.logits(last)
+        whole = logits.shape[-1] == len(self.head.target_ids)
+        return (logits if whole else logits[:, self.head.target_ids]).softmax(-1)
+
+    def _taught(self, lesson: Lesson) -> Tensor:
+        """Which rows pass j is taught at, [K, B * S] bool."""
+        texts, size = texts_of(lesson.places), lesson.places.shape[1]
+        rows = [
+            (torch.arange(size) < size - 1 - j)
+            & (texts.roll(-1 - j, dims=1) == texts)
+            & lesson.taught.roll(-1 - j, dims=1)
+            for j in range(self.num_passes)
+        ]
+        return torch.stack(rows).flatten(1)

@@ -9,6 +9,7 @@ guess from the anchor on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
@@ -24,9 +25,11 @@ from trtspec.methods.dspark.weights import DSparkWeights
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import DTYPES, tensors_of
+from trtspec.train.cross_entropy import BLOCK_ROWS, in_blocks
 from trtspec.train.data import Tokens
 from trtspec.train.head import CapturingOptions, attached, initialise_head, layer_config, one_layer, setting, write_head
-from trtspec.train.language_model import compiled, heads_first
+from trtspec.train.language_model import heads_first
+from trtspec.train.lessons import Lesson, texts_of
 from trtspec.train.unrolled import LessonLoss
 
 DECAY = 4.0
@@ -105,7 +108,6 @@ class DSparkTraining(CapturingOptions):
             target,
             self.anchors,
             DTYPES[self.dtype],
-            self.compile,
         )
 
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
@@ -133,10 +135,10 @@ class DSparkTraining(CapturingOptions):
 
 class BlockAttend:
     """Attention of a layer's two calls: the window's keys and values, then blocks of `width` rows at anchors [B, A],
-    which see the window before their anchor, and themselves."""
+    which see what is before their anchor of its text, and themselves. texts [B, S]: see train.lessons.texts_of."""
 
-    def __init__(self, anchors: Tensor, width: int) -> None:
-        self.anchors, self.width = anchors, width
+    def __init__(self, anchors: Tensor, width: int, texts: Tensor) -> None:
+        self.anchors, self.width, self.texts = anchors, width, texts
         self.text: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -146,15 +148,16 @@ class BlockAttend:
             self.text[layer] = (k, v)
             return q
         keys, values = (torch.cat(pair, dim=2) for pair in zip(self.text[layer], (k, v), strict=True))
-        mask = self._seen(keys.shape[2] - k.shape[2], k.shape[2])
+        mask = self._seen(k.shape[2])
         out = F.scaled_dot_product_attention(heads_first(q, batch), keys, values, attn_mask=mask, scale=scale)
         return out.transpose(1, 2).reshape(q.shape)
 
-    def _seen(self, seq: int, rows: int) -> Tensor:
-        """[B, 1, A * width, seq + A * width] bool."""
+    def _seen(self, rows: int) -> Tensor:
+        """[B, 1, A * width, S + A * width] bool."""
         device = self.anchors.device
-        starts = self.anchors.repeat_interleave(self.width, dim=1)[..., None]  # [B, A * width, 1]
-        before = torch.arange(seq, device=device) < starts
+        starts = self.anchors.repeat_interleave(self.width, dim=1)  # [B, A * width]
+        before = torch.arange(self.texts.shape[1], device=device) < starts[..., None]
+        before = before & (self.texts[:, None] == self.texts.gather(1, starts)[..., None])
         block = torch.arange(rows, device=device) // self.width
         own = (block[:, None] == block).expand(starts.shape[0], -1, -1)
         return torch.cat((before, own), dim=-1)[:, None]
@@ -167,70 +170,111 @@ class Blocks(nn.Module):
         super().__init__()
         self.head, self.width, self.mask_token_id = head, width, mask_token_id
 
-    def forward(
-        self, inputs: Tensor, following: Tensor, captured: Tensor, probs: Tensor, anchors: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """inputs, following [B, S], captured [B * S, n * Ht], probs [B, S, V] of what follows each row, anchors [B, A]
-        -> loss, agreement [width]: how often drafts 1..k all hit the target's arg-max."""
+    def forward(self, inputs: Tensor, places: Tensor, captured: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """inputs, places [B, S], captured [B * S, n * Ht], anchors [B, A] -> of each block its rows' outputs
+        [B * A, width * H], and what the head knows of the tokens before them, [B * A, width * R]."""
         head, width = self.head, self.width
-        B, S = inputs.shape
-        attend = BlockAttend(anchors, width)
+        attend = BlockAttend(anchors, width, texts_of(places))
         c = head.fuse(captured)
-        head.read_in(c, torch.arange(S, device=inputs.device).repeat(B), attend)
-        at = (anchors[..., None] + torch.arange(width, device=inputs.device)).flatten(1)  # [B, A * width]
+        head.read_in(c, places.flatten(), attend)
+        at = rows_at(anchors, width)  # [B, A * width]
         before = inputs.gather(1, at)
         is_anchor = torch.arange(at.shape[1], device=inputs.device) % width == 0
         ids = torch.where(is_anchor, before, self.mask_token_id)
-        h = head(ids.flatten(), c, at.flatten(), attend)
+        h = head(ids.flatten(), c, places.gather(1, at).flatten(), attend)
         e = head.before(before.flatten(), h)
-        logits = self._biased(h, e)  # [B * A, width, V]
-        log_q = logits.log_softmax(-1)
-        p = probs.gather(1, at[..., None].expand(-1, -1, probs.shape[-1])).view_as(log_q)
-        each = -0.1 * log_q.gather(-1, following.gather(1, at).view(-1, width, 1))[..., 0]
-        gap = (log_q.exp() - p).abs().sum(-1)  # [B * A, width], at most 2
-        each = each + 0.9 * gap
-        if head.spec.confidence:
-            likely = (1 - gap / 2).detach().clamp(0, 1)
-            each = each + F.binary_cross_entropy(head.confidences(h, e).float().view_as(gap), likely, reduction="none")
-        weights = torch.exp(-torch.arange(width, device=inputs.device) / DECAY)
-        right = (logits.argmax(-1) == p.argmax(-1)).int().cumprod(1).float().mean(0)
-        return (each.mean(0) * weights).sum() / weights.sum(), right.detach()
+        return h.view(anchors.numel(), -1), e.view(anchors.numel(), -1)
 
-    def _biased(self, h: Tensor, e: Tensor) -> Tensor:
-        head = self.head
-        blocks = h.shape[0] // self.width
-        base, h, e = (x.view(blocks, self.width, x.shape[-1]) for x in (head.logits(h), h, e))
-        state, found = torch.zeros_like(e[:, 0]), []
-        for k in range(self.width):
-            logits, state = head.biased(base[:, k], h[:, k], e[:, k], state)
+
+class _Said(nn.Module):
+    """What blocks say."""
+
+    def __init__(self, head: DSparkHead, width: int) -> None:
+        super().__init__()
+        self.head, self.width = head, width
+
+    def forward(self, h: Tensor, e: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of Blocks, n of them -> logits [n, width, V] fp32, and what the confidence head says, [n, width]."""
+        head, width, n = self.head, self.width, len(h)
+        h, e = h.view(n * width, -1), e.view(n * width, -1)
+        base = head.logits(h).view(n, width, -1)
+        states, emb = h.view(n, width, -1), e.view(n, width, -1)
+        state, found = torch.zeros_like(emb[:, 0]), []
+        for k in range(width):
+            logits, state = head.biased(base[:, k], states[:, k], emb[:, k], state)
             found.append(logits)
-        return torch.stack(found, dim=1)
+        sure = head.confidences(h, e).float().view(n, width) if head.spec.confidence else None
+        return torch.stack(found, dim=1), sure
 
 
 class BlockLoss:
-    """The loss of one lesson, at `number` anchors a window. They are spread evenly, and the window says where they
-    begin, so that a run that goes on learns the same. After a call `agreement` [width] is that of Blocks."""
+    """The loss of one lesson, at `number` anchors a window, where all of a block is to be taught. They are spread
+    evenly, and the window says where they begin, so that a run that goes on learns the same. After a call `agreement`
+    [width] says how often drafts 1..k all hit the target's arg-max."""
 
-    def __init__(self, blocks: Blocks, target: Decoder, number: int, dtype: torch.dtype, compile: bool = True) -> None:
+    def __init__(self, blocks: Blocks, target: Decoder, number: int, dtype: torch.dtype) -> None:
+        self.blocks, self.target, self.number, self.dtype = blocks, target, number, dtype
         self.agreement = torch.zeros(blocks.width)
+        self.said = _Said(blocks.head, blocks.width)
 
-        def loss(inputs: Tensor, following: Tensor, captured: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-            # what follows the last row may be unknown (see shards), so no block reaches it
-            stride = (inputs.shape[1] - 1 - blocks.width) // number
+    def __call__(self, *lesson: Tensor) -> Tensor:
+        """See train.lessons.Lesson."""
+        one, width, head = Lesson(*lesson), self.blocks.width, self.blocks.head
+        anchors, usable = anchors_of(one, width, self.number)
+        weights = {name: parameter.to(self.dtype) for name, parameter in head.named_parameters(prefix="head")}
+        captured = one.captured.flatten(0, 1).to(self.dtype)
+        outputs = torch.func.functional_call(self.blocks, weights, (one.inputs, one.places, captured, anchors))
+        at = rows_at(anchors, width)
+        following = one.inputs.roll(-1, dims=1).gather(1, at).view(-1, width)  # [B * A, width]
+        row = torch.arange(len(at), device=at.device)[:, None]
+        last = one.last[row, at].view(anchors.numel(), width, -1)
+        shares = torch.exp(-torch.arange(width, device=at.device) / DECAY)
+        shares = shares / shares.sum() / usable.sum().clamp(min=1)
+        right = torch.zeros(anchors.numel(), width, dtype=torch.bool)
+
+        def loss(rows: Tensor, outputs: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+            logits, sure = torch.func.functional_call(self.said, dict(weights), tuple(outputs))
             with torch.no_grad():
-                first = 1 + inputs.sum(1, keepdim=True) % stride
-                anchors = first + stride * torch.arange(number, device=inputs.device)
-                probs = target.logits(last.flatten(0, 1)).softmax(-1).view(*following.shape, -1)
-            weights = {name: parameter.to(dtype) for name, parameter in blocks.named_parameters()}
-            arguments = (inputs, following, captured.flatten(0, 1).to(dtype), probs, anchors)
-            return cast("tuple[Tensor, Tensor]", torch.func.functional_call(blocks, weights, arguments))
+                p = self.target.logits(last[rows].flatten(0, 1)).softmax(-1).view_as(logits)
+            log_q = logits.log_softmax(-1)
+            gap = (log_q.exp() - p).abs().sum(-1)  # [n, width], at most 2
+            each = 0.9 * gap - 0.1 * log_q.gather(-1, following[rows][..., None])[..., 0]
+            if sure is not None:
+                likely = (1 - gap / 2).detach().clamp(0, 1)
+                each = each + F.binary_cross_entropy(sure, likely, reduction="none")
+            right[rows] = logits.detach().argmax(-1) == p.argmax(-1)
+            part: Tensor = (each.sum(0) * shares).sum()
+            return part
 
-        self._loss = compiled(loss) if compile else loss
-
-    def __call__(self, inputs: Tensor, following: Tensor, captured: Tensor, last: Tensor) -> Tensor:
-        loss, self.agreement = self._loss(inputs, following, captured, last)
-        return loss
+        rows = usable.flatten().nonzero()[:, 0]
+        total = in_blocks(loss, rows, outputs, weights, max(BLOCK_ROWS // width, 1))
+        self.agreement = right[rows].int().cumprod(1).float().mean(0).nan_to_num()
+        return total
 
     def metrics(self) -> dict[str, float]:
         """Acceptance length along the last lesson's text, each draft given that text's token before it."""
         return {"acceptance_length": 1.0 + float(self.agreement.sum())}
+
+
+def rows_at(anchors: Tensor, width: int) -> Tensor:
+    """anchors [B, A] -> the rows of their blocks, [B, A * width]."""
+    return (anchors[..., None] + torch.arange(width, device=anchors.device)).flatten(1)
+
+
+def anchors_of(lesson: Lesson, width: int, number: int) -> tuple[Tensor, Tensor]:
+    """Anchors [B, A] of `number` blocks a window, and which of them can be taught, [B, A] bool.
+
+    A block can be where something of its text is before it, all of its rows are of one text and taught, and what
+    follows them is in the window. Of such places every so manieth is taken; where there are fewer, fewer are usable.
+    """
+    texts, size = texts_of(lesson.places), lesson.places.shape[1]
+    able = lesson.places > 0
+    for k in range(width):
+        inside = torch.arange(size, device=texts.device) < size - 1 - k
+        able &= inside & (texts.roll(-k, dims=1) == texts) & lesson.taught.roll(-k, dims=1)
+    places = torch.argsort(~able, dim=1, stable=True)  # those that are able, in their order, before the others
+    count = able.sum(1, keepdim=True)
+    stride = (count // number).clamp(min=1)
+    first = lesson.inputs.sum(1, keepdim=True) % stride
+    chosen = first + stride * torch.arange(number, device=texts.device)
+    return places.gather(1, chosen.clamp(max=size - 1 - width)).clamp(max=size - 1 - width), chosen < count

@@ -1,0 +1,95 @@
+"""A loss over large vocabularies in blocks of rows, so that no tensor is [all rows, vocabulary].
+
+A block's logits, loss and gradients are made one after another and forgotten. What stays is a gradient for each row's
+input and one for each weight, summed in fp32. The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et
+al., arXiv 2410.10989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK_ROWS = 256
+"""Rows of logits at a time: 8 MiB in fp32 of a vocabulary of 8,192."""
+
+BlockLoss = Callable[[Tensor, Sequence[Tensor], Mapping[str, Tensor]], Tensor]
+"""rows [b] int64 (which rows these are), inputs of these rows [b, W] each, weights -> this block's part of the loss."""
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """logits [b, V] fp32, probs [b, V] fp32 (rows of sum 1), goal [b] int64 -> cross-entropy [b], `hard` of it with
+    the id `goal`, the rest with `probs`; and whether no logit is above the goal's, [b]. The logits get gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, probs: Tensor, goal: Tensor, hard: float) -> tuple[Tensor, Tensor]:
+        log_probs = logits.log_softmax(-1)
+        ctx.save_for_backward(log_probs, probs, goal)
+        ctx.hard = hard
+        soft = torch.bmm(probs[:, None], log_probs[..., None])[:, 0, 0]
+        pick = log_probs.gather(-1, goal[:, None])[:, 0]
+        right = pick >= log_probs.amax(-1)
+        ctx.mark_non_differentiable(right)
+        return -(hard * pick + (1.0 - hard) * soft), right
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        log_probs, probs, goal = ctx.saved_tensors
+        grad = log_probs.exp().sub_(probs, alpha=1.0 - ctx.hard)
+        grad.scatter_add_(-1, goal[:, None], grad.new_full((len(goal), 1), -ctx.hard))
+        return grad.mul_(grads[0][:, None]), None, None, None
+
+
+class _InBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, loss: BlockLoss, blocks: Sequence[Tensor], names: Sequence[str], num_inputs: int, *tensors: Tensor
+    ) -> Tensor:
+        inputs = [tensor.detach() for tensor in tensors[:num_inputs]]
+        weights = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors[num_inputs:]]
+        trained = [i for i, weight in enumerate(weights) if weight.requires_grad]
+        total = torch.zeros(())
+        of_inputs = [torch.zeros_like(tensor) for tensor in inputs]
+        of_weights: dict[int, Tensor] = {}
+        for block in blocks:
+            own = [tensor[block].requires_grad_() for tensor in inputs]
+            with torch.enable_grad():
+                part = loss(block, own, dict(zip(names, weights, strict=True)))
+            wanted = [*own, *(weights[i] for i in trained)]
+            found: Sequence[Tensor | None] = torch.autograd.grad(part, wanted, allow_unused=True)
+            total += part.detach()
+            for whole, grad in zip(of_inputs, found, strict=False):
+                if grad is not None:
+                    whole[block] = grad
+            for i, grad in zip(trained, found[num_inputs:], strict=True):
+                if grad is not None:
+                    of_weights[i] = of_weights[i].add_(grad) if i in of_weights else grad.float()
+        ctx.found = [*of_inputs, *(of_weights.get(i) for i in range(len(weights)))]
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        found = [
+            None if grad is None else grad.mul_(grads[0]).to(dtype)
+            for grad, dtype in zip(ctx.found, ctx.dtypes, strict=True)
+        ]
+        del ctx.found
+        return None, None, None, None, *found
+
+
+def in_blocks(
+    loss: BlockLoss, rows: Tensor, inputs: Sequence[Tensor], weights: Mapping[str, Tensor], size: int = BLOCK_ROWS
+) -> Tensor:
+    """The sum of `loss` over blocks of `size` of `rows` [n] int64 (each at most once); a scalar, fp32.
+
+    inputs [R, W]: a block is given its rows of each. Gradients reach inputs and weights, once.
+    """
+    blocks = torch.split(rows, size) if len(rows) else ()
+    total: Tensor = _InBlocks.apply(  # type: ignore[no-untyped-call]
+        loss, blocks, tuple(weights), len(inputs), *inputs, *weights.values()
+    )
+    return total

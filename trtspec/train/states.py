@@ -1,0 +1,107 @@
+"""What the target made of a run's windows, kept on disk: the epochs after the first need not compute it again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+States = tuple[Tensor, Tensor, Tensor]
+"""Of one window: best [S] int64, captured [S, n * Ht], last [S, Ht]."""
+
+_PRESENT = 1 << 32  # in a window's mark, above the checksum of its bytes
+
+
+class KeptStates:
+    """The states of up to `count` windows of S rows, in `folder`: `{name}.bin` has their bytes, `{name}.crc` a mark for
+    each. A window that is torn or damaged does not match its mark, and is absent.
+
+    A disk that is full or fails costs no more than the time to compute: from then on nothing more is kept, with a
+    warning.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, count: int, seq_len: int, widths: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        """widths: n * Ht and Ht."""
+        self.count, self.seq_len, self.widths, self.dtype = count, seq_len, widths, dtype
+        self.num_bytes = bytes_per_window(seq_len, widths, dtype)
+        self._writable = True
+        self._files: list[int] = []
+        self._marks = np.zeros(count, dtype=np.uint64)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for kind in ("bin", "crc"):
+                self._files.append(os.open(folder / f"{name}.{kind}", os.O_RDWR | os.O_CREAT, 0o644))
+            marks = os.pread(self._files[1], 8 * count, 0)
+            whole = len(marks) // 8
+            self._marks[:whole] = np.frombuffer(marks[: 8 * whole], dtype=np.uint64)
+        except OSError as error:
+            self._give_up(error)
+
+    def get(self, index: int) -> States | None:
+        """None where they are not kept."""
+        if index >= self.count or not self._marks[index]:
+            return None
+        try:
+            data = os.pread(self._files[0], self.num_bytes, index * self.num_bytes)
+        except OSError:
+            return None
+        if len(data) != self.num_bytes or zlib.crc32(data) | _PRESENT != int(self._marks[index]):
+            return None
+        raw, size, seq = torch.frombuffer(bytearray(data), dtype=torch.uint8), self.dtype.itemsize, self.seq_len
+        sizes = [4 * seq, size * seq * self.widths[0], size * seq * self.widths[1]]
+        best, captured, last = torch.split(raw, sizes)
+        return (
+            best.view(torch.int32).long(),
+            captured.view(self.dtype).view(seq, -1),
+            last.view(self.dtype).view(seq, -1),
+        )
+
+    def put(self, index: int, states: States) -> None:
+        """Keep them, if there is room."""
+        if index >= self.count or not self._writable:
+            return
+        best, captured, last = states
+        parts = (best.to(torch.int32), captured.to(self.dtype), last.to(self.dtype))
+        data = b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+        mark = zlib.crc32(data) | _PRESENT
+        try:
+            _write(self._files[0], data, index * self.num_bytes)
+            _write(self._files[1], np.uint64(mark).tobytes(), 8 * index)
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._marks[index] = mark
+
+    @property
+    def num_kept(self) -> int:
+        return int(np.count_nonzero(self._marks))
+
+    def close(self) -> None:
+        """The files stay."""
+        for file in self._files:
+            os.close(file)
+        self._files, self._writable = [], False
+        self._marks[:] = 0
+
+    def _give_up(self, error: OSError) -> None:
+        self._writable = False
+        logger.warning("the target's states are not kept any more (%s): it computes them again in each epoch", error)
+
+
+def bytes_per_window(seq_len: int, widths: tuple[int, int], dtype: torch.dtype) -> int:
+    """On disk."""
+    return seq_len * (4 + dtype.itemsize * sum(widths))
+
+
+def _write(file: int, data: bytes, place: int) -> None:
+    if os.pwrite(file, data, place) != len(data):
+        raise OSError("the disk took only a part of it")
