@@ -14,10 +14,10 @@ from trtspec.errors import CheckpointError, ConfigError
 from trtspec.methods.table import METHODS
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import DTYPES, load_decoder
-from trtspec.ops.dispatch import load_plugins
+from trtspec.train.arithmetic import fast_dtype
 from trtspec.train.chains import chain_acceptance
 from trtspec.train.checkpoint import write_atomically
-from trtspec.train.head import HeadOptions
+from trtspec.train.head import HeadOptions, dtype_name
 from trtspec.train.lessons import LAST_STATE, Lessons, Windows
 from trtspec.train.run_data import (
     PROMPT_LEN,
@@ -39,9 +39,6 @@ KINDS: dict[str, type[HeadOptions]] = {
 
 MAY_CHANGE = ("out", "held_out", "checkpoint_seconds", "states_gib")
 """Options that a continued run need not share with its beginning."""
-
-BF16_INSTRUCTIONS = ("avx512_bf16", "amx")
-"""Instruction sets that multiply bf16 faster than fp32."""
 
 _STATES = "states"
 """A folder of a run: what the target made of its windows."""
@@ -65,8 +62,8 @@ def train_head(options: HeadOptions) -> Trainer:
     material = None if shards else material_of(options, config)  # the target's engine is gone when the target is loaded
     held_out = _held_out_of_shards(options, config) if material is None else material.held_out
     target = load_decoder(config, dtype)
-    # torch's own products learn, and with bf16 instructions are the fastest; without, our kernels are
-    target.train(options.dtype != "bfloat16" or _has_bf16())
+    # its states by torch's own products; of bf16 without instructions for it, ours are much faster
+    target.train(dtype in (torch.float32, fast_dtype()))
     lessons: tuple[Source, ...]
     if material is None:
         lessons = (ShardLessons(shards, options.seq_len, options.batch_size, options.seed, target),)
@@ -148,10 +145,6 @@ def _check_positions(options: HeadOptions, config: ModelConfig, from_text: bool)
         )
 
 
-def _has_bf16() -> bool:
-    return load_plugins().get("cpu") in BF16_INSTRUCTIONS
-
-
 def _remember(options: HeadOptions) -> HeadOptions:
     """A run folder belongs to one set of options, from its first checkpoint on. Returns them, with what is decided
     once: the dtype."""
@@ -164,8 +157,7 @@ def _remember(options: HeadOptions) -> HeadOptions:
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{file} is damaged ({error}); delete {options.run} to start over") from error
     if options.dtype == "auto":
-        chosen = theirs.get("dtype") or ("bfloat16" if _has_bf16() else "float32")
-        options = replace(options, dtype=chosen)
+        options = replace(options, dtype=theirs.get("dtype") or dtype_name(fast_dtype()))
     ours = options.as_json()
     if theirs:
         changed = [name for name in ours if ours[name] != theirs.get(name) and name not in MAY_CHANGE]

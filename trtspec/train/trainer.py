@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from trtspec.errors import ConfigError
+from trtspec.train.arithmetic import fast_dtype
 from trtspec.train.checkpoint import load_checkpoint, save_checkpoint, write_atomically
 from trtspec.train.language_model import LossFn
+from trtspec.train.muon import Muon
 from trtspec.train.report import Report
 
 
@@ -110,9 +112,7 @@ class Trainer:
             hidden = parameter.ndim == 2 and "embedding" not in name and "head" not in name
             (matrices if hidden else others).append(parameter)
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(
-                matrices, lr=config.matrix_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-            ),
+            Muon(matrices, config.matrix_lr, config.weight_decay, fast_dtype()),
             torch.optim.AdamW(others, lr=config.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
         )
         self.step, self.seconds, self.tokens = 0, 0.0, 0
