@@ -14,7 +14,7 @@ import tokenizers
 from trtspec.errors import ConfigError
 from trtspec.sampling_params import SamplingParams
 from trtspec.text.tokenizer import Tokenizer
-from trtspec.train.chat import PackedWindows, TaughtText, pack, read_chats, taught_texts
+from trtspec.train.chat import PackedWindows, TaughtText, pack, read_chats, taught_texts, turns
 from trtspec.train.regenerate import Manner, Speaker, Words, answer_chats
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ?!\n"
@@ -70,6 +70,16 @@ def test_answers_alone_are_taught_up_to_what_ends_them() -> None:
     assert answers(text, tokenizer) == ["hello<end>", "no<end>"]
 
 
+def test_a_greeting_is_not_an_answer() -> None:
+    tokenizer = make_tokenizer()
+    greeted = [{"role": "assistant", "content": "welcome"}, *chat("hi", "hello")]
+    (text,) = taught_texts(greeted, tokenizer, [END])
+    assert answers(text, tokenizer) == ["hello<end>"]
+    assert list(turns(greeted)) == [chat("hi")]
+    system = {"role": "system", "content": "be brief"}
+    assert list(turns([system, *chat("hi", "hello", "go on")])) == [[system, *chat("hi")], chat("go on")]
+
+
 def test_turns_that_the_template_writes_anew_are_texts_of_their_own() -> None:
     tokenizer = make_tokenizer(FORGETFUL)
     texts = taught_texts(chat("hi", "think!hello", "go on", "hm!no"), tokenizer, [END])
@@ -84,6 +94,12 @@ def test_an_answer_that_the_template_begins_in_another_way() -> None:
     (text,) = taught_texts(chat("hi", "hello"), tokenizer, [END])
     assert tokenizer.decode(text.ids, skip_special_tokens=False) == "<u>hi<end>\n<a> hello<end>"
     assert answers(text, tokenizer) == ["hello<end>"]
+
+
+def test_a_conversation_that_the_template_refuses_is_named() -> None:
+    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ConfigError, match=r"begins with 'hi': .*roles must alternate"):
+        taught_texts(chat("hi", "hello"), tokenizer, [END])
 
 
 # -- packing ----------------------------------------------------------------------------------------------------------

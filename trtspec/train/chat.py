@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trtspec.errors import ConfigError
+from trtspec.errors import ConfigError, RequestError
 from trtspec.text.tokenizer import Tokenizer
 from trtspec.train.lessons import Window
 
@@ -95,10 +95,9 @@ def taught_texts(chat: Chat, tokenizer: Tokenizer, ends: Collection[int]) -> lis
     """A conversation as it is in the data. ends: ids that end the target's turns, the one that it says first."""
     texts: list[TaughtText] = []
     for i, message in enumerate(chat):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or i == 0:  # what is said before anybody asks has no prompt
             continue
-        prompt = tokenizer.encode_chat(chat[:i], add_generation_prompt=True)
-        whole = tokenizer.encode_chat(chat[: i + 1], add_generation_prompt=False)
+        prompt, whole = encode(tokenizer, chat[:i], to_come=True), encode(tokenizer, chat[: i + 1], to_come=False)
         if whole[: len(prompt)] == prompt:
             answer = whole[len(prompt) :]
             last = max((place for place, token in enumerate(answer) if token in ends), default=len(answer) - 1)
@@ -108,6 +107,15 @@ def taught_texts(chat: Chat, tokenizer: Tokenizer, ends: Collection[int]) -> lis
         if answer:
             add_turn(texts, prompt, answer)
     return texts
+
+
+def encode(tokenizer: Tokenizer, chat: Chat, to_come: bool) -> list[int]:
+    """By the chat template; to_come: an answer. ConfigError where the template refuses the conversation."""
+    try:
+        return tokenizer.encode_chat(chat, add_generation_prompt=to_come)
+    except RequestError as error:
+        begin = chat[0]["content"] if chat else ""
+        raise ConfigError(f"data: the conversation that begins with {begin!r:.60}: {error}") from error
 
 
 def pack(texts: Sequence[TaughtText], seq_len: int) -> tuple[npt.NDArray[Any], int]:

@@ -69,7 +69,7 @@ class HeadOptions(ABC):
     regenerate_len: int = setting(192, "tokens of each such answer, at most")
     regenerate_temperature: float = setting(0.0, "at which the target answers; 0: greedily")
     unroll: int = setting(4, "passes per lesson: the drafts per step it is made for")
-    seq_len: int = setting(256, "tokens per window of the data")
+    seq_len: int = setting(256, "tokens per window of the data; conversations are cut there")
     batch_size: int = setting(8, "windows per optimizer step")
     learning_rate: float = setting(4e-3, "of the optimizers, after warm-up and before decay")
     seed: int = setting(0, "of the weights and of the order of the data")

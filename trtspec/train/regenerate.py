@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from typing_extensions import Self
 
-from trtspec.errors import EngineError, RequestError
+from trtspec.errors import EngineError
 from trtspec.llm import LLM
 from trtspec.sampling_params import SamplingParams
 from trtspec.text.tokenizer import Tokenizer
-from trtspec.train.chat import Chat, TaughtText, add_turn, turns
+from trtspec.train.chat import Chat, TaughtText, add_turn, encode, turns
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.report import Report
 
@@ -90,6 +90,7 @@ class Speaker:
             llm = self._engine(len(prompts))
             with Report(f"regenerating {label}") as report:
                 begin, made = time.monotonic(), 0
+                report.at(0.0, f"{len(prompts):,} prompts")
                 for done, i in enumerate(missing, 1):
                     some = [list(prompt) for prompt in prompts[parts[i]]]
                     outputs = [output.outputs[0] for output in llm.generate(some, params[parts[i]], use_tqdm=False)]
@@ -115,7 +116,7 @@ def answer_chats(
     """The conversations with the target's own answers, each of up to `new_tokens`, in the place of those that they
     have. One that becomes longer than the speaker's max_seq_len, or whose last answer does not end, ends there.
 
-    RequestError where the chat template refuses a conversation.
+    ConfigError where the chat template refuses one.
     """
     parts = [list(turns(chat)) for chat in chats]
     said: list[Chat] = [[] for _ in chats]
@@ -125,10 +126,7 @@ def answer_chats(
         prompts, open_chats = [], []
         for i in going:
             said[i] += parts[i][turn]
-            try:
-                prompt = tokenizer.encode_chat(said[i], add_generation_prompt=True)
-            except RequestError as error:
-                raise RequestError(f"conversation {i + 1}: {error}") from error
+            prompt = encode(tokenizer, said[i], to_come=True)
             if len(prompt) < speaker.max_seq_len:
                 prompts.append(prompt)
                 open_chats.append(i)

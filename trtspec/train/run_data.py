@@ -196,7 +196,7 @@ def _first_turns(options: HeadOptions) -> list[list[int]]:
     assert options.held_out is not None
     tokenizer, chats = _chat_tokenizer(options.target), chat.read_chats(options.held_out)
     first = [part for one in chats for part in [next(chat.turns(one), None)] if part]
-    prompts = [tokenizer.encode_chat(part, add_generation_prompt=True) for part in first]
+    prompts = [chat.encode(tokenizer, part, to_come=True) for part in first]
     fitting = [prompt for prompt in prompts if len(prompt) + options.unroll + 2 <= options.seq_len]
     if not fitting:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -34,13 +35,14 @@ class KeptStates:
         self.count, self.seq_len, self.widths, self.dtype = count, seq_len, widths, dtype
         self.num_bytes = bytes_per_window(seq_len, widths, dtype)
         self._writable = True
-        self._files: list[int] = []
+        self._files: list[FileIO] = []
         self._marks = np.zeros(count, dtype=np.uint64)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for kind in ("bin", "crc"):
-                self._files.append(os.open(folder / f"{name}.{kind}", os.O_RDWR | os.O_CREAT, 0o644))
-            marks = os.pread(self._files[1], 8 * count, 0)
+                file = os.open(folder / f"{name}.{kind}", os.O_RDWR | os.O_CREAT, 0o644)
+                self._files.append(FileIO(file, "r+"))
+            marks = os.pread(self._files[1].fileno(), 8 * count, 0)
             whole = len(marks) // 8
             self._marks[:whole] = np.frombuffer(marks[: 8 * whole], dtype=np.uint64)
         except OSError as error:
@@ -51,7 +53,7 @@ class KeptStates:
         if index >= self.count or not self._marks[index]:
             return None
         try:
-            data = os.pread(self._files[0], self.num_bytes, index * self.num_bytes)
+            data = os.pread(self._files[0].fileno(), self.num_bytes, index * self.num_bytes)
         except OSError:
             return None
         if len(data) != self.num_bytes or zlib.crc32(data) | _PRESENT != int(self._marks[index]):
@@ -85,13 +87,6 @@ class KeptStates:
     def num_kept(self) -> int:
         return int(np.count_nonzero(self._marks))
 
-    def close(self) -> None:
-        """The files stay."""
-        for file in self._files:
-            os.close(file)
-        self._files, self._writable = [], False
-        self._marks[:] = 0
-
     def _give_up(self, error: OSError) -> None:
         self._writable = False
         logger.warning("the target's states are not kept any more (%s): it computes them again in each epoch", error)
@@ -102,6 +97,6 @@ def bytes_per_window(seq_len: int, widths: tuple[int, int], dtype: torch.dtype) 
     return seq_len * (4 + dtype.itemsize * sum(widths))
 
 
-def _write(file: int, data: bytes, place: int) -> None:
-    if os.pwrite(file, data, place) != len(data):
+def _write(file: FileIO, data: bytes, place: int) -> None:
+    if os.pwrite(file.fileno(), data, place) != len(data):
         raise OSError("the disk took only a part of it")
