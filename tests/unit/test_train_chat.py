@@ -195,7 +195,7 @@ class Echo(Speaker):
 def test_the_target_answers_turn_by_turn_on_what_it_said_itself() -> None:
     tokenizer = make_tokenizer()
     speaker = Echo(tokenizer, 80)
-    texts = answer_chats(speaker, [chat("one", "x", "two", "y"), chat("three")], tokenizer, 16, Manner())
+    texts = answer_chats(speaker, [chat("one", "x", "two", "y"), chat("three")], tokenizer, 80, 16, Manner())
     assert speaker.asked == [
         "<u>one<end>\n<a>", "<u>three<end>\n<a>", "<u>one<end>\n<a>n<end>\n<u>two<end>\n<a>"
     ]  # fmt: skip
@@ -205,9 +205,9 @@ def test_the_target_answers_turn_by_turn_on_what_it_said_itself() -> None:
 def test_a_conversation_ends_where_it_becomes_too_long(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = make_tokenizer()
     said = ("rrrrr", "", "sssss", "", "ttttt")
-    cut = answer_chats(Echo(tokenizer, 80), [chat(*said)], tokenizer, 4, Manner())
+    cut = answer_chats(Echo(tokenizer, 80), [chat(*said)], tokenizer, 80, 4, Manner())
     assert [answers(text, tokenizer) for text in cut] == [["rrrr"]]  # its answer did not end
-    long = answer_chats(Echo(tokenizer, 24), [chat(*said), chat("u" * 40)], tokenizer, 16, Manner())
+    long = answer_chats(Echo(tokenizer, 80), [chat(*said), chat("u" * 40)], tokenizer, 24, 16, Manner())
     assert [answers(text, tokenizer) for text in long] == [["rrrrr<end>"]]  # and no turn after it fits
     assert "1 of 2 conversations begin with more than 24 tokens" in caplog.text
 

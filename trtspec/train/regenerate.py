@@ -111,10 +111,10 @@ class Speaker:
 
 
 def answer_chats(
-    speaker: Speaker, chats: Sequence[Chat], tokenizer: Tokenizer, new_tokens: int, manner: Manner
+    speaker: Speaker, chats: Sequence[Chat], tokenizer: Tokenizer, room: int, new_tokens: int, manner: Manner
 ) -> list[TaughtText]:
     """The conversations with the target's own answers, each of up to `new_tokens`, in the place of those that they
-    have. One that becomes longer than the speaker's max_seq_len, or whose last answer does not end, ends there.
+    have. One that becomes longer than `room`, or whose last answer does not end, ends there.
 
     ConfigError where the chat template refuses one.
     """
@@ -127,11 +127,11 @@ def answer_chats(
         for i in going:
             said[i] += parts[i][turn]
             prompt = encode(tokenizer, said[i], to_come=True)
-            if len(prompt) < speaker.max_seq_len:
+            if len(prompt) < room:
                 prompts.append(prompt)
                 open_chats.append(i)
         params = [
-            manner.params(min(new_tokens, speaker.max_seq_len - len(prompt)), i, turn)
+            manner.params(min(new_tokens, room - len(prompt)), i, turn)
             for i, prompt in zip(open_chats, prompts, strict=True)
         ]
         answers = speaker.say(f"turn {turn + 1}", prompts, params) if prompts else []
@@ -145,7 +145,7 @@ def answer_chats(
     if silent := sum(not own for own in texts):
         logger.warning(
             "%d of %d conversations begin with more than %d tokens and are not used; raise seq_len",
-            silent, len(chats), speaker.max_seq_len,
+            silent, len(chats), room,
         )  # fmt: skip
     return [text for own in texts for text in own]
 

@@ -163,7 +163,7 @@ def _conversations(options: HeadOptions, config: ModelConfig, speaker: Speaker) 
             chosen = np.random.default_rng(options.seed).permutation(len(chats))[: options.regenerate]
             manner = Manner(options.regenerate_temperature, options.seed)
             own = [chats[i] for i in sorted(chosen)]
-            texts = answer_chats(speaker, own, tokenizer, options.regenerate_len, manner)
+            texts = answer_chats(speaker, own, tokenizer, options.seq_len, options.regenerate_len, manner)
         else:
             texts = [text for one in chats for text in chat.taught_texts(one, tokenizer, _ends(config, tokenizer))]
         if not texts:
