@@ -78,7 +78,7 @@ contract-flashinfer: .venv/.dev
 contract-smollm2: .venv/.dev .venv/.plugins
 	$(BIN)/python -m tests.contract.run_smollm2 $(ARGS)
 
-# EAGLE3 heads that the speculators package writes, against its own classes, which are put under build/.
+# EAGLE3 heads and DFlash drafts that the speculators package writes, against its own classes, put under build/.
 contract-speculators: .venv/.dev .venv/.plugins
 	$(BIN)/python tests/contract/run_speculators.py
 

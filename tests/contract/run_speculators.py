@@ -1,4 +1,5 @@
-"""`make contract-speculators`: EAGLE3 heads that the speculators package writes, against its own classes.
+"""`make contract-speculators`: EAGLE3 heads and DFlash drafts that the speculators package writes, against its own
+classes.
 
 The package pins another torch and transformers than ours, so it is put into build/speculators beside what it imports,
 without what those want; torch and transformers are this environment's.
@@ -26,8 +27,8 @@ def main() -> int:
         subprocess.run([*pip, *PACKAGES], check=True)
         done.write_text(repr(PACKAGES), encoding="utf-8")
     environment = {**os.environ, "SPECULATORS_PATH": str(FOLDER)}
-    tests = str(Path(__file__).with_name("test_speculators.py"))
-    command = [sys.executable, "-m", "pytest", "-q", tests, *sys.argv[1:]]
+    tests = map(str, sorted(Path(__file__).parent.glob("test_speculators*.py")))
+    command = [sys.executable, "-m", "pytest", "-q", *tests, *sys.argv[1:]]
     return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
 
 

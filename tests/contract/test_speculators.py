@@ -88,11 +88,12 @@ def test_a_parallel_head_is_read(tmp_path: Path, deep: Path) -> None:
     assert_lossless(deep, {**EAGLE3, "model": str(folder), "parallel_drafting": True})
 
 
-def written(folder: Path, target: Path, options: dict[str, Any]) -> Path:
+def written(
+    folder: Path, target: Path, options: dict[str, Any], oracle: str = "", ids: str = "eagle_aux_hidden_state_layer_ids"
+) -> Path:
     """By the package, in a process of its own."""
-    script = str(Path(__file__).with_name("speculators_oracle.py"))
-    words = json.dumps({"eagle_aux_hidden_state_layer_ids": IDS, **options})
-    command = [sys.executable, script, str(target), str(folder), words]
+    script = str(Path(__file__).with_name(oracle or "speculators_oracle.py"))
+    command = [sys.executable, script, str(target), str(folder), json.dumps({ids: IDS, **options})]
     environment = {**os.environ, "PYTHONPATH": PACKAGES}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -197,9 +197,10 @@ BAD_DFLASH: dict[str, Bad] = {
     ),
     "a vocabulary of its own": (
         lambda folder: edit_config(folder, draft_vocab_size=50),
-        UnsupportedError,
-        ("draft_vocab_size",),
+        WeightsError,
+        ("lm_head.weight (50, 64)",),
     ),
+    "too many ids": (lambda folder: edit_config(folder, draft_vocab_size=500), CheckpointError, ("the 199 ids",)),
     "a block of one": (lambda folder: edit_config(folder, block_size=1), CheckpointError, ("no room for a mask",)),
     "short blocks": (lambda folder: edit_config(folder, block_size=K), ConfigError, (f"use at most {K - 1}",)),
     "for a deeper target": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trtspec.config.checkpoint.reader import Reader, short
 from trtspec.config.resolved import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
@@ -24,6 +25,17 @@ def capture_layers_from_vllm(ids: tuple[int, ...]) -> tuple[int, ...]:
     if any(i < 1 for i in ids):
         raise ConfigError(f"aux hidden layer ids {ids}: 0 is the embedding, which is not captured; use ids >= 1")
     return tuple(i - 1 for i in ids)
+
+
+def named_layers(read: Reader, name: str, first: int) -> tuple[int, ...]:
+    """The ids at `name` of a config.json, which has `first` for "after layer 0". Raises CheckpointError for what is no
+    list of them, UnsupportedError for the embedding."""
+    ids = read.get(name)
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < first - 1 for i in ids):
+        raise read.error(name, f"= {short(ids)} is not a list of layer numbers >= {first}; correct config.json")
+    if first - 1 in ids:
+        raise read.unsupported(name, f"{first - 1} is the embedding, which is not captured; use a draft without")
+    return tuple(i - first for i in ids)
 
 
 def last_state(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> tuple[int, ...]:

@@ -15,12 +15,20 @@ _ARCHITECTURES = {
     ("eagle3", "llama"): "LlamaForCausalLMEagle3",
     ("eagle3", "qwen3"): "Qwen3ForCausalLMEagle3",
     ("peagle", "llama"): "PeagleLlamaForCausalLM",
+    ("dflash", "qwen3"): "DFlashDraftModel",
+    ("dflash", "llama"): "DFlashDraftModel",  # its layers are Qwen3's all the same
 }
 """Kind of speculator, model_type of its layer -> what public heads of that kind call themselves."""
+_READ_ELSEWHERE = ("dspark",)
+"""Kinds whose rooms read this layout by themselves."""
 _FIELDS = (
+    _KIND,
     "draft_vocab_size",
     "target_hidden_size",
     "eagle_aux_hidden_state_layer_ids",
+    "aux_hidden_state_layer_ids",
+    "block_size",
+    "sample_from_anchor",
     "norm_before_residual",
     "norm_before_fc",
     "fc_norm",
@@ -49,15 +57,19 @@ def plain_config(read: Reader) -> Reader:
     """The config of such a file in the words of other heads; any other as it is, also of a speculator whose room reads
     this layout by itself.
 
-    Raises CheckpointError where there is no layer, UnsupportedError for a layer of another kind.
+    Raises CheckpointError where there is no layer, UnsupportedError for a layer or a speculator of another kind.
     """
-    if all(known != read.get(_KIND) for known, _ in _ARCHITECTURES):
+    kinds = dict.fromkeys(kind for kind, _ in _ARCHITECTURES)
+    if read.get(_KIND) not in kinds:
+        if read.get(_KIND) not in (None, *_READ_ELSEWHERE) and read.get("transformer_layer_config") is not None:
+            raise read.unsupported(_KIND, f"these are not built; supported: {', '.join([*kinds, *_READ_ELSEWHERE])}")
         return read
     layer = read.object("transformer_layer_config")
     if layer is None:
         raise read.error("transformer_layer_config", f"is missing; a config with {_KIND} has the head's layer there")
     inner = read.sub("transformer_layer_config", layer)
-    kind, model_type = read.string(_KIND), inner.string("model_type", "llama")
+    kind = read.string(_KIND)
+    model_type = inner.string("model_type", "qwen3" if kind == "dflash" else "llama")
     if (kind, model_type) not in _ARCHITECTURES:
         known = ", ".join(layer for own, layer in _ARCHITECTURES if own == kind)
         raise inner.unsupported("model_type", f"layers of {kind} heads that run: {known}")

@@ -1,11 +1,19 @@
-"""What config.json of a DFlash draft says: a Qwen3 config, and what z-lab's files (vLLM reads the same) add to it.
+"""What config.json of a DFlash draft says, in either of its layouts.
+
+z-lab's, which vLLM reads the same, is a Qwen3 config with fields added:
 
     block_size                        rows of a block it was trained on: the next token and block_size - 1 masks
     num_target_layers                 of the target it was trained for
     dflash_config.target_layer_ids    whose outputs it reads: L = after layer L, as everywhere in trtspec
     dflash_config.mask_token_id       what the rows of masks read
 
-Newer files have block_size within dflash_config.
+Newer files have block_size within dflash_config. That of the package `speculators` (models/dflash/config.py), once
+config.checkpoint.speculators has made its layer's config the outer one, has beside block_size
+
+    mask_token_id                     the same
+    aux_hidden_state_layer_ids        whose outputs it reads, as vLLM counts: L = what enters layer L
+    sample_from_anchor                whether the row of the next token guesses, too; such a draft is not built
+    draft_vocab_size                  ids that are drafted, in either layout; fewer than the target's come with d2t
 """
 
 from __future__ import annotations
@@ -14,10 +22,11 @@ from dataclasses import dataclass
 
 from trtspec.config.checkpoint.folder import CheckpointConfig, architecture_of
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.checkpoint.reader import Reader, short
+from trtspec.config.checkpoint.reader import Reader
 from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import UnsupportedError
+from trtspec.methods.capture import named_layers
 from trtspec.methods.mask_token import mask_token_id
 
 DFLASH = "dflash"
@@ -29,12 +38,15 @@ _FIXED = {"causal": False, "use_swa": False, "attention_sink_bias": False, "use_
 
 @dataclass(frozen=True)
 class DFlashFacts:
-    """target_layer_ids: "after layer i". num_target_layers, mask_token_id: None where the file does not say."""
+    """target_layer_ids: "after layer i". num_target_layers, mask_token_id: None where the file does not say.
+    of_speculators: it is in that package's layout."""
 
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
     mask_token_id: int | None
     block_size: int
+    draft_vocab_size: int
+    of_speculators: bool
 
     @classmethod
     def of(cls, config: ModelConfig) -> DFlashFacts:
@@ -51,28 +63,43 @@ class DFlashFacts:
                 "fp16 or fp32 one, and quantization in speculative_config"
             )
         if any(window is not None for window in config.windows):
-            raise UnsupportedError(f"{where}layers with a sliding window, which DFlash makes causal, are not built")
+            raise UnsupportedError(
+                f"{where}layers with a sliding window, which DFlash makes causal, are not built; use a draft of "
+                "full_attention layers"
+            )
         read = Reader(dict(config.raw), config.path / "config.json", "draft")
         own = read.sub("dflash_config", read.object("dflash_config") or {})
         for name, value in _FIXED.items():
             if own.get(name) not in (None, value):
                 raise own.unsupported(name, f"only {value!r} is built")
-        for name, only in (("is_causal", False), ("draft_vocab_size", config.vocab_size)):
+        for name, only in (
+            ("is_causal", False),
+            ("sample_from_anchor", False),
+            ("target_hidden_size", config.hidden_size),
+        ):
             if read.get(name) not in (None, only):
-                raise read.unsupported(name, f"only {only!r} is built")
+                raise read.unsupported(name, f"only {only!r} is built; use another draft")
         block = own if own.get("block_size") is not None else read
         size = block.positive_int("block_size")
         if size < 2:
             raise block.error("block_size", f"= {size} has no room for a mask; correct it in the file")
         mask = own.integer("mask_token_id") if own.get("mask_token_id") is not None else mask_token_id(config)
-        return cls(_layer_ids(own), read.optional_positive_int("num_target_layers"), mask, size)
-
-
-def _layer_ids(read: Reader) -> tuple[int, ...]:
-    ids = read.get("target_layer_ids")
-    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
-        raise read.error("target_layer_ids", f"= {short(ids)} is not a list of layer numbers >= 0; correct config.json")
-    return tuple(ids)
+        drafted = read.optional_positive_int("draft_vocab_size") or config.vocab_size
+        if drafted > config.vocab_size:
+            raise read.error(
+                "draft_vocab_size", f"= {drafted} is more than the {config.vocab_size} ids of the target; correct it"
+            )
+        of_speculators = read.get("speculators_model_type") is not None
+        return cls(
+            target_layer_ids=named_layers(
+                *((read, "aux_hidden_state_layer_ids", 1) if of_speculators else (own, "target_layer_ids", 0))
+            ),
+            num_target_layers=read.optional_positive_int("num_target_layers"),
+            mask_token_id=mask,
+            block_size=size,
+            draft_vocab_size=drafted,
+            of_speculators=of_speculators,
+        )
 
 
 def recognises(checkpoint: CheckpointConfig) -> bool:

@@ -10,7 +10,8 @@ Of the block, rows j = 0 .. K at the positions P + j, P the position of the next
 
     x = embedding(id), the target's;  in layer l  q, k, v of input_layernorm(x) with the same weights, then attention
     over K, V of all positions before P and of *all* rows of the block, residual, MLP, residual, as in Qwen3
-    logits = lm_head(norm(x)), the target's lm_head;  row j guesses the token at its own position, j = 1 .. K
+    logits = lm_head(norm(x)), the target's or one over fewer ids;  row j guesses the token at its own position,
+    j = 1 .. K
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from trtspec.models.specs import DecoderSpec
 @dataclass(frozen=True)
 class DFlashSpec:
     """`decoder` describes its layers; its width and vocabulary are the target's. num_captured: states that fc reads.
-    draft_vocab_size: None = the target's."""
+    draft_vocab_size: ids that it drafts. own_head: an lm_head over those, False = the target's serves."""
 
     decoder: DecoderSpec
     num_captured: int
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int
+    own_head: bool = False
 
 
 class DFlashHead(DraftHead):
@@ -54,10 +56,12 @@ class DFlashHead(DraftHead):
         self.norm = RMSNorm(H, eps)
         self.embedding: nn.Module = nn.Identity()
         self.head: nn.Module = nn.Identity()
+        if spec.own_head:
+            self.head = Linear(H, spec.draft_vocab_size, bias=False, float_out=True)
 
     def share(self, embedding: nn.Module, head: nn.Module) -> None:
-        """Use the target's embedding and lm_head."""
-        self.embedding, self.head = embedding, head
+        """Use the target's embedding, and its lm_head unless there is one."""
+        self.embedding, self.head = embedding, self.head if self.spec.own_head else head
 
     def fuse(self, captured: Tensor) -> Tensor:
         """See DraftHead: c [T, H]."""

@@ -1,8 +1,10 @@
-"""DFlash checkpoints: strict loading of z-lab's layout.
+"""DFlash checkpoints: strict loading of z-lab's layout, and of that of speculators, whose tensors have the same names.
 
 The layout: `fc.weight` [H, n * H], `hidden_norm.weight`, `norm.weight` [H], `layers.{i}.*` as in Qwen3; some exporters
-put `model.` before everything. There is no embedding and no lm_head: the target's serve. Files that bring their own, a
-vocabulary of fewer ids (d2t) or sinks (attention_sink_bias) are refused as having unexpected tensors.
+put `model.` before everything. The target's embedding serves, and its lm_head, unless there is a vocabulary of Vd ids,
+fewer than the target's: then `lm_head.weight` [Vd, H], `d2t` [Vd] and `t2d` [V], as EAGLE3 has them. Files of
+speculators may hold a frozen copy of the target's embedding, which is passed over; another file that brings one is
+refused for it, as for sinks (attention_sink_bias).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from trtspec.methods.dflash.checkpoint import DFlashFacts
 from trtspec.methods.dflash.head import DFlashHead, DFlashSpec
+from trtspec.methods.draft_vocabulary import TABLES, ids_of_tables
 from trtspec.methods.head_weights import HeadSource, HeadWeights
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import Slot, layer_slots
@@ -23,18 +26,25 @@ class DFlashWeights(HeadWeights[DFlashSpec]):
     """The draft's own layers; nothing in them depends on the tensors that there are."""
 
     prefix = "model."
+    tables = TABLES
 
     def __init__(self, source: HeadSource, target: Decoder) -> None:
         super().__init__(source, target)
-        config, facts, depth = source.decoder, DFlashFacts.of(source.decoder), target.spec.num_layers
+        config, depth = source.decoder, target.spec.num_layers
+        self.facts = DFlashFacts.of(config)
         self.check_made_for(
             ("hidden_size", config.hidden_size, target.spec.hidden_size),
             ("vocab_size", config.vocab_size, target.spec.vocab_size),
-            ("num_target_layers", facts.num_target_layers or depth, depth),
+            ("num_target_layers", self.facts.num_target_layers or depth, depth),
         )
 
     def spec(self, found: Mapping[str, Tensor] | None) -> DFlashSpec:
-        return DFlashSpec(dense_spec(self.source.decoder, ARCHITECTURES["Qwen3ForCausalLM"]), self.source.num_captured)
+        return DFlashSpec(
+            decoder=dense_spec(self.source.decoder, ARCHITECTURES["Qwen3ForCausalLM"]),
+            num_captured=self.source.num_captured,
+            draft_vocab_size=self.facts.draft_vocab_size,
+            own_head=self.facts.draft_vocab_size != self.source.decoder.vocab_size,
+        )
 
     @staticmethod
     def slots(spec: DFlashSpec) -> dict[str, Slot]:
@@ -43,7 +53,19 @@ class DFlashWeights(HeadWeights[DFlashSpec]):
         slots |= {f"{name}.weight": Slot(f"{name}.weight", 0, (H,)) for name in ("hidden_norm", "norm")}
         for layer in range(spec.decoder.num_layers):
             slots |= layer_slots(spec.decoder, f"layers.{layer}.", f"layers.{layer}.", H)
+        if spec.own_head:
+            slots["lm_head.weight"] = Slot("head.weight", 0, (spec.draft_vocab_size, H))
         return slots
 
     def module(self, spec: DFlashSpec) -> DFlashHead:
         return DFlashHead(spec, self.first_layer, self.source.max_seq_len)
+
+    def held(self, spec: DFlashSpec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
+        """All but tables, and the copy that speculators writes."""
+        copied = name == "embed_tokens.weight" and self.facts.of_speculators
+        return None if copied or name in self.tables else tensor
+
+    def target_ids(self, spec: DFlashSpec, tables: Mapping[str, Tensor]) -> Tensor | None:
+        """From d2t, which t2d must agree with."""
+        size, vocab = spec.draft_vocab_size, spec.decoder.vocab_size
+        return ids_of_tables(tables, size, vocab, self.where, self.source.reads_weights)

@@ -24,10 +24,11 @@ from typing import Any
 
 from trtspec.config.checkpoint.folder import CheckpointConfig, architecture_of
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.checkpoint.reader import Reader, short
+from trtspec.config.checkpoint.reader import Reader
 from trtspec.config.resolved import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.methods.capture import named_layers
 from trtspec.methods.mask_token import mask_token_id
 
 DSPARK = "dspark"
@@ -36,6 +37,7 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 _DEEPSPEC = "Qwen3DSparkModel"
 _ARCHITECTURES = (_DEEPSPEC, "Gemma4DSparkModel", "DSparkDraftModel")  # of which not all run
 _NESTED = "transformer_layer_config"
+_LAYER_IDS = {True: ("aux_hidden_state_layer_ids", 1), False: ("target_layer_ids", 0)}  # of a nested config or not
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class DSparkFacts:
         if confidence and with_markov and not rank:
             raise read.error("confidence_head_with_markov", "= true without a Markov head (markov_rank 0); correct it")
         return cls(
-            target_layer_ids=_layer_ids(read, nested),
+            target_layer_ids=named_layers(read, *_LAYER_IDS[nested]),
             num_target_layers=read.optional_positive_int("num_target_layers"),
             mask_token_id=mask_token_id(config),
             block_size=size,
@@ -127,17 +129,6 @@ def _refuse_others(read: Reader, config: ModelConfig) -> None:
     for name, only in (("is_neox_style", True), ("logit_scale", 1), ("target_hidden_size", config.hidden_size)):
         if read.get(name) not in (None, only):
             raise read.unsupported(name, f"only {only!r} is built; use another draft")
-
-
-def _layer_ids(read: Reader, nested: bool) -> tuple[int, ...]:
-    """As "after layer i"."""
-    name, first = ("aux_hidden_state_layer_ids", 1) if nested else ("target_layer_ids", 0)
-    ids = read.get(name)
-    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < first - 1 for i in ids):
-        raise read.error(name, f"= {short(ids)} is not a list of layer numbers >= {first}; correct config.json")
-    if first - 1 in ids:
-        raise read.unsupported(name, f"{first - 1} is the embedding, which is not captured; use a draft without")
-    return tuple(i - first for i in ids)
 
 
 def as_decoder(checkpoint: CheckpointConfig) -> ModelConfig:

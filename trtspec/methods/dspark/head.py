@@ -28,15 +28,13 @@ from trtspec.models.layers import Linear, _unloaded
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkSpec(DFlashSpec):
-    """rank: of the Markov head, 0 = none. markov: its kind. own_head: an lm_head over the draft vocabulary, False = the
-    target's serves."""
+    """rank: of the Markov head, 0 = none. markov: its kind."""
 
     from_anchor: bool
     rank: int
     markov: str
     confidence: bool
     confidence_reads_markov: bool
-    own_head: bool
 
 
 class DSparkHead(DFlashHead):
@@ -47,8 +45,6 @@ class DSparkHead(DFlashHead):
     def __init__(self, spec: DSparkSpec, first_layer: int = 0, max_position: int | None = None) -> None:
         super().__init__(spec, first_layer, max_position)
         H, R, V, Vd = spec.decoder.hidden_size, spec.rank, len(self.draft_ids), len(self.target_ids)
-        if spec.own_head:
-            self.head = Linear(H, Vd, bias=False, float_out=True)
         self.markov: nn.ModuleDict = nn.ModuleDict()
         if R:
             self.markov["embedding"] = nn.Embedding(V, R, _weight=_unloaded(V, R))
@@ -59,10 +55,6 @@ class DSparkHead(DFlashHead):
             self.markov["joint"] = Linear(2 * R + H, 3 * R, bias=True)
         if spec.confidence:
             self.confidence = Linear(H + R * spec.confidence_reads_markov, 1, bias=True, float_out=True)
-
-    def share(self, embedding: nn.Module, head: nn.Module) -> None:
-        """See DraftHead."""
-        super().share(embedding, self.head if self.spec.own_head else head)
 
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
         """See DFlashHead -> h [n, H], after the last norm."""

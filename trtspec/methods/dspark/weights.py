@@ -61,10 +61,7 @@ class DSparkWeights(HeadWeights[DSparkSpec]):
     @staticmethod
     def slots(spec: DSparkSpec) -> dict[str, Slot]:
         H, V, R, Vd = spec.decoder.hidden_size, spec.decoder.vocab_size, spec.rank, spec.draft_vocab_size
-        assert Vd is not None
         slots = DFlashWeights.slots(spec)
-        if spec.own_head:
-            slots["lm_head.weight"] = Slot("head.weight", 0, (Vd, H))
         if R:
             slots["markov_head.markov_w1.weight"] = Slot("markov.embedding.weight", 0, (V, R))
             slots["markov_head.markov_w2.weight"] = Slot("markov.bias.weight", 0, (Vd, R))

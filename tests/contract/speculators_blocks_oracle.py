@@ -1,0 +1,84 @@
+"""A random DFlash draft by the speculators package's own classes, and what it computes.
+
+    python speculators_blocks_oracle.py TARGET OUT OPTIONS
+
+TARGET: the target's folder. OPTIONS: JSON, of DFlashSpeculatorConfig, and `layer` of its transformer_layer_config.
+Writes the draft to OUT, as the package saves it, and oracle.npz: ids [S], states [S, n * H], anchors [A], logits
+[A, block_size, Vd] of the blocks that begin at those places of the ids. The package's forward is for training and
+samples its anchors, so that its backbone is run with a loss mask that leaves it one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.dflash.config import DFlashSpeculatorConfig
+from speculators.models.dflash.core import DFlashDraftModel
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+ANCHORS = (1, 9, 23)
+
+
+def main(target: Path, out: Path, options: dict[str, Any]) -> None:
+    own = json.loads((target / "config.json").read_text())
+    shape = {key: own[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+             "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters")}  # fmt: skip
+    layer = {"model_type": "qwen3", **dict(options.pop("layer", {}))}
+    kind = transformers.AutoConfig.for_model(layer.pop("model_type")).__class__
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=kind(**{**shape, "num_hidden_layers": 2, **layer}),
+        speculators_config=SpeculatorsConfig(
+            algorithm="dflash",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=options["block_size"] - 1)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=own["architectures"]),
+        ),
+        **options,
+    )
+    config.transformer_layer_config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    draft = DFlashDraftModel(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.2 if parameter.ndim < 2 else (2 / parameter.shape[1]) ** 0.5)
+    vocab, size, weights = shape["vocab_size"], config.draft_vocab_size, load_file(target / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    draft.embed_tokens.weight.copy_(embedding)  # what load_verifier_weights does of a name on the Hub
+    if draft.d2t is None:
+        draft.lm_head.weight.copy_(weights.get("lm_head.weight", embedding))
+    else:
+        chosen = torch.randperm(vocab)[:size].sort().values
+        draft.d2t.copy_(chosen - torch.arange(size))
+        draft.t2d.zero_()[chosen] = True
+    draft.save_pretrained(out)
+    ids, states = torch.randint(0, vocab, (max(ANCHORS) + 1,)), torch.randn(max(ANCHORS), draft.fc.in_features)
+    logits = torch.stack([block(draft, ids, states, anchor) for anchor in ANCHORS])
+    np.savez(out / "oracle.npz", ids=ids, states=states, anchors=np.array(ANCHORS), logits=logits)
+
+
+@torch.no_grad()
+def block(draft: DFlashDraftModel, ids: torch.Tensor, states: torch.Tensor, anchor: int) -> torch.Tensor:
+    """[block_size, Vd] of the block at ids[anchor], whose states and those of what follows are nobody's."""
+    length = anchor + draft.block_size + 1
+    read, text = torch.full((1, length, states.shape[1]), 1e3), torch.zeros(1, length, dtype=torch.long)
+    read[0, :anchor], text[0, : anchor + 1] = states[:anchor], ids[: anchor + 1]
+    mask, last = torch.zeros(1, length), torch.zeros(1, length, draft.hidden_size)
+    mask[0, anchor] = 1
+    documents = torch.zeros(1, length, dtype=torch.long)
+    return draft._backbone_forward(read, text, mask, last, documents, None, max_anchors=1)[1][0]
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

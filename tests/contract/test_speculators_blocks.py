@@ -1,0 +1,108 @@
+"""DFlash drafts that the speculators package wrote, against its own classes in fp32; see test_speculators.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import edit_config
+from tests.contract.test_speculators import IDS, PACKAGES, assert_lossless, deep, written
+from tests.models.eagle3_heads import assemble
+from tests.models.head_session import GREEDY
+from trtspec import LLM
+from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.errors import CheckpointError, TrtSpecError, UnsupportedError
+from trtspec.kv.pool import allocate_layers
+from trtspec.methods.dflash.worker import DFlashWorker
+from trtspec.models.attention import PagedAttend
+
+__all__ = ["deep"]
+pytestmark = pytest.mark.skipif(not PACKAGES, reason="needs what `make contract-speculators` gets")
+
+MASK, BLOCK = 3, 5
+CASES: dict[str, dict[str, Any]] = {
+    "all ids": {"draft_vocab_size": 199},
+    "fewer ids": {"draft_vocab_size": 83},
+    "one layer": {"draft_vocab_size": 199, "layer": {"num_hidden_layers": 1, "rms_norm_eps": 1e-5}},
+    "biases": {"draft_vocab_size": 83, "layer": {"attention_bias": True}},
+    "called llama": {"draft_vocab_size": 83, "layer": {"model_type": "llama", "rms_norm_eps": 1e-5}},
+}
+DFLASH = {"method": "dflash", "num_speculative_tokens": BLOCK - 1}
+
+
+def draft(folder: Path, target: Path, **options: Any) -> Path:
+    words = {"mask_token_id": MASK, "block_size": BLOCK, **options}
+    return written(folder, target, words, "speculators_blocks_oracle.py", "aux_hidden_state_layer_ids")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_block_is_what_the_package_makes_of_it(tmp_path: Path, deep: Path, case: str) -> None:
+    """Three texts in one batch, of other lengths."""
+    folder = draft(tmp_path / "draft", deep, **CASES[case])
+    oracle = np.load(folder / "oracle.npz")
+    ids, states, expected = (torch.from_numpy(oracle[name]) for name in ("ids", "states", "logits"))
+    lengths, B = oracle["anchors"].tolist(), len(expected)
+    step = assemble(deep, folder, **DFLASH)
+    worker = step.worker
+    assert isinstance(worker, DFlashWorker)
+    assert worker.capture_layers == tuple(i - 1 for i in IDS)
+    layers, first = worker.head.kv_layers, worker.head.first_layer
+    attn = AttnMetadata.of(lengths, lengths, [list(range(1 + 8 * b, 9 + 8 * b)) for b in range(B)])
+    sampling = SamplingTensors.of([GREEDY] * B, lengths)
+    spec = SpecMetadata.plain(range(B), attn, sampling, BLOCK - 1)
+    inputs = StepInputs(torch.cat([ids[:n] for n in lengths]), attn, spec)
+    caches = allocate_layers((*[layers[0]] * first, *layers), 32, 4, torch.float32)
+    attend = PagedAttend(attn, caches, [None] * len(caches))
+    with torch.no_grad():
+        captured = torch.cat([states[:n] for n in lengths])
+        rows, _ = worker.read_in(inputs, captured, ids[lengths][:, None], torch.ones(B, dtype=torch.long), attend)
+        found = worker.draft_logits(0, rows).view(B, BLOCK - 1, -1)
+    torch.testing.assert_close(found, expected[:, 1:], rtol=0, atol=2e-5)
+    best = expected[:, 1:].argmax(-1)
+    assert torch.equal(worker.head.target_ids[found.argmax(-1)], worker.head.target_ids[best])
+    assert_lossless(deep, {**DFLASH, "model": str(folder)})
+
+
+def test_a_draft_says_itself_what_it_is(tmp_path: Path, deep: Path) -> None:
+    """Neither method nor length has to be told."""
+    folder = draft(tmp_path / "draft", deep, draft_vocab_size=83)
+    worker = assemble(deep, folder, method=None, num_speculative_tokens=None).worker
+    assert isinstance(worker, DFlashWorker)
+    assert (worker.max_draft_len, worker.mask_token_id) == (BLOCK - 1, MASK)
+
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[TrtSpecError], tuple[str, ...]]] = {
+    "sliding layers": (
+        {"layer": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8,
+                   "use_sliding_window": True}},
+        {}, UnsupportedError, ("sliding window", "use a draft of full_attention layers"),
+    ),
+    "sliding layers of blocks that see all": (
+        {"sliding_window_non_causal": True, "layer": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8,
+                   "use_sliding_window": True}},
+        {}, UnsupportedError, ("sliding window", "use a draft of full_attention layers"),
+    ),
+    "a guess of the anchor": (
+        {"sample_from_anchor": True}, {}, UnsupportedError, ("'sample_from_anchor' = true", "use another draft"),
+    ),
+    "the embedding": (
+        {}, {"aux_hidden_state_layer_ids": [0, 2, 5]}, UnsupportedError, ("aux_hidden_state_layer_ids", "embedding"),
+    ),
+    "no layers": ({}, {"aux_hidden_state_layer_ids": None}, CheckpointError, ("aux_hidden_state_layer_ids", ">= 1")),
+    "no layer": ({}, {"transformer_layer_config": None}, CheckpointError, ("transformer_layer_config", "is missing")),
+    "DFlash 2": ({}, {"speculators_model_type": "dflash2"}, UnsupportedError, ("dflash2", "eagle3, peagle, dflash")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_draft_of_another_kind_is_an_error_that_helps(tmp_path: Path, deep: Path, what: str) -> None:
+    options, changes, error, words = BAD[what]
+    folder = draft(tmp_path / "draft", deep, draft_vocab_size=83, **options)
+    edit_config(folder, **changes)
+    with pytest.raises(error) as caught, LLM(deep, {"model": str(folder), **DFLASH}):
+        pass
+    assert all(word in str(caught.value) for word in words), caught.value
