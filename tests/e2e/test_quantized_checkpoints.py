@@ -20,7 +20,7 @@ from trtspec import LLM
 from trtspec.build.build import build_engine
 from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
-from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.errors import ConfigError, WeightsError
 from trtspec.models.layers import Linear, weight_bytes
 
 LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 32, "block_size": 4}
@@ -161,8 +161,8 @@ def test_quantization_is_for_what_the_checkpoint_left(floats: Path, tmp_path: Pa
         LLM(folder, quantization="int8", **LIMITS)
 
 
-def test_quantised_eagle3_heads_are_refused(floats: Path, tmp_path: Path) -> None:
-    """By name; an unquantised head serves a quantised target."""
+def test_an_unquantised_head_serves_a_quantised_target(floats: Path, tmp_path: Path) -> None:
+    """And says so: a config.json that claims otherwise is refused."""
     folder, _ = quantised(floats, tmp_path, KINDS[2])
     head = make_eagle3(tmp_path, floats, capture=(0, 1))
     wishes = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
@@ -171,7 +171,5 @@ def test_quantised_eagle3_heads_are_refused(floats: Path, tmp_path: Path) -> Non
     assert together(llm.engine, CASES).outcomes == alone
     assert all(linear.is_packed for linear in decoder_of(llm).layers.modules() if isinstance(linear, Linear))
     edit_config(head, quantization_config=KINDS[2].config())
-    with pytest.raises(
-        UnsupportedError, match=r"EAGLE3 heads of quantised weights .gptq, int4 in groups of 32. are not"
-    ):
+    with pytest.raises(WeightsError, match=r"missing: fc\.g_idx .* unexpected: fc\.weight, .* belong together"):
         LLM(folder, wishes, **LIMITS)

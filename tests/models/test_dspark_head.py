@@ -286,7 +286,7 @@ BAD: dict[str, Bad] = {
         {},
         says(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
         UnsupportedError,
-        ("quantised weights", "use the bf16"),
+        ("markov_head.markov_w2 is int4", "do not fill int32 words of 8"),
     ),
     "the embedding": (
         {},

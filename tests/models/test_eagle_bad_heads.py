@@ -109,10 +109,10 @@ BAD_HEADS: dict[str, Bad] = {
         UnsupportedError,
         ("'Eagle3DeepseekV2ForCausalLM' is an EAGLE3 head", "method='eagle3'"),
     ),
-    "quantised weights": (
+    "weights that are not quantised as it says": (
         config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32}),
-        UnsupportedError,
-        ("EAGLE heads of quantised weights", "quantization in speculative_config"),
+        WeightsError,
+        ("missing: fc.qweight", "unexpected: fc.weight"),
     ),
     "a wrapper around nothing": (
         config(model_type="eagle"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.errors import WeightsError
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
@@ -101,8 +102,12 @@ class HeadWeights(ABC, Generic[Spec]):
 
     def wanted(self, spec: Spec | None = None) -> Wanted:
         """Which tensors of the files are the head's, by the names there; with a spec, which are read for it."""
-        slots = None if spec is None else self.slots(spec)
-        return lambda name: slots is None or self.public(name) in slots
+        if spec is None:
+            return lambda name: True
+        slots = self.slots(spec)
+        # what a linear has in the place of its weight
+        modules = {module_of(name) for name in slots} - {""} if self.source.checkpoint.quantization is not None else ()
+        return lambda name: self.public(name) in slots or module_of(self.public(name)) in modules
 
     def public(self, name: str) -> str:
         """The public name of a tensor that a file calls `name`."""
@@ -131,6 +136,11 @@ class HeadWeights(ABC, Generic[Spec]):
                 )
 
 
+def module_of(name: str) -> str:
+    """What a tensor of this name belongs to: "fc" of "fc.weight", "" of "d2t"."""
+    return name.rpartition(".")[0]
+
+
 def build_head(kind: type[HeadWeights[Any]], source: HeadSource, target: Decoder) -> DraftHead:
     """The head of `target`, in its dtype and eval mode, without gradients.
 
@@ -139,8 +149,8 @@ def build_head(kind: type[HeadWeights[Any]], source: HeadSource, target: Decoder
     call for, or of impossible values; CheckpointError; UnsupportedError.
     """
     weights = kind(source, target)
-    folder, role, quantization = source.checkpoint.path, weights.role, source.checkpoint.quantization
-    found = _headers(weights)
+    folder, role, found = source.checkpoint.path, weights.role, _headers(weights)
+    quantization = _quantization(weights, found is not None)
     whole = weights.spec(found)
     ids = None
     if found is not None:
@@ -169,6 +179,15 @@ def _headers(weights: HeadWeights[Any]) -> dict[str, Tensor] | None:
         return None
     shapes = checkpoint_shapes(checkpoint.path, role, weights.wanted(), checkpoint.quantization is not None)
     return dict(weights.tensors((name, torch.empty(shape, device="meta")) for name, shape in shapes))
+
+
+def _quantization(weights: HeadWeights[Any], is_there: bool) -> CheckpointQuantization | None:
+    """What the checkpoint says of quantised weights, whose linears it calls as its files do, of their public names."""
+    checkpoint = weights.source.checkpoint
+    if checkpoint.quantization is None or not is_there:
+        return checkpoint.quantization
+    names = [name for name, _ in checkpoint_shapes(checkpoint.path, weights.role, weights.wanted(), packed=True)]
+    return checkpoint.quantization.renamed({module_of(weights.public(name)): module_of(name) for name in names})
 
 
 def _tables(weights: HeadWeights[Any], found: Mapping[str, Tensor]) -> dict[str, Tensor]:

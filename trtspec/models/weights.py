@@ -156,10 +156,14 @@ class _Expected:
             )
 
     def _remedy(self) -> str:
-        """Many an EAGLE head calls itself a plain decoder: only its fc tells them apart."""
-        if _EAGLE_FC & set(self.unexpected):
+        """Many an EAGLE head calls itself a plain decoder: only its fc tells them apart, quantised or not."""
+        wanted, found = (
+            any(name.removeprefix("model.").startswith("fc.") for name in names)
+            for names in (self.required, self.unexpected)
+        )
+        if _EAGLE_FC & set(self.unexpected) and not wanted:
             return "fc.weight is an EAGLE head's: give the folder as model in speculative_config, with method='eagle'"
-        if _EAGLE_FC & self.unseen:
+        if _EAGLE_FC & self.unseen and not found:
             return "Without fc.weight it is no EAGLE head; if it is a whole model, set method='draft_model'"
         return "Check that the weight files and config.json belong together"
 

@@ -14,8 +14,8 @@ without zero point: what `packed_linear` computes with. Everything else is refus
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from trtspec.config.checkpoint.compressed_tensors import compressed_tensors
 from trtspec.config.checkpoint.modelopt import modelopt
@@ -68,6 +68,11 @@ class CheckpointQuantization:
     def scheme(self, module: str) -> WeightScheme | None:
         """Of a linear by its name in the checkpoint ("model.layers.0.mlp.down_proj"); None = floating point."""
         return next((rule.scheme for rule in self.rules if rule.fits(module)), None)
+
+    def renamed(self, modules: Mapping[str, str]) -> CheckpointQuantization:
+        """The same of linears that go by other names: those, and the checkpoint's of each."""
+        rules = [Rule("name", ours, self.scheme(theirs)) for ours, theirs in modules.items() if ours != theirs]
+        return replace(self, rules=(*rules, *self.rules))
 
     @property
     def names(self) -> tuple[str, ...]:

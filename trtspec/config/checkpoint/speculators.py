@@ -37,6 +37,7 @@ _FIELDS = (
     "dtype",
     "torch_dtype",
     "quantization_config",
+    "compression_config",
 )
 """What is said beside the layer, and means what it does in other heads' files."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -76,7 +77,7 @@ def plain_config(read: Reader) -> Reader:
     said = {name: read.get(name) for name in _FIELDS if read.get(name) is not None}
     plain = {
         **_DEFAULTS[model_type],
-        **{name: value for name, value in layer.items() if value is not None},
+        **{name: value for name, value in layer.items() if value is not None and name != "quantization_config"},
         "norm_before_residual": kind == "eagle3",  # as vLLM takes a file that does not say
         **said,
         "architectures": [_ARCHITECTURES[kind, model_type]],

@@ -57,11 +57,6 @@ class DFlashFacts:
                 f"{where}architecture {config.architecture!r} is no DFlash draft we run; supported: "
                 f"{DFLASH_ARCHITECTURE}"
             )
-        if config.quantization is not None:
-            raise UnsupportedError(
-                f"{where}DFlash drafts of quantised weights ({config.quantization}) are not supported; use the bf16, "
-                "fp16 or fp32 one, and quantization in speculative_config"
-            )
         if any(window is not None for window in config.windows):
             raise UnsupportedError(
                 f"{where}layers with a sliding window, which DFlash makes causal, are not built; use a draft of "

@@ -3,8 +3,8 @@
 The layout: `fc.weight` [H, n * H], `hidden_norm.weight`, `norm.weight` [H], `layers.{i}.*` as in Qwen3; some exporters
 put `model.` before everything. The target's embedding serves, and its lm_head, unless there is a vocabulary of Vd ids,
 fewer than the target's: then `lm_head.weight` [Vd, H], `d2t` [Vd] and `t2d` [V], as EAGLE3 has them. Files of
-speculators may hold a frozen copy of the target's embedding, which is passed over; another file that brings one is
-refused for it, as for sinks (attention_sink_bias).
+speculators may hold a frozen copy of the target's embedding, or lm_head, which is passed over; another file that brings
+an embedding is refused for it, as for sinks (attention_sink_bias).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from trtspec.methods.dflash.checkpoint import DFlashFacts
 from trtspec.methods.dflash.head import DFlashHead, DFlashSpec
 from trtspec.methods.draft_vocabulary import TABLES, ids_of_tables
-from trtspec.methods.head_weights import HeadSource, HeadWeights
+from trtspec.methods.head_weights import HeadSource, HeadWeights, module_of
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import Slot, layer_slots
 from trtspec.models.specs import ARCHITECTURES, dense_spec
@@ -61,9 +61,9 @@ class DFlashWeights(HeadWeights[DFlashSpec]):
         return DFlashHead(spec, self.first_layer, self.source.max_seq_len)
 
     def held(self, spec: DFlashSpec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
-        """All but tables, and the copy that speculators writes."""
-        copied = name == "embed_tokens.weight" and self.facts.of_speculators
-        return None if copied or name in self.tables else tensor
+        """All but tables, and the copies that speculators writes."""
+        copied = name == "embed_tokens.weight" or (module_of(name) == "lm_head" and not spec.own_head)
+        return None if (copied and self.facts.of_speculators) or name in self.tables else tensor
 
     def target_ids(self, spec: DFlashSpec, tables: Mapping[str, Tensor]) -> Tensor | None:
         """From d2t, which t2d must agree with."""

@@ -111,11 +111,6 @@ def _refuse_others(read: Reader, config: ModelConfig) -> None:
         )
     if config.model_type != "qwen3":
         raise UnsupportedError(f"{where}layers of model_type {config.model_type!r} are not built; supported: qwen3")
-    if config.quantization is not None or read.get("quantization_config") is not None:
-        raise UnsupportedError(
-            f"{where}DSpark drafts of quantised weights ({config.quantization or 'of its layers'}) are not supported; "
-            "use the bf16, fp16 or fp32 one, and quantization in speculative_config"
-        )
     if any(window is not None for window in config.windows):
         raise UnsupportedError(
             f"{where}layers with a sliding window, which DSpark makes causal, are not built; use a draft of "
@@ -138,7 +133,7 @@ def as_decoder(checkpoint: CheckpointConfig) -> ModelConfig:
     if layers is None:
         return ModelConfig.of(checkpoint, "draft")
     # what both say is said of the layers by the inner one, except for what the draft is
-    flat: dict[str, Any] = {**read.data, **layers}
+    flat: dict[str, Any] = {**read.data, **layers, "quantization_config": read.get("quantization_config")}
     flat |= {name: read.get(name) for name in ("architectures", "tie_word_embeddings", "dtype") if name in read.data}
     kind = read.sub(_NESTED, layers).string("model_type")
     return ModelConfig.of(dataclasses.replace(checkpoint, raw=flat, model_type=kind), "draft")

@@ -22,7 +22,7 @@ from trtspec.methods.dflash.weights import DFlashWeights
 from trtspec.methods.draft_vocabulary import TABLES, ids_of_tables
 from trtspec.methods.dspark.checkpoint import DSparkFacts
 from trtspec.methods.dspark.head import DSparkHead, DSparkSpec
-from trtspec.methods.head_weights import HeadSource, HeadWeights
+from trtspec.methods.head_weights import HeadSource, HeadWeights, module_of
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import Slot
 from trtspec.models.specs import ARCHITECTURES, dense_spec
@@ -82,7 +82,7 @@ class DSparkWeights(HeadWeights[DSparkSpec]):
 
     def held(self, spec: DSparkSpec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
         """All but tables and copies of the target's."""
-        copied = name == "embed_tokens.weight" or (name == "lm_head.weight" and not spec.own_head)
+        copied = name == "embed_tokens.weight" or (module_of(name) == "lm_head" and not spec.own_head)
         return None if copied or name in self.tables else tensor
 
     def target_ids(self, spec: DSparkSpec, tables: Mapping[str, Tensor]) -> Tensor | None:

@@ -9,7 +9,7 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.resolved import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import UnsupportedError
-from trtspec.methods.eagle3.checkpoint import is_eagle3, refuse_quantised, switch
+from trtspec.methods.eagle3.checkpoint import is_eagle3, switch
 
 EAGLE = "eagle"
 
@@ -29,7 +29,6 @@ class EagleFacts:
                 f"draft model {config.path}: architecture {config.architecture!r} is an EAGLE3 head, method='eagle' "
                 "runs those of the original EAGLE; use method='eagle3'"
             )
-        refuse_quantised(config, "EAGLE")
         for name, only in (("truncated_vocab_size", config.vocab_size), ("logit_scale", 1)):
             if config.raw.get(name) not in (None, only):
                 raise UnsupportedError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from trtspec.errors import UnsupportedError
 from trtspec.methods.eagle.checkpoint import EagleFacts
 from trtspec.methods.eagle.head import EagleHead, EagleSpec
-from trtspec.methods.head_weights import HeadSource, HeadWeights
+from trtspec.methods.head_weights import HeadSource, HeadWeights, module_of
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import Slot, layer_slots
 from trtspec.models.specs import ARCHITECTURES, DecoderSpec, dense_spec
@@ -49,7 +49,7 @@ class EagleWeights(HeadWeights[EagleSpec]):
             decoder=self._decoder(names),
             fc_bias=fc_bias if names else self.facts.fc_bias is not False,
             own_embedding=_EMBEDDING in names and self._differs(_EMBEDDING),
-            own_head=_HEAD in names and self._differs(_HEAD),
+            own_head="lm_head" in map(module_of, names) and (_HEAD not in names or self._differs(_HEAD)),
         )
 
     @staticmethod

@@ -61,7 +61,6 @@ class Eagle3Facts:
                 f"draft model {config.path}: architecture {config.architecture!r} is no EAGLE3 head we run; supported: "
                 f"{', '.join(supported)}{remedy}"
             )
-        refuse_quantised(config, "EAGLE3")
         raw, nested = config.raw, _nested(config)
         if config.num_layers != 1 and not parallel:
             raise UnsupportedError(
@@ -90,14 +89,6 @@ class Eagle3Facts:
             norm_before_residual=switch(config, raw, "norm_before_residual"),
             **norms,
             capture_layers=_capture_layers(config, nested),
-        )
-
-
-def refuse_quantised(config: ModelConfig, kind: str) -> None:
-    if config.quantization is not None:
-        raise UnsupportedError(
-            f"draft model {config.path}: {kind} heads of quantised weights ({config.quantization}) are not supported; "
-            "use the bf16, fp16 or fp32 one, and quantization in speculative_config"
         )
 
 

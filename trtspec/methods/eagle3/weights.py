@@ -19,7 +19,7 @@ from trtspec.errors import WeightsError
 from trtspec.methods.draft_vocabulary import TABLES, ids_of_tables
 from trtspec.methods.eagle3.checkpoint import Eagle3Facts
 from trtspec.methods.eagle3.head import Eagle3Head, Eagle3Spec
-from trtspec.methods.head_weights import HeadSource, HeadWeights
+from trtspec.methods.head_weights import HeadSource, HeadWeights, module_of
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import Slot, layer_slots
 from trtspec.models.specs import dense_spec
@@ -62,7 +62,7 @@ class Eagle3Weights(HeadWeights[Eagle3Spec]):
             fc_norm=facts.fc_norm,
             norm_output=facts.norm_output,
             own_embedding="embed_tokens.weight" in names or own_width,
-            own_head=found is None or "lm_head.weight" in names or own_width or own_vocabulary,
+            own_head=found is None or "lm_head" in map(module_of, names) or own_width or own_vocabulary,
             parallel=self.source.parallel,
         )
 
