@@ -1,4 +1,4 @@
-"""A random DFlash draft by the speculators package's own classes, and what it computes.
+"""A random DFlash draft by the speculators package's own classes, and what it computes; or an MTP layer, alone.
 
     python speculators_blocks_oracle.py TARGET OUT OPTIONS
 
@@ -6,6 +6,9 @@ TARGET: the target's folder. OPTIONS: JSON, of DFlashSpeculatorConfig, and `laye
 Writes the draft to OUT, as the package saves it, and oracle.npz: ids [S], states [S, n * H], anchors [A], logits
 [A, block_size, Vd] of the blocks that begin at those places of the ids. The package's forward is for training and
 samples its anchors, so that its backbone is run with a loss mask that leaves it one.
+
+With `mtp` among the options, the model_type of a layer, it writes an MTP layer, and mtp.json: model_types that the
+package has such layers of.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from safetensors.torch import load_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.dflash.config import DFlashSpeculatorConfig
 from speculators.models.dflash.core import DFlashDraftModel
+from speculators.models.mtp.config import MTPSpeculatorConfig
+from speculators.models.mtp.core import MTPDraftModel
+from speculators.models.mtp.model_definitions import mtp_model_classes
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 
 ANCHORS = (1, 9, 23)
@@ -29,6 +35,9 @@ ANCHORS = (1, 9, 23)
 
 def main(target: Path, out: Path, options: dict[str, Any]) -> None:
     own = json.loads((target / "config.json").read_text())
+    if "mtp" in options:
+        write_mtp(own, out, str(options["mtp"]))
+        return
     shape = {key: own[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
              "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters")}  # fmt: skip
     layer = {"model_type": "qwen3", **dict(options.pop("layer", {}))}
@@ -65,6 +74,20 @@ def main(target: Path, out: Path, options: dict[str, Any]) -> None:
     ids, states = torch.randint(0, vocab, (max(ANCHORS) + 1,)), torch.randn(max(ANCHORS), draft.fc.in_features)
     logits = torch.stack([block(draft, ids, states, anchor) for anchor in ANCHORS])
     np.savez(out / "oracle.npz", ids=ids, states=states, anchors=np.array(ANCHORS), logits=logits)
+
+
+def write_mtp(own: dict[str, Any], out: Path, model_type: str) -> None:
+    layer = transformers.AutoConfig.for_model(model_type, **{key: own[key] for key in ("vocab_size", "hidden_size")})
+    speculation = SpeculatorsConfig(
+        algorithm="mtp",
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=1)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=None, architectures=own["architectures"]),
+    )
+    MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=layer, speculators_config=speculation)).save_pretrained(
+        out
+    )
+    (out / "mtp.json").write_text(json.dumps(sorted(mtp_model_classes)))
 
 
 @torch.no_grad()

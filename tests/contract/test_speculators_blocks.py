@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.checkpoints import edit_config
 from tests.contract.test_speculators import IDS, PACKAGES, assert_lossless, deep, written
@@ -18,6 +20,7 @@ from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.errors import CheckpointError, TrtSpecError, UnsupportedError
 from trtspec.kv.pool import allocate_layers
 from trtspec.methods.dflash.worker import DFlashWorker
+from trtspec.methods.mtp.checkpoint import MTP_TARGETS
 from trtspec.models.attention import PagedAttend
 
 __all__ = ["deep"]
@@ -73,6 +76,19 @@ def test_a_draft_says_itself_what_it_is(tmp_path: Path, deep: Path) -> None:
     worker = assemble(deep, folder, method=None, num_speculative_tokens=None).worker
     assert isinstance(worker, DFlashWorker)
     assert (worker.max_draft_len, worker.mask_token_id) == (BLOCK - 1, MASK)
+
+
+def test_mtp_layers_of_the_package_are_of_families_that_do_not_run(tmp_path: Path, deep: Path) -> None:
+    """Refused by name, however the method is said. Once the package has one that runs, this fails."""
+    folder = written(tmp_path / "draft", deep, {"mtp": "qwen3"}, "speculators_blocks_oracle.py")
+    assert any(name.startswith("mtp_layers.0.") for name in load_file(folder / "model.safetensors"))
+    runs = {name for name, row in MTP_TARGETS.items() if row.family is not None}
+    assert not runs & set(json.loads((folder / "mtp.json").read_text()))
+    for method in ({}, {"method": "mtp"}):
+        with pytest.raises(UnsupportedError) as caught, LLM(deep, {"model": str(folder), **method}):
+            pass
+        assert "model_type='qwen3'" in str(caught.value)
+        assert "in the layout of speculators are not built; those of mimo run" in str(caught.value)
 
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[TrtSpecError], tuple[str, ...]]] = {

@@ -19,7 +19,7 @@ _ARCHITECTURES = {
     ("dflash", "llama"): "DFlashDraftModel",  # its layers are Qwen3's all the same
 }
 """Kind of speculator, model_type of its layer -> what public heads of that kind call themselves."""
-_READ_ELSEWHERE = ("dspark",)
+_READ_ELSEWHERE = ("dspark", "mtp")
 """Kinds whose rooms read this layout by themselves."""
 _FIELDS = (
     _KIND,
@@ -63,7 +63,7 @@ def plain_config(read: Reader) -> Reader:
     kinds = dict.fromkeys(kind for kind, _ in _ARCHITECTURES)
     if read.get(_KIND) not in kinds:
         if read.get(_KIND) not in (None, *_READ_ELSEWHERE) and read.get("transformer_layer_config") is not None:
-            raise read.unsupported(_KIND, f"these are not built; supported: {', '.join([*kinds, *_READ_ELSEWHERE])}")
+            raise read.unsupported(_KIND, f"these are not built; supported: {', '.join([*kinds, 'dspark'])}")
         return read
     layer = read.object("transformer_layer_config")
     if layer is None:

@@ -91,7 +91,14 @@ def mtp_capture_layers(model_type: str, num_hidden_layers: int) -> tuple[int, ..
 
 def recognises(checkpoint: CheckpointConfig) -> bool:
     """Whether its family has MTP layers, or it is such layers alone."""
-    return checkpoint.model_type in MTP_TARGETS or checkpoint.model_type.endswith("_mtp")
+    alone = checkpoint.model_type.endswith("_mtp") or _of_speculators(checkpoint.raw)
+    return alone or checkpoint.model_type in MTP_TARGETS
+
+
+def _of_speculators(config: Mapping[str, Any]) -> bool:
+    """Whether the package `speculators` wrote it (models/mtp/config.py). That has Qwen3, Qwen3-Next and Qwen3.5, whose
+    model_type is in transformer_layer_config; of version 0.9 no family whose MTP layers run here."""
+    return config.get("speculators_model_type") == MTP
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
@@ -124,14 +131,15 @@ def require_mtp(config: Mapping[str, Any], folder: Path) -> tuple[MtpFamily, int
     Raises UnsupportedError for modules that are not built, ConfigError where it has none, CheckpointError for a number
     that is none.
     """
-    kind = str(config.get("model_type"))
+    foreign, layer = _of_speculators(config), config.get("transformer_layer_config")
+    kind = str((layer if foreign and isinstance(layer, dict) else config).get("model_type"))
     row = MTP_TARGETS.get(kind)
-    if row is None or row.family is None:
+    if row is None or row.family is None or foreign:
         built = ", ".join(name for name, one in MTP_TARGETS.items() if one.family is not None)
-        what = "not built" if row is not None else "not known"
+        what = "in the layout of speculators are not built" if foreign else "are not built" if row else "are not known"
         raise UnsupportedError(
-            f"method='mtp': MTP layers of model_type={kind!r} ({folder}) are {what}; those of {built} run. Use another "
-            "method"
+            f"method='mtp': MTP layers of model_type={kind!r} ({folder}) {what}; those of {built} run, in the layout "
+            "of their targets. Use another method"
         )
     count = mtp_layers(config)
     if count is None:
