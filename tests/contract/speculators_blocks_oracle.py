@@ -2,7 +2,8 @@
 
     python speculators_blocks_oracle.py TARGET OUT OPTIONS
 
-TARGET: the target's folder. OPTIONS: JSON, of DFlashSpeculatorConfig, and `layer` of its transformer_layer_config.
+TARGET: the target's folder. OPTIONS: JSON, of DFlashSpeculatorConfig, and `layer` of its transformer_layer_config;
+`bits` and `ignore`: see speculators_quantised.py.
 Writes the draft to OUT, as the package saves it, and oracle.npz: ids [S], states [S, n * H], anchors [A], logits
 [A, block_size, Vd] of the blocks that begin at those places of the ids. The package's forward is for training and
 samples its anchors, so that its backbone is run with a loss mask that leaves it one.
@@ -40,6 +41,7 @@ def main(target: Path, out: Path, options: dict[str, Any]) -> None:
         return
     shape = {key: own[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
              "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters")}  # fmt: skip
+    bits, ignore = options.pop("bits", None), options.pop("ignore", ["lm_head", "verifier_lm_head"])
     layer = {"model_type": "qwen3", **dict(options.pop("layer", {}))}
     kind = transformers.AutoConfig.for_model(layer.pop("model_type")).__class__
     config = DFlashSpeculatorConfig(
@@ -70,7 +72,12 @@ def main(target: Path, out: Path, options: dict[str, Any]) -> None:
         chosen = torch.randperm(vocab)[:size].sort().values
         draft.d2t.copy_(chosen - torch.arange(size))
         draft.t2d.zero_()[chosen] = True
-    draft.save_pretrained(out)
+    if bits is None:
+        draft.save_pretrained(out)
+    else:
+        from speculators_quantised import save_quantised  # what that imports needs Python 3.11
+
+        save_quantised(draft, out, bits, ignore)
     ids, states = torch.randint(0, vocab, (max(ANCHORS) + 1,)), torch.randn(max(ANCHORS), draft.fc.in_features)
     logits = torch.stack([block(draft, ids, states, anchor) for anchor in ANCHORS])
     np.savez(out / "oracle.npz", ids=ids, states=states, anchors=np.array(ANCHORS), logits=logits)

@@ -5,7 +5,8 @@
 TARGET: the target's folder. OPTIONS: JSON, of Eagle3SpeculatorConfig, and `layer` of its transformer_layer_config.
 Writes the head to OUT, as the package saves it, and oracle.npz: ids [S], states [S, n * H], logits [2, S, Vd] of two
 passes, the second on the ids after those of the first and on the first's output (see Eagle3DraftModel.forward). With a
-mask_token_id it is a P-EAGLE head, which is written and not run: the package has no pass like ours.
+mask_token_id it is a P-EAGLE head, which is written and not run: the package has no pass like ours. `bits` and
+`ignore`: see speculators_quantised.py.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main(target: Path, out: Path, options: dict[str, object]) -> None:
              "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters")}  # fmt: skip
     layer = {"model_type": "llama", **dict(options.pop("layer", {}))}
     kind = transformers.AutoConfig.for_model(layer.pop("model_type")).__class__
+    bits, ignore = options.pop("bits", None), options.pop("ignore", ["lm_head", "verifier_lm_head"])
     parallel = "mask_token_id" in options
     config = (PEagleSpeculatorConfig if parallel else Eagle3SpeculatorConfig)(
         transformer_layer_config=kind(**{**shape, "num_hidden_layers": 1, **layer}),
@@ -58,7 +60,12 @@ def main(target: Path, out: Path, options: dict[str, object]) -> None:
         chosen = torch.randperm(vocab)[:size].sort().values
         head.d2t.copy_(chosen - torch.arange(size))
         head.t2d.zero_()[chosen] = True
-    head.save_pretrained(out)
+    if bits is None:
+        head.save_pretrained(out)
+    else:
+        from speculators_quantised import save_quantised  # what that imports needs Python 3.11
+
+        save_quantised(head, out, bits, ignore)
     if parallel:
         return
     ids, states = torch.randint(0, vocab, (ROWS,)), torch.randn(ROWS, head.fc.in_features)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints import edit_config
-from tests.contract.test_speculators import IDS, PACKAGES, assert_lossless, deep, written
+from tests.contract.test_speculators import IDS, PACKAGES, assert_close, assert_lossless, deep, written
 from tests.models.eagle3_heads import assemble
 from tests.models.head_session import GREEDY
 from trtspec import LLM
@@ -32,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fewer ids": {"draft_vocab_size": 83},
     "one layer": {"draft_vocab_size": 199, "layer": {"num_hidden_layers": 1, "rms_norm_eps": 1e-5}},
     "biases": {"draft_vocab_size": 83, "layer": {"attention_bias": True}},
+    "int4": {"draft_vocab_size": 83, "bits": 4},
+    "int8": {"draft_vocab_size": 199, "bits": 8, "ignore": ["fc", "re:.*lm_head"]},
     "called llama": {"draft_vocab_size": 83, "layer": {"model_type": "llama", "rms_norm_eps": 1e-5}},
 }
 DFLASH = {"method": "dflash", "num_speculative_tokens": BLOCK - 1}
@@ -64,16 +67,13 @@ def test_a_block_is_what_the_package_makes_of_it(tmp_path: Path, deep: Path, cas
         captured = torch.cat([states[:n] for n in lengths])
         rows, _ = worker.read_in(inputs, captured, ids[lengths][:, None], torch.ones(B, dtype=torch.long), attend)
         found = worker.draft_logits(0, rows).view(B, BLOCK - 1, -1)
-    torch.testing.assert_close(found, expected[:, 1:], rtol=0, atol=2e-5)
-    best = expected[:, 1:].argmax(-1)
-    assert torch.equal(worker.head.target_ids[found.argmax(-1)], worker.head.target_ids[best])
+    assert_close(found, expected[:, 1:], CASES[case])
     assert_lossless(deep, {**DFLASH, "model": str(folder)})
 
 
-def test_a_draft_says_itself_what_it_is(tmp_path: Path, deep: Path) -> None:
+def test_a_draft_says_itself_what_it_is(deep: Path, plain: Path) -> None:
     """Neither method nor length has to be told."""
-    folder = draft(tmp_path / "draft", deep, draft_vocab_size=83)
-    worker = assemble(deep, folder, method=None, num_speculative_tokens=None).worker
+    worker = assemble(deep, plain, method=None, num_speculative_tokens=None).worker
     assert isinstance(worker, DFlashWorker)
     assert (worker.max_draft_len, worker.mask_token_id) == (BLOCK - 1, MASK)
 
@@ -114,11 +114,20 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[TrtSpecError], tuple[s
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, deep: Path) -> Path:
+    return draft(tmp_path_factory.mktemp("plain") / "draft", deep, draft_vocab_size=83)
+
+
 @pytest.mark.parametrize("what", BAD)
-def test_a_draft_of_another_kind_is_an_error_that_helps(tmp_path: Path, deep: Path, what: str) -> None:
+def test_a_draft_of_another_kind_is_an_error_that_helps(tmp_path: Path, deep: Path, plain: Path, what: str) -> None:
     options, changes, error, words = BAD[what]
-    folder = draft(tmp_path / "draft", deep, draft_vocab_size=83, **options)
-    edit_config(folder, **changes)
+    folder = tmp_path / "draft"
+    if options:
+        draft(folder, deep, draft_vocab_size=83, **options)
+    else:
+        shutil.copytree(plain, folder)
+        edit_config(folder, **changes)
     with pytest.raises(error) as caught, LLM(deep, {"model": str(folder), **DFLASH}):
         pass
     assert all(word in str(caught.value) for word in words), caught.value
