@@ -3,6 +3,8 @@ less memory, and the text does not depend on them."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoints import edit_config, edit_tensors
 from tests.dspark_checkpoints import make_dspark
 from tests.e2e.tiny import add_tokenizer, assert_all_blocks_free, draw_cases, make_target, run_alone, run_together
+from tests.fp8_checkpoints import Fp8Kind
 from tests.head_checkpoints import make_dflash, make_eagle, make_eagle3
 from tests.models.built_heads import head_of
 from tests.quantized_checkpoints import Kind, quantised
@@ -40,6 +44,10 @@ HEADS: dict[str, tuple[str, Make]] = {
     "eagle3 of speculators": (
         "eagle3",
         lambda path, target: make_eagle3(path, target, CAPTURE, SOME_IDS, speculators=True, norm_before_fc=True),
+    ),
+    "p-eagle": (
+        "eagle3",
+        lambda path, target: make_eagle3(path, target, CAPTURE, SOME_IDS, num_layers=2, mask=MASK, speculators=True),
     ),
     "eagle": ("eagle", lambda path, target: make_eagle(path, target, head="own", fc_bias=True)),
     "dflash": ("dflash", lambda path, target: make_dflash(path, target, CAPTURE, MASK)),
@@ -134,11 +142,14 @@ def round_inputs(head: torch.nn.Module, like: torch.nn.Module, kind: Kind) -> No
 )  # fmt: skip
 def test_drafts_are_those_of_the_floats(tmp_path: Path, target: Path, name: str, kind: str) -> None:
     """fp32. Rounding the rows to int8 is all that differs. What a plan counts is what is held, and that is less."""
-    assert_drafts_are_those_of_the_floats(*heads(tmp_path, target, name, kind), target, KINDS[kind][0])
+    fields = {"parallel": name == "p-eagle"}
+    assert_drafts_are_those_of_the_floats(*heads(tmp_path, target, name, kind), target, KINDS[kind][0], **fields)
 
 
-def assert_drafts_are_those_of_the_floats(method: str, integers: Path, floats: Path, target: Path, kind: Kind) -> None:
-    fields = {"num_captured": len(CAPTURE), "owner": target}
+def assert_drafts_are_those_of_the_floats(
+    method: str, integers: Path, floats: Path, target: Path, kind: Kind, **fields: Any
+) -> None:
+    fields |= {"num_captured": len(CAPTURE), "owner": target}
     loaded, described = (
         make(ModelConfig.from_folder(target), torch.float32) for make in (load_decoder, describe_decoder)
     )
@@ -161,6 +172,7 @@ def assert_drafts_are_those_of_the_floats(method: str, integers: Path, floats: P
         ("eagle3", "gptq", {}),
         ("eagle3 of speculators", "int8, lm_head too", {}),
         ("eagle3 of speculators", "int4 with zero points", {"one_engine": False}),
+        ("p-eagle", "int4", {"parallel_drafting": True}),
         ("eagle", "int4, lm_head too", {}),
         ("dflash", "int8", {}),
         ("dspark", "int4, lm_head too", {}),
@@ -176,7 +188,41 @@ def test_speculation_changes_nothing(tmp_path: Path, target: Path, name: str, ki
     assert run.speculation.acceptance_per_position[0] > 0
     assert_all_blocks_free(llm)
     with pytest.raises(ConfigError, match="the draft's checkpoint is quantised already"):
-        LLM(target, speculation(method, integers, quantization="int4_g128"), **LIMITS)
+        LLM(target, speculation(method, integers, quantization="int4_g128", **fields), **LIMITS)
+
+
+@pytest.mark.parametrize("speculators", [False, True])
+@pytest.mark.parametrize("writer", ["compressed-tensors", "hf_quant_config"])
+def test_fp8_heads(tmp_path: Path, target: Path, writer: str, speculators: bool) -> None:
+    """modelopt's has scales of a KV cache, too, which are passed over."""
+    kind = Fp8Kind(writer, per_channel=True, inputs=None)
+    plain = make_eagle3(tmp_path, target, CAPTURE, SOME_IDS, speculators=speculators)
+    folder = Path(shutil.copytree(plain, tmp_path / "fp8"))
+    stored = {name: kind.stored(weight, 1.0) for name, weight in load_file(plain / "model.safetensors").items()
+              if weight.ndim == 2 and "lm_head" not in name}  # fmt: skip
+
+    def in_fp8(them: dict[str, Tensor]) -> None:
+        for name, parts in stored.items():
+            del them[name]
+            them.update({name.removesuffix("weight") + end: part for end, part in parts.items()})
+            if writer == "hf_quant_config" and name.endswith("k_proj.weight"):
+                them[name.removesuffix("weight") + "k_scale"] = torch.tensor(0.5)
+
+    edit_tensors(folder, in_fp8)
+    edit_tensors(plain, lambda them: them.update({name: kind.matrix(parts) for name, parts in stored.items()}))
+    if writer == "hf_quant_config":
+        (folder / "hf_quant_config.json").write_text(json.dumps(kind.config()))
+    else:
+        edit_config(folder, quantization_config=kind.config())
+    decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
+    held, floats = (head_of("eagle3", path, decoder, num_captured=3) for path in (folder, plain))
+    exact = draft_logits(floats, "eagle3")
+    assert (draft_logits(held, "eagle3") - exact).norm() <= 1e-5 * exact.norm()
+    assert held.weight_bytes_for(K) < 0.5 * floats.weight_bytes_for(K)
+    alone = run_alone(LLM(target, num_kv_blocks=64, **LIMITS).engine, CASES)
+    run = run_together(LLM(target, speculation("eagle3", folder), num_kv_blocks=64, **LIMITS).engine, CASES)
+    assert run.outcomes == alone
+    assert run.speculation.acceptance_per_position[0] > 0
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "gptq"])
