@@ -24,6 +24,7 @@ from tests.models.built_heads import head_of
 from tests.quantized_checkpoints import Kind, quantised
 from trtspec import LLM
 from trtspec.build.build import build_engine
+from trtspec.build.plan import plan_build
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError, TrtSpecError, UnsupportedError, WeightsError
@@ -252,6 +253,18 @@ def test_a_compiled_engine(tmp_path: Path, target: Path) -> None:
     run = run_together(LLM(tmp_path / "engine", num_kv_blocks=64).engine, CASES)
     assert run.outcomes == eager.outcomes == alone
     assert run.speculation.acceptance_per_position[0] > 0
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3 of speculators", "dflash"])
+def test_a_plan_counts_what_is_held(tmp_path: Path, target: Path, name: str) -> None:
+    """The memory that a head takes, before anything is loaded."""
+    method, *folders = heads(tmp_path, target, name, "int4")
+    counted = []
+    for folder in folders:
+        wishes = read_speculative_config(speculation(method, folder))
+        plan = plan_build(target, wishes, EngineConfig(num_kv_blocks=64, **LIMITS))
+        counted.append(plan.executables["target"].weights["head"])
+    assert counted[0] < 0.5 * counted[1]
 
 
 # -- names ---------------------------------------------------------------------------------------------------------
