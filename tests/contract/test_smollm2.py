@@ -5,20 +5,26 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
-from tests.head_checkpoints import make_eagle3
+from tests.dspark_checkpoints import make_dspark
+from tests.head_checkpoints import make_dflash, make_eagle, make_eagle3, make_medusa, make_mlp_speculator
 from trtspec import LLM, RequestOutput, SamplingParams
 from trtspec.build.convert import convert
+from trtspec.cli import main
 from trtspec.config.checkpoint.model import ModelConfig
 
 FILE = os.environ.get("TRTSPEC_SMOLLM2", "")
@@ -121,3 +127,103 @@ def test_no_mode_changes_the_text(tmp_path: Path, dtype: str, backend: str) -> N
             ids, length = generate(speculation, batch)
             assert ids == plain, (speculation, batch)
             assert length >= least - 1e-6, (speculation, batch, length)
+
+
+# -- modes whose drafts are heads: random ones, or of one step of training ---------------------------------------------
+
+CAPTURE = (2, 14, 26)
+MASK = 0  # <|endoftext|>
+
+
+class Heads:
+    """Draft checkpoints for the model, each made when it is first asked for."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root, self.folder = root, folder
+        self.get = functools.cache(self._get)
+
+    def _get(self, name: str) -> Path:
+        make: dict[str, Callable[[], Path]] = {
+            "eagle3": lambda: make_eagle3(self.root, self.folder, CAPTURE),
+            "p_eagle": lambda: make_eagle3(self.root, self.folder, CAPTURE, name="p_eagle", num_layers=2, mask=MASK),
+            "eagle": lambda: make_eagle(self.root, self.folder),
+            "medusa": lambda: make_medusa(self.root, self.folder, num_heads=3),
+            "mlp_speculator": lambda: make_mlp_speculator(self.root, self.folder, n_predict=3),
+            "dflash": lambda: make_dflash(self.root, self.folder, CAPTURE, MASK),
+            "dspark": lambda: make_dspark(self.root, self.folder, CAPTURE, MASK),
+            "pard": self._pard,
+            "mtp": lambda: self._mtp(1),
+            "mtp of 3": lambda: self._mtp(3),
+        }
+        return make[name]()
+
+    def _pard(self) -> Path:
+        """The model itself, said to guess at mask tokens: which it never learnt."""
+        made = Path(shutil.copytree(self.folder, self.root / "pard"))
+        config = json.loads((made / "config.json").read_text())
+        (made / "config.json").write_text(json.dumps({**config, "pard_token": MASK}))
+        return made
+
+    def _mtp(self, modules: int) -> Path:
+        """The model and MTP modules of one step of training, as `trtspec train mtp` writes them."""
+        ids, out = self.root / "ids.npy", self.root / f"mtp-{modules}"
+        np.save(ids, np.random.default_rng(0).integers(0, 1000, 600).astype(np.uint16))
+        command = ["train", "mtp", "--target", FILE, "--data", str(ids), "--out", str(out), "--steps", "1"]
+        options = ["--unroll", "3", "--modules", str(modules), "--regenerate", "0", "--seq-len", "64"]
+        assert main([*command, *options, "--batch-size", "2", "--dtype", "float32"]) == 0
+        return out
+
+
+HEADED: dict[str, tuple[dict[str, Any], str]] = {
+    "MTP": ({"method": "mtp", "vanilla": True}, "mtp of 3"),
+    "MTP_EAGLE": ({"method": "mtp", "one_engine": False}, "mtp"),
+    "MTP_EAGLE_ONE_MODEL": ({"method": "mtp"}, "mtp"),
+    "EAGLE3": ({"method": "eagle3", "one_engine": False}, "eagle3"),
+    "EAGLE": ({"method": "eagle", "one_engine": False}, "eagle"),
+    "EAGLE_ONE_MODEL": ({"method": "eagle"}, "eagle"),
+    "MEDUSA": ({"method": "medusa"}, "medusa"),
+    "MLP_SPECULATOR": ({"method": "mlp_speculator"}, "mlp_speculator"),
+    "DRAFT_TARGET_ONE_MODEL": ({"method": "draft_model", "one_engine": True}, ""),
+    "PARD": ({"method": "draft_model", "parallel_drafting": True}, "pard"),
+    "P_EAGLE": ({"method": "eagle3", "parallel_drafting": True}, "p_eagle"),
+    "DFLASH": ({"method": "dflash"}, "dflash"),
+    "DSPARK": ({"method": "dspark"}, "dspark"),
+}
+"""Those of SpeculativeDecodingMode that test_no_mode_changes_the_text has not, but USER_PROVIDED, which is a drafter of
+the user's like n-gram: fields of speculative_config, and the head ("" = the model itself)."""
+
+
+@pytest.fixture(scope="module")
+def heads(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Heads:
+    return Heads(tmp_path_factory.mktemp("heads"), folder)
+
+
+@pytest.fixture(scope="module")
+def plain_text() -> dict[tuple[str, str], list[list[int]]]:
+    """By dtype and backend, once it is known."""
+    return {}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aoti"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", HEADED)
+def test_no_head_changes_the_text(
+    heads: Heads, plain_text: dict[tuple[str, str], list[list[int]]], mode: str, dtype: str, backend: str
+) -> None:
+    """Greedy and sampled, four chats at once."""
+    fields, name = HEADED[mode]
+    params = [SamplingParams(temperature=t, seed=7, max_tokens=32, ignore_eos=True) for t in (0.0, 0.8)]
+
+    def generate(model: str, speculation: Any) -> tuple[list[list[int]], int]:
+        options = {"dtype": dtype, "backend": backend, "max_batch_size": 4, "max_seq_len": 256, "max_num_tokens": 512}
+        with LLM(model, speculation, **options) as llm:
+            outputs = [output for one in params for output in llm.chat(chats(PROMPTS[::13]), one, False)]
+            return ids_of(outputs), llm.get_metrics().speculation.num_draft_tokens
+
+    if (dtype, backend) not in plain_text:
+        plain_text[dtype, backend], _ = generate(FILE, None)
+    model = str(heads.get(name)) if name.startswith("mtp") else FILE
+    draft = {} if name.startswith("mtp") else {"model": str(heads.get(name)) if name else FILE}
+    ids, drafted = generate(model, {**fields, **draft, "num_speculative_tokens": 3})
+    assert ids == plain_text[dtype, backend]
+    assert drafted > 100
