@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trtspec.gguf.metadata import Facts
-from trtspec.gguf.names import ROPE_FACTORS, hf_name, int4_linears
+from trtspec.gguf.names import ROPE_FACTORS, hf_name, kept_linears
 
 _ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Tokens that end a text, a turn, a message."""
@@ -62,20 +62,27 @@ def hf_generation_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def _quantization(facts: Facts) -> dict[str, Any]:
     """Of the linears whose integers are kept, in the words of compressed-tensors."""
-    kept = int4_linears(facts.file)
+    kept = kept_linears(facts.file)
     if not kept:
         return {}
     every = {
         name.removesuffix(".weight") for one in facts.file.tensors if (name := hf_name(one)) and one.startswith("blk.")
     }
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    others = sorted(name for name in every - kept if name.endswith("_proj"))
+    others = sorted(name for name in every - kept.keys() if name.endswith("_proj"))
+    targets = {bits: [name for name in kept if kept[name] == bits] for bits in sorted(set(kept.values()))}
+    groups = {
+        f"group_{i}": {
+            "targets": names if len(targets) > 1 else ["Linear"],
+            "weights": {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+        }
+        for i, (bits, names) in enumerate(targets.items())
+    }
     return {
         "quantization_config": {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "config_groups": groups,
             "ignore": ["lm_head", *others],
         }
     }

@@ -64,20 +64,23 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears that are one matrix here: they are of one kind."""
 
 
-def int4_linears(file: GgufFile) -> set[str]:
-    """Hugging Face's names of the linears whose integers are kept as they are: Q4_0 is int4 with a scale for 32 inputs
-    and the zero point 8."""
+KEPT_BITS = {"Q4_0": 4, "Q8_0": 8}
+"""Of the kinds whose integers are kept: symmetric ones with an fp16 scale for 32 inputs."""
+
+
+def kept_linears(file: GgufFile) -> dict[str, int]:
+    """Hugging Face's names of the linears whose integers are kept as they are, and of how many bits these are."""
     kinds = {
         name.removesuffix(".weight"): entry.kind.name
         for gguf_name, entry in file.tensors.items()
         if (name := hf_name(gguf_name)) is not None and gguf_name.startswith("blk.") and len(entry.shape) == 2
     }
-    found = {name for name, kind in kinds.items() if kind == "Q4_0"}
-    for name in sorted(found):
+    found = {}
+    for name, kind in kinds.items():
         block, _, own = name.rpartition(".")
         others = next((names for names in _FUSED if own in names), ())
-        if any(kinds.get(f"{block}.{other}") != "Q4_0" for other in others):
-            found.discard(name)
+        if kind in KEPT_BITS and all(kinds.get(f"{block}.{other}") == kind for other in others):
+            found[name] = KEPT_BITS[kind]
     return found
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from trtspec.errors import CheckpointError, DependencyError
 from trtspec.gguf.file import GgufFile, TensorEntry
 from trtspec.gguf.metadata import Facts
-from trtspec.gguf.names import ROPE_FACTORS, hf_name, int4_linears, turned_heads
+from trtspec.gguf.names import KEPT_BITS, ROPE_FACTORS, hf_name, kept_linears, turned_heads
 
 _AT_ONCE = 16 << 20  # elements that are dequantised at a time
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -27,11 +27,11 @@ class GgufShard:
     """An open file; `keys`, `get_slice` and `get_tensor` as those of safetensors."""
 
     file: GgufFile
-    slices: Mapping[str, GgufSlice | Int4Slice]  # by Hugging Face name
+    slices: Mapping[str, GgufSlice | PackedSlice]  # by Hugging Face name
 
     @classmethod
     def open(cls, path: Path, role: str = "target", packed: bool = False) -> GgufShard:
-        """packed: linears of Q4_0 come as the integers that they are, in the layout pack-quantized of
+        """packed: linears of Q4_0 and Q8_0 come as the integers that they are, in the layout pack-quantized of
         compressed-tensors; else dequantised. Raises CheckpointError and UnsupportedError: see GgufFile.open, and Facts.
         """
         found = path.stat()
@@ -41,8 +41,8 @@ class GgufShard:
     def of(cls, file: GgufFile, role: str = "target", packed: bool = False) -> GgufShard:
         """Of a file that is open. Tensors that no such model has keep their names, for strict loading to refuse."""
         facts = Facts(file, role)
-        kept = int4_linears(file) if packed else set()
-        slices: dict[str, GgufSlice | Int4Slice] = {}
+        kept = kept_linears(file) if packed else {}
+        slices: dict[str, GgufSlice | PackedSlice] = {}
         for name, entry in file.tensors.items():
             if name == ROPE_FACTORS:
                 continue
@@ -58,7 +58,7 @@ class GgufShard:
             if problem is not None:
                 raise CheckpointError(f"{role} model: {file.path}: {name!r:.80} {problem}; download it again")
             if public.removesuffix(".weight") in kept:
-                slices |= {public + part: Int4Slice(one, part) for part in _PARTS}
+                slices |= {public + part: PackedSlice(one, part) for part in _PARTS}
             else:
                 slices[public] = one
         return cls(file, slices)
@@ -67,7 +67,7 @@ class GgufShard:
         """Names, in the order of the file."""
         return list(self.slices)
 
-    def get_slice(self, name: str) -> GgufSlice | Int4Slice:
+    def get_slice(self, name: str) -> GgufSlice | PackedSlice:
         """A tensor that is not read yet."""
         return self.slices[name]
 
@@ -121,9 +121,9 @@ _PARTS = ("_packed", "_scale", "_shape")
 
 
 @dataclass(frozen=True)
-class Int4Slice:
-    """A part of a linear [N, K] of Q4_0 in the layout pack-quantized: weight_packed [N, K/8] int32, weight_scale
-    [N, K/32] float16 or weight_shape [2] int64."""
+class PackedSlice:
+    """A part of a linear [N, K] of Q4_0 or Q8_0 in the layout pack-quantized: weight_packed [N, K/8 or K/4] int32,
+    weight_scale [N, K/32] float16 or weight_shape [2] int64."""
 
     linear: GgufSlice
     part: str
@@ -131,7 +131,8 @@ class Int4Slice:
     def get_shape(self) -> list[int]:
         """Outermost first."""
         rows, depth = self.linear.entry.shape
-        return {"_packed": [rows, depth // 8], "_scale": [rows, depth // 32], "_shape": [2]}[self.part]
+        in_a_word = 32 // KEPT_BITS[self.linear.entry.kind.name]
+        return {"_packed": [rows, depth // in_a_word], "_scale": [rows, depth // 32], "_shape": [2]}[self.part]
 
     def get_dtype(self) -> str:
         """In the words of safetensors."""
@@ -142,16 +143,29 @@ class Int4Slice:
         if self.part == "_shape":
             return torch.tensor(self.linear.entry.shape)[rows]
         data = self.linear.stored(rows)
-        blocks = data.reshape(len(data), -1, self.linear.entry.kind.block_bytes)  # a scale, and then 16 bytes
+        blocks = data.reshape(len(data), -1, self.linear.entry.kind.block_bytes)  # a scale, and then the integers
         if self.part == "_scale":
             found = torch.from_numpy(np.array(blocks[:, :, :2])).view(torch.float16)[..., 0]
-        else:  # byte i holds inputs i and i + 16
-            values = np.concatenate((blocks[:, :, 2:] & 15, blocks[:, :, 2:] >> 4), axis=2)
-            found = (
-                torch.from_numpy(values[:, :, ::2] | values[:, :, 1::2] << 4).view(torch.int32).reshape(len(data), -1)
-            )
+        else:
+            octets = _UNSIGNED[self.linear.entry.kind.name](blocks[:, :, 2:])
+            found = torch.from_numpy(octets).view(torch.int32).reshape(len(data), -1)
         self.linear.file.forget()
         return found
+
+
+def _unsigned4(octets: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Of Q4_0, whose byte i holds inputs i and i + 16."""
+    values = np.concatenate((octets & 15, octets >> 4), axis=2)
+    return values[:, :, ::2] | values[:, :, 1::2] << 4
+
+
+def _unsigned8(octets: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Of Q8_0, whose bytes are signed."""
+    return octets ^ 128
+
+
+_UNSIGNED = {"Q4_0": _unsigned4, "Q8_0": _unsigned8}
+"""Integers [rows, blocks, bytes] -> those of pack-quantized, offset by half their range, as bytes."""
 
 
 @functools.lru_cache(maxsize=2)

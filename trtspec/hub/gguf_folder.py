@@ -15,7 +15,7 @@ from pathlib import Path
 from trtspec.errors import ConfigError
 from trtspec.gguf.file import GgufFile, TensorEntry
 from trtspec.gguf.folder import WEIGHTS, write_texts
-from trtspec.gguf.names import hf_name, int4_linears
+from trtspec.gguf.names import hf_name, kept_linears
 from trtspec.hub.kept import FOLDER_VARIABLE, cache_folder, check_private, make_private
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _make(file: GgufFile, folder: Path, role: str) -> None:
 def _fill(file: GgufFile, folder: Path, role: str) -> None:
     config = write_texts(file, folder, role)
     (folder / WEIGHTS).symlink_to(file.path)
-    kept = int4_linears(file)
+    kept = kept_linears(file)
     quantised = [
         entry
         for name, entry in file.tensors.items()

@@ -12,8 +12,9 @@ values to an int32 word, the first in the lowest bits:
 
 Sources: `pack_to_int32` of vllm-project/compressed-tensors, AutoGPTQ's QuantLinear.pack, AutoAWQ's WQLinear_GEMM.
 
-Scales become fp16 for 4-bit weights. Those of fp16 and, from 2^-17 (7.6e-6) to 65504, of bf16 do so exactly; others
-are rounded, by at most 2^-11 of their value or, below 2^-14, by 2^-25, with a warning that says how far weights moved.
+Scales become fp16 for 4-bit weights, and for 8-bit ones in groups. Those of fp16 and, from 2^-17 (7.6e-6) to 65504, of
+bf16 do so exactly; others are rounded, by at most 2^-11 of their value or, below 2^-14, by 2^-25, with a warning that
+says how far weights moved.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 IntegerPart: TypeAlias = Part[IntegerScheme]
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0..7 in a word
-_LARGEST_STEPS = 15  # a 4-bit weight is at most so many scales
+_LARGEST_STEPS = {4: 15, 8: 128}  # a weight of so many bits is at most so many scales
 
 
 @dataclass(frozen=True)
@@ -103,19 +104,24 @@ class Integers(Format[IntegerScheme]):
         N, K = sum(part.slot.shape[0] for part in parts), parts[0].slot.shape[1]
         values = torch.empty(N, K, dtype=torch.int8, device="meta")
         order = values[0].long() if any(part.scheme.ordered and _group_size(part) < K for part in parts) else None
-        if parts[0].scheme.bits == 8:
+        if not _is_grouped(parts[0]):
             linear.hold(*pack_int8(values, values[:, 0]), order=order)
             return
         scales = values[:, : K // min(map(_held_group_size, parts))].half()
+        if parts[0].scheme.bits == 8:
+            linear.hold(*pack_int8(values, scales), order=order)
+            return
         zeros = None if all(part.scheme.symmetric for part in parts) else scales.byte()
         linear.hold(*pack_int4(values.byte(), scales, zeros), order=order)
 
     def num_bytes(self, parts: Sequence[IntegerPart]) -> int:
         """See Format."""
         K = parts[0].slot.shape[1]
-        if parts[0].scheme.bits == 8:
+        if not _is_grouped(parts[0]):
             return padded_columns(parts) * (-(-K // 4) * 4 + 4)
         groups = K // min(map(_held_group_size, parts))
+        if parts[0].scheme.bits == 8:
+            return padded_columns(parts) * (K + groups * 2)
         return padded_columns(parts) * (K // 2 + groups * (2 if all(part.scheme.symmetric for part in parts) else 3))
 
     def finish(self, where: str) -> None:
@@ -126,7 +132,7 @@ class Integers(Format[IntegerScheme]):
                 "its value",
                 where,
                 rounding.count,
-                _LARGEST_STEPS * rounding.most,
+                rounding.most,
                 rounding.most_relative,
             )
 
@@ -145,7 +151,7 @@ class Integers(Format[IntegerScheme]):
                     ", ".join(part.name for part in parts),
                 )
         values = torch.cat([matrix.values for matrix in matrices])
-        if values.dtype == torch.int8:
+        if not _is_grouped(parts[0]):
             linear.hold(*pack_int8(values, torch.cat([matrix.scales[:, 0] for matrix in matrices])), order=first.order)
             return
         size = min(map(_held_group_size, parts))
@@ -158,13 +164,21 @@ class Integers(Format[IntegerScheme]):
         half = scales.to(torch.float16)
         if not half.isfinite().all():
             raise parts[0].unsupported(f"has a scale of {float(scales.abs().max()):.3g}, more than fp16's 65504")
-        self._rounding.add(scales, half)
-        linear.hold(*pack_int4(values, half, zeros), order=first.order)
+        self._rounding.add(scales, half, _LARGEST_STEPS[parts[0].scheme.bits])
+        if values.dtype == torch.int8:
+            linear.hold(*pack_int8(values, half), order=first.order)
+        else:
+            linear.hold(*pack_int4(values, half, zeros), order=first.order)
 
 
 def _group_size(part: IntegerPart) -> int:
     """Inputs that share a scale in the checkpoint."""
     return part.scheme.group_size or part.slot.shape[1]
+
+
+def _is_grouped(part: IntegerPart) -> bool:
+    """Whether ours has scales of groups: all 4-bit weights are held so."""
+    return part.scheme.bits == 4 or part.scheme.group_size is not None
 
 
 def _held_group_size(part: IntegerPart) -> int:
@@ -220,17 +234,18 @@ def _order(part: IntegerPart, g_idx: Tensor) -> Tensor | None:
 
 
 class _Rounding:
-    """How far scales moved on their way to fp16."""
+    """How far scales, and with them weights, moved on their way to fp16."""
 
     def __init__(self) -> None:
         self.count, self.most, self.most_relative = 0, 0.0, 0.0
 
-    def add(self, scales: Tensor, half: Tensor) -> None:
+    def add(self, scales: Tensor, half: Tensor, steps: int) -> None:
+        """steps: scales that a weight is at most."""
         errors = (half.double() - scales.double()).abs()
         moved = errors > 0
         if moved.any():
             self.count += int(moved.sum())
-            self.most = max(self.most, float(errors.max()))
+            self.most = max(self.most, steps * float(errors.max()))
             self.most_relative = max(self.most_relative, float((errors[moved] / scales[moved].double().abs()).max()))
 
 

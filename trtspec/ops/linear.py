@@ -50,6 +50,8 @@ def _reference(
 
 def _int8(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tensor | None) -> Tensor:
     """[T, 32 P] fp32. Only the last line rounds: integer sums are exact."""
+    if scales.ndim == 3:
+        return _groups(x, weight, scales, zeros, x_scale)
     values = unpack_values(weight)
     x_values, x_scales = _quantize(F.pad(x, (0, values.shape[1] - x.shape[1]))[:, None])
     dot = torch.zeros(x.shape[0], values.shape[0], dtype=torch.int32, device=x.device)
@@ -59,9 +61,9 @@ def _int8(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Ten
     return dot.float() * (x_scales * scales.flatten())
 
 
-def _int4(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tensor | None) -> Tensor:
+def _groups(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tensor | None) -> Tensor:
     """[T, 32 P] fp32. Groups are added one after the other, as the kernels do it."""
-    scale, zero = unpack_groups(scales, zeros)  # [32 P, K/g]
+    scale, zero = unpack_groups(weight, scales, zeros)  # [32 P, K/g]
     groups = scale.shape[1]
     values = unpack_values(weight).float().reshape(*scale.shape, -1)
     x_values, x_scales = _quantize(x.reshape(x.shape[0], groups, -1))
@@ -92,7 +94,7 @@ def round_e4m3(x: Tensor, scale: Tensor) -> Tensor:
 
 _QUANTISED: dict[torch.dtype, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]] = {
     torch.int8: _int8,
-    torch.uint8: _int4,
+    torch.uint8: _groups,
     torch.float8_e4m3fn: _fp8,
 }
 """By the weight's dtype: (x, weight, scales, zeros, x_scale) -> [T, 32 P] fp32."""
@@ -152,8 +154,8 @@ def packed_linear(
     out_features: N, needed for a packed weight, whose panels are padded.
     float_out: fp32 results as they were accumulated, not rounded to x's dtype.
 
-    int8 and int4 weights multiply rows of x rounded to int8, with one scale a row (int8) or a row and group (int4).
-    Sums are exact integers within a group; int4 adds the groups, scaled in fp32, in order. fp8 weights multiply x in
+    int8 and int4 weights multiply rows of x rounded to int8, with one scale a row or, where weights are in groups, a
+    row and group. Sums are exact integers within a group; groups are added, scaled in fp32, in order. fp8 weights multiply x in
     fp32, or `round_e4m3(x, x_scale)`; the sum in fp32 is scaled by scales and x_scale.
     """
     if out_features is None:

@@ -11,11 +11,13 @@ zeros.
     fp32      [P, K, 32]                          none                  none
     bf16/fp16 [P, ceil(K/2), 32, 2]               none                  none
     int8      [P, ceil(K/4), 32, 4] int8          [P, 32] fp32          none
+    int8      [P, K/4, 32, 4] int8                [P, K/g, 32] fp16     none
     int4      [P, K/8, 32, 4] uint8               [P, K/g, 32] fp16     [P, K/g, 32] uint8, or none: 8 everywhere
     fp8       [P, ceil(K/4), 32, 4] float8_e4m3fn [P, 32] fp32          none
 
 "none" is a tensor of no elements. Byte j of an int4 word s holds input 8s + j in its low and 8s + 4 + j in its high
-four bits; a value q stands for scale * (q - zero), with a scale and a zero for every g inputs of a column.
+four bits; a value q stands for scale * (q - zero), with a scale and a zero for every g inputs of a column. int8 has a
+scale for each column, or for every g inputs of one: its scales tell.
 """
 
 from __future__ import annotations
@@ -31,12 +33,11 @@ PANEL = 32
 """Output columns of a panel."""
 
 GROUP_SIZES = (32, 64, 128)
-"""Inputs that share a scale in int4."""
+"""Inputs that share a scale in int4, and in int8 in groups."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Weights that are not quantised."""
 
-_BY_COLUMN = (torch.int8, torch.float8_e4m3fn)  # a scale for each output column
 _SMALLEST_HALF = 2.0**-14  # the smallest normal fp16: smaller scales would lose bits
 _BYTES_PER_WORD = 4
 
@@ -58,11 +59,14 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_int8(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights that are 8-bit already: values [N, K] int8, scales [N].
+    """Weights that are 8-bit already: values [N, K] int8, scales [N], or [N, K/g] in groups.
 
-    Returns (panels [P, ceil(K/4), 32, 4] int8, scales [P, 32] fp32).
+    Returns (panels [P, ceil(K/4), 32, 4] int8, scales [P, 32] fp32 or, in groups, [P, K/g, 32] fp16).
     """
-    return _to_panels(values), _columns_to_panels(scales.float())
+    if scales.ndim == 1:
+        return _to_panels(values), _columns_to_panels(scales.float())
+    _check_group_size(values.shape[1], values.shape[1] // max(scales.shape[1], 1), "int8")
+    return _to_panels(values), _groups_to_panels(scales.to(torch.float16))
 
 
 def pack_fp8(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,10 +104,10 @@ def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Ten
     _check_group_size(values.shape[1], values.shape[1] // max(scales.shape[1], 1))
     low, high = values.reshape(values.shape[0], -1, 2, _BYTES_PER_WORD).unbind(2)  # [N, K/8, 4]
     panels = _to_panels((low | high << 4).flatten(1))
-    packed_scales = _columns_to_panels(scales.to(torch.float16)).transpose(1, 2).contiguous()
+    packed_scales = _groups_to_panels(scales.to(torch.float16))
     if zeros is None:
         return panels, packed_scales, values.new_empty(0)
-    return panels, packed_scales, _columns_to_panels(zeros.to(torch.uint8)).transpose(1, 2).contiguous()
+    return panels, packed_scales, _groups_to_panels(zeros.to(torch.uint8))
 
 
 def unpack(weight: Tensor, scales: Tensor, zeros: Tensor, out_features: int, in_features: int) -> Tensor:
@@ -111,12 +115,12 @@ def unpack(weight: Tensor, scales: Tensor, zeros: Tensor, out_features: int, in_
     if weight.ndim == 2:
         return weight.float()
     values = unpack_values(weight)[:out_features, :in_features].float()
-    if weight.dtype in _BY_COLUMN:
+    if weight.dtype in FLOATS:
+        return values
+    if scales.ndim == 2:
         return values * scales.flatten()[:out_features, None]
-    if weight.dtype == torch.uint8:
-        scale, zero = (t[:out_features] for t in unpack_groups(scales, zeros))
-        return _dequantize(values, scale, zero)
-    return values
+    scale, zero = (t[:out_features] for t in unpack_groups(weight, scales, zeros))
+    return _dequantize(values, scale, zero)
 
 
 def packed_rows(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_features: int) -> Tensor:
@@ -127,9 +131,11 @@ def packed_rows(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_f
     rows = weight[panel, :, column]  # [n, steps] or [n, steps, values of a word]
     if weight.dtype in FLOATS:
         return rows.flatten(1)[:, :in_features]
-    if weight.dtype in _BY_COLUMN:
+    if scales.ndim == 2:
         return rows.flatten(1)[:, :in_features].float() * scales[panel, column][:, None]
     scale = scales[panel, :, column].float()  # [n, K/g]
+    if weight.dtype == torch.int8:
+        return _dequantize(rows.flatten(1).float(), scale, torch.zeros_like(scale))
     zero = zeros[panel, :, column].float() if zeros.numel() else torch.full_like(scale, 8.0)
     return _dequantize(_nibbles(rows).float(), scale, zero)
 
@@ -140,10 +146,12 @@ def unpack_values(weight: Tensor) -> Tensor:
     return _nibbles(columns) if weight.dtype == torch.uint8 else columns.flatten(1)
 
 
-def unpack_groups(scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
-    """int4's scales and zeros, each [32 P, K/g] fp32."""
+def unpack_groups(weight: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and zeros of int4, or of int8 in groups, each [32 P, K/g] fp32."""
     scale = scales.transpose(1, 2).flatten(0, 1).float()
-    return scale, zeros.transpose(1, 2).flatten(0, 1).float() if zeros.numel() else torch.full_like(scale, 8.0)
+    if zeros.numel():
+        return scale, zeros.transpose(1, 2).flatten(0, 1).float()
+    return scale, torch.full_like(scale, 0.0 if weight.dtype == torch.int8 else 8.0)
 
 
 def _to_panels(rows: Tensor) -> Tensor:
@@ -163,6 +171,11 @@ def _columns_to_panels(per_column: Tensor) -> Tensor:
     return F.pad(per_column, padding).reshape(-1, PANEL, *per_column.shape[1:])
 
 
+def _groups_to_panels(per_group: Tensor) -> Tensor:
+    """[N, K/g] -> [P, K/g, 32], likewise."""
+    return _columns_to_panels(per_group).transpose(1, 2).contiguous()
+
+
 def _dequantize(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """values [n, K], scale, zero [n, K/g] -> [n, K] fp32."""
     groups = values.reshape(*scale.shape, values.shape[1] // scale.shape[1])
@@ -174,9 +187,9 @@ def _nibbles(words: Tensor) -> Tensor:
     return torch.stack((words & 15, words >> 4), dim=2).flatten(1)
 
 
-def _check_group_size(in_features: int, group_size: int) -> None:
+def _check_group_size(in_features: int, group_size: int, kind: str = "int4") -> None:
     if group_size not in GROUP_SIZES or in_features % group_size:
         raise ValueError(
-            f"int4 with {in_features} inputs in groups of {group_size}: the group size must be one of {GROUP_SIZES} "
-            "and divide the inputs; use int8 for this layer"
+            f"{kind} with {in_features} inputs in groups of {group_size}: the group size must be one of {GROUP_SIZES} "
+            "and divide the inputs; use int8 with a scale per output channel for this layer"
         )

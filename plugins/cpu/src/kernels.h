@@ -88,7 +88,7 @@ struct LogitsScratch {
 constexpr int64_t LOGITS_SLACK = 16;  // whole vectors are written
 
 // packed_linear: see trtspec/ops/packing.py for the layouts.
-enum class WeightFormat { fp32, bf16, fp16, int8, int4, fp8 };
+enum class WeightFormat { fp32, bf16, fp16, int8, int8_groups, int4, fp8 };
 
 constexpr int64_t PANEL = 32;                   // output columns that lie side by side
 constexpr int64_t STEP_BYTES = 4 * PANEL;       // a 32-bit word of every column of a panel
@@ -104,9 +104,9 @@ struct LinearArgs {
   int64_t x_step;                               // elements from row to row
   const void* weight;
   int64_t steps;                                // words of a column
-  int64_t groups;                               // scales of a column: K/g for int4, 1 for int8 and fp8
+  int64_t groups;                               // scales of a column: K/g for int4 and int8_groups, else 1
   const void* scales;
-  const uint8_t* zeros;                         // null: 8 everywhere
+  const uint8_t* zeros;                         // of int4; null: 8 everywhere
   float x_scale;                                // of fp8: x is made a multiple of it; 0: x as it is
   const void* bias;                             // null: none
   void* out;                                    // [T, N]

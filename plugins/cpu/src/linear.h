@@ -111,7 +111,10 @@ typedef void PanelKernel(const LinearArgs&, int64_t panel, int64_t rows, char* x
 
 #if defined(__AMX_INT8__)
 template <class Format> PanelKernel* sums_of_panel(const LinearArgs& args) {
-  if (in_tiles<Format>(args)) return Format::GROUPED ? &int4_tiles_of_panel : &tiles_of_panel<Format>;
+  if (in_tiles<Format>(args)) {
+    if constexpr (Format::GROUPED) return &group_tiles_of_panel<Format>;
+    else return &tiles_of_panel<Format>;
+  }
   return std::is_same_v<Format, Bf16Weights> ? &few_bf16_rows : &panel_sums<Format>;
 }
 #else
@@ -221,15 +224,14 @@ template <class Format, class T> void quantize_row(const LinearArgs& args, const
   const IntRow<Format> layout(args);
   auto* values = reinterpret_cast<int8_t*>(to) + args.steps * (Format::ROW_BYTES - Format::PER_STEP);
   std::memset(values + args.depth, 0, row_steps(args) * Format::PER_STEP - args.depth);
-  const int64_t group_size = args.depth / args.groups;
+  const int64_t group_size = args.depth / args.groups, group_steps = args.steps / args.groups;
   for (int64_t g = 0; g < args.groups; ++g) {
     const T* group = x + g * group_size;
     const float largest = largest_magnitude(group, group_size);
     layout.scales(to)[g] = largest / 127.0f;
-    layout.sums(to)[g] = typename Format::SumOfX(quantize_group(group, group_size, largest, values + g * group_size));
+    const int32_t total = quantize_group(group, group_size, largest, values + g * group_size);
+    layout.sums(to)[g] = typename Format::SumOfX(Format::arrange(to, args.steps, g * group_steps, group_steps, total));
   }
-  if constexpr (std::is_same_v<Format, Int8Weights>)
-    layout.sums(to)[0] = Format::arrange(to, args.steps, layout.sums(to)[0]);
 }
 
 // To the nearest e4m3 number, ties to even, of at most 448; NaN stays NaN.
@@ -257,6 +259,7 @@ template <class T> void prepare_row(const LinearArgs& args, int64_t row, char* t
     widen_row(x, args.depth, row_steps(args) * Format::PER_STEP, reinterpret_cast<Input*>(to));
   };
   if (args.format == WeightFormat::int8) return quantize_row<Int8Weights>(args, x, to);
+  if (args.format == WeightFormat::int8_groups) return quantize_row<Int8GroupWeights>(args, x, to);
   if (args.format == WeightFormat::int4) return quantize_row<Int4Weights>(args, x, to);
   if (args.format == WeightFormat::fp8) {
     widen(Fp8Weights{});
@@ -285,6 +288,7 @@ INLINE int64_t prepared_bytes(const LinearArgs& args) {
     case WeightFormat::fp16: return steps * Fp16Weights::ROW_BYTES;
     case WeightFormat::fp8: return steps * Fp8Weights::ROW_BYTES;
     case WeightFormat::int8: return IntRow<Int8Weights>(args).bytes();
+    case WeightFormat::int8_groups: return IntRow<Int8GroupWeights>(args).bytes();
     default: return IntRow<Int4Weights>(args).bytes();
   }
 }
@@ -308,6 +312,7 @@ INLINE auto panel_kernel(const LinearArgs& args) {
     case WeightFormat::fp16: return &panel_sums<Fp16Weights>;
     case WeightFormat::fp8: return &fp8_panel;
     case WeightFormat::int8: return &int8_panel;
+    case WeightFormat::int8_groups: return sums_of_panel<Int8GroupWeights>(args);
     default: return sums_of_panel<Int4Weights>(args);
   }
 }

@@ -54,13 +54,18 @@ class Tiles {
 
 // -- few rows ---------------------------------------------------------------------------------------------------------
 
+// What a prepared row has for a group.
+template <class Format> int64_t bytes_of_group(const LinearArgs& args) {
+  return args.steps / args.groups * Format::ROW_BYTES;
+}
+
 // So few rows are multiplied without tiles, which would be a little slower. Bits are the same: integers are exact, and
 // few_rows_of_panel does what the tile unit does.
 template <class Format> int64_t few_rows(const LinearArgs& args) {
   if (std::is_same_v<Format, Bf16Weights>) return 2;
   if (!Format::GROUPED) return 5;
-  const int64_t group_steps = args.steps / args.groups;  // smaller groups leave the tile unit less to do
-  return group_steps <= 4 ? 8 : group_steps <= 8 ? 6 : 4;
+  const int64_t group_bytes = bytes_of_group<Format>(args);  // smaller groups leave the tile unit less to do
+  return group_bytes <= 32 ? 8 : group_bytes <= 64 ? 6 : 4;
 }
 constexpr int64_t WIDE_STEP = 2 * sizeof(float);  // bytes of a step of so few rows of bf16
 
@@ -200,35 +205,37 @@ void tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x
 }
 
 // What the columns of a group of a panel are scaled with.
-struct GroupScales {
+template <class Format> struct GroupScales {
   Vec scale[VECTORS], offset[VECTORS];
 
   GroupScales() = default;
   GroupScales(const LinearArgs& args, int64_t panel, int64_t g) {
     const int64_t at = (panel * args.groups + g) * PANEL;
     for (int v = 0; v < VECTORS; ++v) {
-      scale[v] = load(static_cast<const Half*>(args.scales) + at + v * LANES);
-      offset[v] = Int4Weights::offset(args.zeros == nullptr ? nullptr : args.zeros + at + v * LANES);
+      scale[v] = load(static_cast<const typename Format::Scale*>(args.scales) + at + v * LANES);
+      offset[v] = Format::offset_in_tiles(args.zeros == nullptr ? nullptr : args.zeros + at + v * LANES);
     }
   }
 
   // sums += a group's dot products, of row r of a tile.
   INLINE void add(float* sums, const IVec (&dots)[VECTORS][SIDE], int64_t r, float sum_of_x, float scale_of_x) const {
     for (int v = 0; v < VECTORS; ++v, sums += LANES)
-      store(sums, Int4Weights::scaled(load(sums), dots[v][r], offset[v], sum_of_x, scale[v], scale_of_x));
+      store(sums, Format::scaled(load(sums), dots[v][r], offset[v], sum_of_x, scale[v], scale_of_x));
   }
 };
 
 // sums += x * panel, group after group, each in integers and then scaled. A tile's integers are scaled while the next
 // one's are made.
-inline void int4_tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes,
-                                Accumulators* sums) {
-  const IntRow<Int4Weights> layout(args);
-  const int64_t group_steps = args.steps / args.groups, group_bytes = group_steps * Int4Weights::ROW_BYTES;
+template <class Format>
+void group_tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes,
+                          Accumulators* sums) {
+  constexpr bool AS_THEY_LIE = Format::PARTS == 1;  // tiles of weights; else words are taken apart first
+  const IntRow<Format> layout(args);
+  const int64_t group_steps = args.steps / args.groups, group_bytes = bytes_of_group<Format>(args);
   const char* words = words_at(args, panel, 0);
-  alignas(64) UVec weights[2][VECTORS][2 * MOST_GROUP_STEPS];  // a group of half a panel, a word a column
+  alignas(64) UVec weights[2][VECTORS][AS_THEY_LIE ? 1 : 2 * MOST_GROUP_STEPS];  // a group of half a panel
   alignas(64) IVec dots[2][VECTORS][SIDE];
-  GroupScales scales[2];
+  GroupScales<Format> scales[2];
   int now = 0;
   const auto scale = [&](int64_t g, int64_t row, const IVec (&dots)[VECTORS][SIDE]) {
     for (int64_t r = row; r < rows && r < row + SIDE; ++r) {
@@ -239,12 +246,17 @@ inline void int4_tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t r
   int64_t last_g = -1, last_row = 0;
   for (int64_t g = 0; g < args.groups; ++g) {
     auto& unpacked = weights[g % 2];
+    const char* const first = AS_THEY_LIE ? words : reinterpret_cast<const char*>(unpacked[0]);
+    const char* const second = AS_THEY_LIE ? words + sizeof(UVec) : reinterpret_cast<const char*>(unpacked[1]);
+    constexpr int64_t word_bytes = AS_THEY_LIE ? STEP_BYTES : sizeof(UVec);  // from a word of a column to its next
     for (int64_t s = 0; s < group_steps; ++s, words += STEP_BYTES)
       for (int v = 0; v < VECTORS; ++v) {
         __builtin_prefetch(words + A_PAGE_AHEAD + v * sizeof(Vec), 0, 2);
         __builtin_prefetch(words + NEAR + v * sizeof(Vec), 0, 3);
-        unpacked[v][2 * s] = Int4Weights::weights<0>(words + v * sizeof(Vec));
-        unpacked[v][2 * s + 1] = Int4Weights::weights<1>(words + v * sizeof(Vec));
+        if constexpr (!AS_THEY_LIE) {
+          unpacked[v][2 * s] = Format::template weights<0>(words + v * sizeof(Vec));
+          unpacked[v][2 * s + 1] = Format::template weights<1>(words + v * sizeof(Vec));
+        }
       }
     for (int64_t row = 0; row < rows; row += SIDE) {
       const char* const inputs = x + row * row_bytes + g * group_bytes;
@@ -252,15 +264,15 @@ inline void int4_tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t r
       TILE_ZERO(1);
       for (int64_t k = 0; k < group_bytes; k += 64) {
         TILE_LOAD(4, inputs + k, row_bytes);
-        TILE_LOAD(6, &unpacked[0][k / 4], sizeof(UVec));
-        TILE_LOAD(7, &unpacked[1][k / 4], sizeof(UVec));
+        TILE_LOAD(6, first + k / 4 * word_bytes, word_bytes);
+        TILE_LOAD(7, second + k / 4 * word_bytes, word_bytes);
         TILE_MULTIPLY("tdpbssd", 0, 4, 6);
         TILE_MULTIPLY("tdpbssd", 1, 4, 7);
       }
       TILE_STORE(0, dots[now][0], sizeof(IVec));
       TILE_STORE(1, dots[now][1], sizeof(IVec));
       if (last_g >= 0) scale(last_g, last_row, dots[1 - now]);
-      if (row == 0) scales[g % 2] = GroupScales(args, panel, g);
+      if (row == 0) scales[g % 2] = GroupScales<Format>(args, panel, g);
       last_g = g, last_row = row, now = 1 - now;
     }
   }
@@ -279,14 +291,14 @@ template <class Format> int64_t multiply_in_tiles(int64_t steps) {
   return steps / SIDE * SIDE * Format::PER_STEP * 4 * SIDE * SIDE;
 }
 
-// Likewise of int4, in groups.
-inline int64_t multiply_int4_in_tiles(int64_t groups, int64_t group_steps) {
-  const int64_t bytes = group_steps * Int4Weights::ROW_BYTES;
+// Likewise in groups, of int4 or int8.
+template <class Format> int64_t multiply_groups_in_tiles(int64_t groups, int64_t group_steps) {
+  const int64_t bytes = group_steps * Format::ROW_BYTES;
   const Tiles tiles(SIDE, bytes < 64 ? bytes : 64);
   alignas(64) char zeros[SIDE * 64] = {};
   alignas(64) IVec dots[VECTORS][SIDE] = {};
   alignas(64) Accumulators sums[SIDE] = {};
-  GroupScales scales = {};
+  GroupScales<Format> scales = {};
   TILE_LOAD(4, zeros, 64);
   TILE_LOAD(6, zeros, 64);
   TILE_LOAD(7, zeros, 64);
@@ -301,16 +313,18 @@ inline int64_t multiply_int4_in_tiles(int64_t groups, int64_t group_steps) {
     TILE_STORE(1, dots[1], sizeof(IVec));
     for (int r = 0; r < SIDE; ++r) scales.add(sums[r], dots, r, 0, 0);
   }
-  return groups * group_steps * Int4Weights::PER_STEP * SIDE * PANEL;
+  return groups * group_steps * Format::PER_STEP * SIDE * PANEL;
 }
 
 // What a tile of x has in a row, in bytes; 0 where there are no tiles.
 inline int64_t tile_bytes(const LinearArgs& args) {
   if (args.format == WeightFormat::bf16 && in_tiles<Bf16Weights>(args)) return 64;
   if (args.format == WeightFormat::int8 && in_tiles<Int8Weights>(args)) return 64;
-  if (args.format != WeightFormat::int4 || !in_tiles<Int4Weights>(args)) return 0;
-  const int64_t group_bytes = args.steps / args.groups * Int4Weights::ROW_BYTES;
-  return group_bytes < 64 ? group_bytes : 64;
+  int64_t of_group = 0;
+  if (args.format == WeightFormat::int8_groups && in_tiles<Int8GroupWeights>(args))
+    of_group = bytes_of_group<Int8GroupWeights>(args);
+  if (args.format == WeightFormat::int4 && in_tiles<Int4Weights>(args)) of_group = bytes_of_group<Int4Weights>(args);
+  return of_group < 64 ? of_group : 64;
 }
 
 }  // namespace trtspec::TRTSPEC_ISA

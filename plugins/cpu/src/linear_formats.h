@@ -15,7 +15,7 @@
 
 namespace trtspec::TRTSPEC_ISA {
 
-constexpr int64_t MOST_GROUP_STEPS = 16;
+constexpr int64_t MOST_GROUP_STEPS = 16;  // of int4; groups of int8 have up to twice as many
 
 // A prepared row has zeros up to a whole number of tiles.
 #if defined(__AMX_INT8__)
@@ -159,9 +159,9 @@ struct Int8Weights {
   template <int part> static INLINE Shorts input(const char* row) { return (Shorts)broadcast_word(row + 4 * part); }
   static INLINE IVec multiply(IVec sum, Shorts weights, Shorts input) { return sum + dot2(weights, input); }
 
-  // The row's second half is its inputs in int8; makes of it what the parts read. Returns the sum that the offset goes
-  // with.
-  static int32_t arrange(char* row, int64_t steps, int32_t) {
+  // The row's second half is its inputs in int8; makes of those of some steps what the parts read. Returns the sum that
+  // the offset goes with.
+  static int32_t arrange(char* row, int64_t steps, int64_t first, int64_t count, int32_t) {
     IVec total = {};
     const auto arrange_some = [&](int64_t s, int64_t n) __attribute__((always_inline)) {
       IVec words = {};
@@ -173,9 +173,10 @@ struct Int8Weights {
       const Vec both[] = {interleave<0>(first, second, lanes), interleave<LANES / 2>(first, second, lanes)};
       std::memcpy(row + 8 * s, both, 8 * n);
     };
-    int64_t s = 0;
-    for (; s + LANES <= steps; s += LANES) arrange_some(s, LANES);
-    if (s < steps) arrange_some(s, steps - s);
+    const int64_t end = first + count;
+    int64_t s = first;
+    for (; s + LANES <= end; s += LANES) arrange_some(s, LANES);
+    if (s < end) arrange_some(s, end - s);
     return sum(total);
   }
 #else
@@ -184,16 +185,38 @@ struct Int8Weights {
   template <int part> static INLINE UVec weights(const char* from) { return load_as<UVec>(from) ^ 0x80808080u; }
   template <int part> static INLINE IVec input(const char* row) { return broadcast_word(row); }
   static INLINE IVec multiply(IVec sum, UVec weights, IVec input) { return dot4(sum, weights, input); }
-  static int32_t arrange(char*, int64_t, int32_t sum) { return sum; }
+  static int32_t arrange(char*, int64_t, int64_t, int64_t, int32_t sum) { return sum; }
 #endif
 
   static INLINE Vec exact(IVec dot, int32_t sum_of_x) { return __builtin_convertvector(dot - 128 * sum_of_x, Vec); }
 };
 
-struct Int4Weights {
+// What formats have whose columns have a scale for each group.
+struct InGroups {
   using Scale = Half;
   using SumOfX = float;
-  static constexpr bool ONE_PASS = INTEGERS_ARE_FAST, GROUPED = true;
+  static constexpr bool GROUPED = true;
+
+  // sum + a group. Up to its scales all of it is below 2^24, as groups are of at most 128: fp32 is exact.
+  static INLINE Vec scaled(Vec sum, IVec dot, Vec offset, float sum_of_x, Vec scale, float scale_of_x) {
+    const Vec exact = fma(-offset, splat(sum_of_x), __builtin_convertvector(dot, Vec));
+    return sum + exact * (scale * scale_of_x);
+  }
+};
+
+struct Int8GroupWeights : Int8Weights, InGroups {
+  using InGroups::GROUPED;
+  using SumOfX = InGroups::SumOfX;
+  static constexpr int RUN = 0;
+
+  static constexpr int streamed_rows(int64_t group_steps) { return group_steps >= MOST_GROUP_STEPS ? 2 : 1; }
+  static INLINE Vec offset(const uint8_t*) { return splat(128.0f); }
+  static INLINE Vec offset_in_tiles(const uint8_t*) { return Vec{}; }  // tiles take weights as they are
+  static INLINE IVec widened(IVec sum) { return sum; }
+};
+
+struct Int4Weights : InGroups {
+  static constexpr bool ONE_PASS = INTEGERS_ARE_FAST;
   static constexpr int PER_STEP = 8, PARTS = 2, ROW_BYTES = 8;
 
   static constexpr int streamed_rows(int64_t group_steps) {
@@ -201,11 +224,8 @@ struct Int4Weights {
   }
 
   static INLINE Vec offset(const uint8_t* zeros) { return zeros == nullptr ? splat(8.0f) : load(zeros); }
-  // sum + a group. Up to its scales all of it is below 2^24, as groups are of at most 128: fp32 is exact.
-  static INLINE Vec scaled(Vec sum, IVec dot, Vec offset, float sum_of_x, Vec scale, float scale_of_x) {
-    const Vec exact = fma(-offset, splat(sum_of_x), __builtin_convertvector(dot, Vec));
-    return sum + exact * (scale * scale_of_x);
-  }
+  static INLINE Vec offset_in_tiles(const uint8_t* zeros) { return offset(zeros); }
+  static int32_t arrange(char*, int64_t, int64_t, int64_t, int32_t sum) { return sum; }
   template <int part> static INLINE UVec weights(const char* from) {
     const UVec words = load_as<UVec>(from);
     return (part == 0 ? words : words >> 4) & 0x0f0f0f0fu;

@@ -27,6 +27,16 @@ template <class Value> struct ByteWords {
   }
 };
 
+struct Int8GroupWords {
+  const c10::Half* scales;  // a group's is PANEL further on than the one's before
+  const int64_t words_of_a_group;
+
+  static constexpr int64_t bytes = 4 * sizeof(float);
+  void expand(uint32_t word, int64_t step, char* to) const {
+    ByteWords<int8_t>{scales[step / words_of_a_group * PANEL]}.expand(word, step, to);
+  }
+};
+
 struct Int4Words {
   const c10::Half* scales;  // a group's is PANEL further on than the one's before
   const uint8_t* zeros;    // or null: 8 everywhere
@@ -65,10 +75,11 @@ void expand_column(const char* column, int64_t steps, const Words& words, char* 
 // Returns the number of groups.
 int64_t check_scales(const Tensor& weight, const Tensor& scales, const Tensor& zeros) {
   const bool int4 = weight.scalar_type() == ScalarType::Byte;
-  const int64_t panels = weight.size(0), groups = int4 && scales.dim() == 3 ? scales.size(1) : 1;
+  const bool grouped = int4 || (weight.scalar_type() == ScalarType::Char && scales.dim() == 3);
+  const int64_t panels = weight.size(0), groups = grouped && scales.dim() == 3 ? scales.size(1) : 1;
   OP_REQUIRES(scales.is_contiguous() && groups > 0 &&
-                  scales.scalar_type() == (int4 ? ScalarType::Half : ScalarType::Float) &&
-                  scales.dim() == (int4 ? 3 : 2) && scales.numel() == panels * groups * PANEL &&
+                  scales.scalar_type() == (grouped ? ScalarType::Half : ScalarType::Float) &&
+                  scales.dim() == (grouped ? 3 : 2) && scales.numel() == panels * groups * PANEL &&
                   weight.size(1) % groups == 0,
               "packed_embedding: scales is ", scales.sizes(), " ", scales.scalar_type(), " for ", weight.sizes(), " ",
               weight.scalar_type(), "; see trtspec.ops.packing");
@@ -114,6 +125,9 @@ Tensor trtspec::packed_embedding(const Tensor& ids_, const Tensor& weight_, cons
     } else if (int4) {
       const uint8_t* zero = zeros.numel() ? zeros.const_data_ptr<uint8_t>() + first_scale : nullptr;
       const Int4Words expanded{scales.const_data_ptr<c10::Half>() + first_scale, zero, steps / groups};
+      expand_column(words, steps, expanded, row, row_bytes);
+    } else if (scales.dim() == 3) {
+      const Int8GroupWords expanded{scales.const_data_ptr<c10::Half>() + first_scale, steps / groups};
       expand_column(words, steps, expanded, row, row_bytes);
     } else if (const float scale = scales.const_data_ptr<float>()[first_scale]; fp8) {
       expand_column(words, steps, ByteWords<c10::Float8_e4m3fn>{scale}, row, row_bytes);

@@ -63,8 +63,9 @@ static Element element_of(const Tensor& x) {
   }
 }
 
-static WeightFormat weight_format(const Tensor& x, const Tensor& weight) {
-  if (weight.scalar_type() == ScalarType::Char) return WeightFormat::int8;
+static WeightFormat weight_format(const Tensor& x, const Tensor& weight, const Tensor& scales) {
+  if (weight.scalar_type() == ScalarType::Char)
+    return scales.dim() == 3 ? WeightFormat::int8_groups : WeightFormat::int8;
   if (weight.scalar_type() == ScalarType::Byte) return WeightFormat::int4;
   if (weight.scalar_type() == ScalarType::Float8_e4m3fn) return WeightFormat::fp8;
   OP_REQUIRES(weight.scalar_type() == x.scalar_type(), "packed_linear: weight is ", weight.scalar_type(),
@@ -78,7 +79,7 @@ static int64_t inputs_per_step(WeightFormat format) {
   switch (format) {
     case WeightFormat::fp32: return 1;
     case WeightFormat::bf16: case WeightFormat::fp16: return 2;
-    case WeightFormat::int8: case WeightFormat::fp8: return 4;
+    case WeightFormat::int8: case WeightFormat::int8_groups: case WeightFormat::fp8: return 4;
     default: return 8;
   }
 }
@@ -117,13 +118,17 @@ static float scale_of_x(WeightFormat format, const std::optional<Tensor>& x_scal
   return *x_scale->const_data_ptr<float>();
 }
 
-static void check_int4(const LinearArgs& args, const Tensor& scales, const Tensor& zeros, int64_t panels) {
+// int4, and int8 in groups, which has no zeros.
+static void check_groups(const LinearArgs& args, const Tensor& scales, const Tensor& zeros, int64_t panels) {
+  const bool int4 = args.format == WeightFormat::int4;
   const int64_t groups = args.groups, group_size = groups > 0 ? args.depth / groups : 0;
   OP_REQUIRES(scales.scalar_type() == ScalarType::Half && scales.is_contiguous() &&
                   scales.sizes() == Sizes({panels, groups, PANEL}) && groups * group_size == args.depth &&
                   (group_size == 32 || group_size == 64 || group_size == 128),
-              "packed_linear: scales is ", scales.sizes(), " ", scales.scalar_type(), "; int4 with ", args.depth,
+              "packed_linear: scales is ", scales.sizes(), " ", scales.scalar_type(), "; ", int4 ? "int4" : "int8 in groups", " with ",
+              args.depth,
               " inputs wants [", panels, ", inputs / group size, 32] float16, contiguous, groups of 32, 64 or 128");
+  OP_REQUIRES(int4 || zeros.numel() == 0, "packed_linear: zeros is ", zeros.sizes(), "; int8 wants no elements");
   OP_REQUIRES(zeros.numel() == 0 || (zeros.scalar_type() == ScalarType::Byte && zeros.is_contiguous() &&
                                      zeros.sizes() == scales.sizes()),
               "packed_linear: zeros is ", zeros.sizes(), " ", zeros.scalar_type(), "; want ", scales.sizes(),
@@ -166,17 +171,18 @@ Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tens
   const Tensor bias = bias_ ? bias_->contiguous() : Tensor();
   const int64_t panels = (out_features + PANEL - 1) / PANEL;
   LinearArgs args = {};
-  args.format = weight_format(x, weight);
+  args.format = weight_format(x, weight, scales);
   args.element = element_of(x);
   args.float_out = float_out;
   args.rows = x.size(0);
   args.depth = x.size(1);
   args.out_features = out_features;
   args.steps = (args.depth + inputs_per_step(args.format) - 1) / inputs_per_step(args.format);
-  args.groups = args.format == WeightFormat::int4 && scales.dim() == 3 ? scales.size(1) : 1;
+  const bool grouped = args.format == WeightFormat::int4 || args.format == WeightFormat::int8_groups;
+  args.groups = grouped && scales.dim() == 3 ? scales.size(1) : 1;
   check_weight(args, weight, panels);
   if (args.format == WeightFormat::int8) check_int8(args, scales, zeros, panels);
-  if (args.format == WeightFormat::int4) check_int4(args, scales, zeros, panels);
+  if (grouped) check_groups(args, scales, zeros, panels);
   if (args.format == WeightFormat::fp8) check_columns("fp8", scales, zeros, panels);
   OP_REQUIRES(!bias.defined() || (bias.scalar_type() == x.scalar_type() && bias.numel() == out_features),
               "packed_linear: bias is ", bias.defined() ? bias.sizes() : Sizes({}), "; want [", out_features,

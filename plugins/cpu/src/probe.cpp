@@ -26,17 +26,20 @@ static double read_bandwidth(const trtspec::Tensor& memory) {
   return double(memory.nbytes()) / seconds.count();
 }
 
-// Multiplications per second of packed_linear's inner instructions on registers. group_size: of int4 weights, whose
-// sums are scaled so often.
+// Multiplications per second of packed_linear's inner instructions on registers. group_size: of int4 weights, and of
+// int8 ones where it is one of theirs, whose sums are scaled so often.
 static double multiply_rate(const trtspec::Tensor& weight, int64_t group_size) {
   constexpr int64_t PIECES = 64, STEPS = 16'384;
   const WeightFormat format = weight.scalar_type() == ScalarType::Float      ? WeightFormat::fp32
                               : weight.scalar_type() == ScalarType::BFloat16 ? WeightFormat::bf16
                               : weight.scalar_type() == ScalarType::Half     ? WeightFormat::fp16
-                              : weight.scalar_type() == ScalarType::Char     ? WeightFormat::int8
+                              : weight.scalar_type() == ScalarType::Char
+                                  ? (group_size <= 128 ? WeightFormat::int8_groups : WeightFormat::int8)
                               : weight.scalar_type() == ScalarType::Byte     ? WeightFormat::int4
                                                                              : WeightFormat::fp8;
-  const int64_t group_steps = format == WeightFormat::int4 ? group_size / 8 : STEPS;
+  const int64_t group_steps = format == WeightFormat::int4          ? group_size / 8
+                              : format == WeightFormat::int8_groups ? group_size / 4
+                                                                    : STEPS;
   const trtspec::OwnThreads own_threads;
   std::atomic<int64_t> done = 0;
   const auto start = std::chrono::steady_clock::now();

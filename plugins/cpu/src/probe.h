@@ -84,10 +84,12 @@ int64_t multiply(WeightFormat format, int64_t groups, int64_t group_steps) {
 #if defined(__AMX_INT8__)
     case WeightFormat::bf16: return multiply_in_tiles<Bf16Weights>(groups * group_steps);
     case WeightFormat::int8: return multiply_in_tiles<Int8Weights>(groups * group_steps);
-    default: return multiply_int4_in_tiles(groups, group_steps);
+    case WeightFormat::int8_groups: return multiply_groups_in_tiles<Int8GroupWeights>(groups, group_steps);
+    default: return multiply_groups_in_tiles<Int4Weights>(groups, group_steps);
 #else
     case WeightFormat::bf16: return multiply_in_registers<Bf16Weights>(groups, group_steps);
     case WeightFormat::int8: return multiply_in_registers<Int8Weights>(groups, group_steps);
+    case WeightFormat::int8_groups: return multiply_in_registers<Int8GroupWeights>(groups, group_steps);
     default: return multiply_in_registers<Int4Weights>(groups, group_steps);
 #endif
   }

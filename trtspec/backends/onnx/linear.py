@@ -2,8 +2,8 @@
 
 plain weights     Gemm with the matrix [N, K] as it is
 int8, int4        for ONNX Runtime: MatMulNBits (com.microsoft), which rounds rows of x to int8 per block of inputs
-                  for TensorRT: DequantizeLinear and Gemm, with x as it is. TensorRT has no zero points: weights whose
-                  zeros are not in the middle are refused
+                  for TensorRT: DequantizeLinear and Gemm, with x as it is. TensorRT has no zero points, and no
+                  groups of int8: weights whose zeros are not in the middle are refused, and int8 in groups
 fp8               DequantizeLinear and Gemm; where x is rounded, it goes through QuantizeLinear and DequantizeLinear
 
 A packed matrix is unpacked here, at export: files hold what the runtime reads.
@@ -176,6 +176,12 @@ class _TensorRTMatrices(_Matrices):
         N, K = node.attributes["out_features"].as_int(), _depth(x)
         dtype = _TORCH[x.dtype]
         matrix, scales = f"{weight.name}.matrix", f"{weight.name}.scales"
+        if held.dtype == torch.int8 and scale.ndim == 3:
+            raise UnsupportedError(
+                f"{weight.name}: TensorRT takes 8-bit weights with one scale per output channel only, and these have "
+                "one for each group of inputs; use the unquantised checkpoint (of a GGUF file: what `trtspec convert` "
+                "writes) with quantization='int8'"
+            )
         if held.dtype == torch.int8:
             attributes = {"axis": 0}
             if matrix not in self.graph.initializers:
@@ -184,7 +190,7 @@ class _TensorRTMatrices(_Matrices):
         else:
             attributes = {"axis": 1, "block_size": K // scale.shape[1]}
             if matrix not in self.graph.initializers:
-                if zero.numel() and not bool((unpack_groups(scale, zero)[1][:N] == 8).all()):
+                if zero.numel() and not bool((unpack_groups(held, scale, zero)[1][:N] == 8).all()):
                     raise UnsupportedError(
                         f"{weight.name}: TensorRT takes 4-bit weights without zero points only; use a checkpoint that "
                         "was quantised symmetrically (GPTQ with sym = true), or a plain one with quantization int4"
@@ -193,7 +199,7 @@ class _TensorRTMatrices(_Matrices):
                 packed = _pairs((values & 15).to(torch.uint8)).flatten()
                 tensor = ir.PackedTensor(packed.numpy(), ir.DataType.INT4, shape=ir.Shape((N, K)), name=matrix)
                 self._register_tensor(matrix, tensor)
-                self._register_scales(scales, unpack_groups(scale, zero)[0][:N], dtype)
+                self._register_scales(scales, unpack_groups(held, scale, zero)[0][:N], dtype)
         whole = ir.node(
             "DequantizeLinear", [self.graph.initializers[matrix], self.graph.initializers[scales]], attributes
         )
@@ -216,17 +222,18 @@ _TORCH = {
 
 
 def _eight_bits(held: Tensor, scales: Tensor, N: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int8 panels and a scale per column -> MatMulNBits' B, scales and zero points, of blocks of inputs."""
+    """int8 panels, and a scale per column or group -> MatMulNBits' B, scales and zero points, of blocks of inputs."""
     values = F.pad(unpack_values(held)[:N, :K], (0, -K % _INT8_BLOCK))
     blocks = values.shape[1] // _INT8_BLOCK
     unsigned = (values.to(torch.int16) + 128).to(torch.uint8).view(N, blocks, _INT8_BLOCK)
-    per_block = scales.flatten()[:N, None].expand(N, blocks).contiguous()
+    columns = scales.flatten()[:, None] if scales.ndim == 2 else unpack_groups(held, scales, torch.empty(0))[0]
+    per_block = columns[:N].repeat_interleave(blocks // columns.shape[1], dim=1)  # groups are of whole blocks
     return unsigned, per_block, torch.full((N, blocks), 128, dtype=torch.uint8)
 
 
 def _four_bits(held: Tensor, scales: Tensor, zeros: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor]:
     """int4 panels, scales and zeros of groups -> MatMulNBits' B, scales and zero points."""
-    scale, zero = (part[:N] for part in unpack_groups(scales, zeros))  # [N, K/g]
+    scale, zero = (part[:N] for part in unpack_groups(held, scales, zeros))  # [N, K/g]
     values = unpack_values(held)[:N].view(N, scale.shape[1], -1)
     zero = F.pad(zero.to(torch.uint8), (0, scale.shape[1] % 2))
     return _pairs(values), scale.contiguous(), _pairs(zero)

@@ -39,7 +39,7 @@ class IntegerScheme:
 
     @property
     def requests(self) -> tuple[str, ...]:
-        """Values of EngineConfig.quantization that mean the same bits and groups."""
+        """Values of EngineConfig.quantization that mean the same bits and, with 4 bits, groups."""
         if self.bits == 8:
             return ("int8",)
         words = {128: "int4_g128", 64: "int4_g64", 32: "int4"}
@@ -49,8 +49,8 @@ class IntegerScheme:
 
     @property
     def held(self) -> Hashable:
-        """What linears must agree in to be one matrix here."""
-        return self.bits
+        """What linears must agree in to be one matrix here: with 8 bits, in whether there are groups."""
+        return self.bits, self.bits == 8 and self.group_size is not None
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,19 @@ def check_integers(
     read: Reader, bits: tuple[str, int], size: tuple[str, int | None], symmetric: tuple[str, bool]
 ) -> None:
     """What the kernels hold; each given as (field, value)."""
-    advice = "use a 4-bit checkpoint, or the unquantised one with quantization='int8'"
     if bits[1] not in (4, 8):
         raise read.unsupported(bits[0], "only 4 and 8 bits are supported")
-    if bits[1] == 8 and size[1] is not None:
-        raise read.unsupported(size[0], f"8-bit weights have one scale per output channel here, no groups; {advice}")
     if bits[1] == 8 and not symmetric[1]:
-        raise read.unsupported(symmetric[0], f"8-bit weights have no zero points here; {advice}")
+        raise read.unsupported(
+            symmetric[0],
+            "8-bit weights have no zero points here; use a 4-bit checkpoint, or the unquantised one with "
+            "quantization='int8'",
+        )
     if size[1] is not None and (size[1] < 1 or size[1] % GROUP_MULTIPLE):
         raise read.unsupported(
             size[0],
-            f"4-bit weights come in groups of a multiple of {GROUP_MULTIPLE} inputs, or per output channel; use such a "
-            "checkpoint, or the unquantised one with quantization='int4'",
+            f"weights come in groups of a multiple of {GROUP_MULTIPLE} inputs, or per output channel; use such a "
+            f"checkpoint, or the unquantised one with quantization='int{bits[1]}'",
         )
 
 
