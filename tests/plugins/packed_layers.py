@@ -10,10 +10,10 @@ from torch import Tensor
 
 from trtspec.ops import packed_linear
 from trtspec.ops.linear import _reference
-from trtspec.ops.packing import pack_fp8, pack_int4, pack_panels, quantize_int4, quantize_int8, unpack
+from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, pack_panels, quantize_int4, quantize_int8, unpack
 
 EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounding
-GROUPS = {"int4-32": 32, "int4-64": 64, "int4-128": 128}
+GROUPS = {f"{kind}-{size}": size for kind in ("int4", "int8") for size in (32, 64, 128)}
 FP8 = ("fp8", "fp8-static")  # x as it is, and rounded to e4m3
 NONE = torch.empty(0)
 
@@ -57,7 +57,7 @@ class Layer:
 
 
 def random_layer(layout: str, dtype: torch.dtype, width: int, depth: int) -> Layer:
-    """int4 needs whole groups: its depth is rounded up."""
+    """Groups are whole: a depth is rounded up."""
     generator = torch.Generator().manual_seed(1000 * width + depth)
     if layout in GROUPS:
         depth += -depth % GROUPS[layout]
@@ -69,11 +69,20 @@ def random_layer(layout: str, dtype: torch.dtype, width: int, depth: int) -> Lay
     if layout in FP8:
         x_scale = torch.tensor([0.37]) if layout == "fp8-static" else None
         return Layer(*pack_fp8(any_fp8(width, depth), weight[:, 0].abs() / 64), NONE, width, depth, x_scale)
+    if layout.startswith("int8-"):
+        return Layer(*random_int8_groups(width, depth, GROUPS[layout]), width, depth)
     if width % 2:  # half of them without zeros
         return Layer(*quantize_int4(weight, GROUPS[layout]), width, depth)
     values = torch.randint(16, (width, depth), generator=generator, dtype=torch.uint8)
     scales = torch.rand(width, depth // GROUPS[layout], generator=generator)
     return Layer(*pack_int4(values, scales, None), width, depth)
+
+
+def random_int8_groups(width: int, depth: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """All integers, and scales of either sign: panels, scales, no zeros."""
+    generator = torch.Generator().manual_seed(1000 * width + depth)
+    values = torch.randint(-128, 128, (width, depth), generator=generator, dtype=torch.int8)
+    return *pack_int8(values, torch.randn(width, depth // size, generator=generator) / 16), NONE
 
 
 def any_fp8(*shape: int) -> Tensor:

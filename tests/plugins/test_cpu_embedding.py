@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.plugins.packed_layers import GROUPS, NONE, random_int8_groups
 from trtspec.ops import load_plugins, packed_embedding
 from trtspec.ops.packing import pack_int4, pack_panels, packed_rows, quantize_int4, quantize_int8
 
 if "cpu" not in load_plugins():
     pytest.skip("the C++ kernels are not built", allow_module_level=True)
 
-NONE = torch.empty(0)
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-GROUPS = {"int4-32": 32, "int4-64": 64, "int4-128": 128}
 
 
 def packed(layout: str | torch.dtype, width: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,6 +25,8 @@ def packed(layout: str | torch.dtype, width: int, depth: int) -> tuple[Tensor, T
         return pack_panels(weight.to(layout)), NONE, NONE
     if layout == "int8":
         return *quantize_int8(weight), NONE
+    if layout.startswith("int8-"):
+        return random_int8_groups(width, depth, GROUPS[layout])
     if width % 2:  # half of them without zeros
         return quantize_int4(weight, GROUPS[layout])
     values = torch.randint(16, (width, depth), generator=generator, dtype=torch.uint8)
@@ -76,6 +77,9 @@ def test_bad_matrices() -> None:
     ]
     nibbles, halves, _ = packed("int4-32", 40, 64)
     cases.append(((nibbles, halves.flatten(1), none, 64), "scales is"))
+    octets, halves, _ = packed("int8-32", 40, 64)
+    cases.append(((octets, halves.float(), none, 64), "scales is"))
+    cases.append(((octets, halves, halves.to(torch.uint8), 64), "zeros is"))
     for arguments, message in cases:
         with pytest.raises(RuntimeError, match=message):
             packed_embedding(ids, *arguments)

@@ -123,7 +123,8 @@ def test_weights_of_other_makers(dtype: torch.dtype) -> None:
     scales = torch.randint(-1023, 1024, (40, 64), generator=generator) * 2.0**-24
     fours = (torch.randint(16, shape, generator=generator, dtype=torch.uint8) for shape in ((40, 2048), (40, 64)))
     four = Layer(*pack_int4(next(fours), scales, next(fours)), 40, 2048)
-    for layer in (eight, four):
+    grouped = Layer(*pack_int8(values, scales), NONE, 40, 2048)
+    for layer in (eight, four, grouped):
         x = random_rows(dtype, 5, 2048)
         assert torch.equal(layer(x, float_out=True), layer.reference(x, float_out=True))
 
@@ -135,7 +136,8 @@ def test_the_largest_integers(rows: int) -> None:
     signs[1::2, ::2], signs[2::3, 1::2], signs[3::4] = -1, -1, -1
     ends = torch.tensor([-128, 127], dtype=torch.int8)
     eight = ends[torch.arange(36)[:, None] // torch.tensor([[1, 2]]).repeat(1, 256) % 2]
-    layers = [Layer(*pack_int8(eight, torch.ones(36)), NONE, 36, 512)]
+    of_groups = [torch.ones(36, 512 // size) for size in (32, 64, 128)]
+    layers = [Layer(*pack_int8(eight, scales), NONE, 36, 512) for scales in (torch.ones(36), *of_groups)]
     for value, zero in ((15, 0), (0, 15), (15, 15)):
         four = torch.full((36, 512), value, dtype=torch.uint8), torch.ones(36, 4)
         layers.append(Layer(*pack_int4(*four, torch.full((36, 4), zero, dtype=torch.uint8)), 36, 512))
@@ -184,14 +186,14 @@ def test_quantisation_error_of_normal_numbers(layout: str, rounding_x: float, al
 
 
 @pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-31, 1e30, 3e38])
-@pytest.mark.parametrize("layout", ["int8", "int4-32"])
+@pytest.mark.parametrize("layout", ["int8", "int4-32", "int8-32"])
 def test_tiny_and_huge_rows(layout: str, size: float) -> None:
     layer = random_layer(layout, torch.float32, 40, 64)
     x = torch.randn(3, 64).clamp(-1, 1) * size
     torch.testing.assert_close(layer(x), layer.reference(x), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("layout", ["panels", "int8", "int4-32", *FP8])
+@pytest.mark.parametrize("layout", ["panels", "int8", "int4-32", "int8-32", *FP8])
 def test_no_rows(layout: str) -> None:
     assert random_layer(layout, torch.float32, 40, 64)(torch.empty(0, 64)).shape == (0, 40)
 
@@ -231,7 +233,7 @@ def test_arguments_that_do_not_fit_are_named(change: dict[str, object], message:
         packed_linear(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("layout", ["int8", "int4-32", "fp8"])
+@pytest.mark.parametrize("layout", ["int8", "int4-32", "int8-32", "fp8"])
 def test_scales_and_zeros_that_do_not_fit_are_named(layout: str) -> None:
     layer, x = random_layer(layout, torch.float32, 41, 64), torch.zeros(3, 64)
     for scales in (NONE, layer.scales.to(torch.bfloat16), layer.scales[:1]):
@@ -244,7 +246,7 @@ def test_scales_and_zeros_that_do_not_fit_are_named(layout: str) -> None:
             packed_linear(x, layer.weight, scales=layer.scales, zeros=layer.zeros, x_scale=x_scale, out_features=41)
 
 
-@pytest.mark.parametrize("layout", ["panels", "int8", "int4-32", *FP8])
+@pytest.mark.parametrize("layout", ["panels", "int8", "int4-32", "int8-32", *FP8])
 def test_opcheck(layout: str) -> None:
     layer = random_layer(layout, torch.float32, 40, 64)
     args = (torch.randn(3, 64), layer.weight, layer.scales, layer.zeros, torch.randn(40), layer.x_scale, 40, True)

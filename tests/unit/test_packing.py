@@ -12,7 +12,16 @@ from trtspec.models.layers import Linear, PackedEmbedding, weight_bytes
 from trtspec.models.packing import pack_decoder
 from trtspec.ops import packed_linear
 from trtspec.ops.linear import _reference
-from trtspec.ops.packing import pack_fp8, pack_int4, pack_panels, packed_rows, quantize_int4, quantize_int8, unpack
+from trtspec.ops.packing import (
+    pack_fp8,
+    pack_int4,
+    pack_int8,
+    pack_panels,
+    packed_rows,
+    quantize_int4,
+    quantize_int8,
+    unpack,
+)
 
 NONE = torch.empty(0)
 floats = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -95,6 +104,20 @@ def test_int4_keeps_values_that_are_four_bits_already(
     check_rows(*packed, matrix)
 
 
+@given(width=widths, groups=st.integers(1, 4), group_size=group_sizes)
+def test_int8_keeps_values_that_are_eight_bits_already(width: int, groups: int, group_size: int) -> None:
+    values = torch.randint(-128, 128, (width, groups * group_size), dtype=torch.int8)
+    scales = torch.randn(width, groups).half()
+    packed = (*pack_int8(values, scales), NONE)
+    assert packed[0].shape == (-(-width // 32), groups * group_size // 4, 32, 4)
+    assert packed[1].shape == (-(-width // 32), groups, 32)
+    assert packed[1].dtype == torch.float16
+    matrix = unpack(*packed, width, groups * group_size)
+    expected = values.unflatten(1, (groups, -1)).float() * scales.float()[:, :, None]
+    assert torch.equal(matrix, expected.flatten(1))
+    check_rows(*packed, matrix)
+
+
 @given(width=widths, depth=depths)
 def test_fp8_keeps_values_and_scales(width: int, depth: int) -> None:
     values, scales = random_weight(width, depth).to(torch.float8_e4m3fn), torch.rand(width)
@@ -126,6 +149,12 @@ def test_int4_wants_whole_groups(depth: int, group_size: int) -> None:
         quantize_int4(torch.randn(8, depth), group_size)
 
 
+def test_int8_in_groups_wants_whole_ones() -> None:
+    for groups in (1, 4, 0):  # of 256, of 64 and a half, and none
+        with pytest.raises(ValueError, match="int8 with 25[68] inputs in groups of"):
+            pack_int8(torch.zeros(8, 258 if groups == 4 else 256, dtype=torch.int8), torch.ones(8, groups))
+
+
 def test_panels_want_a_floating_point_weight() -> None:
     with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
         pack_panels(torch.zeros(4, 4, dtype=torch.int32))
@@ -144,12 +173,16 @@ def test_the_reference_computes_panels_as_a_plain_weight(
 
 
 @settings(deadline=None)
-@given(bits=st.sampled_from([4, 8]), rows=st.integers(1, 30), width=widths, groups=st.integers(1, 4))
+@given(kind=st.sampled_from(["int4", "int8", "int8 in groups"]), rows=st.integers(1, 30), width=widths, groups=st.integers(1, 4))
 def test_reference_rows_of_integer_weights_do_not_know_of_each_other(
-    bits: int, rows: int, width: int, groups: int
+    kind: str, rows: int, width: int, groups: int
 ) -> None:
     weight, x = random_weight(width, 32 * groups), torch.randn(rows, 32 * groups)
-    packed = quantize_int4(weight, 32) if bits == 4 else (*quantize_int8(weight), NONE)
+    packed = quantize_int4(weight, 32) if kind == "int4" else (*quantize_int8(weight), NONE)
+    if kind == "int8 in groups":
+        scales = weight.unflatten(1, (groups, 32)).abs().amax(2).half() / 126
+        values = (weight / scales.float().repeat_interleave(32, 1)).round().to(torch.int8)
+        packed = (*pack_int8(values, scales), NONE)
     together = _reference(x, *packed, None, None, width, True)
     assert torch.equal(torch.cat([_reference(row, *packed, None, None, width, True) for row in x.split(1)]), together)
     error = together.double() - x.double() @ unpack(*packed, width, 32 * groups).double().T
