@@ -31,6 +31,7 @@ KINDS = [
     Kind("int-quantized", 8, -1),
     Kind("gptq", 4, 32, ordered=True),
     Kind("awq", 4, 64, False),
+    Kind("pack-quantized", 8, 32),
 ]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
@@ -62,7 +63,7 @@ def test_logits_are_those_of_the_floats(floats: Path, tmp_path: Path, kind: Kind
         assert (logits - oracle_logits(theirs, tokens)).norm() <= 1e-2 * exact.norm()
 
 
-@pytest.mark.parametrize("kind", [Kind("pack-quantized", 4, 64), Kind("int-quantized", 8, -1)], ids=str)
+@pytest.mark.parametrize("kind", [Kind("pack-quantized", 4, 64), Kind("int-quantized", 8, -1), KINDS[4]], ids=str)
 def test_logits_are_those_of_transformers_on_the_same_folder(floats: Path, tmp_path: Path, kind: Kind) -> None:
     """Which reads compressed-tensors itself; it rounds inputs where the config says so, to -128..127 of 255 steps, and
     so differs by the rounding alone."""
@@ -76,10 +77,10 @@ def test_logits_are_those_of_transformers_on_the_same_folder(floats: Path, tmp_p
 
 
 def round_inputs(model: torch.nn.Module, kind: Kind) -> None:
-    """To integers of at most 127 times a scale for each row (8-bit weights) or row and group (4-bit)."""
+    """To integers of at most 127 times a scale for each row or, where weights are in groups, row and group."""
 
     def rounded(linear: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-        groups = inputs[0].unflatten(-1, (-1, kind.group_size if kind.bits == 4 else inputs[0].shape[-1]))
+        groups = inputs[0].unflatten(-1, (-1, inputs[0].shape[-1] if kind.group_size == -1 else kind.group_size))
         scale = groups.abs().amax(-1, keepdim=True) / 127
         return ((groups / scale).round() * scale).flatten(-2)
 
@@ -133,8 +134,11 @@ def test_a_compiled_engine(floats: Path, tmp_path: Path, capsys: pytest.CaptureF
         LLM(output, quantization="int8")
 
 
-def test_dry_runs_count_and_refuse(floats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, _ = quantised(floats, tmp_path, KINDS[3])
+@pytest.mark.parametrize("kind", KINDS[3:], ids=str)
+def test_dry_runs_count_and_refuse(
+    floats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Kind
+) -> None:
+    folder, _ = quantised(floats, tmp_path, kind)
     arguments = ["build", "--checkpoint_dir", str(folder), "--output_dir", str(tmp_path / "out"), "--dry_run"]
     assert main(arguments) == 0
     decoder = decoder_of(LLM(folder, **LIMITS))

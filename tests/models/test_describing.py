@@ -24,6 +24,8 @@ from trtspec.models.weights import describe_decoder, load_decoder, missing_weigh
 KINDS = [
     Kind("pack-quantized", 4, 32, False, scales=torch.bfloat16),
     Kind("int-quantized", 8, -1),
+    Kind("pack-quantized", 8, 32),
+    Kind("gptq", 8, 64, ordered=True),
     Kind("gptq", 4, 32),
     Kind("gptq", 4, 32, ordered=True),
     Kind("awq", 4, 64, False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,12 +36,17 @@ KINDS = [
     Kind("pack-quantized", 4, 128, False, scales=bf16),
     Kind("pack-quantized", 8, -1, scales=bf16),
     Kind("int-quantized", 8, -1, scales=fp32),
+    *(Kind("pack-quantized", 8, size) for size in (32, 64, 128)),
+    Kind("pack-quantized", 8, 64, ordered=True),
+    Kind("pack-quantized", 8, 96, scales=bf16),  # held as groups of 32
+    Kind("int-quantized", 8, 256),  # of 128
     Kind("int-quantized", 4, 32, False),
     *(Kind("gptq", 4, size, symmetric) for size in (32, 128, -1) for symmetric in (True, False)),
     *(Kind(layout, 4, 32, False, ordered=True) for layout in ("gptq", "gptq_v2")),
     Kind("gptq_v2", 4, 64, False),
     Kind("gptq", 8, -1),
     Kind("gptq_v2", 8, -1, ordered=True),
+    Kind("gptq", 8, 32, ordered=True),
     *(Kind("awq", 4, size, False) for size in (32, 64, 128, -1)),
     Kind("awq", 4, 256, False),  # held as groups of 128
     Kind("gptq", 4, 96),  # of 32
@@ -57,11 +63,16 @@ def test_every_weight_is_what_it_stands_for(kind: Kind, octets: tuple[int, int],
     linear = Fused(widths, depth).load(tensors, kind.config())
     assert torch.equal(matrix_of(linear), torch.cat([part.matrix for part in made]))
     assert linear.weight.dtype == (torch.int8 if kind.bits == 8 else torch.uint8)
+    assert linear.scales.dtype == (fp32 if kind.bits == 8 and kind.group_size == -1 else torch.float16)
     assert bool(linear.zeros.numel()) == (not kind.symmetric)
     assert not kind.ordered or groups == 1 or kind.group_size == -1 or linear.order.numel() == depth
 
 
-@pytest.mark.parametrize("kind", [Kind("gptq", 4, 64), Kind("gptq", 8, -1), Kind("pack-quantized", 4, 32)], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [Kind("gptq", 4, 64), Kind("gptq", 8, -1), Kind("pack-quantized", 4, 32), Kind("pack-quantized", 8, 32)],
+    ids=str,
+)
 def test_outputs_are_those_of_the_matrix(kind: Kind) -> None:
     """Beside rounding of x to int8: half a step of a 254th of its range, for each of 128 inputs."""
     made, tensors = weights(kind, (24, 40), 128, seed=1)
@@ -72,16 +83,20 @@ def test_outputs_are_those_of_the_matrix(kind: Kind) -> None:
     assert ((linear(x) - x @ matrix.T).abs() <= bound + 1e-5).all()
 
 
-def test_inputs_in_another_order_reach_their_groups() -> None:
-    made, tensors = weights(Kind("gptq", 4, 32, False, ordered=True), (8, 8), 128, seed=2)
-    linear = Fused((8, 8), 128).eval().load(tensors, Kind("gptq", 4, 32, False, ordered=True).config())
+@pytest.mark.parametrize(
+    "kind", [Kind("gptq", 4, 32, False, ordered=True), Kind("gptq", 8, 32, ordered=True)], ids=str
+)
+def test_inputs_in_another_order_reach_their_groups(kind: Kind) -> None:
+    made, tensors = weights(kind, (8, 8), 128, seed=2)
+    linear = Fused((8, 8), 128).eval().load(tensors, kind.config())
     x = torch.randn(3, 128)
     torch.testing.assert_close(linear(x), x @ torch.cat([part.matrix for part in made]).T, rtol=0, atol=0.05)
 
 
-def test_groups_of_parts_may_differ() -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_of_parts_may_differ(bits: int) -> None:
     """One in groups of 128, one of 64: ours has the smaller for both."""
-    kinds = (Kind("pack-quantized", 4, 128), Kind("pack-quantized", 4, 64, False))
+    kinds = (Kind("pack-quantized", bits, 128), Kind("pack-quantized", bits, 64, symmetric=bits == 8))
     generator = torch.Generator().manual_seed(0)
     made = [rounded(torch.randn(16, 128, generator=generator), kind) for kind in kinds]
     tensors = {
@@ -147,7 +162,15 @@ def test_names_win_over_expressions_and_those_over_classes() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind("awq", 4, 128, False), Kind("gptq", 4, 32, ordered=True), Kind("gptq", 8, -1)], ids=str
+    "kind",
+    [
+        Kind("awq", 4, 128, False),
+        Kind("gptq", 4, 32, ordered=True),
+        Kind("gptq", 8, -1),
+        Kind("pack-quantized", 8, 32),
+        Kind("gptq", 8, 64),
+    ],
+    ids=str,
 )
 def test_a_model_computes_what_its_floats_do(floats: Path, tmp_path: Path, kind: Kind) -> None:
     """Against transformers on the dequantised weights, fp32; rounding the rows to int8 is all that differs."""
@@ -248,16 +271,21 @@ def test_the_tensors_are_those_of_the_names(floats: Path) -> None:
 # -- scales -----------------------------------------------------------------------------------------------------------
 
 
-def test_scales_that_fp16_cannot_hold_move_as_little_as_said(caplog: pytest.LogCaptureFixture) -> None:
-    kind = Kind("gptq", 4, 32, scales=bf16)
+@pytest.mark.parametrize(("bits", "steps"), [(4, 15), (8, 128)])
+def test_scales_that_fp16_cannot_hold_move_as_little_as_said(
+    caplog: pytest.LogCaptureFixture, bits: int, steps: int
+) -> None:
+    kind = Kind("gptq", bits, 32, scales=bf16)
     for smallest, exact in ((2.0**-17, True), (2.0**-22, False)):
         caplog.clear()
         made, tensors = weights(kind, (8, 8), 32, seed=0)
         tensors["a.first.scales"] = torch.tensor([[1.9921875 * smallest] * 8], dtype=bf16)
         with caplog.at_level(logging.WARNING):
             linear = Fused((8, 8), 32).load(tensors, kind.config())
-        expected = (made[0].values - 8).float() * tensors["a.first.scales"].float().T
+        expected = (made[0].values - 2 ** (bits - 1)).float() * tensors["a.first.scales"].float().T
         moved = (matrix_of(linear)[:8] - expected).abs().max()
         assert (moved == 0) == exact
-        assert moved <= 15 * 2.0**-25
-        assert ("8 scales do not fit fp16" in caplog.text) == (not exact)
+        assert moved <= steps * 2.0**-25
+        said = re.search(r"8 scales do not fit fp16 and were rounded; a weight moves by at most (\S+),", caplog.text)
+        assert (said is None) == exact
+        assert said is None or moved <= float(said[1]) <= steps * 2.0**-25

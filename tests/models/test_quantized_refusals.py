@@ -55,14 +55,14 @@ UNSUPPORTED: list[tuple[Kind, dict[str, Any], str]] = [
     (CT, group(weights={"strategy": "block"}), "weights.strategy"),
     (CT, group(weights={"strategy": "tensor"}), "weights.strategy"),
     (CT, group(weights={"dynamic": True}), "weights.dynamic"),
-    (CT, group(weights={"group_size": 16}), "weights.group_size' = 16: 4-bit weights come in groups.*multiple of 32"),
-    (CT, group(weights={"num_bits": 8}), "weights.group_size' = 32: 8-bit weights have one scale.*quantization='int8'"),
+    (CT, group(weights={"group_size": 16}), "weights.group_size' = 16: weights come in groups.*multiple of 32"),
+    (CT, group(weights={"num_bits": 8, "group_size": 48}), "weights.group_size' = 48: .* 32 .*quantization='int8'"),
     (CT, group(Kind("pack-quantized", 8, -1, False)), "weights.symmetric' = false: 8-bit weights have no zero"),
     (CT, group(input_activations=STATIC), "input_activations.dynamic' = false: inputs are rounded"),
     (CT, group(input_activations={**STATIC, "type": "float"}), "input_activations.type"),
     (CT, group(output_activations=STATIC), "output_activations"),
     (GPTQ, {"bits": 3}, "bits' = 3"),
-    (GPTQ, {"bits": 8}, "group_size' = 32: 8-bit"),
+    (GPTQ, {"bits": 8, "sym": False}, "sym' = false: 8-bit"),
     (GPTQ, {"bits": 8, "group_size": -1, "sym": False}, "sym' = false: 8-bit"),
     (GPTQ, {"group_size": 48}, "group_size' = 48"),
     (GPTQ, {"checkpoint_format": "marlin"}, "checkpoint_format"),
@@ -106,6 +106,7 @@ BAD_VALUES: list[tuple[Kind, str, Any, type[TrtSpecError], str]] = [
     (Kind("gptq", 8, -1), "qzeros", 0, CheckpointError, "is symmetric, but has zero point 1 .for 128"),
     (Kind("gptq", 4, 32), "scales", float("nan"), CheckpointError, "scales that are not finite"),
     (Kind("gptq", 4, 32, scales=bf16), "scales", 1e5, UnsupportedError, "a scale of .*more than fp16's 65504"),
+    (Kind("gptq", 8, 32, scales=bf16), "scales", 1e5, UnsupportedError, "a scale of .*more than fp16's 65504"),
     (Kind("gptq", 4, 32, ordered=True), "g_idx", 0, CheckpointError, "g_idx that does not give each group 32 inputs"),
     (Kind("gptq", 4, 32, ordered=True), "g_idx", -1, CheckpointError, "g_idx that does not give"),
     (Kind("pack-quantized"), "weight_shape", 7, CheckpointError, r"has weight_shape \[7, 7\], not \(8, 64\)"),
@@ -140,6 +141,7 @@ def test_words_of_another_dtype() -> None:
     ("kind", "widths", "depth", "message"),
     [
         (Kind("gptq", 4, 64), (8, 8), 96, "its 96 inputs are no multiple of its groups of 64"),
+        (Kind("pack-quantized", 8, 64), (8, 8), 96, "its 96 inputs are no multiple of its groups of 64"),
         (Kind("gptq", 4, -1), (8, 8), 48, "48 inputs with one scale are not a multiple of 32"),
         (Kind("gptq", 4, 32), (8, 12), 64, "12 outputs and 64 inputs do not fill int32 words of 8"),
         (Kind("awq", 4, 32, False), (4, 8), 64, "its 4 outputs do not fill int32 words of 8"),
@@ -157,12 +159,13 @@ def test_fused_linears_are_of_one_kind() -> None:
         UnsupportedError, match=r"a\.first is int4 in groups of 32 and a\.second is not, but they are one"
     ):
         both.load({}, AWQ.config(modules_to_not_convert=["second"]))
-    groups = {
-        "x": {"targets": ["a.first"], **CT.scheme_fields()},
-        "y": {"targets": ["a.second"], **Kind("pack-quantized", 8, -1).scheme_fields()},
-    }
-    with pytest.raises(UnsupportedError, match=r"a\.first is int4 .* and a\.second int8 per output channel"):
-        both.load({}, CT.config(config_groups=groups))
+    for first, said in ((CT, "int4"), (Kind("pack-quantized", 8, 32), "int8 in groups of 32")):
+        groups = {
+            "x": {"targets": ["a.first"], **first.scheme_fields()},
+            "y": {"targets": ["a.second"], **Kind("pack-quantized", 8, -1).scheme_fields()},
+        }
+        with pytest.raises(UnsupportedError, match=rf"a\.first is {said}.* and a\.second int8 per output channel"):
+            both.load({}, CT.config(config_groups=groups))
     _, tensors = weights(gptq, (8, 8), 64, seed=0)
     tensors["a.second.g_idx"] = tensors["a.second.g_idx"].flip(0)
     with pytest.raises(UnsupportedError, match=r"a\.first, a\.second have their inputs in different orders"):
@@ -181,6 +184,7 @@ def test_tied_heads_are_no_integers(tmp_path: Path) -> None:
     ("kind", "allowed"),
     [
         (Kind("gptq", 8, -1), ["int8"]),
+        (Kind("gptq", 8, 32), ["int8"]),
         (Kind("gptq", 4, 128), ["int4_g128"]),
         (Kind("gptq", 4, 32), ["int4"]),
         (Kind("gptq", 4, -1), ["int4", "int4_g64", "int4_g128"]),
