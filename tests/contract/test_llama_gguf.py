@@ -25,7 +25,7 @@ from tests.models.test_logits_vs_transformers import Paged
 from trtspec import LLM, SamplingParams
 from trtspec.build.convert import convert
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.gguf.names import hf_name
+from trtspec.gguf.names import KEPT_BITS, hf_name
 from trtspec.hub.folders import checkpoint_folder
 from trtspec.models.weights import load_decoder
 
@@ -91,7 +91,7 @@ def test_weights_and_logits(original: Path, tmp_path: Path, kind: str) -> None:
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         expected = oracle(ids[None]).logits[0]
-    decoder = load_decoder(ModelConfig.from_folder(folder if kind == "Q4_0" else file), torch.float32)
+    decoder = load_decoder(ModelConfig.from_folder(folder if kind in KEPT_BITS else file), torch.float32)
     found = Paged(decoder, 1).step({0: ids.tolist()})[0]
     assert (found - expected).abs().max().item() < 1e-3
 
@@ -108,10 +108,13 @@ def test_a_bf16_file_gives_the_checkpoint_s_text(original: Path) -> None:
     assert ids_of(file_of(original, "BF16"), "auto") == ids_of(original, "auto")
 
 
+@pytest.mark.parametrize("kind", KEPT_BITS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_integers_that_are_kept_give_the_text_of_the_same_integers(original: Path, tmp_path: Path, dtype: str) -> None:
+def test_integers_that_are_kept_give_the_text_of_the_same_integers(
+    original: Path, tmp_path: Path, kind: str, dtype: str
+) -> None:
     """In a checkpoint that is packed by compressed-tensors."""
-    file = file_of(original, "Q4_0")
+    file = file_of(original, kind)
     readable = {str(hf_name(one.name)): one for one in gguf.GGUFReader(file).tensors}
     weights = {name: torch.from_numpy(values) for name, values in dequantised(file).items()}
     config = ModelConfig.from_folder(file)
@@ -119,14 +122,14 @@ def test_integers_that_are_kept_give_the_text_of_the_same_integers(original: Pat
     for name in [*weights]:
         if "proj" not in name:
             continue
-        assert readable[name].tensor_type.name == "Q4_0"
+        assert readable[name].tensor_type.name == kind
         matrix = weights.pop(name)
         groups = matrix.view(len(matrix), -1, 32)  # [N, K/32, 32]
         scales = scales_of(readable[name], is_llama(file), name)  # [N, K/32]
         values = torch.where(scales[..., None] == 0, 0, groups / scales[..., None]).round().to(torch.int8)
         assert torch.equal(values * scales[..., None], groups)
         module = name.removesuffix(".weight")
-        weights[f"{module}.weight_packed"] = pack_to_int32(values.flatten(1), 4)
+        weights[f"{module}.weight_packed"] = pack_to_int32(values.flatten(1), KEPT_BITS[kind])
         weights[f"{module}.weight_scale"] = scales.half()
         weights[f"{module}.weight_shape"] = torch.tensor(values.flatten(1).shape)
     folder = tmp_path / "packed"
@@ -138,7 +141,7 @@ def test_integers_that_are_kept_give_the_text_of_the_same_integers(original: Pat
 
 def scales_of(stored: gguf.ReaderTensor, interleaved: bool, name: str) -> torch.Tensor:
     """The fp16 at the beginning of each block, [N, K/32], in Hugging Face's order of rows."""
-    blocks = stored.data.reshape(stored.data.shape[0], -1, 18)
+    blocks = stored.data.reshape(stored.data.shape[0], -1, gguf.GGML_QUANT_SIZES[stored.tensor_type][1])
     found = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)[..., 0].astype(np.float32)
     heads = HEADS if "q_proj" in name else KV_HEADS if "k_proj" in name else None
     if interleaved and heads is not None:

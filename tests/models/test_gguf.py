@@ -12,17 +12,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import edit_config, make_checkpoint
 from tests.gguf_files import write_gguf
+from tests.quantized_checkpoints import Kind
+from trtspec import LLM, SamplingParams
 from trtspec.build.convert import convert
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
 from trtspec.gguf.file import KINDS
-from trtspec.gguf.names import hf_name
-from trtspec.models.weights import describe_decoder, hf_tensors, load_decoder
+from trtspec.gguf.names import KEPT_BITS, hf_name
+from trtspec.models.layers import weight_bytes
+from trtspec.models.weights import describe_decoder, hf_tensors, load_decoder, loaded_bytes
 from trtspec.ops.packing import unpack
 
 ARCHS = ("llama", "llama31", "llama_linear", "llama_yarn", "qwen2", "qwen3")
@@ -85,13 +88,14 @@ def test_weights_are_those_that_gguf_dequantises(tmp_path: Path, kind: str) -> N
     assert not ours
 
 
-def test_integers_of_q4_0_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "other", "bits"), [("Q4_0", "Q8_0", 4), ("Q8_0", "Q4_0", 8), ("Q8_0", "Q5_0", 8)])
+def test_integers_are_kept(tmp_path: Path, kind: str, other: str, bits: int) -> None:
     """Linears hold what they would hold of a compressed-tensors checkpoint with the same integers and scales; one that
-    is not of Q4_0 takes those with it that are one matrix here."""
+    is of another kind takes those with it that are one matrix here."""
     checkpoint = make_checkpoint(tmp_path, "llama", **SIZES)
-    file = write_gguf(checkpoint, tmp_path / "model.gguf", "Q4_0", kinds={"blk.1.ffn_up.weight": "Q8_0"})
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", kind, kinds={"blk.1.ffn_up.weight": other})
     model = ModelConfig.from_folder(file)
-    assert str(model.quantization) == "compressed-tensors, int4 in groups of 32"
+    assert str(model.quantization) == f"compressed-tensors, int{bits} in groups of 32"
     expected = {one.name: gguf.dequantize(one.data, one.tensor_type) for one in gguf.GGUFReader(file).tensors}
     for name, heads in (("blk.0.attn_q", 4), ("blk.0.attn_k", 2)):
         rows = expected[f"{name}.weight"]
@@ -108,6 +112,7 @@ def test_integers_of_q4_0_are_kept(tmp_path: Path) -> None:
         for names, linear in linears.items():
             kept = layer == 0 or names != ("ffn_gate", "ffn_up")
             assert linear.is_packed == kept
+            assert not kept or linear.weight.dtype == {4: torch.uint8, 8: torch.int8}[bits]
             held = unpack(linear.weight, linear.scales, linear.zeros, linear.out_features, linear.in_features)
             if layer == 0:
                 assert same_bits(held, np.concatenate([expected[f"{here}{name}.weight"] for name in names])), names
@@ -115,6 +120,63 @@ def test_integers_of_q4_0_are_kept(tmp_path: Path) -> None:
     assert {n: (t.shape, t.dtype) for n, t in described.state_dict().items()} == {
         n: (t.shape, t.dtype) for n, t in decoder.state_dict().items()
     }
+    assert weight_bytes(describe_decoder(model, torch.bfloat16)) == loaded_bytes(model)
+
+
+def test_integers_of_two_kinds_are_kept(tmp_path: Path) -> None:
+    """Q4_0 with down_proj in Q8_0: each linear has the bits of its own."""
+    down = {f"blk.{layer}.ffn_down.weight": "Q8_0" for layer in range(2)}
+    file = write_gguf(make_checkpoint(tmp_path, "qwen3", **SIZES), tmp_path / "model.gguf", "Q4_0", kinds=down)
+    model = ModelConfig.from_folder(file)
+    assert str(model.quantization) == "compressed-tensors, int4 in groups of 32 and int8 in groups of 32"
+    decoder = load_decoder(model, torch.float32)
+    stored = {one.name: gguf.dequantize(one.data, one.tensor_type) for one in gguf.GGUFReader(file).tensors}
+    for layer, block in enumerate(decoder.layers):
+        for name, linear, dtype in (
+            ("ffn_down", block.mlp.down, torch.int8),
+            ("attn_output", block.attention.o, torch.uint8),
+        ):
+            assert linear.weight.dtype == dtype
+            held = unpack(linear.weight, linear.scales, linear.zeros, linear.out_features, linear.in_features)
+            assert same_bits(held, stored[f"blk.{layer}.{name}.weight"])
+    assert weight_bytes(describe_decoder(model, torch.bfloat16)) == loaded_bytes(model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KEPT_BITS)
+def test_ids_are_those_of_a_checkpoint_with_the_same_integers(tmp_path: Path, kind: str, dtype: str) -> None:
+    """Which compressed-tensors packed, from what gguf reads."""
+    packer = pytest.importorskip("compressed_tensors.compressors.pack_quantized", reason="it needs Python 3.11")
+    folder = make_checkpoint(tmp_path, "qwen3", **SIZES, initializer_range=0.1)
+    file = write_gguf(folder, tmp_path / "model.gguf", kind)
+    tensors = {}
+    for one in gguf.GGUFReader(file).tensors:
+        name, values = str(hf_name(one.name)), torch.from_numpy(gguf.dequantize(one.data, one.tensor_type).copy())
+        if "_proj" not in name:
+            tensors[name] = values
+            continue
+        blocks = one.data.reshape(len(values), -1, gguf.GGML_QUANT_SIZES[one.tensor_type][1])
+        scales = torch.from_numpy(blocks[:, :, :2].copy()).view(torch.float16)  # [N, K/32, 1]
+        integers = (values.view(len(values), -1, 32) / scales.float()).round().to(torch.int8).flatten(1)
+        linear = name.removesuffix(".weight")
+        tensors |= {
+            f"{linear}.weight_packed": packer.pack_to_int32(integers, KEPT_BITS[kind]),
+            f"{linear}.weight_scale": scales[:, :, 0].contiguous(),
+            f"{linear}.weight_shape": torch.tensor(integers.shape),
+        }
+    save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, quantization_config=Kind("pack-quantized", KEPT_BITS[kind], 32).config())
+    found, expected = (ids_of(one, dtype) for one in (file, folder))
+    assert found == expected
+    assert len({token for ids in found for token in ids}) > 20  # no model that says one thing
+
+
+def ids_of(model: Path, dtype: str) -> list[list[int]]:
+    prompts = torch.randint(3, 199, (4, 12), generator=torch.Generator().manual_seed(1)).tolist()
+    llm = LLM(model, dtype=dtype, backend="eager", max_seq_len=64, max_batch_size=4)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True), False)
+    llm.shutdown()
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def test_a_folder_is_kept_until_the_file_changes(tmp_path: Path) -> None:
