@@ -10,7 +10,7 @@ from trtspec_plugins.triton.linear_quantized import E4M3_UNIT, e4m3_to_fp16
 
 from trtspec.ops.packing import FLOATS, PANEL
 
-FLOAT, INT8, INT4, FP8 = (tl.constexpr(i) for i in range(4))
+FLOAT, INT8, INT4, FP8, INT8_GROUPS = (tl.constexpr(i) for i in range(5))
 BLOCK = 1024
 NUM_WARPS = 4
 
@@ -19,7 +19,7 @@ NUM_WARPS = 4
 def packed_embedding_kernel(
     ids,  # [n] int64
     weight,  # [rows, K], or panels of int8, uint8 (int4, and fp8 as bytes) or floats
-    scales,  # int8, fp8: [P, 32] fp32; int4: [P, groups, 32] fp16; else anything
+    scales,  # int8, fp8: [P, 32] fp32; int4, int8 in groups: [P, groups, 32] fp16; else anything
     zeros,  # int4: [P, groups, 32] uint8, or anything where not ZEROS
     rows,  # of the matrix, those that pad the last panel included
     K,
@@ -50,6 +50,9 @@ def packed_embedding_kernel(
         values = values.to(tl.float32) * tl.load(scales + token)
     if LAYOUT == FP8:
         values = e4m3_to_fp16(values).to(tl.float32) * E4M3_UNIT * tl.load(scales + token)
+    if LAYOUT == INT8_GROUPS:
+        group = (panel * groups + k // (K // groups)) * 32 + column
+        values = values.to(tl.float32) * tl.load(scales + group, mask=there, other=0).to(tl.float32)
     if LAYOUT == INT4:
         group = (panel * groups + k // (K // groups)) * 32 + column
         zero = 8.0
@@ -62,12 +65,14 @@ def packed_embedding_kernel(
 def packed_embedding(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_features: int) -> Tensor:
     """The op of trtspec/ops/embedding.py: [n, in_features]. Ids past the matrix give its first or last row."""
     layout = {torch.int8: INT8, torch.uint8: INT4, torch.float8_e4m3fn: FP8}.get(weight.dtype, FLOAT).value
+    if layout == INT8.value and scales.ndim == 3:
+        layout = INT8_GROUPS.value
     out = weight.new_empty(ids.shape[0], in_features, dtype=weight.dtype if weight.dtype in FLOATS else torch.float32)
     if out.numel() == 0:
         return out
     plain = weight.ndim == 2
     per_word = 0 if plain else weight.shape[3] if weight.ndim == 4 else 1
-    groups = scales.shape[1] if layout == INT4.value else 1
+    groups = scales.shape[1] if scales.ndim == 3 else 1
     packed_embedding_kernel[(ids.shape[0], triton.cdiv(in_features, BLOCK))](
         ids, weight.view(torch.uint8) if layout == FP8.value else weight, scales, zeros,
         weight.shape[0] * (1 if plain else PANEL), in_features, weight.shape[1], groups, out,

@@ -47,6 +47,11 @@ def _linear(dtype: str, layout: str, rows: int, inputs: int, outputs: int, float
     weight, scales, zeros = {
         "plain": (_of(_DTYPES[dtype], outputs, inputs), none, none),
         "int8": (_of(torch.int8, panels, inputs // 4, 32, 4), _of(_F32, panels, 32), none),
+        "int8-groups": (
+            _of(torch.int8, panels, inputs // 4, 32, 4),
+            _of(torch.float16, panels, inputs // 32, 32),
+            none,
+        ),
         "int4": (
             _of(torch.uint8, panels, inputs // 8, 32, 4),
             _of(torch.float16, panels, inputs // 32, 32),
@@ -99,6 +104,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "packed_linear-bf16-vocabulary": lambda: _linear("bf16", "plain", ROWS, 4096, VOCABULARY, float_out=True),
     "packed_linear-int8": lambda: _linear("bf16", "int8", 4, 4096, 6144),
     "packed_linear-int8-prompt": lambda: _linear("bf16", "int8", 2048, 4096, 6144),
+    "packed_linear-int8-groups": lambda: _linear("bf16", "int8-groups", 4, 4096, 6144),
     "packed_linear-int4": lambda: _linear("bf16", "int4", 4, 4096, 6144),
     "packed_linear-int4-prompt": lambda: _linear("bf16", "int4", 2048, 4096, 6144),
     "packed_linear-fp8": lambda: _linear("bf16", "fp8", 4, 4096, 6144),

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from trtspec_plugins.triton.linear_quantized import E4M3_UNIT, e4m3_to_fp16, int4_linear, quantize_rows, round_rows
+from trtspec_plugins.triton.linear_quantized import E4M3_UNIT, e4m3_to_fp16, groups_linear, quantize_rows, round_rows
 
 from trtspec.ops.packing import GROUP_SIZES, PANEL
 
@@ -283,12 +283,13 @@ def _check(
     shapes: dict[str, tuple[Tensor | None, list[tuple[int, ...]], torch.dtype]]
     if weight.ndim == 2:
         shapes = {"weight": (weight, [(N, K)], x.dtype)}
-    elif weight.dtype == torch.uint8:
+    elif weight.dtype == torch.uint8 or (weight.dtype == torch.int8 and groups):
         fits = groups > 0 and K % groups == 0 and K // groups in GROUP_SIZES
+        int4 = weight.dtype == torch.uint8
         shapes = {
-            "weight": (weight, [(P, K // 8, PANEL, 4)], torch.uint8),
+            "weight": (weight, [(P, K // (8 if int4 else 4), PANEL, 4)], weight.dtype),
             "scales": (scales, [(P, groups, PANEL)] if fits else [], torch.float16),
-            "zeros": (zeros if zeros.numel() else None, [(P, groups, PANEL)], torch.uint8),
+            "zeros": (zeros if zeros.numel() else None, [(P, groups, PANEL)] if int4 else [(0,)], torch.uint8),
         }
     else:
         shapes = {
@@ -327,11 +328,11 @@ def packed_linear(
         x = x.contiguous()
     if weight.ndim == 2:
         _launch(x, weight, scales, None, bias, out, PLAIN.value)
+    elif weight.dtype == torch.uint8 or scales.ndim == 3:
+        groups_linear(x, weight, scales, zeros, bias, out)
     elif weight.dtype == torch.int8:
         values, x_scales = quantize_rows(x)
         _launch(values, weight, scales, x_scales, bias, out, INT8.value)
-    elif weight.dtype == torch.uint8:
-        int4_linear(x, weight, scales, zeros, bias, out)
     else:
         given = x_scale is not None and x_scale.numel() > 0
         rows = round_rows(x, x_scale) if given else x

@@ -1,7 +1,8 @@
-"""Parts of packed_linear for quantised weights: x rounded as the reference rounds it, and the product of int4 weights.
+"""Parts of packed_linear for quantised weights: x rounded as the reference rounds it, and the product of weights in
+groups, which are int4 or int8.
 
-The reference's operations in its order, each rounded once (enable_fp_fusion off), so that integers, scales and int4's
-results are its own, bit for bit.
+The reference's operations in its order, each rounded once (enable_fp_fusion off), so that integers, scales and the
+results of groups are its own, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves no bit below the units; ties go to even
 E4M3_UNIT = tl.constexpr(256.0)  # what e4m3_to_fp16 leaves to be multiplied with
 BLOCK = 1024  # inputs of a row at a time
-INT4_ROWS = 16
-INT4_STAGES = 5
-INT4_CHUNK = 256  # inputs that int4 reads the scales of at a time
+GROUP_ROWS = 16
+GROUP_STAGES = {torch.uint8: 5, torch.int8: 3}  # int8 reads twice as much in a stage
+GROUP_CHUNK = 256  # inputs whose groups' scales are read at a time
 
 
 @triton.jit
@@ -134,11 +135,11 @@ def _group_numbers(
 
 
 @triton.jit
-def int4_kernel(
+def groups_kernel(
     x,  # [T, K] int8
-    weight,  # [P, K/8, 32, 4] uint8
+    weight,  # [P, K/8, 32, 4] uint8, or [P, K/4, 32, 4] int8
     scales,  # [P, K/GROUP, 32] fp16
-    zeros,  # [P, K/GROUP, 32] uint8, or anything where not ZEROS
+    zeros,  # int4: [P, K/GROUP, 32] uint8, or anything where not ZEROS
     x_scales,  # [T, K/GROUP] fp32
     x_sums,  # [T, K/GROUP] int32
     bias,  # [N], or anything where not BIAS
@@ -146,6 +147,7 @@ def int4_kernel(
     N,
     K,
     out,  # [T, N]
+    PER_WORD: tl.constexpr,  # inputs: 8 of int4, 4 of int8
     ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -158,7 +160,7 @@ def int4_kernel(
     groups = K // GROUP
     octet = tl.arange(0, 128)
     x_row = x + tl.minimum(row, T - 1).to(tl.int64)[:, None] * K
-    words = weight + panel.to(tl.int64) * (K * 16)  # 32 columns of K / 2 bytes
+    words = weight + panel.to(tl.int64) * (K // PER_WORD * 128)
     of_group = tl.arange(0, CHUNK)
     result = tl.zeros((BLOCK_M, 32), tl.float32)
     scale, zero, x_scale, x_sum = _group_numbers(
@@ -170,20 +172,24 @@ def int4_kernel(
         )
         for i in tl.static_range(CHUNK):
             k = (first + i) * GROUP + tl.arange(0, GROUP)
-            step = (first + i) * (GROUP // 8) + tl.arange(0, GROUP // 8)
+            step = (first + i) * (GROUP // PER_WORD) + tl.arange(0, GROUP // PER_WORD)
             rows = tl.load(x_row + k[None, :], mask=(k < K)[None, :], other=0)
-            pairs = tl.load(words + (step[:, None] * 128 + octet[None, :]), mask=(step * 8 < K)[:, None], other=0)
-            # Byte j of a word has input j low and input 4 + j high.
-            inputs = tl.reshape(tl.join(pairs & 15, pairs >> 4), (GROUP // 8, 32, 4, 2))
-            columns = tl.reshape(tl.permute(inputs, (0, 3, 2, 1)), (GROUP, 32)).to(tl.int8)
+            in_step = (step * PER_WORD < K)[:, None]
+            octets = tl.load(words + (step[:, None] * 128 + octet[None, :]), mask=in_step, other=0)
+            if PER_WORD == 8:  # byte j of a word has input j low and input 4 + j high
+                inputs = tl.reshape(tl.join(octets & 15, octets >> 4), (GROUP // 8, 32, 4, 2))
+                columns = tl.reshape(tl.permute(inputs, (0, 3, 2, 1)), (GROUP, 32)).to(tl.int8)
+            else:
+                columns = tl.reshape(tl.permute(tl.reshape(octets, (GROUP // 4, 32, 4)), (0, 2, 1)), (GROUP, 32))
             dot = tl.dot(rows, columns, out_dtype=tl.int32)
             # One number of a chunk is the sum of it and zeros.
             mine = of_group == i
             its_scale = tl.sum(tl.where(mine[:, None], scale, 0.0), axis=0)  # [32]
-            its_zero = tl.sum(tl.where(mine[:, None], zero, 0), axis=0) if ZEROS else tl.full((32,), 8, tl.int32)
             its_x_scale = tl.sum(tl.where(mine[None, :], x_scale, 0.0), axis=1)  # [BLOCK_M]
-            its_x_sum = tl.sum(tl.where(mine[None, :], x_sum, 0), axis=1)
-            dot -= its_x_sum[:, None] * its_zero[None, :]
+            if PER_WORD == 8:
+                its_zero = tl.sum(tl.where(mine[:, None], zero, 0), axis=0) if ZEROS else tl.full((32,), 8, tl.int32)
+                its_x_sum = tl.sum(tl.where(mine[None, :], x_sum, 0), axis=1)
+                dot -= its_x_sum[:, None] * its_zero[None, :]
             result += dot.to(tl.float32) * (its_x_scale[:, None] * its_scale[None, :])
         scale, zero, x_scale, x_sum = next_scale, next_zero, next_x_scale, next_x_sum
     n = panel * 32 + tl.arange(0, 32)
@@ -214,8 +220,8 @@ def round_rows(x: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x [T, K], int4 panels -> out [T, N]."""
+def groups_linear(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """x [T, K], panels of int4 or int8 in groups -> out [T, N]."""
     (T, K), (panels, groups) = x.shape, scales.shape[:2]
     group = K // groups
     values = x.new_empty(T, K, dtype=torch.int8)
@@ -225,8 +231,9 @@ def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: 
         x, groups, x.stride(0), values, x_scales, x_sums,
         GROUP=group, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    int4_kernel[(triton.cdiv(T, INT4_ROWS), panels)](
+    groups_kernel[(triton.cdiv(T, GROUP_ROWS), panels)](
         values, weight, scales, zeros, x_scales, x_sums, x if bias is None else bias, T, out.shape[1], K, out,
-        ZEROS=zeros.numel() > 0, BIAS=bias is not None, BLOCK_M=INT4_ROWS, GROUP=group, CHUNK=INT4_CHUNK // group,
-        num_warps=4, num_stages=INT4_STAGES, enable_fp_fusion=False,
+        PER_WORD=8 if weight.dtype == torch.uint8 else 4, ZEROS=zeros.numel() > 0, BIAS=bias is not None,
+        BLOCK_M=GROUP_ROWS, GROUP=group, CHUNK=GROUP_CHUNK // group,
+        num_warps=4, num_stages=GROUP_STAGES[weight.dtype], enable_fp_fusion=False,
     )  # fmt: skip

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 NONE = torch.empty(0)
 EPSILON = {torch.float32: 2**-24, torch.float16: 2**-11}  # of one rounding; the interpreter gets bf16 wrong
-GROUPS = {"int4-32": 32, "int4-64": 64, "int4-128": 128}
+GROUPS = {f"{kind}-{size}": size for kind in ("int4", "int8") for size in (32, 64, 128)}
 FP8 = ("fp8", "fp8-static")  # x as it is, and rounded to e4m3
 LAYOUTS = ["plain", "int8", *GROUPS, *FP8]
 CONFIGURATIONS = ["few", "many"]
@@ -57,7 +57,7 @@ def configured(name: str) -> Iterator[None]:
 
 
 class Layer:
-    """A random matrix [N, K] in one of the layouts; int4 wants whole groups, so its depth is rounded up."""
+    """A random matrix [N, K] in one of the layouts; groups are whole, so their depth is rounded up."""
 
     def __init__(self, layout: str, dtype: torch.dtype, width: int, depth: int) -> None:
         g = torch.Generator().manual_seed(1000 * width + depth)
@@ -74,6 +74,10 @@ class Layer:
             octets = torch.randint(127, (width, depth), generator=g, dtype=torch.uint8)  # all finite numbers
             values = (octets | octets.flip(-1) << 7).view(torch.float8_e4m3fn)
             self.weight, self.scales = pack_fp8(values, weight[:, 0].abs() / 64)
+        elif layout.startswith("int8-"):
+            integers = torch.randint(-128, 128, (width, depth), generator=g, dtype=torch.int8)
+            scales = torch.randn(width, depth // GROUPS[layout], generator=g) / 16
+            self.weight, self.scales = pack_int8(integers, scales)
         else:  # half of them without zeros
             self.weight, self.scales, self.zeros = quantize_int4(weight, GROUPS[layout], symmetric=width % 2 == 0)
 
@@ -261,14 +265,14 @@ def test_a_row_has_the_same_bits_in_every_memory_layout(layout: str, configurati
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_rows(layout: str) -> None:
-    assert Layer(layout, torch.float32, 40, 64)(torch.empty(0, 64 if layout != "int4-128" else 128)).shape == (0, 40)
+    assert Layer(layout, torch.float32, 40, 64)(torch.empty(0, 128 if layout.endswith("-128") else 64)).shape == (0, 40)
 
 
 # --- x rounded --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-31, 1.0, 1e30, 3e38])
-@pytest.mark.parametrize("layout", ["int8", "int4-32"])
+@pytest.mark.parametrize("layout", ["int8", "int4-32", "int8-32"])
 def test_tiny_and_huge_rows(layout: str, size: float) -> None:
     layer = Layer(layout, torch.float32, 40, 64)
     x = torch.randn(3, 64).clamp(-1, 1) * size
@@ -341,6 +345,10 @@ def test_int4_adds_its_groups_in_order() -> None:
         ("int4-32", {"scales": torch.zeros(2, 1, 32, dtype=torch.float16)}, "zeros is"),
         ("int4-32", {"scales": torch.zeros(2, 16, 32, dtype=torch.float16)}, "scales is"),
         ("int4-32", {"zeros": torch.zeros(2, 2, 32)}, "zeros is"),
+        ("int8-32", {"x": torch.zeros(3, 96)}, "weight is"),
+        ("int8-32", {"scales": torch.zeros(2, 16, 32, dtype=torch.float16)}, "scales is"),
+        ("int8-32", {"scales": torch.zeros(2, 2, 32)}, "scales is"),
+        ("int8-32", {"zeros": torch.zeros(2, 2, 32, dtype=torch.uint8)}, "zeros is"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(layout: str, change: dict[str, object], message: str) -> None:
