@@ -5,7 +5,7 @@ so that all of them see the same machine. Of all rounds the best counts, as othe
 
 of memory    bandwidth at which weights were read, as a share of the probe's
 x 1 row      time against one row's
-arithmetic   in which the probe does as many multiplications by the same instructions (int4: its groups are scaled, too)
+arithmetic   in which the probe does as many multiplications by the same instructions (groups are scaled, too)
 of limit     time against the longer of one row's and of the arithmetic's at 80 %, below which no such kernel gets far
 
 The last table is one prefill-sized product against torch's.
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from trtspec.kv.memory import huge_pages
 from trtspec.ops import load_plugins, packed_linear
-from trtspec.ops.packing import pack_fp8, pack_int4, pack_panels, quantize_int8
+from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, pack_panels, quantize_int8
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB, QKV = 1024, 2816, 16, 32000, (16 + 2 * 4) * 64
 SHAPES = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)] * LAYERS
 SHAPES += [(VOCAB, HIDDEN)]
 ALIGNMENT = 64  # bytes
-FORMATS = ("bf16", "fp8", "int8", "int4 g=32", "int4 g=128")
+FORMATS = ("bf16", "fp8", "int8", "int8 g=32", "int4 g=32", "int4 g=128")
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,11 @@ class Layer:
 
 def random_layer(name: str, out_features: int, in_features: int) -> Layer:
     none = torch.empty(0)
+    groups = in_features // int(name.partition("=")[2] or in_features)
+    if name.startswith("int8 "):
+        values = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8)
+        return Layer(out_features, in_features, *pack_int8(values, torch.rand(out_features, groups)), none)
     if name.startswith("int4"):
-        groups = in_features // int(name.split("=")[1])
         values = torch.randint(0, 16, (out_features, in_features), dtype=torch.uint8)
         zeros = torch.randint(0, 16, (out_features, groups), dtype=torch.uint8)
         return Layer(out_features, in_features, *pack_int4(values, torch.rand(out_features, groups), zeros))

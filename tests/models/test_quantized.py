@@ -83,9 +83,7 @@ def test_outputs_are_those_of_the_matrix(kind: Kind) -> None:
     assert ((linear(x) - x @ matrix.T).abs() <= bound + 1e-5).all()
 
 
-@pytest.mark.parametrize(
-    "kind", [Kind("gptq", 4, 32, False, ordered=True), Kind("gptq", 8, 32, ordered=True)], ids=str
-)
+@pytest.mark.parametrize("kind", [Kind("gptq", 4, 32, False, ordered=True), Kind("gptq", 8, 32, ordered=True)], ids=str)
 def test_inputs_in_another_order_reach_their_groups(kind: Kind) -> None:
     made, tensors = weights(kind, (8, 8), 128, seed=2)
     linear = Fused((8, 8), 128).eval().load(tensors, kind.config())

@@ -151,7 +151,7 @@ def test_int4_wants_whole_groups(depth: int, group_size: int) -> None:
 
 def test_int8_in_groups_wants_whole_ones() -> None:
     for groups in (1, 4, 0):  # of 256, of 64 and a half, and none
-        with pytest.raises(ValueError, match="int8 with 25[68] inputs in groups of"):
+        with pytest.raises(ValueError, match=r"int8 with 25[68] inputs in groups of"):
             pack_int8(torch.zeros(8, 258 if groups == 4 else 256, dtype=torch.int8), torch.ones(8, groups))
 
 
@@ -173,7 +173,12 @@ def test_the_reference_computes_panels_as_a_plain_weight(
 
 
 @settings(deadline=None)
-@given(kind=st.sampled_from(["int4", "int8", "int8 in groups"]), rows=st.integers(1, 30), width=widths, groups=st.integers(1, 4))
+@given(
+    kind=st.sampled_from(["int4", "int8", "int8 in groups"]),
+    rows=st.integers(1, 30),
+    width=widths,
+    groups=st.integers(1, 4),
+)
 def test_reference_rows_of_integer_weights_do_not_know_of_each_other(
     kind: str, rows: int, width: int, groups: int
 ) -> None:

@@ -14,7 +14,7 @@ from trtspec.backends.onnx.linear import write_linears
 from trtspec.backends.tensorrt.network import write_network
 from trtspec.errors import UnsupportedError
 from trtspec.ops.linear import round_e4m3
-from trtspec.ops.packing import pack_fp8, pack_int4, pack_panels, quantize_int4, quantize_int8, unpack
+from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, pack_panels, quantize_int4, quantize_int8, unpack
 
 N, K, GROUP = 40, 64, 32
 DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
@@ -114,6 +114,12 @@ def test_fp8_scales_that_fp16_lacks_are_refused() -> None:
 def test_zero_points_are_refused() -> None:
     weight = quantize_int4(torch.randn(N, K, generator=torch.Generator().manual_seed(0)).abs(), GROUP)
     with pytest.raises(UnsupportedError, match=r"weight: TensorRT takes 4-bit weights without zero points only; use"):
+        linear(torch.float32, weight, None, False)
+
+
+def test_8_bit_weights_in_groups_are_refused() -> None:
+    weight = pack_int8(torch.ones(N, K, dtype=torch.int8), torch.ones(N, K // GROUP))
+    with pytest.raises(UnsupportedError, match=r"weight: TensorRT takes 8-bit .* per output channel only.*convert"):
         linear(torch.float32, weight, None, False)
 
 

@@ -155,13 +155,13 @@ class PackedSlice:
 
 def _unsigned4(octets: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Of Q4_0, whose byte i holds inputs i and i + 16."""
-    values = np.concatenate((octets & 15, octets >> 4), axis=2)
+    values: NDArray[np.uint8] = np.concatenate((octets & 15, octets >> 4), axis=2)
     return values[:, :, ::2] | values[:, :, 1::2] << 4
 
 
 def _unsigned8(octets: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Of Q8_0, whose bytes are signed."""
-    return octets ^ 128
+    return octets ^ np.uint8(128)
 
 
 _UNSIGNED = {"Q4_0": _unsigned4, "Q8_0": _unsigned8}

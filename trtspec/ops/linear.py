@@ -155,8 +155,8 @@ def packed_linear(
     float_out: fp32 results as they were accumulated, not rounded to x's dtype.
 
     int8 and int4 weights multiply rows of x rounded to int8, with one scale a row or, where weights are in groups, a
-    row and group. Sums are exact integers within a group; groups are added, scaled in fp32, in order. fp8 weights multiply x in
-    fp32, or `round_e4m3(x, x_scale)`; the sum in fp32 is scaled by scales and x_scale.
+    row and group. Sums are exact integers within a group; groups are added, scaled in fp32, in order. fp8 weights
+    multiply x in fp32, or `round_e4m3(x, x_scale)`; the sum in fp32 is scaled by scales and x_scale.
     """
     if out_features is None:
         if weight.ndim != 2:

@@ -107,7 +107,8 @@ class _Matrices:
         N, K = node.attributes["out_features"].as_int(), _depth(x)
         parts: Callable[[], tuple[Tensor, Tensor, Tensor]]
         if held.dtype == torch.int8:
-            bits, block, parts = 8, _INT8_BLOCK, lambda: _eight_bits(held, scale, N, K)
+            block = K // scale.shape[1] if scale.ndim == 3 else _INT8_BLOCK
+            bits, parts = 8, lambda: _eight_bits(held, scale, N, K, block)
         else:
             bits, block, parts = 4, K // scale.shape[1], lambda: _four_bits(held, scale, zero, N)
         names = [f"{weight.name}.{part}" for part in ("blocks", "scales", "zeros")]
@@ -221,13 +222,13 @@ _TORCH = {
 }
 
 
-def _eight_bits(held: Tensor, scales: Tensor, N: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int8 panels, and a scale per column or group -> MatMulNBits' B, scales and zero points, of blocks of inputs."""
-    values = F.pad(unpack_values(held)[:N, :K], (0, -K % _INT8_BLOCK))
-    blocks = values.shape[1] // _INT8_BLOCK
-    unsigned = (values.to(torch.int16) + 128).to(torch.uint8).view(N, blocks, _INT8_BLOCK)
+def _eight_bits(held: Tensor, scales: Tensor, N: int, K: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int8 panels, and a scale per column or block of inputs -> MatMulNBits' B, scales and zero points, by block."""
+    values = F.pad(unpack_values(held)[:N, :K], (0, -K % block))
+    blocks = values.shape[1] // block
+    unsigned = (values.to(torch.int16) + 128).to(torch.uint8).view(N, blocks, block)
     columns = scales.flatten()[:, None] if scales.ndim == 2 else unpack_groups(held, scales, torch.empty(0))[0]
-    per_block = columns[:N].repeat_interleave(blocks // columns.shape[1], dim=1)  # groups are of whole blocks
+    per_block = columns[:N].expand(N, blocks).contiguous()
     return unsigned, per_block, torch.full((N, blocks), 128, dtype=torch.uint8)
 
 
