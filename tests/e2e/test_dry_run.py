@@ -16,6 +16,7 @@ import pytest
 
 from tests.checkpoints import edit_config
 from tests.fp8_checkpoints import Fp8Kind
+from tests.quantized_checkpoints import Kind
 from trtspec.cli import main
 
 LLAMA = {
@@ -190,6 +191,22 @@ def test_llama_in_fp8(configs: Path, tmp_path: Path, backend: str) -> None:
     weights = plan["executables"]["target"]["weights"]
     assert weights["target"] == LLAMA_LINEARS + scales + LLAMA_REST * 2
     assert weights["head"] == (HEAD_LINEARS + HEAD_NORMS) * 2
+
+
+def test_llama_in_8_bits_in_groups(configs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A byte a weight and an fp16 scale for 32 of them; TensorRT has no such weights, and that is said before anything
+    is read."""
+    folder = tmp_path / "int8"
+    shutil.copytree(configs / "llama", folder)
+    edit_config(folder, quantization_config=Kind("pack-quantized", 8, 32).config())
+    plan = dry_run(tmp_path, folder, configs / "head", "EAGLE3_ONE_MODEL", "--backend", "aoti")
+    weights = plan["executables"]["target"]["weights"]
+    assert weights["target"] == LLAMA_LINEARS * (1 + 2 / 32) + LLAMA_REST * 2
+    output = ["--output_dir", str(tmp_path / "out"), "--backend", "tensorrt", "--dry_run"]
+    assert main(["build", "--checkpoint_dir", str(folder), *output]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "backend tensorrt takes 8-bit weights with one scale per output channel only" in said
+    assert "trtspec convert" in said
 
 
 @pytest.mark.parametrize("backend", ["aoti", "tensorrt"])

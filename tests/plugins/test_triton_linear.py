@@ -26,6 +26,7 @@ from trtspec_plugins.triton.embedding import packed_embedding
 from trtspec_plugins.triton.linear import packed_linear
 from trtspec_plugins.triton.linear_quantized import quantize_rows, round_rows
 
+from tests.plugins.packed_layers import FP8, GROUPS, random_int8_groups, random_rows
 from trtspec.ops.linear import _quantize, _reference, round_e4m3
 from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, pack_panels, packed_rows, quantize_int4, quantize_int8
 
@@ -33,8 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 NONE = torch.empty(0)
 EPSILON = {torch.float32: 2**-24, torch.float16: 2**-11}  # of one rounding; the interpreter gets bf16 wrong
-GROUPS = {f"{kind}-{size}": size for kind in ("int4", "int8") for size in (32, 64, 128)}
-FP8 = ("fp8", "fp8-static")  # x as it is, and rounded to e4m3
 LAYOUTS = ["plain", "int8", *GROUPS, *FP8]
 CONFIGURATIONS = ["few", "many"]
 
@@ -75,9 +74,7 @@ class Layer:
             values = (octets | octets.flip(-1) << 7).view(torch.float8_e4m3fn)
             self.weight, self.scales = pack_fp8(values, weight[:, 0].abs() / 64)
         elif layout.startswith("int8-"):
-            integers = torch.randint(-128, 128, (width, depth), generator=g, dtype=torch.int8)
-            scales = torch.randn(width, depth // GROUPS[layout], generator=g) / 16
-            self.weight, self.scales = pack_int8(integers, scales)
+            self.weight, self.scales, self.zeros = random_int8_groups(width, depth, GROUPS[layout])
         else:  # half of them without zeros
             self.weight, self.scales, self.zeros = quantize_int4(weight, GROUPS[layout], symmetric=width % 2 == 0)
 
@@ -89,14 +86,6 @@ class Layer:
 
     def arguments(self, bias: Tensor | None, float_out: bool) -> tuple[object, ...]:
         return self.weight, self.scales, self.zeros, bias, self.x_scale, self.width, float_out
-
-
-def random_rows(dtype: torch.dtype, rows: int, depth: int) -> Tensor:
-    """Rows of very different sizes, one of them zero."""
-    g = torch.Generator().manual_seed(rows + depth)
-    x = torch.randn(rows, depth, generator=g) * 10.0 ** torch.randint(-2, 3, (rows, 1), generator=g)
-    x[rows // 2] *= rows < 2
-    return x.to(dtype)
 
 
 def check(layer: Layer, x: Tensor, bias: Tensor | None, float_out: bool) -> None:

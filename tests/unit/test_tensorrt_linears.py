@@ -119,7 +119,7 @@ def test_zero_points_are_refused() -> None:
 
 def test_8_bit_weights_in_groups_are_refused() -> None:
     weight = pack_int8(torch.ones(N, K, dtype=torch.int8), torch.ones(N, K // GROUP))
-    with pytest.raises(UnsupportedError, match=r"weight: TensorRT takes 8-bit .* per output channel only.*convert"):
+    with pytest.raises(UnsupportedError, match=r"weight: TensorRT takes 8-bit .* per output channel only; use the"):
         linear(torch.float32, weight, None, False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, cast
@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from trtspec.backends.compiled import CompiledExecutable
+from trtspec.config.checkpoint.weight_schemes import WeightScheme
 from trtspec.errors import DependencyError, UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode
 
@@ -34,6 +35,7 @@ class Backend:
     # TensorRT's: one graph a K, ragged, with optimisation profiles, also for uniform batches; the cache's size is fixed
     profiles: bool = False
     symmetric: bool = False  # 4-bit weights without zero points
+    int8_groups: bool = True  # 8-bit weights may have a scale for each group of inputs
     only_float32: bool = False
     causal: bool = False  # attention has no tree masks
     only_attention_writes: bool = False  # caches that change in place are those that attention writes
@@ -49,6 +51,15 @@ class Backend:
             raise UnsupportedError(
                 f"dtype = {str(dtype).removeprefix('torch.')!r}: ONNX Runtime computes in float32 on a CPU; ask for "
                 "dtype float32, with quantization int8 or int4 if memory is short"
+            )
+
+    def check_quantization(self, schemes: Iterable[WeightScheme]) -> None:
+        """UnsupportedError for how a checkpoint stores its weights, where graphs cannot hold them."""
+        if not self.int8_groups and any(scheme.int8_groups for scheme in schemes):
+            raise UnsupportedError(
+                f"backend {self.name} takes 8-bit weights with one scale per output channel only, and the checkpoint's "
+                "have one for each group of inputs; use the unquantised checkpoint (of a GGUF file: what `trtspec "
+                "convert` writes) with quantization='int8'"
             )
 
     def lists(self, mode: SpeculativeDecodingMode) -> bool:
@@ -158,6 +169,7 @@ BACKENDS = {
             profiles=True,
             causal=True,
             symmetric=True,
+            int8_groups=False,
             only_attention_writes=True,
             verified=_ON_GPUS,
         ),

@@ -132,9 +132,11 @@ def refuse_taken(output: Path, replace_existing: bool) -> None:
 
 def described_steps(context: BuildContext, report: Callable[[str], None]) -> dict[Role, Step]:
     """The steps of all models by role, to be compiled or described. UnsupportedError for a dtype that the backend does
-    not compute in."""
+    not compute in, or quantised weights that it does not hold."""
     for role in context.roles:
         context.backend.check_dtype(context.of(role).dtype)
+    for quantization in checkpoint_quantizations(context).values():
+        context.backend.check_quantization(quantization.schemes)
     made: dict[Role, Step] = {}
     for role in context.roles:
         one = context.of(role)

@@ -179,9 +179,8 @@ class _TensorRTMatrices(_Matrices):
         matrix, scales = f"{weight.name}.matrix", f"{weight.name}.scales"
         if held.dtype == torch.int8 and scale.ndim == 3:
             raise UnsupportedError(
-                f"{weight.name}: TensorRT takes 8-bit weights with one scale per output channel only, and these have "
-                "one for each group of inputs; use the unquantised checkpoint (of a GGUF file: what `trtspec convert` "
-                "writes) with quantization='int8'"
+                f"{weight.name}: TensorRT takes 8-bit weights with one scale per output channel only; use the "
+                "unquantised checkpoint with quantization='int8'"
             )
         if held.dtype == torch.int8:
             attributes = {"axis": 0}

@@ -48,9 +48,14 @@ class IntegerScheme:
         return (next(word for size, word in words.items() if self.group_size % size == 0),)
 
     @property
+    def int8_groups(self) -> bool:
+        """Whether these are 8-bit weights with more scales than one per output channel."""
+        return self.bits == 8 and self.group_size is not None
+
+    @property
     def held(self) -> Hashable:
-        """What linears must agree in to be one matrix here: with 8 bits, in whether there are groups."""
-        return self.bits, self.bits == 8 and self.group_size is not None
+        """What linears must agree in to be one matrix here."""
+        return self.bits, self.int8_groups
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class Fp8Scheme:
     """
 
     kind: ClassVar[str] = "fp8"
+    int8_groups: ClassVar[bool] = False
 
     scale_dims: int
     static: bool
