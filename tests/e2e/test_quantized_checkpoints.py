@@ -116,15 +116,23 @@ def test_a_quantised_draft(floats: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_compiled_engine(floats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Kind("gptq", 4, 32, False, ordered=True), "gptq, int4 in groups of 32"),
+        (Kind("pack-quantized", 8, 32), "compressed-tensors, int8 in groups of 32"),
+    ],
+    ids=str,
+)
+def test_a_compiled_engine(floats: Path, tmp_path: Path, kind: Kind, said: str) -> None:
     """The inputs' order and the zero points are in the folder, which says what it holds and needs no checkpoint."""
-    folder, _ = quantised(floats, tmp_path, Kind("gptq", 4, 32, False, ordered=True))
+    folder, _ = quantised(floats, tmp_path, kind)
     eager = LLM(folder, NGRAM, num_kv_blocks=64, **LIMITS)
     output = tmp_path / "engine"
     build_engine(folder, output, None, EngineConfig(**LIMITS))
     data = json.loads((output / "config.json").read_text())
-    assert data["checkpoint_quantization"] == {"target": "gptq, int4 in groups of 32"}
-    assert data["pretrained_config"]["quantization_config"]["quant_method"] == "gptq"
+    assert data["checkpoint_quantization"] == {"target": said}
+    assert data["pretrained_config"]["quantization_config"]["quant_method"] == said.partition(",")[0]
     assert data["executables"]["target"]["weight_bytes"] == decoder_of(eager).weight_bytes_per_step
     folder.rename(tmp_path / "gone")
     alone = run_alone(LLM(output, num_kv_blocks=64).engine, CASES)

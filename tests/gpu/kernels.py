@@ -22,7 +22,7 @@ import trtspec.ops.linear as linear
 import trtspec.ops.logits as logits
 import trtspec.ops.sample as sample
 from tests.unit.attention_cases import Batch, Model, Part, pack_bits
-from trtspec.ops.packing import pack_fp8, pack_int4, packed_rows, quantize_int4, quantize_int8, unpack
+from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, packed_rows, quantize_int4, quantize_int8, unpack
 
 OPS = (
     "spec_attention_",
@@ -261,7 +261,7 @@ def check_compact(arguments: Arguments, device: torch.device) -> None:
 
 # -- linears -----------------------------------------------------------------------------------------------------------
 
-GROUPS = {"int4-32": 32, "int4-64": 64, "int4-128": 128}
+GROUPS = {f"{kind}-{size}": size for kind in ("int4", "int8") for size in (32, 64, 128)}
 FP8 = ("fp8", "fp8-static")  # x as it is, and rounded to e4m3
 LAYOUTS = ("plain", "int8", *GROUPS, *FP8)
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -284,7 +284,7 @@ class Layer:
     def random(
         cls, layout: str, dtype: torch.dtype, width: int, depth: int, device: torch.device | None = None
     ) -> Layer:
-        """int4 wants whole groups: K is rounded up."""
+        """Groups are whole: K is rounded up."""
         depth += -depth % GROUPS.get(layout, 1)
         device = device or torch.device("cpu")
         g = torch.Generator(device).manual_seed(1000 * width + depth)
@@ -299,6 +299,10 @@ class Layer:
             octets = torch.randint(127, (width, depth), generator=g, dtype=torch.uint8, device=device)
             values = (octets | octets.flip(-1) << 7).view(torch.float8_e4m3fn)  # all finite numbers
             return cls(layout, *pack_fp8(values, weight[:, 0].abs() / 64), none, x_scale, width, depth)
+        if layout.startswith("int8-"):
+            integers = torch.randint(-128, 128, (width, depth), generator=g, dtype=torch.int8, device=device)
+            scales = torch.randn(width, depth // GROUPS[layout], generator=g, device=device) / 16
+            return cls(layout, *pack_int8(integers, scales), none, None, width, depth)
         if width % 2:
             return cls(layout, *quantize_int4(weight, GROUPS[layout]), None, width, depth)  # each with its zero point
         values = torch.randint(16, (width, depth), generator=g, dtype=torch.uint8, device=device)
