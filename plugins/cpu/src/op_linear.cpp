@@ -125,9 +125,9 @@ static void check_groups(const LinearArgs& args, const Tensor& scales, const Ten
   OP_REQUIRES(scales.scalar_type() == ScalarType::Half && scales.is_contiguous() &&
                   scales.sizes() == Sizes({panels, groups, PANEL}) && groups * group_size == args.depth &&
                   (group_size == 32 || group_size == 64 || group_size == 128),
-              "packed_linear: scales is ", scales.sizes(), " ", scales.scalar_type(), "; ", int4 ? "int4" : "int8 in groups", " with ",
-              args.depth,
-              " inputs wants [", panels, ", inputs / group size, 32] float16, contiguous, groups of 32, 64 or 128");
+              "packed_linear: scales is ", scales.sizes(), " ", scales.scalar_type(), "; ",
+              int4 ? "int4" : "int8 in groups", " with ", args.depth, " inputs wants [", panels,
+              ", inputs / group size, 32] float16, contiguous, groups of 32, 64 or 128");
   OP_REQUIRES(int4 || zeros.numel() == 0, "packed_linear: zeros is ", zeros.sizes(), "; int8 wants no elements");
   OP_REQUIRES(zeros.numel() == 0 || (zeros.scalar_type() == ScalarType::Byte && zeros.is_contiguous() &&
                                      zeros.sizes() == scales.sizes()),
