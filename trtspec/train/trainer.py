@@ -22,6 +22,7 @@ from trtspec.train.checkpoint import load_checkpoint, save_checkpoint, write_ato
 from trtspec.train.language_model import LossFn
 from trtspec.train.muon import Muon
 from trtspec.train.report import Report
+from trtspec.train.threads import Threads
 
 
 class Source(Protocol):
@@ -133,15 +134,17 @@ class Trainer:
             return
         self.model.train()
         saved = clock = time.monotonic()
-        with _interrupts() as interrupted, Report(self.label) as report:
+        with _interrupts() as interrupted, Report(self.label) as report, Threads() as threads:
             while self.progress < pause_at and not interrupted.is_set():
                 started, before = self.progress, self.tokens
+                threads.begin()
                 loss = self._step(started)
                 now = time.monotonic()
                 elapsed, clock = now - clock, now
                 self.seconds += elapsed
                 self.loss = loss if self.step == 1 or self.loss != self.loss else 0.95 * self.loss + 0.05 * loss
                 speed = (self.tokens - before) / elapsed
+                threads.end(speed)
                 self._log(loss, speed, started)
                 extra = "".join(f" · {name.replace('_', ' ')} {value:.2f}" for name, value in self.metrics().items())
                 state = f"step {self.step} · loss {self.loss:.3f}{extra} · {speed:,.0f} tok/s"
