@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 import sys
@@ -193,6 +194,23 @@ def test_gradients_reach_the_head_alone(target: Decoder) -> None:
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
+def test_a_quantised_lm_head_is_where_the_head_s_begins(target: Decoder) -> None:
+    """And what it is taught with."""
+    quantised = copy.deepcopy(target)
+    quantised.head.pack("int8")
+    plain, held = make_head(target), make_head(quantised)
+    step = target.head.weight.detach().abs().amax(1)[SOME_IDS] / 127
+    gap = (plain.head.weight - held.head.weight).detach().abs().amax(1)
+    assert float(gap.max()) > 0
+    assert bool((gap <= 0.51 * step).all())
+    one = lesson(quantised)
+    found = HeadLoss(held, quantised, K, torch.float32)(*one)
+    found.backward()
+    assert float(found.detach()) == pytest.approx(
+        float(HeadLoss(plain, target, K, torch.float32)(*lesson(target)).detach()), abs=0.2
+    )
+
+
 def test_a_few_steps_learn(target: Decoder, tmp_path: Path) -> None:
     head, source = make_head(target), lesson(target)
 
@@ -201,9 +219,9 @@ def test_a_few_steps_learn(target: Decoder, tmp_path: Path) -> None:
             return source
 
     loss = HeadLoss(head, target, K, torch.float32)
-    before = float(loss(*source))
+    before = float(loss(*source).detach())
     Trainer(head, loss, [Stage(1.0, (Fixed(),))], TrainConfig(steps=30, warmup_steps=5), tmp_path).run()
-    assert float(loss(*source)) < before - 1.0
+    assert float(loss(*source).detach()) < before - 1.0
 
 
 def test_frequent_tokens_come_in_order_and_ties_go_to_the_lower_id() -> None:

@@ -28,6 +28,7 @@ from trtspec.methods.mlp_speculator.train import MLPSpeculatorOptions
 from trtspec.methods.mtp.train import MtpOptions
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
+from trtspec.models.layers import Linear
 from trtspec.models.weights import load_decoder
 from trtspec.train.head import HeadOptions
 from trtspec.train.lessons import LAST_STATE, Lesson, observe
@@ -196,6 +197,27 @@ def test_eagle_loss_is_that_of_the_paper(folder: Path, make: Make) -> None:
             text += float(F.cross_entropy(head.logits(y[None]), wanted))
     rows = BATCH * (SEQ - 1)
     assert float(found.detach()) == pytest.approx(features / rows + 0.1 * text / rows, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_quantised_target(folder: Path, make: Make, name: str) -> None:
+    """Linears of integers, and an lm_head of integers: what learns through that is refused, the rest learns."""
+    kind = KINDS[name]
+    options, config = make(kind.options, **kind.fields), ModelConfig.from_folder(folder)
+    target = load_decoder(config, torch.float32)
+    capture = options.layers_read(config, None)
+    for module in target.modules():
+        if isinstance(module, Linear):
+            module.pack("int8")
+    shares = not isinstance(options, MedusaOptions | MLPSpeculatorOptions)
+    if shares:
+        with pytest.raises(UnsupportedError, match="the target's lm_head is quantised"):
+            new_head(options, target)
+        return
+    head = new_head(options, target)
+    loss = HeadLoss(head, target, K, torch.float32, options.objective, capture, options.moving)
+    loss(*lesson(target, capture)).backward()
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
 
 
 @pytest.mark.parametrize("name", KINDS)

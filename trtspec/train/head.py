@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.errors import ConfigError
+from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.capture import default_capture_layers
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.models.specs import DecoderSpec
 from trtspec.models.weights import DTYPES
+from trtspec.ops.packing import unpack
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.data import Tokens
 from trtspec.train.lessons import LAST_STATE
@@ -200,10 +201,22 @@ class CapturingOptions(HeadOptions):
 
 
 def attached(head: Head, target: Decoder) -> Head:
-    """The head, which shares what it does not learn with the target; the target is frozen."""
+    """The head, which shares what it does not learn with the target; the target is frozen. UnsupportedError where
+    nothing can be learnt through what they share."""
     head.share(target.embedding, target.head)
+    if target.head.is_packed and any(module is target.head for module in head.modules()):
+        raise UnsupportedError(
+            "the target's lm_head is quantised, and such a head learns through it; train a head of kind eagle3, or "
+            "for the target before its lm_head was quantised"
+        )
     target.requires_grad_(False)
     return head
+
+
+def plain_head(target: Decoder) -> Tensor:
+    """The weight of its lm_head, [V, Ht] fp32, however it is held."""
+    head = target.head
+    return unpack(head.weight.detach(), head.scales, head.zeros, head.out_features, head.in_features)
 
 
 def one_layer(spec: DecoderSpec, **changes: Any) -> DecoderSpec:

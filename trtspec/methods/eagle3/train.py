@@ -17,7 +17,16 @@ from trtspec.methods.eagle3.weights import eagle3_tensors
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.train.data import Tokens
-from trtspec.train.head import CapturingOptions, attached, initialise_head, layer_config, one_layer, setting, write_head
+from trtspec.train.head import (
+    CapturingOptions,
+    attached,
+    initialise_head,
+    layer_config,
+    one_layer,
+    plain_head,
+    setting,
+    write_head,
+)
 from trtspec.train.lessons import frequent_tokens
 
 
@@ -72,7 +81,7 @@ def new_head(
     )
     initialise_head(head)
     head.set_vocabulary(target_ids)
-    cast(Tensor, head.head.weight).copy_(target.head.weight[target_ids].float())
+    cast(Tensor, head.head.weight).copy_(plain_head(target)[target_ids])
     head.norm.weight.copy_(target.norm.weight.float())
     return attached(head, target)
 

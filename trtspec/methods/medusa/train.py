@@ -21,7 +21,7 @@ from trtspec.methods.medusa.weights import MedusaWeights
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import tensors_of
 from trtspec.train.data import Tokens
-from trtspec.train.head import HeadOptions, attached, dtype_name, setting, write_head
+from trtspec.train.head import HeadOptions, attached, dtype_name, plain_head, setting, write_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class MedusaOptions(HeadOptions):
         for parameter in head.blocks.parameters():
             parameter.zero_()
         for lm_head in head.heads:
-            cast(Tensor, lm_head.weight).copy_(target.head.weight.float())
+            cast(Tensor, lm_head.weight).copy_(plain_head(target))
         return attached(head, target)
 
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
