@@ -30,6 +30,7 @@ from speculators.models.mtp.config import MTPSpeculatorConfig
 from speculators.models.mtp.core import MTPDraftModel
 from speculators.models.mtp.model_definitions import mtp_model_classes
 from speculators.proposals.greedy import GreedyTokenProposalConfig
+from speculators_oracle import choose_ids, randomised, save
 
 ANCHORS = (1, 9, 23)
 
@@ -55,29 +56,15 @@ def main(target: Path, out: Path, options: dict[str, Any]) -> None:
         **options,
     )
     config.transformer_layer_config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    draft = DFlashDraftModel(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(0, 0.2 if parameter.ndim < 2 else (2 / parameter.shape[1]) ** 0.5)
-    vocab, size, weights = shape["vocab_size"], config.draft_vocab_size, load_file(target / "model.safetensors")
+    draft = randomised(DFlashDraftModel(config))
+    vocab, weights = shape["vocab_size"], load_file(target / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
     draft.embed_tokens.weight.copy_(embedding)  # what load_verifier_weights does of a name on the Hub
     if draft.d2t is None:
         draft.lm_head.weight.copy_(weights.get("lm_head.weight", embedding))
     else:
-        chosen = torch.randperm(vocab)[:size].sort().values
-        draft.d2t.copy_(chosen - torch.arange(size))
-        draft.t2d.zero_()[chosen] = True
-    if bits is None:
-        draft.save_pretrained(out)
-    else:
-        from speculators_quantised import save_quantised  # what that imports needs Python 3.11
-
-        save_quantised(draft, out, bits, ignore)
+        choose_ids(draft, vocab)
+    save(draft, out, bits, ignore)
     ids, states = torch.randint(0, vocab, (max(ANCHORS) + 1,)), torch.randn(max(ANCHORS), draft.fc.in_features)
     logits = torch.stack([block(draft, ids, states, anchor) for anchor in ANCHORS])
     np.savez(out / "oracle.npz", ids=ids, states=states, anchors=np.array(ANCHORS), logits=logits)

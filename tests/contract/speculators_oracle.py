@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 ROWS = 24
 
 
-def main(target: Path, out: Path, options: dict[str, object]) -> None:
+def main(target: Path, out: Path, options: dict[str, Any]) -> None:
     own = json.loads((target / "config.json").read_text())
     shape = {key: own[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
              "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters")}  # fmt: skip
@@ -47,34 +48,49 @@ def main(target: Path, out: Path, options: dict[str, object]) -> None:
         **options,
     )
     config.transformer_layer_config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    head = (PEagleDraftModel if parallel else Eagle3DraftModel)(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(0, 0.2 if parameter.ndim < 2 else (2 / parameter.shape[1]) ** 0.5)
-    vocab, size = shape["vocab_size"], config.draft_vocab_size
+    head = randomised((PEagleDraftModel if parallel else Eagle3DraftModel)(config))
     if head.d2t is not None:
-        chosen = torch.randperm(vocab)[:size].sort().values
-        head.d2t.copy_(chosen - torch.arange(size))
-        head.t2d.zero_()[chosen] = True
-    if bits is None:
-        head.save_pretrained(out)
-    else:
-        from speculators_quantised import save_quantised  # what that imports needs Python 3.11
-
-        save_quantised(head, out, bits, ignore)
+        choose_ids(head, shape["vocab_size"])
+    save(head, out, bits, ignore)
     if parallel:
         return
-    ids, states = torch.randint(0, vocab, (ROWS,)), torch.randn(ROWS, head.fc.in_features)
+    ids, states = torch.randint(0, shape["vocab_size"], (ROWS,)), torch.randn(ROWS, head.fc.in_features)
     logits: list[torch.Tensor] = []
     head.lm_head.register_forward_hook(lambda module, given, result: logits.append(result[0].detach()))
     with torch.no_grad():
         documents = torch.zeros(1, ROWS, dtype=torch.long)
         head(states[None], ids[None], documents, ttt_steps=2)
     np.savez(out / "oracle.npz", ids=ids, states=states, logits=torch.stack(logits))
+
+
+@torch.no_grad()
+def randomised(head: Any) -> Any:
+    """In fp32, with weights that are neither 0 nor 1."""
+    torch.manual_seed(0)
+    for name, parameter in head.float().eval().named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(0, 0.2 if parameter.ndim < 2 else (2 / parameter.shape[1]) ** 0.5)
+    return head
+
+
+def choose_ids(head: Any, vocab_size: int) -> None:
+    """Those it drafts, at random."""
+    size = head.config.draft_vocab_size
+    chosen = torch.randperm(vocab_size)[:size].sort().values
+    head.d2t.copy_(chosen - torch.arange(size))
+    head.t2d.zero_()[chosen] = True
+
+
+def save(head: Any, out: Path, bits: int | None, ignore: list[str]) -> None:
+    """As the package does, or, with `bits`, as llm-compressor."""
+    if bits is None:
+        head.save_pretrained(out)
+    else:
+        from speculators_quantised import save_quantised  # what that imports needs Python 3.11
+
+        save_quantised(head, out, bits, ignore)
 
 
 if __name__ == "__main__":

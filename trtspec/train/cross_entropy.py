@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_ROWS = 256
+MOST_ROWS = 256
 """Rows of logits at a time: 8 MiB in fp32 of a vocabulary of 8,192."""
+
+_BLOCK_BYTES = 24 << 20  # below the 32 MiB from which glibc asks the kernel for every tensor anew
 
 BlockLoss = Callable[[Tensor, Sequence[Tensor], Mapping[str, Tensor]], Tensor]
 """rows [b] int64 (which rows these are), inputs of these rows [b, W] each, weights -> this block's part of the loss."""
@@ -81,8 +83,13 @@ class _InBlocks(torch.autograd.Function):
         return None, None, None, None, *found
 
 
+def rows_of_logits(vocab_size: int) -> int:
+    """How many rows of logits to make at a time."""
+    return max(1, min(MOST_ROWS, _BLOCK_BYTES // (4 * vocab_size)))
+
+
 def in_blocks(
-    loss: BlockLoss, rows: Tensor, inputs: Sequence[Tensor], weights: Mapping[str, Tensor], size: int = BLOCK_ROWS
+    loss: BlockLoss, rows: Tensor, inputs: Sequence[Tensor], weights: Mapping[str, Tensor], size: int
 ) -> Tensor:
     """The sum of `loss` over blocks of `size` of `rows` [n] int64 (each at most once); a scalar, fp32.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
-from trtspec.train.cross_entropy import BLOCK_ROWS
+from trtspec.train.cross_entropy import rows_of_logits
 from trtspec.train.data import Tokens
 from trtspec.train.language_model import CausalAttend
 from trtspec.train.states import KeptStates
@@ -142,7 +142,7 @@ def observe(
 @torch.no_grad()
 def best_ids(target: Decoder, last: Tensor) -> Tensor:
     """last [B, S, Ht] -> the id that the target would say after each row, [B, S] int64."""
-    blocks = torch.split(last.flatten(0, 1), BLOCK_ROWS)
+    blocks = torch.split(last.flatten(0, 1), rows_of_logits(target.spec.vocab_size))
     return torch.cat([target.logits(block).argmax(-1) for block in blocks]).view(last.shape[:2])
 
 

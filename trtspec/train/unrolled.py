@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
-from trtspec.train.cross_entropy import SoftCrossEntropy, in_blocks
+from trtspec.train.cross_entropy import SoftCrossEntropy, in_blocks, rows_of_logits
 from trtspec.train.language_model import CausalAttend, heads_first
 from trtspec.train.lessons import LAST_STATE, Lesson, texts_of
 
@@ -180,7 +180,8 @@ class HeadLoss:
                 hits[j, rows] = known[j, rows] & right
             return part
 
-        total = in_blocks(block, known.any(0).nonzero()[:, 0], outputs, weights)
+        size = rows_of_logits(len(self.head.target_ids))
+        total = in_blocks(block, known.any(0).nonzero()[:, 0], outputs, weights, size)
         if weight.features:
             for j, output in enumerate(outputs):
                 rows = taught[j].nonzero()[:, 0]

@@ -25,7 +25,7 @@ from trtspec.methods.dspark.weights import DSparkWeights
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import DTYPES, tensors_of
-from trtspec.train.cross_entropy import BLOCK_ROWS, in_blocks
+from trtspec.train.cross_entropy import in_blocks, rows_of_logits
 from trtspec.train.data import Tokens
 from trtspec.train.head import CapturingOptions, attached, initialise_head, layer_config, one_layer, setting, write_head
 from trtspec.train.language_model import heads_first
@@ -247,7 +247,7 @@ class BlockLoss:
             return part
 
         rows = usable.flatten().nonzero()[:, 0]
-        total = in_blocks(loss, rows, outputs, weights, max(BLOCK_ROWS // width, 1))
+        total = in_blocks(loss, rows, outputs, weights, max(rows_of_logits(len(head.target_ids)) // width, 1))
         self.agreement = right[rows].int().cumprod(1).float().mean(0).nan_to_num()
         return total
 
