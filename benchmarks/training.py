@@ -22,6 +22,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -51,8 +52,6 @@ def spin() -> None:
 
 def library_tokens(model: Path, count: int) -> Tokens:
     """The first `count` ids of the standard library's source."""
-    import numpy as np
-
     tokenizer = load_tokenizer(model / "tokenizer.json")
     ids: list[int] = []
     for file in standard_library():
@@ -90,7 +89,7 @@ def flop(target: Decoder, head: torch.nn.Module) -> tuple[float, float]:
     once = size["fc.weight"]
     passes = sum(size.values()) - once
     learns = 6.0 * (once + UNROLL * passes)
-    says = 2.0 * DRAFT_IDS * target.spec.hidden_size * 1.0
+    says = 2.0 * DRAFT_IDS * target.spec.hidden_size
     embedding = target.embedding.weight.numel()
     whole = sum(parameter.numel() for parameter in target.parameters())
     runs = 2.0 * (whole - (0 if target.head.weight is target.embedding.weight else embedding))

@@ -21,11 +21,14 @@ import torch
 import transformers
 
 from tests.dspark_checkpoints import make_dspark
+from tests.e2e.tiny import LyingOracle
 from tests.head_checkpoints import make_dflash, make_eagle, make_eagle3, make_medusa, make_mlp_speculator
 from trtspec import LLM, RequestOutput, SamplingParams
 from trtspec.build.convert import convert
 from trtspec.cli import main
 from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.interop.decoding_configs import SaveHiddenStatesDecodingConfig
+from trtspec.methods.hidden_states.shards import ShardReader, shards_of
 
 FILE = os.environ.get("TRTSPEC_SMOLLM2", "")
 pytestmark = pytest.mark.skipif(not FILE, reason="needs a model that `make contract-smollm2` downloads")
@@ -189,8 +192,8 @@ HEADED: dict[str, tuple[dict[str, Any], str]] = {
     "DFLASH": ({"method": "dflash"}, "dflash"),
     "DSPARK": ({"method": "dspark"}, "dspark"),
 }
-"""Those of SpeculativeDecodingMode that test_no_mode_changes_the_text has not, but USER_PROVIDED, which is a drafter of
-the user's like n-gram: fields of speculative_config, and the head ("" = the model itself)."""
+"""Modes of SpeculativeDecodingMode that test_no_mode_changes_the_text has not: fields of speculative_config, and the
+head ("" = the model itself). The two without a checkpoint have a test of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -198,32 +201,45 @@ def heads(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Heads:
     return Heads(tmp_path_factory.mktemp("heads"), folder)
 
 
-@pytest.fixture(scope="module")
-def plain_text() -> dict[tuple[str, str], list[list[int]]]:
-    """By dtype and backend, once it is known."""
-    return {}
+def generate(model: str, dtype: str, backend: str, speculation: Any) -> tuple[list[RequestOutput], int]:
+    """Four chats at once, greedy and then sampled; and how many tokens were drafted."""
+    params = [SamplingParams(temperature=t, seed=7, max_tokens=32, ignore_eos=True) for t in (0.0, 0.8)]
+    options = {"dtype": dtype, "backend": backend, "max_batch_size": 4, "max_seq_len": 256, "max_num_tokens": 512}
+    with LLM(model, speculation, **options) as llm:
+        outputs = [output for one in params for output in llm.chat(chats(PROMPTS[::13]), one, False)]
+        return outputs, llm.get_metrics().speculation.num_draft_tokens
+
+
+@functools.cache
+def plain(dtype: str, backend: str) -> list[RequestOutput]:
+    return generate(FILE, dtype, backend, None)[0]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aoti"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", HEADED)
-def test_no_head_changes_the_text(
-    heads: Heads, plain_text: dict[tuple[str, str], list[list[int]]], mode: str, dtype: str, backend: str
-) -> None:
-    """Greedy and sampled, four chats at once."""
+def test_no_head_changes_the_text(heads: Heads, mode: str, dtype: str, backend: str) -> None:
     fields, name = HEADED[mode]
-    params = [SamplingParams(temperature=t, seed=7, max_tokens=32, ignore_eos=True) for t in (0.0, 0.8)]
-
-    def generate(model: str, speculation: Any) -> tuple[list[list[int]], int]:
-        options = {"dtype": dtype, "backend": backend, "max_batch_size": 4, "max_seq_len": 256, "max_num_tokens": 512}
-        with LLM(model, speculation, **options) as llm:
-            outputs = [output for one in params for output in llm.chat(chats(PROMPTS[::13]), one, False)]
-            return ids_of(outputs), llm.get_metrics().speculation.num_draft_tokens
-
-    if (dtype, backend) not in plain_text:
-        plain_text[dtype, backend], _ = generate(FILE, None)
     model = str(heads.get(name)) if name.startswith("mtp") else FILE
     draft = {} if name.startswith("mtp") else {"model": str(heads.get(name)) if name else FILE}
-    ids, drafted = generate(model, {**fields, **draft, "num_speculative_tokens": 3})
-    assert ids == plain_text[dtype, backend]
+    outputs, drafted = generate(model, dtype, backend, {**fields, **draft, "num_speculative_tokens": 3})
+    assert ids_of(outputs) == ids_of(plain(dtype, backend))
     assert drafted > 100
+
+
+@pytest.mark.parametrize("backend", ["eager", "aoti"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nor_do_a_drafter_of_the_user_and_saved_states(tmp_path: Path, dtype: str, backend: str) -> None:
+    """The drafter knows the text, and lies about three tokens of ten."""
+    known = plain(dtype, backend)
+    answers = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in known]
+    oracle = {"method": "custom_class", "drafter": LyingOracle(answers), "num_speculative_tokens": 3}
+    outputs, drafted = generate(FILE, dtype, backend, oracle)
+    assert ids_of(outputs) == ids_of(known)
+    assert drafted > 100
+    config = SaveHiddenStatesDecodingConfig(output_directory=str(tmp_path), eagle3_layers_to_capture=list(CAPTURE))
+    outputs, drafted = generate(FILE, dtype, backend, config)
+    assert ids_of(outputs) == ids_of(known)
+    assert drafted == 0
+    saved = [ShardReader(path) for path in shards_of(tmp_path)]
+    assert sum(sum(reader.lengths) for reader in saved) == sum(len(answer) - 1 for answer in answers)

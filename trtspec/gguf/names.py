@@ -65,7 +65,7 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 KEPT_BITS = {"Q4_0": 4, "Q8_0": 8}
-"""Of the kinds whose integers are kept: symmetric ones with an fp16 scale for 32 inputs."""
+"""Bits of the kinds whose integers are kept: symmetric ones with an fp16 scale for 32 inputs."""
 
 
 def kept_linears(file: GgufFile) -> dict[str, int]:

@@ -154,13 +154,13 @@ class PackedSlice:
 
 
 def _unsigned4(octets: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Of Q4_0, whose byte i holds inputs i and i + 16."""
+    """The integers of Q4_0, whose byte i holds inputs i and i + 16."""
     values: NDArray[np.uint8] = np.concatenate((octets & 15, octets >> 4), axis=2)
     return values[:, :, ::2] | values[:, :, 1::2] << np.uint8(4)
 
 
 def _unsigned8(octets: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Of Q8_0, whose bytes are signed."""
+    """The integers of Q8_0, whose bytes are signed."""
     return octets ^ np.uint8(128)
 
 

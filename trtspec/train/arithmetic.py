@@ -1,4 +1,4 @@
-"""What the CPU is fast with."""
+"""The dtype that training computes in on this CPU."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Lessons:
         self.batch_size, self.seed, self.kept = batch_size, seed, kept
 
     def batch(self, index: int) -> Lesson:
-        """See trainer.Source."""
+        """Lesson number `index` of the run, counted through all epochs (see trainer.Source)."""
         epoch, place = divmod(index, len(self.windows) // self.batch_size)
         order = np.random.default_rng([self.seed, self.windows.seq_len, epoch]).permutation(len(self.windows))
         chosen = [int(i) for i in order[place * self.batch_size : (place + 1) * self.batch_size]]
@@ -123,6 +123,13 @@ class Lessons:
 def texts_of(places: Tensor) -> Tensor:
     """places [B, S] -> which text of its window a row belongs to, [B, S] from 0."""
     return F.pad((places[:, 1:] == 0).cumsum(1), (1, 0))
+
+
+def taught_ahead(lesson: Lesson, steps: int) -> Tensor:
+    """[B, S] bool: rows whose text and window have a row `steps` further on, which is taught."""
+    texts, size = texts_of(lesson.places), lesson.places.shape[1]
+    within = torch.arange(size, device=texts.device) < size - steps
+    return within & (texts.roll(-steps, dims=1) == texts) & lesson.taught.roll(-steps, dims=1)
 
 
 def observe(

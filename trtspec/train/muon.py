@@ -23,7 +23,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """See torch.optim.Muon."""
+        """One step of Muon on the gradients that are there. closure: as torch's, in bf16 only."""
         if self.dtype == torch.bfloat16:
             found: Any = super().step(closure)  # type: ignore[no-untyped-call]
             return None if found is None else float(found)

@@ -151,11 +151,11 @@ def answer_chats(
 
 
 def _digest(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> str:
-    """Of what is asked for."""
+    """A name for what is asked for: 32 hexadecimal digits."""
     asked = [[list(prompt), repr(own)] for prompt, own in zip(prompts, params, strict=True)]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]
 
 
 def forget(folder: Path) -> None:
-    """What a Speaker kept there."""
+    """Delete what a Speaker kept in `folder`."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -50,7 +50,8 @@ class Material:
 
 
 def material_of(options: HeadOptions, config: ModelConfig) -> Material:
-    """Of a run on text, ids or conversations. ConfigError or CheckpointError where they cannot be used."""
+    """Make, or read again, what a run on text, ids or conversations learns from. ConfigError or CheckpointError where
+    these cannot be used."""
     chats = [path for path in options.data if path.suffix == chat.SUFFIX]
     if chats and len(chats) < len(options.data):
         other = next(path for path in options.data if path not in chats)

@@ -15,7 +15,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 States = tuple[Tensor, Tensor, Tensor]
-"""Of one window: best [S] int64, captured [S, n * Ht], last [S, Ht]."""
+"""A window's best [S] int64, captured [S, n * Ht] and last [S, Ht] (see lessons.Lesson)."""
 
 _PRESENT = 1 << 32  # in a window's mark, above the checksum of its bytes
 
@@ -49,7 +49,7 @@ class KeptStates:
             self._give_up(error)
 
     def get(self, index: int) -> States | None:
-        """None where they are not kept."""
+        """The states of window `index`; None where they are not kept."""
         if index >= self.count or not self._marks[index]:
             return None
         try:
@@ -68,7 +68,7 @@ class KeptStates:
         )
 
     def put(self, index: int, states: States) -> None:
-        """Keep them, if there is room."""
+        """Keep the states of window `index`, if there is room."""
         if index >= self.count or not self._writable:
             return
         best, captured, last = states
@@ -93,7 +93,7 @@ class KeptStates:
 
 
 def bytes_per_window(seq_len: int, widths: tuple[int, int], dtype: torch.dtype) -> int:
-    """On disk."""
+    """Bytes that the states of a window of S rows take on disk. widths: n * Ht and Ht."""
     return seq_len * (4 + dtype.itemsize * sum(widths))
 
 

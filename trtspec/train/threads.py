@@ -12,7 +12,7 @@ import torch
 from typing_extensions import Self
 
 SLOW = 0.4
-"""Of the best speed: a step that is slower has others to share with. What a step has to do varies less."""
+"""A share of the best speed: a step below it has others to share with. What a step has to do varies less."""
 
 REST = 32
 """Steps on fewer threads until all of them are tried again."""
@@ -40,7 +40,7 @@ class Threads:
         torch.set_num_threads(self.most)
 
     def begin(self) -> None:
-        """Of a step."""
+        """Call it before a step: sets the number of threads."""
         torch.set_num_threads(self.now)
 
     def end(self, speed: float) -> None:

@@ -21,7 +21,7 @@ from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.train.cross_entropy import SoftCrossEntropy, in_blocks, rows_of_logits
 from trtspec.train.language_model import CausalAttend, heads_first
-from trtspec.train.lessons import LAST_STATE, Lesson, texts_of
+from trtspec.train.lessons import LAST_STATE, Lesson, taught_ahead, texts_of
 
 STEP_WEIGHT = 0.8
 """Each pass counts this much of the one before it: later drafts are reached less often."""
@@ -96,18 +96,19 @@ class Passes(nn.Module):
         self.head, self.num_passes, self.moving = head, num_passes, moving
 
     def forward(self, inputs: Tensor, places: Tensor, captured: Tensor) -> list[Tensor]:
-        """See unroll."""
+        """inputs, places [B, S], captured [B * S, n * Ht] -> the output of each pass, [B * S, W] (see unroll)."""
         return list(unroll(self.head, inputs, places, captured, self.num_passes, self.moving))
 
 
 class _Logits(nn.Module):
-    """What passes say."""
+    """The logits of all passes, as one module like Passes."""
 
     def __init__(self, head: DraftHead) -> None:
         super().__init__()
         self.head = head
 
     def forward(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """outputs [b, W] of each pass -> logits [b, Vd] fp32 of each."""
         return [self.head.logits(y, j) for j, y in enumerate(outputs)]
 
 
@@ -129,7 +130,8 @@ class HeadLoss:
 
     Pass j at row p is taught where the token at p + 1 + j belongs to the row's text and window, what follows it is to
     be taught (Lesson.taught), and the head can say what the target would say there. After a call `agreement` [K] says
-    how often passes 0..j all hit the target's arg-max, of the rows at which all K are taught or cannot be said.
+    how often passes 0..j all hit the target's arg-max, of the rows where all K are to be taught. Ids that the head
+    cannot say are misses.
     """
 
     def __init__(
@@ -151,12 +153,13 @@ class HeadLoss:
         self.says = None if whole or target.head.is_packed else target.head.weight.detach()[head.target_ids]
 
     def __call__(self, *lesson: Tensor) -> Tensor:
-        """See lessons.Lesson."""
+        """lesson: the fields of a lessons.Lesson -> the loss, a scalar in fp32."""
         one, weight = Lesson(*lesson), self.objective
         weights = {name: parameter.to(self.dtype) for name, parameter in self.head.named_parameters(prefix="head")}
         states = (one.last if self.reads_last else one.captured).flatten(0, 1).to(self.dtype)
         outputs: list[Tensor] = torch.func.functional_call(self.passes, weights, (one.inputs, one.places, states))
-        last, taught = one.last.flatten(0, 1), self._taught(one)
+        last = one.last.flatten(0, 1)
+        taught = torch.stack([taught_ahead(one, 1 + j).flatten() for j in range(self.num_passes)])  # [K, B * S]
         best = self.head.draft_ids[one.best].flatten()  # -1: no draft id
         goals = torch.stack([best.roll(-1 - j) for j in range(self.num_passes)])  # [K, B * S]
         known = taught & (goals >= 0)
@@ -203,14 +206,3 @@ class HeadLoss:
         logits = self.target.logits(last)
         whole = logits.shape[-1] == len(self.head.target_ids)
         return (logits if whole else logits[:, self.head.target_ids]).softmax(-1)
-
-    def _taught(self, lesson: Lesson) -> Tensor:
-        """Which rows pass j is taught at, [K, B * S] bool."""
-        texts, size = texts_of(lesson.places), lesson.places.shape[1]
-        rows = [
-            (torch.arange(size) < size - 1 - j)
-            & (texts.roll(-1 - j, dims=1) == texts)
-            & lesson.taught.roll(-1 - j, dims=1)
-            for j in range(self.num_passes)
-        ]
-        return torch.stack(rows).flatten(1)

@@ -29,7 +29,7 @@ from trtspec.train.cross_entropy import in_blocks, rows_of_logits
 from trtspec.train.data import Tokens
 from trtspec.train.head import CapturingOptions, attached, initialise_head, layer_config, one_layer, setting, write_head
 from trtspec.train.language_model import heads_first
-from trtspec.train.lessons import Lesson, texts_of
+from trtspec.train.lessons import Lesson, taught_ahead, texts_of
 from trtspec.train.unrolled import LessonLoss
 
 DECAY = 4.0
@@ -187,14 +187,15 @@ class Blocks(nn.Module):
 
 
 class _Said(nn.Module):
-    """What blocks say."""
+    """The logits of blocks, as one module like Blocks."""
 
     def __init__(self, head: DSparkHead, width: int) -> None:
         super().__init__()
         self.head, self.width = head, width
 
     def forward(self, h: Tensor, e: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of Blocks, n of them -> logits [n, width, V] fp32, and what the confidence head says, [n, width]."""
+        """h, e of n blocks as Blocks gives them -> logits [n, width, V] fp32, and the confidence head's probabilities
+        [n, width], None without one."""
         head, width, n = self.head, self.width, len(h)
         h, e = h.view(n * width, -1), e.view(n * width, -1)
         base = head.logits(h).view(n, width, -1)
@@ -218,7 +219,7 @@ class BlockLoss:
         self.said = _Said(blocks.head, blocks.width)
 
     def __call__(self, *lesson: Tensor) -> Tensor:
-        """See train.lessons.Lesson."""
+        """lesson: the fields of a train.lessons.Lesson -> the loss, a scalar in fp32."""
         one, width, head = Lesson(*lesson), self.blocks.width, self.blocks.head
         anchors, usable = anchors_of(one, width, self.number)
         weights = {name: parameter.to(self.dtype) for name, parameter in head.named_parameters(prefix="head")}
@@ -265,16 +266,15 @@ def anchors_of(lesson: Lesson, width: int, number: int) -> tuple[Tensor, Tensor]
     """Anchors [B, A] of `number` blocks a window, and which of them can be taught, [B, A] bool.
 
     A block can be where something of its text is before it, all of its rows are of one text and taught, and what
-    follows them is in the window. Of such places every so manieth is taken; where there are fewer, fewer are usable.
+    follows them is in the window. Anchors are spread evenly over such places; where there are fewer, fewer are usable.
     """
-    texts, size = texts_of(lesson.places), lesson.places.shape[1]
-    able = lesson.places > 0
+    size = lesson.places.shape[1]
+    able = (lesson.places > 0) & (torch.arange(size, device=lesson.places.device) < size - width)
     for k in range(width):
-        inside = torch.arange(size, device=texts.device) < size - 1 - k
-        able &= inside & (texts.roll(-k, dims=1) == texts) & lesson.taught.roll(-k, dims=1)
+        able &= taught_ahead(lesson, k)
     places = torch.argsort(~able, dim=1, stable=True)  # those that are able, in their order, before the others
     count = able.sum(1, keepdim=True)
     stride = (count // number).clamp(min=1)
     first = lesson.inputs.sum(1, keepdim=True) % stride
-    chosen = first + stride * torch.arange(number, device=texts.device)
+    chosen = first + stride * torch.arange(number, device=able.device)
     return places.gather(1, chosen.clamp(max=size - 1 - width)).clamp(max=size - 1 - width), chosen < count
