@@ -240,7 +240,8 @@ def test_every_option_of_a_kind_can_be_given(kind: str) -> None:
 def test_what_the_command_line_says_is_what_is_trained(folder: Path, tmp_path: Path) -> None:
     """A DSpark draft, whose options are of every type."""
     given = arguments(folder, tmp_path / "head", "--steps", "1", "--regenerate", "0", "--rank", "4", "--markov", "rnn",
-                      "--no-confidence", "--anchors", "3", "--mask-token-id", "7", "--num-layers", "2")  # fmt: skip
+                      "--no-confidence", "--anchors", "3", "--mask-token-id", "7", "--num-layers", "2",
+                      "--states-gib", "inf")  # fmt: skip
     assert main(["train", "dspark", *given[2:]]) == 0
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["aux_hidden_state_layer_ids"] == [1, 2]  # there, an id is the layer entered

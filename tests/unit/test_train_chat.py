@@ -155,6 +155,7 @@ def test_both_ways_to_write_a_conversation(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user"}]}', "line 2 has the message .*role and content are to be text"),
         ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "role and content are to be text"),
         ('{"conversations": [{"from": "tool", "value": "a"}]}', "role and content are to be text"),
+        ('{"conversations": [{"from": ["human"], "value": "a"}]}', "role and content are to be text"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 2 has no message of the user"),
     ],
 )

@@ -32,7 +32,7 @@ Chat = list[dict[str, Any]]
 
 @dataclass
 class TaughtText:
-    """ids of a text, and of each whether it is an answer's: what the row before it is taught."""
+    """A text's ids, and for each whether it belongs to an answer: then the row before it is taught to say it."""
 
     ids: list[int] = field(default_factory=list)
     is_answer: list[bool] = field(default_factory=list)
@@ -48,8 +48,8 @@ class TaughtText:
 
 
 def add_turn(texts: list[TaughtText], prompt: Sequence[int], answer: Sequence[int]) -> None:
-    """A turn of the last text; or of a new one, where the template writes earlier turns in another way than they were
-    said (some leave out what was thought)."""
+    """Continue the last text by a turn. Where the template writes earlier turns in another way than they were said
+    (some leave out what was thought), the turn begins a text of its own."""
     if not texts or not texts[-1].add(prompt, answer):
         texts.append(TaughtText())
         texts[-1].add(prompt, answer)
@@ -82,7 +82,7 @@ def _chat(line: str, where: str) -> Chat:
             f'{where} has no list of messages; write {{"messages": [{{"role": ..., "content": ...}}, ...]}}'
         )
     if "messages" not in known:
-        messages = [{"role": _SHARE_GPT.get(m.get("from")), "content": m.get("value")} for m in messages]
+        messages = [{"role": _SHARE_GPT.get(str(m.get("from"))), "content": m.get("value")} for m in messages]
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ConfigError(f"{where} has the message {message!r:.120}; role and content are to be text")
@@ -110,7 +110,8 @@ def taught_texts(chat: Chat, tokenizer: Tokenizer, ends: Collection[int]) -> lis
 
 
 def encode(tokenizer: Tokenizer, chat: Chat, to_come: bool) -> list[int]:
-    """By the chat template; to_come: an answer. ConfigError where the template refuses the conversation."""
+    """A conversation's ids by the chat template. to_come: it ends where an answer is to begin. ConfigError where the
+    template refuses it."""
     try:
         return tokenizer.encode_chat(chat, add_generation_prompt=to_come)
     except RequestError as error:
@@ -151,7 +152,7 @@ def pack(texts: Sequence[TaughtText], seq_len: int) -> tuple[npt.NDArray[Any], i
 
 @dataclass(frozen=True)
 class PackedWindows:
-    """What `pack` made."""
+    """Windows as `pack` makes them: rows [N, S] of (id, place, taught)."""
 
     rows: npt.NDArray[Any]
 
@@ -168,7 +169,7 @@ class PackedWindows:
         return Window(ids, places, torch.from_numpy(row["taught"].copy()))
 
     def answers(self) -> npt.NDArray[Any]:
-        """All ids that something is taught to say, [M]."""
+        """Ids [M] of all answers within the windows, in their order."""
         said = np.roll(self.rows["id"], -1, axis=1)[self.rows["taught"]]
         return np.asarray(said)
 

@@ -48,14 +48,15 @@ class HeadOptions(ABC):
     data: text files or folders of them, or .npy files of token ids; or .jsonl files of conversations, of which the
     answers are taught (see train.chat); or shards of hidden states (.safetensors), or folders of them, from which the
     head learns as they are: nothing is regenerated, and the target does not run.
-    regenerate: the head will be used on the target's text, not on people's. Of text, so many prompts are cut that the
-    target continues by `regenerate_len` tokens, half of what the head then learns from. Of conversations, so many get
-    the target's answers in the place of their own, each of up to `regenerate_len` tokens, and are all that the head
-    learns from. unroll: passes per lesson, the drafts per step that the head is made for. dtype: of the arithmetic;
-    weights are kept in fp32; "auto" = bfloat16 where the CPU has instructions for it. held_out: text, ids or
-    conversations as in `data`, on which the trained head is measured (see chains; run/evaluation.json).
-    checkpoint_seconds: a kill costs at most the training of so long. states_gib: of what the target made of the data,
-    kept in `run` so that epochs after the first need not compute it again; never more than half of what is free.
+    regenerate: how many prompts the target answers before the training, as the head will be used on the target's words
+    and not on people's. Where the data is text, prompts are cut from it, and the target continues each by
+    `regenerate_len` tokens; the head learns from both, half and half. Where it is conversations, so many of them get
+    the target's answers, of up to `regenerate_len` tokens each, and the head learns from these alone. unroll: passes
+    per lesson, the drafts per step that the head is made for. dtype: of the arithmetic; weights are kept in fp32;
+    "auto" = bfloat16 where the CPU has instructions for it. held_out: text, ids or conversations as in `data`, on which
+    the trained head is measured (see chains; run/evaluation.json). checkpoint_seconds: a kill costs at most the
+    training of so long. states_gib: of what the target made of the data, kept in `run` so that epochs after the first
+    need not compute it again; never more than half of what is free.
     """
 
     target: Path
@@ -214,7 +215,7 @@ def attached(head: Head, target: Decoder) -> Head:
 
 
 def plain_head(target: Decoder) -> Tensor:
-    """The weight of its lm_head, [V, Ht] fp32, however it is held."""
+    """The weight of the target's lm_head, [V, Ht] fp32; a packed one is unpacked."""
     head = target.head
     return unpack(head.weight.detach(), head.scales, head.zeros, head.out_features, head.in_features)
 

@@ -112,7 +112,7 @@ def _lessons(
     dtype = DTYPES[options.dtype]
     folder = options.run / _STATES
     kept = sum(file.stat().st_size for file in folder.glob("*.bin"))
-    left = min(int(options.states_gib * 2**30), kept + shutil.disk_usage(options.run).free // 2)
+    left = int(min(options.states_gib * 2**30, kept + shutil.disk_usage(options.run).free // 2))
     lessons = []
     for number, windows in enumerate(sources):
         size = bytes_per_window(windows.seq_len, widths, dtype)
