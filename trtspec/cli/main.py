@@ -22,6 +22,7 @@ class _Command(NamedTuple):
 
 COMMANDS = (
     _Command("generate", "generate", "generate text from prompts", True),
+    _Command("chat", "chat", "a conversation in the terminal", True),
     _Command("serve", "serve", "an OpenAI-compatible server", True),
     _Command("bench decode", "bench", "tokens per second, beside plain decoding and the machine's limit", True),
     _Command(

@@ -1,0 +1,193 @@
+"""`trtspec chat`: a conversation in the terminal, accepted drafts in green, and what they were worth."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.text import Text
+
+from trtspec.cli.options import engine_options
+from trtspec.errors import RequestError, TrtSpecError
+from trtspec.llm import LLM
+from trtspec.outputs import SpeculationStats
+from trtspec.sampling_params import SamplingParams
+from trtspec.text import IncrementalDetokenizer
+
+HELP = """\
+/new    begin another conversation
+/retry  answer the last question once more, with other random numbers
+/help   this
+/exit   leave; so does Ctrl-D
+Ctrl-C ends an answer, of which what was said stays. A line that ends with \\ goes on in the next."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every answer is to be like."""
+    chat = parser.add_argument_group("chat")
+    chat.add_argument("--system", help="a system message, with which each conversation begins")
+    chat.add_argument("--max-tokens", type=int, help="of an answer (default: what room there is)")
+    chat.add_argument("--temperature", type=float, default=0.8, help="0 = greedy (default 0.8)")
+    chat.add_argument("--top-k", type=int)
+    chat.add_argument("--top-p", type=float)
+    chat.add_argument("--min-p", type=float)
+    chat.add_argument("--seed", type=int, help="of the first answer; the others count up (default: drawn anew)")
+
+
+@dataclass
+class Conversation:
+    """Messages so far, each user's with its answer, but for the one that is being answered."""
+
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    answers: int = 0  # ever begun, in all conversations
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin another."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def take_back(self) -> str | None:
+        """Remove the last question with its answer; None where there is none."""
+        while self.messages and self.messages[-1]["role"] != "system":
+            message = self.messages.pop()
+            if message["role"] == "user":
+                return message["content"]
+        return None
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Until the input ends. 1 where it was no terminal's and an answer failed."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # input() edits lines and remembers them
+
+    _params(namespace, 0)  # what is wrong with them is said before the model starts
+    interactive, console, failed = sys.stdin.isatty(), Console(), False
+    with LLM(
+        namespace.model,
+        namespace.speculative_config,
+        namespace.tokenizer,
+        progress=sys.stderr.isatty(),
+        **engine_options(namespace),
+    ) as llm:
+        if llm.tokenizer is None or not llm.tokenizer.chat_templates:
+            raise RequestError(f"{namespace.model} has no chat template; use trtspec generate, or give --tokenizer")
+        if interactive:
+            console.print("/help tells what there is besides asking", style="dim", highlight=False)
+        chat = Conversation(namespace.system)
+        while (question := _next(chat, console, interactive)) is not None:
+            try:
+                answer(llm, chat, question, _params(namespace, chat.answers), console)
+            except TrtSpecError as error:  # the conversation is as before
+                failed = True
+                print(f"trtspec: {error}", file=sys.stderr, flush=True)
+            except KeyboardInterrupt:  # before or after the answer itself; the conversation is whole
+                if not interactive:
+                    raise
+                console.print()
+    return 1 if failed and not interactive else 0
+
+
+def answer(llm: LLM, chat: Conversation, question: str, params: SamplingParams, console: Console) -> None:
+    """Print the answer as it comes, and add both to the conversation. Ctrl-C keeps what was said until then.
+
+    RequestError or EngineError where there is no answer; the conversation is then as before.
+    """
+    assert llm.tokenizer is not None
+    messages = [*chat.messages, {"role": "user", "content": question}]
+    ids = llm.tokenizer.encode_chat(messages)
+    detokenizer = IncrementalDetokenizer(llm.tokenizer, params.skip_special_tokens)
+    said, error, stopped, num_tokens = "", None, False, 0
+    chat.answers += 1
+    begin = time.perf_counter()
+    generation = llm.generate_async(ids, params)
+    try:
+        for delta in generation:
+            line = Text()
+            for position, token in enumerate(delta.token_ids):
+                text = detokenizer.push((token,))
+                line.append(text, "green" if position < delta.num_accepted_drafts else "")
+            said += line.plain
+            console.print(line, end="", soft_wrap=True, highlight=False)
+            num_tokens += len(delta.token_ids)
+            error = delta.error or error
+    except KeyboardInterrupt:
+        stopped = True
+    rest = detokenizer.flush()
+    said += rest
+    console.print(rest, end="" if said.endswith("\n") else "\n", soft_wrap=True, highlight=False, markup=False)
+    seconds = time.perf_counter() - begin
+    if said:
+        chat.messages = [*messages, {"role": "assistant", "content": said}]
+    if console.is_terminal:
+        parts = ["stopped"] * stopped + _worth(num_tokens, seconds, generation.speculation)
+        console.print(" · ".join(parts), style="dim", highlight=False, soft_wrap=True)
+    if error is not None:
+        raise RequestError(error)
+
+
+def _worth(num_tokens: int, seconds: float, stats: SpeculationStats) -> list[str]:
+    parts = [f"{num_tokens} tokens", f"{num_tokens / seconds:.0f} tok/s"]
+    if stats.num_drafts:
+        shares = " ".join(f"{100 * share:.0f}" for share in stats.acceptance_per_position)
+        parts += [f"{stats.tokens_per_step:.2f} tokens per step", f"drafts accepted {shares} %"]
+    return parts
+
+
+def _next(chat: Conversation, console: Console, interactive: bool) -> str | None:
+    """The next question; None at the end. Does what commands say meanwhile."""
+    while True:
+        try:
+            line = _read(interactive)
+        except EOFError:
+            if interactive:
+                console.print()
+            return None
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            console.print()
+            continue
+        word = line.strip()
+        if not word:
+            continue
+        if not interactive or not word.startswith("/") or not word[1:].isalpha():
+            return line
+        if word == "/exit":
+            return None
+        if word == "/new":
+            chat.clear()
+            console.print("a new conversation", style="dim")
+        elif word == "/retry":
+            question = chat.take_back()
+            if question is not None:
+                return question
+            console.print("nothing was asked yet", style="dim")
+        else:
+            console.print(HELP, style="dim", highlight=False, markup=False)
+
+
+def _read(interactive: bool) -> str:
+    """A line with those that go on with it."""
+    lines = [input("> " if interactive else "")]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input("  " if interactive else ""))
+    return "\n".join(lines)
+
+
+def _params(namespace: argparse.Namespace, number: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=namespace.temperature,
+        top_k=namespace.top_k,
+        top_p=namespace.top_p,
+        min_p=namespace.min_p,
+        seed=None if namespace.seed is None else namespace.seed + number,
+        max_tokens=namespace.max_tokens,
+    )
