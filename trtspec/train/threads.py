@@ -14,8 +14,9 @@ from typing_extensions import Self
 SLOW = 0.4
 """A share of the best speed: a step below it has others to share with. What a step has to do varies less."""
 
-REST = 32
-"""Steps on fewer threads until all of them are tried again."""
+REST = (4, 32)
+"""Steps on fewer threads until all of them are tried again: the first time, and at most. Each time that they are still
+slower doubles it."""
 
 
 class Threads:
@@ -28,7 +29,7 @@ class Threads:
         self.now = self.most
         self._best = 0.0  # on all of them
         self._speeds: dict[int, float] = {}  # of those tried since it became slow
-        self._steps = 0
+        self._steps, self._rest = 0, REST[0] // 2  # doubled when fewer are taken
         self._untried = [self.most, *self.fewer] if self.fewer else []  # the first step warms up, and tells nothing
 
     def __enter__(self) -> Self:
@@ -58,10 +59,11 @@ class Threads:
             return
         if len(self._speeds) > 1:  # all have been tried
             self.now = max(self._speeds, key=self._speeds.__getitem__)
+            self._rest = REST[0] // 2 if self.now == self.most else min(2 * self._rest, REST[1])
             self._speeds, self._steps = {}, 1
         elif self.now == self.most and speed < SLOW * self._best:
             self._untried = list(self.fewer)
             self.now = self._untried[0]
-        elif self.now != self.most and self._steps > REST:
+        elif self.now != self.most and self._steps > self._rest:
             self._speeds, self._untried = {self.now: speed}, [self.most]
             self.now = self.most
