@@ -199,6 +199,23 @@ def test_eagle_loss_is_that_of_the_paper(folder: Path, make: Make) -> None:
     assert float(found.detach()) == pytest.approx(features / rows + 0.1 * text / rows, rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", [EagleOptions, MtpOptions])
+def test_the_first_draft_alone_is_taught_at_first(folder: Path, make: Make, kind: type[HeadOptions]) -> None:
+    options, config = make(kind, single_pass=0.5, dtype="float32"), ModelConfig.from_folder(folder)
+    target = load_decoder(config, torch.float32)
+    head, capture = new_head(options, target), options.layers_read(config, None)
+    given, found = lesson(target, capture), []
+    loss = options.loss(head, target, capture)
+    for progress in (0.0, 0.49, 0.5, 0.9):
+        loss.begin(progress)
+        found.append(float(loss(*given).detach()))
+    one, all_of_them = (
+        float(HeadLoss(head, target, n, torch.float32, options.objective, capture)(*given).detach()) for n in (1, K)
+    )
+    assert found == [one, one, all_of_them, all_of_them]
+    assert one != all_of_them
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_quantised_target(folder: Path, make: Make, name: str) -> None:
     """Linears of integers, and an lm_head of integers: what learns through that is refused, the rest learns."""
@@ -309,6 +326,9 @@ def test_targets_that_mimos_layout_cannot_hold(
         (MtpOptions, {"modules": 2}, "modules=2 with unroll=3: use 1, for all drafts, or unroll"),
         (MtpOptions, {"modules": 0}, "modules=0 with unroll=3"),
         (MtpOptions, {"steps": None}, "give exactly one of them"),
+        (EagleOptions, {"single_pass": 1.0}, "single_pass=1.0 must be a share of the run, from 0 to less than 1"),
+        (MedusaOptions, {"single_pass": 0.5}, "not all drafts of kind 'medusa' come from one head"),
+        (MtpOptions, {"modules": K, "single_pass": 0.5}, "not all drafts of kind 'mtp' come from one head"),
     ],
 )
 def test_options_are_checked(make: Make, kind: type[HeadOptions], fields: dict[str, Any], message: str) -> None:

@@ -41,6 +41,13 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_each_step_is_told_how_far_the_run_is(tmp_path: Path) -> None:
+    trainer, told = make(tmp_path), []
+    trainer.before_step = told.append
+    trainer.run()
+    assert told == [step / STEPS for step in range(STEPS)]
+
+
 class Killed(Exception):
     pass
 

@@ -52,11 +52,13 @@ class HeadOptions(ABC):
     and not on people's. Where the data is text, prompts are cut from it, and the target continues each by
     `regenerate_len` tokens; the head learns from both, half and half. Where it is conversations, so many of them get
     the target's answers, of up to `regenerate_len` tokens each, and the head learns from these alone. unroll: passes
-    per lesson, the drafts per step that the head is made for. dtype: of the arithmetic; weights are kept in fp32;
-    "auto" = bfloat16 where the CPU has instructions for it. held_out: text, ids or conversations as in `data`, on which
-    the trained head is measured (see chains; run/evaluation.json). checkpoint_seconds: a kill costs at most the
-    training of so long. states_gib: of what the target made of the data, kept in `run` so that epochs after the first
-    need not compute it again; never more than half of what is free.
+    per lesson, the drafts per step that the head is made for. single_pass: the share of the run, its beginning, in
+    which the first of these passes alone is taught; where one head makes all drafts, the others then need little.
+    dtype: of the arithmetic; weights are kept in fp32; "auto" = bfloat16 where the CPU has instructions for it.
+    held_out: text, ids or conversations as in `data`, on which the trained head is measured (see chains;
+    run/evaluation.json). checkpoint_seconds: a kill costs at most the training of so long. states_gib: of what the
+    target made of the data, kept in `run` so that epochs after the first need not compute it again; never more than
+    half of what is free.
     """
 
     target: Path
@@ -71,6 +73,9 @@ class HeadOptions(ABC):
     regenerate_len: int = setting(192, "tokens of each such answer, at most")
     regenerate_temperature: float = setting(0.0, "at which the target answers; 0: greedily")
     unroll: int = setting(4, "passes per lesson: the drafts per step it is made for")
+    single_pass: float = setting(
+        0.0, "a share of the run, its beginning, in which the first draft alone is taught: several times as fast"
+    )
     seq_len: int = setting(256, "tokens per window of the data; conversations are cut there")
     batch_size: int = setting(8, "windows per optimizer step")
     learning_rate: float = setting(4e-3, "of the optimizers, after warm-up and before decay")
@@ -113,6 +118,13 @@ class HeadOptions(ABC):
             raise ConfigError(
                 f"regenerate_len={self.regenerate_len} is too short to measure unroll={self.unroll} drafts; use "
                 f"at least {self.unroll + 2}"
+            )
+        if not 0 <= self.single_pass < 1:
+            raise ConfigError(f"single_pass={self.single_pass} must be a share of the run, from 0 to less than 1")
+        if self.single_pass and not self.one_head:
+            raise ConfigError(
+                f"single_pass={self.single_pass}: not all drafts of kind {self.method!r} come from one head, and the "
+                "others would learn nothing meanwhile; leave it unset"
             )
         if not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"learning_rate={self.learning_rate} must be positive; the default is 4e-3")
@@ -157,10 +169,15 @@ class HeadOptions(ABC):
         """See unrolled.unroll."""
         return True
 
+    @property
+    def one_head(self) -> bool:
+        """Whether one head makes all drafts, each from what it made of the one before."""
+        return False
+
     def loss(self, head: DraftHead, target: Decoder, capture: tuple[int, ...]) -> LessonLoss:
         """What the head is taught; unrolled over passes, unless a kind drafts in another way."""
         dtype = DTYPES[self.dtype]
-        return HeadLoss(head, target, self.unroll, dtype, self.objective, capture, self.moving)
+        return HeadLoss(head, target, self.unroll, dtype, self.objective, capture, self.moving, self.single_pass)
 
     @abstractmethod
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> DraftHead:

@@ -81,6 +81,7 @@ def train_head(options: HeadOptions) -> Trainer:
         options.run,
         options.method,
         metrics=loss.metrics,
+        before_step=loss.begin,
     )
     trainer.run()
     options.export(head, config, capture)

@@ -86,8 +86,8 @@ class TrainConfig:
 class Trainer:
     """Trains `model` on `loss_fn` over `stages`; everything it must remember lies in `folder`.
 
-    `after_step(step, loss)`, if given, is called after every optimizer step; `metrics()` adds fields to the log's lines
-    and to the bar.
+    `before_step(progress)` is called before every optimizer step, `after_step(step, loss)` after it; `metrics()` adds
+    fields to the log's lines and to the bar.
     """
 
     def __init__(
@@ -100,11 +100,13 @@ class Trainer:
         label: str = "training",
         after_step: Callable[[int, float], None] | None = None,
         metrics: Callable[[], dict[str, float]] = dict,
+        before_step: Callable[[float], None] = lambda progress: None,
     ) -> None:
         if not stages or stages[-1].until < 1.0:
             raise ConfigError("the last stage must reach until=1.0, or the run's end has no data")
         self.model, self.loss_fn, self.stages, self.config = model, loss_fn, tuple(stages), config
         self.folder, self.label, self.after_step, self.metrics = folder, label, after_step, metrics
+        self.before_step = before_step
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
@@ -173,6 +175,7 @@ class Trainer:
         save_checkpoint(self.folder, self.step, state)
 
     def _step(self, progress: float) -> float:
+        self.before_step(progress)
         index = next(i for i, stage in enumerate(self.stages) if progress < stage.until)
         stage = self.stages[index]
         for optimizer, lr in zip(self.optimizers, (self.config.matrix_lr, self.config.other_lr), strict=True):

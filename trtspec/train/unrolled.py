@@ -115,6 +115,10 @@ class _Logits(nn.Module):
 class LessonLoss(Protocol):
     """The loss of one lesson, and what the log says of the last one."""
 
+    def begin(self, progress: float) -> None:
+        """A step begins; progress: how much of the run is over, 0 to 1."""
+        ...
+
     def __call__(self, *lesson: Tensor) -> Tensor:
         """lesson: a lessons.Lesson."""
         ...
@@ -126,7 +130,8 @@ class LessonLoss(Protocol):
 
 class HeadLoss:
     """The loss of one lesson. capture_layers: LAST_STATE = the head reads a lesson's last hidden states, else its
-    captured ones. moving: see unroll. dtype: of the arithmetic; gradients reach the head's fp32 weights.
+    captured ones. moving: see unroll. dtype: of the arithmetic; gradients reach the head's fp32 weights. single_pass: a
+    share of the run, its beginning, in which pass 0 alone is run and taught; K is then 1.
 
     Pass j at row p is taught where the token at p + 1 + j belongs to the row's text and window, what follows it is to
     be taught (Lesson.taught), and the head can say what the target would say there. After a call `agreement` [K] says
@@ -143,14 +148,22 @@ class HeadLoss:
         objective: Objective = Objective(),  # noqa: B008 - it is frozen
         capture_layers: Sequence[int] = (),
         moving: bool = True,
+        single_pass: float = 0.0,
     ) -> None:
-        self.head, self.target, self.num_passes, self.dtype, self.objective = head, target, num_passes, dtype, objective
+        self.head, self.target, self.dtype, self.objective = head, target, dtype, objective
+        self.most_passes, self.num_passes, self.single_pass = num_passes, num_passes, single_pass
         self.agreement = torch.zeros(num_passes)
         self.reads_last = tuple(capture_layers) == LAST_STATE
-        self.passes, self.logits = Passes(head, num_passes, moving), _Logits(head)
+        self.moving, self.logits = moving, _Logits(head)
+        self.begin(0.0)
         # the rows of the target's lm_head that stand for draft ids, once; packed ones cannot be picked
         whole = len(head.target_ids) == target.spec.vocab_size
         self.says = None if whole or target.head.is_packed else target.head.weight.detach()[head.target_ids]
+
+    def begin(self, progress: float) -> None:
+        """See LessonLoss."""
+        self.num_passes = 1 if progress < self.single_pass else self.most_passes
+        self.passes = Passes(self.head, self.num_passes, self.moving)
 
     def __call__(self, *lesson: Tensor) -> Tensor:
         """lesson: the fields of a lessons.Lesson -> the loss, a scalar in fp32."""

@@ -218,6 +218,9 @@ class BlockLoss:
         self.agreement = torch.zeros(blocks.width)
         self.said = _Said(blocks.head, blocks.width)
 
+    def begin(self, progress: float) -> None:
+        """See LessonLoss."""
+
     def __call__(self, *lesson: Tensor) -> Tensor:
         """lesson: the fields of a train.lessons.Lesson -> the loss, a scalar in fp32."""
         one, width, head = Lesson(*lesson), self.blocks.width, self.blocks.head

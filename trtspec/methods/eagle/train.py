@@ -38,6 +38,11 @@ class EagleOptions(HeadOptions):
         super().__post_init__()
         self.check_sizes("intermediate_size")
 
+    @property
+    def one_head(self) -> bool:
+        """See HeadOptions."""
+        return True
+
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> EagleHead:
         """See HeadOptions. Without biases: vLLM reads none of fc's."""
         size = self.intermediate_size or target.spec.intermediate_size

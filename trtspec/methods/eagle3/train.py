@@ -50,6 +50,11 @@ class Eagle3Options(CapturingOptions):
                 f"draft_vocab_size={self.draft_vocab_size}: the target's vocabulary has {config.vocab_size} ids"
             )
 
+    @property
+    def one_head(self) -> bool:
+        """See HeadOptions."""
+        return True
+
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> Eagle3Head:
         """See HeadOptions."""
         vocab_size = target.spec.vocab_size

@@ -96,6 +96,11 @@ class MtpOptions(HeadOptions):
         """See HeadOptions."""
         return self.modules == 1
 
+    @property
+    def one_head(self) -> bool:
+        """See HeadOptions."""
+        return self.modules == 1
+
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> MtpHead:
         """See HeadOptions."""
         layer = one_layer(target.spec, qkv_bias=True)
