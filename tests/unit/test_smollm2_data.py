@@ -1,0 +1,181 @@
+"""What the assistant's head is trained on: prompts of two kinds, and nothing that it is measured with."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.smollm2 import answers, prompts
+from examples.smollm2.__main__ import questions
+from examples.smollm2.overlap import SIZE, Grams
+from trtspec import LLM, SamplingParams
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+WORDS = [f"word{i}" for i in range(40)]
+PROBLEM = '''def total(numbers, start):
+    """Return the sum of all given numbers, added one by one to the start value, as a float."""
+'''
+SOURCE = '''
+import os
+from functools import cache
+
+
+def total(numbers, start):
+    """Return the sum of all given numbers, added one by one to the start value, as a float."""
+    for number in numbers:
+        start += number
+    return float(start)
+
+
+def parsed(text: str, base: int = 10) -> list[int]:
+    """
+    Read the numbers that are in a text. Signs belong to them.
+
+    >>> parsed("1 and -2")
+    [1, -2]
+
+    Parameters
+    ----------
+    text : str
+    """
+    return [int(word, base) for word in text.split()]
+
+
+@cache
+def decorated(value):
+    """Is left out, as what a decorator does is not to be seen."""
+
+
+def _hidden(value):
+    """Is left out, as it belongs to nobody else's program."""
+
+
+def undocumented(value):
+    return value
+
+
+def later(value):
+    """Give back the value that came first, after all the others.
+
+    :param value: what to wait for
+    """
+    return value
+'''
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def files() -> Iterator[tuple[str, str]]:
+        yield "one/broken.py", "def ("
+        yield "one/some.py", SOURCE
+        yield "two/again.py", SOURCE
+        functions = (
+            f'def f{i}(a, b):\n    """Give the larger one of {i} and the product of both arguments."""\n'
+            f"    return max({i}, a * b)\n\n\n"
+            for i in range(60)
+        )
+        yield "two/many.py", "".join(functions)
+
+    monkeypatch.setattr(prompts, "python_files", files)
+
+
+def test_thirteen_words_in_a_row_are_an_overlap() -> None:
+    grams = Grams([" ".join(WORDS)])
+    assert grams.overlaps("And so: " + ", ".join(WORDS[7 : 7 + SIZE]).upper() + "!")
+    assert not grams.overlaps(" ".join(WORDS[7 : 7 + SIZE - 1]) + " and so on, for as many words as there are at all")
+    assert Grams(["Four words are few."]).overlaps("four words: are few")
+    assert not Grams(["Four words are few."]).overlaps("four words are few but more follow")
+
+
+def test_functions_are_documented_ones_with_the_first_part_of_their_docstrings(packages: None) -> None:
+    found = {one.name: one for one in prompts.functions()}
+    assert list(found)[:3] == ["total", "parsed", "later"]
+    assert len(found) == 63
+    assert found["total"].head == PROBLEM
+    assert found["parsed"].head == (
+        'def parsed(text: str, base: int=10) -> list[int]:\n    """Read the numbers that are in a text. '
+        'Signs belong to them.\n\n    >>> parsed("1 and -2")\n    [1, -2]\n    """\n'
+    )
+    assert found["parsed"].summary == "Read the numbers that are in a text"
+    assert "Read the numbers" not in found["parsed"].source
+    assert "return [int(word, base)" in found["parsed"].source
+    assert ":param" not in found["later"].head
+    for one in found.values():
+        compile(one.head, one.name, "exec")
+        compile(one.source, one.name, "exec")
+
+
+def test_half_of_the_prompts_are_of_code_and_none_is_held_out(packages: None, tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "prompts.jsonl"
+    left_out = prompts.write(file, 200, Grams([PROBLEM]))
+    assert left_out[0] > 0
+    chats = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    texts = [chat[0]["content"] for chat in chats]
+    assert len(texts) == len(set(texts)) == 200
+    assert not any(Grams([PROBLEM]).overlaps(text) for text in texts)
+    rng = random.Random(0)
+    code = {chat[0]["content"] for chat in prompts.code_chats(rng, 600)}
+    assert sum(text in code for text in texts) == 100
+    assert {len(chat) for chat in chats} == {1, 3}
+    again = tmp_path / "again.jsonl"
+    prompts.write(again, 200, Grams([PROBLEM]))
+    assert again.read_bytes() == file.read_bytes()
+    prompts.write(again, 200, Grams([PROBLEM]), seed=1)
+    assert again.read_bytes() != file.read_bytes()
+
+
+def test_held_out_questions_are_asked_nowhere_in_training() -> None:
+    held_out = Grams(questions())
+    asked = [chat[0]["content"] for chat in prompts.other_chats(random.Random(0), 20_000)]
+    assert len(questions()) == 64
+    assert not set(questions()) & set(asked)
+    assert not any(held_out.overlaps(text) for text in asked)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("answers") / "target"
+    shutil.copytree(DEMO / "target", folder)
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
+def test_answers_are_the_models_own_and_go_on_where_they_were_stopped(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def engine(*args: object, **options: object) -> LLM:
+        started.append(args)
+        return LLM(*args, **options, backend="eager")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(answers, "LLM", engine)
+    monkeypatch.setattr(answers, "_PIECE", 4)
+    monkeypatch.setattr(answers, "LENGTH", 12)
+    asked = [[{"role": "user", "content": f"def f{i}(self):"}] for i in range(10)]
+    asked[0] += [{"role": "assistant", "content": ""}, {"role": "user", "content": "pass"}]
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in asked))
+    assert answers.answer(model, file, out, Grams([])) == 0
+    said = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
+    with LLM(model, backend="eager") as llm:
+        for i, chat in enumerate(said):
+            params = SamplingParams(temperature=0.8 if i % 2 else 0, seed=i if i % 2 else None, max_tokens=12)
+            [output] = llm.chat(asked[i][:1], params, use_tqdm=False)
+            assert chat == [asked[i][0], {"role": "assistant", "content": output.outputs[0].text}]
+
+    part = out.with_suffix(".part")
+    lines = part.read_text().splitlines(keepends=True)
+    part.write_text("".join(lines[:4]))
+    assert answers.answer(model, file, out, Grams([said[5][1]["content"]])) == 1
+    assert part.read_text().splitlines(keepends=True) == lines
+    assert [json.loads(line)["messages"] for line in out.read_text().splitlines()] == said[:5] + said[6:]
+    assert len(started) == 2
+    assert answers.answer(model, file, out, Grams([])) == 0
+    assert len(started) == 2  # nothing was missing
