@@ -72,6 +72,12 @@ def test_two_of_eight_cores_are_busy() -> None:
     assert found[:5] == [8, 8, 7, 4, 4]
 
 
+def test_steps_that_have_more_to_do_from_now_on_are_not_taken_for_a_busy_machine() -> None:
+    with Threads(2) as threads:
+        found = used(threads, 100, lambda step, n: 100.0 * n / (1 if step < 50 else 5))
+    assert found[3:].count(1) <= 2
+
+
 def test_one_thread_stays_one() -> None:
     with Threads(1) as threads:
         assert used(threads, 50, quiet) == [1] * 50

@@ -59,6 +59,7 @@ class Threads:
             return
         if len(self._speeds) > 1:  # all have been tried
             self.now = max(self._speeds, key=self._speeds.__getitem__)
+            self._best = self._speeds.get(self.most, self._best)  # steps may have more to do than before
             self._rest = REST[0] // 2 if self.now == self.most else min(2 * self._rest, REST[1])
             self._speeds, self._steps = {}, 1
         elif self.now == self.most and speed < SLOW * self._best:

@@ -140,13 +140,13 @@ class Trainer:
             while self.progress < pause_at and not interrupted.is_set():
                 started, before = self.progress, self.tokens
                 threads.begin()
-                loss = self._step(started)
+                loss, waited = self._step(started)
                 now = time.monotonic()
                 elapsed, clock = now - clock, now
                 self.seconds += elapsed
                 self.loss = loss if self.step == 1 or self.loss != self.loss else 0.95 * self.loss + 0.05 * loss
                 speed = (self.tokens - before) / elapsed
-                threads.end(speed)
+                threads.end((self.tokens - before) / (elapsed - waited))
                 self._log(loss, speed, started)
                 extra = "".join(f" · {name.replace('_', ' ')} {value:.2f}" for name, value in self.metrics().items())
                 state = f"step {self.step} · loss {self.loss:.3f}{extra} · {speed:,.0f} tok/s"
@@ -174,7 +174,8 @@ class Trainer:
         }
         save_checkpoint(self.folder, self.step, state)
 
-    def _step(self, progress: float) -> float:
+    def _step(self, progress: float) -> tuple[float, float]:
+        """Returns the loss, and the seconds in which batches were made: some are there already, some are not."""
         self.before_step(progress)
         index = next(i for i, stage in enumerate(self.stages) if progress < stage.until)
         stage = self.stages[index]
@@ -182,10 +183,12 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = lr * self.config.lr_scale(self.step, progress)
             optimizer.zero_grad(set_to_none=True)
-        total = 0.0
+        total, waited = 0.0, 0.0
         for _ in range(stage.micro_batches):
             turn, source = divmod(self.batches_drawn[index], len(stage.sources))
+            begin = time.monotonic()
             batch = stage.sources[source].batch(turn)
+            waited += time.monotonic() - begin
             loss = self.loss_fn(*batch) / stage.micro_batches
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
@@ -195,7 +198,7 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
         self.step += 1
-        return total
+        return total, waited
 
     def _restore(self) -> None:
         state: dict[str, Any] | None = load_checkpoint(self.folder)
