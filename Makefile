@@ -4,8 +4,8 @@ BIN := .venv/bin
 .PHONY: demo test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
     contract-flashinfer contract-smollm2 contract-speculators smollm2 soak wheel test-wheel bench bench-gpu lint format clean
 
-demo: .venv/.plugins
-	@$(BIN)/python -m examples.demo
+demo: .venv/.gguf .venv/.plugins
+	@$(BIN)/python -m examples.demo $(ARGS)
 
 # Ends with the short form of test-triton, which has a venv of its own, made once; skipped where it cannot be had.
 test: .venv/.dev .venv/.plugins build/chromium/.made
@@ -79,7 +79,7 @@ contract-smollm2: .venv/.dev .venv/.plugins
 	$(BIN)/python -m tests.contract.run_smollm2 $(ARGS)
 
 # SmolLM2-135M-Instruct, downloaded, as a folder under build/smollm2; ARGS=--train: the head that is shipped, anew.
-smollm2: .venv/.base .venv/.plugins
+smollm2: .venv/.gguf .venv/.plugins
 	@$(BIN)/python -m examples.smollm2 $(ARGS)
 
 # EAGLE3 heads and DFlash drafts that the speculators package writes, against its own classes, put under build/.
@@ -128,6 +128,11 @@ clean:
 	@echo "installing into .venv (the first time takes a few minutes)"
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+# To read the model that the demo downloads.
+.venv/.gguf: .venv/.base
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[gguf]'
 	@touch $@
 
 .venv/.dev: .venv/.base

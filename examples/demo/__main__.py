@@ -1,4 +1,8 @@
-"""The main job, on the shipped models: the same text, faster. Run as `make demo` or `python -m examples.demo`."""
+"""The main job: the same text, faster. Run as `make demo` or `python -m examples.demo`.
+
+A pretrained assistant, which is downloaded once (see examples/smollm2), answers questions. Without a network, or with
+--tiny, the small models that are shipped continue code.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +17,69 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
 
-from examples.demo.engines import ENGINES, K, build_missing, target_of
+from examples.demo.engines import ASSISTANT_K, K, build_missing, speculation_of, target_of
+from examples.smollm2.__main__ import model_folder
 from trtspec import LLM, SamplingParams, SpeculationStats
 from trtspec.cli.generate import stream_coloured
 from trtspec.errors import TrtSpecError
 
-ROUNDS = 5
-NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+def ngram(num_drafts: int) -> dict[str, Any]:
+    """speculative_config of lookups in the request's own tokens."""
+    return {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+def suffix(num_drafts: int) -> dict[str, Any]:
+    """The same by suffixes; answers of earlier rounds, which are the same, are not looked at."""
+    return {"method": "suffix", "num_speculative_tokens": num_drafts, "suffix_decoding_max_cached_requests": 0}
+
+
 MODES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "plain": ("plain", "plain"),
-    "ngram": ("n-gram", "plain", NGRAM),
+    "ngram": ("n-gram", "plain", ngram(K)),
     "draft": ("draft model", "draft"),
     "medusa": ("Medusa", "medusa"),
     "mtp": ("MTP", "mtp"),
     "eagle3": ("EAGLE3", "eagle3"),
 }
-"""Of --modes -> what a Mode is made of."""
+"""Of --modes -> what a Mode is made of, for the models that are shipped."""
 PROMPTS = (
     'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n        self.items = []\n\n    def',
     "import os\nimport sys\nimport unittest\n\n\nclass TestPath(unittest.TestCase):\n    def setUp(self):",
     'def parse_args(argv):\n    """Parse the command line."""\n    parser = argparse.ArgumentParser(',
     "def read_config(filename):\n    try:\n        with open(filename) as f:\n",
+)
+ASSISTANT_MODES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
+    "plain": ("plain", "assistant"),
+    "ngram": ("n-gram", "assistant", ngram(ASSISTANT_K)),
+    "suffix": ("suffix", "assistant", suffix(ASSISTANT_K)),
+    "eagle3": ("EAGLE3", "assistant-eagle3"),
+}
+QUESTIONS = (
+    "Write a Python function that counts how often each word occurs in a file, and explain how it works.",
+    "What are the phases of the moon, and why do they occur?",
+    "Write a Python function that merges two sorted lists into one sorted list.",
+    "How do I make a paper aeroplane? Give me the steps.",
+)
+
+
+@dataclass(frozen=True)
+class Show:
+    """What is shown. chat: prompts are questions, and answers end where the model ends them. streamed: so many."""
+
+    modes: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]]
+    prompts: tuple[str, ...]
+    num_drafts: int
+    chat: bool
+    max_tokens: int
+    temperature: float
+    rounds: int
+    streamed: int
+
+
+TINY = Show(MODES, PROMPTS, K, chat=False, max_tokens=96, temperature=0.8, rounds=5, streamed=4)
+ASSISTANT = Show(
+    ASSISTANT_MODES, QUESTIONS, ASSISTANT_K, chat=True, max_tokens=192, temperature=0.0, rounds=3, streamed=2
 )
 
 
@@ -42,7 +88,7 @@ class Mode:
     """One way to decode, and what it did."""
 
     name: str
-    engine: str  # that runs it; in ENGINES
+    engine: str  # that runs it; see engines
     speculative_config: dict[str, Any] | None = None  # beside what the engine was built for
     tokens: list[list[int]] = field(default_factory=list)  # of each prompt
     times: list[list[float]] = field(default_factory=list)  # of each prompt, seconds in each round
@@ -54,58 +100,103 @@ class Mode:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max-tokens", type=int, default=96, help="tokens generated per prompt")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 = greedy (default 0.8)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="beside plain (default: all)")
+    start = time.perf_counter()
+    names = list(dict.fromkeys([*ASSISTANT_MODES, *MODES]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="the shipped models; nothing is downloaded")
+    parser.add_argument("--max-tokens", type=int, help="tokens generated per prompt, at most")
+    parser.add_argument("--temperature", type=float, help="0 = greedy (default 0; of --tiny 0.8)")
+    parser.add_argument("--modes", nargs="+", choices=names, default=names, help="beside plain (default: all)")
     parser.add_argument("--backend", choices=("aoti", "eager"), default="aoti", help="compiled engines, or op by op")
     args = parser.parse_args()
     console = Console()
-    params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.max_tokens, ignore_eos=True)
-    modes = [Mode(*MODES[name]) for name in MODES if name == "plain" or name in args.modes]
+    show = TINY if args.tiny else _assistant(console)
+    modes = [Mode(*of) for name, of in show.modes.items() if name == "plain" or name in args.modes]
     try:
-        if args.backend == "aoti":
-            folders = build_missing({mode.engine: None for mode in modes}, console)
-            engines = [LLM(folders[mode.engine], mode.speculative_config, max_batch_size=1) for mode in modes]
-        else:
-            speculation = [mode.speculative_config or ENGINES[mode.engine] for mode in modes]
-            targets = [target_of(mode.engine) for mode in modes]
-            options = {"backend": "eager", "max_batch_size": 1}
-            engines = [LLM(target, own, **options) for target, own in zip(targets, speculation, strict=True)]
+        engines = _engines(modes, args.backend, console)
     except TrtSpecError as error:
         console.print(str(error), style="bold red")
         return 1
+    temperature = show.temperature if args.temperature is None else args.temperature
+    params = SamplingParams(
+        temperature=temperature, seed=1, max_tokens=args.max_tokens or show.max_tokens, ignore_eos=not show.chat
+    )
+    prompts: list[Any] = [_ids(engines[0], prompt) if show.chat else prompt for prompt in show.prompts]
     for llm in engines:  # the first run pays for threads and code paths
-        llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+        llm.generate(prompts[0], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+    console.print(f"ready after {time.perf_counter() - start:.0f} s", style="dim", highlight=False)
 
     console.print(Rule(f"{modes[-1].name}: what it guessed and the target accepted is green"))
-    for prompt in PROMPTS:
-        console.print(prompt, style="dim", end="", highlight=False, markup=False)
+    for text, prompt in zip(show.prompts[: show.streamed], prompts, strict=False):
+        console.print(text, style="bold" if show.chat else "dim", end="\n" * show.chat, highlight=False, markup=False)
         stream_coloured(engines[-1], prompt, params, console)
         console.print(Rule(style="dim"))
 
-    for prompt in PROMPTS:
-        rounds = [[0.0] * ROUNDS for _ in modes]
-        for turn in range(ROUNDS):  # every mode in turn, so that a slow moment of the machine hits all
-            outputs = []
-            for times, llm in zip(rounds, engines, strict=True):
-                start = time.perf_counter()
-                outputs.append(llm.generate(prompt, params, use_tqdm=False)[0])
-                times[turn] = time.perf_counter() - start
-        for mode, times, output in zip(modes, rounds, outputs, strict=True):
-            mode.times.append(times)
-            mode.tokens.append(list(output.outputs[0].token_ids))
-            mode.stats = SpeculationStats.total((mode.stats, output.speculation))
-    console.print(table(modes, "greedy" if args.temperature == 0 else f"temperature {args.temperature:g}, seeded"))
+    with console.status("the modes take turns"):
+        _measure(modes, engines, prompts, params, show.rounds)
+    console.print(table(modes, _title(show, temperature)))
     lossless = all(mode.tokens == modes[0].tokens for mode in modes)
     if not lossless:
         console.print("the output of some mode differs from plain decoding: that is a bug", style="bold red")
     return 0 if lossless else 1
 
 
-def table(modes: list[Mode], sampling: str) -> Table:
+def _assistant(console: Console) -> Show:
+    """The shipped models where the assistant cannot be had, with a line that says why."""
+    try:
+        with console.status("SmolLM2-135M-Instruct (90 MB, downloaded once)"):
+            model_folder()
+    except (TrtSpecError, OSError) as error:
+        console.print(f"the assistant is not here: {error}. The shipped models are shown instead.", style="yellow")
+        return TINY
+    return ASSISTANT
+
+
+def _engines(modes: list[Mode], backend: str, console: Console) -> list[LLM]:
+    if backend == "aoti":
+        folders = build_missing({mode.engine: None for mode in modes}, console)
+        return [LLM(folders[mode.engine], mode.speculative_config, max_batch_size=1) for mode in modes]
+    return [
+        LLM(
+            target_of(mode.engine),
+            mode.speculative_config or speculation_of(mode.engine),
+            backend="eager",
+            max_batch_size=1,
+        )
+        for mode in modes
+    ]
+
+
+def _ids(llm: LLM, question: str) -> list[int]:
+    assert llm.tokenizer is not None
+    return llm.tokenizer.encode_chat([{"role": "user", "content": question}])
+
+
+def _measure(modes: list[Mode], engines: list[LLM], prompts: list[Any], params: SamplingParams, rounds: int) -> None:
+    """Every mode in turn, so that a slow moment of the machine hits all."""
+    for prompt in prompts:
+        times = [[0.0] * rounds for _ in modes]
+        for turn in range(rounds):
+            outputs = []
+            for own, llm in zip(times, engines, strict=True):
+                start = time.perf_counter()
+                outputs.append(llm.generate(prompt, params, use_tqdm=False)[0])
+                own[turn] = time.perf_counter() - start
+        for mode, own, output in zip(modes, times, outputs, strict=True):
+            mode.times.append(own)
+            mode.tokens.append(list(output.outputs[0].token_ids))
+            mode.stats = SpeculationStats.total((mode.stats, output.speculation))
+
+
+def _title(show: Show, temperature: float) -> str:
+    sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}, seeded"
+    what = "questions" if show.chat else "prompts"
+    return f"{len(show.prompts)} {what}, one at a time, K = {show.num_drafts}, {sampling}"
+
+
+def table(modes: list[Mode], title: str) -> Table:
     """One row per mode; the speed-up is against the first."""
-    grid = Table(title=f"{len(PROMPTS)} prompts, one at a time, K = {K}, {sampling}")
+    grid = Table(title=title)
     headings = ("tok/s", "speed-up", "tokens\n/step", "acceptance\nlength", "accepted\nat 1..K", "equals\nplain")
     for heading in ("mode", *headings):  # 80 characters wide in all
         grid.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from examples.smollm2.__main__ import HEAD, MODEL
 from trtspec.build.build import build_engine
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.sources import engine_digest
@@ -21,7 +22,7 @@ from trtspec.interop.reading import read_speculative_config
 
 HERE = Path(__file__).parent
 TARGET = HERE / "target"
-K = 3
+K, ASSISTANT_K = 3, 3
 CONFIG = EngineConfig(max_batch_size=8)
 FOLDER = HERE.parents[1] / "build" / "demo-engines"
 
@@ -33,11 +34,25 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "medusa": {"method": "medusa", "model": str(HERE / "medusa"), "num_speculative_tokens": K},
     "mtp": {"method": "mtp", "num_speculative_tokens": K},
 }
+"""Of the small models that are shipped."""
+
+ASSISTANT: dict[str, dict[str, Any] | None] = {
+    "assistant": None,
+    "assistant-eagle3": {"method": "eagle3", "model": str(HEAD), "num_speculative_tokens": ASSISTANT_K},
+}
+"""Of the one that is downloaded."""
 
 
 def target_of(name: str) -> Path:
     """The checkpoint of an engine: MTP modules have none of their own, but come with the same target's weights."""
+    if name in ASSISTANT:
+        return MODEL
     return HERE / "mtp" if name == "mtp" else TARGET
+
+
+def speculation_of(name: str) -> dict[str, Any] | None:
+    """What an engine is built for."""
+    return ASSISTANT[name] if name in ASSISTANT else ENGINES[name]
 
 
 def build_missing(names: Collection[str], console: Console) -> dict[str, Path]:
@@ -56,7 +71,7 @@ def build_missing(names: Collection[str], console: Console) -> dict[str, Path]:
 
 def build(name: str, folder: Path) -> Path:
     """Compile one engine; in a process of its own, as compilers keep two cores busy."""
-    build_engine(target_of(name), folder, read_speculative_config(ENGINES[name]), CONFIG, replace_existing=True)
+    build_engine(target_of(name), folder, read_speculative_config(speculation_of(name)), CONFIG, replace_existing=True)
     for outdated in set(FOLDER.glob(f"{name}-*")) - {folder}:
         shutil.rmtree(outdated)
     return folder
@@ -76,4 +91,4 @@ def usable(folder: Path) -> bool:
 
 def folder_of(name: str) -> Path:
     """Another one whenever what the engine is made of changes: checkpoints, settings, code."""
-    return FOLDER / f"{name}-{engine_digest(target_of(name), ENGINES[name], dataclasses.asdict(CONFIG))}"
+    return FOLDER / f"{name}-{engine_digest(target_of(name), speculation_of(name), dataclasses.asdict(CONFIG))}"

@@ -52,7 +52,7 @@ def main() -> int:
             print(f"llama.cpp is left out: {error}")
     tests = [
         str(Path(__file__).with_name(name))
-        for name in ("test_smollm2.py", "test_gguf_tokenizers.py", "test_llama_gguf.py")
+        for name in ("test_smollm2.py", "test_smollm2_training.py", "test_gguf_tokenizers.py", "test_llama_gguf.py")
     ]
     command = [sys.executable, "-m", "pytest", "-q", "--timeout", "3600", *(sys.argv[1:] or tests)]
     return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode

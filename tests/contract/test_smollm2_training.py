@@ -1,0 +1,58 @@
+"""The shipped head was not trained on what it is measured with: no run of 13 words of HumanEval's prompts or solutions,
+nor of the held-out questions, is in its training. Looked for in another way than the training itself does.
+
+Prompts are made anew; answers are those of the last training on this machine, if there was one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("TRTSPEC_SMOLLM2"), reason="needs packages that `make contract-smollm2` downloads"
+)
+
+
+def runs_of(text: str) -> set[str]:
+    words = re.sub(r"[^a-z0-9_]+", " ", text.lower()).split()
+    return {" ".join(words[i : i + 13]) for i in range(len(words) - 12)}
+
+
+@pytest.fixture(scope="module")
+def held_out() -> set[str]:
+    from examples.smollm2.__main__ import QUESTIONS
+    from examples.smollm2.sources import human_eval
+
+    questions = [json.loads(line)["messages"][0]["content"] for line in QUESTIONS.read_text().splitlines()]
+    problems = human_eval()
+    assert len(problems) == 164
+    texts = [*questions, *(one.prompt for one in problems), *(one.solution for one in problems)]
+    return set().union(*map(runs_of, texts))
+
+
+def test_no_prompt_has_what_is_held_out(held_out: set[str], tmp_path: Path) -> None:
+    from examples.smollm2.__main__ import CONVERSATIONS
+    from examples.smollm2.overlap import Grams
+    from examples.smollm2.prompts import write
+
+    file = tmp_path / "prompts.jsonl"
+    write(file, CONVERSATIONS, Grams([]))  # even those that the training would leave out
+    chats = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    assert len(chats) == CONVERSATIONS
+    assert sum("```" in chat[0]["content"] or "def " in chat[0]["content"] for chat in chats) > CONVERSATIONS / 4
+    assert not [chat[0]["content"] for chat in chats if runs_of(chat[0]["content"]) & held_out]
+
+
+def test_no_answer_has_what_is_held_out(held_out: set[str]) -> None:
+    from examples.smollm2.sources import FOLDER
+
+    file = FOLDER / "answers.jsonl"
+    if not file.is_file():
+        pytest.skip("no head was trained on this machine: make smollm2 ARGS=--train")
+    chats = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    assert not [m["content"] for chat in chats for m in chat if runs_of(m["content"]) & held_out]
