@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from typing import Any
 
 from benchmarks.peers.worker import Stopwatch, serve
@@ -41,13 +42,14 @@ class Transformers:
                 ids,
                 attention_mask=self.torch.ones_like(ids),
                 max_new_tokens=output_len,
-                do_sample=False,
                 pad_token_id=0,
+                **_sampling(request),
                 stopping_criteria=[Watch()],
                 **self.options,
             )
         reply = stopwatch.stop()
-        return {**reply, "outputs": result[:, lengths[0] :].tolist()}
+        outputs = [_until(row, request.get("ends") or ()) for row in result[:, lengths[0] :].tolist()]
+        return {**reply, "outputs": outputs}
 
     def _open(self, folder: str) -> Any:
         model = self.transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
@@ -65,6 +67,17 @@ class Transformers:
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0  # always K drafts
         return {"assistant_model": assistant}
+
+
+def _sampling(request: dict[str, Any]) -> dict[str, Any]:
+    temperature = request.get("temperature", 0.0)
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    return {"do_sample": False, "eos_token_id": request.get("ends") or None, **how}
+
+
+def _until(ids: list[int], ends: Collection[int]) -> list[int]:
+    """What is there up to the first of `ends`, which belongs to it."""
+    return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids)) + 1]
 
 
 if __name__ == "__main__":

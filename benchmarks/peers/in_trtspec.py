@@ -49,8 +49,11 @@ class Trtspec:
         return reply
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        engine = self.llm.engine
-        params = SamplingParams(temperature=0.0, max_tokens=request["output_len"], ignore_eos=True, detokenize=False)
+        engine, ends = self.llm.engine, request.get("ends", False)
+        temperature = request.get("temperature", 0.0)
+        params = SamplingParams(
+            temperature=temperature, max_tokens=request["output_len"], ignore_eos=not ends, detokenize=False
+        )
         stopwatch = Stopwatch(len(request["prompts"]))
         samples = [engine.add_request(prompt, params)[0] for prompt in request["prompts"]]
         rows = {sample.request_id: b for b, sample in enumerate(samples)}

@@ -38,9 +38,10 @@ class Vllm:
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         engine = self.llm.llm_engine
         params = self.vllm.SamplingParams(
-            temperature=0.0,
+            temperature=request.get("temperature", 0.0),
             max_tokens=request["output_len"],
-            ignore_eos=True,
+            ignore_eos=not request.get("ends", False),
+            stop_token_ids=request.get("ends") or None,
             detokenize=False,
             output_kind=self.vllm.sampling_params.RequestOutputKind.DELTA,
         )

@@ -1,0 +1,28 @@
+"""A real assistant: SmolLM2-135M-Instruct and the EAGLE3 head of examples/smollm2, on HumanEval and on chat prompts.
+
+    python benchmarks/real.py acceptance
+    python benchmarks/real.py speed --formats bf16 int8 --batches 1 8 --rounds 3
+    python benchmarks/real.py peers --batches 1 8 --prompts 16
+
+acceptance  how many tokens a step with drafts gives, for K = 3 and 5, greedy and at temperature 0.8: EAGLE3, n-grams,
+            suffixes
+speed       tokens a second beside plain decoding, and beside what arithmetic allows: the acceptance length over the
+            time of K + 1 rows and of the head, both in times of one row. All are measured in the same rounds
+peers       the same model and the same head in llama.cpp's server, vLLM and transformers, with every K and p_min asked
+            for; each in an environment of its own under --work, made when it is missing (llama.cpp is compiled: many
+            minutes). Time is that of whole batches, prompts included
+
+Prompts are HumanEval's 164 problems and the held-out questions of examples/smollm2, through the model's chat template;
+answers end where the model ends them, or after --max-tokens. Steps that read in a prompt are not counted, nor those in
+which fewer requests run than the batch has. Engines take turns in rotating order; the first round warms up; figures are
+medians of the rounds, ratios medians of their ratios.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # `benchmarks.real` is the package beside this file
+    from benchmarks.real.main import main
+
+    sys.exit(main(__doc__))

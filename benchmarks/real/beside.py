@@ -1,0 +1,234 @@
+"""The section `peers`: the same model, head and prompts in other engines, each in its best setting, in turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.environments import python_of, vllm_variables
+from benchmarks.peers.process import PeerError, Worker
+from benchmarks.real.llama_files import files_of, server_of
+from benchmarks.real.ours import LIMITS, speculation_of
+from benchmarks.steps.engines import ROOT, Workshop
+from examples.smollm2.__main__ import model_folder
+from tests.contract.run_smollm2 import llama_source
+
+PEERS = ("llama", "vllm", "transformers")
+LOAD_S, GENERATE_S = 900.0, 900.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A peer in one setting. module: of its worker; request: what it loads, beside what all are asked for."""
+
+    peer: str
+    setting: str
+    module: str
+    format: str
+    request: dict[str, Any] = field(hash=False)
+    max_batch: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"{self.peer}, {self.setting}"
+
+
+@dataclass
+class Turn:
+    """A round of one entry: all prompts, a batch at a time. Seconds and tokens add up, reading the prompts included."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    first_tokens: int = 0
+    request_steps: int = 0
+    texts: list[list[int]] = field(default_factory=list)
+
+    def add(self, reply: dict[str, Any]) -> None:
+        """What a worker says of a batch."""
+        self.seconds += reply["seconds"]
+        self.tokens += sum(map(len, reply["outputs"]))
+        self.first_tokens += reply["first_tokens"]
+        self.request_steps += reply["request_steps"]
+        self.texts += reply["outputs"]
+
+    @property
+    def tokens_per_step(self) -> float:
+        return (self.tokens - self.first_tokens) / self.request_steps
+
+
+@dataclass
+class Contest:
+    """pythons: of the peers that can run. failures: sentences."""
+
+    shop: Workshop
+    threads: int
+    report: Callable[[str], None]
+    pythons: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def entries(
+        self, peers: list[str], format: str, head_format: str, ks: list[int], p_mins: list[float]
+    ) -> list[Entry]:
+        """Ours and those of `peers`, with EAGLE3 and without; a peer that cannot be had is a failure."""
+        found = []
+        for method, K in [("plain", 0), *(("eagle3", K) for K in ks)]:
+            own = speculation_of(method, K, head_format)
+            quantised: dict[str, Any] = {} if format == "bf16" else {"quantization": format}
+            name = f"smollm2-{format}" if own is None else f"smollm2-{format}-{method}-{head_format}-{K}"
+            engine = self.shop.engine(name, model_folder(), own, **LIMITS, **quantised)
+            setting = "plain" if own is None else f"EAGLE3 K={K}"
+            found.append(Entry("trtspec", setting, "in_trtspec", format, {"engine": str(engine), "speculation": own}))
+        for peer in peers:
+            with self._excused():
+                found += getattr(self, f"_{peer}")(format, head_format, ks, p_mins)
+        return found
+
+    def _llama(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
+        source = llama_source()
+        programs = server_of(source, self.shop.work / "llama.cpp", self.threads, self.report)
+        target, head = files_of(source, programs, self.shop.work / "gguf", format, head_format)
+        request = {"server": str(programs / "llama-server"), "file": str(target), "draft": None}
+        yield Entry("llama.cpp", "plain", "in_llama_server", format, request)
+        for K in ks:
+            for p_min in p_mins:
+                own = {**request, "draft": str(head), "num_drafts": K, "p_min": p_min}
+                yield Entry("llama.cpp", f"EAGLE3 K={K}, p_min={p_min:g}", "in_llama_server", format, own)
+
+    def _vllm(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
+        if (format, head_format) != ("bf16", "bf16"):
+            return
+        self.pythons["vllm"] = self._python("vllm")
+        yield Entry("vllm", "plain", "in_vllm", format, {"speculation": None})
+        for K in ks:
+            yield Entry("vllm", f"EAGLE3 K={K}", "in_vllm", format, {"speculation": _without_engine(K)})
+
+    def _transformers(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
+        if format != "bf16":
+            return
+        self.pythons["transformers"] = self._python("transformers")
+        yield Entry("transformers", "plain", "in_transformers", format, {"speculation": None}, 1)
+        for K in ks:
+            lookup = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 4}
+            yield Entry("transformers", f"prompt lookup K={K}", "in_transformers", format, {"speculation": lookup}, 1)
+
+    def _python(self, peer: str) -> str:
+        work = self.shop.work.parent / "peers"
+        return python_of(peer, work / peer, work / "logs" / f"{peer}-environment.log", self.threads, self.report)
+
+    def measure(
+        self, entries: list[Entry], prompts: list[list[int]], batch: int, temperature: float, rounds: int, most: int
+    ) -> dict[Entry, list[Turn]]:
+        """Every entry once a round, in an order that rotates, while the others stand still."""
+        turns: dict[Entry, list[Turn]] = {entry: [] for entry in entries if batch <= entry.max_batch}
+        ends = ends_of(model_folder())
+        with self._workers() as workers:
+            for entry in turns:
+                with self._excused():
+                    self.report(f"loading {entry.name}")
+                    workers[entry] = self._load(entry, prompts[0], batch)
+            for number in range(rounds + 1):
+                some = prompts if number else prompts[:batch]
+                order = [entry for entry in turns if entry in workers]
+                shift = number % max(len(order), 1)
+                for entry in order[shift:] + order[:shift]:
+                    self.report(f"{entry.name}: round {number} of {rounds}")
+                    turn = Turn()
+                    with self._excused(lambda e=entry: workers.pop(e).kill()):
+                        for start in range(0, len(some), batch):
+                            turn.add(
+                                workers[entry].call(
+                                    "generate", GENERATE_S, prompts=some[start : start + batch], output_len=most,
+                                    temperature=temperature, ends=ends,
+                                )
+                            )  # fmt: skip
+                        workers[entry].pause()
+                        if number:
+                            turns[entry].append(turn)
+        return {entry: own for entry, own in turns.items() if len(own) == rounds}
+
+    def _load(self, entry: Entry, first: list[int], batch: int) -> Worker:
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"}
+        python = self.pythons.get(entry.peer, sys.executable)
+        if entry.peer == "vllm":
+            cpus = sorted(os.sched_getaffinity(0))[: self.threads]
+            environment |= vllm_variables(python, cpus, in_process=True)
+            environment["VLLM_CACHE_ROOT"] = str(self.shop.work / "vllm-cache")
+        label = entry.name.replace(" ", "-").replace(",", "")
+        log = self.shop.work / "logs" / f"{label}.log"
+        worker = Worker(entry.name, python, f"benchmarks.peers.{entry.module}", environment, log)
+        try:
+            worker.call(
+                "load", LOAD_S, model=str(model_folder()), first_prompt=first, format=entry.format, max_batch=batch,
+                max_len=LIMITS["max_seq_len"], max_num_tokens=2048, **entry.request,
+            )  # fmt: skip
+        except BaseException:
+            worker.kill()
+            raise
+        worker.pause()
+        return worker
+
+    @contextmanager
+    def _workers(self) -> Iterator[dict[Entry, Worker]]:
+        """To be filled; whatever happens, none is left running."""
+        workers: dict[Entry, Worker] = {}
+        try:
+            yield workers
+        finally:
+            for worker in workers.values():
+                worker.kill()
+
+    @contextmanager
+    def _excused(self, then: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """A PeerError becomes a failure."""
+        try:
+            yield
+        except PeerError as error:
+            self.failures.append(str(error))
+            self.report(self.failures[-1])
+            then()
+
+
+def _without_engine(K: int) -> dict[str, Any]:
+    """The speculative_config as vLLM has it."""
+    config = speculation_of("eagle3", K)
+    assert config is not None
+    return {name: value for name, value in config.items() if name != "one_engine"}
+
+
+def ends_of(folder: Path) -> list[int]:
+    """Ids that end the model's answers, of config.json."""
+    ids = json.loads((folder / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    return ids if isinstance(ids, list) else [ids]
+
+
+def figures(turns: dict[Entry, list[Turn]]) -> list[dict[str, Any]]:
+    """Of each entry: tokens a second, and the same over the fastest of ours, round by round."""
+
+    def speed(entry: Entry) -> float:
+        return statistics.median(turn.tokens / turn.seconds for turn in turns[entry])
+
+    ours = max((entry for entry in turns if entry.peer == "trtspec"), key=speed)
+    plain = next(entry for entry in turns if entry.name == "trtspec, plain")
+    rows = []
+    for entry, own in turns.items():
+        ratios = [
+            (best.tokens / best.seconds) / (turn.tokens / turn.seconds)
+            for best, turn in zip(turns[ours], own, strict=True)
+        ]
+        same = sum(a == b for a, b in zip(own[0].texts, turns[plain][0].texts, strict=True))
+        rows.append(
+            {
+                "peer": entry.peer, "setting": entry.setting, "format": entry.format, "tokens_per_second": speed(entry),
+                "ours_over_it": statistics.median(ratios), "tokens_per_step": own[0].tokens_per_step,
+                "texts_equal_ours": same, "prompts": len(own[0].texts),
+                "lossless": entry.peer != "trtspec" or same == len(own[0].texts),
+            }
+        )  # fmt: skip
+    return rows

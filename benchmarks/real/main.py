@@ -1,0 +1,224 @@
+"""The command line of benchmarks/real.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.notes import origin
+from benchmarks.real.beside import PEERS, Contest, figures
+from benchmarks.real.ours import Run, open_engine, run_queue, sampling
+from benchmarks.real.prompts import SETS, prompts_of
+from benchmarks.steps.engines import Workshop
+from examples.smollm2.__main__ import model_folder
+from trtspec import LLM
+from trtspec.ops import load_plugins
+from trtspec.text import Tokenizer
+
+Table = list[list[str]]
+
+
+def main(description: str, argv: Sequence[str] | None = None) -> int:
+    """Measures what is asked for, prints Markdown, adds raw rows to --json. 1 where a text differs from plain's."""
+    args = _arguments(description, argv)
+    begin = time.perf_counter()
+
+    def report(what: str) -> None:
+        print(f"{time.perf_counter() - begin:7.1f} s  {what}", file=sys.stderr, flush=True)
+
+    shop = Workshop(args.work.resolve(), report)
+    failures: list[str] = []
+    if args.section == "peers":
+        table, rows = peers(args, Contest(shop, args.threads, report, failures=failures))
+    else:
+        table, rows = (acceptance if args.section == "acceptance" else speed)(args, shop, report)
+    head, *cells = table
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
+    for row in cells:
+        print("| " + " | ".join(row) + " |")
+    facts = {"kernels": load_plugins().get("cpu", "reference"), **origin("benchmarks/real.py", sys.argv[1:])}
+    print("\n" + "\n".join(f"- {name}: {value}" for name, value in facts.items()))
+    if args.json:
+        args.json.write_text(json.dumps({**facts, "section": args.section, "rows": rows}, indent=1) + "\n")
+    failures += [f"the text of {row} differs from plain decoding: that is a bug" for row in rows if not row["lossless"]]
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
+
+
+def acceptance(
+    args: argparse.Namespace, shop: Workshop, report: Callable[[str], None]
+) -> tuple[Table, list[dict[str, Any]]]:
+    """Each method in turn over all prompts, eight at a time."""
+    rows: list[dict[str, Any]] = []
+    with open_engine(shop, "plain", 0, "bf16") as llm:
+        asked = _asked(args, llm)
+        plain = {
+            (name, T): run_queue(llm, prompts, sampling(T, len(prompts), args.max_tokens), 8).texts
+            for name, prompts in asked.items()
+            for T in args.temperatures
+        }
+    for method in args.methods:
+        for K in args.k:
+            with open_engine(shop, method, K, "bf16") as llm:
+                for name, prompts in asked.items():
+                    for T in args.temperatures:
+                        run = run_queue(llm, prompts, sampling(T, len(prompts), args.max_tokens), 8)
+                        stats = run.speculation
+                        report(f"{method}, K = {K}, {name}, T = {T:g}: {stats.acceptance_length:.2f}")
+                        rows.append(
+                            {
+                                "set": name, "temperature": T, "method": method, "k": K, "prompts": len(prompts),
+                                "acceptance_length": stats.acceptance_length, "tokens_per_step": stats.tokens_per_step,
+                                "acceptance_per_position": stats.acceptance_per_position, "steps": stats.steps,
+                                "lossless": run.texts == plain[name, T],
+                            }
+                        )  # fmt: skip
+    table = [["prompts", "T", "method", "K", "acceptance length", "tokens per step", "accepted at 1..K, %"]]
+    for row in rows:
+        shares = " ".join(f"{100 * share:.0f}" for share in row["acceptance_per_position"])
+        figures = (f"{row[name]:.2f}" for name in ("acceptance_length", "tokens_per_step"))
+        table.append([row["set"], f"{row['temperature']:g}", row["method"], str(row["k"]), *figures, shares])
+    return table, rows
+
+
+def speed(
+    args: argparse.Namespace, shop: Workshop, report: Callable[[str], None]
+) -> tuple[Table, list[dict[str, Any]]]:
+    """A cell is a format, a batch, a set of prompts and a temperature; its engines take turns."""
+    (K,) = args.k[:1]
+    rows = []
+    for format in args.formats:
+        with ExitStack() as stack:
+            engines = {"plain": stack.enter_context(open_engine(shop, "plain", K, format))}
+            asked = _asked(args, engines["plain"])
+            for method in (*args.methods, "rows", *["two-engine"] * ("eagle3" in args.methods)):
+                engines[method] = stack.enter_context(open_engine(shop, method, K, format, args.head_format))
+            for batch in args.batches:
+                for name, prompts in asked.items():
+                    for T in args.temperatures:
+                        where = f"{format}, batch {batch}, {name}, T = {T:g}"
+                        runs = _rounds(args, engines, prompts, batch, T, lambda what, w=where: report(f"{w}: {what}"))
+                        cell = {"format": format, "head_format": args.head_format, "batch": batch, "set": name}
+                        rows += [{**cell, "temperature": T, "k": K, **row} for row in _figures(runs, args.methods)]
+    heads = ["format", "batch", "prompts", "T", "method", "tok/s", "speed-up", "acceptance length", "t(K+1)/t(1)"]
+    table = [[*heads, "t(head)/t(1)", "of what arithmetic allows", "MB a step"]]
+    for row in rows:
+        cells = [row["format"], str(row["batch"]), row["set"], f"{row['temperature']:g}", row["method"]]
+        cells += [f"{row['tokens_per_second']:.0f}", f"{row['speed_up']:.2f}x", f"{row['acceptance_length']:.2f}"]
+        allowed = "" if row["of_allowed"] is None else f"{row['of_allowed']:.2f}"
+        cells += [f"{row['rows_cost']:.3f}", f"{row['head_cost']:.3f}", allowed, f"{row['bytes_per_step'] / 1e6:.0f}"]
+        table.append(cells)
+    return table, rows
+
+
+def peers(args: argparse.Namespace, contest: Contest) -> tuple[Table, list[dict[str, Any]]]:
+    """A cell is a format, a batch, a set of prompts and a temperature; all contestants take turns."""
+    tokenizer = Tokenizer.from_folder(model_folder())
+    assert tokenizer is not None
+    rows = []
+    for format in args.formats:
+        entries = contest.entries(args.peers, format, args.head_format, args.k, args.p_min)
+        for batch in args.batches:
+            for name in args.sets:
+                for T in args.temperatures:
+                    prompts = prompts_of(name, tokenizer, args.prompts)
+                    turns = contest.measure(entries, prompts, batch, T, args.rounds, args.max_tokens)
+                    cell = {"batch": batch, "set": name, "temperature": T, "head_format": args.head_format}
+                    rows += [{**cell, **row, "lossless": T > 0 or row["lossless"]} for row in figures(turns)]
+    heads = ["format", "batch", "prompts", "T", "engine", "setting", "tok/s", "our best / it", "tokens per step"]
+    table = [[*heads, "texts equal ours"]]
+    for row in rows:
+        cells = [row["format"], str(row["batch"]), row["set"], f"{row['temperature']:g}", row["peer"], row["setting"]]
+        cells += [f"{row['tokens_per_second']:.0f}", f"{row['ours_over_it']:.2f}x", f"{row['tokens_per_step']:.2f}"]
+        table.append([*cells, f"{row['texts_equal_ours']}/{row['prompts']}"])
+    return table, rows
+
+
+def _rounds(
+    args: argparse.Namespace,
+    engines: dict[str, LLM],
+    prompts: list[list[int]],
+    batch: int,
+    temperature: float,
+    report: Callable[[str], None],
+) -> dict[str, list[Run]]:
+    """Every engine once a round, in an order that rotates."""
+    names = list(engines)
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    for number in range(args.rounds + 1):
+        report(f"round {number} of {args.rounds}" if number else "warming up")
+        some = prompts if number else prompts[:batch]
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            run = run_queue(engines[name], some, sampling(temperature, len(some), args.max_tokens), batch)
+            if number:
+                runs[name].append(run)
+    return runs
+
+
+def _figures(runs: dict[str, list[Run]], methods: Sequence[str]) -> list[dict[str, Any]]:
+    """Of plain decoding and each method."""
+
+    def median(of: Callable[[dict[str, Run]], float]) -> float:
+        return statistics.median(of(dict(zip(runs, each, strict=True))) for each in zip(*runs.values(), strict=True))
+
+    found = []
+    rows_cost = median(lambda r: r["rows"].step / r["plain"].step)
+    for method in ("plain", *methods):
+        own = runs[method]
+        head_cost = 0.0
+        if method == "eagle3":
+            head_cost = median(lambda r: sum(r["two-engine"].launches[1:]) / r["two-engine"].steps / r["plain"].step)
+        length = own[0].speculation.acceptance_length
+        speed_up = median(lambda r, m=method: r[m].tokens_per_second / r["plain"].tokens_per_second)
+        found.append(
+            {
+                "method": method,
+                "tokens_per_second": statistics.median(run.tokens_per_second for run in own),
+                "speed_up": speed_up,
+                "acceptance_length": length,
+                "tokens_per_step": own[0].speculation.tokens_per_step,
+                "rows_cost": rows_cost,
+                "head_cost": head_cost,
+                "of_allowed": speed_up / (length / (rows_cost + head_cost)) if method == "eagle3" else None,
+                "bytes_per_step": own[0].bytes_read / own[0].steps,
+                "lossless": all(run.texts == runs["plain"][0].texts for run in own),
+            }
+        )
+    return found
+
+
+def _asked(args: argparse.Namespace, llm: LLM) -> dict[str, list[list[int]]]:
+    assert llm.tokenizer is not None
+    return {name: prompts_of(name, llm.tokenizer, args.prompts) for name in args.sets}
+
+
+def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", choices=("acceptance", "speed", "peers"))
+    parser.add_argument(
+        "--methods", nargs="+", choices=("ngram", "suffix", "eagle3"), default=("eagle3", "ngram", "suffix")
+    )
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=(0.0, 0.8))
+    parser.add_argument("--k", nargs="+", type=int, default=(3, 5), help="drafts a step; of speed the first alone")
+    parser.add_argument("--formats", nargs="+", choices=("bf16", "int8", "int4"), default=("bf16",), help="of speed")
+    parser.add_argument("--head-format", choices=("bf16", "int8"), default="bf16", help="of speed")
+    parser.add_argument("--batches", nargs="+", type=int, default=(1, 4, 8), help="of speed")
+    parser.add_argument("--rounds", type=int, default=3, help="of speed")
+    parser.add_argument("--prompts", type=int, help="of each set (default: all)")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=("vllm",))
+    parser.add_argument("--p-min", nargs="+", type=float, default=(0.0, 0.5), help="of llama.cpp: to go on drafting")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of peers")
+    parser.add_argument("--work", type=Path, default=Path("runs/real"), help="keeps engines")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)

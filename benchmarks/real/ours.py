@@ -1,0 +1,117 @@
+"""This engine's own contestants: engine folders, and how fast a queue of prompts goes through one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.steps.engines import Workshop
+from benchmarks.steps.sections import Guesses
+from examples.smollm2.__main__ import HEAD, model_folder
+from trtspec import LLM, SamplingParams
+from trtspec.outputs import SpeculationStats
+
+METHODS = ("plain", "ngram", "suffix", "eagle3", "rows", "two-engine")
+"""rows: K drafts that are wrong, which cost nothing to make. two-engine: EAGLE3 with the head beside the target."""
+
+LIMITS = {"max_batch_size": 8, "max_seq_len": 1024}
+
+
+def speculation_of(method: str, K: int, head_format: str = "bf16") -> dict[str, Any] | None:
+    """The speculative_config of one of METHODS."""
+    if method == "plain":
+        return None
+    if method == "rows":
+        guesses = Guesses(2**14)  # ids that any vocabulary has; none comes true but by chance
+        guesses.use(K)
+        return {"method": "custom_class", "drafter": guesses, "num_speculative_tokens": K}
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": K}
+    if method == "ngram":
+        config |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    elif method == "suffix":  # prompts come more than once here: earlier answers would be the same
+        config |= {"suffix_decoding_max_cached_requests": 0}
+    elif method in ("eagle3", "two-engine"):
+        config |= {"method": "eagle3", "model": str(HEAD), "one_engine": method == "eagle3"}
+        config |= {} if head_format == "bf16" else {"quantization": head_format}
+    return config
+
+
+def open_engine(shop: Workshop, method: str, K: int, format: str, head_format: str = "bf16") -> LLM:
+    """Loaded from a compiled folder, which is built unless it is there. Lookups run on that of plain decoding."""
+    quantised: dict[str, Any] = {} if format == "bf16" else {"quantization": format}
+    own = speculation_of(method, K, head_format)
+    in_graph = own if method in ("eagle3", "two-engine") else None
+    name = f"smollm2-{format}" if in_graph is None else f"smollm2-{format}-{method}-{head_format}-{K}"
+    folder = shop.engine(name, model_folder(), in_graph, **LIMITS, **quantised)
+    return LLM(folder, None if in_graph else own, generation_config="off", enable_prefix_caching=False)
+
+
+@dataclass
+class Run:
+    """What a queue of prompts took, in steps without context rows in which the batch was full. Times in seconds.
+
+    launches: of each executable, in those steps. texts: ids of all answers.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    launches: list[float] = field(default_factory=list)
+    bytes_read: int = 0
+    texts: list[list[int]] = field(default_factory=list)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def step(self) -> float:
+        """Mean seconds of a step."""
+        return self.seconds / self.steps
+
+
+def run_queue(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], batch: int) -> Run:
+    """Answer all prompts, `batch` at a time; one that is done makes room for the next."""
+    engine, run = llm.engine, Run()
+    waiting = list(zip(prompts, params, strict=True))[::-1]
+    samples = []
+    run.launches = [0.0] * len(engine.executables)
+    running = 0
+    while waiting or engine.has_work:
+        while waiting and running < batch:
+            samples.append(engine.add_request(*waiting.pop())[0])
+            running += 1
+        before = [executable.seconds for executable in engine.executables]
+        read = sum(executable.bytes_read for executable in engine.executables)
+        start = time.perf_counter()
+        emissions = engine.step()
+        elapsed = time.perf_counter() - start
+        if len(emissions) == batch and not any(emission.is_context for emission in emissions):
+            run.steps += 1
+            run.seconds += elapsed
+            run.tokens += sum(len(emission.tokens) for emission in emissions)
+            run.launches = [
+                total + executable.seconds - earlier
+                for total, executable, earlier in zip(run.launches, engine.executables, before, strict=True)
+            ]
+            run.bytes_read += sum(executable.bytes_read for executable in engine.executables) - read
+        running -= sum(emission.request.finished for emission in emissions)
+    for sample in samples:
+        if sample.error is not None:
+            raise sample.error
+    run.texts = [sample.output_ids for sample in samples]
+    run.speculation = SpeculationStats.total(sample.stats for sample in samples)
+    return run
+
+
+def sampling(temperature: float, count: int, max_tokens: int) -> list[SamplingParams]:
+    """Of `count` prompts; each has a seed of its own."""
+    return [
+        SamplingParams(
+            temperature=temperature, seed=i if temperature else None, max_tokens=max_tokens, detokenize=False
+        )
+        for i in range(count)
+    ]
