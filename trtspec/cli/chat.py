@@ -9,9 +9,8 @@ import time
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.text import Text
 
-from trtspec.cli.options import engine_options
+from trtspec.cli.running import coloured, open_llm
 from trtspec.errors import RequestError, TrtSpecError
 from trtspec.llm import LLM
 from trtspec.outputs import SpeculationStats
@@ -69,13 +68,7 @@ def run(namespace: argparse.Namespace) -> int:
 
     _params(namespace, 0)  # what is wrong with them is said before the model starts
     interactive, console, failed = sys.stdin.isatty(), Console(), False
-    with LLM(
-        namespace.model,
-        namespace.speculative_config,
-        namespace.tokenizer,
-        progress=sys.stderr.isatty(),
-        **engine_options(namespace),
-    ) as llm:
+    with open_llm(namespace) as llm:
         if llm.tokenizer is None or not llm.tokenizer.chat_templates:
             raise RequestError(f"{namespace.model} has no chat template; use trtspec generate, or give --tokenizer")
         if interactive:
@@ -95,7 +88,8 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def answer(llm: LLM, chat: Conversation, question: str, params: SamplingParams, console: Console) -> None:
-    """Print the answer as it comes, and add both to the conversation. Ctrl-C keeps what was said until then.
+    """Print the answer as it comes, and add question and answer to the conversation. Ctrl-C keeps what was said until
+    then.
 
     RequestError or EngineError where there is no answer; the conversation is then as before.
     """
@@ -109,10 +103,7 @@ def answer(llm: LLM, chat: Conversation, question: str, params: SamplingParams, 
     generation = llm.generate_async(ids, params)
     try:
         for delta in generation:
-            line = Text()
-            for position, token in enumerate(delta.token_ids):
-                text = detokenizer.push((token,))
-                line.append(text, "green" if position < delta.num_accepted_drafts else "")
+            line = coloured(delta, detokenizer)
             said += line.plain
             console.print(line, end="", soft_wrap=True, highlight=False)
             num_tokens += len(delta.token_ids)
@@ -123,7 +114,7 @@ def answer(llm: LLM, chat: Conversation, question: str, params: SamplingParams, 
     said += rest
     console.print(rest, end="" if said.endswith("\n") else "\n", soft_wrap=True, highlight=False, markup=False)
     seconds = time.perf_counter() - begin
-    if said:
+    if said and error is None:
         chat.messages = [*messages, {"role": "assistant", "content": said}]
     if console.is_terminal:
         parts = ["stopped"] * stopped + _worth(num_tokens, seconds, generation.speculation)

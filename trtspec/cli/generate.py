@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
-from trtspec.cli.options import engine_options
+from trtspec.cli.running import coloured, open_llm
 from trtspec.errors import RequestError
 from trtspec.llm import LLM, Prompt
 from trtspec.outputs import RequestOutput, or_none
@@ -61,13 +60,7 @@ def run(namespace: argparse.Namespace) -> int:
         stop=namespace.stop,
         ignore_eos=namespace.ignore_eos,
     )
-    with LLM(
-        namespace.model,
-        namespace.speculative_config,
-        namespace.tokenizer,
-        progress=sys.stderr.isatty(),
-        **engine_options(namespace),
-    ) as llm:
+    with open_llm(namespace) as llm:
         if namespace.show_drafts and llm.tokenizer is not None and len(prompts) == 1 and namespace.n == 1:
             stream_coloured(llm, prompts[0], params, Console())
             return 0
@@ -87,10 +80,7 @@ def stream_coloured(llm: LLM, prompt: Prompt, params: SamplingParams, console: C
     detokenizer = IncrementalDetokenizer(llm.tokenizer, params.skip_special_tokens)
     ids: list[int] = []
     for delta in llm.stream(prompt, params):
-        line = Text()
-        for position, token in enumerate(delta.token_ids):
-            line.append(detokenizer.push((token,)), "green" if position < delta.num_accepted_drafts else "")
-        console.print(line, end="", soft_wrap=True, highlight=False)
+        console.print(coloured(delta, detokenizer), end="", soft_wrap=True, highlight=False)
         ids += delta.token_ids
     console.print(detokenizer.flush(), soft_wrap=True, highlight=False)
     return ids

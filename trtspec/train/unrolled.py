@@ -161,7 +161,7 @@ class HeadLoss:
         self.says = None if whole or target.head.is_packed else target.head.weight.detach()[head.target_ids]
 
     def begin(self, progress: float) -> None:
-        """See LessonLoss."""
+        """Choose the passes of a step that begins after this share of the run, 0 to 1."""
         self.num_passes = 1 if progress < self.single_pass else self.most_passes
         self.passes = Passes(self.head, self.num_passes, self.moving)
 

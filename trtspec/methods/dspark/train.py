@@ -219,7 +219,7 @@ class BlockLoss:
         self.said = _Said(blocks.head, blocks.width)
 
     def begin(self, progress: float) -> None:
-        """See LessonLoss."""
+        """A step begins; what it is taught does not depend on how much of the run is over."""
 
     def __call__(self, *lesson: Tensor) -> Tensor:
         """lesson: the fields of a train.lessons.Lesson -> the loss, a scalar in fp32."""

@@ -52,7 +52,7 @@ class Eagle3Options(CapturingOptions):
 
     @property
     def one_head(self) -> bool:
-        """See HeadOptions."""
+        """True: pass j reads what pass j - 1 made."""
         return True
 
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> Eagle3Head:

@@ -98,7 +98,7 @@ class MtpOptions(HeadOptions):
 
     @property
     def one_head(self) -> bool:
-        """See HeadOptions."""
+        """Whether one module makes all drafts."""
         return self.modules == 1
 
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> MtpHead:

@@ -1,0 +1,32 @@
+"""What commands that generate share: the engine that the options name, and tokens in colour."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.text import Text
+
+from trtspec.cli.options import engine_options
+from trtspec.llm import LLM
+from trtspec.outputs import OutputDelta
+from trtspec.text import IncrementalDetokenizer
+
+
+def open_llm(namespace: argparse.Namespace) -> LLM:
+    """The model that the options of `add_engine_options` name, with their speculation. Raises what LLM raises."""
+    return LLM(
+        namespace.model,
+        namespace.speculative_config,
+        namespace.tokenizer,
+        progress=sys.stderr.isatty(),
+        **engine_options(namespace),
+    )
+
+
+def coloured(delta: OutputDelta, detokenizer: IncrementalDetokenizer) -> Text:
+    """The text of a step's tokens, accepted drafts in green; what is half a character stays with `detokenizer`."""
+    line = Text()
+    for position, token in enumerate(delta.token_ids):
+        line.append(detokenizer.push((token,)), "green" if position < delta.num_accepted_drafts else "")
+    return line
