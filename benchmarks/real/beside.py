@@ -14,11 +14,10 @@ from typing import Any
 
 from benchmarks.peers.environments import python_of, vllm_variables
 from benchmarks.peers.process import PeerError, Worker
-from benchmarks.real.llama_files import files_of, server_of
+from benchmarks.real.llama_files import files_of, llama_source, server_of
 from benchmarks.real.ours import LIMITS, speculation_of
 from benchmarks.steps.engines import ROOT, Workshop
 from examples.smollm2.__main__ import model_folder
-from tests.contract.run_smollm2 import llama_source
 
 PEERS = ("llama", "vllm", "transformers")
 LOAD_S, GENERATE_S = 900.0, 900.0
@@ -87,7 +86,7 @@ class Contest:
             found.append(Entry("trtspec", setting, "in_trtspec", format, {"engine": str(engine), "speculation": own}))
         for peer in peers:
             with self._excused():
-                found += getattr(self, f"_{peer}")(format, head_format, ks, p_mins)
+                found += self._of[peer](format, head_format, ks, p_mins)
         return found
 
     def _llama(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:

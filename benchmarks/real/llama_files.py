@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.peers.environments import RECIPES
 from benchmarks.peers.process import PeerError
 from examples.smollm2.__main__ import HEAD, model_folder
+from examples.smollm2.sources import FOLDER
 from trtspec.build.sources import digest
 
 CMAKE = (
@@ -19,6 +23,25 @@ CMAKE = (
 )  # fmt: skip
 QUANTISED = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 _PART = "PART"
+LLAMA = RECIPES["llama"].steps[-1][-1]
+
+
+def llama_source() -> Path:
+    """llama.cpp's sources, as llama-cpp-python's sdist has them, with what its converter imports in `packages`."""
+    folder = FOLDER / "llama.cpp"
+    if not folder.is_dir():
+        pip, part = [sys.executable, "-m", "pip"], FOLDER / "part.cpp"
+        shutil.rmtree(part, ignore_errors=True)
+        options = ["--no-deps", "--no-binary", ":all:", "-d", str(part)]
+        subprocess.run([*pip, "download", "-q", *options, LLAMA], check=True)
+        (sdist,) = part.glob("*.tar.gz")
+        with tarfile.open(sdist) as package:
+            package.extractall(part, filter="data")
+        (source,) = part.glob("*/vendor/llama.cpp")
+        subprocess.run([*pip, "install", "-q", "--target", str(source / "packages"), "sentencepiece"], check=True)
+        source.rename(folder)
+        shutil.rmtree(part)
+    return folder
 
 
 def server_of(source: Path, folder: Path, jobs: int, report: Callable[[str], None]) -> Path:

@@ -8,36 +8,16 @@ LLAMA_PYTHON names a Python that has llama-cpp-python instead.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
-from benchmarks.peers.environments import RECIPES, python_of
+from benchmarks.peers.environments import python_of
 from benchmarks.peers.process import PeerError
+from benchmarks.real.llama_files import llama_source
 from examples.smollm2.sources import FOLDER, model_file
 
 ROOT = Path(__file__).parents[2]
-LLAMA = RECIPES["llama"].steps[-1][-1]
-
-
-def llama_source() -> Path:
-    """llama.cpp's sources, as llama-cpp-python's sdist has them, with what its converter imports in `packages`."""
-    folder = FOLDER / "llama.cpp"
-    if not folder.is_dir():
-        pip, part = [sys.executable, "-m", "pip"], FOLDER / "part.cpp"
-        shutil.rmtree(part, ignore_errors=True)
-        options = ["--no-deps", "--no-binary", ":all:", "-d", str(part)]
-        subprocess.run([*pip, "download", "-q", *options, LLAMA], check=True)
-        (sdist,) = part.glob("*.tar.gz")
-        with tarfile.open(sdist) as package:
-            package.extractall(part, filter="data")
-        (source,) = part.glob("*/vendor/llama.cpp")
-        subprocess.run([*pip, "install", "-q", "--target", str(source / "packages"), "sentencepiece"], check=True)
-        source.rename(folder)
-        shutil.rmtree(part)
-    return folder
 
 
 def main() -> int:
