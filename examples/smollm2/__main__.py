@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a folder, and the training of the EAGLE3 head that is shipped beside this file.
 
     make smollm2                        # downloads the model and writes build/smollm2/model
-    make smollm2 ARGS="--train"         # makes the head anew: about half an hour of answers, then --minutes of training
+    make smollm2 ARGS="--train"         # makes the head anew: about an hour of answers, then --minutes of training
 
 Each step of the training is kept under build/smollm2, and what was stopped goes on.
 """
@@ -16,17 +16,18 @@ from pathlib import Path
 
 from examples.smollm2.sources import FOLDER, human_eval, model_file
 from trtspec.build.convert import convert
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import TrtSpecError
+from trtspec.methods.capture import default_capture_layers
 
 HERE = Path(__file__).parent
 HEAD = HERE / "eagle3"
 MODEL = FOLDER / "model"
 QUESTIONS = HERE / "questions.jsonl"
 """Held-out conversations, a question each."""
-CONVERSATIONS = 6000
+CONVERSATIONS = 12000
 HEAD_OPTIONS = {
     "draft-vocab-size": 8192, "unroll": 4, "single-pass": 0.6, "seq-len": 512, "batch-size": 4, "regenerate-len": 256,
-    "states-gib": 14,
 }  # fmt: skip
 
 
@@ -49,22 +50,13 @@ def train(minutes: float, out: Path) -> int:
 
     problems = human_eval()
     held_out = Grams([*questions(), *(text for one in problems for text in (one.prompt, one.solution))])
-    prompts, answers = FOLDER / "prompts.jsonl", FOLDER / "answers.jsonl"
-    if not answers.is_file():
-        asked = write(prompts, CONVERSATIONS, held_out)
-        print(f"prompts left out, as they share 13 words with what is held out: {asked} of code and others", flush=True)
-        print(f"answers likewise: {answer(model_file(), prompts, answers, held_out)}", flush=True)
-    command = [
-        sys.executable,
-        "-m",
-        "trtspec",
-        "train",
-        "eagle3",
-        "--target",
-        str(model_file()),
-        "--data",
-        str(answers),
-    ]
+    prompts, states = FOLDER / "prompts.jsonl", FOLDER / "states"
+    asked = write(prompts, CONVERSATIONS, held_out)
+    print(f"prompts left out, as they share 13 words with what is held out: {asked} of code and others", flush=True)
+    model = model_file()
+    layers = default_capture_layers(ModelConfig.from_folder(model).num_layers)
+    print(f"answers likewise: {answer(model, prompts, layers, states, held_out)}", flush=True)
+    command = [sys.executable, "-m", "trtspec", "train", "eagle3", "--target", str(model), "--data", str(states)]
     command += ["--held-out", str(QUESTIONS), "--regenerate", "0", "--out", str(out), "--run", str(FOLDER / "run")]
     command += [f"--{name}={value}" for name, value in HEAD_OPTIONS.items()]
     return subprocess.run([*command, f"--minutes={minutes:g}"], check=False).returncode

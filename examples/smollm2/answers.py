@@ -1,65 +1,79 @@
-"""What the target answers to the prompts: the text that the head learns from."""
+"""What the target answers to the prompts, and its hidden states meanwhile: what the head learns from."""
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples.smollm2.overlap import Grams
 from examples.smollm2.prompts import Chat
 from trtspec import LLM, SamplingParams
 from trtspec.errors import EngineError
+from trtspec.methods.hidden_states.shards import ShardReader, shards_of, write_shard
+from trtspec.text.tokenizer import Tokenizer
+from trtspec.train.chat import encode
 from trtspec.train.report import Report
 
-LENGTH = 320  # tokens of an answer, at most
+LENGTH = 256  # tokens of an answer, at most
 TEMPERATURES = (0.0, 0.8)
 """Of conversations in turn."""
-_PIECE = 512  # conversations, kept when all are answered
+_PIECE = 1024  # conversations, whose second questions are asked when all first ones are answered
 _BATCH = 128
+_PER_FILE = 256  # requests; a kill costs those that wait for more
 
 
-def answer(model: Path, prompts: Path, answers: Path, held_out: Grams) -> int:
-    """Answer the conversations of `prompts` in JSONL, and write them with their answers to `answers`; a killed run goes
-    on. What shares words with `held_out` is left out; returns how many these are."""
-    asked = _read(prompts)
-    part = answers.with_suffix(".part")
-    said = _read(part) if part.is_file() else []
-    if len(said) < len(asked):
+def answer(model: Path, prompts: Path, layers: Sequence[int], states: Path, held_out: Grams) -> int:
+    """Answer the conversations of `prompts` in JSONL; shards of what the target computes, after `layers`, go to the
+    folder `states`. A killed run goes on. What shares words with `held_out` is left out; returns how many these are.
+    """
+    tokenizer = Tokenizer.from_folder(model)
+    assert tokenizer is not None
+    asked = [json.loads(line)["messages"] for line in prompts.read_text(encoding="utf-8").splitlines()]
+    there = sorted(ids for shard in shards_of(states) for ids in _requests(ShardReader(shard)))
+    left = [i for i, chat in enumerate(asked) if not _begins_one(encode(tokenizer, chat[:1], to_come=True), there)]
+    if left:
+        saving = {
+            "method": "extract_hidden_states",
+            "output_directory": str(states),
+            "write_interval": _PER_FILE,
+            "capture_layers": tuple(layers),
+        }
         with (
             Report("answering") as report,
-            LLM(model, max_batch_size=_BATCH, max_seq_len=1024, generation_config="off") as llm,
-            open(part, "a", encoding="utf-8") as file,
+            LLM(
+                model,
+                max_batch_size=_BATCH,
+                max_seq_len=1024,
+                generation_config="off",
+                speculative_config=saving,
+            ) as llm,
         ):
-            while len(said) < len(asked):
-                report.at(len(said) / len(asked), f"{len(asked):,} conversations")
-                some = _answered(llm, asked[len(said) : len(said) + _PIECE], len(said))
-                file.write("".join(map(_line, some)))
-                file.flush()
-                said += some
-    kept = [chat for chat in said if not any(held_out.overlaps(message["content"]) for message in chat)]
-    answers.write_text("".join(map(_line, kept)), encoding="utf-8")
-    return len(said) - len(kept)
+            for start in range(0, len(left), _PIECE):
+                report.at(start / len(left), f"{len(left):,} conversations")
+                _answer(llm, {i: asked[i] for i in left[start : start + _PIECE]})
+    return sum(_filter(shard, tokenizer, held_out) for shard in shards_of(states))
 
 
-def _answered(llm: LLM, chats: list[Chat], first: int) -> list[Chat]:
-    """Turn by turn, as far as the answers end; first: the number of the first conversation."""
-    questions = [[message for message in chat if message["role"] == "user"] for chat in chats]
-    said: list[Chat] = [[] for _ in chats]
-    going = list(range(len(chats)))
-    for turn in range(max(map(len, questions))):
+def _answer(llm: LLM, chats: dict[int, Chat]) -> None:
+    """Turn by turn, as far as the answers end. chats: by number."""
+    questions = {i: [message for message in chat if message["role"] == "user"] for i, chat in chats.items()}
+    said: dict[int, Chat] = {i: [] for i in chats}
+    going = list(chats)
+    for turn in range(max(map(len, questions.values()))):
         going = [i for i in going if turn < len(questions[i])]
         for i in going:
             said[i].append(questions[i][turn])
-        params = [_params(first + i) for i in going]
-        outputs = (
-            [own.outputs[0] for own in llm.chat([said[i] for i in going], params, use_tqdm=False)] if going else []
-        )
-        for i, output in zip(going, outputs, strict=True):
-            if output.error:
-                raise EngineError(f"conversation {first + i}: {output.error}")
-            said[i].append({"role": "assistant", "content": output.text})
-        going = [i for i, output in zip(going, outputs, strict=True) if output.finish_reason == "stop"]
-    return said
+        if not going:
+            return
+        outputs = llm.chat([said[i] for i in going], [_params(i) for i in going], use_tqdm=False)
+        answers = [output.outputs[0] for output in outputs]
+        for i, one in zip(going, answers, strict=True):
+            if one.error:
+                raise EngineError(f"conversation {i}: {one.error}")
+            said[i].append({"role": "assistant", "content": one.text})
+        going = [i for i, one in zip(going, answers, strict=True) if one.finish_reason == "stop"]
 
 
 def _params(number: int) -> SamplingParams:
@@ -67,9 +81,22 @@ def _params(number: int) -> SamplingParams:
     return SamplingParams(temperature=temperature, seed=number if temperature else None, max_tokens=LENGTH)
 
 
-def _read(file: Path) -> list[Chat]:
-    return [json.loads(line)["messages"] for line in file.read_text(encoding="utf-8").splitlines()]
+def _requests(shard: ShardReader) -> list[list[int]]:
+    """The ids of each."""
+    return [part.tolist() for part in shard.ids().split(shard.lengths)]
 
 
-def _line(chat: Chat) -> str:
-    return json.dumps({"messages": chat}) + "\n"
+def _begins_one(prompt: list[int], texts: list[list[int]]) -> bool:
+    """texts: sorted."""
+    place = bisect_left(texts, prompt)
+    return place < len(texts) and texts[place][: len(prompt)] == prompt
+
+
+def _filter(shard: Path, tokenizer: Tokenizer, held_out: Grams) -> int:
+    """Leave out requests that share words with `held_out`; returns how many these are."""
+    reader = ShardReader(shard)
+    clean = [i for i, ids in enumerate(_requests(reader)) if not held_out.overlaps(tokenizer.decode(ids))]
+    lost = len(reader.lengths) - len(clean)
+    if lost:
+        write_shard(shard, reader.facts, [reader.rows(i, 0, reader.lengths[i]) for i in clean])
+    return lost

@@ -29,6 +29,7 @@ from trtspec.methods.hidden_states import shards as hidden_shards
 from trtspec.methods.hidden_states.shards import ShardReader, States, shards_of
 from trtspec.models.weights import load_decoder
 from trtspec.outputs import RequestOutput
+from trtspec.train.lessons import best_ids
 from trtspec.train.shards import ShardLessons
 from trtspec.train.unrolled import HeadLoss
 
@@ -309,44 +310,41 @@ def test_lessons_from_shards_are_those_from_text(model: Path, tmp_path: Path) ->
     torch.testing.assert_close(ours, from_text, atol=1e-4, rtol=0)
 
 
-def test_windows_lie_within_requests(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_epoch_of_windows_has_every_row_once(model: Path, tmp_path: Path) -> None:
     with save(model, tmp_path, write_interval=2) as llm:
         llm.generate(PROMPTS, PARAMS)
     seq, readers = 15, [ShardReader(path) for path in shards_of(tmp_path)]
     requests = saved(tmp_path)
     lengths = [len(states.input_ids) for states in requests]
     assert sorted(lengths) == [14, 19, 24, 29, 34, 39, 44]
+    rows = {states.numpy().tobytes(): i for i, states in enumerate(torch.cat([r.hidden_states for r in requests]))}
+    ids, last = torch.cat([r.input_ids for r in requests]), torch.cat([r.last_hidden_state for r in requests])
+    assert len(rows) == sum(lengths) == 203
+    first = {sum(lengths[:i]) for i in range(7)}
     target = load_decoder(ModelConfig.from_folder(model), torch.float32).train()
     shards = ShardLessons(readers, seq, 3, 0, target)
-    assert len(shards.windows) == 1 + 1 + 1 + 2 + 2 + 2
-    assert shards.num_dropped == 1
-    assert "1 of 7 requests are shorter than seq_len=15" in caplog.text
-    starts = set()
-    for epoch in range(4):
+    orders = set()
+    for epoch in range(6):
         seen = []
-        for index in range(3 * epoch, 3 * epoch + 3):
+        for index in range(4 * epoch, 4 * epoch + 4):  # 13 windows make 4 batches
             lesson = shards.batch(index)
-            for ids, captured, last in zip(lesson.inputs, lesson.captured, lesson.last, strict=True):
-                ((request, start),) = where(requests, captured)
-                states = requests[request]
-                assert torch.equal(ids, states.input_ids[start : start + seq])
-                assert torch.equal(last, states.last_hidden_state[start : start + seq])
-                seen.append((request, start // seq))
-                starts.add(start % seq)
-        assert len(set(seen)) == len(seen) == 9  # every window once
-    assert len(starts) > 4  # cut anew in every epoch
+            assert torch.equal(lesson.best, best_ids(target, lesson.last))
+            for window in zip(*lesson, strict=True):
+                inputs, places, taught, _, captured, lasts = window
+                own = [rows[state.numpy().tobytes()] for state in captured]
+                assert torch.equal(inputs, ids[own])
+                assert torch.equal(lasts, last[own])
+                assert bool(taught.all())
+                for place, row, before in zip(places.tolist(), own, [-1, *own], strict=False):
+                    assert place == 0 if before != row - 1 or row in first else place > 0
+                steps = [b - a for a, b in zip(places.tolist(), places.tolist()[1:], strict=False)]
+                assert all(step == 1 for step, place in zip(steps, places.tolist()[1:], strict=True) if place)
+                seen += own
+        assert len(set(seen)) == len(seen) == 4 * 3 * seq
+        orders.add(tuple(seen))
+    assert len(orders) == 6  # cut anew in every epoch
     again = ShardLessons(readers, seq, 3, 0, target)
-    assert torch.equal(again.batch(7)[0], shards.batch(7)[0])
-
-
-def where(requests: Sequence[States], captured: torch.Tensor) -> list[tuple[int, int]]:
-    """(request, row) of windows with these states."""
-    return [
-        (r, start)
-        for r, states in enumerate(requests)
-        for start in range(len(states.input_ids) - len(captured) + 1)
-        if torch.equal(states.hidden_states[start : start + len(captured)], captured)
-    ]
+    assert all(torch.equal(a, b) for a, b in zip(again.batch(7), shards.batch(7), strict=True))
 
 
 def test_train_eagle3_on_shards(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,18 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from examples.smollm2 import answers, prompts
 from examples.smollm2.__main__ import questions
 from examples.smollm2.overlap import SIZE, Grams
+from examples.smollm2.prompts import Chat
 from trtspec import LLM, SamplingParams
+from trtspec.methods.hidden_states.shards import ShardReader, shards_of
+from trtspec.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 WORDS = [f"word{i}" for i in range(40)]
@@ -157,25 +162,54 @@ def test_answers_are_the_models_own_and_go_on_where_they_were_stopped(
 
     monkeypatch.setattr(answers, "LLM", engine)
     monkeypatch.setattr(answers, "_PIECE", 4)
+    monkeypatch.setattr(answers, "_PER_FILE", 3)
     monkeypatch.setattr(answers, "LENGTH", 12)
     asked = [[{"role": "user", "content": f"def f{i}(self):"}] for i in range(10)]
     asked[0] += [{"role": "assistant", "content": ""}, {"role": "user", "content": "pass"}]
-    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file, states = tmp_path / "prompts.jsonl", tmp_path / "states"
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in asked))
-    assert answers.answer(model, file, out, Grams([])) == 0
-    said = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
-    with LLM(model, backend="eager") as llm:
-        for i, chat in enumerate(said):
-            params = SamplingParams(temperature=0.8 if i % 2 else 0, seed=i if i % 2 else None, max_tokens=12)
-            [output] = llm.chat(asked[i][:1], params, use_tqdm=False)
-            assert chat == [asked[i][0], {"role": "assistant", "content": output.outputs[0].text}]
+    tokenizer = Tokenizer.from_folder(model)
+    assert tokenizer is not None
 
-    part = out.with_suffix(".part")
-    lines = part.read_text().splitlines(keepends=True)
-    part.write_text("".join(lines[:4]))
-    assert answers.answer(model, file, out, Grams([said[5][1]["content"]])) == 1
-    assert part.read_text().splitlines(keepends=True) == lines
-    assert [json.loads(line)["messages"] for line in out.read_text().splitlines()] == said[:5] + said[6:]
+    def said() -> list[str]:
+        readers = [ShardReader(shard) for shard in shards_of(states)]
+        assert {reader.facts.capture_layers for reader in readers} <= {(0, 2)}
+        return sorted(tokenizer.decode(ids) for reader in readers for ids in answers._requests(reader))
+
+    assert answers.answer(model, file, (0, 2), states, Grams([])) == 0
+    wanted = []
+    with LLM(model, backend="eager") as llm:
+        for i, chat in enumerate(asked):
+            params = SamplingParams(temperature=0.8 if i % 2 else 0, seed=i if i % 2 else None, max_tokens=12)
+            [output] = llm.chat(chat[:1], params, use_tqdm=False)
+            wanted.append(tokenizer.decode([*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]))
+    assert said() == sorted(wanted)
+
+    for shard in shards_of(states)[2:]:
+        shard.unlink()
+    assert answers.answer(model, file, (0, 2), states, Grams([wanted[5]])) == 1
+    assert said() == sorted(wanted[:5] + wanted[6:])
     assert len(started) == 2
-    assert answers.answer(model, file, out, Grams([])) == 0
+    asked.pop(5)
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in asked))
+    assert answers.answer(model, file, (0, 2), states, Grams([])) == 0
     assert len(started) == 2  # nothing was missing
+
+
+def test_a_second_question_is_asked_where_the_first_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of fixed answers: the tiny model never ends one."""
+
+    class Engine:
+        heard: ClassVar[list[list[str]]] = []
+
+        def chat(self, chats: list[Chat], params: list[SamplingParams], use_tqdm: bool) -> list[object]:
+            self.heard += [[message["content"] for message in chat] for chat in chats]
+            ends = ["length" if chat[0]["content"] == "long" else "stop" for chat in chats]
+            outputs = (SimpleNamespace(text="so", error=None, finish_reason=end) for end in ends)
+            return [SimpleNamespace(outputs=[output]) for output in outputs]
+
+    def ask(*questions: str) -> Chat:
+        return [{"role": role, "content": text} for text in questions for role in ("user", "assistant")][:-1]
+
+    answers._answer(Engine(), {3: ask("one"), 5: ask("two", "more"), 7: ask("long", "more")})  # type: ignore[arg-type]
+    assert Engine.heard == [["one"], ["two"], ["long"], ["two", "so", "more"]]

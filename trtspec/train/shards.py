@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,8 +16,6 @@ from trtspec.methods.hidden_states.shards import SUFFIX, ShardReader, shards_of
 from trtspec.models.decoder import Decoder
 from trtspec.train.data import Tokens
 from trtspec.train.lessons import Lesson, best_ids
-
-logger = logging.getLogger(__name__)
 
 
 def shard_files(data: Sequence[Path]) -> list[Path]:
@@ -57,10 +56,11 @@ def shard_tokens(shards: Sequence[ShardReader]) -> Tokens:
 
 
 class ShardLessons:
-    """Batches of windows within requests: every epoch sees all windows, ordered and cut anew.
+    """Batches of windows of requests that lie end to end: every epoch sees all rows, but for what is left of a batch,
+    in an order and with cuts of its own. A request that a window cuts begins anew in the next.
 
-    A request of L rows gives L // seq_len windows; shorter ones give none, and a warning says how many. A batch depends
-    on (seed, index) alone. target: whose states they are, in whose dtype they are handed out.
+    A batch depends on (seed, index) alone. target: whose states they are, in whose dtype they are handed out.
+    ConfigError where the requests make no batch.
     """
 
     def __init__(
@@ -68,39 +68,46 @@ class ShardLessons:
     ) -> None:
         self.seq_len, self.batch_size, self.seed, self.target = seq_len, batch_size, seed, target
         self.dtype = target.norm.weight.dtype
-        everything = [(shard, i, length) for shard in shards for i, length in enumerate(shard.lengths)]
-        self.requests = [request for request in everything if request[2] >= seq_len]
-        self.num_dropped = len(everything) - len(self.requests)
-        # (request, which of its windows)
-        self.windows = [(r, w) for r, (_, _, length) in enumerate(self.requests) for w in range(length // seq_len)]
-        if len(self.windows) < batch_size:
+        self.requests = [(shard, i) for shard in shards for i in range(len(shard.lengths))]
+        self.lengths = np.array([length for shard in shards for length in shard.lengths], dtype=np.int64)
+        self.num_rows = int(self.lengths.sum())
+        self.num_windows = self.num_rows // seq_len
+        if self.num_windows < batch_size:
             raise ConfigError(
-                f"{len(everything)} requests in the shards make {len(self.windows)} windows of seq_len={seq_len}, less "
-                f"than batch_size={batch_size}; use more data, or lower one of them"
+                f"{len(self.requests)} requests in the shards make {self.num_windows} windows of seq_len={seq_len}, "
+                f"less than batch_size={batch_size}; use more data, or lower one of them"
             )
-        if self.num_dropped:
-            logger.warning(
-                "%d of %d requests are shorter than seq_len=%d and not used",
-                self.num_dropped, len(everything), seq_len,
-            )  # fmt: skip
+        self._starts = np.cumsum(self.lengths) - self.lengths  # of requests in the row below
+        self._best = torch.full((self.num_rows,), -1, dtype=torch.int32)  # Lesson.best of every row, -1: not made yet
 
     def batch(self, index: int) -> Lesson:
         """See trainer.Source."""
-        epoch, place = divmod(index, len(self.windows) // self.batch_size)
+        epoch, place = divmod(index, self.num_windows // self.batch_size)
         rng = np.random.default_rng([self.seed, self.seq_len, epoch])
-        slack = [length % self.seq_len + 1 for _, _, length in self.requests]
-        shifts = rng.integers(slack)
-        order = rng.permutation(len(self.windows))
-        chosen = [self.windows[i] for i in order[place * self.batch_size : (place + 1) * self.batch_size]]
-        rows = [self._window(r, int(shifts[r]) + w * self.seq_len) for r, w in chosen]
-        inputs, captured, last = (torch.stack(column) for column in zip(*rows, strict=True))
-        places = torch.arange(self.seq_len).expand_as(inputs)
-        return Lesson(
-            inputs, places, torch.ones_like(inputs, dtype=torch.bool), best_ids(self.target, last), captured, last
-        )
+        order = rng.permutation(len(self.requests))
+        ends = np.cumsum(self.lengths[order])
+        shift = int(rng.integers(self.num_rows % self.seq_len + 1))
+        chosen = rng.permutation(self.num_windows)[place * self.batch_size : (place + 1) * self.batch_size]
+        windows = [self._window(order, ends, shift + int(w) * self.seq_len) for w in chosen]
+        inputs, captured, last, places, rows = (torch.stack(column) for column in zip(*windows, strict=True))
+        missing = self._best[rows] < 0
+        if missing.any():
+            self._best[rows[missing]] = best_ids(self.target, last[missing][None])[0].int()
+        best = self._best[rows].long()
+        return Lesson(inputs, places, torch.ones_like(inputs, dtype=torch.bool), best, captured, last)
 
-    def _window(self, request: int, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows [start, start + S)."""
-        shard, i, _ = self.requests[request]
-        states = shard.rows(i, start, start + self.seq_len)
-        return states.input_ids, states.hidden_states.to(self.dtype), states.last_hidden_state.to(self.dtype)
+    def _window(self, order: npt.NDArray[Any], ends: npt.NDArray[Any], start: int) -> tuple[Tensor, ...]:
+        """Rows [start, start + S) of the requests in this order, which end there: their States, their places, and which
+        rows of all they are."""
+        parts: list[tuple[Tensor, ...]] = []
+        number, end = int(np.searchsorted(ends, start, side="right")), start + self.seq_len
+        while start < end:
+            request = int(order[number])
+            shard, i = self.requests[request]
+            begin = int(ends[number] - self.lengths[request])
+            rows = torch.arange(start - begin, min(end, int(ends[number])) - begin)
+            states = shard.rows(i, int(rows[0]), int(rows[-1]) + 1)
+            hidden, last = states.hidden_states.to(self.dtype), states.last_hidden_state.to(self.dtype)
+            parts.append((states.input_ids, hidden, last, rows - rows[0], rows + int(self._starts[request])))
+            start, number = int(ends[number]), number + 1
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
