@@ -75,6 +75,10 @@ def test_a_trained_head_beats_an_untrained_one_and_ngram(folder: Path, tmp_path:
     curve = metrics(tmp_path / "trained.run")
     assert curve[-1]["smooth"] < curve[0]["loss"] - 0.8
     assert curve[-1]["acceptance_length"] > curve[0]["acceptance_length"] + 0.5
+    watched = [line["held_out_acceptance_length"] for line in curve if "held_out_acceptance_length" in line]
+    assert len(set(watched)) > 12
+    assert watched[-1] > watched[0] + 0.5
+    assert watched[-1] == pytest.approx(simulated["acceptance_length"], abs=0.1)
 
 
 # -- it survives ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from trtspec.methods.eagle3.head import Eagle3Head
 from trtspec.methods.eagle3.train import Eagle3Options, new_head
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
-from trtspec.train.chains import chain_acceptance
+from trtspec.train.chains import HeldOut
 from trtspec.train.generate import continue_windows
 from trtspec.train.language_model import initialise, llama_spec
 from trtspec.train.lessons import Lesson, frequent_tokens
@@ -267,13 +267,13 @@ def test_simulated_acceptance_is_that_of_chains_run_one_by_one(target: Decoder) 
             p += kept + 1
     lengths = [32, 32, 29, 32, 26, 32]  # the last ones of some are cut off
     texts = [(row[:length].tolist(), prompts.shape[1]) for row, length in zip(text, lengths, strict=True)]
-    found = chain_acceptance(head, target, LAYERS, texts, 3, batch_size=4)
+    found = HeldOut(target, LAYERS, texts, 3, batch_size=4).acceptance(head)
     assert found.steps == len(counts)
     assert found.length == pytest.approx(1 + np.mean(counts))
     assert found.per_position == pytest.approx([np.mean([kept > j for kept in counts]) for j in range(3)])
     assert 0 < found.per_position[2] < found.per_position[0] < 1
     with pytest.raises(ConfigError, match="too short to check 3 drafts"):
-        chain_acceptance(head, target, LAYERS, [(row[:12].tolist(), 8) for row in text], 3)
+        HeldOut(target, LAYERS, [(row[:12].tolist(), 8) for row in text], 3)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

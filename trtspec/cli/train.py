@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
             "--held-out",
             type=Path,
             metavar="PATH",
-            help="text, ids or conversations on which the trained head's acceptance length is simulated",
+            help="text, ids or conversations on which the head's acceptance length is simulated, along the "
+            "training and at its end",
         )
     hints = typing.get_type_hints(KINDS[kind])
     for field in dataclasses.fields(KINDS[kind]):

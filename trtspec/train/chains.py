@@ -40,42 +40,69 @@ class Chains(nn.Module):
         return right
 
 
-@torch.no_grad()
-def chain_acceptance(
-    head: DraftHead,
-    target: Decoder,
-    capture_layers: Sequence[int],
-    texts: Sequence[tuple[Sequence[int], int]],
-    num_draft_tokens: int,
-    batch_size: int = 8,
-    moving: bool = True,
-) -> Acceptance:
-    """Acceptance of greedy chains of K drafts along `texts`, the target's greedy words: of each its ids, and how many
-    of them are the prompt.
+class HeldOut:
+    """Greedy chains of K drafts along `texts`, the target's greedy words: of each its ids, and how many of them are the
+    prompt. The target computes once, in its own dtype.
 
-    The target computes in its own dtype, and so does the head, whatever its weights are kept in. moving: see
-    unrolled.unroll. ConfigError where no text is long enough for one step.
+    moving: see unrolled.unroll. ConfigError where no text is long enough for one step.
     """
-    dtype = target.norm.weight.dtype
-    chains = Chains(head, num_draft_tokens, moving)
-    weights = {name: parameter.to(dtype) for name, parameter in chains.named_parameters()}
-    accepted: list[int] = []
-    ordered = sorted(texts, key=lambda text: len(text[0]))  # so that little is padded
-    for start in range(0, len(ordered), batch_size):
-        some = ordered[start : start + batch_size]
-        ids = torch.zeros(len(some), len(some[-1][0]), dtype=torch.int64)
-        for row, (own, _) in zip(ids, some, strict=True):
-            row[: len(own)] = torch.tensor(own)
-        captured, _ = observe(target, capture_layers, ids)
-        right = torch.func.functional_call(chains, weights, (ids, captured.flatten(0, 1)))
-        kept = right.long().cumprod(-1).sum(-1).tolist()  # [B, S] drafts that the chain at each row keeps
-        for of_rows, (own, prompt_len) in zip(kept, some, strict=True):
-            place = prompt_len - 1  # the prompt's own step gives the first token; the next step checks these drafts
-            while place + num_draft_tokens + 2 < len(own):
-                accepted.append(of_rows[place])
-                place += of_rows[place] + 1
-    if not accepted:
-        raise ConfigError(f"what the target says is too short to check {num_draft_tokens} drafts; use longer words")
-    counts = np.asarray(accepted)
-    per_position = tuple(float((counts > j).mean()) for j in range(num_draft_tokens))
-    return Acceptance(float(counts.mean()) + 1.0, per_position, len(accepted))
+
+    def __init__(
+        self,
+        target: Decoder,
+        capture_layers: Sequence[int],
+        texts: Sequence[tuple[Sequence[int], int]],
+        num_draft_tokens: int,
+        batch_size: int = 8,
+        moving: bool = True,
+    ) -> None:
+        self.num_draft_tokens, self.moving, self.dtype = num_draft_tokens, moving, target.norm.weight.dtype
+        if all(prompt_len + num_draft_tokens + 1 >= len(ids) for ids, prompt_len in texts):
+            raise ConfigError(f"what the target says is too short to check {num_draft_tokens} drafts; use longer words")
+        ordered = sorted(texts, key=lambda text: len(text[0]))  # so that little is padded
+        self.batches: list[tuple[Sequence[tuple[Sequence[int], int]], Tensor, Tensor]] = []  # texts, ids, captured
+        for start in range(0, len(ordered), batch_size):
+            some = ordered[start : start + batch_size]
+            ids = torch.zeros(len(some), len(some[-1][0]), dtype=torch.int64)
+            for row, (own, _) in zip(ids, some, strict=True):
+                row[: len(own)] = torch.tensor(own)
+            self.batches.append((some, ids, observe(target, capture_layers, ids)[0].flatten(0, 1)))
+
+    @torch.no_grad()
+    def acceptance(self, head: DraftHead) -> Acceptance:
+        """Of a head, which computes in the target's dtype, whatever its weights are kept in."""
+        chains = Chains(head, self.num_draft_tokens, self.moving)
+        weights = {name: parameter.to(self.dtype) for name, parameter in chains.named_parameters()}
+        accepted: list[int] = []
+        for some, ids, captured in self.batches:
+            right = torch.func.functional_call(chains, weights, (ids, captured))
+            kept = right.long().cumprod(-1).sum(-1).tolist()  # [B, S] drafts that the chain at each row keeps
+            for of_rows, (own, prompt_len) in zip(kept, some, strict=True):
+                place = prompt_len - 1  # the prompt's step gives the first token; the next step checks these drafts
+                while place + self.num_draft_tokens + 2 < len(own):
+                    accepted.append(of_rows[place])
+                    place += of_rows[place] + 1
+        counts = np.asarray(accepted)
+        per_position = tuple(float((counts > j).mean()) for j in range(self.num_draft_tokens))
+        return Acceptance(float(counts.mean()) + 1.0, per_position, len(accepted))
+
+
+class Watch:
+    """Measures a head POINTS times along its training, evenly."""
+
+    POINTS = 16
+
+    def __init__(self, held_out: HeldOut, head: DraftHead) -> None:
+        self.held_out, self.head = held_out, head
+        self._last: float | None = None
+        self._next = 1 / self.POINTS
+
+    def begin(self, progress: float) -> None:
+        """A step begins, with this share of the training over, 0 to 1."""
+        if progress >= self._next:
+            self._last = self.held_out.acceptance(self.head).length
+            self._next = (int(progress * self.POINTS) + 1) / self.POINTS
+
+    def metrics(self) -> dict[str, float]:
+        """The last one, once there is one."""
+        return {} if self._last is None else {"held_out_acceptance_length": self._last}

@@ -55,10 +55,10 @@ class HeadOptions(ABC):
     per lesson, the drafts per step that the head is made for. single_pass: the share of the run, its beginning, in
     which the first of these passes alone is taught; where one head makes all drafts, the others then need little.
     dtype: of the arithmetic; weights are kept in fp32; "auto" = bfloat16 where the CPU has instructions for it.
-    held_out: text, ids or conversations as in `data`, on which the trained head is measured (see chains;
-    run/evaluation.json). checkpoint_seconds: a kill costs at most the training of so long. states_gib: of what the
-    target made of the data, kept in `run` so that epochs after the first need not compute it again; never more than
-    half of what is free.
+    held_out: text, ids or conversations as in `data`, on which the head is measured, along the training and at its end
+    (see chains; run/metrics.jsonl, run/evaluation.json). checkpoint_seconds: a kill costs at most the training of so
+    long. states_gib: of what the target made of the data, kept in `run` so that epochs after the first need not compute
+    it again; never more than half of what is free.
     """
 
     target: Path

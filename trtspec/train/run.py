@@ -15,7 +15,7 @@ from trtspec.methods.table import METHODS
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import DTYPES, load_decoder
 from trtspec.train.arithmetic import fast_dtype
-from trtspec.train.chains import chain_acceptance
+from trtspec.train.chains import HeldOut, Watch
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.head import HeadOptions, dtype_name
 from trtspec.train.lessons import LAST_STATE, Lessons, Windows
@@ -73,6 +73,13 @@ def train_head(options: HeadOptions) -> Trainer:
     torch.manual_seed(options.seed)
     head = options.new_head(target, capture, said)
     loss = options.loss(head, target, capture)
+    texts = HeldOut(target, capture, held_out, options.unroll, moving=options.moving) if held_out else None
+    watched = [loss, *([Watch(texts, head)] if texts else [])]
+
+    def begin(progress: float) -> None:
+        for one in watched:
+            one.begin(progress)
+
     trainer = Trainer(
         head,
         loss,
@@ -80,13 +87,13 @@ def train_head(options: HeadOptions) -> Trainer:
         options.train_config(),
         options.run,
         options.method,
-        metrics=loss.metrics,
-        before_step=loss.begin,
+        metrics=lambda: {name: value for one in watched for name, value in one.metrics().items()},
+        before_step=begin,
     )
     trainer.run()
     options.export(head, config, capture)
-    if held_out:
-        found = chain_acceptance(head, target, capture, held_out, options.unroll, moving=options.moving)
+    if texts:
+        found = texts.acceptance(head)
         evaluation = {
             "held_out": str(options.held_out),
             "acceptance_length": found.length,

@@ -175,15 +175,18 @@ class Trainer:
         save_checkpoint(self.folder, self.step, state)
 
     def _step(self, progress: float) -> tuple[float, float]:
-        """Returns the loss, and the seconds in which batches were made: some are there already, some are not."""
+        """Returns the loss, and the seconds of what not all steps do: `before_step`, and batches that are not there
+        yet."""
+        begin = time.monotonic()
         self.before_step(progress)
+        waited = time.monotonic() - begin
         index = next(i for i, stage in enumerate(self.stages) if progress < stage.until)
         stage = self.stages[index]
         for optimizer, lr in zip(self.optimizers, (self.config.matrix_lr, self.config.other_lr), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = lr * self.config.lr_scale(self.step, progress)
             optimizer.zero_grad(set_to_none=True)
-        total, waited = 0.0, 0.0
+        total = 0.0
         for _ in range(stage.micro_batches):
             turn, source = divmod(self.batches_drawn[index], len(stage.sources))
             begin = time.monotonic()
