@@ -31,6 +31,12 @@ RECIPES = {
         )
     ),
     "transformers": Recipe((("install", "torch==2.13.0"), ("install", "transformers==5.23.0"))),
+    "openvino": Recipe(
+        (
+            ("install", "torch==2.13.0"),
+            ("install", "optimum-intel==2.2.0", "openvino-genai==2026.4.1.0", "einops"),  # einops: of its EAGLE3 export
+        )
+    ),
     "llama": Recipe(
         (("install", "--no-cache-dir", "--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36"),),
         {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},

@@ -15,11 +15,12 @@ from typing import Any
 from benchmarks.peers.environments import python_of, vllm_variables
 from benchmarks.peers.process import PeerError, Worker
 from benchmarks.real.llama_files import files_of, llama_source, server_of
+from benchmarks.real.openvino_files import folders_of
 from benchmarks.real.ours import LIMITS, speculation_of
 from benchmarks.steps.engines import ROOT, Workshop
 from examples.smollm2.__main__ import model_folder
 
-PEERS = ("llama", "vllm", "transformers")
+PEERS = ("llama", "vllm", "openvino", "transformers")
 LOAD_S, GENERATE_S = 900.0, 900.0
 
 
@@ -84,9 +85,10 @@ class Contest:
             engine = self.shop.engine(name, model_folder(), own, **LIMITS, **quantised)
             setting = "plain" if own is None else f"EAGLE3 K={K}"
             found.append(Entry("trtspec", setting, "in_trtspec", format, {"engine": str(engine), "speculation": own}))
+        makers = (self._llama, self._vllm, self._openvino, self._transformers)
         for peer in peers:
             with self._excused():
-                found += self._of[peer](format, head_format, ks, p_mins)
+                found += dict(zip(PEERS, makers, strict=True))[peer](format, head_format, ks, p_mins)
         return found
 
     def _llama(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
@@ -99,6 +101,15 @@ class Contest:
             for p_min in p_mins:
                 own = {**request, "draft": str(head), "num_drafts": K, "p_min": p_min}
                 yield Entry("llama.cpp", f"EAGLE3 K={K}, p_min={p_min:g}", "in_llama_server", format, own)
+
+    def _openvino(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
+        self.pythons["openvino"] = python = self._python("openvino")
+        target, head = folders_of(python, self.shop.work / "openvino", format, head_format, self.report)
+        request = {"folder": str(target), "draft": None}
+        yield Entry("openvino", "plain", "in_openvino", format, request)
+        for K in ks:
+            own = {**request, "draft": str(head), "num_drafts": K}
+            yield Entry("openvino", f"EAGLE3 K={K}", "in_openvino", format, own)
 
     def _vllm(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         if (format, head_format) != ("bf16", "bf16"):
@@ -121,35 +132,47 @@ class Contest:
         work = self.shop.work.parent / "peers"
         return python_of(peer, work / peer, work / "logs" / f"{peer}-environment.log", self.threads, self.report)
 
-    def measure(
-        self, entries: list[Entry], prompts: list[list[int]], batch: int, temperature: float, rounds: int, most: int
-    ) -> dict[Entry, list[Turn]]:
-        """Every entry once a round, in an order that rotates, while the others stand still."""
-        turns: dict[Entry, list[Turn]] = {entry: [] for entry in entries if batch <= entry.max_batch}
-        ends = ends_of(model_folder())
-        with self._workers() as workers:
-            for entry in turns:
+    @contextmanager
+    def workers(self, entries: list[Entry], first: list[int], batch: int) -> Iterator[dict[Entry, Worker]]:
+        """Those of the entries that load, for at most `batch` requests at a time; whatever happens, none is left
+        running. first: a prompt."""
+        workers: dict[Entry, Worker] = {}
+        try:
+            for entry in entries:
                 with self._excused():
                     self.report(f"loading {entry.name}")
-                    workers[entry] = self._load(entry, prompts[0], batch)
-            for number in range(rounds + 1):
-                some = prompts if number else prompts[:batch]
-                order = [entry for entry in turns if entry in workers]
-                shift = number % max(len(order), 1)
-                for entry in order[shift:] + order[:shift]:
-                    self.report(f"{entry.name}: round {number} of {rounds}")
-                    turn = Turn()
-                    with self._excused(lambda e=entry: workers.pop(e).kill()):
-                        for start in range(0, len(some), batch):
-                            turn.add(
-                                workers[entry].call(
-                                    "generate", GENERATE_S, prompts=some[start : start + batch], output_len=most,
-                                    temperature=temperature, ends=ends,
-                                )
-                            )  # fmt: skip
-                        workers[entry].pause()
-                        if number:
-                            turns[entry].append(turn)
+                    workers[entry] = self._load(entry, first, min(batch, entry.max_batch))
+            yield workers
+        finally:
+            for worker in workers.values():
+                worker.kill()
+
+    def measure(
+        self, workers: dict[Entry, Worker], prompts: list[list[int]], batch: int, temperature: float, rounds: int,
+        most: int,
+    ) -> dict[Entry, list[Turn]]:  # fmt: skip
+        """Every worker that takes such a batch once a round, in an order that rotates, while the others stand still.
+        One that fails is out of `workers`."""
+        turns: dict[Entry, list[Turn]] = {entry: [] for entry in workers if batch <= entry.max_batch}
+        ends = ends_of(model_folder())
+        for number in range(rounds + 1):
+            some = prompts if number else prompts[:batch]
+            order = [entry for entry in turns if entry in workers]
+            shift = number % max(len(order), 1)
+            for entry in order[shift:] + order[:shift]:
+                self.report(f"{entry.name}: round {number} of {rounds}")
+                turn = Turn()
+                with self._excused(lambda e=entry: workers.pop(e).kill()):
+                    for start in range(0, len(some), batch):
+                        turn.add(
+                            workers[entry].call(
+                                "generate", GENERATE_S, prompts=some[start : start + batch], output_len=most,
+                                temperature=temperature, ends=ends,
+                            )
+                        )  # fmt: skip
+                    workers[entry].pause()
+                    if number:
+                        turns[entry].append(turn)
         return {entry: own for entry, own in turns.items() if len(own) == rounds}
 
     def _load(self, entry: Entry, first: list[int], batch: int) -> Worker:
@@ -172,16 +195,6 @@ class Contest:
             raise
         worker.pause()
         return worker
-
-    @contextmanager
-    def _workers(self) -> Iterator[dict[Entry, Worker]]:
-        """To be filled; whatever happens, none is left running."""
-        workers: dict[Entry, Worker] = {}
-        try:
-            yield workers
-        finally:
-            for worker in workers.values():
-                worker.kill()
 
     @contextmanager
     def _excused(self, then: Callable[[], object] = lambda: None) -> Iterator[None]:

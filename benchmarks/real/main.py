@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +25,35 @@ from trtspec.ops import load_plugins
 from trtspec.text import Tokenizer
 
 Table = list[list[str]]
+Rows = list[dict[str, Any]]
 
 
 def main(description: str, argv: Sequence[str] | None = None) -> int:
-    """Measures what is asked for, prints Markdown, adds raw rows to --json. 1 where a text differs from plain's."""
+    """Measures what is asked for, prints Markdown; raw rows go to --json as they come. 1 where a text differs from
+    plain's."""
     args = _arguments(description, argv)
     begin = time.perf_counter()
 
     def report(what: str) -> None:
         print(f"{time.perf_counter() - begin:7.1f} s  {what}", file=sys.stderr, flush=True)
 
+    facts = {"kernels": load_plugins().get("cpu", "reference"), **origin("benchmarks/real.py", sys.argv[1:])}
+
+    def keep(rows: Rows) -> None:
+        if args.json:
+            args.json.write_text(json.dumps({**facts, "section": args.section, "rows": rows}, indent=1) + "\n")
+
     shop = Workshop(args.work.resolve(), report)
     failures: list[str] = []
     if args.section == "peers":
-        table, rows = peers(args, Contest(shop, args.threads, report, failures=failures))
+        table, rows = peers(args, Contest(shop, args.threads, report, failures=failures), keep)
     else:
-        table, rows = (acceptance if args.section == "acceptance" else speed)(args, shop, report)
+        table, rows = (acceptance if args.section == "acceptance" else speed)(args, shop, report, keep)
     head, *cells = table
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for row in cells:
         print("| " + " | ".join(row) + " |")
-    facts = {"kernels": load_plugins().get("cpu", "reference"), **origin("benchmarks/real.py", sys.argv[1:])}
     print("\n" + "\n".join(f"- {name}: {value}" for name, value in facts.items()))
-    if args.json:
-        args.json.write_text(json.dumps({**facts, "section": args.section, "rows": rows}, indent=1) + "\n")
     failures += [f"the text of {row} differs from plain decoding: that is a bug" for row in rows if not row["lossless"]]
     for failure in failures:
         print(failure, file=sys.stderr)
@@ -55,10 +61,10 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
 
 
 def acceptance(
-    args: argparse.Namespace, shop: Workshop, report: Callable[[str], None]
-) -> tuple[Table, list[dict[str, Any]]]:
+    args: argparse.Namespace, shop: Workshop, report: Callable[[str], None], keep: Callable[[Rows], None]
+) -> tuple[Table, Rows]:
     """Each method in turn over all prompts, eight at a time."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     with open_engine(shop, "plain", 0, "bf16") as llm:
         asked = _asked(args, llm)
         plain = {
@@ -82,6 +88,7 @@ def acceptance(
                                 "lossless": run.texts == plain[name, T],
                             }
                         )  # fmt: skip
+                        keep(rows)
     table = [["prompts", "T", "method", "K", "acceptance length", "tokens per step", "accepted at 1..K, %"]]
     for row in rows:
         shares = " ".join(f"{100 * share:.0f}" for share in row["acceptance_per_position"])
@@ -91,8 +98,8 @@ def acceptance(
 
 
 def speed(
-    args: argparse.Namespace, shop: Workshop, report: Callable[[str], None]
-) -> tuple[Table, list[dict[str, Any]]]:
+    args: argparse.Namespace, shop: Workshop, report: Callable[[str], None], keep: Callable[[Rows], None]
+) -> tuple[Table, Rows]:
     """A cell is a format, a batch, a set of prompts and a temperature; its engines take turns."""
     (K,) = args.k[:1]
     rows = []
@@ -102,13 +109,15 @@ def speed(
             asked = _asked(args, engines["plain"])
             for method in (*args.methods, "rows", *["two-engine"] * ("eagle3" in args.methods)):
                 engines[method] = stack.enter_context(open_engine(shop, method, K, format, args.head_format))
-            for batch in args.batches:
-                for name, prompts in asked.items():
-                    for T in args.temperatures:
-                        where = f"{format}, batch {batch}, {name}, T = {T:g}"
-                        runs = _rounds(args, engines, prompts, batch, T, lambda what, w=where: report(f"{w}: {what}"))
-                        cell = {"format": format, "head_format": args.head_format, "batch": batch, "set": name}
-                        rows += [{**cell, "temperature": T, "k": K, **row} for row in _figures(runs, args.methods)]
+            for batch, name, T in product(args.batches, args.sets, args.temperatures):
+                where = f"{format}, batch {batch}, {name}, T = {T:g}"
+                runs = _rounds(args, engines, asked[name], batch, T, lambda what, w=where: report(f"{w}: {what}"))
+                cell = {"format": format, "head_format": args.head_format, "batch": batch, "set": name}
+                found = [{**cell, "temperature": T, "k": K, **row} for row in _figures(runs, args.methods)]
+                for row in found:
+                    report(f"{where}: {row['method']} {row['speed_up']:.2f}x, of what is allowed {row['of_allowed']}")
+                rows += found
+                keep(rows)
     heads = ["format", "batch", "prompts", "T", "method", "tok/s", "speed-up", "acceptance length", "t(K+1)/t(1)"]
     table = [[*heads, "t(head)/t(1)", "of what arithmetic allows", "MB a step"]]
     for row in rows:
@@ -120,20 +129,25 @@ def speed(
     return table, rows
 
 
-def peers(args: argparse.Namespace, contest: Contest) -> tuple[Table, list[dict[str, Any]]]:
+def peers(args: argparse.Namespace, contest: Contest, keep: Callable[[Rows], None]) -> tuple[Table, Rows]:
     """A cell is a format, a batch, a set of prompts and a temperature; all contestants take turns."""
     tokenizer = Tokenizer.from_folder(model_folder())
     assert tokenizer is not None
     rows = []
     for format in args.formats:
         entries = contest.entries(args.peers, format, args.head_format, args.k, args.p_min)
-        for batch in args.batches:
-            for name in args.sets:
-                for T in args.temperatures:
-                    prompts = prompts_of(name, tokenizer, args.prompts)
-                    turns = contest.measure(entries, prompts, batch, T, args.rounds, args.max_tokens)
-                    cell = {"batch": batch, "set": name, "temperature": T, "head_format": args.head_format}
-                    rows += [{**cell, **row, "lossless": T > 0 or row["lossless"]} for row in figures(turns)]
+        asked = {name: prompts_of(name, tokenizer, args.prompts) for name in args.sets}
+        with contest.workers(entries, asked[args.sets[0]][0], max(args.batches)) as workers:
+            for batch, name, T in product(args.batches, args.sets, args.temperatures):
+                turns = contest.measure(workers, asked[name], batch, T, args.rounds, args.max_tokens)
+                cell = {"batch": batch, "set": name, "temperature": T, "head_format": args.head_format}
+                found = [{**cell, **row, "lossless": T > 0 or row["lossless"]} for row in figures(turns)]
+                where = f"{format}, batch {batch}, {name}, T = {T:g}"
+                for row in found:
+                    figure = f"{row['tokens_per_second']:.0f} tok/s, {row['tokens_per_step']:.2f} tokens per step"
+                    contest.report(f"{where}: {row['peer']}, {row['setting']}: {figure}")
+                rows += found
+                keep(rows)
     heads = ["format", "batch", "prompts", "T", "engine", "setting", "tok/s", "our best / it", "tokens per step"]
     table = [[*heads, "texts equal ours"]]
     for row in rows:

@@ -1,0 +1,70 @@
+"""OpenVINO GenAI, with an EAGLE3 head or without. Runs in its own environment.
+
+"load": folder (of the target in OpenVINO's format), draft (of the head, or null), num_drafts, max_batch, max_len,
+max_num_tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from benchmarks.peers.worker import Timed, serve
+
+
+class OpenVino:
+    def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        import openvino
+        import openvino_genai
+
+        self.openvino, self.genai = openvino, openvino_genai
+        self.num_drafts = request["num_drafts"] if request["draft"] is not None else 0
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_batched_tokens, scheduler.max_num_seqs = request["max_num_tokens"], request["max_batch"]
+        scheduler.dynamic_split_fuse = scheduler.enable_prefix_caching = False
+        scheduler.cache_size = 1  # GB
+        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(os.environ["OMP_NUM_THREADS"])}
+        if request["draft"] is not None:
+            options["draft_model"] = openvino_genai.draft_model(request["draft"], "CPU")
+        start = time.perf_counter()
+        tokenizer = openvino_genai.Tokenizer(request["folder"])
+        self.pipe = openvino_genai.ContinuousBatchingPipeline(request["folder"], tokenizer, scheduler, "CPU", **options)
+        self.generate({"prompts": [request["first_prompt"]], "output_len": 4})
+        return {"startup_s": time.perf_counter() - start, "version": openvino_genai.__version__}
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        prompts, timed = request["prompts"], Timed()
+        tensors = [self.openvino.Tensor(self._row(prompt)) for prompt in prompts]
+        configs = [self._config(request, number) for number in range(len(prompts))]
+        start = time.perf_counter()
+        results = self.pipe.generate(tensors, configs)
+        timed.seconds = time.perf_counter() - start
+        timed.outputs = [list(result.m_generation_ids[0]) for result in results]
+        timed.first_tokens = len(prompts)
+        accepted = 0
+        if self.num_drafts:  # that of each result is of the whole call
+            accepted = results[0].extended_perf_metrics.get_num_accepted_tokens()
+        timed.request_steps = sum(map(len, timed.outputs)) - accepted - len(prompts)
+        return timed.to_dict()
+
+    def _row(self, prompt: list[int]) -> Any:
+        import numpy as np
+
+        return np.array([prompt], dtype=np.int64)
+
+    def _config(self, request: dict[str, Any], number: int) -> Any:
+        ends, temperature = request.get("ends"), request.get("temperature", 0.0)
+        config = self.genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos = request["output_len"], not ends
+        config.stop_token_ids = set(ends or ())
+        if temperature:
+            config.do_sample, config.temperature, config.top_p, config.rng_seed = True, temperature, 1.0, number
+        if self.num_drafts:
+            config.num_assistant_tokens = self.num_drafts
+        return config
+
+
+if __name__ == "__main__":
+    peer = OpenVino()
+    serve({"load": peer.load, "generate": peer.generate})
