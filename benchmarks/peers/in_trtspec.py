@@ -34,11 +34,13 @@ class Trtspec:
         return {"engine": str(folder)}
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
-        """From request["engine"] if it names a folder, else eager."""
+        """From request["engine"] if it names a folder, with drafts looked up as request["lookup"] says, else eager."""
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         start = time.perf_counter()
         if "engine" in request:
-            self.llm = LLM(request["engine"], enable_prefix_caching=False, generation_config="off")
+            self.llm = LLM(
+                request["engine"], request.get("lookup"), enable_prefix_caching=False, generation_config="off"
+            )
         else:
             config = {**dataclasses.asdict(_engine_config(request)), "backend": "eager"}
             self.llm = LLM(request["model"], request["speculation"], **config)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from benchmarks.peers.environments import python_of, vllm_variables
 from benchmarks.peers.process import PeerError, Worker
 from benchmarks.real.llama_files import files_of, llama_source, server_of
 from benchmarks.real.openvino_files import folders_of
-from benchmarks.real.ours import LIMITS, speculation_of
+from benchmarks.real.ours import LIMITS, NAMES, engine_of, speculation_of
 from benchmarks.steps.engines import ROOT, Workshop
 from examples.smollm2.__main__ import model_folder
 
@@ -76,15 +77,13 @@ class Contest:
     def entries(
         self, peers: list[str], format: str, head_format: str, ks: list[int], p_mins: list[float]
     ) -> list[Entry]:
-        """Ours and those of `peers`, with EAGLE3 and without; a peer that cannot be had is a failure."""
+        """Ours and those of `peers`, with drafts and without; a peer that cannot be had is a failure."""
         found = []
-        for method, K in [("plain", 0), *(("eagle3", K) for K in ks)]:
-            own = speculation_of(method, K, head_format)
-            quantised: dict[str, Any] = {} if format == "bf16" else {"quantization": format}
-            name = f"smollm2-{format}" if own is None else f"smollm2-{format}-{method}-{head_format}-{K}"
-            engine = self.shop.engine(name, model_folder(), own, **LIMITS, **quantised)
-            setting = "plain" if own is None else f"EAGLE3 K={K}"
-            found.append(Entry("trtspec", setting, "in_trtspec", format, {"engine": str(engine), "speculation": own}))
+        for method, K in [("plain", 0), *product(("ngram", "suffix", "eagle3"), ks)]:
+            engine, lookup = engine_of(self.shop, method, K, format, head_format)
+            request = {"engine": str(engine), "lookup": lookup, "speculation": speculation_of(method, K, head_format)}
+            setting = "plain" if method == "plain" else f"{NAMES[method]} K={K}"
+            found.append(Entry("trtspec", setting, "in_trtspec", format, request))
         makers = (self._llama, self._vllm, self._openvino, self._transformers)
         for peer in peers:
             with self._excused():

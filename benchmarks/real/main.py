@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.peers.notes import origin
 from benchmarks.real.beside import PEERS, Contest, figures
 from benchmarks.real.ours import Run, open_engine, run_queue, sampling
+from benchmarks.real.picture import draw
 from benchmarks.real.prompts import SETS, prompts_of
 from benchmarks.steps.engines import Workshop
 from examples.smollm2.__main__ import model_folder
@@ -49,6 +50,8 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
         table, rows = peers(args, Contest(shop, args.threads, report, failures=failures), keep)
     else:
         table, rows = (acceptance if args.section == "acceptance" else speed)(args, shop, report, keep)
+    if args.png and args.section == "peers" and rows:
+        draw(rows, args.png)
     head, *cells = table
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for row in cells:
@@ -235,4 +238,5 @@ def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespa
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of peers")
     parser.add_argument("--work", type=Path, default=Path("runs/real"), help="keeps engines")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path, help="of peers")
     return parser.parse_args(argv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.steps.engines import Workshop
@@ -15,6 +16,8 @@ from trtspec.outputs import SpeculationStats
 
 METHODS = ("plain", "ngram", "suffix", "eagle3", "rows", "two-engine")
 """rows: K drafts that are wrong, which cost nothing to make. two-engine: EAGLE3 with the head beside the target."""
+
+NAMES = {"ngram": "n-gram", "suffix": "suffix", "eagle3": "EAGLE3"}
 
 LIMITS = {"max_batch_size": 8, "max_seq_len": 1024}
 
@@ -38,14 +41,22 @@ def speculation_of(method: str, K: int, head_format: str = "bf16") -> dict[str, 
     return config
 
 
-def open_engine(shop: Workshop, method: str, K: int, format: str, head_format: str = "bf16") -> LLM:
-    """Loaded from a compiled folder, which is built unless it is there. Lookups run on that of plain decoding."""
+def engine_of(
+    shop: Workshop, method: str, K: int, format: str, head_format: str = "bf16"
+) -> tuple[Path, dict[str, Any] | None]:
+    """A compiled folder, which is built unless it is there, and what to load it with: lookups run on the engine of
+    plain decoding."""
     quantised: dict[str, Any] = {} if format == "bf16" else {"quantization": format}
     own = speculation_of(method, K, head_format)
     in_graph = own if method in ("eagle3", "two-engine") else None
     name = f"smollm2-{format}" if in_graph is None else f"smollm2-{format}-{method}-{head_format}-{K}"
-    folder = shop.engine(name, model_folder(), in_graph, **LIMITS, **quantised)
-    return LLM(folder, None if in_graph else own, generation_config="off", enable_prefix_caching=False)
+    return shop.engine(name, model_folder(), in_graph, **LIMITS, **quantised), None if in_graph else own
+
+
+def open_engine(shop: Workshop, method: str, K: int, format: str, head_format: str = "bf16") -> LLM:
+    """Loaded from such a folder."""
+    folder, lookup = engine_of(shop, method, K, format, head_format)
+    return LLM(folder, lookup, generation_config="off", enable_prefix_caching=False)
 
 
 @dataclass
