@@ -116,6 +116,15 @@ def test_stopped_and_killed_it_goes_on_where_it_was(folder: Path, tmp_path: Path
     assert heads[0] == heads[1]
     assert main(command) == 0  # finished: exports again
 
+    before = (tmp_path / "head" / "model.safetensors").read_bytes()
+    assert main(arguments(folder, tmp_path / "head", "--steps", "60", *small[2:])) == 0
+    longer = metrics(run)
+    assert [line["step"] for line in longer] == [1, 10, 20, 30, 40, 50, 60]
+    assert longer[:5] == parts
+    assert longer[5]["lr_scale"] > parts[4]["lr_scale"] + 0.1
+    assert longer[-1]["smooth"] < parts[-1]["smooth"]
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() != before
+
 
 def test_another_run_in_the_same_folder_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

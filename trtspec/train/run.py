@@ -37,8 +37,8 @@ KINDS: dict[str, type[HeadOptions]] = {
 }
 """Method -> the heads that can be trained for it."""
 
-MAY_CHANGE = ("out", "held_out", "checkpoint_seconds", "states_gib")
-"""Options that a continued run need not share with its beginning."""
+MAY_CHANGE = ("out", "held_out", "checkpoint_seconds", "states_gib", "minutes", "steps")
+"""Options that a continued run need not share with its beginning: a longer one goes on where a run has ended."""
 
 _STATES = "states"
 """A folder of a run: what the target made of its windows."""
