@@ -39,8 +39,11 @@ ENGINES: dict[str, dict[str, Any] | None] = {
 ASSISTANT: dict[str, dict[str, Any] | None] = {
     "assistant": None,
     "assistant-eagle3": {
-        "method": "eagle3", "model": str(HEAD), "num_speculative_tokens": ASSISTANT_K, "quantization": "int8",
-    },  # fmt: skip
+        "method": "eagle3",
+        "model": str(HEAD),
+        "num_speculative_tokens": ASSISTANT_K,
+        "quantization": "int8",
+    },
 }
 """Of the one that is downloaded."""
 

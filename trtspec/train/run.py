@@ -31,6 +31,7 @@ from trtspec.train.run_data import (
 from trtspec.train.shards import ShardLessons, open_shards, shard_tokens
 from trtspec.train.states import KeptStates, bytes_per_window
 from trtspec.train.trainer import Source, Stage, Trainer
+from trtspec.train.unrolled import LessonLoss
 
 KINDS: dict[str, type[HeadOptions]] = {
     name: row.trainer.open() for name, row in METHODS.items() if row.trainer is not None
@@ -74,7 +75,7 @@ def train_head(options: HeadOptions) -> Trainer:
     head = options.new_head(target, capture, said)
     loss = options.loss(head, target, capture)
     texts = HeldOut(target, capture, held_out, options.unroll, moving=options.moving) if held_out else None
-    watched = [loss, *([Watch(texts, head)] if texts else [])]
+    watched: list[LessonLoss | Watch] = [loss, *([Watch(texts, head)] if texts else [])]
 
     def begin(progress: float) -> None:
         for one in watched:
