@@ -220,7 +220,7 @@ def ends_of(folder: Path) -> list[int]:
 
 
 def figures(turns: dict[Entry, list[Turn]]) -> list[dict[str, Any]]:
-    """Of each entry: tokens a second, and the same over the fastest of ours, round by round."""
+    """Each entry's tokens a second, and the fastest of ours over it, round by round."""
 
     def speed(entry: Entry) -> float:
         return statistics.median(turn.tokens / turn.seconds for turn in turns[entry])

@@ -182,7 +182,7 @@ def _rounds(
 
 
 def _figures(runs: dict[str, list[Run]], methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Of plain decoding and each method."""
+    """A row for plain decoding and for each method."""
 
     def median(of: Callable[[dict[str, Run]], float]) -> float:
         return statistics.median(of(dict(zip(runs, each, strict=True))) for each in zip(*runs.values(), strict=True))

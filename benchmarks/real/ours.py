@@ -119,7 +119,7 @@ def run_queue(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Sampl
 
 
 def sampling(temperature: float, count: int, max_tokens: int) -> list[SamplingParams]:
-    """Of `count` prompts; each has a seed of its own."""
+    """The parameters of `count` prompts; each has a seed of its own."""
     return [
         SamplingParams(
             temperature=temperature, seed=i if temperature else None, max_tokens=max_tokens, detokenize=False

@@ -42,7 +42,7 @@ MODES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "mtp": ("MTP", "mtp"),
     "eagle3": ("EAGLE3", "eagle3"),
 }
-"""Of --modes -> what a Mode is made of, for the models that are shipped."""
+"""Names for --modes, and what makes a Mode of the shipped models."""
 PROMPTS = (
     'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n        self.items = []\n\n    def',
     "import os\nimport sys\nimport unittest\n\n\nclass TestPath(unittest.TestCase):\n    def setUp(self):",

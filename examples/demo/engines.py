@@ -34,7 +34,7 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "medusa": {"method": "medusa", "model": str(HERE / "medusa"), "num_speculative_tokens": K},
     "mtp": {"method": "mtp", "num_speculative_tokens": K},
 }
-"""Of the small models that are shipped."""
+"""What engines of the small models are built for; these models are shipped."""
 
 ASSISTANT: dict[str, dict[str, Any] | None] = {
     "assistant": None,
@@ -45,7 +45,7 @@ ASSISTANT: dict[str, dict[str, Any] | None] = {
         "quantization": "int8",
     },
 }
-"""Of the one that is downloaded."""
+"""What engines of the assistant are built for; it is downloaded."""
 
 
 def target_of(name: str) -> Path:

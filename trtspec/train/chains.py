@@ -70,7 +70,7 @@ class HeldOut:
 
     @torch.no_grad()
     def acceptance(self, head: DraftHead) -> Acceptance:
-        """Of a head, which computes in the target's dtype, whatever its weights are kept in."""
+        """What a head's chains keep. It computes in the target's dtype, whatever its weights are kept in."""
         chains = Chains(head, self.num_draft_tokens, self.moving)
         weights = {name: parameter.to(self.dtype) for name, parameter in chains.named_parameters()}
         accepted: list[int] = []

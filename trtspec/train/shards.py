@@ -77,7 +77,7 @@ class ShardLessons:
                 f"{len(self.requests)} requests in the shards make {self.num_windows} windows of seq_len={seq_len}, "
                 f"less than batch_size={batch_size}; use more data, or lower one of them"
             )
-        self._starts = np.cumsum(self.lengths) - self.lengths  # of requests in the row below
+        self._starts = np.cumsum(self.lengths) - self.lengths  # the first row of each request, among the rows of all
         self._best = torch.full((self.num_rows,), -1, dtype=torch.int32)  # Lesson.best of every row, -1: not made yet
 
     def batch(self, index: int) -> Lesson:
