@@ -34,7 +34,15 @@ RECIPES = {
     "openvino": Recipe(
         (
             ("install", "torch==2.13.0"),
-            ("install", "optimum-intel==2.2.0", "openvino-genai==2026.4.1.0", "einops"),  # einops: of its EAGLE3 export
+            # einops and diffusers: of its EAGLE3 export
+            (
+                "install",
+                "torch==2.13.0",
+                "optimum-intel==2.2.0",
+                "openvino-genai==2026.4.1.0",
+                "einops",
+                "diffusers==0.37.1",
+            ),
         )
     ),
     "llama": Recipe(

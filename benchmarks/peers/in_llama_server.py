@@ -28,7 +28,7 @@ class LlamaServer:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = [request["server"], "-m", request["file"], "--host", "127.0.0.1", "--port", str(port)]
-        command += ["-t", threads, "-tb", threads, "-np", str(slots), "-c", str(request["max_len"] * slots)]
+        command += ["-t", threads, "-tb", threads, "-np", str(slots), "-c", str(request["max_len"] * slots), "-kvu"]
         if request["draft"] is not None:
             command += ["-md", request["draft"], "--spec-type", "draft-eagle3", "-td", threads]
             command += ["--spec-draft-n-max", str(request["num_drafts"]), "--spec-draft-p-min", str(request["p_min"])]

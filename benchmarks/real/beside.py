@@ -1,4 +1,7 @@
-"""The section `peers`: the same model, head and prompts in other engines, each in its best setting, in turns."""
+"""The section `peers`: the same model, head and prompts in other engines, each in its best setting, in turns.
+
+First every setting runs alone, for a round of each batch; only each method's fastest of a batch stays loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,16 @@ class Entry:
     """A peer in one setting. module: of its worker; request: what it loads, beside what all are asked for."""
 
     peer: str
-    setting: str
+    method: str
+    values: str  # of the method's options
     module: str
     format: str
     request: dict[str, Any] = field(hash=False)
     max_batch: int = 8
+
+    @property
+    def setting(self) -> str:
+        return f"{self.method} {self.values}".strip()
 
     @property
     def name(self) -> str:
@@ -63,6 +71,20 @@ class Turn:
     def tokens_per_step(self) -> float:
         return (self.tokens - self.first_tokens) / self.request_steps
 
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked of everybody: `prompts`, `batch` of them at a time."""
+
+    prompts: list[list[int]]
+    batch: int
+    temperature: float
+    max_tokens: int
+
 
 @dataclass
 class Contest:
@@ -82,8 +104,8 @@ class Contest:
         for method, K in [("plain", 0), *product(("ngram", "suffix", "eagle3"), ks)]:
             engine, lookup = engine_of(self.shop, method, K, format, head_format)
             request = {"engine": str(engine), "lookup": lookup, "speculation": speculation_of(method, K, head_format)}
-            setting = "plain" if method == "plain" else f"{NAMES[method]} K={K}"
-            found.append(Entry("trtspec", setting, "in_trtspec", format, request))
+            values = "" if method == "plain" else f"K={K}"
+            found.append(Entry("trtspec", NAMES[method], values, "in_trtspec", format, request))
         makers = (self._llama, self._vllm, self._openvino, self._transformers)
         for peer in peers:
             with self._excused():
@@ -95,84 +117,103 @@ class Contest:
         programs = server_of(source, self.shop.work / "llama.cpp", self.threads, self.report)
         target, head = files_of(source, programs, self.shop.work / "gguf", format, head_format)
         request = {"server": str(programs / "llama-server"), "file": str(target), "draft": None}
-        yield Entry("llama.cpp", "plain", "in_llama_server", format, request)
+        yield Entry("llama.cpp", "plain", "", "in_llama_server", format, request)
         for K in ks:
             for p_min in p_mins:
                 own = {**request, "draft": str(head), "num_drafts": K, "p_min": p_min}
-                yield Entry("llama.cpp", f"EAGLE3 K={K}, p_min={p_min:g}", "in_llama_server", format, own)
+                yield Entry("llama.cpp", "EAGLE3", f"K={K}, p_min={p_min:g}", "in_llama_server", format, own)
 
     def _openvino(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         self.pythons["openvino"] = python = self._python("openvino")
         target, head = folders_of(python, self.shop.work / "openvino", format, head_format, self.report)
         request = {"folder": str(target), "draft": None}
-        yield Entry("openvino", "plain", "in_openvino", format, request)
+        yield Entry("openvino", "plain", "", "in_openvino", format, request)
         for K in ks:
             own = {**request, "draft": str(head), "num_drafts": K}
-            yield Entry("openvino", f"EAGLE3 K={K}", "in_openvino", format, own)
+            yield Entry("openvino", "EAGLE3", f"K={K}", "in_openvino", format, own)
 
     def _vllm(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         if (format, head_format) != ("bf16", "bf16"):
             return
         self.pythons["vllm"] = self._python("vllm")
-        yield Entry("vllm", "plain", "in_vllm", format, {"speculation": None})
+        yield Entry("vllm", "plain", "", "in_vllm", format, {"speculation": None})
         for K in ks:
-            yield Entry("vllm", f"EAGLE3 K={K}", "in_vllm", format, {"speculation": _without_engine(K)})
+            yield Entry("vllm", "EAGLE3", f"K={K}", "in_vllm", format, {"speculation": _without_engine(K)})
 
     def _transformers(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         if format != "bf16":
             return
         self.pythons["transformers"] = self._python("transformers")
-        yield Entry("transformers", "plain", "in_transformers", format, {"speculation": None}, 1)
+        yield Entry("transformers", "plain", "", "in_transformers", format, {"speculation": None}, 1)
         for K in ks:
             lookup = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 4}
-            yield Entry("transformers", f"prompt lookup K={K}", "in_transformers", format, {"speculation": lookup}, 1)
+            yield Entry(
+                "transformers", "prompt lookup", f"K={K}", "in_transformers", format, {"speculation": lookup}, 1
+            )
 
     def _python(self, peer: str) -> str:
         work = self.shop.work.parent / "peers"
         return python_of(peer, work / peer, work / "logs" / f"{peer}-environment.log", self.threads, self.report)
 
     @contextmanager
-    def workers(self, entries: list[Entry], first: list[int], batch: int) -> Iterator[dict[Entry, Worker]]:
-        """Those of the entries that load, for at most `batch` requests at a time; whatever happens, none is left
-        running. first: a prompt."""
+    def workers(self, entries: list[Entry], tasks: list[Task]) -> Iterator[tuple[dict[Entry, Worker], Sweep]]:
+        """The entries that are the fastest of their peer's method in one of `tasks`, loaded, and the turn that each
+        entry had alone in each, by its batch. Whatever happens, none is left running."""
         workers: dict[Entry, Worker] = {}
+        sweep: Sweep = {}
+        most = max(task.batch for task in tasks)
         try:
             for entry in entries:
-                with self._excused():
+                with self._excused(lambda e=entry: self._drop(workers, e)):
                     self.report(f"loading {entry.name}")
-                    workers[entry] = self._load(entry, first, min(batch, entry.max_batch))
-            yield workers
+                    workers[entry] = self._load(entry, tasks[0].prompts[0], min(most, entry.max_batch))
+                    for task in tasks:
+                        if task.batch <= entry.max_batch:
+                            self._turn(workers[entry], replace(task, prompts=task.prompts[: task.batch]))  # warms up
+                            sweep[entry, task.batch] = turn = self._turn(workers[entry], task)
+                            self.report(f"{entry.name}: alone, batch {task.batch}: {turn.tokens_per_second:.0f} tok/s")
+                needed = {best for task in tasks for best in fastest(sweep, task.batch)}
+                for beaten in set(workers) - needed:
+                    self._drop(workers, beaten)
+            yield workers, sweep
         finally:
-            for worker in workers.values():
-                worker.kill()
+            for entry in list(workers):
+                self._drop(workers, entry)
 
     def measure(
-        self, workers: dict[Entry, Worker], prompts: list[list[int]], batch: int, temperature: float, rounds: int,
-        most: int,
-    ) -> dict[Entry, list[Turn]]:  # fmt: skip
-        """Every worker that takes such a batch once a round, in an order that rotates, while the others stand still.
-        One that fails is out of `workers`."""
-        turns: dict[Entry, list[Turn]] = {entry: [] for entry in workers if batch <= entry.max_batch}
-        ends = ends_of(model_folder())
+        self, workers: dict[Entry, Worker], entries: list[Entry], task: Task, rounds: int
+    ) -> dict[Entry, list[Turn]]:
+        """Each of the entries once a round, in an order that rotates, while the others stand still. One that fails is
+        out of `workers`."""
+        turns: dict[Entry, list[Turn]] = {entry: [] for entry in entries if entry in workers}
         for number in range(rounds + 1):
-            some = prompts if number else prompts[:batch]
+            some = task if number else replace(task, prompts=task.prompts[: task.batch])
             order = [entry for entry in turns if entry in workers]
             shift = number % max(len(order), 1)
             for entry in order[shift:] + order[:shift]:
                 self.report(f"{entry.name}: round {number} of {rounds}")
-                turn = Turn()
-                with self._excused(lambda e=entry: workers.pop(e).kill()):
-                    for start in range(0, len(some), batch):
-                        turn.add(
-                            workers[entry].call(
-                                "generate", GENERATE_S, prompts=some[start : start + batch], output_len=most,
-                                temperature=temperature, ends=ends,
-                            )
-                        )  # fmt: skip
-                    workers[entry].pause()
+                with self._excused(lambda e=entry: self._drop(workers, e)):
+                    turn = self._turn(workers[entry], some)
                     if number:
                         turns[entry].append(turn)
         return {entry: own for entry, own in turns.items() if len(own) == rounds}
+
+    def _turn(self, worker: Worker, task: Task) -> Turn:
+        """All of the task's prompts; then the worker stands still."""
+        turn = Turn()
+        for start in range(0, len(task.prompts), task.batch):
+            turn.add(
+                worker.call(
+                    "generate", GENERATE_S, prompts=task.prompts[start : start + task.batch],
+                    output_len=task.max_tokens, temperature=task.temperature, ends=ends_of(model_folder()),
+                )
+            )  # fmt: skip
+        worker.pause()
+        return turn
+
+    def _drop(self, workers: dict[Entry, Worker], entry: Entry) -> None:
+        if entry in workers:
+            workers.pop(entry).kill()
 
     def _load(self, entry: Entry, first: list[int], batch: int) -> Worker:
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"}
@@ -206,6 +247,20 @@ class Contest:
             then()
 
 
+Sweep = dict[tuple[Entry, int], Turn]
+
+
+def fastest(sweep: Sweep, batch: int) -> list[Entry]:
+    """Each peer's fastest setting of each method, of those that ran with this batch."""
+    best: dict[tuple[str, str], Entry] = {}
+    for (entry, ran), turn in sweep.items():
+        if ran == batch:
+            rival = best.setdefault((entry.peer, entry.method), entry)
+            if turn.tokens_per_second > sweep[rival, batch].tokens_per_second:
+                best[entry.peer, entry.method] = entry
+    return list(best.values())
+
+
 def _without_engine(K: int) -> dict[str, Any]:
     """The speculative_config as vLLM has it."""
     config = speculation_of("eagle3", K)
@@ -223,16 +278,13 @@ def figures(turns: dict[Entry, list[Turn]]) -> list[dict[str, Any]]:
     """Each entry's tokens a second, and the fastest of ours over it, round by round."""
 
     def speed(entry: Entry) -> float:
-        return statistics.median(turn.tokens / turn.seconds for turn in turns[entry])
+        return statistics.median(turn.tokens_per_second for turn in turns[entry])
 
     ours = max((entry for entry in turns if entry.peer == "trtspec"), key=speed)
     plain = next(entry for entry in turns if entry.name == "trtspec, plain")
     rows = []
     for entry, own in turns.items():
-        ratios = [
-            (best.tokens / best.seconds) / (turn.tokens / turn.seconds)
-            for best, turn in zip(turns[ours], own, strict=True)
-        ]
+        ratios = [best.tokens_per_second / turn.tokens_per_second for best, turn in zip(turns[ours], own, strict=True)]
         same = sum(a == b for a, b in zip(own[0].texts, turns[plain][0].texts, strict=True))
         rows.append(
             {

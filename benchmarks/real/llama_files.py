@@ -20,6 +20,7 @@ CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_BUILD_NUMBER=0", "-DLLAMA_BUILD_COMMIT=unknown",
+    "-DCMAKE_CXX_FLAGS=-fno-tree-dse -fno-dse",  # GCC 12 drops most of what _tile_loadconfig reads: AMX crashes
 )  # fmt: skip
 QUANTISED = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 _PART = "PART"

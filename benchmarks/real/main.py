@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.notes import origin
-from benchmarks.real.beside import PEERS, Contest, figures
+from benchmarks.real.beside import PEERS, Contest, Task, fastest, figures
 from benchmarks.real.ours import Run, open_engine, run_queue, sampling
 from benchmarks.real.picture import draw
 from benchmarks.real.prompts import SETS, prompts_of
@@ -40,9 +40,9 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
 
     facts = {"kernels": load_plugins().get("cpu", "reference"), **origin("benchmarks/real.py", sys.argv[1:])}
 
-    def keep(rows: Rows) -> None:
+    def keep(rows: Rows, **more: Rows) -> None:
         if args.json:
-            args.json.write_text(json.dumps({**facts, "section": args.section, "rows": rows}, indent=1) + "\n")
+            args.json.write_text(json.dumps({**facts, "section": args.section, **more, "rows": rows}, indent=1) + "\n")
 
     shop = Workshop(args.work.resolve(), report)
     failures: list[str] = []
@@ -132,17 +132,32 @@ def speed(
     return table, rows
 
 
-def peers(args: argparse.Namespace, contest: Contest, keep: Callable[[Rows], None]) -> tuple[Table, Rows]:
-    """A cell is a format, a batch, a set of prompts and a temperature; all contestants take turns."""
+def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None]) -> tuple[Table, Rows]:
+    """A cell is a format, a batch, a set of prompts and a temperature; the fastest setting of each method takes turns
+    with those of the others. Which is fastest is found with the first set and temperature."""
     tokenizer = Tokenizer.from_folder(model_folder())
     assert tokenizer is not None
-    rows = []
+    rows: Rows = []
+    alone: Rows = []
     for format in args.formats:
         entries = contest.entries(args.peers, format, args.head_format, args.k, args.p_min)
-        asked = {name: prompts_of(name, tokenizer, args.prompts) for name in args.sets}
-        with contest.workers(entries, asked[args.sets[0]][0], max(args.batches)) as workers:
-            for batch, name, T in product(args.batches, args.sets, args.temperatures):
-                turns = contest.measure(workers, asked[name], batch, T, args.rounds, args.max_tokens)
+        tasks = [
+            (
+                name,
+                Task(prompts_of(name, tokenizer, args.prompts and max(args.prompts, batch)), batch, T, args.max_tokens),
+            )
+            for batch, name, T in product(args.batches, args.sets, args.temperatures)
+        ]
+        first = [own for name, own in tasks if (name, own.temperature) == (args.sets[0], args.temperatures[0])]
+        with contest.workers(entries, first) as (workers, sweep):
+            alone += [
+                {"peer": entry.peer, "setting": entry.setting, "format": format, "batch": batch,
+                 "tokens_per_second": turn.tokens_per_second, "tokens_per_step": turn.tokens_per_step}
+                for (entry, batch), turn in sweep.items()
+            ]  # fmt: skip
+            for name, task in tasks:
+                batch, T = task.batch, task.temperature
+                turns = contest.measure(workers, fastest(sweep, batch), task, args.rounds)
                 cell = {"batch": batch, "set": name, "temperature": T, "head_format": args.head_format}
                 found = [{**cell, **row, "lossless": T > 0 or row["lossless"]} for row in figures(turns)]
                 where = f"{format}, batch {batch}, {name}, T = {T:g}"
@@ -150,7 +165,7 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[[Rows], Non
                     figure = f"{row['tokens_per_second']:.0f} tok/s, {row['tokens_per_step']:.2f} tokens per step"
                     contest.report(f"{where}: {row['peer']}, {row['setting']}: {figure}")
                 rows += found
-                keep(rows)
+                keep(rows, alone=alone)
     heads = ["format", "batch", "prompts", "T", "engine", "setting", "tok/s", "our best / it", "tokens per step"]
     table = [[*heads, "texts equal ours"]]
     for row in rows:

@@ -33,6 +33,7 @@ def folders_of(
             shutil.rmtree(part, ignore_errors=True)
             made.mkdir(parents=True, exist_ok=True)
             command = [python, "-m", "optimum.commands.optimum_cli", "export", "openvino", "-m", str(checkpoint)]
+            command += ["--trust-remote-code"] if name == "head" else []  # optimum-intel's own code
             command += ["--task", "text-generation-with-past", "--weight-format", *WEIGHTS[kind], str(part)]
             environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
             environment.pop("PYTHONPATH", None)

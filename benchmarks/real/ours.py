@@ -17,7 +17,7 @@ from trtspec.outputs import SpeculationStats
 METHODS = ("plain", "ngram", "suffix", "eagle3", "rows", "two-engine")
 """rows: K drafts that are wrong, which cost nothing to make. two-engine: EAGLE3 with the head beside the target."""
 
-NAMES = {"ngram": "n-gram", "suffix": "suffix", "eagle3": "EAGLE3"}
+NAMES = {"plain": "plain", "ngram": "n-gram", "suffix": "suffix", "eagle3": "EAGLE3"}
 
 LIMITS = {"max_batch_size": 8, "max_seq_len": 1024}
 
