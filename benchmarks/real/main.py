@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.peers.notes import origin
 from benchmarks.real.beside import PEERS, Contest, Task, fastest, figures
-from benchmarks.real.ours import Run, open_engine, run_queue, sampling
+from benchmarks.real.ours import Own, Run, open_engine, run_queue, sampling
 from benchmarks.real.picture import draw
 from benchmarks.real.prompts import SETS, prompts_of
 from benchmarks.steps.engines import Workshop
@@ -69,7 +69,7 @@ def acceptance(
     """Each method in turn over all prompts, eight at a time."""
     rows: Rows = []
     with open_engine(shop, "plain", 0, "bf16") as llm:
-        asked = _asked(args, llm)
+        asked = {name: _asked(llm, name, args.prompts, 1) for name in args.sets}
         plain = {
             (name, T): run_queue(llm, prompts, sampling(T, len(prompts), args.max_tokens), 8).texts
             for name, prompts in asked.items()
@@ -106,25 +106,28 @@ def speed(
     """A cell is a format, a batch, a set of prompts and a temperature; its engines take turns."""
     (K,) = args.k[:1]
     rows = []
+    wanted = [Own("plain"), Own("rows"), *(Own(method) for method in args.methods if method != "eagle3")]
+    for head in args.head_formats if "eagle3" in args.methods else ():
+        wanted += [Own("eagle3", head), Own("two-engine", head)]
     for format in args.formats:
         with ExitStack() as stack:
-            engines = {"plain": stack.enter_context(open_engine(shop, "plain", K, format))}
-            asked = _asked(args, engines["plain"])
-            for method in (*args.methods, "rows", *["two-engine"] * ("eagle3" in args.methods)):
-                engines[method] = stack.enter_context(open_engine(shop, method, K, format, args.head_format))
+            engines = {own: stack.enter_context(open_engine(shop, own.method, K, format, own.head)) for own in wanted}
             for batch, name, T in product(args.batches, args.sets, args.temperatures):
                 where = f"{format}, batch {batch}, {name}, T = {T:g}"
-                runs = _rounds(args, engines, asked[name], batch, T, lambda what, w=where: report(f"{w}: {what}"))
-                cell = {"format": format, "head_format": args.head_format, "batch": batch, "set": name}
-                found = [{**cell, "temperature": T, "k": K, **row} for row in _figures(runs, args.methods)]
+                prompts = _asked(engines[wanted[0]], name, args.prompts, batch)
+                runs = _rounds(args, engines, prompts, batch, T, lambda what, w=where: report(f"{w}: {what}"))
+                cell = {"format": format, "batch": batch, "set": name, "temperature": T, "k": K}
+                found = [{**cell, **row} for row in _figures(runs)]
                 for row in found:
-                    report(f"{where}: {row['method']} {row['speed_up']:.2f}x, of what is allowed {row['of_allowed']}")
+                    allowed = "" if row["of_allowed"] is None else f", of what is allowed {row['of_allowed']:.2f}"
+                    report(f"{where}: {row['method']} {row['head_format']} {row['speed_up']:.2f}x{allowed}")
                 rows += found
                 keep(rows)
     heads = ["format", "batch", "prompts", "T", "method", "tok/s", "speed-up", "acceptance length", "t(K+1)/t(1)"]
     table = [[*heads, "t(head)/t(1)", "of what arithmetic allows", "MB a step"]]
     for row in rows:
         cells = [row["format"], str(row["batch"]), row["set"], f"{row['temperature']:g}", row["method"]]
+        cells[-1] += f", head {row['head_format']}" if row["method"] == "eagle3" else ""
         cells += [f"{row['tokens_per_second']:.0f}", f"{row['speed_up']:.2f}x", f"{row['acceptance_length']:.2f}"]
         allowed = "" if row["of_allowed"] is None else f"{row['of_allowed']:.2f}"
         cells += [f"{row['rows_cost']:.3f}", f"{row['head_cost']:.3f}", allowed, f"{row['bytes_per_step'] / 1e6:.0f}"]
@@ -140,7 +143,7 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None])
     rows: Rows = []
     alone: Rows = []
     for format in args.formats:
-        entries = contest.entries(args.peers, format, args.head_format, args.k, args.p_min)
+        entries = contest.entries(args.peers, format, args.head_formats[0], args.k, args.p_min)
         tasks = [
             (
                 name,
@@ -158,7 +161,7 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None])
             for name, task in tasks:
                 batch, T = task.batch, task.temperature
                 turns = contest.measure(workers, fastest(sweep, batch), task, args.rounds)
-                cell = {"batch": batch, "set": name, "temperature": T, "head_format": args.head_format}
+                cell = {"batch": batch, "set": name, "temperature": T, "head_format": args.head_formats[0]}
                 found = [{**cell, **row, "lossless": T > 0 or row["lossless"]} for row in figures(turns)]
                 where = f"{format}, batch {batch}, {name}, T = {T:g}"
                 for row in found:
@@ -177,15 +180,15 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None])
 
 def _rounds(
     args: argparse.Namespace,
-    engines: dict[str, LLM],
+    engines: dict[Own, LLM],
     prompts: list[list[int]],
     batch: int,
     temperature: float,
     report: Callable[[str], None],
-) -> dict[str, list[Run]]:
+) -> dict[Own, list[Run]]:
     """Every engine once a round, in an order that rotates."""
     names = list(engines)
-    runs: dict[str, list[Run]] = {name: [] for name in names}
+    runs: dict[Own, list[Run]] = {name: [] for name in names}
     for number in range(args.rounds + 1):
         report(f"round {number} of {args.rounds}" if number else "warming up")
         some = prompts if number else prompts[:batch]
@@ -196,41 +199,47 @@ def _rounds(
     return runs
 
 
-def _figures(runs: dict[str, list[Run]], methods: Sequence[str]) -> list[dict[str, Any]]:
+def _figures(runs: dict[Own, list[Run]]) -> list[dict[str, Any]]:
     """A row for plain decoding and for each method."""
 
-    def median(of: Callable[[dict[str, Run]], float]) -> float:
+    def median(of: Callable[[dict[Own, Run]], float]) -> float:
         return statistics.median(of(dict(zip(runs, each, strict=True))) for each in zip(*runs.values(), strict=True))
 
     found = []
-    rows_cost = median(lambda r: r["rows"].step / r["plain"].step)
-    for method in ("plain", *methods):
-        own = runs[method]
-        head_cost = 0.0
-        if method == "eagle3":
-            head_cost = median(lambda r: sum(r["two-engine"].launches[1:]) / r["two-engine"].steps / r["plain"].step)
-        length = own[0].speculation.acceptance_length
-        speed_up = median(lambda r, m=method: r[m].tokens_per_second / r["plain"].tokens_per_second)
+    plain, wrong = Own("plain"), Own("rows")
+    rows_cost = median(lambda r: r[wrong].step / r[plain].step)
+    for own in runs:
+        if own.method in ("rows", "two-engine"):
+            continue
+        head_cost, of_allowed = 0.0, None
+        length = runs[own][0].speculation.acceptance_length
+        speed_up = median(lambda r, o=own: r[o].tokens_per_second / r[plain].tokens_per_second)
+        if own.method == "eagle3":
+            beside = Own("two-engine", own.head)
+            head_cost = median(lambda r, o=beside: sum(r[o].launches[1:]) / r[o].steps / r[plain].step)
+            of_allowed = speed_up / (length / (rows_cost + head_cost))
         found.append(
             {
-                "method": method,
-                "tokens_per_second": statistics.median(run.tokens_per_second for run in own),
+                "method": own.method,
+                "head_format": own.head,
+                "tokens_per_second": statistics.median(run.tokens_per_second for run in runs[own]),
                 "speed_up": speed_up,
                 "acceptance_length": length,
-                "tokens_per_step": own[0].speculation.tokens_per_step,
+                "tokens_per_step": runs[own][0].speculation.tokens_per_step,
                 "rows_cost": rows_cost,
                 "head_cost": head_cost,
-                "of_allowed": speed_up / (length / (rows_cost + head_cost)) if method == "eagle3" else None,
-                "bytes_per_step": own[0].bytes_read / own[0].steps,
-                "lossless": all(run.texts == runs["plain"][0].texts for run in own),
+                "of_allowed": of_allowed,
+                "bytes_per_step": runs[own][0].bytes_read / runs[own][0].steps,
+                "lossless": all(run.texts == runs[plain][0].texts for run in runs[own]),
             }
         )
     return found
 
 
-def _asked(args: argparse.Namespace, llm: LLM) -> dict[str, list[list[int]]]:
+def _asked(llm: LLM, name: str, count: int | None, batch: int) -> list[list[int]]:
+    """The prompts of a set, as many as a batch has at least."""
     assert llm.tokenizer is not None
-    return {name: prompts_of(name, llm.tokenizer, args.prompts) for name in args.sets}
+    return prompts_of(name, llm.tokenizer, count and max(count, batch))
 
 
 def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -243,7 +252,13 @@ def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespa
     parser.add_argument("--temperatures", nargs="+", type=float, default=(0.0, 0.8))
     parser.add_argument("--k", nargs="+", type=int, default=(3, 5), help="drafts a step; of speed the first alone")
     parser.add_argument("--formats", nargs="+", choices=("bf16", "int8", "int4"), default=("bf16",), help="of speed")
-    parser.add_argument("--head-format", choices=("bf16", "int8"), default="bf16", help="of speed")
+    parser.add_argument(
+        "--head-formats",
+        nargs="+",
+        choices=("bf16", "int8"),
+        default=("bf16",),
+        help="of EAGLE3's head; of peers the first alone",
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=(1, 4, 8), help="of speed")
     parser.add_argument("--rounds", type=int, default=3, help="of speed")
     parser.add_argument("--prompts", type=int, help="of each set (default: all)")

@@ -19,6 +19,15 @@ METHODS = ("plain", "ngram", "suffix", "eagle3", "rows", "two-engine")
 
 NAMES = {"plain": "plain", "ngram": "n-gram", "suffix": "suffix", "eagle3": "EAGLE3"}
 
+
+@dataclass(frozen=True)
+class Own:
+    """One of METHODS, and the format of its head, if it has one."""
+
+    method: str
+    head: str = "bf16"
+
+
 LIMITS = {"max_batch_size": 8, "max_seq_len": 1024}
 
 

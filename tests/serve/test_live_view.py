@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from examples.smollm2.__main__ import HEAD, model_folder
 from tests.serve.chromium import installed
 from tests.serve.live_page import View, choice, one, shown, steps_of
 from tests.serve.page_checks import CONTRAST, UNLABELLED
@@ -328,19 +329,23 @@ def test_a_key_is_asked_for_and_kept_until_the_tab_is_closed(
 
 
 @pytest.mark.skipif("TRTSPEC_SCREENSHOTS" not in os.environ, reason="TRTSPEC_SCREENSHOTS names no folder to write to")
-def test_screenshots(open_view: Callable[..., View], roomy: Server) -> None:
-    """Of real runs, after half a minute of others, so that there is something in the charts."""
+def test_screenshots(open_view: Callable[..., View], tmp_path: Path) -> None:
+    """Of real runs of the demo's assistant, after half a minute of others, so that there is something in the charts."""
+    eagle3 = {"method": "eagle3", "model": str(HEAD), "num_speculative_tokens": 3}
+    asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    with running(model_folder(), tmp_path / "assistant.log", eagle3, LIMITS) as server:
 
-    def others(i: int) -> None:
-        body = {"prompt": f"def function_{i}(self", "max_tokens": 60 + 37 * i, "temperature": 0.7, "ignore_eos": True}
-        time.sleep(i)
-        httpx.post(f"{roomy.url}/v1/completions", json=body, timeout=60)
+        def others(i: int) -> None:
+            prompt = asked.format(f"Write a Python function that returns the sum of {i} numbers.")
+            body = {"prompt": prompt, "max_tokens": 60 + 10 * i, "temperature": 0.7}
+            time.sleep(i)
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
 
-    for scheme in ("light", "dark"):
-        view = open_view(roomy, color_scheme=scheme)
-        with ThreadPoolExecutor(24) as pool:
-            list(pool.map(others, range(24)))
-        prompt = 'def read_lines(path):\n    """Return the lines of a file."""\n    '
-        view.settings(prompt=prompt, max_tokens=160, temperature=0.7, seed=7, compare=True, in_turn=True)
-        view.run("equal")
-        view.page.screenshot(path=Path(os.environ["TRTSPEC_SCREENSHOTS"]) / f"live-{scheme}.png")
+        for scheme in ("light", "dark"):
+            view = open_view(server, color_scheme=scheme)
+            with ThreadPoolExecutor(24) as pool:
+                list(pool.map(others, range(24)))
+            prompt = asked.format("Write a Python function that says whether a string is a palindrome.")
+            view.settings(prompt=prompt, max_tokens=160, temperature=0, seed=7, compare=True, in_turn=True)
+            view.run("equal")
+            view.page.screenshot(path=Path(os.environ["TRTSPEC_SCREENSHOTS"]) / f"live-{scheme}.png")

@@ -1,6 +1,6 @@
 // What AOTInductor's graphs call instead of torch's dispatcher, which costs several microseconds an op through their
-// proxy executor. Names and signatures are fixed by AOTInductor; they are declared to it as they stand here. Between
-// these calls a graph has nothing that runs in parallel, so they use our own threads.
+// proxy executor. Names and signatures are fixed by AOTInductor; they are declared to it as they stand here. A graph's own
+// loops come here, too (trtspec/backends/aoti/loops.py): nothing in it runs on other threads than ours.
 #include "ops.h"
 #include "threads.h"
 
@@ -93,6 +93,11 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_spec_accept(AtenTensorHandle sam
     *tokens = std::move(kept).release();
     *num_tokens = std::move(counts).release();
   });
+}
+
+AOTI_TORCH_EXPORT void trtspec_share_loop(int64_t count, int64_t chunk, trtspec::Chunk call, const void* body) {
+  const trtspec::OwnThreads own_threads;
+  trtspec::share_out(count, chunk, call, body);
 }
 
 }  // extern "C"

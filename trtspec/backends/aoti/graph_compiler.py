@@ -27,6 +27,7 @@ from torch.export import ExportedProgram
 from torch.export.pt2_archive._package import package_pt2
 from typing_extensions import Self
 
+from trtspec.backends.aoti.loops import MARKING, share_loops
 from trtspec.errors import EngineError
 
 INDUCTOR = {
@@ -34,7 +35,6 @@ INDUCTOR = {
     "emulate_precision_casts": True,  # round to bf16 where eager does
     "pattern_matcher": False,  # it looks for what these graphs do not have
     "cpp.vec_isa_ok": True,  # compilers know the processor's vectors: that takes as long to try as a graph
-    # What is between our ops is a few rows of elementwise work: waking threads for it costs more than it saves.
     "cpp.threads": 1,
 }
 _VECTORS = {"cpp.vec_isa_ok": INDUCTOR["cpp.vec_isa_ok"]}
@@ -61,7 +61,8 @@ class _Written:
 class GraphCompiler:
     """Compiles programs while it is open; at its end all are there. For the CPU.
 
-    direct: op overload -> declarations of C functions that graphs call in its place. EngineError: a compiler failed.
+    direct: op overload -> declarations of C functions that graphs call in its place; with them loops share the plugin's
+    threads. EngineError: a compiler failed.
     """
 
     def __init__(self, direct: Mapping[Any, list[str]]) -> None:
@@ -70,7 +71,9 @@ class GraphCompiler:
             **INDUCTOR,
             **{f"aot_inductor.{name}": value for name, value in only_cpp.items()},
             "aot_inductor.custom_ops_to_c_shims": direct,
+            **(MARKING if direct else {}),
         }
+        self._share = share_loops if direct else str
         self._pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1))
         self._linker = ThreadPoolExecutor(1)  # waits for what the others compile
         self._scratch = tempfile.TemporaryDirectory(prefix="trtspec-")
@@ -101,10 +104,11 @@ class GraphCompiler:
         parts = [self._common] if self._runtime and self._runtime in source else []
         source = source.replace(self._runtime, _INSTEAD, 1) if parts else source
         calls, mark, kernels = source.partition(_KERNEL)
+        kernels = self._share(mark + kernels) if mark else ""
         if mark and calls.rstrip().endswith(_BEFORE_KERNELS):  # two files, at the same time
-            parts += [self._compile(calls, written, "-O1"), self._compile(mark + kernels, written)]
+            parts += [self._compile(calls, written, "-O1"), self._compile(kernels, written)]
         else:
-            parts.append(self._compile(source, written))
+            parts.append(self._compile(calls + kernels, written))
         self._jobs.append(self._linker.submit(self._link, written, parts, file))
 
     def __exit__(

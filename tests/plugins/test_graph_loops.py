@@ -1,0 +1,109 @@
+"""Graphs' own loops on the library's threads: the same bits as in one thread, and errors that reach the caller."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trtspec.backends.aoti.graph_compiler import GraphCompiler
+from trtspec.backends.aoti.loops import share_loops
+from trtspec.ops import load_plugins
+from trtspec.ops.dispatch import graph_calls
+
+if "cpu" not in load_plugins():
+    pytest.skip("the C++ kernels are not built", allow_module_level=True)
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+
+WIDTH = 96
+
+
+class Layer(nn.Module):
+    """What is between a decoder's linears, a sum over rows, and rows of a table."""
+
+    def forward(self, x: Tensor, table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+        gate, up = normed.chunk(2, -1)
+        return nn.functional.silu(gate) * up, wide.sum(0), table[ids]
+
+
+def inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.bfloat16)
+    return x, torch.randn(50, WIDTH, generator=generator), torch.randint(50, (rows,), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """The same program with loops in one thread, and shared."""
+    folder = tmp_path_factory.mktemp("loops")
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    program = torch.export.export(Layer(), inputs(3), dynamic_shapes=({0: rows}, None, {0: rows}), strict=False)
+    files = []
+    for name, direct in (("one", {}), ("shared", graph_calls())):
+        files.append(folder / f"{name}.pt2")
+        with GraphCompiler(direct) as compiler:
+            compiler.add(program, files[-1])
+    one, shared = (torch._inductor.aoti_load_package(str(file)) for file in files)
+    return one, shared
+
+
+@pytest.mark.parametrize("rows", [2, 33, 700, 4001])
+def test_bits_are_those_of_one_thread(graphs: tuple[Any, Any], rows: int) -> None:
+    one, shared = graphs
+    given = inputs(rows)
+    for expected, found in zip(one(*given), shared(*given), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_an_error_in_a_shared_loop_reaches_the_caller(graphs: tuple[Any, Any]) -> None:
+    x, table, ids = inputs(4000)
+    ids[3999] = 50
+    with pytest.raises(RuntimeError):
+        graphs[1](x, table, ids)
+
+
+KERNEL = """#include <prefix.h>
+void kernel(float* sums, float* out, const int64_t ks0)
+{
+    #pragma omp parallel num_threads(2)
+    {
+        int tid = omp_get_thread_num();
+        {
+            #pragma omp for collapse(2)
+            for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(ks0); x0+=static_cast<int64_t>(1L))
+            {
+                for(int64_t x1=static_cast<int64_t>(0L); x1<static_cast<int64_t>(64L); x1+=static_cast<int64_t>(16L))
+                {
+                    out[x0 + x1] = 1;
+                }
+            }
+        }
+        #pragma omp single
+        {
+            out[0] = 2;
+        }
+        {
+            #pragma omp for
+            for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(ks0); x0+=static_cast<int64_t>(1L))
+            {
+                sums[tid] += out[x0];
+            }
+        }
+    }
+}
+"""
+
+
+def test_only_loops_that_do_not_ask_for_their_thread_are_shared() -> None:
+    text = share_loops(KERNEL)
+    assert "#pragma" not in text
+    assert "omp_get_thread_num" not in text
+    assert "trtspec_loop(ks0, 1L, 64, [&](const int64_t trtspec_first, const int64_t trtspec_end) { for" in text
+    assert "for(int64_t x0=0L; x0<ks0; x0+=1L) {" in text.split("const int tid = 0;")[1]
+    assert text.count("trtspec_loop(") == 2  # its definition, and the first loop
+    assert text.count("{") == text.count("}")

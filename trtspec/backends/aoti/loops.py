@@ -1,0 +1,69 @@
+"""Loops of Inductor's C++ that may run in parallel, shared out among our own threads.
+
+Inductor would have OpenMP's threads do it, which wait for each other at every loop, and beside which ours fight for the
+cores. It marks the loops with OpenMP's pragmas. Those are taken out here, and what they mark is handed to the plugin,
+which takes threads where a loop is long enough to pay for it: for a prompt's rows, not for a few of decoding.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+MARKING = {"cpp.threads": 2, "cpp.min_chunk_size": 1}
+"""Has Inductor mark loops: all of them, however short; how many threads there are, the plugin knows."""
+
+_LEAST = 1 << 14
+"""Elements in a chunk: some microseconds."""
+
+_HELPER = f"""
+extern "C" void trtspec_share_loop(int64_t, int64_t, void (*)(const void*, int64_t, int64_t), const void*);
+template <class Body>
+static inline void trtspec_loop(const int64_t end, const int64_t step, const int64_t elements, const Body& body) {{
+    const int64_t count = (end + step - 1) / step, chunk = {_LEAST} / elements + 1;
+    if (count < 2 * chunk) return body(0, end);
+    const auto part = [&](int64_t first, int64_t last) {{ body(first * step, std::min(last * step, end)); }};
+    trtspec_share_loop(count, chunk, [](const void* it, int64_t first, int64_t last) {{
+        (*static_cast<decltype(part)*>(it))(first, last);
+    }}, &part);
+}}
+"""
+_INT = r"static_cast<int64_t>\(([^;]+?)\)"
+_REGION = re.compile(r" *#pragma omp (?:parallel num_threads\(\d+\)|single)\n")
+_FOR = re.compile(
+    rf" *#pragma omp for(?: collapse\(\d+\))?\n *for\(int64_t (\w+)={_INT}; \1<{_INT}; \1\+={_INT}\)\s*(?={{)"
+)
+_INNER = re.compile(rf"for\(int64_t (\w+)={_INT}; \1<static_cast<int64_t>\((\d+)L\);")
+
+
+def share_loops(kernels: str) -> str:
+    """The same kernels, which begin with an #include, without OpenMP. A loop whose result depends on how many threads
+    there are stays in one."""
+    text = _REGION.sub("", kernels).replace("int tid = omp_get_thread_num();", "const int tid = 0;")
+    include, text = text.split("\n", 1)
+    done, at = [f"{include}\n{_HELPER}"], 0
+    while found := _FOR.search(text, at):
+        name, first, end, step = found.groups()
+        close = _closing(text, found.end())
+        body = text[found.end() : close]
+        done.append(text[at : found.start()])
+        at = close
+        if "[tid]" in body or first != "0L":
+            done.append(f"for(int64_t {name}={first}; {name}<{end}; {name}+={step}) {body}")
+            continue
+        inner = {other: int(bound) for other, _, bound in _INNER.findall(body)}
+        elements = math.prod(inner.values(), start=int(step.rstrip("L")))
+        loop = f"for(int64_t {name}=trtspec_first; {name}<trtspec_end; {name}+={step}) {body}"
+        part = f"[&](const int64_t trtspec_first, const int64_t trtspec_end) {{ {loop} }}"
+        done.append(f"trtspec_loop({end}, {step}, {elements}, {part});")
+    return "".join([*done, text[at:]])
+
+
+def _closing(text: str, opening: int) -> int:
+    """Behind the brace that closes the one at `opening`."""
+    depth = 0
+    for brace in re.finditer(r"[{}]", text[opening:]):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return opening + brace.end()
+    raise ValueError(f"nothing closes the brace at {opening}")
