@@ -162,26 +162,31 @@ INLINE IVec lanes_of(uint64_t bits) {
 }
 
 // Scores of a line become weights relative to the highest score so far, which may be a new one. Returns what all
-// earlier weights are to be multiplied with.
+// earlier weights are to be multiplied with. What is not seen gets 0 and is not worked out: e^-inf by way of numbers
+// below the normal ones takes as long as a hundred others.
 INLINE float weigh(float* line, uint64_t seen, float& top, float* total) {
   constexpr int vectors = TILE / LANES;
+  constexpr uint64_t lanes = (uint64_t(1) << LANES) - 1;
   Vec score[vectors], best = splat(FLOOR);
 #pragma GCC unroll 16
   for (int i = 0; i < vectors; ++i) {
     score[i] = load(line + i * LANES);
-    if (seen != ~uint64_t(0)) score[i] = lanes_of(seen >> (i * LANES)) ? score[i] : splat(-__builtin_inff());
-    best = max(best, score[i]);
+    const uint64_t bits = seen >> (i * LANES) & lanes;
+    best = max(best, bits == lanes ? score[i] : lanes_of(bits) ? score[i] : splat(FLOOR));
   }
   const float before = top, now = highest(best);
   float share = 1;
   if (!(now <= before)) {
     top = now;
-    share = exp(splat(before - now))[0];
+    share = before == FLOOR ? 0.0f : exp(splat(before - now))[0];  // sums are 0 where nothing was seen
   }
   Vec added{};
 #pragma GCC unroll 16
   for (int i = 0; i < vectors; ++i) {
-    const Vec weight = exp(score[i] - top);
+    const uint64_t bits = seen >> (i * LANES) & lanes;
+    Vec weight{};
+    if (bits == lanes) weight = exp(score[i] - top);
+    else if (bits != 0) weight = lanes_of(bits) ? exp((lanes_of(bits) ? score[i] : splat(top)) - top) : Vec{};
     store(line + i * LANES, weight);
     added += weight;
   }
@@ -334,13 +339,37 @@ template <class T, class Unit> void begin(const Rows& rows, const Workspace<Unit
   std::memset(work.totals, 0, lines * LANES * sizeof(float));
 }
 
-template <class T>
-void attend_rows(const AttentionArgs& args, const AttentionPiece& piece, const AttentionPiece* following) {
+// Units of a head, up to whole vectors.
+template <class Unit> int64_t padded_units(const Rows& rows) {
+  return round_up((rows.args.head_dim + elements_per<Unit> - 1) / elements_per<Unit>, LANES);
+}
+
+// What attend_rows does with vectors of numbers.
+template <class T> class InVectors {
+ public:
   using Unit = typename UnitOf<T>::type;
-  constexpr int64_t packed = elements_per<Unit>;
+
+  explicit InVectors(const Rows& rows)
+      : work(workspace<Unit>(rows.lines(), padded_units<Unit>(rows), round_up(rows.args.head_dim, LANES))) {}
+
+  void bring_in(const Rows& rows, const Tile& tile, Ahead<T>& ahead) {
+    turn_keys<T>(rows, tile, work.keys, work.units, ahead);
+    finite_ = widen_values<T>(rows, tile, work.values, work.width, ahead);
+  }
+
+  void attend(const Rows& rows, const Tile& tile) const { attend_tile(rows, work, tile, finite_); }
+
+  const Workspace<Unit> work;
+
+ private:
+  bool finite_ = true;
+};
+
+template <class T, class How>
+void attend_rows(const AttentionArgs& args, const AttentionPiece& piece, const AttentionPiece* following) {
   const Rows rows(args, piece);
-  const Workspace<Unit> work = workspace<Unit>(rows.lines(), round_up((args.head_dim + packed - 1) / packed, LANES),
-                                               round_up(args.head_dim, LANES));
+  How how(rows);
+  const auto& work = how.work;
   const int64_t end = rows.end_of_keys(piece.num_rows - 1);
   const Rows others(args, following != nullptr ? *following : piece);
   Tile tile, next = rows.first_tile();
@@ -356,20 +385,11 @@ void attend_rows(const AttentionArgs& args, const AttentionPiece& piece, const A
       const uint64_t seen = rows.seen(row, start);
       for (int64_t head = 0; head < rows.group; ++head) work.seen[line++] = seen;
     }
-    turn_keys<T>(rows, tile, work.keys, work.units, ahead);
-    const bool finite = widen_values<T>(rows, tile, work.values, work.width, ahead);
+    how.bring_in(rows, tile, ahead);
     ahead.rest();
-    attend_tile(rows, work, tile, finite);
+    how.attend(rows, tile);
   }
   finish<T>(rows, work);
-}
-
-inline void attend(const AttentionArgs& args, const AttentionPiece& piece, const AttentionPiece* following) {
-  switch (args.element) {
-    case Element::fp32: return attend_rows<float>(args, piece, following);
-    case Element::fp16: return attend_rows<Half>(args, piece, following);
-    case Element::bf16: return attend_rows<BFloat16>(args, piece, following);
-  }
 }
 
 }  // namespace trtspec::TRTSPEC_ISA

@@ -1,5 +1,5 @@
 // Compiled once per instruction set (see build.py): everything that wants vector instructions.
-#include "attention.h"
+#include "attention_tiles.h"
 #include "kernels.h"
 #include "linear.h"
 #include "logits.h"

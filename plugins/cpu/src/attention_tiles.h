@@ -1,0 +1,208 @@
+// Attention of bf16 with AMX: 16 lines against a tile of keys at a time (see attention.h), and which way each type goes.
+//
+// Keys on their side are what the tile unit wants; values lie in pairs of keys. Weights are rounded to two bf16 numbers
+// each, which together have 16 bits: values are added up as exactly as that.
+#pragma once
+
+#include "attention.h"
+#if defined(__AMX_INT8__)
+#include "linear_amx.h"
+#endif
+
+namespace trtspec::TRTSPEC_ISA {
+
+#if defined(__AMX_INT8__)
+
+constexpr int PAIRS = TILE / 2;
+
+// Has a head a number that is not finite?
+inline bool has_unusable(const BFloat16* head, int64_t dim) {
+  UVec largest{};  // magnitudes as bits
+  for (int64_t d = 0; d < dim; d += LANES) {
+    const UVec magnitude = (UVec)load_units<float>(head, d, dim) & 0x7fffffff;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return any((IVec)(largest >= 0x7f800000));
+}
+
+// Values as pairs; zeros for keys that are not of the tile, and for those with numbers that are not finite: their bits
+// are set in what it returns.
+inline uint64_t pair_values(const Rows& rows, const Tile& tile, BFloat16Pair* pairs, int64_t width,
+                            Ahead<BFloat16>& ahead) {
+  const int64_t dim = rows.args.head_dim;
+  const auto value = [&](int key) {
+    const bool within = key >= tile.first && key < tile.end;
+    return within ? rows.cached<BFloat16>(rows.args.v_cache, tile.slots[key]) : nullptr;
+  };
+  UVec largest{};
+  for (int pair = 0; pair < PAIRS; ++pair) {
+    ahead.values(2);
+    const BFloat16 *const first = value(2 * pair), *const second = value(2 * pair + 1);
+    for (int64_t d = 0; d < width; d += LANES) {
+      UVec low{}, high{};  // a bf16 number is the upper half of an fp32 one
+      if (first != nullptr) low = (UVec)load_units<float>(first, d, dim);
+      if (second != nullptr) high = (UVec)load_units<float>(second, d, dim);
+      const UVec both = (low >> 16) | high, magnitude = low & 0x7fffffff, other = high & 0x7fffffff;
+      const UVec larger = magnitude > other ? magnitude : other;
+      largest = larger > largest ? larger : largest;
+      std::memcpy(pairs + pair * width + d, &both, sizeof both);
+    }
+  }
+  if (!any((IVec)(largest >= 0x7f800000))) return 0;
+  uint64_t unusable = 0;
+  for (int key = tile.first; key < tile.end; ++key) {
+    if (!has_unusable(value(key), dim)) continue;
+    unusable |= uint64_t(1) << key;
+    for (int64_t d = 0; d < width; ++d) pairs[key / 2 * width + d].bits &= key % 2 == 0 ? 0xffff0000 : 0x0000ffff;
+  }
+  return unusable;
+}
+
+// A line's weights as two bf16 numbers each: the nearest, and what is left.
+INLINE void split_weights(const float* weights, BFloat16Pair* high, BFloat16Pair* low) {
+  for (int key = 0; key < TILE; key += 2 * LANES) {
+    const Vec first = load(weights + key), second = load(weights + key + LANES);
+    const __m512bh near = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    std::memcpy(high + key / 2, &near, sizeof near);
+    const Vec rest[] = {first - load(reinterpret_cast<const BFloat16*>(high) + key),
+                        second - load(reinterpret_cast<const BFloat16*>(high) + key + LANES)};
+    const __m512bh left = _mm512_cvtne2ps_pbh((__m512)rest[1], (__m512)rest[0]);
+    std::memcpy(low + key / 2, &left, sizeof left);
+  }
+}
+
+// added[line][element] = weights * values of 64 elements, or of fewer `blocks` of 16.
+INLINE void multiply_values(const BFloat16Pair (&high)[SIDE][PAIRS], const BFloat16Pair (&low)[SIDE][PAIRS],
+                            const BFloat16Pair* pairs, int64_t width, int64_t blocks, float (&added)[SIDE][TILE]) {
+  constexpr int64_t row_bytes = sizeof high[0], sums_bytes = sizeof added[0];
+  const int64_t pairs_bytes = width * int64_t(sizeof(BFloat16Pair));
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  TILE_ZERO(2);
+  TILE_ZERO(3);
+#define BLOCK(number, tile)                                \
+  if (blocks > number) {                                   \
+    TILE_LOAD(tile, from + number * SIDE, pairs_bytes);    \
+    TILE_MULTIPLY("tdpbf16ps", number, 4, tile);           \
+    TILE_MULTIPLY("tdpbf16ps", number, 5, tile);           \
+  }
+  for (int pair = 0; pair < PAIRS; pair += SIDE) {
+    const BFloat16Pair* const from = pairs + pair * width;
+    TILE_LOAD(4, high[0] + pair, row_bytes);
+    TILE_LOAD(5, low[0] + pair, row_bytes);
+    BLOCK(0, 6)
+    BLOCK(1, 7)
+    BLOCK(2, 6)
+    BLOCK(3, 7)
+  }
+#undef BLOCK
+  TILE_STORE(0, added[0], sums_bytes);
+  TILE_STORE(1, added[0] + SIDE, sums_bytes);
+  TILE_STORE(2, added[0] + 2 * SIDE, sums_bytes);
+  TILE_STORE(3, added[0] + 3 * SIDE, sums_bytes);
+}
+
+// scores[line][key] = query * key.
+INLINE void multiply_keys(const BFloat16Pair* queries, const BFloat16Pair* keys, int64_t units,
+                          float (&scores)[SIDE][TILE]) {
+  constexpr int64_t keys_bytes = TILE * sizeof(BFloat16Pair), scores_bytes = sizeof scores[0];
+  const int64_t queries_bytes = units * int64_t(sizeof(BFloat16Pair));
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  TILE_ZERO(2);
+  TILE_ZERO(3);
+  for (int64_t unit = 0; unit < units; unit += SIDE) {
+    const BFloat16Pair* const from = keys + unit * TILE;
+    TILE_LOAD(4, queries + unit, queries_bytes);
+    TILE_LOAD(6, from, keys_bytes);
+    TILE_MULTIPLY("tdpbf16ps", 0, 4, 6);
+    TILE_LOAD(7, from + SIDE, keys_bytes);
+    TILE_MULTIPLY("tdpbf16ps", 1, 4, 7);
+    TILE_LOAD(6, from + 2 * SIDE, keys_bytes);
+    TILE_MULTIPLY("tdpbf16ps", 2, 4, 6);
+    TILE_LOAD(7, from + 3 * SIDE, keys_bytes);
+    TILE_MULTIPLY("tdpbf16ps", 3, 4, 7);
+  }
+  TILE_STORE(0, scores[0], scores_bytes);
+  TILE_STORE(1, scores[0] + SIDE, scores_bytes);
+  TILE_STORE(2, scores[0] + 2 * SIDE, scores_bytes);
+  TILE_STORE(3, scores[0] + 3 * SIDE, scores_bytes);
+}
+
+// What attend_rows does with tiles of numbers.
+class InTiles {
+ public:
+  explicit InTiles(const Rows& rows)
+      : work(workspace<BFloat16Pair>(round_up(rows.lines(), SIDE), padded_units<BFloat16Pair>(rows),
+                                     round_up(rows.args.head_dim, LANES))),
+        pairs_(reinterpret_cast<BFloat16Pair*>(work.values)),
+        tiles_(rows.lines(), 64) {}
+
+  void bring_in(const Rows& rows, const Tile& tile, Ahead<BFloat16>& ahead) {
+    turn_keys<BFloat16>(rows, tile, work.keys, work.units, ahead);
+    unusable_ = pair_values(rows, tile, pairs_, work.width, ahead);
+  }
+
+  void attend(const Rows& rows, const Tile& tile) const {
+    for (int64_t line = 0; line < rows.lines(); line += SIDE)
+      attend_side(rows, tile, line, rows.lines() - line < SIDE ? rows.lines() - line : SIDE);
+  }
+
+  const Workspace<BFloat16Pair> work;
+
+ private:
+  // Lines [line, line + count), at most 16, against the tile that is in the workspace.
+  void attend_side(const Rows& rows, const Tile& tile, int64_t line, int64_t count) const {
+    const AttentionArgs& args = rows.args;
+    alignas(64) float scores[SIDE][TILE], added[SIDE][TILE];
+    alignas(64) BFloat16Pair high[SIDE][PAIRS], low[SIDE][PAIRS];
+    float shares[SIDE];
+    multiply_keys(work.queries + line * work.units, work.keys, work.units, scores);
+    for (int64_t l = 0; l < count; ++l) {
+      float* const own = scores[l];
+      for (int key = 0; key < TILE; key += LANES) store(own + key, load(own + key) * args.scale);
+      if (args.softcap > 0) cap(own, TILE, args.softcap);
+      shares[l] = weigh(own, work.seen[line + l], work.tops[line + l], work.totals + (line + l) * LANES);
+      split_weights(own, high[l], low[l]);
+    }
+    for (int64_t d = 0; d < work.width; d += TILE) {
+      const int64_t blocks = work.width - d < TILE ? (work.width - d) / SIDE : TILE / SIDE;
+      multiply_values(high, low, pairs_ + d, work.width, blocks, added);
+      for (int64_t l = 0; l < count; ++l)
+        for (int64_t i = 0; i < blocks * SIDE; i += LANES) {
+          float* const at = work.sums + (line + l) * work.width + d + i;
+          store(at, fma(load(at), splat(shares[l]), load(added[l] + i)));
+        }
+    }
+    for (int64_t l = 0; l < count; ++l)
+      for (uint64_t left = unusable_ & work.seen[line + l]; left != 0; left &= left - 1)
+        add_value(rows, tile, __builtin_ctzll(left), scores[l], work.sums + (line + l) * work.width);
+  }
+
+  // sums += weight * value of a key, whose numbers are not all finite.
+  void add_value(const Rows& rows, const Tile& tile, int key, const float* weights, float* sums) const {
+    const BFloat16* const from = rows.cached<BFloat16>(rows.args.v_cache, tile.slots[key]);
+    for (int64_t d = 0; d < work.width; d += LANES)
+      store(sums + d, fma(splat(weights[key]), load_units<float>(from, d, rows.args.head_dim), load(sums + d)));
+  }
+
+  BFloat16Pair* const pairs_;  // [PAIRS][width], of each element those of two neighbouring keys
+  const Tiles tiles_;
+  uint64_t unusable_ = 0;
+};
+
+#endif
+
+inline void attend(const AttentionArgs& args, const AttentionPiece& piece, const AttentionPiece* following) {
+  switch (args.element) {
+    case Element::fp32: return attend_rows<float, InVectors<float>>(args, piece, following);
+    case Element::fp16: return attend_rows<Half, InVectors<Half>>(args, piece, following);
+#if defined(__AMX_INT8__)
+    case Element::bf16: return attend_rows<BFloat16, InTiles>(args, piece, following);
+#else
+    case Element::bf16: return attend_rows<BFloat16, InVectors<BFloat16>>(args, piece, following);
+#endif
+  }
+}
+
+}  // namespace trtspec::TRTSPEC_ISA
