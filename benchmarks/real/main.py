@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -33,6 +34,7 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
     """Measures what is asked for, prints Markdown; raw rows go to --json as they come. 1 where a text differs from
     plain's."""
     args = _arguments(description, argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # peers' processes end, too
     begin = time.perf_counter()
 
     def report(what: str) -> None:
@@ -114,7 +116,7 @@ def speed(
             engines = {own: stack.enter_context(open_engine(shop, own.method, K, format, own.head)) for own in wanted}
             for batch, name, T in product(args.batches, args.sets, args.temperatures):
                 where = f"{format}, batch {batch}, {name}, T = {T:g}"
-                prompts = _asked(engines[wanted[0]], name, args.prompts, batch)
+                prompts = _asked(engines[wanted[0]], name, args.prompts, 2 * batch)  # or few steps are full
                 runs = _rounds(args, engines, prompts, batch, T, lambda what, w=where: report(f"{w}: {what}"))
                 cell = {"format": format, "batch": batch, "set": name, "temperature": T, "k": K}
                 found = [{**cell, **row} for row in _figures(runs)]
@@ -236,10 +238,10 @@ def _figures(runs: dict[Own, list[Run]]) -> list[dict[str, Any]]:
     return found
 
 
-def _asked(llm: LLM, name: str, count: int | None, batch: int) -> list[list[int]]:
-    """The prompts of a set, as many as a batch has at least."""
+def _asked(llm: LLM, name: str, count: int | None, least: int) -> list[list[int]]:
+    """The prompts of a set, `least` of them at least."""
     assert llm.tokenizer is not None
-    return prompts_of(name, llm.tokenizer, count and max(count, batch))
+    return prompts_of(name, llm.tokenizer, count and max(count, least))
 
 
 def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
