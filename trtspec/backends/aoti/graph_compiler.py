@@ -35,7 +35,7 @@ INDUCTOR = {
     "emulate_precision_casts": True,  # round to bf16 where eager does
     "pattern_matcher": False,  # it looks for what these graphs do not have
     "cpp.vec_isa_ok": True,  # compilers know the processor's vectors: that takes as long to try as a graph
-    "cpp.threads": 1,
+    "cpp.threads": 1,  # else loops would wake OpenMP's; where the kernels are built, see loops.py
 }
 _VECTORS = {"cpp.vec_isa_ok": INDUCTOR["cpp.vec_isa_ok"]}
 _NOT_FOR_US = {"g1", "fno-omit-frame-pointer", "O3", "Wall", "pedantic"}  # what Inductor compiles with

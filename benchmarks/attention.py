@@ -1,0 +1,104 @@
+"""spec_attention against torch's own attention, on the same rows: prompts that are read in, drafts that are verified.
+
+Torch is spared what an engine has to do: its keys and values lie together, request by request, while ours are appended
+to blocks of a cache and found through a table. Both take turns; figures are medians of the rounds, the ratio is the
+median of their ratios. TRTSPEC_CPU_ISA takes another instruction set of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trtspec.ops import kernel_threads, load_plugins, spec_attention_
+
+BLOCK = 16  # tokens of a block of the cache
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of equal requests: the last `rows` of `tokens` are this step's."""
+
+    name: str
+    requests: int
+    rows: int
+    tokens: int
+
+
+CASES = (
+    Case("a prompt of 1024", 1, 1024, 1024),
+    Case("8 prompts of 175", 8, 175, 175),
+    Case("1 row after 300", 1, 1, 300),
+    Case("4 rows after 300", 1, 4, 300),
+    Case("8 times 1 row after 300", 8, 1, 300),
+    Case("8 times 4 rows after 300", 8, 4, 300),
+)
+
+
+def ours(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """q, k, v: [requests, heads, tokens, D], q of the step's rows alone."""
+    blocks = -(-case.tokens // BLOCK)
+    caches = []
+    for dense in (k, v):
+        cache = dense.new_zeros(case.requests, blocks * BLOCK, dense.shape[1], dense.shape[3])
+        cache[:, : case.tokens] = dense.transpose(1, 2)
+        caches.append(cache.view(-1, BLOCK, dense.shape[1], dense.shape[3]))
+    rows = [dense[:, :, -case.rows :].transpose(1, 2).flatten(0, 1).contiguous() for dense in (q, k, v)]
+    bounds = torch.arange(case.requests + 1, dtype=torch.int32) * case.rows
+    lengths = torch.full((case.requests,), case.tokens, dtype=torch.int32)
+    table = torch.arange(case.requests * blocks, dtype=torch.int32).view(case.requests, blocks)
+    no_tree, no_sinks, scale = torch.empty(0, dtype=torch.int32), torch.empty(0), q.shape[-1] ** -0.5
+    return lambda: spec_attention_(*rows, *caches, bounds, lengths, table, no_tree, no_sinks, scale)
+
+
+def torchs(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    if case.rows == case.tokens:
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    seen = torch.ones(case.rows, case.tokens, dtype=torch.bool).tril(case.tokens - case.rows)
+    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=9, help="of queries (default 9)")
+    parser.add_argument("--kv-heads", type=int, default=3, help="of keys and values (default 3)")
+    parser.add_argument("--head-dim", type=int, default=64, help="default 64")
+    parser.add_argument("--rounds", type=int, default=50, help="default 50")
+    args = parser.parse_args()
+    name = load_plugins().get("cpu", "reference")
+    print(
+        f"{name}, {torch.get_num_threads()} threads, bf16, {args.heads} heads over {args.kv_heads} of {args.head_dim}"
+    )
+    print("\n| rows | us | torch, us | torch / ours |\n|---|---|---|---|")
+    for case in CASES:
+        q, k, v = (
+            torch.randn(case.requests, heads, tokens, args.head_dim).bfloat16()
+            for heads, tokens in ((args.heads, case.rows), (args.kv_heads, case.tokens), (args.kv_heads, case.tokens))
+        )
+        own, other = ours(case, q, k, v), torchs(case, q, k, v)
+        found = own().view(case.requests, case.rows, args.heads, -1).transpose(1, 2)
+        torch.testing.assert_close(found, other(), atol=0.02, rtol=0.02)
+        times = []
+        for _ in range(args.rounds):
+            with kernel_threads():
+                mine = min(seconds(own) for _ in range(3))
+            times.append((mine, min(seconds(other) for _ in range(3))))
+        mine, others = (1e6 * statistics.median(each) for each in zip(*times, strict=True))
+        print(f"| {case.name} | {mine:.0f} | {others:.0f} | {statistics.median(b / a for a, b in times):.2f}x |")
+
+
+if __name__ == "__main__":
+    main()

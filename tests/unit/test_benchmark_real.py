@@ -1,0 +1,53 @@
+"""Which settings of a peer take part in benchmarks/real.py, and what its figures are of."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.real.beside import Entry, Sweep, Turn, fastest, figures
+
+
+def entry(peer: str, method: str, values: str = "") -> Entry:
+    return Entry(peer, method, values, "in_" + peer, "bf16", {})
+
+
+def turn(tokens: int, seconds: float, texts: list[list[int]] | None = None, steps: int = 10) -> Turn:
+    return Turn(seconds, tokens, 1, steps, texts or [])
+
+
+OURS, PEER = entry("trtspec", "plain"), entry("peer", "plain")
+SLOW, FAST = entry("peer", "EAGLE3", "K=1"), entry("peer", "EAGLE3", "K=3")
+
+
+def test_the_fastest_setting_of_each_method_is_that_of_the_batch() -> None:
+    sweep: Sweep = {
+        (OURS, 1): turn(10, 1.0),
+        (SLOW, 1): turn(10, 1.0),
+        (FAST, 1): turn(20, 1.0),
+        (PEER, 1): turn(5, 1.0),
+        (SLOW, 8): turn(90, 1.0),
+        (FAST, 8): turn(60, 1.0),
+    }
+    assert fastest(sweep, 1) == [OURS, FAST, PEER]
+    assert fastest(sweep, 8) == [SLOW]
+
+
+def test_figures_are_medians_of_rounds_beside_our_best() -> None:
+    eagle3 = entry("trtspec", "EAGLE3", "K=3")
+    turns = {
+        OURS: [turn(10, 1.0, [[1, 2]]), turn(10, 1.0, [[1, 2]]), turn(10, 5.0, [[1, 2]])],
+        eagle3: [turn(20, 1.0, [[1, 2]], 5), turn(20, 1.0, [[1, 2]]), turn(20, 5.0, [[1, 2]])],
+        FAST: [turn(10, 1.0, [[1, 3]]), turn(10, 2.0, [[1, 3]]), turn(10, 5.0, [[1, 3]])],
+    }
+    plain, ours, peer = figures(turns)
+    assert (plain["tokens_per_second"], plain["ours_over_it"]) == (10, 2)
+    assert ours["ours_over_it"] == 1
+    assert ours["tokens_per_step"] == pytest.approx(19 / 5)
+    assert (peer["tokens_per_second"], peer["ours_over_it"]) == (5, 2)
+    assert (peer["texts_equal_ours"], peer["lossless"]) == (0, True)
+
+
+def test_our_own_text_that_differs_is_not_lossless() -> None:
+    eagle3 = entry("trtspec", "EAGLE3", "K=3")
+    _, ours = figures({OURS: [turn(10, 1.0, [[1, 2]])], eagle3: [turn(20, 1.0, [[1, 3]])]})
+    assert not ours["lossless"]
