@@ -352,6 +352,8 @@ template <class T> class InVectors {
   explicit InVectors(const Rows& rows)
       : work(workspace<Unit>(rows.lines(), padded_units<Unit>(rows), round_up(rows.args.head_dim, LANES))) {}
 
+  void begin_queries(const Rows&) {}
+
   void bring_in(const Rows& rows, const Tile& tile, Ahead<T>& ahead) {
     turn_keys<T>(rows, tile, work.keys, work.units, ahead);
     finite_ = widen_values<T>(rows, tile, work.values, work.width, ahead);
@@ -375,6 +377,7 @@ void attend_rows(const AttentionArgs& args, const AttentionPiece& piece, const A
   Tile tile, next = rows.first_tile();
   Ahead<T>(rows, next).rest();
   begin<T>(rows, work);
+  how.begin_queries(rows);
   for (int64_t start = next.start; start < end; start += TILE) {
     tile = next;
     const bool last = start + TILE >= end;

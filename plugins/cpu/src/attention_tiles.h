@@ -25,6 +25,11 @@ inline bool has_unusable(const BFloat16* head, int64_t dim) {
   return any((IVec)(largest >= 0x7f800000));
 }
 
+// The first bf16 numbers of a head, at most 32.
+INLINE __m512i load_halves(const BFloat16* from, int64_t count) {
+  return _mm512_maskz_loadu_epi16(count >= 2 * LANES ? ~__mmask32(0) : (__mmask32(1) << count) - 1, from);
+}
+
 // Values as pairs; zeros for keys that are not of the tile, and for those with numbers that are not finite: their bits
 // are set in what it returns.
 inline uint64_t pair_values(const Rows& rows, const Tile& tile, BFloat16Pair* pairs, int64_t width,
@@ -34,21 +39,24 @@ inline uint64_t pair_values(const Rows& rows, const Tile& tile, BFloat16Pair* pa
     const bool within = key >= tile.first && key < tile.end;
     return within ? rows.cached<BFloat16>(rows.args.v_cache, tile.slots[key]) : nullptr;
   };
-  UVec largest{};
+  alignas(64) uint16_t from[2][2 * LANES];  // of which halves the pairs are: of the one key's, or of the other's
+  for (int i = 0; i < 2 * LANES; ++i) from[0][i] = i / 2 + i % 2 * 32, from[1][i] = from[0][i] + LANES;
+  const __m512i low = _mm512_load_si512(from[0]), high = _mm512_load_si512(from[1]);
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  __m512i largest = _mm512_setzero_si512();  // magnitudes as bits
   for (int pair = 0; pair < PAIRS; ++pair) {
     ahead.values(2);
     const BFloat16 *const first = value(2 * pair), *const second = value(2 * pair + 1);
-    for (int64_t d = 0; d < width; d += LANES) {
-      UVec low{}, high{};  // a bf16 number is the upper half of an fp32 one
-      if (first != nullptr) low = (UVec)load_units<float>(first, d, dim);
-      if (second != nullptr) high = (UVec)load_units<float>(second, d, dim);
-      const UVec both = (low >> 16) | high, magnitude = low & 0x7fffffff, other = high & 0x7fffffff;
-      const UVec larger = magnitude > other ? magnitude : other;
-      largest = larger > largest ? larger : largest;
-      std::memcpy(pairs + pair * width + d, &both, sizeof both);
+    for (int64_t d = 0; d < width; d += 2 * LANES) {
+      const __m512i one = first == nullptr ? _mm512_setzero_si512() : load_halves(first + d, dim - d);
+      const __m512i other = second == nullptr ? _mm512_setzero_si512() : load_halves(second + d, dim - d);
+      largest = _mm512_max_epu16(largest, _mm512_max_epu16(one & magnitude, other & magnitude));
+      _mm512_store_si512(pairs + pair * width + d, _mm512_permutex2var_epi16(one, low, other));
+      if (d + LANES < width)
+        _mm512_store_si512(pairs + pair * width + d + LANES, _mm512_permutex2var_epi16(one, high, other));
     }
   }
-  if (!any((IVec)(largest >= 0x7f800000))) return 0;
+  if (_mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80)) == 0) return 0;
   uint64_t unusable = 0;
   for (int key = tile.first; key < tile.end; ++key) {
     if (!has_unusable(value(key), dim)) continue;
@@ -102,7 +110,7 @@ INLINE void multiply_values(const BFloat16Pair (&high)[SIDE][PAIRS], const BFloa
   TILE_STORE(3, added[0] + 3 * SIDE, sums_bytes);
 }
 
-// scores[line][key] = query * key.
+// scores[line][key] = query * key, of keys on their side.
 INLINE void multiply_keys(const BFloat16Pair* queries, const BFloat16Pair* keys, int64_t units,
                           float (&scores)[SIDE][TILE]) {
   constexpr int64_t keys_bytes = TILE * sizeof(BFloat16Pair), scores_bytes = sizeof scores[0];
@@ -129,6 +137,50 @@ INLINE void multiply_keys(const BFloat16Pair* queries, const BFloat16Pair* keys,
   TILE_STORE(3, scores[0] + 3 * SIDE, scores_bytes);
 }
 
+// SIDE keys as they lie in memory.
+struct KeysOfSide {
+  const void* first;
+  int64_t step;  // bytes from one to the next
+};
+
+// The same the other way round, of `count` lines whose queries lie on their side: each product is what it was, and so
+// is the order in which they are added up.
+INLINE void multiply_lying_keys(const BFloat16Pair* queries, const KeysOfSide (&keys)[TILE / SIDE], int64_t units,
+                                int64_t count, float (&scores)[SIDE][TILE]) {
+  alignas(64) float turned[TILE][SIDE];
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  TILE_ZERO(2);
+  TILE_ZERO(3);
+  for (int64_t unit = 0; unit < units; unit += SIDE) {
+    const auto key = [&](int side) {
+      return static_cast<const char*>(keys[side].first) + unit * int64_t(sizeof(BFloat16Pair));
+    };
+    TILE_LOAD(6, queries + unit * SIDE, SIDE * sizeof(BFloat16Pair));
+    TILE_LOAD(4, key(0), keys[0].step);
+    TILE_MULTIPLY("tdpbf16ps", 0, 4, 6);
+    TILE_LOAD(5, key(1), keys[1].step);
+    TILE_MULTIPLY("tdpbf16ps", 1, 5, 6);
+    TILE_LOAD(4, key(2), keys[2].step);
+    TILE_MULTIPLY("tdpbf16ps", 2, 4, 6);
+    TILE_LOAD(5, key(3), keys[3].step);
+    TILE_MULTIPLY("tdpbf16ps", 3, 5, 6);
+  }
+  TILE_STORE(0, turned[0], sizeof turned[0]);
+  TILE_STORE(1, turned[SIDE], sizeof turned[0]);
+  TILE_STORE(2, turned[2 * SIDE], sizeof turned[0]);
+  TILE_STORE(3, turned[3 * SIDE], sizeof turned[0]);
+  for (int64_t side = 0; side < TILE / SIDE; ++side) {
+    Vec square[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i) square[i] = load(turned[side * SIDE + i]);
+    transpose(square);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i)
+      if (i < count) store(scores[i] + side * SIDE, square[i]);
+  }
+}
+
 // What attend_rows does with tiles of numbers.
 class InTiles {
  public:
@@ -136,10 +188,23 @@ class InTiles {
       : work(workspace<BFloat16Pair>(round_up(rows.lines(), SIDE), padded_units<BFloat16Pair>(rows),
                                      round_up(rows.args.head_dim, LANES))),
         pairs_(reinterpret_cast<BFloat16Pair*>(work.values)),
-        tiles_(rows.lines(), 64) {}
+        keys_lie_(rows.lines() <= SIDE),
+        tiles_(keys_lie_ ? SIDE : rows.lines(), 64) {}
+
+  void begin_queries(const Rows& rows) {
+    if (!keys_lie_) return;
+    for (int64_t unit = 0; unit < work.units; unit += LANES) {
+      Vec square[LANES] = {};
+      for (int64_t line = 0; line < rows.lines(); ++line)
+        square[line] = load_units<BFloat16Pair>(rows.line<const BFloat16>(rows.args.q, line), unit, rows.args.head_dim);
+      transpose(square);
+      std::memcpy(work.queries + unit * SIDE, square, sizeof square);
+    }
+  }
 
   void bring_in(const Rows& rows, const Tile& tile, Ahead<BFloat16>& ahead) {
-    turn_keys<BFloat16>(rows, tile, work.keys, work.units, ahead);
+    if (keys_lie_) find_keys(rows, tile, ahead);
+    else turn_keys<BFloat16>(rows, tile, work.keys, work.units, ahead);
     unusable_ = pair_values(rows, tile, pairs_, work.width, ahead);
   }
 
@@ -151,13 +216,39 @@ class InTiles {
   const Workspace<BFloat16Pair> work;
 
  private:
+  // Where each side of the tile's keys lies: in the cache, if a side is in one block and its heads fill whole tiles, or
+  // copied together. What lies there of keys that are not of the tile makes no difference: no line sees them.
+  void find_keys(const Rows& rows, const Tile& tile, Ahead<BFloat16>& ahead) {
+    const AttentionArgs& args = rows.args;
+    const bool as_they_lie = args.block_size % SIDE == 0 && args.head_dim % (2 * SIDE) == 0;
+    for (int side = 0; side < TILE / SIDE; ++side) {
+      ahead.keys(SIDE);
+      const int begin = side * SIDE, first = begin > tile.first ? begin : tile.first;
+      BFloat16Pair* const copies = work.keys + begin * work.units;
+      keys_[side] = {copies, work.units * int64_t(sizeof(BFloat16Pair))};
+      if (first >= begin + SIDE || first >= tile.end) continue;
+      if (as_they_lie) {
+        keys_[side] = {rows.cached<BFloat16>(args.k_cache, tile.slots[first] - (first - begin)),
+                       args.k_cache.row_step * int64_t(sizeof(BFloat16))};
+        continue;
+      }
+      for (int key = first; key < begin + SIDE && key < tile.end; ++key)
+        for (int64_t unit = 0; unit < work.units; unit += LANES) {
+          const BFloat16* const head = rows.cached<BFloat16>(args.k_cache, tile.slots[key]);
+          const Vec loaded = load_units<BFloat16Pair>(head, unit, args.head_dim);
+          std::memcpy(copies + (key - begin) * work.units + unit, &loaded, sizeof loaded);
+        }
+    }
+  }
+
   // Lines [line, line + count), at most 16, against the tile that is in the workspace.
   void attend_side(const Rows& rows, const Tile& tile, int64_t line, int64_t count) const {
     const AttentionArgs& args = rows.args;
     alignas(64) float scores[SIDE][TILE], added[SIDE][TILE];
     alignas(64) BFloat16Pair high[SIDE][PAIRS], low[SIDE][PAIRS];
     float shares[SIDE];
-    multiply_keys(work.queries + line * work.units, work.keys, work.units, scores);
+    if (keys_lie_) multiply_lying_keys(work.queries, keys_, work.units, count, scores);
+    else multiply_keys(work.queries + line * work.units, work.keys, work.units, scores);
     for (int64_t l = 0; l < count; ++l) {
       float* const own = scores[l];
       for (int key = 0; key < TILE; key += LANES) store(own + key, load(own + key) * args.scale);
@@ -187,7 +278,9 @@ class InTiles {
   }
 
   BFloat16Pair* const pairs_;  // [PAIRS][width], of each element those of two neighbouring keys
+  const bool keys_lie_;  // so few lines that queries are turned instead
   const Tiles tiles_;
+  KeysOfSide keys_[TILE / SIDE];
   uint64_t unusable_ = 0;
 };
 
