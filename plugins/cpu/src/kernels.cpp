@@ -20,6 +20,7 @@ const Kernels table = {
     .process_logits = process_logits,
     .linear_row_bytes = linear_row_bytes,
     .linear_prepare = linear_prepare,
+    .linear_block_rows = linear_block_rows,
     .linear_chunk_bytes = linear_chunk_bytes,
     .linear_block = linear_block,
     .read_memory = read_memory,

@@ -92,7 +92,6 @@ enum class WeightFormat { fp32, bf16, fp16, int8, int8_groups, int4, fp8 };
 
 constexpr int64_t PANEL = 32;                   // output columns that lie side by side
 constexpr int64_t STEP_BYTES = 4 * PANEL;       // a 32-bit word of every column of a panel
-constexpr int64_t BLOCK_ROWS = 96;              // rows that linear_block does at a time
 constexpr int64_t ROWS_AT_ONCE = 16;            // it may read prepared rows up to a multiple of this, whatever they hold
 
 struct LinearArgs {
@@ -123,9 +122,11 @@ struct Kernels {
   // Bytes of a row of x as linear_block wants it: widened or quantised, and padded.
   int64_t (*linear_row_bytes)(const LinearArgs&);
   void (*linear_prepare)(const LinearArgs&, int64_t row_begin, int64_t row_end);
+  // Rows that linear_block does at a time, at most.
+  int64_t (*linear_block_rows)(const LinearArgs&);
   // Bytes of weights that linear_block multiplies in a few microseconds: more make threads wait for the last one.
   int64_t (*linear_chunk_bytes)(const LinearArgs&);
-  // out[row_begin..row_end) for the columns of some panels; at most BLOCK_ROWS rows.
+  // out[row_begin..row_end) for the columns of some panels; at most a block of rows.
   void (*linear_block)(const LinearArgs&, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
 
   // For benchmarks: see probe.h.

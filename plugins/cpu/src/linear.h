@@ -59,7 +59,7 @@ template <class Body> INLINE void for_slices(const LinearArgs& args, Body body) 
     body(step, args.steps - step < SLICE_STEPS ? args.steps - step : SLICE_STEPS);
 }
 
-// sums += x * panel, of so few rows that a machine which reads ahead keeps up with them: in as few passes as registers
+// sums = x * panel, of so few rows that a machine which reads ahead keeps up with them: in as few passes as registers
 // allow. All they ask for is what they are about to load, which is a little faster than to ask for nothing.
 template <class Format>
 void stream_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
@@ -77,10 +77,11 @@ INLINE int64_t look_ahead(const LinearArgs& args, int64_t rows, int64_t passes) 
   return args.reads_ahead ? TWO_PAGES_AHEAD : rows <= 2 ? A_LITTLE_AHEAD : A_PAGE_AHEAD;
 }
 
-// sums += x * panel, slice by slice. While tiles are busy with a slice they ask for what comes behind it, each pass for
+// sums = x * panel, slice by slice. While tiles are busy with a slice they ask for what comes behind it, each pass for
 // its share: memory and arithmetic have the same time.
 template <class Format>
 void panel_sums(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
+  begin_sums(sums, rows);
   if (args.reads_ahead && rows <= Format::streamed_rows(args.steps / args.groups))
     return stream_panel<Format>(args, panel, rows, x, row_bytes, sums);
   using Counts = std::make_integer_sequence<int, TILE_ROWS<Format>>;
@@ -134,23 +135,28 @@ void int8_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, in
     }
 }
 
+template <class T> INLINE Vec load_up_to(const T* from, int64_t n) {
+  return n < LANES ? load(from, int(n)) : load(from);
+}
+
 // -- results ----------------------------------------------------------------------------------------------------------
 
 // out = sums + bias, rounded once, for the columns of a panel that exist.
 template <class Bias, class Out>
 void write_rows(const LinearArgs& args, int64_t panel, int64_t row, int64_t rows, const Accumulators* sums) {
   const auto* bias = static_cast<const Bias*>(args.bias);
-  for (int64_t column = panel * PANEL, lane = 0; lane < PANEL && column < args.out_features;
-       column += LANES, lane += LANES) {
-    const int n = args.out_features - column < LANES ? int(args.out_features - column) : LANES;
-    const Vec add = bias == nullptr ? Vec{} : n < LANES ? load(bias + column, n) : load(bias + column);
-    Out* out = static_cast<Out*>(args.out) + row * args.out_features + column;
-    for (int64_t r = 0; r < rows; ++r, out += args.out_features) {
-      const Vec value = bias == nullptr ? load(sums[r] + lane) : load(sums[r] + lane) + add;
-      if (n < LANES) store(out, value, n);
-      else store(out, value);
+  const int64_t column = panel * PANEL, columns = args.out_features - column;
+  Vec add[VECTORS] = {};
+  for (int64_t v = 0; bias != nullptr && v < VECTORS && v * LANES < columns; ++v)
+    add[v] = load_up_to(bias + column + v * LANES, columns - v * LANES);
+  Out* out = static_cast<Out*>(args.out) + row * args.out_features + column;
+  for (int64_t r = 0; r < rows; ++r, out += args.out_features)
+    for (int64_t v = 0; v < VECTORS; ++v) {
+      const int64_t left = columns - v * LANES;
+      const Vec sum = load(sums[r] + v * LANES), value = bias == nullptr ? sum : sum + add[v];
+      if (left >= LANES) store(out + v * LANES, value);
+      else if (left > 0) store(out + v * LANES, value, int(left));
     }
-  }
 }
 
 INLINE auto row_writer(const LinearArgs& args) {
@@ -178,10 +184,6 @@ template <class Input, class T> void widen_row(const T* x, int64_t depth, int64_
 
 // |x| as integers that compare like it: infinities and NaNs are above every finite number.
 INLINE IVec magnitude_bits(Vec v) { return (IVec)v & 0x7fffffff; }
-
-template <class T> INLINE Vec load_up_to(const T* from, int64_t n) {
-  return n < LANES ? load(from, int(n)) : load(from);
-}
 
 // The largest |x| of a group; NaN if there is one.
 template <class T> INLINE float largest_magnitude(const T* x, int64_t count) {
@@ -317,29 +319,41 @@ INLINE auto panel_kernel(const LinearArgs& args) {
   }
 }
 
+constexpr int64_t SUMS_ROWS = 96;  // whose sums stay in L1, next to a slice of a panel
+
+int64_t linear_block_rows(const LinearArgs& args) {
+#if defined(__AMX_INT8__)
+  if (tile_bytes(args) > 0) {
+    const int64_t rows = BLOCK_BYTES / linear_row_bytes(args) / SUMS_ROWS * SUMS_ROWS;
+    return rows < SUMS_ROWS ? SUMS_ROWS : rows < MOST_BLOCK_ROWS ? rows : MOST_BLOCK_ROWS;
+  }
+#endif
+  return SUMS_ROWS;
+}
+
 int64_t linear_chunk_bytes(const LinearArgs& args) {
-  const int64_t rows = args.rows < BLOCK_ROWS ? args.rows : BLOCK_ROWS;
+  const int64_t block_rows = linear_block_rows(args), rows = args.rows < block_rows ? args.rows : block_rows;
 #if defined(__AMX_INT8__)  // to set tiles up takes a twentieth of a microsecond
-  if (tile_bytes(args) > 0) return 64 * 1024 / ((rows + 2 * SIDE - 1) / (2 * SIDE));
+  if (tile_bytes(args) > 0) return 32 * 1024 / ((rows + 2 * SIDE - 1) / (2 * SIDE));
 #endif
   constexpr int64_t ROWS_FOR_ONE = 4;  // that take as long as one
   return 32 * 1024 / ((rows + ROWS_FOR_ONE - 1) / ROWS_FOR_ONE);
 }
 
 void linear_block(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-  alignas(64) Accumulators sums[BLOCK_ROWS];
-  const int64_t rows = row_end - row_begin, row_bytes = linear_row_bytes(args);
+  alignas(64) Accumulators sums[SUMS_ROWS];
+  const int64_t row_bytes = linear_row_bytes(args);
 #if defined(__AMX_INT8__)
-  const Tiles tiles(rows, tile_bytes(args));
+  const Tiles tiles(row_end - row_begin, tile_bytes(args));
 #endif
-  char* x = args.prepared + row_begin * row_bytes;
   const auto multiply_panel = panel_kernel(args);
   const auto write = row_writer(args);
-  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    std::memset(sums, 0, rows * sizeof(Accumulators));
-    multiply_panel(args, panel, rows, x, row_bytes, sums);
-    write(args, panel, row_begin, rows, sums);
-  }
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel)
+    for (int64_t row = row_begin; row < row_end; row += SUMS_ROWS) {
+      const int64_t rows = row_end - row < SUMS_ROWS ? row_end - row : SUMS_ROWS;
+      multiply_panel(args, panel, rows, args.prepared + row * row_bytes, row_bytes, sums);
+      write(args, panel, row, rows, sums);
+    }
 }
 
 }  // namespace trtspec::TRTSPEC_ISA

@@ -123,6 +123,7 @@ void few_rows_of_panel(const LinearArgs& args, int64_t panel, const char* x, int
 
 inline void few_bf16_rows(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes,
                           Accumulators* sums) {
+  begin_sums(sums, rows);
   return rows == 1 ? few_rows_of_panel<1>(args, panel, x, row_bytes, sums)
                    : few_rows_of_panel<2>(args, panel, x, row_bytes, sums);
 }
@@ -148,11 +149,11 @@ template <class Format, bool TWO> INLINE void multiply_loaded() {
   }
 }
 
-// sums += x * panel, over some steps of it, for one tile of rows, or two. ahead: how far ahead it asks for weights, in
-// bytes; 0: not at all.
+// sums += x * panel, over some steps of it, for one tile of rows, or two. first: sums = x * panel. ahead: how far ahead
+// it asks for weights, in bytes; 0: not at all.
 template <class Format, bool TWO>
 INLINE void multiply_tiles(const char* words, int64_t steps, int64_t ahead, const char* x, const char* x2,
-                           int64_t row_bytes, float* sums, float* sums2) {
+                           int64_t row_bytes, bool first, float* sums, float* sums2) {
   const auto multiply = [&](const char* words) __attribute__((always_inline)) {
     TILE_LOAD(6, words, STEP_BYTES);
     TILE_LOAD(4, x, row_bytes);
@@ -160,11 +161,18 @@ INLINE void multiply_tiles(const char* words, int64_t steps, int64_t ahead, cons
     if constexpr (TWO) TILE_LOAD(5, x2, row_bytes);
     multiply_loaded<Format, TWO>();
   };
-  TILE_LOAD(0, sums, sizeof(Accumulators));
-  TILE_LOAD(1, sums + SIDE, sizeof(Accumulators));
-  if constexpr (TWO) {
-    TILE_LOAD(2, sums2, sizeof(Accumulators));
-    TILE_LOAD(3, sums2 + SIDE, sizeof(Accumulators));
+  if (first) {
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+  } else {
+    TILE_LOAD(0, sums, sizeof(Accumulators));
+    TILE_LOAD(1, sums + SIDE, sizeof(Accumulators));
+    if constexpr (TWO) {
+      TILE_LOAD(2, sums2, sizeof(Accumulators));
+      TILE_LOAD(3, sums2 + SIDE, sizeof(Accumulators));
+    }
   }
   for (; steps >= SIDE; steps -= SIDE, words += TILE_PAIR, x += 64) {
     if (ahead > 0)
@@ -185,11 +193,15 @@ INLINE void multiply_tiles(const char* words, int64_t steps, int64_t ahead, cons
   }
 }
 
-// sums += x * panel: for one or two tiles of rows at once, for more by slices, which stay in L1 meanwhile.
+// Steps of a slice of a panel, which stay in L1 while tiles of rows pass over it: 36 KB, as every pass loads and stores
+// the sums. The rows of a block stay in L2.
+constexpr int64_t TILE_SLICE_STEPS = 288, BLOCK_BYTES = 768 * 1024, MOST_BLOCK_ROWS = 384;
+
+// sums = x * panel: for one or two tiles of rows at once, for more by slices.
 template <class Format>
 void tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes,
                     Accumulators* sums) {
-  const int64_t slice = rows <= 2 * SIDE ? args.steps : SLICE_STEPS;
+  const int64_t slice = rows <= 2 * SIDE ? args.steps : TILE_SLICE_STEPS;
   for (int64_t step = 0; step < args.steps; step += slice) {
     const char* const words = words_at(args, panel, step);
     const int64_t steps = args.steps - step < slice ? args.steps - step : slice;
@@ -197,9 +209,9 @@ void tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x
       const int64_t ahead = row > 0 ? 0 : rows <= 2 * SIDE ? NEAR : slice * STEP_BYTES;
       const char* const inputs = x + row * row_bytes + step * Format::ROW_BYTES;
       if (row + SIDE < rows)
-        multiply_tiles<Format, true>(words, steps, ahead, inputs, inputs + SIDE * row_bytes, row_bytes, sums[row],
-                                     sums[row + SIDE]);
-      else multiply_tiles<Format, false>(words, steps, ahead, inputs, nullptr, row_bytes, sums[row], nullptr);
+        multiply_tiles<Format, true>(words, steps, ahead, inputs, inputs + SIDE * row_bytes, row_bytes, step == 0,
+                                     sums[row], sums[row + SIDE]);
+      else multiply_tiles<Format, false>(words, steps, ahead, inputs, nullptr, row_bytes, step == 0, sums[row], nullptr);
     }
   }
 }
@@ -224,12 +236,13 @@ template <class Format> struct GroupScales {
   }
 };
 
-// sums += x * panel, group after group, each in integers and then scaled. A tile's integers are scaled while the next
+// sums = x * panel, group after group, each in integers and then scaled. A tile's integers are scaled while the next
 // one's are made.
 template <class Format>
 void group_tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes,
                           Accumulators* sums) {
   constexpr bool AS_THEY_LIE = Format::PARTS == 1;  // tiles of weights; else words are taken apart first
+  begin_sums(sums, rows);
   const IntRow<Format> layout(args);
   const int64_t group_steps = args.steps / args.groups, group_bytes = bytes_of_group<Format>(args);
   const char* words = words_at(args, panel, 0);

@@ -54,6 +54,8 @@ template <int N> INLINE void fetch(Prefetch& ahead, const char* words) {
 
 typedef float Accumulators[PANEL];  // of one row and panel
 
+INLINE void begin_sums(Accumulators* sums, int64_t rows) { std::memset(sums, 0, rows * sizeof(Accumulators)); }
+
 // Some steps of a panel, and the prepared rows of a tile.
 struct Piece {
   int64_t panel, step, steps;

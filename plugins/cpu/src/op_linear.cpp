@@ -1,6 +1,7 @@
 // packed_linear: see trtspec/ops/linear.py for the op, trtspec/ops/packing.py for the layouts.
 #include <algorithm>
-#include <memory>
+#include <cstdlib>
+#include <new>
 #include <optional>
 #include <vector>
 
@@ -135,22 +136,41 @@ static void check_groups(const LinearArgs& args, const Tensor& scales, const Ten
               " uint8, contiguous, or no elements");
 }
 
+// At least `size` bytes of memory of this thread, which begin a cache line, kept for its next call.
+static char* scratch(int64_t size) {
+  constexpr int64_t LINE = 64;
+  static thread_local struct Kept {
+    char* data = nullptr;
+    int64_t size = 0;
+    ~Kept() { std::free(data); }
+  } kept;
+  if (kept.size < size) {
+    std::free(kept.data);
+    kept.size = 0;
+    size = (size + size / 4 + LINE - 1) / LINE * LINE;
+    kept.data = static_cast<char*>(std::aligned_alloc(LINE, size));
+    if (kept.data == nullptr) throw std::bad_alloc();
+    kept.size = size;
+  }
+  return kept.data;
+}
+
 static void run(LinearArgs& args, int64_t panels) {
+  constexpr int64_t ROWS_OF_A_CHUNK = 96;
   const Kernels& k = kernels();
   const int64_t row_bytes = k.linear_row_bytes(args);
   const int64_t rows = (args.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
-  const auto prepared = std::make_unique_for_overwrite<char[]>(rows * row_bytes);
-  args.prepared = prepared.get();
-  parallel_for(args.rows, BLOCK_ROWS, [&](int64_t begin, int64_t end) { k.linear_prepare(args, begin, end); });
+  args.prepared = scratch(rows * row_bytes);
+  parallel_for(args.rows, ROWS_OF_A_CHUNK, [&](int64_t begin, int64_t end) { k.linear_prepare(args, begin, end); });
 
-  // Piece i is panel i % panels of rows from i / panels * BLOCK_ROWS on.
-  const int64_t blocks = (args.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  // Piece i is panel i % panels of rows from i / panels * block_rows on.
+  const int64_t block_rows = k.linear_block_rows(args), blocks = (args.rows + block_rows - 1) / block_rows;
   const int64_t panels_of_a_chunk = k.linear_chunk_bytes(args) / (args.steps * STEP_BYTES + 1) + 1;
   parallel_for(blocks * panels, panels_of_a_chunk, [&](int64_t begin, int64_t end) {
     while (begin < end) {
-      const int64_t row = begin / panels * BLOCK_ROWS, panel = begin % panels;
+      const int64_t row = begin / panels * block_rows, panel = begin % panels;
       const int64_t count = std::min(panels - panel, end - begin);
-      k.linear_block(args, row, std::min(row + BLOCK_ROWS, args.rows), panel, panel + count);
+      k.linear_block(args, row, std::min(row + block_rows, args.rows), panel, panel + count);
       begin += count;
     }
   });
