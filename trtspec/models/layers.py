@@ -233,8 +233,8 @@ class RotaryTable(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, D] rotated by cos, sin [T, 1, D], halves paired (x[i], x[i + D/2])."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    (first, second), (cos1, cos2), (sin1, sin2) = (each.chunk(2, dim=-1) for each in (x, cos, sin))
+    return torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)
 
 
 def _powers(theta: float, head_dim: int) -> Tensor:

@@ -13,7 +13,7 @@ import re
 MARKING = {"cpp.threads": 2, "cpp.min_chunk_size": 1}
 """Has Inductor mark loops: all of them, however short; how many threads there are, the plugin knows."""
 
-_LEAST = 1 << 14
+_LEAST = 1 << 12
 """Elements in a chunk: some microseconds."""
 
 _HELPER = f"""
