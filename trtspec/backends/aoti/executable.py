@@ -14,6 +14,7 @@ from trtspec.backends.aoti.package import Run, load_graph, loading, unpack
 from trtspec.backends.compiled import CONSTANTS, WEIGHTS, Block, CompiledExecutable, Graph
 from trtspec.backends.graph_io import INPUTS, layer_inputs
 from trtspec.backends.weight_file import load_weights
+from trtspec.kv.memory import keep_freed_memory
 from trtspec.ops import GraphUse, kernel_threads, open_row, packed_embedding, runs_graphs
 
 _ALONE = 2**15  # elements that torch copies in the calling thread, without waking others
@@ -28,6 +29,7 @@ class AotiExecutable(CompiledExecutable):
     """AOTInductor graphs on the CPU: whole ones, or a lookup, blocks of layers and an epilogue in a row."""
 
     def _load(self, folder: Path) -> Mapping[Graph, Run]:
+        keep_freed_memory()
         self._weights = load_constants(folder)  # the graphs point into these
         if self.compiled.blocks:
             self._layers = self._load_layers(folder)
