@@ -20,7 +20,7 @@ from benchmarks.peers.environments import python_of, vllm_variables
 from benchmarks.peers.process import PeerError, Worker
 from benchmarks.real.llama_files import files_of, llama_source, server_of
 from benchmarks.real.openvino_files import folders_of
-from benchmarks.real.ours import LIMITS, NAMES, engine_of, speculation_of
+from benchmarks.real.ours import LIMITS, NAMES, Schedule, engine_of, speculation_of
 from benchmarks.steps.engines import ROOT, Workshop
 from examples.smollm2.__main__ import model_folder
 
@@ -88,11 +88,13 @@ class Task:
 
 @dataclass
 class Contest:
-    """pythons: of the peers that can run. failures: sentences."""
+    """pythons: of the peers that can run. schedule: of drafts by batch, for those that have such a setting. failures:
+    sentences."""
 
     shop: Workshop
     threads: int
     report: Callable[[str], None]
+    schedule: Schedule | None = None
     pythons: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -106,6 +108,12 @@ class Contest:
             request = {"engine": str(engine), "lookup": lookup, "speculation": speculation_of(method, K, head_format)}
             values = "" if method == "plain" else f"K={K}"
             found.append(Entry("trtspec", NAMES[method], values, "in_trtspec", format, request))
+        if self.schedule is not None:
+            K = max(self.schedule.values())
+            engine, _ = engine_of(self.shop, "eagle3", K, format, head_format, self.schedule)
+            own = speculation_of("eagle3", K, head_format, self.schedule)
+            request = {"engine": str(engine), "lookup": None, "speculation": own}
+            found.append(Entry("trtspec", NAMES["eagle3"], by_batch(self.schedule), "in_trtspec", format, request))
         makers = (self._llama, self._vllm, self._openvino, self._transformers)
         for peer in peers:
             with self._excused():
@@ -139,6 +147,10 @@ class Contest:
         yield Entry("vllm", "plain", "", "in_vllm", format, {"speculation": None})
         for K in ks:
             yield Entry("vllm", "EAGLE3", f"K={K}", "in_vllm", format, {"speculation": _without_engine(K)})
+        if self.schedule is not None:
+            own = _without_engine(max(self.schedule.values()))
+            own["num_speculative_tokens_per_batch_size"] = ranges(self.schedule)
+            yield Entry("vllm", "EAGLE3", by_batch(self.schedule), "in_vllm", format, {"speculation": own})
 
     def _transformers(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         if format != "bf16":
@@ -259,6 +271,17 @@ def fastest(sweep: Sweep, batch: int) -> list[Entry]:
             if turn.tokens_per_second > sweep[rival, batch].tokens_per_second:
                 best[entry.peer, entry.method] = entry
     return list(best.values())
+
+
+def by_batch(schedule: Schedule) -> str:
+    """{2: 3, 8: 1} -> "K=3 up to 2, 1 up to 8"."""
+    return "K=" + ", ".join(f"{K} up to {batch}" for batch, K in schedule.items())
+
+
+def ranges(schedule: Schedule) -> list[tuple[int, int, int]]:
+    """{2: 3, 8: 1} as vLLM has it: [(1, 2, 3), (3, 8, 1)]."""
+    starts = [1, *(batch + 1 for batch in schedule)]
+    return [(start, batch, K) for start, (batch, K) in zip(starts, schedule.items(), strict=False)]
 
 
 def _without_engine(K: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
     shop = Workshop(args.work.resolve(), report)
     failures: list[str] = []
     if args.section == "peers":
-        table, rows = peers(args, Contest(shop, args.threads, report, failures=failures), keep)
+        table, rows = peers(args, Contest(shop, args.threads, report, dict(args.schedule), failures=failures), keep)
     else:
         table, rows = (acceptance if args.section == "acceptance" else speed)(args, shop, report, keep)
     if args.png and args.section == "peers" and rows:
@@ -244,6 +244,11 @@ def _asked(llm: LLM, name: str, count: int | None, least: int) -> list[list[int]
     return prompts_of(name, llm.tokenizer, count and max(count, least))
 
 
+def _pair(text: str) -> tuple[int, int]:
+    batch, K = map(int, text.split(":"))
+    return batch, K
+
+
 def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", choices=("acceptance", "speed", "peers"))
@@ -267,6 +272,10 @@ def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespa
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=("vllm",))
     parser.add_argument("--p-min", nargs="+", type=float, default=(0.0, 0.5), help="of llama.cpp: to go on drafting")
+    parser.add_argument(
+        "--schedule", nargs="+", type=_pair, default=((2, 3), (5, 2), (8, 1)), metavar="BATCH:K",
+        help="of peers: one more setting, K drafts in batches of up to so many (default 2:3 5:2 8:1)",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of peers")
     parser.add_argument("--work", type=Path, default=Path("runs/real"), help="keeps engines")
     parser.add_argument("--json", type=Path)

@@ -31,8 +31,14 @@ class Own:
 LIMITS = {"max_batch_size": 8, "max_seq_len": 1024}
 
 
-def speculation_of(method: str, K: int, head_format: str = "bf16") -> dict[str, Any] | None:
-    """The speculative_config of one of METHODS."""
+Schedule = dict[int, int]
+"""Largest batch size: drafts a step."""
+
+
+def speculation_of(
+    method: str, K: int, head_format: str = "bf16", schedule: Schedule | None = None
+) -> dict[str, Any] | None:
+    """The speculative_config of one of METHODS. schedule: of EAGLE3; its first K is `K`."""
     if method == "plain":
         return None
     if method == "rows":
@@ -47,18 +53,20 @@ def speculation_of(method: str, K: int, head_format: str = "bf16") -> dict[str, 
     elif method in ("eagle3", "two-engine"):
         config |= {"method": "eagle3", "model": str(HEAD), "one_engine": method == "eagle3"}
         config |= {} if head_format == "bf16" else {"quantization": head_format}
+        config |= {} if schedule is None else {"draft_len_schedule": schedule}
     return config
 
 
 def engine_of(
-    shop: Workshop, method: str, K: int, format: str, head_format: str = "bf16"
+    shop: Workshop, method: str, K: int, format: str, head_format: str = "bf16", schedule: Schedule | None = None
 ) -> tuple[Path, dict[str, Any] | None]:
     """A compiled folder, which is built unless it is there, and what to load it with: lookups run on the engine of
     plain decoding."""
     quantised: dict[str, Any] = {} if format == "bf16" else {"quantization": format}
-    own = speculation_of(method, K, head_format)
+    own = speculation_of(method, K, head_format, schedule)
     in_graph = own if method in ("eagle3", "two-engine") else None
     name = f"smollm2-{format}" if in_graph is None else f"smollm2-{format}-{method}-{head_format}-{K}"
+    name += "" if schedule is None else "-by-batch"
     return shop.engine(name, model_folder(), in_graph, **LIMITS, **quantised), None if in_graph else own
 
 

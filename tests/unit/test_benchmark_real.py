@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.real.beside import Entry, Sweep, Turn, fastest, figures
+from benchmarks.real.beside import Entry, Sweep, Turn, by_batch, fastest, figures, ranges
 
 
 def entry(peer: str, method: str, values: str = "") -> Entry:
@@ -51,3 +51,8 @@ def test_our_own_text_that_differs_is_not_lossless() -> None:
     eagle3 = entry("trtspec", "EAGLE3", "K=3")
     _, ours = figures({OURS: [turn(10, 1.0, [[1, 2]])], eagle3: [turn(20, 1.0, [[1, 3]])]})
     assert not ours["lossless"]
+
+
+def test_a_schedule_in_words_and_as_vllm_has_it() -> None:
+    assert by_batch({2: 3, 5: 2, 8: 1}) == "K=3 up to 2, 2 up to 5, 1 up to 8"
+    assert ranges({2: 3, 5: 2, 8: 1}) == [(1, 2, 3), (3, 5, 2), (6, 8, 1)]
