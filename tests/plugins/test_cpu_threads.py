@@ -179,3 +179,23 @@ def test_kernels_have_threads_and_torch_has_none() -> None:
         assert torch.ops.trtspec_threads.use_own(0) == 0
     finally:
         torch.set_num_threads(before)
+
+
+def test_weights_that_are_gone_are_expected_without_harm() -> None:
+    """After each linear the weight that came next the last time is fetched ahead, wherever it was."""
+    x = torch.randn(4, IN_FEATURES, generator=torch.Generator().manual_seed(1))
+    first = WEIGHTS[0]
+
+    def output(weight: Tensor) -> Tensor:
+        return packed_linear(x, weight, out_features=OUT_FEATURES)
+
+    expected = [output(WEIGHTS[0]), output(WEIGHTS[1])]
+    with own_threads(2):
+        for _ in range(50):
+            gone = torch.zeros(64 << 20, dtype=torch.uint8)  # so large that its pages are given back
+            other = gone[: first.nbytes].view(first.dtype).reshape(first.shape)
+            output(first)
+            output(other)
+            del gone, other
+            assert torch.equal(output(first), expected[0])  # what it expects now is no memory any more
+            assert torch.equal(output(WEIGHTS[1]), expected[1])

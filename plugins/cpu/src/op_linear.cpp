@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <new>
 #include <optional>
+#include <unordered_map>
 #include <vector>
 
 #include "kernels.h"
@@ -155,6 +156,25 @@ static char* scratch(int64_t size) {
   return kept.data;
 }
 
+// A step's linears follow each other as they did in the step before. After one of few rows, which waits for memory, the
+// weight that came next is expected to come again.
+static void expect_successor(const LinearArgs& args, int64_t panels) {
+  constexpr int64_t FEW_ROWS = 64;
+  constexpr size_t MOST = 4096;  // weights, of engines that may be gone
+  struct Weight {
+    const void* data = nullptr;
+    int64_t bytes = 0;
+  };
+  static thread_local std::unordered_map<const void*, Weight> successors;
+  static thread_local const void* last = nullptr;
+  if (successors.size() > MOST) successors.clear();
+  if (last != nullptr) successors[last] = {args.weight, panels * args.steps * STEP_BYTES};
+  last = args.weight;
+  if (args.rows > FEW_ROWS) return;
+  const auto next = successors.find(last);
+  if (next != successors.end()) expect_next(next->second.data, next->second.bytes);
+}
+
 static void run(LinearArgs& args, int64_t panels) {
   constexpr int64_t ROWS_OF_A_CHUNK = 96;
   const Kernels& k = kernels();
@@ -163,6 +183,7 @@ static void run(LinearArgs& args, int64_t panels) {
   args.prepared = scratch(rows * row_bytes);
   parallel_for(args.rows, ROWS_OF_A_CHUNK, [&](int64_t begin, int64_t end) { k.linear_prepare(args, begin, end); });
 
+  expect_successor(args, panels);
   // Piece i is panel i % panels of rows from i / panels * block_rows on.
   const int64_t block_rows = k.linear_block_rows(args), blocks = (args.rows + block_rows - 1) / block_rows;
   const int64_t panels_of_a_chunk = k.linear_chunk_bytes(args) / (args.steps * STEP_BYTES + 1) + 1;

@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -53,6 +54,56 @@ class Wait {
  private:
   int looks_ = 0;
   Clock::time_point start_;
+};
+
+// What is expected to be read next. Its parts may be read while it changes: whatever address comes of it, a prefetch of
+// it does no harm.
+struct alignas(64) Expected {
+  std::atomic<const char*> data = nullptr;
+  std::atomic<int64_t> bytes = 0;
+  std::atomic<int> threads = 1;
+  std::atomic<uint32_t> number = 0;
+} expected;
+
+// Half of what a core's L2 holds: the rest is for what it works on.
+int64_t most_fetched() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const int64_t bytes = std::clamp<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE) / 2, 128 * 1024, 1024 * 1024);
+#else
+  constexpr int64_t bytes = 128 * 1024;
+#endif
+  return bytes;
+}
+
+// Fetches a member's part of what is expected, a little at a time.
+class Fetch {
+ public:
+  explicit Fetch(int member) : member_(member) {}
+
+  // False: there is nothing left to fetch.
+  bool some() {
+    if (const uint32_t now = expected.number.load(std::memory_order_acquire); now != number_) begin(now);
+    if (at_ >= end_) return false;
+    constexpr int LINE = 64, LINES = 8;
+    for (int i = 0; i < LINES; ++i, at_ += LINE) __builtin_prefetch(reinterpret_cast<const void*>(at_), 0, 2);
+    return true;
+  }
+
+ private:
+  void begin(uint32_t number) {
+    number_ = number;
+    const auto data = reinterpret_cast<uintptr_t>(expected.data.load(std::memory_order_relaxed));
+    const int64_t bytes = expected.bytes.load(std::memory_order_relaxed);
+    const int threads = expected.threads.load(std::memory_order_relaxed);
+    at_ = end_ = 0;
+    if (member_ >= threads) return;
+    at_ = data + bytes * member_ / threads;
+    end_ = data + std::min(bytes * (member_ + 1) / threads, bytes * member_ / threads + most_fetched());
+  }
+
+  const int member_;
+  uint32_t number_ = 0;
+  uintptr_t at_ = 0, end_ = 0;
 };
 
 // A thread's own part of [0, count), from which it takes chunks in order: memory is read straight ahead. When it has
@@ -117,8 +168,9 @@ class Team {
   void work_forever(int index) {
     Worker& me = workers_[index];
     uint32_t last_job = 0;
+    Fetch fetch(index + 1);
     for (;;) {
-      uint32_t state = next_job(last_job);
+      uint32_t state = next_job(last_job, fetch);
       me.inside.store(true, std::memory_order_relaxed);
       // Only now the job is sure to stay; a failed exchange means that others joined, or that it is over.
       while ((state & OPEN) && !state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) pause();
@@ -134,10 +186,11 @@ class Team {
   }
 
   // The state of an open job that is not `last_job`.
-  uint32_t next_job(uint32_t last_job) {
+  uint32_t next_job(uint32_t last_job, Fetch& fetch) {
     for (Wait wait;;) {
       const uint32_t state = state_.load(std::memory_order_acquire);
       if ((state & OPEN) && (state & ~(OPEN | INSIDE)) != last_job) return state;
+      if (fetch.some()) continue;
       if (wait.so_far() > STAYS_AWAKE) {
         state_.wait(state, std::memory_order_acquire);
         wait = {};
@@ -162,7 +215,9 @@ class Team {
 
   void wait_for_workers() {
     bool suspecting = false, held_up = false;
-    for (Wait wait; state_.load(std::memory_order_acquire) & INSIDE; wait.look_again()) {
+    for (Wait wait; state_.load(std::memory_order_acquire) & INSIDE;) {
+      if (fetch_.some()) continue;
+      wait.look_again();
       if (!suspecting && wait.so_far() > HELD_UP) {
         suspecting = true;
         note_cpu_times();
@@ -208,6 +263,7 @@ class Team {
   std::exception_ptr error_;  // the first
   std::vector<Share> shares_;
   std::vector<Worker> workers_;
+  Fetch fetch_{0};  // the caller's
   alignas(64) std::atomic<uint32_t> state_ = 0;
   microseconds rest_{};
   Clock::time_point rest_until_{};
@@ -228,8 +284,22 @@ thread_local int own_count = 0;  // 0: as many as torch's
 
 }  // namespace
 
+static int torch_threads() {
+  uint32_t count;
+  check(torch_get_num_threads(&count));
+  return int(count);
+}
+
 OwnThreads::OwnThreads() : before_(std::exchange(own_threads, true)) {}
 OwnThreads::~OwnThreads() { own_threads = before_; }
+
+void expect_next(const void* data, int64_t bytes) {
+  if (!own_threads && own_count == 0) return;
+  expected.data.store(static_cast<const char*>(data), std::memory_order_relaxed);
+  expected.bytes.store(bytes, std::memory_order_relaxed);
+  expected.threads.store(own_count > 0 ? own_count : torch_threads(), std::memory_order_relaxed);
+  expected.number.fetch_add(1, std::memory_order_release);
+}
 
 int use_own_threads(int count) { return std::exchange(own_count, count); }
 
@@ -251,12 +321,6 @@ static void share_out_with_torch(int64_t count, int64_t chunk, Chunk call, const
   };
   check(torch_parallel_for(0, count, chunk, run, &job));
   if (job.error) std::rethrow_exception(job.error);
-}
-
-static int torch_threads() {
-  uint32_t count;
-  check(torch_get_num_threads(&count));
-  return int(count);
 }
 
 void share_out(int64_t count, int64_t chunk, Chunk call, const void* body) {

@@ -26,6 +26,10 @@ class OwnThreads {
 // unless within an OwnThreads. Returns what it was.
 int use_own_threads(int count);
 
+// What this thread's next op is going to read, as far as one can tell. Until then threads of our own that have nothing to
+// do fetch their parts of it into their caches, as memory stands idle, too. A wrong guess changes nothing but time.
+void expect_next(const void* data, int64_t bytes);
+
 using Chunk = void (*)(const void* body, int64_t begin, int64_t end);
 void share_out(int64_t count, int64_t chunk, Chunk call, const void* body);
 
