@@ -9,7 +9,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -99,26 +99,31 @@ class Contest:
     failures: list[str] = field(default_factory=list)
 
     def entries(
-        self, peers: list[str], format: str, head_format: str, ks: list[int], p_mins: list[float]
+        self, peers: list[str], format: str, head_formats: Sequence[str], ks: list[int], p_mins: list[float]
     ) -> list[Entry]:
-        """Ours and those of `peers`, with drafts and without; a peer that cannot be had is a failure."""
-        found = []
-        for method, K in [("plain", 0), *product(("ngram", "suffix", "eagle3"), ks)]:
-            engine, lookup = engine_of(self.shop, method, K, format, head_format)
-            request = {"engine": str(engine), "lookup": lookup, "speculation": speculation_of(method, K, head_format)}
-            values = "" if method == "plain" else f"K={K}"
-            found.append(Entry("trtspec", NAMES[method], values, "in_trtspec", format, request))
-        if self.schedule is not None:
-            K = max(self.schedule.values())
-            engine, _ = engine_of(self.shop, "eagle3", K, format, head_format, self.schedule)
-            own = speculation_of("eagle3", K, head_format, self.schedule)
-            request = {"engine": str(engine), "lookup": None, "speculation": own}
-            found.append(Entry("trtspec", NAMES["eagle3"], by_batch(self.schedule), "in_trtspec", format, request))
+        """Ours and those of `peers`, with drafts and without; a peer that cannot be had is a failure. head_formats: of
+        ours; peers have the first."""
+        found = [self._own("plain", 0, format)]
+        found += [self._own(method, K, format) for method, K in product(("ngram", "suffix"), ks)]
+        for head_format in head_formats:
+            found += [self._own("eagle3", K, format, head_format) for K in ks]
+            if self.schedule is not None:
+                found.append(self._own("eagle3", max(self.schedule.values()), format, head_format, self.schedule))
         makers = (self._llama, self._vllm, self._openvino, self._transformers)
         for peer in peers:
             with self._excused():
-                found += dict(zip(PEERS, makers, strict=True))[peer](format, head_format, ks, p_mins)
+                found += dict(zip(PEERS, makers, strict=True))[peer](format, head_formats[0], ks, p_mins)
         return found
+
+    def _own(
+        self, method: str, K: int, format: str, head_format: str = "bf16", schedule: Schedule | None = None
+    ) -> Entry:
+        engine, lookup = engine_of(self.shop, method, K, format, head_format, schedule)
+        own = speculation_of(method, K, head_format, schedule)
+        values = "" if method == "plain" else f"K={K}" if schedule is None else by_batch(schedule)
+        values += f", head {head_format}" if method == "eagle3" and head_format != format else ""
+        request = {"engine": str(engine), "lookup": lookup, "speculation": own}
+        return Entry("trtspec", NAMES[method], values, "in_trtspec", format, request)
 
     def _llama(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         source = llama_source()

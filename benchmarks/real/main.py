@@ -145,7 +145,7 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None])
     rows: Rows = []
     alone: Rows = []
     for format in args.formats:
-        entries = contest.entries(args.peers, format, args.head_formats[0], args.k, args.p_min)
+        entries = contest.entries(args.peers, format, args.head_formats, args.k, args.p_min)
         tasks = [
             (
                 name,
@@ -163,7 +163,7 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None])
             for name, task in tasks:
                 batch, T = task.batch, task.temperature
                 turns = contest.measure(workers, fastest(sweep, batch), task, args.rounds)
-                cell = {"batch": batch, "set": name, "temperature": T, "head_format": args.head_formats[0]}
+                cell = {"batch": batch, "set": name, "temperature": T}
                 found = [{**cell, **row, "lossless": T > 0 or row["lossless"]} for row in figures(turns)]
                 where = f"{format}, batch {batch}, {name}, T = {T:g}"
                 for row in found:
@@ -264,7 +264,7 @@ def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespa
         nargs="+",
         choices=("bf16", "int8"),
         default=("bf16",),
-        help="of EAGLE3's head; of peers the first alone",
+        help="of EAGLE3's head; peers have the first alone",
     )
     parser.add_argument("--batches", nargs="+", type=int, default=(1, 4, 8), help="of speed")
     parser.add_argument("--rounds", type=int, default=3, help="of speed")
