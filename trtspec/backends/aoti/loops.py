@@ -2,7 +2,7 @@
 
 Inductor would have OpenMP's threads do it, which wait for each other at every loop, and beside which ours fight for the
 cores. It marks the loops with OpenMP's pragmas. Those are taken out here, and what they mark is handed to the plugin,
-which takes threads where a loop is long enough to pay for it: for a prompt's rows, not for a few of decoding.
+which takes threads where a loop is long enough to pay for it: for a prompt's rows, and the widest of decoding.
 """
 
 from __future__ import annotations
