@@ -52,12 +52,17 @@ class Trtspec:
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         engine, ends = self.llm.engine, request.get("ends", False)
-        temperature = request.get("temperature", 0.0)
         params = SamplingParams(
-            temperature=temperature, max_tokens=request["output_len"], ignore_eos=not ends, detokenize=False
+            temperature=request.get("temperature", 0.0),
+            max_tokens=request["output_len"],
+            ignore_eos=not ends,
+            detokenize=False,
         )
         stopwatch = Stopwatch(len(request["prompts"]))
-        samples = [engine.add_request(prompt, params)[0] for prompt in request["prompts"]]
+        samples = [  # seeds, as texts would else depend on what was asked before
+            engine.add_request(prompt, dataclasses.replace(params, seed=b))[0]
+            for b, prompt in enumerate(request["prompts"])
+        ]
         rows = {sample.request_id: b for b, sample in enumerate(samples)}
         while engine.has_work:
             for emission in engine.step():

@@ -30,7 +30,8 @@ LOAD_S, GENERATE_S = 900.0, 900.0
 
 @dataclass(frozen=True)
 class Entry:
-    """A peer in one setting. module: of its worker; request: what it loads, beside what all are asked for."""
+    """A peer in one setting. module: of its worker; request: what it loads, beside what all are asked for; weights: the
+    target's file; draws: whether it draws tokens as it should, or is for greedy decoding alone."""
 
     peer: str
     method: str
@@ -38,7 +39,12 @@ class Entry:
     module: str
     format: str
     request: dict[str, Any] = field(hash=False)
+    weights: Path
     max_batch: int = 8
+    draws: bool = True
+
+    def takes(self, batch: int, temperature: float) -> bool:
+        return batch <= self.max_batch and (self.draws or temperature == 0)
 
     @property
     def setting(self) -> str:
@@ -123,50 +129,57 @@ class Contest:
         values = "" if method == "plain" else f"K={K}" if schedule is None else by_batch(schedule)
         values += f", head {head_format}" if method == "eagle3" and head_format != format else ""
         request = {"engine": str(engine), "lookup": lookup, "speculation": own}
-        return Entry("trtspec", NAMES[method], values, "in_trtspec", format, request)
+        weights = engine / "target" / "weights.safetensors"
+        return Entry("trtspec", NAMES[method], values, "in_trtspec", format, request, weights)
 
     def _llama(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         source = llama_source()
         programs = server_of(source, self.shop.work / "llama.cpp", self.threads, self.report)
         target, head = files_of(source, programs, self.shop.work / "gguf", format, head_format)
         request = {"server": str(programs / "llama-server"), "file": str(target), "draft": None}
-        yield Entry("llama.cpp", "plain", "", "in_llama_server", format, request)
+        yield Entry("llama.cpp", "plain", "", "in_llama_server", format, request, target)
         for K in ks:
             for p_min in p_mins:
                 own = {**request, "draft": str(head), "num_drafts": K, "p_min": p_min}
-                yield Entry("llama.cpp", "EAGLE3", f"K={K}, p_min={p_min:g}", "in_llama_server", format, own)
+                values = f"K={K}, p_min={p_min:g}"
+                yield Entry("llama.cpp", "EAGLE3", values, "in_llama_server", format, own, target)
 
+    # With drafts 2026.4 keeps tokens that the target would not draw: at temperature 0.8 its texts are nonsense, and it
+    # keeps fewer drafts of greedy ones that come later.
     def _openvino(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         self.pythons["openvino"] = python = self._python("openvino")
         target, head = folders_of(python, self.shop.work / "openvino", format, head_format, self.report)
-        request = {"folder": str(target), "draft": None}
-        yield Entry("openvino", "plain", "", "in_openvino", format, request)
+        request, weights = {"folder": str(target), "draft": None}, target / "openvino_model.bin"
+        yield Entry("openvino", "plain", "", "in_openvino", format, request, weights)
         for K in ks:
             own = {**request, "draft": str(head), "num_drafts": K}
-            yield Entry("openvino", "EAGLE3", f"K={K}", "in_openvino", format, own)
+            yield Entry("openvino", "EAGLE3", f"K={K}", "in_openvino", format, own, weights, draws=False)
 
+    # With drafts 0.32 draws at temperatures that nobody has set: its CPU kernel writes them to a copy.
     def _vllm(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         if (format, head_format) != ("bf16", "bf16"):
             return
         self.pythons["vllm"] = self._python("vllm")
-        yield Entry("vllm", "plain", "", "in_vllm", format, {"speculation": None})
+        yield Entry("vllm", "plain", "", "in_vllm", format, {"speculation": None}, _checkpoint())
         for K in ks:
-            yield Entry("vllm", "EAGLE3", f"K={K}", "in_vllm", format, {"speculation": _without_engine(K)})
+            own = {"speculation": _without_engine(K)}
+            yield Entry("vllm", "EAGLE3", f"K={K}", "in_vllm", format, own, _checkpoint(), draws=False)
         if self.schedule is not None:
-            own = _without_engine(max(self.schedule.values()))
-            own["num_speculative_tokens_per_batch_size"] = ranges(self.schedule)
-            yield Entry("vllm", "EAGLE3", by_batch(self.schedule), "in_vllm", format, {"speculation": own})
+            config = _without_engine(max(self.schedule.values()))
+            config["num_speculative_tokens_per_batch_size"] = ranges(self.schedule)
+            own, values = {"speculation": config}, by_batch(self.schedule)
+            yield Entry("vllm", "EAGLE3", values, "in_vllm", format, own, _checkpoint(), draws=False)
 
     def _transformers(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         if format != "bf16":
             return
         self.pythons["transformers"] = self._python("transformers")
-        yield Entry("transformers", "plain", "", "in_transformers", format, {"speculation": None}, 1)
+        none: dict[str, Any] = {"speculation": None}
+        yield Entry("transformers", "plain", "", "in_transformers", format, none, _checkpoint(), 1)
         for K in ks:
             lookup = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 4}
-            yield Entry(
-                "transformers", "prompt lookup", f"K={K}", "in_transformers", format, {"speculation": lookup}, 1
-            )
+            own, values = {"speculation": lookup}, f"K={K}"
+            yield Entry("transformers", "prompt lookup", values, "in_transformers", format, own, _checkpoint(), 1)
 
     def _python(self, peer: str) -> str:
         work = self.shop.work.parent / "peers"
@@ -185,7 +198,7 @@ class Contest:
                     self.report(f"loading {entry.name}")
                     workers[entry] = self._load(entry, tasks[0].prompts[0], min(most, entry.max_batch))
                     for task in tasks:
-                        if task.batch <= entry.max_batch:
+                        if entry.takes(task.batch, task.temperature):
                             self._turn(workers[entry], replace(task, prompts=task.prompts[: task.batch]))  # warms up
                             sweep[entry, task.batch] = turn = self._turn(workers[entry], task)
                             self.report(f"{entry.name}: alone, batch {task.batch}: {turn.tokens_per_second:.0f} tok/s")
@@ -200,9 +213,10 @@ class Contest:
     def measure(
         self, workers: dict[Entry, Worker], entries: list[Entry], task: Task, rounds: int
     ) -> dict[Entry, list[Turn]]:
-        """Each of the entries once a round, in an order that rotates, while the others stand still. One that fails is
-        out of `workers`."""
-        turns: dict[Entry, list[Turn]] = {entry: [] for entry in entries if entry in workers}
+        """Each of the entries that take the task once a round, in an order that rotates, while the others stand still.
+        One that fails is out of `workers`."""
+        able = [entry for entry in entries if entry in workers and entry.takes(task.batch, task.temperature)]
+        turns: dict[Entry, list[Turn]] = {entry: [] for entry in able}
         for number in range(rounds + 1):
             some = task if number else replace(task, prompts=task.prompts[: task.batch])
             order = [entry for entry in turns if entry in workers]
@@ -296,6 +310,11 @@ def _without_engine(K: int) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "one_engine"}
 
 
+def _checkpoint() -> Path:
+    """The target's weights as they come, bf16."""
+    return model_folder() / "model.safetensors"
+
+
 def ends_of(folder: Path) -> list[int]:
     """Ids that end the model's answers, of config.json."""
     ids = json.loads((folder / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
@@ -320,6 +339,7 @@ def figures(turns: dict[Entry, list[Turn]]) -> list[dict[str, Any]]:
                 "ours_over_it": statistics.median(ratios), "tokens_per_step": own[0].tokens_per_step,
                 "texts_equal_ours": same, "prompts": len(own[0].texts),
                 "lossless": entry.peer != "trtspec" or same == len(own[0].texts),
+                "target_bytes": entry.weights.stat().st_size,
             }
         )  # fmt: skip
     return rows

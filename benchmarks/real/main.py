@@ -52,7 +52,7 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
         table, rows = peers(args, Contest(shop, args.threads, report, dict(args.schedule), failures=failures), keep)
     else:
         table, rows = (acceptance if args.section == "acceptance" else speed)(args, shop, report, keep)
-    if args.png and args.section == "peers" and rows:
+    if args.png and args.section == "peers" and any(row["temperature"] == 0 for row in rows):
         draw(rows, args.png)
     head, *cells = table
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
@@ -164,7 +164,7 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None])
                 batch, T = task.batch, task.temperature
                 turns = contest.measure(workers, fastest(sweep, batch), task, args.rounds)
                 cell = {"batch": batch, "set": name, "temperature": T}
-                found = [{**cell, **row, "lossless": T > 0 or row["lossless"]} for row in figures(turns)]
+                found = [{**cell, **row} for row in figures(turns)]
                 where = f"{format}, batch {batch}, {name}, T = {T:g}"
                 for row in found:
                     figure = f"{row['tokens_per_second']:.0f} tok/s, {row['tokens_per_step']:.2f} tokens per step"
@@ -172,11 +172,12 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None])
                 rows += found
                 keep(rows, alone=alone)
     heads = ["format", "batch", "prompts", "T", "engine", "setting", "tok/s", "our best / it", "tokens per step"]
-    table = [[*heads, "texts equal ours"]]
+    table = [[*heads, "texts equal ours", "target, MB"]]
     for row in rows:
         cells = [row["format"], str(row["batch"]), row["set"], f"{row['temperature']:g}", row["peer"], row["setting"]]
         cells += [f"{row['tokens_per_second']:.0f}", f"{row['ours_over_it']:.2f}x", f"{row['tokens_per_step']:.2f}"]
-        table.append([*cells, f"{row['texts_equal_ours']}/{row['prompts']}"])
+        cells += [f"{row['texts_equal_ours']}/{row['prompts']}", f"{row['target_bytes'] / 1e6:.0f}"]
+        table.append(cells)
     return table, rows
 
 

@@ -15,10 +15,12 @@ COLOURS = {
 
 
 def draw(rows: Sequence[dict[str, Any]], png: Path) -> None:
-    """A panel for each format and batch, a bar for each engine's setting: tokens a second, the mean of its cells
-    (prompts and temperatures); plain decoding is paler."""
+    """A panel for each format and batch, a bar for each engine's setting: tokens a second of greedy decoding, the mean
+    of all sets of prompts; plain decoding is paler."""
     panels: dict[tuple[str, int], dict[tuple[str, str], list[float]]] = {}
     for row in rows:
+        if row["temperature"] > 0:
+            continue
         bars = panels.setdefault((row["format"], row["batch"]), {})
         bars.setdefault((row["peer"], row["setting"]), []).append(row["tokens_per_second"])
     columns = min(len(panels), 3)
@@ -37,7 +39,7 @@ def draw(rows: Sequence[dict[str, Any]], png: Path) -> None:
         ax.set_yticks(range(len(names)), names, fontsize=8)
         ax.invert_yaxis()
         ax.set_xlim(right=1.12 * max(speeds))
-        ax.set_title(f"{format}, batch {batch}: tok/s", fontsize=9)
+        ax.set_title(f"{format}, batch {batch}, greedy: tok/s", fontsize=9)
     for ax in list(figure.axes)[len(panels) :]:
         ax.set_axis_off()
     save_png(figure, png)

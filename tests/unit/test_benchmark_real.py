@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from benchmarks.real.beside import Entry, Sweep, Turn, by_batch, fastest, figures, ranges
 
 
 def entry(peer: str, method: str, values: str = "") -> Entry:
-    return Entry(peer, method, values, "in_" + peer, "bf16", {})
+    return Entry(peer, method, values, "in_" + peer, "bf16", {}, Path(__file__))
 
 
 def turn(tokens: int, seconds: float, texts: list[list[int]] | None = None, steps: int = 10) -> Turn:
@@ -45,6 +48,15 @@ def test_figures_are_medians_of_rounds_beside_our_best() -> None:
     assert ours["tokens_per_step"] == pytest.approx(19 / 5)
     assert (peer["tokens_per_second"], peer["ours_over_it"]) == (5, 2)
     assert (peer["texts_equal_ours"], peer["lossless"]) == (0, True)
+    assert peer["target_bytes"] == Path(__file__).stat().st_size
+
+
+def test_who_draws_wrongly_is_asked_for_greedy_texts_alone() -> None:
+    assert FAST.takes(8, 0.8)
+    assert not FAST.takes(9, 0.0)
+    wrong = replace(FAST, draws=False)
+    assert wrong.takes(8, 0.0)
+    assert not wrong.takes(8, 0.8)
 
 
 def test_our_own_text_that_differs_is_not_lossless() -> None:
