@@ -10,7 +10,8 @@ speed       tokens a second beside plain decoding, and beside what arithmetic al
             time of K + 1 rows and of the head, both in times of one row. All are measured in the same rounds
 peers       the same model and the same head in llama.cpp's server, vLLM, OpenVINO GenAI and transformers, with every K
             and p_min asked for; each in an environment of its own beside --work, made when it is missing (llama.cpp is
-            compiled: many minutes). Time is that of whole batches, prompts included
+            compiled: many minutes). Time is that of whole batches, prompts included. vLLM and OpenVINO have drafts in
+            greedy decoding alone, as their sampled texts are wrong with them
 
 Prompts are HumanEval's 164 problems and the held-out questions of examples/smollm2, through the model's chat template;
 answers end where the model ends them, or after --max-tokens. Steps that read in a prompt are not counted, nor those in
