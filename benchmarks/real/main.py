@@ -139,7 +139,7 @@ def speed(
 
 def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None]) -> tuple[Table, Rows]:
     """A cell is a format, a batch, a set of prompts and a temperature; the fastest setting of each method takes turns
-    with those of the others. Which is fastest is found with the first set and temperature."""
+    with those of the others. Which is fastest is found with the first set and the lowest temperature."""
     tokenizer = Tokenizer.from_folder(model_folder())
     assert tokenizer is not None
     rows: Rows = []
@@ -153,7 +153,7 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None])
             )
             for batch, name, T in product(args.batches, args.sets, args.temperatures)
         ]
-        first = [own for name, own in tasks if (name, own.temperature) == (args.sets[0], args.temperatures[0])]
+        first = [own for name, own in tasks if (name, own.temperature) == (args.sets[0], min(args.temperatures))]
         with contest.workers(entries, first) as (workers, sweep):
             alone += [
                 {"peer": entry.peer, "setting": entry.setting, "format": format, "batch": batch,
