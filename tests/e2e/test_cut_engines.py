@@ -129,7 +129,7 @@ def same_bits(
 
 
 def test_eagle3_reads_states_from_inside_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a damaged block is named."""
+    """The embedding that head and target share is held once. A damaged block is named."""
     monkeypatch.setattr(cut, "LEAST_LAYERS", 8)
     target = make_target(tmp_path, num_hidden_layers=9)
     head = make_eagle3(tmp_path, target, (1, 4, 7))
@@ -141,6 +141,9 @@ def test_eagle3_reads_states_from_inside_of_blocks(tmp_path: Path, monkeypatch: 
     engine = run(folder)
     assert rows == [3] * runs_graphs()
     assert engine[1:] == run(target, asked, backend="eager", **LIMITS)[1:]
+
+    held = executable.load_constants(folder / "target")
+    assert held["step.worker.head.embedding.weight"] is held["step.decoder.embedding.weight"]
 
     block = next(folder.glob("target/layers*.pt2"))
     block.write_bytes(bytes(block.stat().st_size))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.checkpoints import make_mimo
 from trtspec.backends.table import BACKENDS
@@ -198,6 +199,21 @@ def test_weights_of_all_kinds_come_back(tmp_path: Path) -> None:
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name], tensor)
+
+
+def test_a_tensor_that_the_file_beside_has_is_written_and_held_once(tmp_path: Path) -> None:
+    """A part of one, a copy, or the same memory seen otherwise is another; so is a tensor without elements."""
+    matrix, none = torch.randn(16, 16), torch.empty(0)
+    beside = {"theirs": matrix, "none": none}
+    others = {"part": matrix[:8], "turned": matrix.t(), "copy": matrix.clone(), "nothing": none}
+    file = tmp_path / "constants.safetensors"
+    save_weights({"same": matrix, **others}, file, beside)
+    assert load_file(file).keys() == others.keys()
+    loaded = load_weights(file, beside)
+    assert loaded["same"] is matrix
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in others.items())
+    with pytest.raises(CheckpointError, match="names theirs, which no file beside it has; rebuild the engine"):
+        load_weights(file, {"none": none})
 
 
 def test_whoever_may_read_a_folder_may_read_its_weights(tmp_path: Path) -> None:

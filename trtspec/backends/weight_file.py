@@ -31,26 +31,39 @@ _SAFETENSORS_DTYPES = {
 _ALIGNMENT = 64  # bytes: a cache line, a vector register
 _READ_AT_ONCE = 16 * 2**20  # bytes
 _READERS = 4
+_ELSEWHERE = "elsewhere"  # of a file's metadata: name -> name of the same tensor in the file beside it, as JSON
 
 
-def save_weights(tensors: Mapping[str, Tensor], file: Path) -> None:
+def save_weights(tensors: Mapping[str, Tensor], file: Path, beside: Mapping[str, Tensor] | None = None) -> None:
     """As safetensors, which refuses tensors that share memory: those are written twice. It makes its file private; an
-    engine may be served by another user."""
+    engine may be served by another user. Tensors that are one of `beside`, which another file has, are named alone.
+    """
     seen: set[int] = set()
-    apart = {}
+    apart, elsewhere = {}, {}
+    names = {_place(tensor): name for name, tensor in (beside or {}).items() if tensor.numel()}
     for name, tensor in tensors.items():
+        if (same := names.get(_place(tensor))) is not None:
+            elsewhere[name] = same
+            continue
         held = tensor.detach().cpu().contiguous()
         apart[name] = held.clone() if held.untyped_storage().data_ptr() in seen else held
         seen.add(held.untyped_storage().data_ptr())
-    save_file(apart, file)
+    save_file(apart, file, {_ELSEWHERE: json.dumps(elsewhere)} if elsewhere else None)
     file.chmod(0o644)
 
 
-def load_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file in one arena of huge pages."""
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """What two tensors have in common if they are one."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def load_weights(file: Path, beside: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file in one arena of huge pages, and those of `beside` that it names."""
     with file.open("rb", buffering=0) as source:
         header_size = int.from_bytes(source.read(8), "little")
-        header = _entries(file, source.read(min(header_size, file.stat().st_size)))
+        header, elsewhere = _entries(file, source.read(min(header_size, file.stat().st_size)))
+        if missing := sorted(set(elsewhere.values()) - set(beside or {})):
+            raise CheckpointError(f"{file} names {missing[0]}, which no file beside it has; rebuild the engine")
         size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         try:
             arena = huge_pages(max(size + _ALIGNMENT * len(header), 1))
@@ -82,18 +95,19 @@ def load_weights(file: Path) -> dict[str, Tensor]:
 
         with ThreadPoolExecutor(_READERS) as pool:  # most of it is copying, and giving out zeroed pages
             list(pool.map(read, parts))
-    return tensors
+    return tensors | {name: (beside or {})[same] for name, same in elsewhere.items()}
 
 
-def _entries(file: Path, text: bytes) -> dict[str, Any]:
-    """Name -> dtype, shape and data_offsets of each tensor, from the header. CheckpointError for nonsense."""
+def _entries(file: Path, text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """Name -> dtype, shape and data_offsets of each tensor, from the header; names of tensors that another file has.
+    CheckpointError for nonsense."""
     try:
         header = json.loads(text)
-        header.pop("__metadata__", None)
+        elsewhere = json.loads(header.pop("__metadata__", {}).get(_ELSEWHERE, "{}"))
         for entry in header.values():
             first, last = entry["data_offsets"]
             if last - first != math.prod(entry["shape"]) * _SAFETENSORS_DTYPES[entry["dtype"]].itemsize or first < 0:
                 raise ValueError("sizes that do not agree")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} has a damaged header ({error}); copy it again or rebuild the engine") from error
-    return cast("dict[str, Any]", header)
+    return cast("dict[str, Any]", header), cast("dict[str, str]", elsewhere)

@@ -141,5 +141,5 @@ class Constants:
         for name, tensor in self.tensors.items():
             shared = name.startswith(OF_DECODER) and not name.startswith(OF_TABLES)
             files[WEIGHTS if shared else CONSTANTS][name] = tensor
-        for file, tensors in files.items():
-            save_weights(tensors, folder / file)
+        save_weights(files[WEIGHTS], folder / WEIGHTS)
+        save_weights(files[CONSTANTS], folder / CONSTANTS, files[WEIGHTS])

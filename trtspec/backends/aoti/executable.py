@@ -22,7 +22,8 @@ _ALONE = 2**15  # elements that torch copies in the calling thread, without waki
 
 def load_constants(folder: Path) -> dict[str, Tensor]:
     """Every constant of the graphs in a folder, by name."""
-    return {**load_weights(folder / WEIGHTS), **load_weights(folder / CONSTANTS)}
+    weights = load_weights(folder / WEIGHTS)
+    return weights | load_weights(folder / CONSTANTS, weights)
 
 
 class AotiExecutable(CompiledExecutable):

@@ -62,7 +62,9 @@ class AotiOnCuda(CudaExecutable):
 
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
         device = self._work.device
-        self._weights = {name: tensor.to(device) for name, tensor in load_constants(folder).items()}
+        constants = load_constants(folder)  # an EAGLE3 head may have a tensor of its target
+        there = {id(tensor): tensor.to(device) for tensor in constants.values()}
+        self._weights = {name: there[id(tensor)] for name, tensor in constants.items()}
         index = -1 if device.index is None else device.index
         return {
             graph: load_graph(folder / graph.file, self._weights, self._flat_kv, alone=True, device=index)
