@@ -193,6 +193,18 @@ def test_tiny_and_huge_rows(layout: str, size: float) -> None:
     torch.testing.assert_close(layer(x), layer.reference(x), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_results_below_the_normal_numbers_are_the_references(rows: int, dtype: torch.dtype) -> None:
+    """Beside a NaN, which stays one."""
+    values, scales = torch.randint(-128, 128, (40, 64), dtype=torch.int8), torch.full((40,), 2.0**-120)
+    scales[7] = float("nan")
+    layer = Layer(*pack_int8(values, scales), NONE, 40, 64)
+    out = layer(x := (torch.randn(rows, 64) * 2**-16).to(dtype))
+    assert ((out != 0) & (out.abs() < torch.finfo(dtype).tiny)).any()
+    torch.testing.assert_close(out, layer.reference(x), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("layout", ["panels", "int8", "int4-32", "int8-32", *FP8])
 def test_no_rows(layout: str) -> None:
     assert random_layer(layout, torch.float32, 40, 64)(torch.empty(0, 64)).shape == (0, 40)

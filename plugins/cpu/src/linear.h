@@ -334,7 +334,11 @@ int64_t linear_block_rows(const LinearArgs& args) {
 int64_t linear_chunk_bytes(const LinearArgs& args) {
   const int64_t block_rows = linear_block_rows(args), rows = args.rows < block_rows ? args.rows : block_rows;
 #if defined(__AMX_INT8__)  // to set tiles up takes a twentieth of a microsecond
-  if (tile_bytes(args) > 0) return 32 * 1024 / ((rows + 2 * SIDE - 1) / (2 * SIDE));
+  if (tile_bytes(args) > 0) {
+    constexpr int64_t PANELS_OF_MANY_ROWS = 4;  // whose results of a row lie side by side
+    if (args.rows > block_rows) return PANELS_OF_MANY_ROWS * args.steps * STEP_BYTES;
+    return 32 * 1024 / ((rows + 2 * SIDE - 1) / (2 * SIDE));
+  }
 #endif
   constexpr int64_t ROWS_FOR_ONE = 4;  // that take as long as one
   return 32 * 1024 / ((rows + ROWS_FOR_ONE - 1) / ROWS_FOR_ONE);
@@ -348,8 +352,8 @@ void linear_block(const LinearArgs& args, int64_t row_begin, int64_t row_end, in
 #endif
   const auto multiply_panel = panel_kernel(args);
   const auto write = row_writer(args);
-  for (int64_t panel = panel_begin; panel < panel_end; ++panel)
-    for (int64_t row = row_begin; row < row_end; row += SUMS_ROWS) {
+  for (int64_t row = row_begin; row < row_end; row += SUMS_ROWS)
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       const int64_t rows = row_end - row < SUMS_ROWS ? row_end - row : SUMS_ROWS;
       multiply_panel(args, panel, rows, args.prepared + row * row_bytes, row_bytes, sums);
       write(args, panel, row, rows, sums);

@@ -206,7 +206,7 @@ void tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x
     const char* const words = words_at(args, panel, step);
     const int64_t steps = args.steps - step < slice ? args.steps - step : slice;
     for (int64_t row = 0; row < rows; row += 2 * SIDE) {
-      const int64_t ahead = row > 0 ? 0 : rows <= 2 * SIDE ? NEAR : slice * STEP_BYTES;
+      const int64_t ahead = rows <= 2 * SIDE ? NEAR : 0;
       const char* const inputs = x + row * row_bytes + step * Format::ROW_BYTES;
       if (row + SIDE < rows)
         multiply_tiles<Format, true>(words, steps, ahead, inputs, inputs + SIDE * row_bytes, row_bytes, step == 0,

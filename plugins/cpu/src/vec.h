@@ -183,6 +183,14 @@ INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
 // Round to nearest even; NaN stays NaN.
 INLINE void store(BFloat16* to, Vec v) {
+#if defined(__AVX512BF16__)
+  constexpr int DENORMAL = 0x20;  // which the instruction takes for 0
+  if (!_mm512_fpclass_ps_mask((__m512)v, DENORMAL)) [[likely]] {
+    const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(to, &narrow, sizeof narrow);
+    return;
+  }
+#endif
   const UVec bits = (UVec)v;
   const UVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const UVec quiet = (bits >> 16) | 0x40;
