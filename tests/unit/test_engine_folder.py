@@ -181,6 +181,7 @@ def test_a_config_that_is_not_whole_is_named(tmp_path: Path, changes: dict[str, 
         b'{"a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [1]}}',
         b'{"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}',
+        b'{"__metadata__": {"elsewhere": "[1]"}}',
     ],
 )
 def test_weights_with_a_damaged_header_are_refused(tmp_path: Path, header: bytes) -> None:

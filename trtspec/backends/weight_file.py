@@ -103,11 +103,12 @@ def _entries(file: Path, text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     CheckpointError for nonsense."""
     try:
         header = json.loads(text)
-        elsewhere = json.loads(header.pop("__metadata__", {}).get(_ELSEWHERE, "{}"))
+        named = json.loads(header.pop("__metadata__", {}).get(_ELSEWHERE, "{}"))
+        elsewhere = {str(name): str(same) for name, same in named.items()}
         for entry in header.values():
             first, last = entry["data_offsets"]
             if last - first != math.prod(entry["shape"]) * _SAFETENSORS_DTYPES[entry["dtype"]].itemsize or first < 0:
                 raise ValueError("sizes that do not agree")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} has a damaged header ({error}); copy it again or rebuild the engine") from error
-    return cast("dict[str, Any]", header), cast("dict[str, str]", elsewhere)
+    return cast("dict[str, Any]", header), elsewhere
