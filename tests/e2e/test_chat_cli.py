@@ -10,6 +10,7 @@ import pty
 import re
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -28,6 +29,12 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role != 'assistant' %}
 _SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
+def _take_terminal() -> None:
+    """As a shell does it: Ctrl-C ends the program, also where the tests were started with SIGINT ignored."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A program in a terminal of its own. seen: what it wrote, without colours and moves of the cursor."""
 
@@ -37,7 +44,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trtspec", *arguments],
             stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
             env={**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
         os.close(slave)
