@@ -6,10 +6,23 @@ Where its engine core runs is for the environment's variables to say (see enviro
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from typing import Any
 
 from benchmarks.peers.worker import Stopwatch, serve
+
+
+KEPT_TO_AVX2 = os.environ.get("TRTSPEC_CPU_ISA") == "avx2"
+
+
+def keep_to_avx2() -> None:
+    """Have torch, which vLLM asks for its choice of kernels, say what it says on a machine without AVX-512."""
+    import torch
+
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported", "_is_amx_tile_supported"):
+        assert hasattr(torch.cpu, name), name
+        setattr(torch.cpu, name, lambda: False)
 
 
 class Vllm:
@@ -18,6 +31,8 @@ class Vllm:
         self.llm: Any = None
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        if KEPT_TO_AVX2:
+            keep_to_avx2()
         import vllm
 
         self.vllm = vllm
