@@ -89,7 +89,7 @@ class Opened:
 
     def force(self, accepted: int) -> None:
         """Drafts that count as accepted in each step of requests to come."""
-        self.engine.loop.assemble.forced_accept = accepted
+        self.engine.loop.input_builder.forced_accept = accepted
 
     def overlap(self, wanted: bool) -> None:
         """Whether the host prepares a step while the last one runs. Nothing is in flight."""

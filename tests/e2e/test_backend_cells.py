@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def assert_right(models: Models, llm: LLM, mode: M, k: int) -> None:
     """In a cache too small for all, with drafts right now and then and wrong now and then: what eager decoding says."""
     run = run_together(llm.engine, models.cases)
-    assert llm.engine.loop.assemble.mode is mode
+    assert llm.engine.loop.input_builder.mode is mode
     assert run.outcomes == models.plain(RECIPES[mode].target, "eager")
     assert llm.engine.stats.preemptions > 0
     assert llm.engine.stats.drafter_failures == 0

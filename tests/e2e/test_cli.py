@@ -17,7 +17,7 @@ from examples.demo.__main__ import Mode, table
 from trtspec import LLM, SamplingParams
 from trtspec.bench.profile import Clock
 from trtspec.cli import main
-from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.batch import InputBuilder
 from trtspec.engine.step import StepLoop
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
@@ -154,7 +154,7 @@ def test_the_demo_tells_steps_with_drafts_from_those_without() -> None:
 
 def test_profiles_sum_up_to_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Eager: the worker's passes are told apart. Afterwards nothing is left wrapped."""
-    before = dict(vars(StepLoop)), dict(vars(BatchAssembler))
+    before = dict(vars(StepLoop)), dict(vars(InputBuilder))
     file = tmp_path / "result.json"
     shape = ("--input-len", "16", "--output-len", "12", "--random-prompts", "--profile", "--json", str(file))
     spec = ("--spec-method", "eagle3", "--spec-model", str(DEMO / "eagle3"), "--spec-tokens", "2")
@@ -167,7 +167,7 @@ def test_profiles_sum_up_to_a_step(tmp_path: Path, capsys: pytest.CaptureFixture
         assert sum(phases.values()) == pytest.approx(total)
         assert (phases["draft"] > 0) == (name == "speculative")
         assert all(phases[phase] > 0 for phase in ("inputs", "verify", "accept", "deliver", "host"))
-    assert (dict(vars(StepLoop)), dict(vars(BatchAssembler))) == before
+    assert (dict(vars(StepLoop)), dict(vars(InputBuilder))) == before
 
 
 def test_a_clock_counts_a_phase_inside_another_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from tests.head_checkpoints import make_dflash
 from trtspec import LLM
 from trtspec.backends.graph_io import graph_outputs, output_names
 from trtspec.core import SpecMetadata, StepInputs, StepOutputs
-from trtspec.engine.overlap import Flight, OverlapLoop
+from trtspec.engine.overlap import InFlightStep, OverlapLoop
 from trtspec.methods.step import OneEngineStep
 from trtspec.methods.worker import SpecWorker
 from trtspec.protocols import Executable
@@ -60,10 +60,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 def no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch that fails is made again, with nothing in flight: it would not show."""
 
-    def give_up(loop: OverlapLoop, flight: Flight) -> None:
-        flight.launch.wait()
+    def abandon(loop: OverlapLoop, failed: InFlightStep) -> None:
+        failed.launch.wait()
 
-    monkeypatch.setattr(OverlapLoop, "give_up", give_up)
+    monkeypatch.setattr(OverlapLoop, "abandon", abandon)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def overlapped(llm: LLM, seed: int, said: dict[int, int]) -> Offered:
     loop = llm.engine.loop
     fields = {field.name: getattr(loop, field.name) for field in dataclasses.fields(loop) if field.init}
     offered = Offered(loop.target, said)
-    target: Any = ThreadedExecutable(offered, loop.assemble.max_draft_len, VOCAB, random_delay(seed))
+    target: Any = ThreadedExecutable(offered, loop.input_builder.max_draft_len, VOCAB, random_delay(seed))
     llm.engine.loop = OverlapLoop(**{**fields, "target": target})
     return offered
 

@@ -129,7 +129,7 @@ def reference(targets: Callable[[int], Path], make: Make) -> Callable[[Way], Ref
 def test_drafts_right_and_wrong_at_every_place(make: Make, reference: Callable[[Way], Reference], way: Way) -> None:
     """In a cache too small, prompts in chunks, requests that end inside a draft."""
     with make(way, max_batch_size=batch_of(way), **TIGHT) as llm:
-        assert llm.engine.loop.assemble.mode.name == str(way).partition("-")[0]
+        assert llm.engine.loop.input_builder.mode.name == str(way).partition("-")[0]
         run = assert_right(llm, reference(way), told=True)
         acceptance = run.speculation.acceptance_per_position
         assert len(acceptance) == way.K

@@ -64,7 +64,7 @@ def test_drafts_are_those_of_layers_inside(folders: Callable[[int], Folders], mo
     found, fields, seen = folders(2 if mode == "MTP" else 1), WAYS[mode], []
     for target, model in ((found.whole, None), (found.bare, getattr(found, own))):
         with LLM(target, mtp(model, **fields), max_batch_size=4, **ROOMY) as llm:
-            assert llm.engine.loop.assemble.mode.name == mode
+            assert llm.engine.loop.input_builder.mode.name == mode
             run, watched = run_watched(llm, CASES)
             seen.append((watched.given, run.outcomes))
     assert len(seen[0][0]) > 50
@@ -87,7 +87,7 @@ def test_lossless(folders: Callable[[int], Folders]) -> None:
 
 def test_what_a_folder_is_says_the_method(folders: Callable[[int], Folders]) -> None:
     with LLM(folders(1).bare, {"model": str(folders(1).alone), "num_speculative_tokens": 1}) as llm:
-        assert llm.engine.loop.assemble.mode.name == "MTP_EAGLE_ONE_MODEL"
+        assert llm.engine.loop.input_builder.mode.name == "MTP_EAGLE_ONE_MODEL"
 
 
 @pytest.mark.long

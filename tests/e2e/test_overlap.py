@@ -48,7 +48,7 @@ def overlapped(llm: LLM, seed: int = 0, before: Callable[[StepInputs], None] = l
     loop = llm.engine.loop
     fields = {field.name: getattr(loop, field.name) for field in dataclasses.fields(loop) if field.init}
     loop.scheduler.allocator.debug = True
-    target = ThreadedExecutable(loop.target, loop.assemble.max_draft_len, VOCAB, random_delay(seed), before)
+    target = ThreadedExecutable(loop.target, loop.input_builder.max_draft_len, VOCAB, random_delay(seed), before)
     ahead = OverlapLoop(**{**fields, "target": target})
     llm.engine.loop = ahead
     return ahead

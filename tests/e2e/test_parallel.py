@@ -63,7 +63,7 @@ def test_drafts_right_and_wrong_at_every_place(
 ) -> None:
     """In a cache too small, prompts in chunks, requests that end inside a draft."""
     with makers[mode](k, dtype=dtype, max_batch_size=min(8, 32 // (k + 1)), **TIGHT) as llm:
-        assert llm.engine.loop.assemble.mode.name == mode
+        assert llm.engine.loop.input_builder.mode.name == mode
         run = assert_right(llm, reference(mode, dtype, k), told=True)
         acceptance = run.speculation.acceptance_per_position
         assert len(acceptance) == k

@@ -273,7 +273,7 @@ def test_a_head_computes_in_the_targets_dtype(
     wishes = {**EAGLE, "model": str(folder), "one_engine": one_engine}
     with LLM(target, wishes, dtype=dtype, num_kv_blocks=9) as llm:
         step = step_of(llm)
-        mode = llm.engine.loop.assemble.mode
+        mode = llm.engine.loop.input_builder.mode
         assert mode.name == ("EAGLE" if one_engine is False else "EAGLE_ONE_MODEL")
         assert {parameter.dtype for parameter in step.worker.parameters()} == {getattr(torch, dtype)}
         assert len(step.kv_layers) == (2 if one_engine is False else 3 + 2)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trtspec.core import SamplingTensors, StepInputs, StepOutputs
-from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.batch import InputBuilder
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Scheduled
 from trtspec.kv.blocks import SequenceKV
@@ -123,7 +123,7 @@ def random_batch(rng: random.Random) -> tuple[Scheduled, ...]:
 
 
 def assembled(batch: tuple[Scheduled, ...], next_draft_len: int = 3, forced: int = -1) -> StepInputs:
-    return BatchAssembler(SpeculativeDecodingMode.EAGLE3_ONE_MODEL, 4, forced)(batch, next_draft_len)
+    return InputBuilder(SpeculativeDecodingMode.EAGLE3_ONE_MODEL, 4, forced).build(batch, next_draft_len)
 
 
 def half_right(rng: random.Random, inputs: StepInputs) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trtspec.core import AttnMetadata, SamplingTensors, StepInputs
-from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.batch import InputBuilder
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch, Scheduler
 from trtspec.kv import rewind
@@ -94,7 +94,7 @@ class Load:
         self.scheduler = Scheduler(self.allocator, batch, batch * (self.K + 1) + rng.choice((0, 10)), self.K, reuse)
         self.graphs = rng.choice(((), (0, self.K), (self.K,)))
         self.forced = rng.choice((-1, -1, 0, 1))
-        self.assembler = BatchAssembler(SpeculativeDecodingMode.NGRAM, self.K, self.forced, self.graphs)
+        self.builder = InputBuilder(SpeculativeDecodingMode.NGRAM, self.K, self.forced, self.graphs)
         self.draft_chance = rng.choice((0.0, 0.5, 1.0))  # that a proposal is as long as it may be
         self.greedy = rng.random() < 0.5
         self.number = 0
@@ -154,7 +154,7 @@ class Load:
 
     def launch(self, batch: Batch) -> None:
         wanted = self.rng.choice((0, self.K))
-        inputs = self.assembler(batch, wanted)
+        inputs = self.builder.build(batch, wanted)
         expected = plainly(batch, wanted, self.forced, self.graphs)
         assert_same(assembled(inputs), expected)
         assert inputs.spec.next_draft_len == wanted
@@ -214,10 +214,10 @@ def test_a_tensor_written_through_numpy_has_a_new_version() -> None:
     load = Load(0)
     load.submit()
     batch = load.scheduler.schedule()
-    first = load.assembler(batch)
+    first = load.builder.build(batch)
     version = first.attn.kv_lens._version
-    load.assembler(batch)
-    again = load.assembler(batch)
+    load.builder.build(batch)
+    again = load.builder.build(batch)
     assert again.attn.kv_lens is first.attn.kv_lens
     assert again.attn.kv_lens._version > version
 
@@ -228,5 +228,5 @@ def test_runs_in_inference_mode() -> None:
     batch = load.scheduler.schedule()
     with torch.inference_mode():
         for _ in range(3):
-            load.assembler(batch)
-    assert_same(assembled(load.assembler(batch)), plainly(batch, 0, load.forced, load.graphs))
+            load.builder.build(batch)
+    assert_same(assembled(load.builder.build(batch)), plainly(batch, 0, load.forced, load.graphs))

@@ -9,7 +9,7 @@ import trtspec.engine.step as loop_module
 from trtspec.backends.compiled import CompiledExecutable
 from trtspec.backends.cuda.executable import CudaExecutable, DeviceLaunch
 from trtspec.backends.eager import EagerExecutable
-from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.batch import InputBuilder
 from trtspec.engine.stats import TimedExecutable
 from trtspec.engine.steady import SteadyBatch, SteadyLoop
 from trtspec.engine.step import StepLoop
@@ -24,13 +24,13 @@ def phases_of_loop(loop: StepLoop) -> list[PhaseMethod]:
     """Everything in the loop's steps that is timed. Methods of the assembler are looked up in its class."""
     methods: list[PhaseMethod] = [
         (loop.scheduler, "schedule", "inputs"),
-        (BatchAssembler, "__call__", "inputs"),
-        (BatchAssembler, "go_on", "inputs"),
-        (SteadyBatch, "can_go_on", "inputs"),
+        (InputBuilder, "build", "inputs"),
+        (InputBuilder, "repeat_batch", "inputs"),
+        (SteadyBatch, "can_repeat", "inputs"),
         (loop.target, "run", "verify"),
         *phases_inside(loop.target),
         (loop_module, "accept", "accept"),
-        (SteadyBatch, "take", "deliver"),
+        (SteadyBatch, "record", "deliver"),
         (StepLoop, "update", "deliver"),
         (SteadyLoop, "settle", "deliver"),
         (loop.proposer, "propose", "deliver"),

@@ -17,7 +17,7 @@ from trtspec.build.models import LoadedModel, ModelLoader, Progress
 from trtspec.build.start import Start, choose_start
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.batch import InputBuilder
 from trtspec.engine.core import EngineCore
 from trtspec.engine.hidden_states import HiddenStateCollector, ShardWriter
 from trtspec.engine.overlap import OverlapLoop
@@ -106,7 +106,7 @@ def _assembled(start: Start, tokenizer: Tokenizer | None, progress: Progress) ->
     overlaps = gpu is not None and drafter is None and collector is None
     loop = (OverlapLoop if overlaps and not config.disable_overlap_scheduler else SteadyLoop)(
         scheduler,
-        BatchAssembler(mode, K, forced, loaded[0].draft_lens),
+        InputBuilder(mode, K, forced, loaded[0].draft_lens),
         cast("AsyncExecutable", loaded[0].executable),
         Proposer(drafter, resolved if K else None, target.vocab_size, RowStates() if reads else None),
         target.vocab_size,

@@ -1,8 +1,8 @@
-"""From a batch of requests to the tensors of one launch.
+"""Builds the input tensors of one launch from a batch of requests.
 
-While the same requests run with as many rows and drafts each, a step's tensors have the same shapes, and most of them
-the same contents: those are made once per `_Layout`. What changes is written into the preallocated buffers of two
-`_Frame`s that take turns, so that a step in flight keeps its own.
+As long as the same requests run with the same numbers of rows and drafts, the shapes of a step's tensors and most of
+their contents do not change. A `_Layout` holds those tensors. The tensors that change are preallocated twice, in two
+`_Frame`s that alternate, so that a step in flight keeps its own inputs.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from trtspec.modes import SpeculativeDecodingMode
 
 @dataclass(frozen=True)
 class _Layout:
-    """What follows from who is in a batch, with how many rows and drafts each. Frames share its tensors: nobody writes
-    them."""
+    """Tensors that depend only on the requests of a batch and their numbers of rows and drafts.
+
+    Frames share them; nothing writes to them.
+    """
 
     batch: Batch
     cu_q_lens: torch.Tensor  # [B+1] int32
-    spec: SpecMetadata  # draft_tokens, next_prompt_token and sampling.positions are for the frames to make
-    owners: np.ndarray  # [R] whose each logits row is
-    back: np.ndarray  # [R] the token it draws, counted from its owner's kv_len: <= 0
-    draft_rows: np.ndarray  # [G, K] packed row of each draft; the last again past the draft_len
+    spec: SpecMetadata  # without draft_tokens, next_prompt_token and sampling.positions, which each frame has
+    owners: np.ndarray  # [R] request of each logits row
+    back: np.ndarray  # [R] position of the token it draws, relative to its request's kv_len: <= 0
+    draft_rows: np.ndarray  # [G, K] packed row of each draft; past the draft_len, the last one again
 
 
 class _Frame:
-    """The inputs of one step, and the arrays that are the memory of those tensors that change from step to step."""
+    """The inputs of one step, and the numpy arrays that share memory with its changing tensors."""
 
     def __init__(self, layout: _Layout) -> None:
         self.layout = layout
@@ -57,26 +59,26 @@ class _Frame:
         )
         self.inputs = StepInputs(tensor(self.input_ids), attn, spec)
         written = (self.input_ids, self.positions, self.kv_lens, self.draft_tokens)
-        self.memory = [one.data.cast("B") for one in written if one.size]  # for go_on
+        self.memory = [one.data.cast("B") for one in written if one.size]  # for repeat
         self.has_version = not attn.kv_lens.is_inference()
-        self.blocks: list[list[int]] = [[]] * B  # the list in each row of tables, ...
-        self.num_blocks = [0] * B  # ... and how much of it is there
-        self.stale = True  # tables may not be what the requests have, and go_on is to look, or ...
-        self.grown: list[tuple[int, int, int]] = []  # ... only these are missing: row, column, block
+        self.blocks: list[list[int]] = [[]] * B  # the block list that each row of `tables` was written from
+        self.num_blocks = [0] * B  # how many of its blocks were written
+        self.stale = True  # repeat() must compare all tables with the requests' blocks
+        self.new_blocks: list[tuple[int, int, int]] = []  # else it writes only these: row, column, block
 
     def fill(self, batch: Batch) -> StepInputs:
-        """The batch's tokens, lengths and blocks as they are now."""
+        """Write the current tokens, lengths and blocks of the batch."""
         ids: list[int] = []
         ends: list[int] = []
         for b, (request, num_rows, _, is_context) in enumerate(batch):
-            kv, tokens, start = request.kv, request.tokens, request.reach
+            kv, tokens, start = request.kv, request.tokens, request.num_scheduled_tokens
             end = start + num_rows
             ends.append(end)
             if is_context:
                 ids += tokens[start:end]
                 self.next_prompt_token[b] = tokens[end] if end < len(tokens) else -1
-            elif request.is_ahead:
-                ids += [0] * num_rows  # the step in flight knows them, see carry()
+            elif request.input_in_flight:
+                ids += [0] * num_rows  # outputs of the step in flight, see InputBuilder.carry
             else:
                 ids.append(tokens[-1])
                 ids += request.drafts
@@ -89,18 +91,20 @@ class _Frame:
         np.add(self.kv_lens[self.layout.owners], self.layout.back, out=self.positions)
         return self._changed()
 
-    def go_on(self, ids: list[int], ends: list[int]) -> StepInputs:
-        """ids [B * (K+1)] and ends [B] of the same batch of generations, whose requests are not looked at. After a
-        launch that has swept the CPU's caches every new object costs, and an array function more to fetch than to run:
-        there are few of both."""
+    def repeat(self, ids: list[int], ends: list[int]) -> StepInputs:
+        """Inputs for the same batch of generations: ids [B * (K+1)], ends [B]. Reads nothing of the requests.
+
+        A launch evicts the host's data and code from the CPU caches. Each object created here is a cache miss, and the
+        first call of an array function takes longer to fetch than to run, so this uses few of both.
+        """
         if self.stale:
             for b, row in enumerate(self.layout.batch):
                 self._write_table(b, row.request.kv.blocks)
             self.stale = False
         else:
-            for b, place, block in self.grown:
-                self._add_block(b, place, block)
-        self.grown.clear()
+            for b, column, block in self.new_blocks:
+                self._add_block(b, column, block)
+        self.new_blocks.clear()
         width = len(ids) // len(ends)
         rows = map(range, [end - width + 1 for end in ends], [end + 1 for end in ends])
         values = [array("q", ids), array("q", list(chain.from_iterable(rows))), array("i", ends)]
@@ -113,37 +117,40 @@ class _Frame:
         return self._changed()
 
     def _changed(self) -> StepInputs:
-        """By way of numpy, which torch does not see: who keeps what follows from lengths or tables must know."""
+        """The inputs, marked as modified: torch does not see writes through numpy, and ops cache by tensor version."""
         if self.has_version:
             increment_version(self.inputs.attn.kv_lens)
         return self.inputs
 
-    def _add_block(self, b: int, place: int, block: int) -> None:
-        """Write a row's new block to column `place`."""
-        if place < self.tables.shape[1]:
-            self.tables[b, place] = block
-            self.num_blocks[b] = place + 1
+    def _add_block(self, b: int, column: int, block: int) -> None:
+        """Write a row's new block to its column."""
+        if column < self.tables.shape[1]:
+            self.tables[b, column] = block
+            self.num_blocks[b] = column + 1
         else:
             self._write_table(b, self.blocks[b])
 
     def _write_table(self, b: int, blocks: list[int]) -> None:
-        """Bring a row of the block tables up to date; there are always some columns of scratch to grow into."""
+        """Update one row of the block tables. Unused columns hold scratch block 0."""
         if len(blocks) > self.tables.shape[1]:
             wider = np.zeros((len(self.tables), len(blocks) + _SPARE_COLUMNS), dtype=np.int32)
             wider[:, : self.tables.shape[1]] = self.tables
             self.tables = wider
             attn = replace(self.inputs.attn, block_tables=torch.from_numpy(wider))
             self.inputs = replace(self.inputs, attn=attn)
-        known = self.num_blocks[b] if blocks is self.blocks[b] else 0
-        self.tables[b, known : len(blocks)] = blocks[known:]
-        if known == 0:
+        written = self.num_blocks[b] if blocks is self.blocks[b] else 0
+        self.tables[b, written : len(blocks)] = blocks[written:]
+        if written == 0:
             self.tables[b, len(blocks) :] = 0
         self.blocks[b], self.num_blocks[b] = blocks, len(blocks)
 
 
-class BatchAssembler:
-    """`forced_accept`: drafts counted as accepted in any case, -1 = off. `graph_draft_lens`: K of the compiled graphs
-    in rising order; a step's K is rounded up to one of them; empty = any K will do."""
+class InputBuilder:
+    """Builds StepInputs.
+
+    forced_accept: number of drafts that count as accepted whatever they are, -1 = off. graph_draft_lens: the K of the
+    compiled graphs, ascending; the K of a step is rounded up to one of them. Empty: any K runs.
+    """
 
     def __init__(
         self,
@@ -157,12 +164,12 @@ class BatchAssembler:
         self.forced_accept = forced_accept
         self.graph_draft_lens = graph_draft_lens
         self._layout: _Layout | None = None
-        self._frames: tuple[_Frame | None, _Frame | None] = (None, None)  # that of the last step is the second
+        self._frames: tuple[_Frame | None, _Frame | None] = (None, None)  # the second is that of the last step
 
-    def __call__(self, batch: Batch, next_draft_len: int = 0) -> StepInputs:
-        """Pack the rows. T rows in request order; see core.SpecMetadata for the logits rows and next_draft_len.
+    def build(self, batch: Batch, next_draft_len: int = 0) -> StepInputs:
+        """Inputs of T packed rows in the order of the batch; core.SpecMetadata explains logits rows and next_draft_len.
 
-        The tensors are this step's until the step after the next is packed.
+        The tensors stay valid until the inputs of the second step from now are built.
         """
         layout = self._layout
         if layout is None or layout.batch != batch or layout.spec.next_draft_len != next_draft_len:
@@ -172,39 +179,41 @@ class BatchAssembler:
         return inputs if edits is None else replace(inputs, spec=replace(inputs.spec, edits=edits))
 
     def carry(self, batch: Batch, last: Batch) -> Carry:
-        """What the batch takes from the outputs of `last`, which is in flight."""
-        places = {id(row.request): b for b, row in enumerate(last)}
+        """Which outputs of `last`, which is in flight, are inputs of this batch."""
+        rows_of_last = {id(row.request): b for b, row in enumerate(last)}
         tokens: list[int] = []
         kept = []
         for request, num_rows, _, _ in batch:
-            place = places[id(request)] if request.is_ahead else -1
-            kept.append(place)
-            start = place * (self.max_draft_len + 1)
-            tokens += range(start, start + num_rows) if request.is_ahead else [-1] * num_rows
+            row_of_last = rows_of_last[id(request)] if request.input_in_flight else -1
+            kept.append(row_of_last)
+            start = row_of_last * (self.max_draft_len + 1)
+            tokens += range(start, start + num_rows) if request.input_in_flight else [-1] * num_rows
         return Carry(torch.tensor(tokens), torch.tensor(kept))
 
-    def go_on(self, ids: list[int], ends: list[int]) -> StepInputs:
-        """The last batch again, all generations, with the same layout: ids [B * (K+1)] of tokens to read in, ends [B]
-        the length of each sequence with them. What becomes of their blocks is told beforehand: look_again, add_blocks.
+    def repeat_batch(self, ids: list[int], ends: list[int]) -> StepInputs:
+        """Inputs for the last batch again, which consists of generations.
+
+        ids [B * (K+1)]: the input tokens. ends [B]: length of each sequence including them. If blocks changed since the
+        last step, call invalidate_tables or add_blocks first.
         """
         assert self._layout is not None
-        return self._next_frame(self._layout).go_on(ids, ends)
+        return self._next_frame(self._layout).repeat(ids, ends)
 
-    def look_again(self) -> None:
-        """Requests of the last batch may have other blocks than in its steps so far: go_on is to look at them once."""
+    def invalidate_tables(self) -> None:
+        """Make repeat_batch compare the block tables with the requests once."""
         assert self._layout is not None
         self._frames = (self._frame(self._frames[0], self._layout), self._frame(self._frames[1], self._layout))
         for frame in self._frames:
             frame.stale = True
 
     def add_blocks(self, b: int, start: int, blocks: list[int]) -> None:
-        """For go_on: row b of the last batch has these blocks more, from column `start` of its table."""
+        """Tell repeat_batch that row b of the last batch has these new blocks, from column `start` of its table."""
         for frame in self._frames:
             assert frame is not None
-            frame.grown += [(b, start + i, block) for i, block in enumerate(blocks)]
+            frame.new_blocks += [(b, start + i, block) for i, block in enumerate(blocks)]
 
     def _next_frame(self, layout: _Layout) -> _Frame:
-        """The frame of the step before the last; from now on that of the last."""
+        """The older of the two frames, which becomes the newer one."""
         frame = self._frame(self._frames[0], layout)
         self._frames = self._frames[1], frame
         return frame
@@ -220,7 +229,7 @@ class BatchAssembler:
         K = next((length for length in self.graph_draft_lens if length >= max(K, next_draft_len)), K)
         cu_q_lens = np.zeros(B + 1, dtype=np.int32)
         np.cumsum(num_rows, out=cu_q_lens[1:])
-        # logits rows: one of each context, K + 1 of each generation, of which those past its drafts repeat its last
+        # logits rows: one per context, K + 1 per generation; those past its drafts repeat its last row
         owners = np.concatenate((np.arange(C), np.repeat(np.arange(C, B), K + 1)))
         back = np.minimum(np.arange(K + 1) - draft_lens[C:, None], 0).reshape(-1)
         back = np.concatenate((np.zeros(C, dtype=np.int64), back))
@@ -243,5 +252,5 @@ class BatchAssembler:
         return _Layout(batch, torch.from_numpy(cu_q_lens), spec, owners, back, draft_rows)
 
 
-_SPARE_COLUMNS = 16  # of a block table that must grow, so that it does not do so every few steps
+_SPARE_COLUMNS = 16  # added when a block table grows, so that it does not grow every few steps
 _NO_TREE = torch.empty(0, dtype=torch.int32)

@@ -47,7 +47,7 @@ def _penalties(rows: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:
     penalised = {id(row.request): row.request for row in rows if row.request.sampling.is_penalised}
     if not penalised:
         return _INTS, _INTS.long(), _FLOATS
-    tokens = {key: np.frombuffer(one.known_tokens(), np.int32) for key, one in penalised.items()}
+    tokens = {key: np.frombuffer(one.int32_tokens(), np.int32) for key, one in penalised.items()}
     history = np.full((len(rows), max(row.known for row in rows if id(row.request) in tokens)), -1, np.int32)
     for r, (request, known) in enumerate(rows):
         if id(request) in tokens:

@@ -1,13 +1,12 @@
-"""The loop with a step in flight: the host prepares the next step while the device computes the last.
+"""Overlap scheduling: the host prepares the next step while the device computes the current one.
 
-What a step draws is what the step after it reads in, and it need not pass through the host on its way: that step is
-launched with a note of which row of the outputs each request continues (core.Carry). The host counts as if all drafts
-were accepted, so that there are blocks enough; the lengths that hold are computed on the device. When the outputs of a
-step come in, the step after it is in flight already, with requests that have just ended. What that gives them is thrown
-away, and only when it has landed are their blocks free.
+The tokens of a step are the inputs of the next step, and they stay on the device. `core.Carry` says which output row
+each request continues. The host reserves KV blocks as if every draft were accepted; the device computes the true
+lengths. When the outputs of a step arrive, the next step is already in flight and may include requests that have just
+finished. Their tokens are discarded, and their blocks are freed when that step completes.
 
-Where the host must know more than it does (blocks run short, a launch fails, a request's draws depend on the tokens
-before them) it waits, and makes a step without looking ahead.
+The host waits for the step in flight when it needs the outputs first: KV blocks run short, a launch fails, or a
+request's logit constraints depend on the previous tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from trtspec.verify.strict import accept
 
 
 @dataclass(frozen=True)
-class Flight:
-    """A step whose outputs the host has not seen."""
+class InFlightStep:
+    """A launched step whose outputs the host has not read."""
 
     batch: Batch
     spec: SpecMetadata
@@ -35,53 +34,58 @@ class Flight:
 
 @dataclass
 class OverlapLoop(IsolatedLoop):
-    """For executables that need not be waited for, and drafts that are made inside the launch, if any.
+    """The loop for an asynchronous executable without a separate drafter.
 
-    A call of step() launches a step and returns what the step before it gave.
+    step() launches one step and returns the emissions of the previous one.
     """
 
     target: AsyncExecutable
-    flight: Flight | None = field(default=None, init=False)
+    in_flight: InFlightStep | None = field(default=None, init=False)
 
     def step(self) -> list[Emission]:
-        """Launch a step, and give what the one before it gave. A step that is not launched ahead is waited for."""
-        flight, self.flight = self.flight, None
+        """Launch the next step, then return the emissions of the one in flight.
+
+        A step that cannot be launched ahead runs alone, and its own emissions are returned.
+        """
+        previous, self.in_flight = self.in_flight, None
         batch = self.scheduler.schedule()
         if batch and not any(row.request.needs_host for row in batch):
             try:
-                self.flight = self.take_off(batch, flight)
+                self.in_flight = self.launch_ahead(batch, previous)
             except DeviceError:
-                raise  # there is nothing left to try on
-            except Exception:  # who is to blame shows when it is launched as others are, with nothing in flight
+                raise  # the device is lost
+            except Exception:  # launched again with nothing in flight, where fault isolation finds the request
                 pass
-        if flight is None:
-            return [] if self.flight is not None or not batch else super().step()
+        if previous is None:
+            return [] if self.in_flight is not None or not batch else super().step()
         try:
-            outputs = flight.launch.wait()
+            outputs = previous.launch.wait()
         except DeviceError:
             raise
         except Exception:
-            self.give_up(flight)
-            return super().step()  # launches that fail are taken apart
-        return self.land(flight, outputs)
+            self.abandon(previous)
+            return super().step()  # which isolates the request at fault
+        return self.complete(previous, outputs)
 
     @property
     def has_work(self) -> bool:
-        """False: no request is there, and nothing is in flight."""
-        return self.flight is not None or super().has_work
+        """False: there is no request, and no step is in flight."""
+        return self.in_flight is not None or super().has_work
 
-    def take_off(self, batch: Batch, last: Flight | None) -> Flight:
-        """Launch the batch behind the last step, if that is in flight."""
+    def launch_ahead(self, batch: Batch, last: InFlightStep | None) -> InFlightStep:
+        """Launch the batch; where `last` is in flight, the device takes its outputs as inputs."""
         wanted = self.proposer.wanted(batch, self.scheduler)
-        inputs = self.assemble(batch, wanted)
-        carry = None if last is None else self.assemble.carry(batch, last.batch)
-        flight = Flight(batch, inputs.spec, self.target.launch(inputs, carry))
-        self.scheduler.took_off(batch, [self.usable_drafts(row, wanted) for row in batch])
-        return flight
+        inputs = self.input_builder.build(batch, wanted)
+        carry = None if last is None else self.input_builder.carry(batch, last.batch)
+        launched = InFlightStep(batch, inputs.spec, self.target.launch(inputs, carry))
+        self.scheduler.mark_in_flight(batch, [self.usable_drafts(row, wanted) for row in batch])
+        return launched
 
     def usable_drafts(self, row: Scheduled, made: int) -> int:
-        """How many of the drafts that a step makes for a request the next one may verify: as many as it wants, none
-        past a gap in the draft KV, or where the draft model sees no further."""
+        """Number of the `made` drafts that the next step may verify for this request.
+
+        0 where the draft KV has a gap, or where the sequence is longer than the draft model's context.
+        """
         request = row.request
         if made == 0 or request.max_draft_len == 0 or not row.emits or row.end >= self.proposer.longest(self.scheduler):
             return 0
@@ -90,21 +94,21 @@ class OverlapLoop(IsolatedLoop):
             return 0
         return min(made, request.max_draft_len)
 
-    def land(self, flight: Flight, outputs: StepOutputs) -> list[Emission]:
-        """A step is over: give its requests what they got."""
+    def complete(self, step: InFlightStep, outputs: StepOutputs) -> list[Emission]:
+        """Commit a step's outputs to its requests."""
         if outputs.verdict is None:
-            outputs = replace(outputs, verdict=accept(outputs, flight.spec))
-        self.scheduler.landed(flight.batch)
-        emissions = self.deliver(flight.batch, outputs)
+            outputs = replace(outputs, verdict=accept(outputs, step.spec))
+        self.scheduler.mark_completed(step.batch)
+        emissions = self.deliver(step.batch, outputs)
         waiting = [e.request for e in emissions if e.tokens and not e.finished and not e.request.pending]
         self.proposer.propose(waiting, self.scheduler)
         return emissions
 
-    def give_up(self, failed: Flight) -> None:
-        """A step has failed, and with it the one that reads its outputs: as if neither had been launched."""
-        self.scheduler.landed(failed.batch)
-        flight, self.flight = self.flight, None
-        if flight is not None:
+    def abandon(self, failed: InFlightStep) -> None:
+        """Undo the launch of a step that failed, and of the step in flight, which reads its outputs."""
+        self.scheduler.mark_completed(failed.batch)
+        dependent, self.in_flight = self.in_flight, None
+        if dependent is not None:
             with suppress(Exception):
-                flight.launch.wait()
-            self.scheduler.landed(flight.batch)
+                dependent.launch.wait()
+            self.scheduler.mark_completed(dependent.batch)

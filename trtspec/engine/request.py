@@ -17,7 +17,10 @@ from trtspec.verify.grammar import Guide
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`tokens` is prompt and output; the KV of all but the newest is, or will again be, in the cache."""
+    """`tokens` is the prompt and the output.
+
+    The KV of all but the newest token is in the cache, or is computed again after a preemption.
+    """
 
     request_id: int
     tokens: list[int]
@@ -28,30 +31,29 @@ class Request:
     eos_ids: frozenset[int]  # empty if ignored
     stop_token_ids: frozenset[int]
     include_stop: bool
-    text: TextStream | None  # None: no tokenizer, or the caller wants ids only
-    logprobs: LogprobRecord | None = None  # None: nobody wants them
-    guide: Guide | None = None  # behind its tokens; None: they may be any
+    text: TextStream | None  # None: there is no tokenizer, or the caller wants ids only
+    logprobs: LogprobRecord | None = None  # None: not asked for
+    guide: Guide | None = None  # the grammar's state after `tokens`; None: unconstrained
     kv: SequenceKV = field(default_factory=SequenceKV)
-    drafts: list[int] = field(default_factory=list)  # proposal for the next step; do not change the list
-    pending: int = 0  # rows in steps that are in flight: launched, their outputs not seen yet
-    pending_drafts: int = 0  # drafts which the last of these makes for the step after it
-    max_draft_len: int = sys.maxsize  # drafts that a step of it verifies at most, beside K
-    speculates: bool = True  # False where it wants no drafts, or once its drafter failed it
-    drafter_error: Exception | None = None  # with what
-    reuses_prefix: bool = True  # False: every row is computed, because the caller wants what only computing gives
+    drafts: list[int] = field(default_factory=list)  # proposal for the next step; never modified in place
+    pending: int = 0  # rows in steps that are in flight
+    pending_drafts: int = 0  # drafts that the newest step in flight makes for the next one
+    max_draft_len: int = sys.maxsize  # the request's own limit of drafts per step; K is another
+    speculates: bool = True  # False: it wants no drafts, or its drafter failed
+    drafter_error: Exception | None = None  # why its drafter failed
+    reuses_prefix: bool = True  # False: every row is computed, because the caller wants an output of every row
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
-    needs_host: bool = field(init=False)  # the host sees to its draws in every step
-    token_array: array[int] = field(init=False, default_factory=lambda: array("i"))  # see known_tokens
+    needs_host: bool = field(init=False)  # its logit constraints or logprobs are made on the host in every step
+    token_array: array[int] = field(init=False, default_factory=lambda: array("i"))  # see int32_tokens
 
     def __post_init__(self) -> None:
         self.needs_host = bool(self.sampling.edits) or self.logprobs is not None or self.guide is not None
 
-    def known_tokens(self) -> array[int]:
-        """`tokens` as 32-bit integers; each is converted once, however often this is asked. For use at once: who holds
-        its memory keeps it from growing."""
+    def int32_tokens(self) -> array[int]:
+        """`tokens` as 32-bit integers, each converted once. Do not keep a view of it: the array could not grow."""
         self.token_array.extend(self.tokens[len(self.token_array) :])
         return self.token_array
 
@@ -65,47 +67,47 @@ class Request:
 
     @property
     def shown_text(self) -> str:
-        """The text so far, without what is held back."""
+        """The text so far, without the part that is held back."""
         return "" if self.text is None else self.text.text
 
     @property
-    def reach(self) -> int:
-        """Tokens whose KV is committed, or will be if all that is in flight is accepted."""
+    def num_scheduled_tokens(self) -> int:
+        """Tokens whose KV is committed, or will be if every draft in flight is accepted."""
         return self.kv.committed + self.pending
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens without KV: 1 while generating, more while a prompt (or a preempted request) is read in."""
-        return len(self.tokens) - self.reach
+        """Tokens without KV: 1 during generation, more while a prompt (or a preempted request) is prefilled."""
+        return len(self.tokens) - self.num_scheduled_tokens
 
     @property
-    def is_ahead(self) -> bool:
-        """What it reads in next is drawn by a step that is in flight."""
+    def input_in_flight(self) -> bool:
+        """Whether its next input token is an output of a step in flight."""
         return self.pending > 0 and self.num_uncomputed <= 0
 
     @property
     def is_context(self) -> bool:
-        if self.is_ahead:
+        if self.input_in_flight:
             return False
-        known = len(self.tokens)
-        return known == self.prompt_len or known - self.reach > 1
+        num_tokens = len(self.tokens)
+        return num_tokens == self.prompt_len or num_tokens - self.num_scheduled_tokens > 1
 
     @property
     def num_drafts(self) -> int:
-        """Drafts that its next step verifies."""
+        """Number of drafts that its next step verifies."""
         return self.pending_drafts if self.pending else len(self.drafts)
 
     @property
-    def surely_ends(self) -> bool:
-        """With the step that is in flight: the one token that it gives at least is its last."""
-        return self.is_ahead and len(self.tokens) + 1 >= self.length_limit
+    def will_finish(self) -> bool:
+        """Whether the step in flight finishes it: even a single token reaches its length limit."""
+        return self.input_in_flight and len(self.tokens) + 1 >= self.length_limit
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Take the tokens of a verdict up to the one that ends the request."""
+        """Append the tokens of a verdict, up to the one that finishes the request."""
         short = len(self.tokens) + len(tokens) < self.length_limit
         if short and self.text is None and self.eos_ids.isdisjoint(tokens) and self.stop_token_ids.isdisjoint(tokens):
             self.tokens += tokens
@@ -116,14 +118,14 @@ class Request:
                 break
 
     def fail(self, error: Exception) -> None:
-        """End with an error; what was generated so far stays."""
+        """Finish with an error; the tokens so far stay."""
         self.error = error
         self._finish("error")
 
     def abort(self) -> None:
-        """End on the caller's wish."""
+        """Finish because the caller asked for it."""
         try:
-            self._finish("abort")  # the detokenizer hands out what it held back: host code that may raise
+            self._finish("abort")  # flushes the detokenizer, which may raise
         except Exception as error:
             self.fail(error)
 
@@ -146,5 +148,5 @@ class Request:
         self.finish_reason = reason
         if self.text is not None and reason != "error":
             self.text.flush()
-            if self.text.matched_stop is not None and reason == "length":  # completed by what was held back
+            if self.text.matched_stop is not None and reason == "length":  # the flushed text completed it
                 self.finish_reason, self.stop_reason = "stop", self.text.matched_stop

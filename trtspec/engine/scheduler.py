@@ -22,7 +22,7 @@ class Scheduled(NamedTuple):
     @property
     def end(self) -> int:
         """Tokens of the sequence once the rows are appended, if all that is in flight is accepted."""
-        return self.request.reach + self.num_rows
+        return self.request.num_scheduled_tokens + self.num_rows
 
     @property
     def emits(self) -> bool:
@@ -63,7 +63,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.siblings: dict[int, list[Request]] = {}  # leader's id -> samples that wait for its prefill
-        self.departing: list[Request] = []  # ended, yet part of a step in flight, which writes to their blocks
+        self.finished_in_flight: list[Request] = []  # ended, yet part of a step in flight, which writes to their blocks
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -86,11 +86,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.departing)
+        return bool(self.waiting or self.running or self.finished_in_flight)
 
     def live(self) -> Iterator[SequenceKV]:
         """Every sequence that may hold blocks."""
-        return (request.kv for request in (*self.running, *self.waiting, *self.departing))
+        return (request.kv for request in (*self.running, *self.waiting, *self.finished_in_flight))
 
     def schedule(self) -> Batch | None:
         """Reserve and return the next step's batch; empty if there is nothing to do.
@@ -101,7 +101,7 @@ class Scheduler:
         contexts: list[Scheduled] = []
         generations: list[Scheduled] = []
         # Every running generation gets its rows; contexts share what is left of the step.
-        running = [(request, request.is_context) for request in self.running if not request.surely_ends]
+        running = [(request, request.is_context) for request in self.running if not request.will_finish]
         room = self.max_num_tokens - sum([1 + request.num_drafts for request, is_context in running if not is_context])
         num_preemptions, ahead, block_size = self.num_preemptions, self.num_draft_tokens, self.allocator.block_size
         for request, is_context in running:
@@ -111,7 +111,9 @@ class Scheduler:
             if rows == 0:
                 continue
             # most steps fit into blocks that are there: then nothing is asked for
-            if request.reach + rows + ahead > len(request.kv.blocks) * block_size and not self._reserve(request, rows):
+            if request.num_scheduled_tokens + rows + ahead > len(request.kv.blocks) * block_size and not self._reserve(
+                request, rows
+            ):
                 if self._in_flight:
                     return None
                 if not self._take_from_others(request, rows):
@@ -169,24 +171,24 @@ class Scheduler:
             self.waiting.remove(request)
         self._publish([request])
         if request.pending:
-            self.departing.append(request)
+            self.finished_in_flight.append(request)
         else:
             self.allocator.release(request.kv)
 
-    def took_off(self, batch: Batch, num_drafts: Sequence[int]) -> None:
+    def mark_in_flight(self, batch: Batch, num_drafts: Sequence[int]) -> None:
         """The batch is in flight; it makes so many drafts for each request."""
         for row, drafts in zip(batch, num_drafts, strict=True):
             row.request.pending += row.num_rows
             row.request.pending_drafts = drafts
             self.allocator.pin(row.request.kv)
 
-    def landed(self, batch: Batch) -> None:
+    def mark_completed(self, batch: Batch) -> None:
         """The batch is in flight no more; its verdict is yet to be committed."""
         for row in batch:
             row.request.pending -= row.num_rows
             self.allocator.unpin(row.request.kv)
-        for request in [request for request in self.departing if not request.pending]:
-            self.departing.remove(request)
+        for request in [request for request in self.finished_in_flight if not request.pending]:
+            self.finished_in_flight.remove(request)
             self.allocator.release(request.kv)
 
     def drop_sibling(self, request: Request) -> bool:
@@ -224,10 +226,10 @@ class Scheduler:
     @property
     def _in_flight(self) -> bool:
         """Blocks of a step in flight cannot be taken from anybody, and some will be free once it has landed."""
-        return bool(self.departing) or any(request.pending for request in self.running)
+        return bool(self.finished_in_flight) or any(request.pending for request in self.running)
 
     def _reserve(self, request: Request, rows: int) -> bool:
-        return self.reserve(request, request.reach + rows + self.num_draft_tokens)
+        return self.reserve(request, request.num_scheduled_tokens + rows + self.num_draft_tokens)
 
     def _take_from_others(self, request: Request, rows: int) -> bool:
         """Room for the rows: without drafts if need be, then at the cost of newer requests. False: it was preempted."""

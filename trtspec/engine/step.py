@@ -1,5 +1,8 @@
-"""The loop. Everything else serves StepLoop.step: fault isolation (faults.py), batches that go on as they are
-(steady.py) and a step in flight (overlap.py) are loops of their own, around it."""
+"""The loop: StepLoop.step is one step of generation.
+
+Three subclasses extend it: faults.py isolates the request at fault, steady.py repeats an unchanged batch cheaply, and
+overlap.py keeps a step in flight.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from trtspec.core import StepInputs, StepOutputs
-from trtspec.engine.batch import BatchAssembler
+from trtspec.engine.batch import InputBuilder
 from trtspec.engine.hidden_states import HiddenStateCollector
 from trtspec.engine.propose import Proposer
 from trtspec.engine.request import Request
@@ -43,7 +46,7 @@ class StepLoop:
     """The parts of the loop. All state is in the scheduler, the requests and the cache."""
 
     scheduler: Scheduler
-    assemble: BatchAssembler
+    input_builder: InputBuilder
     target: Executable
     proposer: Proposer
     vocab_size: int
@@ -54,7 +57,7 @@ class StepLoop:
         batch = self.scheduler.schedule()  # which requests, how many rows each; KV reserved
         if not batch:
             return []
-        outputs = self.launch(batch)  # assemble, run, accept
+        outputs = self.launch(batch)  # build inputs, run, accept
         emissions = self.deliver(batch, outputs)  # commit, append, emit
         self.propose(emissions)
         return emissions
@@ -62,7 +65,7 @@ class StepLoop:
     def launch(self, batch: Batch) -> StepOutputs:
         """One launch of the target: K+1 rows per generating request verified at once. Commits nothing."""
         wanted = self.proposer.wanted(batch, self.scheduler)
-        return self.verify(self.assemble(batch, wanted))
+        return self.verify(self.input_builder.build(batch, wanted))
 
     def verify(self, inputs: StepInputs) -> StepOutputs:
         """Run the target and accept; a one-engine step has accepted already."""

@@ -216,7 +216,7 @@ class CudaExecutable(CompiledExecutable):
     def _run_kernels(
         self, graph: LoadedGraph, tensors: list[Tensor], carry: Carry | None, spec: SpecMetadata
     ) -> DeviceLaunch:
-        landed: dict[str, Tensor] = {}
+        host_outputs: dict[str, Tensor] = {}
 
         def work() -> None:
             unused: dict[str, Tensor] = {}
@@ -229,10 +229,10 @@ class CudaExecutable(CompiledExecutable):
             carried = carry and Carry(self._work.to_device(carry.tokens), self._work.to_device(carry.kept))
             for name, tensor in zip(self.compiled.outputs, self._step(graph, there, carried), strict=True):
                 if name != _LOGITS or spec.edits is not None:
-                    landed[name] = tensor if name == _ON_DEVICE else self._work.to_host(tensor)
+                    host_outputs[name] = tensor if name == _ON_DEVICE else self._work.to_host(tensor)
 
         def read() -> StepOutputs:
-            return self._outputs(landed, spec)
+            return self._outputs(host_outputs, spec)
 
         self._work.submit(work)
         return DeviceLaunch(self._work.mark(), read)

@@ -91,7 +91,7 @@ class StaticGraph:
     in_bytes: int
     out_bytes: int
     staged: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
-    landed: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+    host_outputs: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
     replay: Callable[[], None]
 
 
@@ -100,7 +100,7 @@ class GraphMemory:
 
     def __init__(self, work: WorkQueue, in_bytes: int, out_bytes: int) -> None:
         self._work = work
-        self._staging, self._landing = ([work.pinned(size) for _ in range(2)] for size in (in_bytes, out_bytes))
+        self._staging, self._readback = ([work.pinned(size) for _ in range(2)] for size in (in_bytes, out_bytes))
         self._slot = 0
         self._inputs_there, self._outputs_there = (
             torch.zeros(size, dtype=torch.uint8, device=work.device) for size in (in_bytes, out_bytes)
@@ -113,7 +113,7 @@ class GraphMemory:
         Nothing is in flight meanwhile."""
         self._work.mark().wait()
         staged = inputs.views(self._staging[0]), inputs.views(self._staging[1])
-        landed = outputs.views(self._landing[0]), outputs.views(self._landing[1])
+        host_outputs = outputs.views(self._readback[0]), outputs.views(self._readback[1])
         there, given = inputs.views(self._inputs_there), outputs.views(self._outputs_there)
 
         def bring() -> None:
@@ -127,22 +127,22 @@ class GraphMemory:
         self._work.submit(bring)
         replay = self._work.capture(run)
         self._work.mark().wait()
-        return StaticGraph(width, inputs.nbytes, outputs.nbytes, staged, landed, replay)
+        return StaticGraph(width, inputs.nbytes, outputs.nbytes, staged, host_outputs, replay)
 
     def replay(self, graph: StaticGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Queue it for these inputs. Where its outputs will be once it is done, padding behind them, until the replay
         after the next."""
         slot = self._slot = 1 - self._slot
         _fill(graph.staged[slot], graph.width, tensors)
-        staging, landing = self._staging[slot][: graph.in_bytes], self._landing[slot][: graph.out_bytes]
+        staging, readback = self._staging[slot][: graph.in_bytes], self._readback[slot][: graph.out_bytes]
 
         def work() -> None:
             self._inputs_there[: graph.in_bytes].copy_(staging, non_blocking=True)
             graph.replay()
-            landing.copy_(self._outputs_there[: graph.out_bytes], non_blocking=True)
+            readback.copy_(self._outputs_there[: graph.out_bytes], non_blocking=True)
 
         self._work.submit(work)
-        return graph.landed[slot]
+        return graph.host_outputs[slot]
 
 
 def _fill(views: Mapping[str, Tensor], width: int, tensors: Mapping[str, Tensor]) -> None:

@@ -100,9 +100,9 @@ class EngineServer:
             max_seq_len=self.engine.max_seq_len,
             max_batch_size=loop.scheduler.max_batch_size,
             kv_tokens=loop.scheduler.allocator.capacity,
-            mode=loop.assemble.mode.name,
-            max_draft_len=loop.assemble.max_draft_len,
-            lossy=loop.assemble.forced_accept >= 0,
+            mode=loop.input_builder.mode.name,
+            max_draft_len=loop.input_builder.max_draft_len,
+            lossy=loop.input_builder.forced_accept >= 0,
         )
 
     def load(self) -> EngineLoad:
