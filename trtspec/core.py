@@ -187,10 +187,12 @@ class SamplingTensors:
 
 
 @dataclass(frozen=True)
-class LogitEdits:
-    """What the target's logits rows are changed by before a token is drawn, from the tokens before each: see
-    ops.process_logits. A group that no row of the batch uses is zero-size. Drafts are made without: that costs some of
-    them their acceptance, and changes no token."""
+class LogitConstraints:
+    """Changes to the target's logits rows that depend on the tokens before each row; ops.process_logits applies them.
+
+    A field that no row of the batch uses has no elements. Draft models ignore constraints: fewer drafts are accepted,
+    and the tokens are the same.
+    """
 
     history: Tensor  # [R, L] int32, -1 padded: all tokens before the row's draw, drafts included
     prompt_lens: Tensor  # [R] int64, how many of them are prompt
@@ -214,7 +216,7 @@ class SpecMetadata:
     next_prompt_token: Tensor  # [B] int64, -1 where the request emits (final chunk or generation)
     forced_accept: Tensor  # [B] int32, -1 = off
     sampling: SamplingTensors
-    edits: LogitEdits | None = None  # None: no request wants the host to see to its draws in every step
+    constraints: LogitConstraints | None = None  # None: no request has constraints or wants logprobs
     next_draft_len: int = 0  # drafts that a one-engine step makes for the next one, 0..max_draft_len
     is_cuda_graph: bool = False
     is_spec_dec_tree: bool = False
@@ -379,4 +381,4 @@ class StepOutputs:
     # [T, n * H] of n captured streams, [T, n * H + H] with the last states too (SAVE_HIDDEN_STATES); alone of a step's
     # values these are on the device that computed them, as are StepInputs.hidden_states and DraftRequest's
     hidden_states: Tensor | None = None
-    logits: Tensor | None = None  # [R, V] fp32, as lm_head gave them; where bringing them costs, of batches with edits
+    logits: Tensor | None = None  # [R, V] fp32 of lm_head; where a copy costs, only if the batch has constraints

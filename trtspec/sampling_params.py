@@ -192,8 +192,8 @@ class ResolvedSampling:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
-    def edits(self) -> dict[str, object]:
-        """What of it is done to logits by way of core.LogitEdits: fields of SamplingParams, with their values."""
+    def constraints(self) -> dict[str, object]:
+        """Fields of SamplingParams that become core.LogitConstraints, with their values; neutral ones are left out."""
         neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": ()}
         return {name: getattr(self, name) for name, off in neutral.items() if getattr(self, name) != off}
 

@@ -21,7 +21,7 @@ from tests.e2e.tiny import (
     perturbed,
     run_alone,
     run_together,
-    with_edits,
+    with_constraints,
 )
 from tests.head_checkpoints import make_eagle, make_eagle3
 from trtspec import LLM, RequestOutput, SamplingParams
@@ -125,10 +125,10 @@ def test_ids_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueu
 
 
 @pytest.mark.parametrize("mode", ["none", "eagle3", "draft_model"])
-def test_edits_of_logits_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueue, mode: str) -> None:
+def test_constraints_on_logits_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueue, mode: str) -> None:
     """Batches with a request that has any run kernel by kernel, and no step is launched before the last has landed."""
     drawn = draw_cases(24, 6, most_prompt=60, most_tokens=40)
-    cases = drawn[:8] + with_edits(drawn[8:])
+    cases = drawn[:8] + with_constraints(drawn[8:])
     with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
         want = [one.outputs[0] for one in generated(llm, cases)]
     with LLM(models["target"], speculation(models, mode), **{**LIMITS, "backend": "cuda", "debug": True}) as llm:

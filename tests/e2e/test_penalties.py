@@ -13,7 +13,7 @@ import transformers
 
 from tests.checkpoints import make_checkpoint
 from tests.contract.modes import Models, check
-from tests.e2e.tiny import with_edits
+from tests.e2e.tiny import with_constraints
 from trtspec import LLM, SamplingParams
 from trtspec.errors import RequestError
 from trtspec.modes import SpeculativeDecodingMode as M
@@ -108,7 +108,7 @@ def test_penalties_and_biases_are_vllms(
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     made = Models(tmp_path_factory.mktemp("modes"))
-    made.cases = with_edits(made.cases)
+    made.cases = with_constraints(made.cases)
     return made
 
 

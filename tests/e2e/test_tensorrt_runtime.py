@@ -83,7 +83,7 @@ def test_batches_of_every_kind(trt: TensorRT, cuda: CudaRuntime, models: Path, t
     assert len(cuda.blocks) == before
 
 
-def test_edits_of_logits_are_refused_by_name(trt: TensorRT, models: Path, tmp_path: Path) -> None:
+def test_constraints_on_logits_are_refused_by_name(trt: TensorRT, models: Path, tmp_path: Path) -> None:
     """Plans have no inputs for them."""
     llm = LLM(build(models, tmp_path / "engine", "tensorrt", "none", "float32"), **TIGHT)
     params = SamplingParams(repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=2)

@@ -175,7 +175,7 @@ def draw_cases(count: int, seed: int = 0, most_prompt: int = 80, most_tokens: in
     return [Case(motif_prompt(rng, most_prompt), draw_params(rng, most_tokens)) for _ in range(count)]
 
 
-def with_edits(cases: Sequence[Case]) -> list[Case]:
+def with_constraints(cases: Sequence[Case]) -> list[Case]:
     """Two of three cases with penalties or biases of their own, and half of all with logprobs."""
     rng = random.Random(8)
     draws: dict[str, Callable[[], Any]] = {

@@ -22,7 +22,7 @@ from trtspec.backends.graph_io import (
 )
 from trtspec.core import (
     AttnMetadata,
-    LogitEdits,
+    LogitConstraints,
     Proposal,
     SamplingTensors,
     SpecMetadata,
@@ -39,7 +39,7 @@ PARTS = {
     "attn": AttnMetadata,
     "spec": SpecMetadata,
     "spec.sampling": SamplingTensors,
-    "spec.edits": LogitEdits,
+    "spec.constraints": LogitConstraints,
 }
 
 
@@ -53,15 +53,15 @@ def test_every_tensor_of_a_step_is_an_input(part: str) -> None:
     assert sorted(rows) == sorted(tensors_of(PARTS[part]))
 
 
-def test_sampling_and_edits_are_in_the_order_of_their_fields() -> None:
+def test_sampling_and_constraints_are_in_the_order_of_their_fields() -> None:
     """Graphs that are built take them in this order."""
-    for part in ("spec.sampling", "spec.edits"):
+    for part in ("spec.sampling", "spec.constraints"):
         assert [row.name for row in INPUTS.values() if row.part == part] == tensors_of(PARTS[part])
 
 
 def test_a_batch_has_what_the_rows_say() -> None:
     """dtype, number of sizes, and equal sizes where their names are."""
-    example = example_batch(K, 4, edits=True)
+    example = example_batch(K, 4, constraints=True)
     states = torch.zeros(example.input_ids.shape[0], WIDTH)
     tables = example.attn.block_tables[None].repeat(2, 1, 1)
     example = replace(example, hidden_states=states, attn=replace(example.attn, group_tables=tables))
@@ -77,7 +77,7 @@ def test_a_batch_has_what_the_rows_say() -> None:
 
 
 def test_what_is_read_is_written_back() -> None:
-    example = example_batch(K, 4, edits=True)
+    example = example_batch(K, 4, constraints=True)
     names = [name for name, row in INPUTS.items() if row.taker not in ("groups", "hidden states", "layers")]
     tensors = graph_inputs(example, names)
     again = graph_inputs(step_inputs(tensors, K), names)
@@ -145,14 +145,14 @@ def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
     step._hidden_width = WIDTH
     states = ("hidden_states",) if kind is HeadStep else ()
     verified = VERIFIED if kind is OneEngineStep else ()
-    sampling, edits = tensors_of(SamplingTensors), tensors_of(LogitEdits)
+    sampling, constraints = tensors_of(SamplingTensors), tensors_of(LogitConstraints)
     assert input_names(step) == ("input_ids", *states, *FIRST, *verified, *sampling)
     assert input_names(step, grouped=True)[len(states) + 4] == "group_tables"
-    assert input_names(step, edits=True) == (*input_names(step), *edits)
+    assert input_names(step, constraints=True) == (*input_names(step), *constraints)
     known = {*FIRST[3:], *VERIFIED[:3], "positions"}
     assert input_names(step, uniform=True) == tuple(name for name in input_names(step) if name not in known)
     assert output_names(step) == GIVEN[kind]
-    assert output_names(step, edits=True) == (*GIVEN[kind], "logits")
+    assert output_names(step, constraints=True) == (*GIVEN[kind], "logits")
 
 
 def test_outputs_are_read_back_and_cut_to_the_drafts_that_were_asked_for() -> None:

@@ -84,7 +84,7 @@ class CompiledStep:
     linear: bool = False  # caches are [blocks - 1, kv heads, tokens, head size]: no scratch, a block for a sequence
     verifies_drafts: bool = False  # in the graphs: what they are given to verify has their K
     makes_drafts: bool = False  # in the graphs: as many as their K
-    takes_edits: bool = False  # of the target's logits, and gives these
+    takes_constraints: bool = False  # of the target's logits, and gives these
     lookup: Lookup | None = None  # before the blocks
     blocks: tuple[Block, ...] = ()  # the decoder's layers in order, for all graphs; (): they are in each graph
     read_layers: tuple[int, ...] = ()  # of these, whose residual streams graphs take from the blocks
@@ -94,16 +94,16 @@ class CompiledStep:
         cls,
         step: Step,
         graphs: Sequence[Graph],
-        edits: bool = False,
+        constraints: bool = False,
         kernels: str = "",
         lookup: Lookup | None = None,
         blocks: Sequence[Block] = (),
         read_layers: Sequence[int] = (),
     ) -> CompiledStep:
-        """The graphs of `step`. edits: as of graph_io.input_names."""
+        """The graphs of `step`. constraints: as of graph_io.input_names."""
         return cls(
             graphs=tuple(graphs),
-            outputs=output_names(step, edits),
+            outputs=output_names(step, constraints),
             kv=step.kv_layers,
             dtype=str(step.like.dtype).removeprefix("torch."),
             vocab_size=step.vocab_size,
@@ -112,7 +112,7 @@ class CompiledStep:
             hidden_width=step.hidden_width,
             verifies_drafts=step.verifies_drafts,
             makes_drafts=step.makes_drafts,
-            takes_edits=edits,
+            takes_constraints=constraints,
             lookup=lookup,
             blocks=tuple(blocks),
             read_layers=tuple(read_layers),

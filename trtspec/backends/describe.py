@@ -55,13 +55,13 @@ class GraphPlan:
 
 
 def describe_graph(
-    step: Step, sizes: Sizes, kind: str, draft_len: int, functional: bool, edits: bool = False
+    step: Step, sizes: Sizes, kind: str, draft_len: int, functional: bool, constraints: bool = False
 ) -> GraphPlan:
     """The graph of kind "ragged" or "uniform" and K = draft_len, at its largest: sizes of its launches. `step` is one
-    on the meta device. What a functional graph does not read, a tree mask, it does not take. edits: as of
+    on the meta device. What a functional graph does not read, a tree mask, it does not take. constraints: as of
     graph_io.input_names."""
     uniform = kind == "uniform"
-    names = input_names(step, uniform, edits=edits)
+    names = input_names(step, uniform, constraints=constraints)
     R = sizes.batch_size * ((draft_len if uniform else sizes.draft_len) + 1)
     open_sizes = {"T": R if uniform else sizes.rows, "R": R, "B": sizes.batch_size, "G": sizes.batch_size}
     open_sizes |= {"K": draft_len, "columns": sizes.columns, "bans": 1, "0": 0, "width": step.hidden_width}
@@ -85,7 +85,7 @@ def describe_graph(
             for name in names
             if not (functional and "0" in INPUTS[name].dims)
         ),
-        tuple(_output(name, given[name]) for name in output_names(step, edits)),
+        tuple(_output(name, given[name]) for name in output_names(step, constraints)),
         recorder.calls(),
     )
 

@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 
 from trtspec.backends.graph_io import INPUTS, graph_inputs, graph_outputs, input_names, output_names, step_inputs
 from trtspec.config.resolved import ResolvedSpeculation, scheduled_draft_lens
-from trtspec.core import AttnMetadata, KVLayer, LogitEdits, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.core import AttnMetadata, KVLayer, LogitConstraints, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.step import Step
 from trtspec.sampling_params import ResolvedSampling
 
@@ -43,7 +43,7 @@ class GraphStep(nn.Module):
         inputs = step_inputs(tensors, self.next_draft_len, self.width)
         outputs = self.step(inputs, kv)
         changed = [new for new, before in zip(kv, old, strict=True) if new is not before]
-        return graph_outputs(outputs, output_names(self.step, inputs.spec.edits is not None)), changed
+        return graph_outputs(outputs, output_names(self.step, inputs.spec.constraints is not None)), changed
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -55,9 +55,9 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def example_batch(draft_len: int, block_size: int, uniform: bool = False, edits: bool = False) -> StepInputs:
+def example_batch(draft_len: int, block_size: int, uniform: bool = False, constraints: bool = False) -> StepInputs:
     """Two generations with `draft_len` drafts each and, unless uniform, two contexts: two or more of everything.
-    edits: of their logits, too."""
+    constraints: of their logits, too."""
     K, C = draft_len, 0 if uniform else 2
     q_lens, kv_lens = [*[3, 2][:C], K + 1, K + 1], [*[3, 6][:C], K + 9, K + 12]
     blocks = -(-max(kv_lens) // block_size) + 1
@@ -75,14 +75,14 @@ def example_batch(draft_len: int, block_size: int, uniform: bool = False, edits:
         draft_lens=torch.tensor([*[0, 0][:C], K, K], dtype=torch.int32),
         next_prompt_token=torch.tensor([*[-1, 3][:C], -1, -1]),
         next_draft_len=K,
-        edits=_example_edits(len(gather)) if edits else None,
+        constraints=_example_constraints(len(gather)) if constraints else None,
     )
     return StepInputs(torch.ones(starts[-1], dtype=torch.int64), attn, spec)
 
 
-def _example_edits(rows: int) -> LogitEdits:
+def _example_constraints(rows: int) -> LogitConstraints:
     """Every group in use; sizes differ where they are to stay open one by one."""
-    return LogitEdits(
+    return LogitConstraints(
         history=torch.zeros(rows, 5, dtype=torch.int32),
         prompt_lens=torch.ones(rows, dtype=torch.int64),
         penalties=torch.ones(rows, 3),
@@ -92,11 +92,13 @@ def _example_edits(rows: int) -> LogitEdits:
     )
 
 
-def example_for(step: Step, draft_len: int, block_size: int, uniform: bool = False, edits: bool = False) -> StepInputs:
+def example_for(
+    step: Step, draft_len: int, block_size: int, uniform: bool = False, constraints: bool = False
+) -> StepInputs:
     """A batch to export the step's graph of K = draft_len with: example_batch; for draft layers beside the target, rows
     with states of it, and as many drafts to make."""
     if not step.hidden_width:
-        return example_batch(draft_len, block_size, uniform, edits)
+        return example_batch(draft_len, block_size, uniform, constraints)
     example = example_batch(0, block_size)
     states = step.like.new_zeros(example.input_ids.shape[0], step.hidden_width)
     return replace(example, spec=replace(example.spec, next_draft_len=draft_len), hidden_states=states)
@@ -123,16 +125,17 @@ def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[
 
 
 def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False) -> ExportedProgram:
-    """The graph that `example` is a case of; call it as
-    `program.module()(graph_inputs(inputs, input_names(step, uniform)), list(kv))`; it takes group_tables and edits if
-    that has them.
+    """Export the step as a graph whose fixed sizes are those of `example`.
 
-    Fixed by the example: K, K', which sampling fields are in use (not zero-size). Open: B, T, G, the width of block
-    tables, of ban lists and of edits, which may be 0, and the number of KV blocks; a uniform graph has T = B * (K + 1)
-    rows of B generations. The example needs two or more of each, generations and contexts alike (unless uniform):
-    torch.export takes a size of 1 or 0 for a constant.
+    Call it as `program.module()(graph_inputs(inputs, input_names(step, uniform)), list(kv))`. It takes group_tables and
+    constraints if the example has them.
+
+    Fixed: K, K', and which sampling fields are in use (not zero-size). Dynamic: B, T, G, the widths of block tables,
+    ban lists and constraints (0 is allowed), and the number of KV blocks. A uniform graph has T = B * (K + 1) rows of B
+    generations. The example needs at least two generations, and two contexts unless uniform: torch.export treats a size
+    of 0 or 1 as a constant.
     """
-    names = input_names(step, uniform, example.attn.group_tables is not None, example.spec.edits is not None)
+    names = input_names(step, uniform, example.attn.group_tables is not None, example.spec.constraints is not None)
     tensors = graph_inputs(example, names)
     width = example.spec.runtime_draft_len + 1 if uniform else 0
     module = GraphStep(step, example.spec.next_draft_len, width)
@@ -151,7 +154,7 @@ _OPEN = {  # sizes of inputs that stay open -> least and largest
     "T": (1, 2**20),
     "R": (1, 2**16),
     **dict.fromkeys(("columns", "group_columns", "bans"), (1, 2**16)),
-    **dict.fromkeys(("known", "kinds", "biases", "words"), (0, 2**20)),  # of edits
+    **dict.fromkeys(("known", "kinds", "biases", "words"), (0, 2**20)),  # of constraints
 }
 
 

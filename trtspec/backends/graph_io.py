@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trtspec.core import (
     AttnMetadata,
-    LogitEdits,
+    LogitConstraints,
     Proposal,
     SamplingTensors,
     SpecMetadata,
@@ -26,14 +26,14 @@ from trtspec.core import (
 )
 from trtspec.methods.step import Step
 
-Taker = Literal["all", "hidden states", "groups", "verifies", "edits", "layers"]
+Taker = Literal["all", "hidden states", "groups", "verifies", "constraints", "layers"]
 """Graphs that take an input: all, or those of steps that take hidden states, whose KV layers are of several groups,
-that verify drafts, that draw for requests with edits; or graphs of layers alone."""
+that verify drafts, that draw for requests with constraints; or graphs of layers alone."""
 
-Giver = Literal["draws", "verifies", "makes", "hidden states", "edits"]
-"""Graphs that give an output: those of steps that draw, verify drafts, make drafts, give hidden states, take edits."""
+Giver = Literal["draws", "verifies", "makes", "hidden states", "constraints"]
+"""Graphs that have an output: those that draw, verify or make drafts, return hidden states, or take constraints."""
 
-User = Literal["", "sampled", "filtered", "bans", "edits"]
+User = Literal["", "sampled", "filtered", "bans", "constraints"]
 """Rows that an input is for; "": all. A batch without such rows brings it without elements."""
 
 
@@ -69,13 +69,13 @@ class GraphInput:
         return tuple(sizes[dim] for dim in self.dims)
 
     def left_out(self, rows: int, device: torch.device | None = None) -> Tensor:
-        """What stands for it where no row uses it: no elements. Edits say the number of rows all the same."""
-        shape = (rows, 0) if len(self.dims) == 2 else (rows if self.user == "edits" else 0,)
+        """The tensor without elements that replaces it where no row uses it. Those of constraints keep R rows."""
+        shape = (rows, 0) if len(self.dims) == 2 else (rows if self.user == "constraints" else 0,)
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
     def unused(self, rows: int) -> Tensor:
-        """What a graph that takes it is given where no row uses it. Of edits alone it may have no elements."""
-        if self.user == "edits":
+        """The tensor that a graph with this input gets where no row uses it. Only constraints may have no elements."""
+        if self.user == "constraints":
             return self.left_out(rows)
         return torch.full((rows, 1)[: len(self.dims)], cast("int", self.fill), dtype=self.dtype)
 
@@ -96,8 +96,8 @@ class GraphOutput:
     beside: int | None = None
 
 
-def _edit(name: str, dims: tuple[str, ...], dtype: torch.dtype) -> GraphInput:
-    return GraphInput(f"spec.edits.{name}", dims, dtype, taker="edits", user="edits")
+def _constraint(name: str, dims: tuple[str, ...], dtype: torch.dtype) -> GraphInput:
+    return GraphInput(f"spec.constraints.{name}", dims, dtype, taker="constraints", user="constraints")
 
 
 _bool, _i32, _i64, _f32 = torch.bool, torch.int32, torch.int64, torch.float32
@@ -129,12 +129,12 @@ INPUTS = {
         GraphInput("spec.sampling.min_ps", ("R",), _f32, user="filtered"),
         GraphInput("spec.sampling.ban_ids", ("R", "bans"), _i32, fill=-1, user="bans"),
         GraphInput("spec.sampling.ban_until", ("R", "bans"), _i64, user="bans"),
-        _edit("history", ("R", "known"), _i32),
-        _edit("prompt_lens", ("R",), _i64),
-        _edit("penalties", ("R", "kinds"), _f32),  # 3 or, where no row has any, 0
-        _edit("bias_ids", ("R", "biases"), _i32),
-        _edit("bias_values", ("R", "biases"), _f32),
-        _edit("allow_mask", ("R", "words"), _i32),
+        _constraint("history", ("R", "known"), _i32),
+        _constraint("prompt_lens", ("R",), _i64),
+        _constraint("penalties", ("R", "kinds"), _f32),  # 3 or, where no row has any, 0
+        _constraint("bias_ids", ("R", "biases"), _i32),
+        _constraint("bias_values", ("R", "biases"), _f32),
+        _constraint("allow_mask", ("R", "words"), _i32),
     )
 }
 
@@ -150,20 +150,22 @@ OUTPUTS = {
         GraphOutput("next_new_tokens", "next_new_tokens", ("B", "K + 1"), _i64, "verifies", beside=1),
         GraphOutput("next_kv_lens", "next_kv_lens", ("B",), _i32, "verifies"),
         GraphOutput("hidden_states", "hidden_states", ("T",), None, "hidden states"),
-        GraphOutput("logits", "logits", ("R",), _f32, "edits"),
+        GraphOutput("logits", "logits", ("R",), _f32, "constraints"),
     )
 }
 
 
-def input_names(step: Step, uniform: bool = False, grouped: bool = False, edits: bool = False) -> tuple[str, ...]:
-    """The tensors a step's graph takes, in order; grouped: block tables of further KV groups are among them; edits:
-    those of LogitEdits are."""
+def input_names(step: Step, uniform: bool = False, grouped: bool = False, constraints: bool = False) -> tuple[str, ...]:
+    """Names of the tensors that a step's graph takes, in order.
+
+    grouped: including the block tables of further KV groups. constraints: including those of LogitConstraints.
+    """
     takes: dict[Taker, bool] = {
         "all": True,
         "hidden states": step.hidden_width > 0,
         "groups": grouped,
         "verifies": step.verifies_drafts,
-        "edits": edits,
+        "constraints": constraints,
         "layers": False,
     }
     return tuple(name for name, row in INPUTS.items() if takes[row.taker] and not (uniform and row.known_if_uniform))
@@ -174,14 +176,14 @@ def layer_inputs(names: Sequence[str]) -> list[str]:
     return [name for name, row in INPUTS.items() if row.part == "attn" and (name in names or row.taker == "layers")]
 
 
-def output_names(step: Step, edits: bool = False) -> tuple[str, ...]:
-    """What a step's graph gives, in order; edits: as of input_names."""
+def output_names(step: Step, constraints: bool = False) -> tuple[str, ...]:
+    """Names of the tensors that a step's graph returns, in order; constraints: as for input_names."""
     gives: dict[Giver, bool] = {
         "draws": step.draws,
         "verifies": step.verifies_drafts,
         "makes": step.makes_drafts,
         "hidden states": step.gives_hidden_states,
-        "edits": edits,
+        "constraints": constraints,
     }
     return tuple(name for name, row in OUTPUTS.items() if gives[row.giver])
 
@@ -201,8 +203,8 @@ def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: i
         parts.setdefault(INPUTS[name].part, {})[name] = tensor
     attn = AttnMetadata(cu_q_lens, **parts["attn"], width=width)
     plain = SpecMetadata.plain((), attn, SamplingTensors(**parts["spec.sampling"]))
-    edits = LogitEdits(**parts["spec.edits"]) if "spec.edits" in parts else None
-    spec = replace(plain, next_draft_len=next_draft_len, edits=edits, **parts.get("spec", {}))
+    constraints = LogitConstraints(**parts["spec.constraints"]) if "spec.constraints" in parts else None
+    spec = replace(plain, next_draft_len=next_draft_len, constraints=constraints, **parts.get("spec", {}))
     return StepInputs(**parts[""], attn=attn, spec=spec)
 
 
@@ -221,15 +223,15 @@ def _known_if_uniform(input_ids: Tensor, kv_lens: Tensor, width: int) -> dict[st
 
 
 def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, ...]]:
-    """What reads the tensors of those names from a step's inputs; those of a batch without edits are of no elements."""
-    edits = [name for name in names if INPUTS[name].user == "edits"]
-    if edits:
-        first = graph_reader(names[: -len(edits)])
-        of_edits, unused = attrgetter(*edits), (torch.empty(0),) * len(edits)
+    """A function that reads these tensors from a step's inputs; without constraints, theirs have no elements."""
+    constraints = [name for name in names if INPUTS[name].user == "constraints"]
+    if constraints:
+        first = graph_reader(names[: -len(constraints)])
+        of_constraints, unused = attrgetter(*constraints), (torch.empty(0),) * len(constraints)
 
         def read(inputs: StepInputs) -> tuple[Tensor, ...]:
-            given = inputs.spec.edits
-            return (*first(inputs), *(unused if given is None else of_edits(given)))
+            given = inputs.spec.constraints
+            return (*first(inputs), *(unused if given is None else of_constraints(given)))
 
         return read
     return cast("Callable[[StepInputs], tuple[Tensor, ...]]", attrgetter(*(INPUTS[name].path for name in names)))

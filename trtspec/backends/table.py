@@ -40,7 +40,7 @@ class Backend:
     causal: bool = False  # attention has no tree masks
     only_attention_writes: bool = False  # caches that change in place are those that attention writes
     cuts: bool = False  # a decoder of many layers is cut into graphs of some, see aoti/cut.py
-    edits: bool = False  # a target's graphs take edits of its logits, and give these
+    constraints: bool = False  # a target's graphs take LogitConstraints and return logits
     torch_gpu: bool = False  # the GPU by way of torch: executables are cuda.executable.CudaExecutables
     # Modes with graphs of their own that tests have run on it, others are refused; None: as eager, it takes them all
     verified: frozenset[SpeculativeDecodingMode] | None = None
@@ -121,7 +121,7 @@ _ON_GPUS = frozenset(
 BACKENDS = {
     row.name: row
     for row in (
-        Backend("eager", "cpu", functional=False, packs=True, runs_checkpoints=True, edits=True),
+        Backend("eager", "cpu", functional=False, packs=True, runs_checkpoints=True, constraints=True),
         Backend(
             "cuda",
             "cuda",
@@ -131,7 +131,7 @@ BACKENDS = {
             executable="trtspec.backends.cuda.aoti:AotiOnCuda",
             compiler="trtspec.backends.cuda.aoti",
             code_for="gpu",
-            edits=True,
+            constraints=True,
             torch_gpu=True,
             verified=_ON_GPUS | {_M.PARD, _M.P_EAGLE, _M.MLP_SPECULATOR, _M.DFLASH},
         ),
@@ -144,7 +144,7 @@ BACKENDS = {
             compiler="trtspec.backends.aoti.compile",
             code_for="cpu",
             cuts=True,
-            edits=True,
+            constraints=True,
         ),
         Backend(
             "onnx",
@@ -156,7 +156,7 @@ BACKENDS = {
             extra="onnx",
             only_float32=True,
             causal=True,
-            edits=True,
+            constraints=True,
         ),
         Backend(
             "tensorrt",

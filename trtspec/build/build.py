@@ -82,8 +82,8 @@ def build_engine(
             own: dict[str, Any] = {}
             if backend.profiles:
                 own = {"sizes": largest_sizes(context, role, options), "options": options}
-            if backend.edits:
-                own["edits"] = role == "target"
+            if backend.constraints:
+                own["constraints"] = role == "target"
             compiled = compile_step(
                 step,
                 config.block_size,

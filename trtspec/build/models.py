@@ -28,13 +28,16 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its backend. draft_lens: K of its graphs in rising order, empty = any. takes_edits: its launches take
-    edits of its logits, and give these. step: where it runs as a module. chain: all passes of a draft model as one
-    launch, where its backend has that."""
+    """A model on its backend.
+
+    draft_lens: the K of its graphs, ascending; empty = any. takes_constraints: its launches take LogitConstraints and
+    return logits. step: the module, where it runs as one. chain: all passes of a draft model as one launch, where its
+    backend can do that.
+    """
 
     executable: TimedExecutable
     draft_lens: tuple[int, ...] = ()
-    takes_edits: bool = True
+    takes_constraints: bool = True
     step: Step | None = None
     chain: ChainExecutable | None = None
 
@@ -77,7 +80,7 @@ class ModelLoader:
             return self._captured(context, graphed(compiled, folder, there, self.gpu, self._limits(context)))
         kv = kind.allocate_kv(compiled, self.num_blocks, block_size, dtype)
         timed = TimedExecutable(kind(compiled, folder, kv), compiled.weight_bytes, kv_nbytes(kv))
-        return LoadedModel(timed, _draft_lens(compiled), compiled.takes_edits)
+        return LoadedModel(timed, _draft_lens(compiled), compiled.takes_constraints)
 
     def _captured(self, context: BuildContext, executable: CudaExecutable, step: Step | None = None) -> LoadedModel:
         """With its CUDA graphs. A draft model's are of whole chains: those of one pass are seldom asked for."""
@@ -95,8 +98,8 @@ class ModelLoader:
             timed_chain = TimedChain(chain, timed)
         else:
             executable.capture(report)
-        takes_edits = step is not None or compiled.takes_edits
-        return LoadedModel(timed, _draft_lens(compiled), takes_edits, step, timed_chain)
+        takes_constraints = step is not None or compiled.takes_constraints
+        return LoadedModel(timed, _draft_lens(compiled), takes_constraints, step, timed_chain)
 
     def _limits(self, context: BuildContext) -> LaunchLimits:
         sizes = Sizes.of(context.config, context.max_seq_len, context.max_draft_len, self.num_blocks)

@@ -152,10 +152,10 @@ def _executable(
     options: TensorRTOptions | None,
 ) -> ExecutablePlan:
     backend, sizes = context.backend, largest_sizes(context, role, options)
-    edits = backend.edits and role == "target"
+    constraints = backend.constraints and role == "target"
     graphs = tuple(
         describe_graph(
-            step, sizes.at_draft_len(step, K), "uniform" if uniform else "ragged", K, backend.functional, edits
+            step, sizes.at_draft_len(step, K), "uniform" if uniform else "ragged", K, backend.functional, constraints
         )
         for K, uniform in wanted_graphs(context, role, step)
     )

@@ -123,7 +123,7 @@ def _assembled(start: Start, tokenizer: Tokenizer | None, progress: Progress) ->
         executables=[one.executable for one in loaded],
         debug=config.debug,
         disable_logprobs=resolved is not None and resolved.disable_logprobs,
-        without_edits=None if loaded[0].takes_edits else config.backend,
+        without_constraints=None if loaded[0].takes_constraints else config.backend,
     )
 
 

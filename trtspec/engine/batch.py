@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from trtspec.core import AttnMetadata, Carry, SamplingTensors, SpecMetadata, StepInputs
-from trtspec.engine.edits import logit_edits
+from trtspec.engine.constraints import logit_constraints
 from trtspec.engine.scheduler import Batch
 from trtspec.modes import SpeculativeDecodingMode
 
@@ -175,8 +175,8 @@ class InputBuilder:
         if layout is None or layout.batch != batch or layout.spec.next_draft_len != next_draft_len:
             layout = self._layout = self._make_layout(batch, next_draft_len)
         inputs = self._next_frame(layout).fill(batch)
-        edits = logit_edits(batch, layout.spec.runtime_draft_len)
-        return inputs if edits is None else replace(inputs, spec=replace(inputs.spec, edits=edits))
+        constraints = logit_constraints(batch, layout.spec.runtime_draft_len)
+        return inputs if constraints is None else replace(inputs, spec=replace(inputs.spec, constraints=constraints))
 
     def carry(self, batch: Batch, last: Batch) -> Carry:
         """Which outputs of `last`, which is in flight, are inputs of this batch."""

@@ -36,11 +36,11 @@ class EngineCore:
         use_generation_config: bool,
         executables: Sequence[TimedExecutable],
         debug: bool = False,
-        without_edits: str | None = None,
+        without_constraints: str | None = None,
         disable_logprobs: bool = False,
     ) -> None:
-        """without_edits: the backend's name, where the target's launches take no edits of logits. disable_logprobs:
-        requests that ask for log-probabilities are refused."""
+        """without_constraints: the backend's name, where the target's launches take no LogitConstraints; requests that
+        need them are refused. disable_logprobs: requests for log-probabilities are refused."""
         self.loop = loop
         self.model = model
         self.tokenizer = tokenizer
@@ -50,10 +50,10 @@ class EngineCore:
         self.defaults = dict(model.generation_defaults) if use_generation_config else {}
         self.executables = executables  # target first, then the draft's
         self.debug = debug
-        self.without_edits = without_edits
+        self.without_constraints = without_constraints
         self.disable_logprobs = disable_logprobs
-        if without_edits is not None:
-            self._drop_default_edits()
+        if without_constraints is not None:
+            self._drop_default_constraints()
         self.stats = EngineStats()
         self.log: ActivityLog | None = None  # if somebody wants one
         self.on_close: Callable[[], None] = lambda: None  # what else is to be given back at the end
@@ -81,8 +81,8 @@ class EngineCore:
         for token in params.logit_bias or ():
             if token >= self.model.vocab_size:
                 raise RequestError(f"logit_bias holds token {token}; the vocabulary has {self.model.vocab_size} ids")
-        if self.without_edits is not None:
-            self._refuse_edits(params)
+        if self.without_constraints is not None:
+            self._refuse_constraints(params)
         if self.disable_logprobs and params.logprobs is not None:
             raise RequestError(
                 f"logprobs = {params.logprobs}: this engine speculates with disable_logprobs=True; leave logprobs "
@@ -212,28 +212,28 @@ class EngineCore:
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
         self.stats.speculation = SpeculationStats.total((self.stats.speculation, request.stats))
 
-    def _drop_default_edits(self) -> None:
-        """What no caller has asked for fails no request."""
+    def _drop_default_constraints(self) -> None:
+        """Ignore the checkpoint's repetition penalty with a warning: no caller asked for it, so no request fails."""
         penalty = self.defaults.pop("repetition_penalty", 1.0)
         if penalty != 1.0:
             logger.warning(
                 "generation_config.json says repetition_penalty = %s, and this engine on backend %s was built to draw "
                 "without: it does so; to have it, use the checkpoint itself or an engine on backend aoti or onnx",
                 penalty,
-                self.without_edits,
+                self.without_constraints,
             )
 
-    def _refuse_edits(self, params: SamplingParams) -> None:
-        """RequestError for what the host must see to, where launches take no edits."""
-        wanted = ResolvedSampling.of(params, 0, 0, (), self.defaults).edits
+    def _refuse_constraints(self, params: SamplingParams) -> None:
+        """RequestError if a request needs LogitConstraints or logits, which this target's launches do not have."""
+        wanted = ResolvedSampling.of(params, 0, 0, (), self.defaults).constraints
         for name in ("logprobs", "structured_outputs"):
             if getattr(params, name) is not None:
                 wanted[name] = getattr(params, name)
         if wanted:
             asked = ", ".join(f"{name} = {value}" for name, value in wanted.items())
             raise RequestError(
-                f"{asked}: this engine on backend {self.without_edits} was built to draw without; leave it at its "
-                "neutral value, or use the checkpoint itself or a new engine on backend aoti or onnx"
+                f"{asked}: this engine on backend {self.without_constraints} was built to draw without; leave it at "
+                "its neutral value, or use the checkpoint itself or a new engine on backend aoti or onnx"
             )
 
     def _grammars(self) -> GrammarCompiler:

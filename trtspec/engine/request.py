@@ -50,7 +50,7 @@ class Request:
     token_array: array[int] = field(init=False, default_factory=lambda: array("i"))  # see int32_tokens
 
     def __post_init__(self) -> None:
-        self.needs_host = bool(self.sampling.edits) or self.logprobs is not None or self.guide is not None
+        self.needs_host = bool(self.sampling.constraints) or self.logprobs is not None or self.guide is not None
 
     def int32_tokens(self) -> array[int]:
         """`tokens` as 32-bit integers, each converted once. Do not keep a view of it: the array could not grow."""

@@ -117,7 +117,7 @@ class DecodeStep(Step):
         attend = self.attend(inputs.attn, kv)
         hidden = self.decoder(inputs.input_ids, inputs.attn.positions(inputs.input_ids.shape[0]), attend)  # [T, H]
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
-        return StepOutputs(draw(logits, inputs.spec.sampling, edits=inputs.spec.edits), logits=logits)
+        return StepOutputs(draw(logits, inputs.spec.sampling, constraints=inputs.spec.constraints), logits=logits)
 
     @property
     def like(self) -> Tensor:
@@ -167,7 +167,7 @@ class CaptureStep(DecodeStep):
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.read_layers)
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
-        tokens = draw(logits, inputs.spec.sampling, edits=inputs.spec.edits)
+        tokens = draw(logits, inputs.spec.sampling, constraints=inputs.spec.constraints)
         return StepOutputs(tokens, hidden_states=captured, logits=logits)
 
     @property

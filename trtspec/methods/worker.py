@@ -18,7 +18,7 @@ from trtspec.config.resolved import ResolvedSpeculation
 from trtspec.core import (
     AttnMetadata,
     KVSpec,
-    LogitEdits,
+    LogitConstraints,
     Proposal,
     SamplingTensors,
     SpecMetadata,
@@ -176,7 +176,7 @@ class SpecWorker(nn.Module):
 
     def sample_tokens_for_batch(self, logits: Tensor, spec: SpecMetadata) -> Tensor:
         """The target's own draw at each logits row: [R, V] fp32 -> [R] int64. Each row as its request asks."""
-        return draw(logits, spec.sampling, edits=spec.edits)
+        return draw(logits, spec.sampling, constraints=spec.constraints)
 
     def sample_and_accept_draft_tokens(self, sampled: Tensor, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
         """Strict acceptance: sampled [R] -> accepted tokens [B, K+1] (-1 past their number), their number [B]."""
@@ -235,16 +235,19 @@ class SpecWorker(nn.Module):
 
 
 def draw(
-    logits: Tensor, sampling: SamplingTensors, vocab_ids: Tensor | None = None, edits: LogitEdits | None = None
+    logits: Tensor,
+    sampling: SamplingTensors,
+    vocab_ids: Tensor | None = None,
+    constraints: LogitConstraints | None = None,
 ) -> Tensor:
     """Process logits [R, V] fp32 as each row asks, then draw: [R] int64. vocab_ids [V]: of the columns, if others."""
     none, none_f = sampling.top_ks.new_empty(0), sampling.temperatures.new_empty(0)
-    edits = edits or LogitEdits(none, none, none_f, none, none_f, none)
+    constraints = constraints or LogitConstraints(none, none, none_f, none, none_f, none)
     logits = process_logits(
         logits, sampling.positions,
-        history=edits.history, prompt_lens=edits.prompt_lens, penalties=edits.penalties,
-        bias_ids=edits.bias_ids, bias_values=edits.bias_values,
-        ban_ids=sampling.ban_ids, ban_until=sampling.ban_until, allow_mask=edits.allow_mask,
+        history=constraints.history, prompt_lens=constraints.prompt_lens, penalties=constraints.penalties,
+        bias_ids=constraints.bias_ids, bias_values=constraints.bias_values,
+        ban_ids=sampling.ban_ids, ban_until=sampling.ban_until, allow_mask=constraints.allow_mask,
         temperatures=sampling.temperatures, top_ks=sampling.top_ks, top_ps=sampling.top_ps, min_ps=sampling.min_ps,
     )  # fmt: skip
     ids = none.long() if vocab_ids is None else vocab_ids

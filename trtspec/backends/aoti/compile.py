@@ -55,12 +55,12 @@ def compile_step(
     wanted: Sequence[tuple[int, bool]],
     folder: Path,
     report: Report = lambda what: None,
-    edits: bool = False,
+    constraints: bool = False,
 ) -> CompiledStep:
     """Compile the graphs of these (K, uniform), ragged where the decoder is cut, into `folder` (it must exist).
 
     They call the kernels' C functions, where these are built, else torch's dispatcher. `report` hears what is being
-    done. edits: graphs take edits of logits, and give these.
+    done. constraints: graphs take constraints on logits, and give these.
     """
     programs: dict[str, ExportedProgram] = {}
     with GraphCompiler(graph_calls()) as compiler:
@@ -73,8 +73,8 @@ def compile_step(
         for K, uniform in wanted:
             kind = "uniform" if uniform else "ragged"
             report(f"{kind} graph for K = {K}")
-            example = example_for(step, K, block_size, uniform, edits)
-            names, kv = input_names(step, uniform, edits=edits), example_kv(step, example, block_size)
+            example = example_for(step, K, block_size, uniform, constraints)
+            names, kv = input_names(step, uniform, constraints=constraints), example_kv(step, example, block_size)
             graph = Graph(f"{kind}_k{K}.pt2", K, uniform, names)
             if isinstance(step, DecodeStep) and blocks:
                 own = [name for name in layer_inputs(names) if name not in names]
@@ -83,7 +83,7 @@ def compile_step(
             else:
                 add(export_step(step, example, kv, uniform), graph.file)
             graphs.append(graph)
-        lookup = _add_blocks(step, blocks, block_size, edits, add, report)
+        lookup = _add_blocks(step, blocks, block_size, constraints, add, report)
         report("compiling")
     report("writing weights")
     constants = Constants()
@@ -96,21 +96,21 @@ def compile_step(
         for block in blocks:
             constants.add(folder / block.file, of_step, block.whole_name)
     constants.save(folder)
-    return CompiledStep.of(step, graphs, edits, kernel_interface(), lookup, blocks, read)
+    return CompiledStep.of(step, graphs, constraints, kernel_interface(), lookup, blocks, read)
 
 
 def _add_blocks(
     step: Step,
     blocks: Sequence[Block],
     block_size: int,
-    edits: bool,
+    constraints: bool,
     add: Callable[[ExportedProgram, str], None],
     report: Report,
 ) -> Lookup | None:
     """The graphs of layers, and what comes before them; none where the decoder is not cut."""
     if not isinstance(step, DecodeStep) or not blocks:
         return None
-    names, example = input_names(step, edits=edits), example_for(step, 0, block_size, False, edits)
+    names, example = input_names(step, constraints=constraints), example_for(step, 0, block_size, False, constraints)
     kv = example_kv(step, example, block_size)
     for block in {block.file: block for block in reversed(blocks)}.values():  # the first of each
         report(f"graph of {block.count} layers")

@@ -157,7 +157,7 @@ class _Epilogue(nn.Module):
         outputs = self.step(inputs, [*self.before, *kv])
         for layer in self.read:
             layer.stream = None
-        return graph_outputs(outputs, output_names(self.step, inputs.spec.edits is not None))
+        return graph_outputs(outputs, output_names(self.step, inputs.spec.constraints is not None))
 
 
 def _with_layers(step: DecodeStep, layers: Sequence[nn.Module]) -> DecodeStep:

@@ -35,7 +35,7 @@ def compile_step(
     wanted: Sequence[tuple[int, bool]],
     folder: Path,
     report: Callable[[str], None] = lambda what: None,
-    edits: bool = False,
+    constraints: bool = False,
 ) -> CompiledStep:
     """As aoti.compile.compile_step, for the GPU: whole graphs, which call torch's dispatcher."""
     step = step.to(open_gpu())
@@ -43,9 +43,9 @@ def compile_step(
     for K, uniform in wanted:
         kind = "uniform" if uniform else "ragged"
         report(f"{kind} graph for K = {K}")
-        example = moved(example_for(step, K, block_size, uniform, edits), step.like.device)
+        example = moved(example_for(step, K, block_size, uniform, constraints), step.like.device)
         program = export_step(step, example, example_kv(step, example, block_size), uniform)
-        graph = Graph(f"{kind}_k{K}.pt2", K, uniform, input_names(step, uniform, edits=edits))
+        graph = Graph(f"{kind}_k{K}.pt2", K, uniform, input_names(step, uniform, constraints=constraints))
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             path = str(folder / graph.file)
@@ -54,7 +54,7 @@ def compile_step(
         graphs.append(graph)
     report("writing weights")
     constants.save(folder)
-    return CompiledStep.of(step, graphs, edits)
+    return CompiledStep.of(step, graphs, constraints)
 
 
 class AotiOnCuda(CudaExecutable):

@@ -62,7 +62,7 @@ class LaunchLimits:
 _ON_DEVICE = "hidden_states"
 """The input, and the output, that the host does not see."""
 _LOGITS = "logits"
-"""The output that the host sees of batches with edits alone."""
+"""The output that the host sees of batches with constraints alone."""
 
 
 class DeviceLaunch:
@@ -111,12 +111,12 @@ class CudaExecutable(CompiledExecutable):
         graph, tensors = self._checked(inputs)
         spec = inputs.spec
         kind = self.kind(spec.sampling)
-        if graph.uniform and spec.edits is None and spec.sampling.ban_ids.shape[1] <= BAN_COLUMNS:
+        if graph.uniform and spec.constraints is None and spec.sampling.ban_ids.shape[1] <= BAN_COLUMNS:
             captured = self._graph(graph, self._limits.bucket(spec.batch_size), kind)
             return self._replay(captured, graph, tensors, carry, spec)
         read = graph.read(inputs)
         tensors = [
-            given if leaves_out(kind | {"edits"}, name) else tensor
+            given if leaves_out(kind | {"constraints"}, name) else tensor
             for name, given, tensor in zip(graph.names, read, tensors, strict=True)
         ]
         return self._run_kernels(graph, tensors, carry, spec)
@@ -220,7 +220,7 @@ class CudaExecutable(CompiledExecutable):
 
         def work() -> None:
             unused: dict[str, Tensor] = {}
-            if spec.edits is None:
+            if spec.constraints is None:
                 unused = left_out(EVERY_KIND, graph.names, spec.gather_ids.shape[0], self._work.device)
             there = [
                 tensor if name == _ON_DEVICE or name in unused else self._work.to_device(tensor)
@@ -228,7 +228,7 @@ class CudaExecutable(CompiledExecutable):
             ]
             carried = carry and Carry(self._work.to_device(carry.tokens), self._work.to_device(carry.kept))
             for name, tensor in zip(self.compiled.outputs, self._step(graph, there, carried), strict=True):
-                if name != _LOGITS or spec.edits is not None:
+                if name != _LOGITS or spec.constraints is not None:
                     host_outputs[name] = tensor if name == _ON_DEVICE else self._work.to_host(tensor)
 
         def read() -> StepOutputs:
@@ -310,15 +310,18 @@ class ModuleOnCuda(CudaExecutable):
         return run
 
 
-def module_graphs(step: Step, draft_lens: Sequence[int], uniform: bool = True, edits: bool = False) -> CompiledStep:
-    """What `ModuleOnCuda` runs: for each K a graph for any batch and, if `uniform`, one for generations alone.
+def module_graphs(
+    step: Step, draft_lens: Sequence[int], uniform: bool = True, constraints: bool = False
+) -> CompiledStep:
+    """The graphs that `ModuleOnCuda` runs: one per K for any batch and, if `uniform`, one per K for generations only.
 
-    draft_lens: K that a step may verify, which are those that it makes for the next one, if it makes any. edits: as of
-    graph_io.input_names.
+    draft_lens: every K that a step may verify, and may make for the next step. constraints: see graph_io.input_names.
     """
     wanted = [one for one in launch_graphs(step, draft_lens) if uniform or not one[1]]
-    graphs = [Graph("", K, is_uniform, input_names(step, is_uniform, edits=edits)) for K, is_uniform in wanted]
-    return CompiledStep.of(step, graphs, edits)
+    graphs = [
+        Graph("", K, is_uniform, input_names(step, is_uniform, constraints=constraints)) for K, is_uniform in wanted
+    ]
+    return CompiledStep.of(step, graphs, constraints)
 
 
 def launch_graphs(step: Step, draft_lens: Sequence[int]) -> list[tuple[int, bool]]:

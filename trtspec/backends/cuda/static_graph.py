@@ -34,8 +34,10 @@ Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Tensors by name: shape and dtype."""
 
 Kind = frozenset[User]
-"""Rows that a graph has inputs for: inputs that it does not take cost no kernels. None is for edits of logits: batches
-with these run kernel by kernel."""
+"""Sampling options that a graph has inputs for; an option that it lacks costs no kernels.
+
+No graph has inputs for logit constraints: batches with constraints run kernel by kernel.
+"""
 
 EVERY_KIND: Kind = frozenset(("sampled", "filtered", "bans"))
 _OPTIONAL = [(row.name, row.user) for row in INPUTS.values() if row.user in EVERY_KIND]

@@ -35,16 +35,16 @@ def compile_step(
     wanted: Sequence[tuple[int, bool]],
     folder: Path,
     report: Callable[[str], None] = lambda what: None,
-    edits: bool = False,
+    constraints: bool = False,
 ) -> CompiledStep:
     """Export the graphs of these (K, uniform) of a functional `step` into `folder` (it must exist). `report` hears what
-    is being done. edits: as of graph_io.input_names."""
+    is being done. constraints: as of graph_io.input_names."""
     models: dict[str, ir.Model] = {}
     graphs = []
     for K, uniform in wanted:
         kind = "uniform" if uniform else "ragged"
         report(f"{kind} graph for K = {K}")
-        example = example_for(step, K, block_size, uniform, edits)
+        example = example_for(step, K, block_size, uniform, constraints)
         model = export_onnx(step, example, example_kv(step, example, block_size), uniform)
         write_linears(model)
         file = f"{kind}_k{K}.onnx"
@@ -53,7 +53,7 @@ def compile_step(
         models[file] = model
     report("writing weights")
     save_models(models, folder)
-    return CompiledStep.of(step, graphs, edits)
+    return CompiledStep.of(step, graphs, constraints)
 
 
 def save_models(models: dict[str, ir.Model], folder: Path) -> None:

@@ -43,7 +43,7 @@ class OnnxExecutable(CompiledExecutable):
     def run(self, inputs: StepInputs) -> StepOutputs:
         """See protocols.Executable. What leaves ONNX Runtime is copied, so logits do only where they are asked for."""
         for bound in self._bound:
-            bound.gives_logits = inputs.spec.edits is not None
+            bound.gives_logits = inputs.spec.constraints is not None
         return super().run(inputs)
 
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:

@@ -54,11 +54,11 @@ def export_onnx(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform:
     Constants are named as in the step's state_dict and hold torch's memory: nothing is copied.
     """
     program = export_step(step, example, kv, uniform)
-    edits = example.spec.edits is not None
-    names = input_names(step, uniform, edits=edits)
+    constraints = example.spec.constraints is not None
+    names = input_names(step, uniform, constraints=constraints)
     layers = range(len(kv))
     inputs = [*names, *(f"{part}_cache_{i}" for i in layers for part in "kv")]
-    outputs = [*output_names(step, edits), *(f"new_{part}_cache_{i}" for i in layers for part in "kv")]
+    outputs = [*output_names(step, constraints), *(f"new_{part}_cache_{i}" for i in layers for part in "kv")]
     with warnings.catch_warnings(), _quiet("torch.onnx"):
         warnings.simplefilter("ignore")
         exported = torch.onnx.export(

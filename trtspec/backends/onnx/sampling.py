@@ -52,7 +52,7 @@ def process_logits(absent: Collection[str] = ()) -> FunctionProto:
     ) = body.inputs  # fmt: skip
     V = out.dim(1)
     # What a step needs of the inputs, whether a row asks for it, and the step.
-    edits: list[Step] = [
+    constraints: list[Step] = [
         (bias_ids, lambda: (bias_ids.int64() >= 0).any(), lambda x: _bias(x, bias_ids, bias_values)),
         (penalties, lambda: body.Size(penalties) > 0, lambda x: _penalise(x, history, prompt_lens, penalties)),
         (ban_ids, lambda: (ban_ids.int64() >= 0).any(), lambda x: _ban(x, ban_ids, ban_until, positions)),
@@ -64,16 +64,18 @@ def process_logits(absent: Collection[str] = ()) -> FunctionProto:
         (top_ps, lambda: (top_ps < 1.0).any(), lambda x: _top_p(x, top_ps)),
         (min_ps, lambda: (min_ps > 0.0).any(), lambda x: _min_p(x, min_ps)),
     ]
-    asked_edits = [(asked(), change) for needed, asked, change in edits if body.has(needed)]
+    asked_constraints = [(asked(), change) for needed, asked, change in constraints if body.has(needed)]
 
     def edited(x: Value) -> Value:
-        for asked, change in asked_edits:
+        for asked, change in asked_constraints:
             x = body.maybe(asked, x, functools.partial(change, x))
         return x
 
-    if len(asked_edits) > 1:  # a step that is skipped copies its logits: with one around them all, they are copied once
-        any_edit = functools.reduce(Value.__or__, (asked for asked, _ in asked_edits))
-        out = body.maybe(any_edit, out, functools.partial(edited, out))
+    if (
+        len(asked_constraints) > 1
+    ):  # a step that is skipped copies its logits: with one around them all, they are copied once
+        any_constraint = functools.reduce(Value.__or__, (asked for asked, _ in asked_constraints))
+        out = body.maybe(any_constraint, out, functools.partial(edited, out))
     else:
         out = edited(out)
     for needed, asked, change in filters:

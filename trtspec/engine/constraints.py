@@ -1,7 +1,7 @@
-"""What requests ask of the target's logits that depends on the tokens before each row: of one step, made on the host.
+"""Builds a step's LogitConstraints: penalties, biases and allow-masks that depend on the tokens before each logits row.
 
-A generation's row j stands behind its first j drafts, so it sees those: what the target draws there is what it would
-draw if they had been its own words.
+Row j of a generation follows its first j drafts, so its constraints include those drafts. The target draws there what
+it would draw if it had generated the drafts itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtspec.core import LogitEdits
+from trtspec.core import LogitConstraints
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch
 
@@ -22,15 +22,17 @@ _INTS, _FLOATS = torch.empty(0, dtype=torch.int32), torch.empty(0)
 
 
 class _Row(NamedTuple):
-    """A logits row of a request: `known` tokens stand before the one it draws, drafts among them."""
+    """A logits row of a request. `known` is the number of tokens before the one it draws, drafts included."""
 
     request: Request
     known: int
 
 
-def logit_edits(batch: Batch, draft_len: int) -> LogitEdits | None:
-    """Of the R logits rows of a step (see core.SpecMetadata) with K = `draft_len`. None: no request wants the host to
-    see to its draws."""
+def logit_constraints(batch: Batch, draft_len: int) -> LogitConstraints | None:
+    """The constraints of the R logits rows of a step with K = `draft_len`; core.SpecMetadata explains the rows.
+
+    None: no request of the batch has constraints or wants log-probabilities.
+    """
     if not any(row.request.needs_host for row in batch):
         return None
     rows = [_Row(row.request, row.end) for row in batch if row.is_context]
@@ -39,7 +41,7 @@ def logit_edits(batch: Batch, draft_len: int) -> LogitEdits | None:
             rows += [_Row(request, len(request.tokens) + min(j, num_drafts)) for j in range(draft_len + 1)]
     history, prompt_lens, penalties = _penalties(rows)
     bias_ids, bias_values = _biases(rows)
-    return LogitEdits(history, prompt_lens, penalties, bias_ids, bias_values, _mask(batch, draft_len))
+    return LogitConstraints(history, prompt_lens, penalties, bias_ids, bias_values, _mask(batch, draft_len))
 
 
 def _penalties(rows: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:

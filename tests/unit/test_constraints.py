@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtspec.engine.edits import logit_edits
+from trtspec.engine.constraints import logit_constraints
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Scheduled
 from trtspec.sampling_params import ResolvedSampling
@@ -31,7 +31,7 @@ def request(tokens: list[int], prompt_len: int, drafts: list[int] | None = None,
 
 
 def test_nobody_asks() -> None:
-    assert logit_edits((Scheduled(request([1, 2], 2), 2, 0, True),), 0) is None
+    assert logit_constraints((Scheduled(request([1, 2], 2), 2, 0, True),), 0) is None
 
 
 def test_a_generation_sees_its_drafts_and_a_chunk_of_a_prompt_what_it_has_read() -> None:
@@ -46,14 +46,14 @@ def test_a_generation_sees_its_drafts_and_a_chunk_of_a_prompt_what_it_has_read()
         Scheduled(short, 2, 1, False),
         Scheduled(other, 1, 0, False),
     )
-    edits = logit_edits(batch, 2)
-    assert edits is not None
+    constraints = logit_constraints(batch, 2)
+    assert constraints is not None
     want = [[7, 8, 9], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 6], [1, 6, 3], [1, 6, 3], [], [], []]
-    assert [[token for token in row if token >= 0] for row in edits.history.tolist()] == want
-    assert edits.prompt_lens.tolist() == [4, 2, 2, 2, 1, 1, 1, 1, 1, 1]
+    assert [[token for token in row if token >= 0] for row in constraints.history.tolist()] == want
+    assert constraints.prompt_lens.tolist() == [4, 2, 2, 2, 1, 1, 1, 1, 1, 1]
     asked = [(1.5, 0.0, 0.0), *[(1.0, 0.5, 0.0)] * 3, *[(1.0, 0.0, -1.0)] * 3, *[(1.0, 0.0, 0.0)] * 3]
-    assert edits.penalties.tolist() == [list(one) for one in asked]
-    assert edits.bias_ids.numel() == edits.allow_mask.numel() == 0
+    assert constraints.penalties.tolist() == [list(one) for one in asked]
+    assert constraints.bias_ids.numel() == constraints.allow_mask.numel() == 0
 
 
 class Counted(list[int]):
@@ -77,9 +77,9 @@ def test_a_history_is_read_once() -> None:
     for tokens in ([], [3], [4, 5]):
         one.append(tokens)
         known = list(one.tokens)
-        edits = logit_edits((Scheduled(one, 3, 2, False),), 2)
-        assert edits is not None
-        assert [row[: len(known) + j] for j, row in enumerate(edits.history.tolist())] == [
+        constraints = logit_constraints((Scheduled(one, 3, 2, False),), 2)
+        assert constraints is not None
+        assert [row[: len(known) + j] for j, row in enumerate(constraints.history.tolist())] == [
             known + [7, 8][:j] for j in range(3)
         ]
     assert one.tokens.read == 503
@@ -87,8 +87,8 @@ def test_a_history_is_read_once() -> None:
 
 def test_biases_are_padded() -> None:
     one, two = request([1], 1, logit_bias=((3, 2.0),)), request([1, 2], 1, logit_bias=((0, -1.0), (5, 0.5)))
-    edits = logit_edits((Scheduled(one, 1, 0, True), Scheduled(two, 1, 0, False)), 0)
-    assert edits is not None
-    assert edits.bias_ids.tolist() == [[3, -1], [0, 5]]
-    assert edits.bias_values.tolist() == [[2.0, 0.0], [-1.0, 0.5]]
-    assert edits.history.numel() == edits.penalties.numel() == 0
+    constraints = logit_constraints((Scheduled(one, 1, 0, True), Scheduled(two, 1, 0, False)), 0)
+    assert constraints is not None
+    assert constraints.bias_ids.tolist() == [[3, -1], [0, 5]]
+    assert constraints.bias_values.tolist() == [[2.0, 0.0], [-1.0, 0.5]]
+    assert constraints.history.numel() == constraints.penalties.numel() == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.contract.modes import ROOMY, TIGHT, Models
-from tests.e2e.tiny import Outcome, assert_all_blocks_free, run_together, with_edits
+from tests.e2e.tiny import Outcome, assert_all_blocks_free, run_together, with_constraints
 from trtspec.modes import SpeculativeDecodingMode as M
 
 K = 3
@@ -17,7 +17,7 @@ K = 3
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     made = Models(tmp_path_factory.mktemp("modes"))
-    made.cases = with_edits(made.cases)
+    made.cases = with_constraints(made.cases)
     return made
 
 
