@@ -27,9 +27,9 @@ from trtspec.methods.ngram.pool import NGramPool
 from trtspec.methods.suffix.drafter import TOKENS_PER_RESPONSE, SuffixDrafter
 from trtspec.methods.suffix.tree import SuffixTree
 from trtspec.protocols import DraftRequest
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 class Writer:

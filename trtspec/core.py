@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.modes import SpeculativeDecodingMode
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
 KVLayer = tuple[Tensor, Tensor]
 """(k_cache, v_cache) of one layer, each [num_blocks, block_size, Hkv, D]; block 0 is scratch."""
@@ -146,7 +146,7 @@ class SamplingTensors:
     @classmethod
     def of(
         cls,
-        asked: Sequence[ResolvedSampling],
+        asked: Sequence[RequestSampling],
         positions: Sequence[int] | np.ndarray,
         owners: np.ndarray | None = None,
     ) -> SamplingTensors:

@@ -103,7 +103,7 @@ class SpeculativeDecodingMode(enum.IntEnum):
     USER_PROVIDED = 8, host("custom_class")
     SAVE_HIDDEN_STATES = 9, host("extract_hidden_states", shapes_graphs=True)
     NONE = 10, ModeTraits()
-    AUTO = 11, ModeTraits("auto")  # becomes another mode when the config is resolved
+    AUTO = 11, ModeTraits("auto")  # another mode replaces it when speculation is planned
     SUFFIX = 12, host("suffix", kv_rewind=True)
     EAGLE = 13, two_engine_head("eagle")
     EAGLE_ONE_MODEL = 14, one_engine("eagle")
@@ -199,7 +199,7 @@ def words_for(mode: SpeculativeDecodingMode) -> dict[str, str | bool]:
     return {}
 
 
-def resolve_mode(
+def select_mode(
     method: str | None, one_engine: bool | None, vanilla: bool = False, parallel: bool = False
 ) -> SpeculativeDecodingMode:
     """The mode for the user's words. method None is NONE; one_engine None is the mode that runs by default.

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from trtspec.core import Carry, Proposal, StepInputs, StepOutputs
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
 
 class Executable(Protocol):
@@ -46,7 +46,7 @@ class DraftRequest:
     request_id: int
     tokens: Sequence[int]  # prompt and output so far, to be read; a slice of it is a list of one's own
     max_draft_len: int  # 0..K; 0 = no drafts, only where hidden_states are given
-    sampling: ResolvedSampling
+    sampling: RequestSampling
     block_table: Sequence[int]  # covers len(tokens) + max_draft_len - 1 tokens
     draft_kv_len: int  # leading tokens whose draft KV is valid, less than len(tokens)
     # for modes that read the target's states: those of the tokens from draft_kv_len on, [n, number * H]; n =

@@ -170,7 +170,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class ResolvedSampling:
+class RequestSampling:
     """One sample's draw with nothing left to look up. `ban_ids` cannot be drawn at token indices below `ban_until`."""
 
     greedy: bool
@@ -205,7 +205,7 @@ class ResolvedSampling:
         prompt_len: int,
         stop_ids: Iterable[int],
         defaults: Mapping[str, float | int],
-    ) -> ResolvedSampling:
+    ) -> RequestSampling:
         """`defaults`: the checkpoint's generation_config; `stop_ids`: what min_tokens holds back."""
 
         def value(name: str, otherwise: float) -> float:

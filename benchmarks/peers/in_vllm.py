@@ -12,7 +12,6 @@ from typing import Any
 
 from benchmarks.peers.worker import Stopwatch, serve
 
-
 KEPT_TO_AVX2 = os.environ.get("TRTSPEC_CPU_ISA") == "avx2"
 
 

@@ -1,4 +1,4 @@
-"""Every use of TensorRT's Python API in a source file, resolved on the real bindings: names, methods and keywords.
+"""Every use of TensorRT's Python API in a source file, spec_plan on the real bindings: names, methods and keywords.
 
 What is followed: `trt.a.b` for whatever `import tensorrt as trt` and `import tensorrt.plugin as trtp` call them;
 `x.method` where x is annotated with a class of TensorRT, or was assigned from one or from a method that says that it

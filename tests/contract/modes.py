@@ -83,7 +83,7 @@ RECIPES: dict[M, Recipe] = {
     M.DFLASH: Recipe({"method": "dflash"}, draft="dflash"),
     M.DSPARK: Recipe({"method": "dspark"}, draft="dspark"),
 }
-# No drafts of its own: nothing, another mode once resolved, or hidden states.
+# No drafts of its own: nothing, another mode once planned, or hidden states.
 WITHOUT_DRAFTS = {M.NONE, M.AUTO, M.SAVE_HIDDEN_STATES}
 
 

@@ -15,9 +15,9 @@ from tests.e2e.tiny import Case, LyingOracle, assert_all_blocks_free, draw_cases
 from trtspec import LLM
 from trtspec.errors import ConfigError
 from trtspec.protocols import DraftRequest
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 CASES = draw_cases(30, seed=13)
 
 

@@ -34,7 +34,7 @@ from trtspec.engine.stats import TimedExecutable
 from trtspec.errors import EngineError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.head_drafter import HeadDrafter
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
 pytestmark = pytest.mark.long  # three graphs each to compile
 
@@ -97,7 +97,7 @@ def head_of(engine: Path) -> CompiledExecutable:
 def head_inputs(draft_len: int) -> StepInputs:
     """Rows of two requests, 3 and 2."""
     attn = AttnMetadata.of([3, 2], [3, 6], [[1, 2], [3, 4]])
-    greedy = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+    greedy = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
     spec = SpecMetadata.plain((0, 1), attn, SamplingTensors.of([greedy] * 2, [3, 6]), draft_len)
     states = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
     return StepInputs(torch.ones(5, dtype=torch.int64), attn, spec, states)

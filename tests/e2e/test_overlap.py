@@ -21,10 +21,10 @@ from trtspec.engine.overlap import OverlapLoop
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch, Scheduled
 from trtspec.errors import DeviceError, EngineError
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
 K = 3
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 48}
 
 

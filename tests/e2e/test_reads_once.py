@@ -60,9 +60,9 @@ def test_every_config_is_read_once_and_every_resolver_called_once(
     recipe, calls = RECIPES[mode], Counter[str]()
     target, speculation = models.folder(recipe.target), recipe.speculation(models, 2)
     row = METHODS[recipe.fields["method"]]
-    for name in ("read_draft", "resolve", "recognise"):
+    for name in ("read_draft", "plan_speculation", "recognise"):
         monkeypatch.setattr(speculation_module, name, counted(calls, name, getattr(speculation_module, name)))
-    for name in ("read_target", "resolve_speculation"):
+    for name in ("read_target", "plan_for_target"):
         monkeypatch.setattr(context_module, name, counted(calls, name, getattr(context_module, name)))
     if row.checkpoint is not None:
         module, _, name = row.checkpoint.path.partition(":")
@@ -75,4 +75,4 @@ def test_every_config_is_read_once_and_every_resolver_called_once(
     assert read == {target / "config.json": 1, **draft}
     assert calls.pop("recognise", 0) == len(draft)  # a folder that is named is looked at
     assert calls.pop("the room's reader", 0) == (row.checkpoint is not None)
-    assert calls == dict.fromkeys(("read_target", "read_draft", "resolve_speculation", "resolve"), 1)
+    assert calls == dict.fromkeys(("read_target", "read_draft", "plan_for_target", "plan_speculation"), 1)

@@ -18,9 +18,9 @@ from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import PagedAttend
 from trtspec.models.decoder import Decoder
 from trtspec.modes import SpeculativeDecodingMode
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 def states(target: transformers.PreTrainedModel, tokens: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from trtspec import LLM, SamplingParams
 from trtspec.cli import main
 from trtspec.engine.core import EngineCore
 from trtspec.engine.request import Request
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 from trtspec.serve.engine.process import EngineServer
 from trtspec.serve.triton.configs import LAYOUTS
 from trtspec.text import Tokenizer
@@ -145,14 +145,14 @@ def served(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> dict[str
 # -- what the table's words mean ---------------------------------------------------------------------------------------
 
 
-def drawn(sampling: ResolvedSampling) -> str:
+def drawn(sampling: RequestSampling) -> str:
     if sampling.greedy:
         return "greedy"
     values = {name: getattr(sampling, name) for name in OFF}
     return {json.dumps(SAYS): "as it says", json.dumps(OFF): "temperature 1"}.get(json.dumps(values), str(values))
 
 
-def penalised(sampling: ResolvedSampling) -> str:
+def penalised(sampling: RequestSampling) -> str:
     return {PENALTY: "holds", 1.0: "ignored"}[sampling.repetition_penalty]
 
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from trtspec.core import Proposal
 from trtspec.protocols import DraftRequest
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 def question(
     tokens: Sequence[int],
     K: int,
     request_id: int = 0,
-    sampling: ResolvedSampling = GREEDY,
+    sampling: RequestSampling = GREEDY,
     blocks: Sequence[int] = (),
     draft_kv_len: int = 0,
     prompt_len: int = 0,

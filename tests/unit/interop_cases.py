@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.interop.export import export_settings
 

@@ -23,11 +23,11 @@ from trtspec.methods.head import DraftHead
 from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import PagedAttend
 from trtspec.modes import SpeculativeDecodingMode
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
 VOCAB = 20
 TARGET_IDS = torch.tensor([7, 2, 19, 3, 11, 0, 5])  # of each draft id
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 @dataclass

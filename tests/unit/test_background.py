@@ -19,9 +19,9 @@ from trtspec.engine.request import Request
 from trtspec.engine.step import Emission
 from trtspec.errors import EngineError, RequestError
 from trtspec.outputs import OutputDelta
-from trtspec.sampling_params import ResolvedSampling, SamplingParams
+from trtspec.sampling_params import RequestSampling, SamplingParams
 
-GREEDY = ResolvedSampling(True, 0.0, 0, 1.0, 0.0, 0)
+GREEDY = RequestSampling(True, 0.0, 0, 1.0, 0.0, 0)
 
 
 class CountingCore:

@@ -22,7 +22,7 @@ from trtspec.kv import rewind
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.reuse import PrefixReuse
 from trtspec.modes import SpeculativeDecodingMode
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
 STOP = 2
 
@@ -107,7 +107,7 @@ class Load:
         limit = self.rng.randint(length + 1, self.allocator.capacity)
         samples = []
         for _ in range(self.rng.choice((1, 1, 3))):
-            sampling = ResolvedSampling(
+            sampling = RequestSampling(
                 greedy=self.greedy or self.rng.random() < 0.5,
                 temperature=self.rng.choice((0.5, 1.0)),
                 top_k=self.rng.choice((0, 5)),

@@ -22,10 +22,10 @@ from trtspec.build import wiring as assemble
 from trtspec.core import KVLayer
 from trtspec.methods.draft_model.drafter import ChainDrafter
 from trtspec.protocols import DraftRequest
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
 K, BLOCK = 4, 4
-PLAIN = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+PLAIN = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 SAMPLED = replace(PLAIN, greedy=False, temperature=1.0, seed=-5)
 FILTERED = replace(SAMPLED, top_k=9, top_p=0.9, min_p=0.01, seed=11)
 BANNED = replace(SAMPLED, ban_ids=(1, 2, 3), ban_until=30, seed=12)
@@ -71,7 +71,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draft]:
 
 
 @st.composite
-def states(draw: st.DrawFn, least: int = 1, hows: tuple[ResolvedSampling, ...] = ()) -> list[DraftRequest]:
+def states(draw: st.DrawFn, least: int = 1, hows: tuple[RequestSampling, ...] = ()) -> list[DraftRequest]:
     """Requests with `least` known tokens or more, of which the draft lacks the last, the last two, or any number."""
     requests, block = [], 1
     for b in range(draw(st.integers(1, 5))):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.config.resolved import ResolvedSpeculation, TargetInfo, draft_len_for_batch
+from trtspec.config.speculation_plan import SpeculationPlan, TargetInfo, draft_len_for_batch
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.methods.resolve import resolve
+from trtspec.methods.planning import plan_speculation
 
 TARGET = TargetInfo(
     model="/models/target",
@@ -25,13 +25,13 @@ TARGET = TargetInfo(
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
 
 
-def decide(fields: Mapping[str, Any], **changes: Any) -> ResolvedSpeculation:
-    return resolve(SpeculativeConfig(**fields), dataclasses.replace(TARGET, **changes))
+def decide(fields: Mapping[str, Any], **changes: Any) -> SpeculationPlan:
+    return plan_speculation(SpeculativeConfig(**fields), dataclasses.replace(TARGET, **changes))
 
 
 def lengths(fields: Mapping[str, Any], *batches: int, **changes: Any) -> list[int]:
-    resolved = decide({**NGRAM, **fields}, **changes)
-    return [draft_len_for_batch(resolved, n) for n in batches]
+    spec_plan = decide({**NGRAM, **fields}, **changes)
+    return [draft_len_for_batch(spec_plan, n) for n in batches]
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo, draft_len_for_batch
+from trtspec.config.speculation_plan import DraftInfo, SpeculationPlan, TargetInfo, draft_len_for_batch
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.interop.account import GATES
 from trtspec.interop.export import export_settings, settings_text
 from trtspec.interop.reading import read_speculative_config
-from trtspec.methods.resolve import plan
+from trtspec.methods.planning import plan_unchecked
 
 TARGET = TargetInfo(
     model="/t",
@@ -118,25 +118,25 @@ def configs(draw: st.DrawFn, *methods: str) -> dict[str, Any]:
     return {"method": method, "num_speculative_tokens": K, **draw(COMMON), **draw(EITHER), **draw(OWN[method])}
 
 
-def planned(config: SpeculativeConfig | None, draft: DraftInfo | None) -> ResolvedSpeculation:
+def planned(config: SpeculativeConfig | None, draft: DraftInfo | None) -> SpeculationPlan:
     assert config is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of one MTP layer that runs K times
-        return plan(config, TARGET, draft)
+        return plan_unchecked(config, TARGET, draft)
 
 
-def settled(resolved: ResolvedSpeculation) -> dict[str, Any]:
+def settled(spec_plan: SpeculationPlan) -> dict[str, Any]:
     """All fields, those of the method alone among them."""
-    found = {field.name: getattr(resolved, field.name) for field in dataclasses.fields(resolved)}
+    found = {field.name: getattr(spec_plan, field.name) for field in dataclasses.fields(spec_plan)}
     return vars(found.pop("options")) | found
 
 
-def differences(before: ResolvedSpeculation, after: ResolvedSpeculation) -> set[str]:
+def differences(before: SpeculationPlan, after: SpeculationPlan) -> set[str]:
     """Fields that changed; GATES count as one, "draft_len": what they make of 1 to max_batch_size requests."""
     old, new = settled(before), settled(after)
     found = {name for name in {*old, *new} - {*GATES} if name not in old or name not in new or old[name] != new[name]}
     sizes = range(1, TARGET.max_batch_size + 1)
-    lengths = [[draft_len_for_batch(resolved, n) for n in sizes] for resolved in (before, after)]
+    lengths = [[draft_len_for_batch(spec_plan, n) for n in sizes] for spec_plan in (before, after)]
     return found | ({"draft_len"} if lengths[0] != lengths[1] else set())
 
 

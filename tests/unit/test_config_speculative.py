@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from trtspec.config.resolved import TargetInfo
+from trtspec.config.speculation_plan import TargetInfo
 from trtspec.config.speculative import LEGACY_MTP_METHODS, SpeculativeConfig
 from trtspec.errors import ConfigError
 from trtspec.interop.decoding_configs import NGramDecodingConfig
 from trtspec.interop.reading import read_speculative_config
-from trtspec.methods.resolve import resolve
+from trtspec.methods.planning import plan_speculation
 
 TARGET = TargetInfo(
     model="/models/target",
@@ -179,15 +179,15 @@ def test_frozen() -> None:
     config = SpeculativeConfig(**NGRAM)
     with pytest.raises(ConfigError, match="num_speculative_tokens=9: configs are frozen; build a new one"):
         config.num_speculative_tokens = 9  # type: ignore[misc]
-    resolved = resolve(config, TARGET)
+    spec_plan = plan_speculation(config, TARGET)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        resolved.model = "x"  # type: ignore[misc]
+        spec_plan.model = "x"  # type: ignore[misc]
 
 
 def test_resolve_does_not_change_the_config() -> None:
     config = SpeculativeConfig(method="auto")
     before = config.model_dump()
-    resolve(config, TARGET)
+    plan_speculation(config, TARGET)
     assert config.model_dump() == before
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtspec.config.resolved import DraftInfo, TargetInfo
+from trtspec.config.speculation_plan import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.interop.decoding_configs import (
@@ -27,7 +27,7 @@ from trtspec.interop.decoding_configs import (
     decoding_config_from_dict,
 )
 from trtspec.interop.reading import read_speculative_config
-from trtspec.methods.resolve import plan
+from trtspec.methods.planning import plan_unchecked
 from trtspec.modes import SpeculativeDecodingMode as M
 
 
@@ -343,8 +343,8 @@ def test_contradictions(cls: type[DecodingBaseConfig], fields: dict[str, Any], m
 )
 def test_mode(config: DecodingBaseConfig, n_predict: int | None, mode: M, k: int) -> None:
     modules = None if n_predict is None else DraftInfo(method="mtp", n_predict=n_predict)
-    resolved = plan(config.to_speculative_config(), TARGET, modules)
-    assert (resolved.mode, resolved.num_speculative_tokens) == (mode, k)
+    spec_plan = plan_unchecked(config.to_speculative_config(), TARGET, modules)
+    assert (spec_plan.mode, spec_plan.num_speculative_tokens) == (mode, k)
 
 
 @pytest.mark.parametrize("cls", OWN)

@@ -7,7 +7,7 @@ from typing import Any
 from trtspec.engine.constraints import logit_constraints
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Scheduled
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
 GREEDY: dict[str, Any] = {"greedy": True, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 
@@ -17,7 +17,7 @@ def request(tokens: list[int], prompt_len: int, drafts: list[int] | None = None,
         request_id=0,
         tokens=tokens,
         prompt_len=prompt_len,
-        sampling=ResolvedSampling(**GREEDY, **asked),
+        sampling=RequestSampling(**GREEDY, **asked),
         length_limit=10000,
         min_tokens=0,
         eos_ids=frozenset(),

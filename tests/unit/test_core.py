@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, row_requests
 from trtspec.modes import SpeculativeDecodingMode
-from trtspec.sampling_params import NEVER, ResolvedSampling
+from trtspec.sampling_params import NEVER, RequestSampling
 
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
-SAMPLED = ResolvedSampling(greedy=False, temperature=0.5, top_k=0, top_p=1.0, min_p=0.0, seed=2)
+GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
+SAMPLED = RequestSampling(greedy=False, temperature=0.5, top_k=0, top_p=1.0, min_p=0.0, seed=2)
 
 ragged = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100)), min_size=1, max_size=6)
 
@@ -123,7 +123,7 @@ def test_bans_are_padded_to_the_longest() -> None:
 
 def test_every_tensor_has_the_type_that_the_ops_ask_for() -> None:
     """In use and unused alike: an empty list alone would make floats of ids."""
-    full = ResolvedSampling(
+    full = RequestSampling(
         greedy=False, temperature=1.0, top_k=1, top_p=0.5, min_p=0.1, seed=-(2**63), ban_ids=(1,), ban_until=3
     )
     kinds = {

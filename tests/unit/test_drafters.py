@@ -20,9 +20,9 @@ from trtspec.core import Proposal, StepInputs, StepOutputs
 from trtspec.methods.draft_model.drafter import ChainDrafter
 from trtspec.methods.ngram.drafter import NGramDrafter
 from trtspec.protocols import DraftRequest
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
-SAMPLED = ResolvedSampling(greedy=False, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=42)
+SAMPLED = RequestSampling(greedy=False, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=42)
 
 
 # -- n-gram --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from trtspec.build.engine_folder import FORMAT, EngineFolder, machine
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.kv.memory import huge_pages
-from trtspec.methods.resolve import choose
+from trtspec.methods.planning import choose
 from trtspec.methods.table import METHODS
 
 WHOLE: dict[str, Any] = {

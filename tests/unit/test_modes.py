@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from tests.unit import resolve_cases
+from tests.unit import spec_plan_cases
 from trtspec.errors import ConfigError
 from trtspec.interop import mode_predicates
 from trtspec.methods.custom.drafter import CustomDrafter
 from trtspec.methods.table import METHODS as ROWS
 from trtspec.methods.table import Method, Ref, method_of
-from trtspec.modes import METHODS, SpeculativeDecodingMode, resolve_mode, words_for
+from trtspec.modes import METHODS, SpeculativeDecodingMode, select_mode, words_for
 
 M = SpeculativeDecodingMode
 
@@ -176,7 +176,7 @@ def test_from_string() -> None:
     ],
 )
 def test_resolve_mode(method: str | None, one_engine: bool | None, vanilla: bool, expected: str) -> None:
-    assert resolve_mode(method, one_engine, vanilla) is M[expected]
+    assert select_mode(method, one_engine, vanilla) is M[expected]
 
 
 @pytest.mark.parametrize(
@@ -191,14 +191,14 @@ def test_resolve_mode(method: str | None, one_engine: bool | None, vanilla: bool
 )
 def test_resolve_mode_refuses(args: tuple[str, bool | None], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_mode(*args)
+        select_mode(*args)
 
 
 @pytest.mark.parametrize("one_engine", [None, True])
 @pytest.mark.parametrize(("method", "expected"), [("draft_model", M.PARD), ("eagle3", M.P_EAGLE)])
 def test_parallel_drafting(method: str, expected: M, one_engine: bool | None) -> None:
-    assert resolve_mode(method, one_engine, parallel=True) is expected
-    assert resolve_mode("dflash", one_engine, parallel=True) is M.DFLASH
+    assert select_mode(method, one_engine, parallel=True) is expected
+    assert select_mode("dflash", one_engine, parallel=True) is M.DFLASH
     assert words_for(expected) == {"method": method, "one_engine": True, "parallel_drafting": True}
 
 
@@ -212,7 +212,7 @@ def test_parallel_drafting(method: str, expected: M, one_engine: bool | None) ->
 )
 def test_parallel_drafting_that_there_is_not(method: str, one_engine: bool | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_mode(method, one_engine, parallel=True)
+        select_mode(method, one_engine, parallel=True)
 
 
 # -- what each is made of ---------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_a_part_that_is_not_there_is_no_error_of_the_user(path: str, error: type
 
 @pytest.mark.parametrize("path", ["nowhere:Thing", "trtspec.modes:Nothing", "trtspec.modes", ":Thing", ""])
 def test_a_drafter_that_does_not_open_is_named(path: str) -> None:
-    speculation = resolve_cases.decide({"method": "custom_class", "drafter": path, "num_speculative_tokens": 2})
+    speculation = spec_plan_cases.decide({"method": "custom_class", "drafter": path, "num_speculative_tokens": 2})
     with pytest.raises(ConfigError, match=rf'^drafter={path!r} cannot be loaded \(.*\); give "package.module:Class"'):
         CustomDrafter.of(speculation)
 

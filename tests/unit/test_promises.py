@@ -16,12 +16,12 @@ from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.config.checkpoint.reader import Reader
 from trtspec.config.engine import EngineConfig
-from trtspec.config.resolved import DraftInfo, TargetInfo
+from trtspec.config.speculation_plan import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
 from trtspec.interop import mode_predicates
 from trtspec.interop.reading import read_speculative_config
-from trtspec.methods.resolve import resolve
+from trtspec.methods.planning import plan_speculation
 from trtspec.models.specs import ARCHITECTURES
 from trtspec.modes import SpeculativeDecodingMode
 
@@ -49,31 +49,33 @@ def test_the_remedy_for_a_wrong_eagle3_target_can_be_followed() -> None:
     config = SpeculativeConfig(method="eagle3", model="/e", num_speculative_tokens=3)
     wrong = TargetInfo(**{**TARGET.__dict__, "model_type": "mamba"})
     with pytest.raises(ConfigError, match=r"use a target of .*") as caught:
-        resolve(config, wrong)
+        plan_speculation(config, wrong)
     named = str(caught.value).split("use a target of ")[1].split(", ")
     loadable = {name.removesuffix("ForCausalLM").lower() for name in ARCHITECTURES}
     assert named
     assert set(named) <= loadable
     for model_type in named:
         right = TargetInfo(**{**TARGET.__dict__, "model_type": model_type})
-        assert resolve(config, right).mode is SpeculativeDecodingMode.EAGLE3_ONE_MODEL
+        assert plan_speculation(config, right).mode is SpeculativeDecodingMode.EAGLE3_ONE_MODEL
 
 
 @pytest.mark.parametrize("k", [2, 3])
 def test_a_tree_that_branches_is_called_that(k: int) -> None:
     tree = "[(0,), (1,), (0, 0)]"  # 2 deep
     with pytest.raises(UnsupportedError, match="branches, which is not built yet"):
-        resolve(SpeculativeConfig(method="ngram", num_speculative_tokens=k, speculative_token_tree=tree), TARGET)
+        plan_speculation(
+            SpeculativeConfig(method="ngram", num_speculative_tokens=k, speculative_token_tree=tree), TARGET
+        )
 
 
 @pytest.mark.parametrize("field", ["prompt_lookup_min", "prompt_lookup_max"])
 def test_lookup_sizes_next_to_another_method_are_ignored_with_a_warning(field: str) -> None:
     config = SpeculativeConfig(**DRAFTED, **{field: 4})
     with pytest.warns(UserWarning, match=f"{field}=4 means nothing to method='draft_model'; it is ignored"):
-        resolve(config, TARGET)
+        plan_speculation(config, TARGET)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        resolve(SpeculativeConfig(method="ngram", num_speculative_tokens=2, **{field: 4}), TARGET)
+        plan_speculation(SpeculativeConfig(method="ngram", num_speculative_tokens=2, **{field: 4}), TARGET)
 
 
 def quantised(**fields: Any) -> DraftInfo:
@@ -107,10 +109,10 @@ def test_a_draft_s_quantization_may_be_named_where_its_checkpoint_has_it(
 ) -> None:
     config = SpeculativeConfig(**DRAFTED, quantization=kind)
     if good:
-        assert resolve(config, TARGET, draft).quantization is None  # nothing is quantised again
+        assert plan_speculation(config, TARGET, draft).quantization is None  # nothing is quantised again
     else:
         with pytest.raises(UnsupportedError, match=f"quantization='{kind}': the draft's weights are "):
-            resolve(config, TARGET, draft)
+            plan_speculation(config, TARGET, draft)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +139,8 @@ def test_a_quantization_of_layers_inside_a_quantised_target_is_checked_against_i
 
 @pytest.mark.parametrize("fields", [{"method": "[ngram]"}, {"model": "[ngram]"}, {"method": "ngram", "model": "ngram"}])
 def test_ngram_in_brackets_is_ngram(fields: dict[str, str]) -> None:
-    resolved = resolve(SpeculativeConfig(**fields, num_speculative_tokens=2), TARGET)
-    assert resolved.mode is SpeculativeDecodingMode.NGRAM
+    spec_plan = plan_speculation(SpeculativeConfig(**fields, num_speculative_tokens=2), TARGET)
+    assert spec_plan.mode is SpeculativeDecodingMode.NGRAM
 
 
 def test_a_folder_that_is_called_as_its_method_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from trtspec.engine.scheduler import Scheduled, Scheduler
 from trtspec.kv import rewind
 from trtspec.kv.blocks import BlockAllocator, SequenceKV
 from trtspec.kv.reuse import PrefixReuse
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 STOP = 2
 MOTIFS = [[3] * 60, [3, 4] * 30, [3] * 20 + [5] * 40]  # prompts begin like one of them, so many begin alike
 

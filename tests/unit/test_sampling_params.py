@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtspec.errors import RequestError
-from trtspec.sampling_params import NEVER, ResolvedSampling, SamplingParams, StructuredOutputs, sample_seed
+from trtspec.sampling_params import NEVER, RequestSampling, SamplingParams, StructuredOutputs, sample_seed
 
 
-def resolve(
+def sampling_of(
     params: SamplingParams,
     defaults: dict[str, float | int] | None = None,
     *,
     seed: int = 7,
     prompt_len: int = 10,
     stop_ids: tuple[int, ...] = (),
-) -> ResolvedSampling:
-    return ResolvedSampling.of(params, seed, prompt_len, stop_ids, defaults or {})
+) -> RequestSampling:
+    return RequestSampling.of(params, seed, prompt_len, stop_ids, defaults or {})
 
 
 # --- validation -------------------------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ def test_one_stop_string_may_stand_alone() -> None:
 
 
 def test_nothing_said_anywhere() -> None:
-    resolved = resolve(SamplingParams())
-    assert resolved == ResolvedSampling(
+    sampling = sampling_of(SamplingParams())
+    assert sampling == RequestSampling(
         greedy=False, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7, ban_ids=(), ban_until=10
     )
 
@@ -184,8 +184,8 @@ CHECKPOINT = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "re
 
 
 def test_the_checkpoint_fills_in_what_is_unset() -> None:
-    resolved = resolve(SamplingParams(), CHECKPOINT)
-    assert {field: getattr(resolved, field) for field in CHECKPOINT} == CHECKPOINT
+    sampling = sampling_of(SamplingParams(), CHECKPOINT)
+    assert {field: getattr(sampling, field) for field in CHECKPOINT} == CHECKPOINT
 
 
 @pytest.mark.parametrize(
@@ -193,38 +193,38 @@ def test_the_checkpoint_fills_in_what_is_unset() -> None:
     [("temperature", 1.3), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.2), ("repetition_penalty", 1.0)],
 )
 def test_the_caller_wins_over_the_checkpoint_field_by_field(name: str, value: float) -> None:
-    resolved = resolve(SamplingParams(**{name: value}), CHECKPOINT)
-    assert {field: getattr(resolved, field) for field in CHECKPOINT} == {**CHECKPOINT, name: value}
+    sampling = sampling_of(SamplingParams(**{name: value}), CHECKPOINT)
+    assert {field: getattr(sampling, field) for field in CHECKPOINT} == {**CHECKPOINT, name: value}
 
 
 @pytest.mark.parametrize(("name", "off"), [("top_k", 0), ("top_k", -1), ("top_p", 1.0), ("min_p", 0.0)])
 def test_off_is_not_unset(name: str, off: float) -> None:
-    resolved = resolve(SamplingParams(**{name: off}), CHECKPOINT)
-    assert getattr(resolved, name) == max(off, 0)
+    sampling = sampling_of(SamplingParams(**{name: off}), CHECKPOINT)
+    assert getattr(sampling, name) == max(off, 0)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0])
 def test_temperature_zero_is_greedy(temperature: float) -> None:
-    assert resolve(SamplingParams(temperature=temperature), CHECKPOINT).greedy
+    assert sampling_of(SamplingParams(temperature=temperature), CHECKPOINT).greedy
 
 
 def test_a_tiny_temperature_is_not_greedy() -> None:
-    assert not resolve(SamplingParams(temperature=1e-6)).greedy
+    assert not sampling_of(SamplingParams(temperature=1e-6)).greedy
 
 
 def test_a_checkpoint_may_make_unset_greedy() -> None:
-    assert resolve(SamplingParams(), {"temperature": 0}).greedy
-    assert not resolve(SamplingParams(temperature=1.0), {"temperature": 0}).greedy
+    assert sampling_of(SamplingParams(), {"temperature": 0}).greedy
+    assert not sampling_of(SamplingParams(temperature=1.0), {"temperature": 0}).greedy
 
 
 def test_min_tokens_bans_the_stop_ids_until_the_index_of_the_first_free_token() -> None:
-    resolved = resolve(SamplingParams(min_tokens=3), prompt_len=10, stop_ids=(9, 2))
-    assert resolved.ban_ids == (2, 9)
-    assert resolved.ban_until == 13  # indices 10, 11 and 12 are the first three tokens
+    sampling = sampling_of(SamplingParams(min_tokens=3), prompt_len=10, stop_ids=(9, 2))
+    assert sampling.ban_ids == (2, 9)
+    assert sampling.ban_until == 13  # indices 10, 11 and 12 are the first three tokens
 
 
 def test_without_min_tokens_nothing_is_banned() -> None:
-    assert resolve(SamplingParams(), stop_ids=(9, 2)).ban_ids == ()
+    assert sampling_of(SamplingParams(), stop_ids=(9, 2)).ban_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_without_min_tokens_nothing_is_banned() -> None:
     ],
 )
 def test_penalties_that_are_off_are_none(fields: dict[str, Any], penalised: bool) -> None:
-    assert resolve(SamplingParams(**fields)).is_penalised is penalised
+    assert sampling_of(SamplingParams(**fields)).is_penalised is penalised
 
 
 def test_never_is_beyond_every_token_index() -> None:
@@ -270,7 +270,7 @@ def test_tensorrt_llm_is_greedy(fields: dict[str, Any]) -> None:
     max_tokens = fields.get("max_tokens", 5)
     params = SamplingParams.tensorrt_llm(**{"max_tokens": 5, "seed": 3, **fields})
     assert params == SamplingParams(max_tokens=max_tokens, seed=3, **{**OFF, "temperature": 0.0})
-    assert resolve(params, CHECKPOINT).greedy
+    assert sampling_of(params, CHECKPOINT).greedy
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 40}, {"top_p": 0.9}, {"top_k": 0}, {"top_p": 1.0, "temperature": None}])
@@ -286,9 +286,9 @@ def test_tensorrt_llm_keeps_a_temperature() -> None:
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.3}, {"top_p": 0.9}, {"top_k": 7, "repetition_penalty": 1.2}])
 def test_tensorrt_llm_does_not_ask_the_checkpoint(fields: dict[str, Any]) -> None:
-    resolved = resolve(SamplingParams.tensorrt_llm(**fields), CHECKPOINT)
-    assert {name: getattr(resolved, name) for name in OFF} == {**OFF, **fields}
-    assert resolved.is_penalised is ("repetition_penalty" in fields)
+    sampling = sampling_of(SamplingParams.tensorrt_llm(**fields), CHECKPOINT)
+    assert {name: getattr(sampling, name) for name in OFF} == {**OFF, **fields}
+    assert sampling.is_penalised is ("repetition_penalty" in fields)
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 1, "temperature": -1.0}, {"top_p": NAN}, {"top_p": "0"}, {"top_k": -2}])

@@ -15,9 +15,9 @@ from trtspec.engine.scheduler import Batch, Scheduler
 from trtspec.kv import rewind
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.reuse import PrefixReuse
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
-GREEDY = ResolvedSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 def make_request(request_id: int, prompt_len: int, max_tokens: int) -> Request:

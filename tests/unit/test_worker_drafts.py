@@ -16,7 +16,7 @@ from tests.unit.table_worker import GREEDY, TARGET_IDS, VOCAB, Tables, assembled
 from trtspec.core import SamplingTensors
 from trtspec.engine.scheduler import Scheduled
 from trtspec.methods.worker import draw
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
 
 def with_row(logits: Tensor) -> Tensor:
@@ -31,8 +31,8 @@ def test_greedy_drafts_are_target_ids() -> None:
     assert worker.draft_sampler_greedy(torch.zeros(1, 7), worker.d2t).tolist() == [7]  # ties: the lowest draft id
 
 
-def sampled(seed: int) -> ResolvedSampling:
-    return ResolvedSampling(greedy=False, temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+def sampled(seed: int) -> RequestSampling:
+    return RequestSampling(greedy=False, temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
 
 
 def test_drafts_use_the_noise_of_the_target_ids_they_stand_for() -> None:

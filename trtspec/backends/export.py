@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from trtspec.backends.graph_io import INPUTS, graph_inputs, graph_outputs, input_names, output_names, step_inputs
-from trtspec.config.resolved import ResolvedSpeculation, scheduled_draft_lens
+from trtspec.config.speculation_plan import SpeculationPlan, scheduled_draft_lens
 from trtspec.core import AttnMetadata, KVLayer, LogitConstraints, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.step import Step
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 
 
 class GraphStep(nn.Module):
@@ -65,7 +65,7 @@ def example_batch(draft_len: int, block_size: int, uniform: bool = False, constr
     starts = attn.cu_q_lens.tolist()
     gather = [*(start - 1 for start in starts[1 : C + 1]), *range(starts[C], starts[-1])]
     positions = (attn.positions(starts[-1])[gather] + 1).tolist()
-    how = ResolvedSampling(
+    how = RequestSampling(
         greedy=False, temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=1, ban_ids=(1, 2), ban_until=1
     )
     spec = replace(
@@ -111,14 +111,14 @@ def example_kv(step: Step, example: StepInputs, block_size: int) -> list[KVLayer
     return [(new(shape), new(shape)) for shape in shapes]
 
 
-def graph_draft_lens(step: Step, resolved: ResolvedSpeculation | None) -> tuple[int, ...]:
+def graph_draft_lens(step: Step, spec_plan: SpeculationPlan | None) -> tuple[int, ...]:
     """K of the graphs a step needs: one for every draft length that a schedule can ask for; (0,) if K is not in it.
 
     Draft layers beside the target also read in prompts, of which nothing is drafted.
     """
-    if resolved is None or not step.makes_drafts:
+    if spec_plan is None or not step.makes_drafts:
         return (0,)
-    lengths = scheduled_draft_lens(resolved)
+    lengths = scheduled_draft_lens(spec_plan)
     if step.hidden_width:
         lengths.add(0)
     return tuple(sorted(lengths))

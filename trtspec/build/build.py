@@ -147,7 +147,7 @@ def described_steps(context: BuildContext, report: Callable[[str], None]) -> dic
 
 def wanted_graphs(context: BuildContext, role: Role, step: Step) -> list[tuple[int, bool]]:
     """(K, whether it is uniform) of each graph that the backend is to make of a model's step."""
-    backend, draft_lens = context.backend, {*graph_draft_lens(step, context.resolved)}
+    backend, draft_lens = context.backend, {*graph_draft_lens(step, context.spec_plan)}
     if backend.torch_gpu:  # generations have graphs of their own, whether drafts are made inside or not
         beside = {context.max_draft_len} if role == "target" and draft_lens == {0} else set()
         return launch_graphs(step, sorted(draft_lens | beside))

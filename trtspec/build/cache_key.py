@@ -22,7 +22,7 @@ from trtspec.backends.table import USUAL_COMPILER
 from trtspec.build.context import BuildContext
 from trtspec.build.engine_folder import graph_options, machine, sha256
 from trtspec.build.sources import PACKAGE
-from trtspec.config.resolved import ResolvedSpeculation, scheduled_draft_lens
+from trtspec.config.speculation_plan import SpeculationPlan, scheduled_draft_lens
 from trtspec.models.weights import weight_files
 from trtspec.ops import kernel_interface
 
@@ -137,7 +137,7 @@ def key_facts(context: BuildContext, digests: Digests, cxx: tuple[str, str]) -> 
             role: {file.name: digests.of(file) for file in files} for role, files in checkpoint_files(context).items()
         },
         "options": {**graph_options(context.config), "dtype": str(context.dtype).removeprefix("torch.")},
-        "speculation": _in_graphs(context.resolved),
+        "speculation": _in_graphs(context.spec_plan),
         "vocabulary": context.vocabulary is not None,
         "machine": machine(USUAL_COMPILER),
         "torch": [torch.__version__, torch.version.git_version, torch.backends.cpu.get_cpu_capability()],
@@ -162,17 +162,17 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def _in_graphs(resolved: ResolvedSpeculation | None) -> dict[str, Any] | None:
+def _in_graphs(spec_plan: SpeculationPlan | None) -> dict[str, Any] | None:
     """What graphs know of speculation; the rest is heeded at run time."""
-    if resolved is None or not resolved.mode.shapes_graphs():
+    if spec_plan is None or not spec_plan.mode.shapes_graphs():
         return None
-    drafts = resolved.mode.use_one_engine() or resolved.mode.has_draft_model()
+    drafts = spec_plan.mode.use_one_engine() or spec_plan.mode.has_draft_model()
     return {
-        "mode": resolved.mode.name,
-        "draft_lens": sorted(scheduled_draft_lens(resolved)),
-        "quantization": resolved.quantization,
-        "capture_layers": resolved.capture_layers,
-        "mask_token_id": resolved.mask_token_id,
-        "draft_sample_method": resolved.draft_sample_method,
-        "options": asdict(resolved.options) if drafts else None,
+        "mode": spec_plan.mode.name,
+        "draft_lens": sorted(scheduled_draft_lens(spec_plan)),
+        "quantization": spec_plan.quantization,
+        "capture_layers": spec_plan.capture_layers,
+        "mask_token_id": spec_plan.mask_token_id,
+        "draft_sample_method": spec_plan.draft_sample_method,
+        "options": asdict(spec_plan.options) if drafts else None,
     }

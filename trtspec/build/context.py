@@ -11,11 +11,11 @@ from typing_extensions import Self
 
 from trtspec.backends.table import Backend
 from trtspec.build.engine_folder import EngineFolder
-from trtspec.build.speculation import map_draft_vocabulary, read_target, resolve_speculation
+from trtspec.build.speculation import map_draft_vocabulary, plan_for_target, read_target
 from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
-from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.table import Method, method_of
@@ -39,7 +39,7 @@ class BuildContext:
     backend: Backend
     target: ModelConfig
     draft: CheckpointConfig | None
-    resolved: ResolvedSpeculation | None
+    spec_plan: SpeculationPlan | None
     max_seq_len: int  # tokens
     packs: bool
     role: Role = "target"
@@ -56,13 +56,13 @@ class BuildContext:
         return replace(self, reads_weights=False)
 
     @property
-    def speculation(self) -> ResolvedSpeculation:
-        assert self.resolved is not None
-        return self.resolved
+    def speculation(self) -> SpeculationPlan:
+        assert self.spec_plan is not None
+        return self.spec_plan
 
     @property
     def mode(self) -> SpeculativeDecodingMode:
-        return SpeculativeDecodingMode.NONE if self.resolved is None else self.resolved.mode
+        return SpeculativeDecodingMode.NONE if self.spec_plan is None else self.spec_plan.mode
 
     @property
     def method(self) -> Method:
@@ -79,7 +79,9 @@ class BuildContext:
     @property
     def max_draft_len(self) -> int:
         """K that a step verifies at most."""
-        return 0 if self.resolved is None or self.mode.is_save_hidden_states() else self.resolved.num_speculative_tokens
+        return (
+            0 if self.spec_plan is None or self.mode.is_save_hidden_states() else self.spec_plan.num_speculative_tokens
+        )
 
     @property
     def provisional_rows(self) -> int:
@@ -113,13 +115,13 @@ class BuildContext:
         """Whether launches of this role are captured: `enforce_eager` of the speculation speaks for draft layers, and
         for the launch that they are in."""
         drafts = self.role == "draft" or self.mode.use_one_engine()
-        eager = drafts and self.resolved is not None and self.resolved.enforce_eager
+        eager = drafts and self.spec_plan is not None and self.spec_plan.enforce_eager
         return self.config.enable_cuda_graph and not eager
 
     @property
     def quantizations(self) -> tuple[str | None, str | None]:
         """Of target and draft."""
-        return self.config.quantization, None if self.resolved is None else self.resolved.quantization
+        return self.config.quantization, None if self.spec_plan is None else self.spec_plan.quantization
 
 
 def plan_context(
@@ -145,14 +147,14 @@ def plan_context(
     max_seq_len = config.max_seq_len or target.max_seq_len
     if max_seq_len > target.max_seq_len:
         raise ConfigError(f"max_seq_len = {max_seq_len} exceeds the checkpoint's {target.max_seq_len}; lower it")
-    draft, resolved = resolve_speculation(asked, target, max_seq_len, config)
-    if built is not None and own is None and resolved is not None and resolved.mode.shapes_graphs():
+    draft, spec_plan = plan_for_target(asked, target, max_seq_len, config)
+    if built is not None and own is None and spec_plan is not None and spec_plan.mode.shapes_graphs():
         raise ConfigError(
-            f"engine {built.path} was built without speculation, and {resolved.mode.name} needs graphs of its own; "
+            f"engine {built.path} was built without speculation, and {spec_plan.mode.name} needs graphs of its own; "
             "build an engine with it: trtspec build --speculative_decoding_mode"
         )
-    if resolved is not None:
-        backend.check_mode(resolved.mode, resolved.num_speculative_tokens)
+    if spec_plan is not None:
+        backend.check_mode(spec_plan.mode, spec_plan.num_speculative_tokens)
     vocabulary = None
     if built is None and asked is not None and asked.use_heterogeneous_vocab:
         vocabulary = map_draft_vocabulary(target, cast("ModelConfig", draft))
@@ -161,7 +163,7 @@ def plan_context(
         backend=backend,
         target=target,
         draft=draft,
-        resolved=resolved,
+        spec_plan=spec_plan,
         max_seq_len=max_seq_len,
         packs=backend.packs if packs is None else packs,
         vocabulary=vocabulary,

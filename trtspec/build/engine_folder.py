@@ -24,7 +24,7 @@ from trtspec.config.engine import EngineConfig, at_least
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.interop.reading import read_speculative_config
-from trtspec.methods.resolve import settle
+from trtspec.methods.planning import settle
 
 FORMAT = 5
 """Of the folder; it changes when older engines can no longer be read."""

@@ -113,5 +113,5 @@ def _draft_lens(compiled: CompiledStep) -> tuple[int, ...]:
 
 def _module_draft_lens(context: BuildContext, step: Step) -> Sequence[int]:
     """K that a launch of it may be asked for."""
-    own = graph_draft_lens(step, context.resolved)
+    own = graph_draft_lens(step, context.spec_plan)
     return own if own != (0,) or context.role == "draft" else range(context.max_draft_len + 1)

@@ -11,11 +11,11 @@ from trtspec.build.engine_folder import MARK
 from trtspec.config.checkpoint.folder import CheckpointConfig, architecture_of, read_checkpoint
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
-from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
+from trtspec.config.speculation_plan import DraftInfo, SpeculationPlan, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
 from trtspec.hub.folders import checkpoint_folder
-from trtspec.methods.resolve import recognise, resolve, settle
+from trtspec.methods.planning import plan_speculation, recognise, settle
 from trtspec.methods.table import METHODS, Method
 from trtspec.models.specs import require_architecture
 from trtspec.text import Tokenizer
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 _FEW_TOKENS, _SMALL_SHARE = 100, 0.1
 
 
-def resolve_speculation(
+def plan_for_target(
     speculative: SpeculativeConfig | None, target: ModelConfig, max_seq_len: int, config: EngineConfig
-) -> tuple[CheckpointConfig | None, ResolvedSpeculation | None]:
+) -> tuple[CheckpointConfig | None, SpeculationPlan | None]:
     """The draft checkpoint, if the mode runs one, and speculation with every question answered."""
     if speculative is None:
         return None, None
     draft = read_draft(speculative, target)
-    resolved = resolve(
+    spec_plan = plan_speculation(
         speculative,
         TargetInfo(
             model=str(target.path),
@@ -48,7 +48,7 @@ def resolve_speculation(
         draft,
         target.quantization,
     )
-    return None if draft is None else draft.checkpoint, resolved
+    return None if draft is None else draft.checkpoint, spec_plan
 
 
 def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None) -> DraftInfo | None:

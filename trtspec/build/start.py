@@ -151,8 +151,8 @@ def _compiled(
         raise _unusable(f" {cache.folder}", error) from error
     if context.mode.shapes_graphs():
         assert speculative is not None
-        assert context.resolved is not None
-        words = speculative.model_copy(update={"method": context.resolved.method})
+        assert context.spec_plan is not None
+        words = speculative.model_copy(update={"method": context.spec_plan.method})
         held = replace(held, engine=held.engine.speculating(words))
         speculative = None
     return Start(held.engine, speculative, replace(config, backend=USUAL_COMPILER), held)
@@ -162,8 +162,8 @@ def _check_backend(context: BuildContext) -> None:
     """Refuse what the backend's row says that it does not run."""
     backend = BACKENDS[USUAL_COMPILER]
     try:
-        if context.resolved is not None:
-            backend.check_mode(context.mode, context.resolved.num_speculative_tokens)
+        if context.spec_plan is not None:
+            backend.check_mode(context.mode, context.spec_plan.num_speculative_tokens)
         for role in context.roles:
             backend.check_dtype(context.of(role).dtype)
     except UnsupportedError as error:

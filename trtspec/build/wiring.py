@@ -80,7 +80,7 @@ def _assembled(start: Start, tokenizer: Tokenizer | None, progress: Progress) ->
     backend = BACKENDS[config.backend]
     gpu = open_gpu() if backend.torch_gpu else None
     context = plan_context(start.model, start.speculative, config, backend, backend.packs and "cpu" in plugins)
-    mode, target, resolved = context.mode, context.target, context.resolved
+    mode, target, spec_plan = context.mode, context.target, context.spec_plan
     K = context.max_draft_len
     num_blocks = plan_kv_blocks(context) if gpu is None else plan_gpu_blocks(context, free_memory(gpu))
     collector = hidden_state_collector(context)  # complains before anything is loaded
@@ -108,7 +108,7 @@ def _assembled(start: Start, tokenizer: Tokenizer | None, progress: Progress) ->
         scheduler,
         InputBuilder(mode, K, forced, loaded[0].draft_lens),
         cast("AsyncExecutable", loaded[0].executable),
-        Proposer(drafter, resolved if K else None, target.vocab_size, RowStates() if reads else None),
+        Proposer(drafter, spec_plan if K else None, target.vocab_size, RowStates() if reads else None),
         target.vocab_size,
         collector,
     )
@@ -122,7 +122,7 @@ def _assembled(start: Start, tokenizer: Tokenizer | None, progress: Progress) ->
         use_generation_config=config.generation_config == "auto",
         executables=[one.executable for one in loaded],
         debug=config.debug,
-        disable_logprobs=resolved is not None and resolved.disable_logprobs,
+        disable_logprobs=spec_plan is not None and spec_plan.disable_logprobs,
         without_constraints=None if loaded[0].takes_constraints else config.backend,
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.speculation import read_draft
 from trtspec.cli.options import add_speculation, speculation
-from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
 from trtspec.hub.folders import checkpoint_folder

@@ -1,7 +1,7 @@
 """SpeculativeConfig: what a user may say about speculation. Field names are vLLM's, old and new, and TensorRT-LLM's.
 
 Rules on one field live on the field, rules between fields in `_consistent`; what needs the target or the draft is in
-methods/resolve.py.
+methods/planning.py.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def check_against_k(config: SpeculativeConfig, k: int) -> None:
 
 
 class SpeculativeConfig(StrictConfig):
-    """How to speculate. Everything is optional except what `method` needs; `resolve` fills in the rest.
+    """How to speculate. Everything is optional except what `method` needs; `plan_speculation` fills in the rest.
 
-    Strict acceptance is the default of every method (vLLM's default, "standard", is rejection sampling). Raises
-    ConfigError when built from contradicting values; UnsupportedError comes from `resolve`, for what is known but not
-    built. `disable_padded_drafter_batch` changes nothing here: draft batches are always ragged, never padded.
+    Every method accepts strictly by default (vLLM's default, "standard", is rejection sampling). The constructor raises
+    ConfigError for contradictory values. `plan_speculation` raises UnsupportedError for what is known but not built.
+    `disable_padded_drafter_batch` has no effect: draft batches are always ragged, never padded.
     """
 
     num_speculative_tokens: int | None = Field(

@@ -15,7 +15,7 @@ from trtspec.engine.stats import EngineStats, TimedExecutable
 from trtspec.engine.step import Emission, StepLoop
 from trtspec.errors import CapacityError, EngineError, RequestError
 from trtspec.outputs import SpeculationStats
-from trtspec.sampling_params import ResolvedSampling, SamplingParams, sample_seed
+from trtspec.sampling_params import RequestSampling, SamplingParams, sample_seed
 from trtspec.text import TextStream, Tokenizer
 from trtspec.verify.grammar import GrammarCompiler, Guide
 
@@ -95,7 +95,7 @@ class EngineCore:
             guides = self._grammars().guides(params.structured_outputs, eos_ids | stop_ids, params.n)
         samples = []
         for index in range(params.n):
-            sampling = ResolvedSampling.of(
+            sampling = RequestSampling.of(
                 params, sample_seed(base_seed, index), len(prompt), eos_ids | stop_ids, self.defaults
             )
             samples.append(
@@ -225,7 +225,7 @@ class EngineCore:
 
     def _refuse_constraints(self, params: SamplingParams) -> None:
         """RequestError if a request needs LogitConstraints or logits, which this target's launches do not have."""
-        wanted = ResolvedSampling.of(params, 0, 0, (), self.defaults).constraints
+        wanted = RequestSampling.of(params, 0, 0, (), self.defaults).constraints
         for name in ("logprobs", "structured_outputs"):
             if getattr(params, name) is not None:
                 wanted[name] = getattr(params, name)

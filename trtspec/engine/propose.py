@@ -9,7 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from trtspec.config.resolved import ResolvedSpeculation, draft_len_for_batch
+from trtspec.config.speculation_plan import SpeculationPlan, draft_len_for_batch
 from trtspec.core import Proposal
 from trtspec.engine.request import Request
 from trtspec.engine.row_states import RowStates
@@ -26,7 +26,7 @@ class Proposer:
     def __init__(
         self,
         drafter: Drafter | None,
-        speculation: ResolvedSpeculation | None,
+        speculation: SpeculationPlan | None,
         vocab_size: int,
         states: RowStates | None = None,
     ) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from trtspec.engine.logprobs import LogprobRecord
 from trtspec.kv.blocks import SequenceKV
 from trtspec.outputs import SpeculationStats
-from trtspec.sampling_params import ResolvedSampling
+from trtspec.sampling_params import RequestSampling
 from trtspec.text import TextStream
 from trtspec.verify.grammar import Guide
 
@@ -25,7 +25,7 @@ class Request:
     request_id: int
     tokens: list[int]
     prompt_len: int
-    sampling: ResolvedSampling
+    sampling: RequestSampling
     length_limit: int  # tokens in all, prompt included
     min_tokens: int
     eos_ids: frozenset[int]  # empty if ignored

@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from trtspec.config.resolved import DraftInfo, scheduled_draft_len
+from trtspec.config.speculation_plan import DraftInfo, scheduled_draft_len
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
-from trtspec.methods.resolve import check_fields, choose
+from trtspec.methods.planning import check_fields, choose
 from trtspec.modes import MODE_OF
 
 GATES = ("disable_by_batch_size", "draft_len_schedule", "num_speculative_tokens_per_batch_size", "max_concurrency")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
 from trtspec.interop.account import FieldWarning

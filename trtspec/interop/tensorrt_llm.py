@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import chain, parse_tree
 from trtspec.interop.account import Account, FieldWarning, draft_len_steps

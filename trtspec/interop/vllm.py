@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from trtspec.config.engine import QUANTIZATIONS
-from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import chain, parse_tree
 from trtspec.errors import ConfigError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trtspec.config.checkpoint.reader import Reader, short
-from trtspec.config.resolved import DraftInfo, TargetInfo
+from trtspec.config.speculation_plan import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import StepInputs
 from trtspec.protocols import Drafter, Executable
 
@@ -37,7 +37,7 @@ class DraftModel:
 class BuildDrafter(Protocol):
     """`of` of a class that a row of the methods' table names as what drafts in a two-engine mode."""
 
-    def __call__(self, speculation: ResolvedSpeculation, model: DraftModel | None, max_num_tokens: int) -> Drafter:
+    def __call__(self, speculation: SpeculationPlan, model: DraftModel | None, max_num_tokens: int) -> Drafter:
         """model: of modes that run one. max_num_tokens: rows that one launch of it may have. Raises ConfigError or
         CapacityError."""
         ...

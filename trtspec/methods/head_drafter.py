@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import AttnMetadata, Proposal, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.drafter import DraftModel
 from trtspec.methods.rows import Piece, pack_rows
@@ -27,7 +27,7 @@ class HeadDrafter:
         self.draft_lens = draft_lens  # sorted lengths of chain that `head` can run; empty: any
 
     @classmethod
-    def of(cls, speculation: ResolvedSpeculation, model: DraftModel | None, max_num_tokens: int) -> HeadDrafter:
+    def of(cls, speculation: SpeculationPlan, model: DraftModel | None, max_num_tokens: int) -> HeadDrafter:
         """Of the head that was loaded."""
         assert model is not None
         return cls(model.executable, max_num_tokens, model.draft_lens)

@@ -11,7 +11,7 @@ from trtspec.config.speculative import SpeculativeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions:
-    """A room's own settings, resolved. Its fields are the fields of SpeculativeConfig that only this method takes."""
+    """A room's own settings, spec_plan. Its fields are the fields of SpeculativeConfig that only this method takes."""
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> Self:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import (
     AttnMetadata,
     KVSpec,
@@ -53,14 +53,14 @@ class SpecWorker(nn.Module):
         self.greedy = greedy
 
     @classmethod
-    def of(cls, head: DraftHead, speculation: ResolvedSpeculation) -> Self:
-        """A worker of this head, as speculation was resolved."""
+    def of(cls, head: DraftHead, speculation: SpeculationPlan) -> Self:
+        """A worker of this head, as speculation was spec_plan."""
         greedy = speculation.draft_sample_method == "greedy"
         capture, settings = speculation.capture_layers, cls.settings(speculation)
         return cls(head, speculation.num_speculative_tokens, capture, greedy, **settings)
 
     @classmethod
-    def settings(cls, speculation: ResolvedSpeculation) -> dict[str, Any]:
+    def settings(cls, speculation: SpeculationPlan) -> dict[str, Any]:
         """What a worker of this kind is made with beyond what all are."""
         return {}
 

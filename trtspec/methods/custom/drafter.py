@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.errors import ConfigError, TrtSpecError
 from trtspec.methods.custom.options import CustomOptions
 from trtspec.methods.drafter import DraftModel
@@ -16,7 +16,7 @@ class CustomDrafter:
     """Where the user's drafter comes from."""
 
     @staticmethod
-    def of(speculation: ResolvedSpeculation, model: DraftModel | None = None, max_num_tokens: int = 0) -> Drafter:
+    def of(speculation: SpeculationPlan, model: DraftModel | None = None, max_num_tokens: int = 0) -> Drafter:
         """From "package.module:Class", a class, or an object; ConfigError if it is no drafter, or its own code
         fails."""
         own = cast("CustomOptions", speculation.options).drafter

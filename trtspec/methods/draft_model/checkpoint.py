@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.resolved import DraftInfo, TargetInfo
+from trtspec.config.speculation_plan import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
 from trtspec.methods.mask_token import mask_token_id

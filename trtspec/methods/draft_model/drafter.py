@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import AttnMetadata, Proposal, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.chain import run_chain
 from trtspec.methods.drafter import CHAIN_ROWS, ChainExecutable, DraftModel
@@ -35,7 +35,7 @@ class ChainDrafter:
         self.chain = chain
 
     @classmethod
-    def of(cls, speculation: ResolvedSpeculation, model: DraftModel | None, max_num_tokens: int) -> ChainDrafter:
+    def of(cls, speculation: SpeculationPlan, model: DraftModel | None, max_num_tokens: int) -> ChainDrafter:
         """Of the draft model that was loaded."""
         assert model is not None
         greedy = speculation.draft_sample_method == "greedy"

@@ -25,7 +25,7 @@ from typing import Any
 from trtspec.config.checkpoint.folder import CheckpointConfig, architecture_of
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.checkpoint.reader import Reader
-from trtspec.config.resolved import DraftInfo, TargetInfo
+from trtspec.config.speculation_plan import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.capture import named_layers

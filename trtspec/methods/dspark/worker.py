@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
 from trtspec.methods.dflash.worker import DFlashWorker
 from trtspec.methods.dspark.head import DSparkHead
@@ -45,7 +45,7 @@ class DSparkWorker(DFlashWorker):
         self.lead = 0 if head.spec.from_anchor else 1  # rows before that of the first draft
 
     @classmethod
-    def settings(cls, speculation: ResolvedSpeculation) -> dict[str, Any]:
+    def settings(cls, speculation: SpeculationPlan) -> dict[str, Any]:
         """See base."""
         threshold = cast("DSparkOptions", speculation.options).draft_confidence_threshold
         return {**super().settings(speculation), "confidence_threshold": threshold}

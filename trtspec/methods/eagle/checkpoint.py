@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trtspec.config.checkpoint.folder import CheckpointConfig, architecture_of
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import UnsupportedError
 from trtspec.methods.eagle3.checkpoint import is_eagle3, switch

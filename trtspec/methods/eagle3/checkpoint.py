@@ -8,7 +8,7 @@ from typing import Any
 
 from trtspec.config.checkpoint.folder import CheckpointConfig, architecture_of
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.resolved import DraftInfo, TargetInfo
+from trtspec.config.speculation_plan import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
 from trtspec.methods.capture import capture_layers_from_vllm

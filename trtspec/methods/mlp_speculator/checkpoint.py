@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trtspec.config.checkpoint.folder import CheckpointConfig, head_reader
 from trtspec.config.checkpoint.reader import short
-from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 
 MLP_SPECULATOR = "mlp_speculator"

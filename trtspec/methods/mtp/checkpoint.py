@@ -9,7 +9,7 @@ from typing import Any
 
 from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.config.checkpoint.model import ModelConfig
-from trtspec.config.resolved import DraftInfo, TargetInfo
+from trtspec.config.speculation_plan import DraftInfo, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import CheckpointError, ConfigError, UnsupportedError
 

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import Proposal
 from trtspec.methods.drafter import DraftModel
 from trtspec.methods.history import TokenHistory, proposal_of
@@ -28,7 +28,7 @@ class NGramDrafter:
         self._history = TokenHistory()
 
     @classmethod
-    def of(cls, speculation: ResolvedSpeculation, model: DraftModel | None = None, max_num_tokens: int = 0) -> Drafter:
+    def of(cls, speculation: SpeculationPlan, model: DraftModel | None = None, max_num_tokens: int = 0) -> Drafter:
         """As the settings say. A pool, where they ask for one, has a drafter of its own."""
         options = cast("NGramOptions", speculation.options)
         if options.is_public_pool is not None:

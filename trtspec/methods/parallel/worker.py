@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
 from trtspec.methods.eagle3.head import Eagle3Head
 from trtspec.methods.head import DraftHead
@@ -51,7 +51,7 @@ class MaskWorker(SpecWorker, ABC):
         self.mask_token_id = mask_token_id
 
     @classmethod
-    def settings(cls, speculation: ResolvedSpeculation) -> dict[str, Any]:
+    def settings(cls, speculation: SpeculationPlan) -> dict[str, Any]:
         """See base."""
         assert speculation.mask_token_id is not None
         return {"mask_token_id": speculation.mask_token_id}

@@ -31,7 +31,7 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from trtspec.config.resolved import ResolvedSpeculation
+from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import Proposal
 from trtspec.errors import CapacityError
 from trtspec.methods.drafter import DraftModel
@@ -59,7 +59,7 @@ class SuffixDrafter:
 
     @classmethod
     def of(
-        cls, speculation: ResolvedSpeculation, model: DraftModel | None = None, max_num_tokens: int = 0
+        cls, speculation: SpeculationPlan, model: DraftModel | None = None, max_num_tokens: int = 0
     ) -> SuffixDrafter:
         """As the settings say. CapacityError where there is no memory for the tree."""
         options = cast("SuffixOptions", speculation.options)

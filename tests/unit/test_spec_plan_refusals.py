@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.resolve_cases import DRAFTED, NGRAM, TARGET, decide, draft, modules, target
+from tests.unit.spec_plan_cases import DRAFTED, NGRAM, TARGET, decide, draft, modules, target
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
-from trtspec.methods.resolve import resolve
+from trtspec.methods.planning import plan_speculation
 from trtspec.modes import SpeculativeDecodingMode as M
 
 SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
@@ -56,7 +56,7 @@ SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
 )
 def test_refused_when_resolved(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(SpeculativeConfig(**fields), TARGET)
+        plan_speculation(SpeculativeConfig(**fields), TARGET)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_refused_against_target_or_draft(
     config = SpeculativeConfig(**{**DRAFTED, **fields})
     info = None if draft_changes is None else draft(**draft_changes)
     with pytest.raises(ConfigError, match=message):
-        resolve(config, target(**target_changes), info)
+        plan_speculation(config, target(**target_changes), info)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_refused_against_target_or_draft(
 def test_known_but_not_built(fields: dict[str, Any], message: str) -> None:
     config = SpeculativeConfig(**{**DRAFTED, **fields})
     with pytest.raises(UnsupportedError, match=message):
-        resolve(config, target(tensor_parallel_size=2) if "draft_tensor_parallel_size" in fields else TARGET)
+        plan_speculation(config, target(tensor_parallel_size=2) if "draft_tensor_parallel_size" in fields else TARGET)
 
 
 def test_the_targets_tensor_parallelism_is_inherited_and_not_built() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.unit.resolve_cases import DRAFTED, NGRAM, decide, draft
+from tests.unit.spec_plan_cases import DRAFTED, NGRAM, decide, draft
 from trtspec.config.checkpoint.folder import CheckpointConfig
-from trtspec.config.resolved import DraftInfo
+from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.methods.resolve import choose, recognise
+from trtspec.methods.planning import choose, recognise
 from trtspec.methods.table import METHODS
 from trtspec.modes import SpeculativeDecodingMode as M
 
@@ -69,8 +69,8 @@ def test_choose(fields: dict[str, Any], kind: str | None, expected: tuple[str, s
     ],
 )
 def test_the_checkpoint_that_drafts(fields: dict[str, Any], mode: M, model: str | None) -> None:
-    resolved = decide(fields)
-    assert (resolved.mode, resolved.model) == (mode, model)
+    spec_plan = decide(fields)
+    assert (spec_plan.mode, spec_plan.model) == (mode, model)
 
 
 def architecture(name: str) -> dict[str, Any]:

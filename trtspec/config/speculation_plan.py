@@ -43,7 +43,7 @@ class DraftInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedSpeculation:
+class SpeculationPlan:
     """Speculation with every question answered. Frozen; the config it came from is unchanged."""
 
     mode: SpeculativeDecodingMode
@@ -79,20 +79,20 @@ class ResolvedSpeculation:
         return max(self.num_speculative_tokens - 1, 0)
 
 
-def draft_len_for_batch(resolved: ResolvedSpeculation, num_requests: int) -> int:
+def draft_len_for_batch(spec_plan: SpeculationPlan, num_requests: int) -> int:
     """Draft tokens per request, 0..K, in a step of `num_requests` requests. Pure; the strictest gate set counts."""
-    k = resolved.num_speculative_tokens
-    if resolved.max_concurrency is not None:
-        rows = resolved.max_num_tokens
-        fitting = resolved.max_batch_size if rows is None else min(resolved.max_batch_size, rows // (1 + k))
-        if min(num_requests, fitting) > resolved.max_concurrency:
+    k = spec_plan.num_speculative_tokens
+    if spec_plan.max_concurrency is not None:
+        rows = spec_plan.max_num_tokens
+        fitting = spec_plan.max_batch_size if rows is None else min(spec_plan.max_batch_size, rows // (1 + k))
+        if min(num_requests, fitting) > spec_plan.max_concurrency:
             return 0
     return scheduled_draft_len(
         k,
         num_requests,
-        resolved.disable_by_batch_size,
-        resolved.draft_len_schedule,
-        resolved.num_speculative_tokens_per_batch_size,
+        spec_plan.disable_by_batch_size,
+        spec_plan.draft_len_schedule,
+        spec_plan.num_speculative_tokens_per_batch_size,
     )
 
 
@@ -116,12 +116,12 @@ def scheduled_draft_len(
     return min(limits)
 
 
-def scheduled_draft_lens(resolved: ResolvedSpeculation) -> set[int]:
+def scheduled_draft_lens(spec_plan: SpeculationPlan) -> set[int]:
     """Every draft length that a batch of some size can get: K, those of a schedule, 0 where a gate can close."""
-    K = resolved.num_speculative_tokens
+    K = spec_plan.num_speculative_tokens
     lengths = {K}
-    lengths |= {length for _, length in resolved.draft_len_schedule or ()}
-    lengths |= {length for _, _, length in resolved.num_speculative_tokens_per_batch_size or ()}
-    if resolved.disable_by_batch_size is not None or resolved.max_concurrency is not None or len(lengths) > 1:
+    lengths |= {length for _, length in spec_plan.draft_len_schedule or ()}
+    lengths |= {length for _, _, length in spec_plan.num_speculative_tokens_per_batch_size or ()}
+    if spec_plan.disable_by_batch_size is not None or spec_plan.max_concurrency is not None or len(lengths) > 1:
         lengths.add(0)
     return {length for length in lengths if length <= K}

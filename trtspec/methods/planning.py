@@ -1,6 +1,6 @@
-"""From what the user said to what will run: `choose` names the method, `resolve` decides the rest.
+"""Turns the user's SpeculativeConfig into a SpeculationPlan: `choose` selects the method, `plan_speculation` the rest.
 
-What differs between methods stands in their rows (methods/table.py); the order of decisions is vLLM's.
+The rows of methods/table.py hold what differs between methods. Decisions are made in vLLM's order.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from trtspec.config.base import refuse_unbuilt
 from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.config.engine import QUANTIZATIONS
-from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
+from trtspec.config.speculation_plan import DraftInfo, SpeculationPlan, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig, check_against_k
 from trtspec.config.tree import chain, parse_tree
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.mask_token import MASK_TOKEN_KEYS
 from trtspec.methods.options import MethodOptions
 from trtspec.methods.table import METHODS, Method
-from trtspec.modes import SpeculativeDecodingMode, resolve_mode
+from trtspec.modes import SpeculativeDecodingMode, select_mode
 
 # field -> (values that run today, what to do instead of any other)
 _BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -90,30 +90,30 @@ def choose(config: SpeculativeConfig, draft: DraftInfo | None) -> tuple[Method, 
     return METHODS[draft.method] if draft is not None else _by_name(model) or METHODS["draft_model"], model
 
 
-def resolve(
+def plan_speculation(
     config: SpeculativeConfig,
     target: TargetInfo,
     draft: DraftInfo | None = None,
     target_quantization: CheckpointQuantization | None = None,
-) -> ResolvedSpeculation:
-    """Everything decided, for this target and this draft checkpoint. target_quantization: what the target's checkpoint
-    has quantised already, and with it the draft layers in it.
+) -> SpeculationPlan:
+    """The plan for this target and this draft checkpoint.
 
-    Raises ConfigError for what contradicts itself, the target or the draft; UnsupportedError for what nobody has built.
+    target_quantization: how the target's checkpoint is quantised, which includes the draft layers in it. Raises
+    ConfigError where the config contradicts itself, the target or the draft; UnsupportedError for what is not built.
     """
-    resolved = plan(config, target, draft)
+    spec_plan = plan_unchecked(config, target, draft)
     own = None if draft is None else draft.checkpoint
     _check_quantization(config, target_quantization if own is None else own.quantization)
     refuse_unbuilt("", dict(config), _BUILT)
-    if resolved.mode.has_draft_model() and resolved.draft_tensor_parallel_size > 1:
+    if spec_plan.mode.has_draft_model() and spec_plan.draft_tensor_parallel_size > 1:
         raise UnsupportedError(
-            f"draft_tensor_parallel_size={resolved.draft_tensor_parallel_size} (the target's) is not built yet; use 1"
+            f"draft_tensor_parallel_size={spec_plan.draft_tensor_parallel_size} (the target's) is not built yet; use 1"
         )
-    if resolved.speculative_token_tree != chain(resolved.num_speculative_tokens):
+    if spec_plan.speculative_token_tree != chain(spec_plan.num_speculative_tokens):
         raise UnsupportedError(
             f"speculative_token_tree={config.speculative_token_tree!r} branches, which is not built yet; leave it unset"
         )
-    return resolved
+    return spec_plan
 
 
 def _check_quantization(config: SpeculativeConfig, found: CheckpointQuantization | None) -> None:
@@ -129,7 +129,7 @@ def _check_quantization(config: SpeculativeConfig, found: CheckpointQuantization
         )
 
 
-def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None = None) -> ResolvedSpeculation:
+def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None = None) -> SpeculationPlan:
     """Decide everything, built or not. Raises ConfigError; UnsupportedError only where there is no mode to name."""
     row, model = choose(config, draft)
     if row.checkpoint is None:
@@ -148,7 +148,7 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
     vanilla = config.vanilla or (several and k <= (n_predict or 1))
     check_against_k(config, k)
     max_model_len = _max_model_len(config, k, target, draft)
-    mode = resolve_mode(row.name, config.one_engine, vanilla, config.parallel_drafting)
+    mode = select_mode(row.name, config.one_engine, vanilla, config.parallel_drafting)
     if row.of_target and not vanilla and k > 1:
         layers = f"each of {n_predict} MTP layers {k // (n_predict or 1)}" if several else f"one MTP layer {k}"
         warnings.warn(f"num_speculative_tokens={k} runs {layers} times; acceptance falls", stacklevel=3)
@@ -156,7 +156,7 @@ def plan(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None 
     quantization = config.quantization if config.quantization in QUANTIZATIONS else None
     options = MethodOptions if row.options is None else cast("type[MethodOptions]", row.options.open())
     capture = () if row.capture is None else row.capture.open()(config, target, draft)
-    return ResolvedSpeculation(
+    return SpeculationPlan(
         mode=mode,
         method=row.name,
         num_speculative_tokens=k,

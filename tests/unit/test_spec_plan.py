@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.unit.resolve_cases import DRAFT, DRAFTED, NGRAM, TARGET, decide, draft, modules, target
-from trtspec.config.resolved import DraftInfo
+from tests.unit.spec_plan_cases import DRAFT, DRAFTED, NGRAM, TARGET, decide, draft, modules, target
+from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import parse_tree
 from trtspec.errors import ConfigError
 from trtspec.methods.capture import capture_layers_from_vllm, default_capture_layers
 from trtspec.methods.mtp.checkpoint import MTP_TARGETS, mtp_layers
-from trtspec.methods.resolve import _draft_tp, plan, resolve
+from trtspec.methods.planning import _draft_tp, plan_speculation, plan_unchecked
 from trtspec.methods.table import METHODS
 from trtspec.modes import SpeculativeDecodingMode as M
 
@@ -25,15 +25,15 @@ def words(text: str) -> list[str]:
 
 
 def test_draft_model() -> None:
-    resolved = resolve(SpeculativeConfig(**DRAFTED), TARGET, DRAFT)
-    assert resolved.mode is M.DRAFT_TARGET
-    assert (resolved.method, resolved.model) == ("draft_model", "/models/draft")
-    assert resolved.max_model_len == 512  # the smaller of the two
-    assert resolved.num_speculative_tokens == resolved.num_lookahead_slots == 3
-    assert resolved.num_extra_kv_tokens == 2
-    assert resolved.speculative_token_tree == ((0,), (0, 0), (0, 0, 0))
-    assert resolve(SpeculativeConfig(**DRAFTED, max_model_len=100), TARGET, DRAFT).max_model_len == 100
-    assert resolve(SpeculativeConfig(**DRAFTED), TARGET).max_model_len == 1024  # nothing known of the draft
+    spec_plan = plan_speculation(SpeculativeConfig(**DRAFTED), TARGET, DRAFT)
+    assert spec_plan.mode is M.DRAFT_TARGET
+    assert (spec_plan.method, spec_plan.model) == ("draft_model", "/models/draft")
+    assert spec_plan.max_model_len == 512  # the smaller of the two
+    assert spec_plan.num_speculative_tokens == spec_plan.num_lookahead_slots == 3
+    assert spec_plan.num_extra_kv_tokens == 2
+    assert spec_plan.speculative_token_tree == ((0,), (0, 0), (0, 0, 0))
+    assert plan_speculation(SpeculativeConfig(**DRAFTED, max_model_len=100), TARGET, DRAFT).max_model_len == 100
+    assert plan_speculation(SpeculativeConfig(**DRAFTED), TARGET).max_model_len == 1024  # nothing known of the draft
 
 
 @pytest.mark.parametrize("how", [None, "greedy"])
@@ -41,9 +41,9 @@ def test_a_draft_model_of_another_vocabulary(how: str | None) -> None:
     other = dataclasses.replace(DRAFT, vocab_size=DRAFT.vocab_size + 7)
     fields = {**DRAFTED, "draft_sample_method": how}
     with pytest.raises(ConfigError, match=r"differs from the target's .*, or set use_heterogeneous_vocab=True"):
-        resolve(SpeculativeConfig(**fields), TARGET, other)
-    resolved = resolve(SpeculativeConfig(**fields, use_heterogeneous_vocab=True), TARGET, other)
-    assert resolved.mode is M.DRAFT_TARGET
+        plan_speculation(SpeculativeConfig(**fields), TARGET, other)
+    spec_plan = plan_speculation(SpeculativeConfig(**fields, use_heterogeneous_vocab=True), TARGET, other)
+    assert spec_plan.mode is M.DRAFT_TARGET
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_a_draft_model_of_another_vocabulary(how: str | None) -> None:
     ],
 )
 def test_prompt_lookup(fields: dict[str, Any], expected: tuple[int, int]) -> None:
-    resolved = decide({**NGRAM, **fields})
-    options = resolved.options
+    spec_plan = decide({**NGRAM, **fields})
+    options = spec_plan.options
     assert (options.prompt_lookup_min, options.prompt_lookup_max) == expected
     assert options.prompt_lookup_latest is False
     assert options.is_public_pool is None
@@ -74,39 +74,47 @@ def test_ngram_pool() -> None:
 
 
 def test_suffix() -> None:
-    resolved = decide({"method": "suffix"})
-    assert (resolved.mode, resolved.num_speculative_tokens) == (M.SUFFIX, 24)
+    spec_plan = decide({"method": "suffix"})
+    assert (spec_plan.mode, spec_plan.num_speculative_tokens) == (M.SUFFIX, 24)
     own = {"max_tree_depth": 8, "max_cached_requests": 0, "max_spec_factor": 2.0, "min_token_prob": 0.5}
     settings = {f"suffix_decoding_{name}": value for name, value in own.items()}
-    resolved = decide({"method": "suffix", **settings})
-    assert {name: getattr(resolved.options, name) for name in settings} == settings
+    spec_plan = decide({"method": "suffix", **settings})
+    assert {name: getattr(spec_plan.options, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize(("batch", "k", "n"), [(1, 5, 3), (4, 5, 3), (5, 3, 5), (256, 3, 5)])
 def test_auto(batch: int, k: int, n: int) -> None:
-    resolved = decide({"method": "auto"}, max_batch_size=batch)
-    assert (resolved.mode, resolved.method) == (M.NGRAM, "ngram")
-    assert (resolved.num_speculative_tokens, resolved.options.prompt_lookup_max, resolved.max_concurrency) == (k, n, 32)
+    spec_plan = decide({"method": "auto"}, max_batch_size=batch)
+    assert (spec_plan.mode, spec_plan.method) == (M.NGRAM, "ngram")
+    assert (spec_plan.num_speculative_tokens, spec_plan.options.prompt_lookup_max, spec_plan.max_concurrency) == (
+        k,
+        n,
+        32,
+    )
 
 
 def test_auto_fills_only_what_is_unset() -> None:
     fields = {"method": "auto", "num_speculative_tokens": 2, "prompt_lookup_max": 4, "max_concurrency": 7}
-    resolved = decide(fields)
-    assert (resolved.num_speculative_tokens, resolved.options.prompt_lookup_max, resolved.max_concurrency) == (2, 4, 7)
+    spec_plan = decide(fields)
+    assert (spec_plan.num_speculative_tokens, spec_plan.options.prompt_lookup_max, spec_plan.max_concurrency) == (
+        2,
+        4,
+        7,
+    )
     assert decide({"method": "auto", "draft_len_schedule": {8: 3}}).max_concurrency is None
 
 
 def test_custom_class_takes_any_drafter() -> None:
     drafter = object()
-    resolved = decide({"method": "custom_class", "drafter": drafter, "num_speculative_tokens": 2})
-    assert resolved.mode is M.USER_PROVIDED
-    assert resolved.options.drafter is drafter
+    spec_plan = decide({"method": "custom_class", "drafter": drafter, "num_speculative_tokens": 2})
+    assert spec_plan.mode is M.USER_PROVIDED
+    assert spec_plan.options.drafter is drafter
 
 
 def test_explicit_strict_and_greedy_run() -> None:
     fields = {**DRAFTED, "rejection_sample_method": "strict", "draft_sample_method": "greedy", "enforce_eager": True}
-    resolved = decide(fields)
-    assert (resolved.draft_sample_method, resolved.enforce_eager) == ("greedy", True)
+    spec_plan = decide(fields)
+    assert (spec_plan.draft_sample_method, spec_plan.enforce_eager) == ("greedy", True)
 
 
 @pytest.mark.parametrize(
@@ -125,25 +133,25 @@ def test_explicit_strict_and_greedy_run() -> None:
 @pytest.mark.filterwarnings("ignore:.*runs (one MTP layer|each of)")
 def test_mtp(fields: dict[str, Any], n_predict: int, mode: M, k: int) -> None:
     config = SpeculativeConfig(method="mtp", **fields)
-    resolved = plan(config, target(quantization="fp8"), DraftInfo(**modules(n_predict)))
-    assert (resolved.mode, resolved.num_speculative_tokens) == (mode, k)
-    assert (resolved.model, resolved.quantization, resolved.capture_layers) == (TARGET.model, "fp8", (-1,))
+    spec_plan = plan_unchecked(config, target(quantization="fp8"), DraftInfo(**modules(n_predict)))
+    assert (spec_plan.mode, spec_plan.num_speculative_tokens) == (mode, k)
+    assert (spec_plan.model, spec_plan.quantization, spec_plan.capture_layers) == (TARGET.model, "fp8", (-1,))
 
 
 @pytest.mark.parametrize(("model_type", "layers"), [("mimo", (7,)), ("deepseek_v3", (-1,))])
 def test_mtp_of_mimo_reads_states_before_the_norm(model_type: str, layers: tuple[int, ...]) -> None:
-    resolved = plan(SpeculativeConfig(method="mtp"), target(model_type=model_type), DraftInfo(**modules(1)))
-    assert resolved.capture_layers == layers
+    spec_plan = plan_unchecked(SpeculativeConfig(method="mtp"), target(model_type=model_type), DraftInfo(**modules(1)))
+    assert spec_plan.capture_layers == layers
 
 
 def test_mtp_warns_when_one_layer_runs_several_times() -> None:
     with pytest.warns(UserWarning, match="num_speculative_tokens=3 runs one MTP layer 3 times"):
-        plan(SpeculativeConfig(method="mtp", num_speculative_tokens=3), TARGET, DraftInfo(**modules(1)))
+        plan_unchecked(SpeculativeConfig(method="mtp", num_speculative_tokens=3), TARGET, DraftInfo(**modules(1)))
     with pytest.warns(UserWarning, match="num_speculative_tokens=6 runs each of 3 MTP layers 2 times"):
-        plan(SpeculativeConfig(method="mtp", num_speculative_tokens=6), TARGET, DraftInfo(**modules(3)))
+        plan_unchecked(SpeculativeConfig(method="mtp", num_speculative_tokens=6), TARGET, DraftInfo(**modules(3)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plan(SpeculativeConfig(method="mtp", num_speculative_tokens=1), TARGET, DraftInfo(**modules(1)))
+        plan_unchecked(SpeculativeConfig(method="mtp", num_speculative_tokens=1), TARGET, DraftInfo(**modules(1)))
 
 
 @pytest.mark.parametrize("kind", ["medusa", "mlp_speculator"])
@@ -151,24 +159,24 @@ def test_heads_that_read_the_last_state(kind: str) -> None:
     """Each drafts one token, once; config.json says nothing of lengths, and is believed before a folder's name."""
     head = DraftInfo(method=kind, n_predict=4)
     for fields, k in (({}, 4), ({"num_speculative_tokens": 3}, 3), ({"method": kind, "quantization": "int8"}, 4)):
-        resolved = resolve(SpeculativeConfig(model="/x/eagle-3", **fields), TARGET, head)
-        assert (resolved.mode, resolved.num_speculative_tokens) == (M.from_string(kind), k)
-        assert (resolved.capture_layers, resolved.max_model_len) == ((-1,), TARGET.max_model_len)
+        spec_plan = plan_speculation(SpeculativeConfig(model="/x/eagle-3", **fields), TARGET, head)
+        assert (spec_plan.mode, spec_plan.num_speculative_tokens) == (M.from_string(kind), k)
+        assert (spec_plan.capture_layers, spec_plan.max_model_len) == ((-1,), TARGET.max_model_len)
     for k in (5, 8):  # 8 = 2 * 4, which MTP layers could draft
         with pytest.raises(ConfigError, match=rf"num_speculative_tokens={k} exceeds the 4 heads .*; use at most 4"):
-            resolve(SpeculativeConfig(model="/x", num_speculative_tokens=k), TARGET, head)
+            plan_speculation(SpeculativeConfig(model="/x", num_speculative_tokens=k), TARGET, head)
     with pytest.raises(ConfigError, match=r"capture_layers=\(1,\) means nothing to method="):
-        resolve(SpeculativeConfig(model="/x", capture_layers=(1,)), TARGET, head)
+        plan_speculation(SpeculativeConfig(model="/x", capture_layers=(1,)), TARGET, head)
 
 
 def test_k_that_a_method_or_a_checkpoint_implies() -> None:
     suffix = SpeculativeConfig(method="suffix", suffix_decoding_max_tree_depth=7)
-    assert plan(SpeculativeConfig(method="suffix"), TARGET).num_speculative_tokens == 24
-    assert plan(suffix, TARGET).num_speculative_tokens == 7
+    assert plan_unchecked(SpeculativeConfig(method="suffix"), TARGET).num_speculative_tokens == 24
+    assert plan_unchecked(suffix, TARGET).num_speculative_tokens == 7
     saved = SpeculativeConfig(method="extract_hidden_states", output_directory="/o")
-    assert plan(saved, TARGET).num_speculative_tokens == 1
+    assert plan_unchecked(saved, TARGET).num_speculative_tokens == 1
     head = DraftInfo(method="mlp_speculator", n_predict=4)
-    assert plan(SpeculativeConfig(model="/x"), TARGET, head).num_speculative_tokens == 4
+    assert plan_unchecked(SpeculativeConfig(model="/x"), TARGET, head).num_speculative_tokens == 4
 
 
 @pytest.mark.parametrize(
@@ -210,13 +218,13 @@ def test_capture_layers_edges() -> None:
 def test_hidden_states_need_a_folder_and_nothing_else() -> None:
     with pytest.raises(ConfigError, match="output_directory=None with method='extract_hidden_states'; set it"):
         SpeculativeConfig(method="extract_hidden_states")
-    resolved = resolve(SpeculativeConfig(method="extract_hidden_states", output_directory="/o"), TARGET)
-    assert resolved.mode.is_save_hidden_states()
-    options = resolved.options
+    spec_plan = plan_speculation(SpeculativeConfig(method="extract_hidden_states", output_directory="/o"), TARGET)
+    assert spec_plan.mode.is_save_hidden_states()
+    options = spec_plan.options
     assert (options.output_directory, options.write_interval, options.file_prefix) == ("/o", 20, "data")
-    assert resolved.capture_layers == (1, 3, 4)
+    assert spec_plan.capture_layers == (1, 3, 4)
     with pytest.raises(ConfigError, match="output_directory='/o' means nothing to method='ngram'; remove it"):
-        resolve(SpeculativeConfig(**NGRAM, output_directory="/o"), TARGET)
+        plan_speculation(SpeculativeConfig(**NGRAM, output_directory="/o"), TARGET)
     with pytest.raises(ConfigError, match=r"file_prefix='a/b': use letters"):
         SpeculativeConfig(method="extract_hidden_states", output_directory="/o", file_prefix="a/b")
 
@@ -224,45 +232,47 @@ def test_hidden_states_need_a_folder_and_nothing_else() -> None:
 def test_parallel_drafts_guess_at_a_mask_token() -> None:
     fields = {**DRAFTED, "parallel_drafting": True}
     config = SpeculativeConfig(**fields)
-    resolved = resolve(config, TARGET, draft(mask_token_id=4095))
-    assert (resolved.mode, resolved.mask_token_id) == (M.PARD, 4095)
-    assert resolve(config, TARGET, draft(mask_token_id=4)).mask_token_id == 4
-    assert resolve(config, TARGET).mask_token_id is None  # nothing known of the draft
-    chain = resolve(SpeculativeConfig(**DRAFTED), TARGET, draft(mask_token_id=4))
+    spec_plan = plan_speculation(config, TARGET, draft(mask_token_id=4095))
+    assert (spec_plan.mode, spec_plan.mask_token_id) == (M.PARD, 4095)
+    assert plan_speculation(config, TARGET, draft(mask_token_id=4)).mask_token_id == 4
+    assert plan_speculation(config, TARGET).mask_token_id is None  # nothing known of the draft
+    chain = plan_speculation(SpeculativeConfig(**DRAFTED), TARGET, draft(mask_token_id=4))
     assert (chain.mode, chain.mask_token_id) == (M.DRAFT_TARGET, None)
     with pytest.raises(ConfigError, match=r"none of pard_token, mask_token_id, ptd_token_id, .* leave parallel"):
-        resolve(config, TARGET, DRAFT)
+        plan_speculation(config, TARGET, DRAFT)
     for mask in (4096, -1):
         with pytest.raises(ConfigError, match=rf"mask token {mask} is not in its vocabulary of 4096 ids; correct"):
-            resolve(config, TARGET, draft(mask_token_id=mask))
+            plan_speculation(config, TARGET, draft(mask_token_id=mask))
     with pytest.raises(
         ConfigError,
         match=r"with one_engine=None, parallel_drafting=True: .*; set one_engine=False",
     ):
-        resolve(SpeculativeConfig(**fields, use_heterogeneous_vocab=True), TARGET, draft(mask_token_id=4))
+        plan_speculation(SpeculativeConfig(**fields, use_heterogeneous_vocab=True), TARGET, draft(mask_token_id=4))
     with pytest.raises(ConfigError, match=r"does not exist for method='medusa'; .* draft_model, dspark, eagle3"):
-        resolve(SpeculativeConfig(method="medusa", model="/m", parallel_drafting=True), TARGET, draft(n_predict=3))
+        plan_speculation(
+            SpeculativeConfig(method="medusa", model="/m", parallel_drafting=True), TARGET, draft(n_predict=3)
+        )
 
 
 def test_a_dflash_draft_says_almost_everything() -> None:
     found = draft(method="dflash", n_predict=7, capture_layers=(1, 5), mask_token_id=9)
     for fields in ({"method": "dflash"}, {"method": "dflash", "parallel_drafting": True}, {}):
-        resolved = resolve(SpeculativeConfig(model="/d", **fields), TARGET, found)
-        assert (resolved.mode, resolved.method, resolved.num_speculative_tokens) == (M.DFLASH, "dflash", 7)
-        assert (resolved.capture_layers, resolved.mask_token_id) == ((1, 5), 9)
+        spec_plan = plan_speculation(SpeculativeConfig(model="/d", **fields), TARGET, found)
+        assert (spec_plan.mode, spec_plan.method, spec_plan.num_speculative_tokens) == (M.DFLASH, "dflash", 7)
+        assert (spec_plan.capture_layers, spec_plan.mask_token_id) == ((1, 5), 9)
     with pytest.raises(ConfigError, match=r"num_speculative_tokens=8 exceeds the 7 masks .* use at most 7"):
-        resolve(SpeculativeConfig(model="/d", method="dflash", num_speculative_tokens=8), TARGET, found)
+        plan_speculation(SpeculativeConfig(model="/d", method="dflash", num_speculative_tokens=8), TARGET, found)
     with pytest.raises(ConfigError, match=r"mode=DFLASH: config.json of the draft has none of"):
-        resolve(SpeculativeConfig(model="/d"), TARGET, dataclasses.replace(found, mask_token_id=None))
+        plan_speculation(SpeculativeConfig(model="/d"), TARGET, dataclasses.replace(found, mask_token_id=None))
 
 
-def test_capture_layers_resolve() -> None:
+def test_capture_layers_plan_speculation() -> None:
     fields = {"method": "eagle3", "model": "/e", "num_speculative_tokens": 3}
-    assert plan(SpeculativeConfig(**fields), TARGET).capture_layers == (1, 3, 4)
-    assert plan(SpeculativeConfig(**fields, capture_layers=[0, -1]), TARGET).capture_layers == (0, -1)
-    assert plan(SpeculativeConfig(**DRAFTED), TARGET).capture_layers == ()
+    assert plan_unchecked(SpeculativeConfig(**fields), TARGET).capture_layers == (1, 3, 4)
+    assert plan_unchecked(SpeculativeConfig(**fields, capture_layers=[0, -1]), TARGET).capture_layers == (0, -1)
+    assert plan_unchecked(SpeculativeConfig(**DRAFTED), TARGET).capture_layers == ()
     eagle = {**fields, "method": "eagle"}
-    assert plan(SpeculativeConfig(**eagle), TARGET, draft(capture_layers=(1, 2))).capture_layers == (-1,)
+    assert plan_unchecked(SpeculativeConfig(**eagle), TARGET, draft(capture_layers=(1, 2))).capture_layers == (-1,)
 
 
 def test_tree_is_sorted_by_length_then_path() -> None:

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from trtspec.config.resolved import DraftInfo, ResolvedSpeculation, TargetInfo
+from trtspec.config.speculation_plan import DraftInfo, SpeculationPlan, TargetInfo
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.methods.resolve import resolve
+from trtspec.methods.planning import plan_speculation
 
 TARGET = TargetInfo(
     model="/models/target",
@@ -36,5 +36,5 @@ def modules(n_predict: int | None) -> dict[str, Any]:
     return {"method": "mtp", "vocab_size": None, "max_model_len": None, "n_predict": n_predict}
 
 
-def decide(fields: Mapping[str, Any], **changes: Any) -> ResolvedSpeculation:
-    return resolve(SpeculativeConfig(**fields), target(**changes))
+def decide(fields: Mapping[str, Any], **changes: Any) -> SpeculationPlan:
+    return plan_speculation(SpeculativeConfig(**fields), target(**changes))
