@@ -35,10 +35,10 @@ from trtspec.models.weights import DTYPES, load_decoder
 from trtspec.ops.dispatch import load_plugins
 from trtspec.train.arithmetic import fast_dtype
 from trtspec.train.data import Tokens, load_tokenizer, standard_library
-from trtspec.train.lessons import Lessons, TextWindows, frequent_tokens
 from trtspec.train.regenerate import Manner, Speaker
 from trtspec.train.states import KeptStates
 from trtspec.train.trainer import Stage, TrainConfig, Trainer
+from trtspec.train.training_batches import TextWindows, TrainingBatches, frequent_tokens
 from trtspec.train.unrolled import HeadLoss
 
 SEQ, BATCH, UNROLL, DRAFT_IDS = 256, 8, 4, 8192
@@ -126,11 +126,11 @@ def main() -> int:
         windows = TextWindows(tokens[: args.batches * BATCH * SEQ], SEQ)
         widths = (len(capture) * target.spec.hidden_size, target.spec.hidden_size)
         kept = KeptStates(Path(scratch) / "states", "0", len(windows), SEQ, widths, dtype)
-        lessons = Lessons(windows, target, capture, BATCH, 0, kept)
+        training_batches = TrainingBatches(windows, target, capture, BATCH, 0, kept)
         loss = HeadLoss(head, target, UNROLL, dtype, capture_layers=capture)
         clock = [time.perf_counter()]
         trainer = Trainer(
-            head, loss, [Stage(1.0, (lessons,))], TrainConfig(steps=2 * args.batches, checkpoint_seconds=1e9),
+            head, loss, [Stage(1.0, (training_batches,))], TrainConfig(steps=2 * args.batches, checkpoint_seconds=1e9),
             Path(scratch) / "run", after_step=lambda step, loss: clock.append(time.perf_counter()),
         )  # fmt: skip
         trainer.run()
@@ -142,15 +142,15 @@ def main() -> int:
         ):  # fmt: skip
             speed = statistics.median(speeds)
             print(f"| {stage} | {speed:,.0f} | {speed * work / fastest:.0%} of {fastest / 1e9:,.0f} GFLOP/s |")
-        shares(lessons, loss)
+        shares(training_batches, loss)
     return 0
 
 
-def shares(lessons: Lessons, loss: HeadLoss) -> None:
+def shares(training_batches: TrainingBatches, loss: HeadLoss) -> None:
     """Prints what a step of the first epoch spends its time on."""
-    lessons.kept = None
+    training_batches.kept = None
     with profile(activities=[ProfilerActivity.CPU]) as found:
-        loss(*lessons.batch(0)).backward()  # type: ignore[no-untyped-call]
+        loss(*training_batches.batch(0)).backward()  # type: ignore[no-untyped-call]
     events = sorted(found.key_averages(), key=lambda event: -event.self_cpu_time_total)
     whole = sum(event.self_cpu_time_total for event in events)
     print("\n| op | share of a step |\n|---|---|")

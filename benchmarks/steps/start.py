@@ -44,10 +44,10 @@ def start(engine: str, prompt: list[int], threads: int, cold: bool) -> Start:
     done = subprocess.run(command, input=json.dumps(prompt), env=own, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    return Start(cold=cold, weight_bytes=weight_bytes(Path(engine)), **json.loads(done.stdout.splitlines()[-1]))
+    return Start(cold=cold, weight_bytes=weight_file_bytes(Path(engine)), **json.loads(done.stdout.splitlines()[-1]))
 
 
-def weight_bytes(engine: Path) -> int:
+def weight_file_bytes(engine: Path) -> int:
     """Of all weights files in an engine folder."""
     return sum(file.stat().st_size for file in engine.glob("*/weights.safetensors"))
 

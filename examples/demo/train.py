@@ -18,7 +18,7 @@ import torch
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import load_decoder
-from trtspec.train.card import CardFacts, ModelFacts, model_card
+from trtspec.train.card import CardContents, ModelSummary, model_card
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.data import Shards, Tokens, Windows, prepare
 from trtspec.train.evaluate import greedy_acceptance, held_out_prompts, perplexity
@@ -53,7 +53,7 @@ def main() -> None:
         draft.run(pause_at=args.early)
         ship(args, shards, target, draft, "early")
     target.run()
-    draft = draft_trainer(args, shards, target, own_words(args, shards, target))
+    draft = draft_trainer(args, shards, target, target_samples(args, shards, target))
     draft.run()
     ship(args, shards, target, draft, "final")
 
@@ -101,9 +101,9 @@ def draft_trainer(args: argparse.Namespace, shards: Shards, target: Trainer, own
     return Trainer(model, loss, stages, train_config(args, 1 - TARGET_SHARE), args.run / "draft", "draft")
 
 
-def own_words(args: argparse.Namespace, shards: Shards, target: Trainer) -> Tokens:
+def target_samples(args: argparse.Namespace, shards: Shards, target: Trainer) -> Tokens:
     """The target's greedy continuations of training windows, [N] uint16; made once."""
-    file = args.run / "own_words.npy"
+    file = args.run / "target_samples.npy"
     if not file.is_file():
         export(decoder_of(target), shards.tokenizer_file, args.run / "target_export")
         decoder = load_decoder(ModelConfig.from_folder(args.run / "target_export"), DTYPE)
@@ -129,7 +129,7 @@ def ship(args: argparse.Namespace, shards: Shards, target: Trainer, draft: Train
         decoder = load_decoder(ModelConfig.from_folder(folder, name), DTYPE, name)
         decoders.append(decoder)
         facts.append(
-            ModelFacts(
+            ModelSummary(
                 layers=decoder.spec.num_layers,
                 hidden=decoder.spec.hidden_size,
                 parameters=decoder.spec.num_parameters,
@@ -142,7 +142,7 @@ def ship(args: argparse.Namespace, shards: Shards, target: Trainer, draft: Train
             )
         )
     prompts = held_out_prompts(shards.held_out, EVAL_PROMPTS, PROMPT)
-    card = CardFacts(
+    card = CardContents(
         data=shards.facts,
         target=facts[0],
         draft=facts[1],

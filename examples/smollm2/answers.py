@@ -98,5 +98,5 @@ def _filter(shard: Path, tokenizer: Tokenizer, held_out: Grams) -> int:
     clean = [i for i, ids in enumerate(_requests(reader)) if not held_out.overlaps(tokenizer.decode(ids))]
     lost = len(reader.lengths) - len(clean)
     if lost:
-        write_shard(shard, reader.facts, [reader.rows(i, 0, reader.lengths[i]) for i in clean])
+        write_shard(shard, reader.metadata, [reader.rows(i, 0, reader.lengths[i]) for i in clean])
     return lost

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests.contract.odd_texts import PIECES, odd_texts
 from trtspec.gguf.file import GgufFile
-from trtspec.gguf.metadata import Facts
+from trtspec.gguf.metadata import MetadataReader
 from trtspec.gguf.tokenizer import PRE_TOKENIZERS, hf_tokenizer
 
 FILE, LLAMA = os.environ.get("TRTSPEC_SMOLLM2", ""), os.environ.get("LLAMA_PYTHON", "")
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 def differences(file: Path, special: tuple[str, ...]) -> list[tuple[str, list[int], list[int]]]:
     """The texts whose ids are not llama.cpp's; ours, theirs."""
-    found = hf_tokenizer(Facts(GgufFile.open(file), "target"), 1 << 20)
+    found = hf_tokenizer(MetadataReader(GgufFile.open(file), "target"), 1 << 20)
     assert found is not None
     tokenizer, texts = Tokenizer.from_str(found[0]), odd_texts(1000, special)
     command = [LLAMA, str(Path(__file__).with_name("llama_ids.py")), str(file)]

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.docker.dockerfile import Ignored, Stage, expand, healthcheck, pairs, parse
 from trtspec.serve.engine.client import EngineClient
 from trtspec.serve.engine.wire import Delta
-from trtspec.serve.http.metrics import Metrics
+from trtspec.serve.http.metrics import HTTPMetrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker"
@@ -250,7 +250,7 @@ def panels() -> list[dict[str, Any]]:
 
 def measured() -> dict[str, set[str]]:
     """Labels by name of what a server's /metrics has, once everything has happened that is counted."""
-    metrics = Metrics(EngineClient({}), "model")
+    metrics = HTTPMetrics(EngineClient({}), "model")
     metrics.requests.labels("/v1/completions", "200").inc()
     metrics.count(Delta(0, 0, "a", [1, 2], [1, 3], 1, False, "stop"))
     found: dict[str, set[str]] = {}
@@ -279,7 +279,7 @@ def test_an_unknown_metric_is_found() -> None:
 
 def test_the_dashboard_divides_by_the_steps_that_it_names() -> None:
     """Of four steps two have drafts, three of which are accepted."""
-    metrics, offered = Metrics(EngineClient({}), "model"), [(2, 2), (2, 1), (0, 0), (0, 0)]
+    metrics, offered = HTTPMetrics(EngineClient({}), "model"), [(2, 2), (2, 1), (0, 0), (0, 0)]
     for drafted, accepted in offered:
         metrics.count(Delta(0, 0, "a", [1] * (accepted + 1), [1] * drafted, accepted, False))
     samples = [one for family in text_string_to_metric_families(metrics.text().decode()) for one in family.samples]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.heads import Made, Place, WatchedHead, first_wrong_draft, log_plainly, run_watched, watch
+from tests.e2e.head_cases import Made, Place, WatchedHead, first_wrong_draft, log_plainly, run_watched, watch
 from tests.e2e.tiny import Case, Outcome, Run, assert_all_blocks_free, draw_cases, run_alone
 from tests.head_checkpoints import make_eagle3
 from trtspec import LLM

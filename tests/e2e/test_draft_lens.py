@@ -25,7 +25,7 @@ from tests.e2e.conformance import (
     packed,
     speculation,
 )
-from tests.e2e.heads import watch
+from tests.e2e.head_cases import watch
 from tests.e2e.recorded import assert_graph_is_step, cases_of, record
 from tests.e2e.tiny import MASK, VOCAB, Case, Outcome, Run, draw_cases, run_alone, run_together
 from tests.head_checkpoints import make_dflash

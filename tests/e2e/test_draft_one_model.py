@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import edit_config
-from tests.e2e.heads import Watch, chunks_of, run_watched
+from tests.e2e.head_cases import Watch, chunks_of, run_watched
 from tests.e2e.recorded import assert_graph_is_step, record
 from tests.e2e.tiny import (
     Case,

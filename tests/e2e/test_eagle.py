@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.heads import ROOMY, TIGHT, Make, Reference, assert_right, chunks_of, inside, maker, refer
+from tests.e2e.head_cases import ROOMY, TIGHT, Make, Reference, assert_right, chunks_of, inside, maker, refer
 from tests.e2e.tiny import draw_cases
 from tests.head_checkpoints import make_eagle
 

@@ -32,7 +32,7 @@ from tests.e2e.eagle3_cases import (
     assert_lossless,
     first_difference,
 )
-from tests.e2e.heads import Watch, chunks_of, first_wrong_draft, run_watched, step_of, watch
+from tests.e2e.head_cases import Watch, chunks_of, first_wrong_draft, run_watched, step_of, watch
 from tests.e2e.tiny import Outcome, Run, assert_all_blocks_free, run_together
 from tests.head_checkpoints import make_eagle3
 from trtspec.engine.request import Request

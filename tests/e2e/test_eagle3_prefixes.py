@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e import eagle3_cases
 from tests.e2e.eagle3_cases import BASE, DTYPES, PLAIN, ROOMY, TIGHT, K, Make, first_difference, plain
-from tests.e2e.heads import first_wrong_draft, log_plainly, run_watched, watch
+from tests.e2e.head_cases import first_wrong_draft, log_plainly, run_watched, watch
 from tests.e2e.tiny import Case, assert_all_blocks_free, draw_cases, run_alone, run_together
 from trtspec import LLM, SamplingParams
 from trtspec.sampling_params import sample_seed

@@ -38,7 +38,7 @@ from trtspec import LLM, SamplingParams
 from trtspec.backends.aoti.executable import AotiExecutable
 from trtspec.backends.export import example_batch
 from trtspec.backends.graph_io import graph_outputs
-from trtspec.backends.weight_file import load_weights
+from trtspec.backends.weight_file import load_weight_file
 from trtspec.build.engine_folder import FORMAT, EngineFolder, machine
 from trtspec.cli import main
 from trtspec.errors import CheckpointError, ConfigError, EngineError
@@ -299,7 +299,7 @@ def test_weights_may_lie_in_huge_pages(engine: Callable[[str, str], Path]) -> No
     maps = Path("/proc/self/smaps")
     if not hasattr(mmap, "MADV_HUGEPAGE") or not maps.is_file():
         pytest.skip("no Linux")
-    (tensor, *_) = load_weights(engine("none", "float32") / "target" / "weights.safetensors").values()
+    (tensor, *_) = load_weight_file(engine("none", "float32") / "target" / "weights.safetensors").values()
     areas = re.findall(r"^(\w+)-(\w+) (\S+) .*?^VmFlags: ([\w ]+)$", maps.read_text(), re.MULTILINE | re.DOTALL)
     (mode, flags) = next((m, f) for low, high, m, f in areas if int(low, 16) <= tensor.data_ptr() < int(high, 16))
     assert mode == "rw-p"

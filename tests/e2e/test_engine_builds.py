@@ -19,7 +19,7 @@ from tests.head_checkpoints import make_eagle
 from trtspec import LLM
 from trtspec.backends import weight_file
 from trtspec.backends.table import BACKENDS
-from trtspec.backends.weight_file import load_weights
+from trtspec.backends.weight_file import load_weight_file
 from trtspec.build.build import build_engine
 from trtspec.build.context import plan_context
 from trtspec.cli import main
@@ -96,12 +96,12 @@ def test_weights_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(weight_file, "_READ_AT_ONCE", 1000)
     tensors = {"a": torch.randn(70, 30), "b": torch.arange(7, dtype=torch.int8), "c": torch.randn(999).bfloat16()}
     save_file(tensors, file)
-    loaded = load_weights(file)
+    loaded = load_weight_file(file)
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(CheckpointError, match="rebuild"):
-        load_weights(file)
+        load_weight_file(file)
 
 
 @pytest.mark.long

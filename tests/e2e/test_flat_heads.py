@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.heads import Made, Place, chunks_of, first_wrong_draft, log_plainly, run_watched, step_of, watch
+from tests.e2e.head_cases import Made, Place, chunks_of, first_wrong_draft, log_plainly, run_watched, step_of, watch
 from tests.e2e.tiny import Case, Outcome, Run, assert_all_blocks_free, draw_cases, run_alone, run_together
 from tests.head_checkpoints import make_medusa, make_mlp_speculator
 from trtspec import LLM, SamplingParams

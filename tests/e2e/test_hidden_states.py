@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.tiny import VOCAB, add_tokenizer, assert_all_blocks_free, make_target
-from tests.e2e.training import lesson_of
+from tests.e2e.training import make_training_batch
 from trtspec import LLM, SamplingParams
 from trtspec.cli import main
 from trtspec.config.checkpoint.model import ModelConfig
@@ -29,8 +29,8 @@ from trtspec.methods.hidden_states import shards as hidden_shards
 from trtspec.methods.hidden_states.shards import ShardReader, States, shards_of
 from trtspec.models.weights import load_decoder
 from trtspec.outputs import RequestOutput
-from trtspec.train.lessons import best_ids
-from trtspec.train.shards import ShardLessons
+from trtspec.train.shards import ShardBatches
+from trtspec.train.training_batches import best_ids
 from trtspec.train.unrolled import HeadLoss
 
 LAYERS = (0, 2, 3)
@@ -121,7 +121,7 @@ def test_states_have_the_targets_dtype(model: Path, tmp_path: Path) -> None:
     (states,) = saved(tmp_path)
     assert states.hidden_states.dtype == states.last_hidden_state.dtype == torch.bfloat16
     assert states.hidden_states.shape == states.last_hidden_state.shape == (14, 32)
-    assert ShardReader(shards_of(tmp_path)[0]).facts.dtype == "bfloat16"
+    assert ShardReader(shards_of(tmp_path)[0]).metadata.dtype == "bfloat16"
 
 
 def test_aborted_requests_are_not_saved(model: Path, tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_a_shard_every_interval_and_the_rest_on_shutdown(model: Path, tmp_path: 
         assert llm.get_metrics().saved_requests == 6
     assert [len(ShardReader(path).lengths) for path in shards_of(tmp_path)] == [3, 3, 1]
     assert {path.stat().st_mode & 0o777 for path in shards_of(tmp_path)} == {0o644}
-    metadata = hidden_shards.ShardFacts.of(shards_of(tmp_path)[0])
-    assert metadata == (hidden_shards.ShardFacts(LAYERS, 32, "float32"), 3)
+    metadata = hidden_shards.ShardMetadata.of(shards_of(tmp_path)[0])
+    assert metadata == (hidden_shards.ShardMetadata(LAYERS, 32, "float32"), 3)
 
 
 def test_flush_writes_what_waits_and_generation_goes_on(model: Path, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_leftover_that_cannot_be_removed_is_named(model: Path, tmp_path: Path)
 def test_a_folder_of_other_states_is_refused(model: Path, tmp_path: Path) -> None:
     with save(model, tmp_path / "out") as llm:
         llm.generate(PROMPTS[:1], PARAMS)
-    with pytest.raises(ConfigError, match=r"data-00000.safetensors with ShardFacts\(capture_layers=\(0, 2, 3\)"):
+    with pytest.raises(ConfigError, match=r"data-00000.safetensors with ShardMetadata\(capture_layers=\(0, 2, 3\)"):
         save(model, tmp_path / "out", layers=(0, 2))
     wide = make_target(tmp_path, num_hidden_layers=5, hidden_size=64, name="wide")
     with pytest.raises(ConfigError, match=r"hidden_size=32.*hidden_size=64.*use another folder"):
@@ -212,7 +212,7 @@ def test_a_damaged_shard_is_named(model: Path, tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"data-00000.safetensors cannot be read"):
         ShardReader(shard)
-    save_file({"x": torch.zeros(1)}, shard, hidden_shards.ShardFacts(LAYERS, 32, "float32").as_metadata(1))
+    save_file({"x": torch.zeros(1)}, shard, hidden_shards.ShardMetadata(LAYERS, 32, "float32").as_metadata(1))
     with pytest.raises(CheckpointError, match="does not hold the tensors of 1 requests"):
         ShardReader(shard)
 
@@ -288,7 +288,7 @@ def test_a_real_write_that_fails(model: Path, tmp_path: Path) -> None:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_lessons_from_shards_are_those_from_text(model: Path, tmp_path: Path) -> None:
+def test_training_batches_from_shards_equal_those_from_text(model: Path, tmp_path: Path) -> None:
     """Requests of one window each, so that a window has seen nothing before it, in either case."""
     seq = 24
     params = [
@@ -297,16 +297,16 @@ def test_lessons_from_shards_are_those_from_text(model: Path, tmp_path: Path) ->
     with save(model, tmp_path, write_interval=2) as llm:
         outputs = llm.generate(PROMPTS[:4], params)
     target = load_decoder(ModelConfig.from_folder(model), torch.float32).train()
-    shards = ShardLessons([ShardReader(path) for path in shards_of(tmp_path)], seq, 4, 0, target)
-    lesson = shards.batch(0)
-    assert sorted(lesson.inputs.tolist()) == texts_of(outputs)
-    theirs = lesson_of(target, LAYERS, lesson.inputs)
+    shards = ShardBatches([ShardReader(path) for path in shards_of(tmp_path)], seq, 4, 0, target)
+    training_batch = shards.batch(0)
+    assert sorted(training_batch.inputs.tolist()) == texts_of(outputs)
+    theirs = make_training_batch(target, LAYERS, training_batch.inputs)
     for name in ("places", "taught", "best", "captured", "last"):
-        torch.testing.assert_close(getattr(lesson, name), getattr(theirs, name), atol=1e-4, rtol=0)
+        torch.testing.assert_close(getattr(training_batch, name), getattr(theirs, name), atol=1e-4, rtol=0)
     torch.manual_seed(0)
     head = new_head(target, LAYERS, torch.arange(VOCAB))
     loss = HeadLoss(head, target, 3, torch.float32)
-    ours, from_text = loss(*lesson), loss(*theirs)
+    ours, from_text = loss(*training_batch), loss(*theirs)
     torch.testing.assert_close(ours, from_text, atol=1e-4, rtol=0)
 
 
@@ -322,14 +322,14 @@ def test_an_epoch_of_windows_has_every_row_once(model: Path, tmp_path: Path) -> 
     assert len(rows) == sum(lengths) == 203
     first = {sum(lengths[:i]) for i in range(7)}
     target = load_decoder(ModelConfig.from_folder(model), torch.float32).train()
-    shards = ShardLessons(readers, seq, 3, 0, target)
+    shards = ShardBatches(readers, seq, 3, 0, target)
     orders = set()
     for epoch in range(6):
         seen = []
         for index in range(4 * epoch, 4 * epoch + 4):  # 13 windows make 4 batches
-            lesson = shards.batch(index)
-            assert torch.equal(lesson.best, best_ids(target, lesson.last))
-            for window in zip(*lesson, strict=True):
+            training_batch = shards.batch(index)
+            assert torch.equal(training_batch.best, best_ids(target, training_batch.last))
+            for window in zip(*training_batch, strict=True):
                 inputs, places, taught, _, captured, lasts = window
                 own = [rows[state.numpy().tobytes()] for state in captured]
                 assert torch.equal(inputs, ids[own])
@@ -343,7 +343,7 @@ def test_an_epoch_of_windows_has_every_row_once(model: Path, tmp_path: Path) -> 
         assert len(set(seen)) == len(seen) == 4 * 3 * seq
         orders.add(tuple(seen))
     assert len(orders) == 6  # cut anew in every epoch
-    again = ShardLessons(readers, seq, 3, 0, target)
+    again = ShardBatches(readers, seq, 3, 0, target)
     assert all(torch.equal(a, b) for a, b in zip(again.batch(7), shards.batch(7), strict=True))
 
 

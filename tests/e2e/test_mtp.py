@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.heads import (
+from tests.e2e.head_cases import (
     PLAIN,
     ROOMY,
     TIGHT,

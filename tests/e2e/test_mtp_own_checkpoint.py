@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import edit_config, edit_tensors
-from tests.e2e.heads import PLAIN, ROOMY, TIGHT, assert_right, refer, run_watched
+from tests.e2e.head_cases import PLAIN, ROOMY, TIGHT, assert_right, refer, run_watched
 from tests.e2e.tiny import add_tokenizer, draw_cases, make_target, run_together
 from trtspec import LLM
 from trtspec.build.build import build_engine

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.heads import PLAIN, TIGHT, Reference, assert_right, chunks_of, refer, step_of
+from tests.e2e.head_cases import PLAIN, TIGHT, Reference, assert_right, chunks_of, refer, step_of
 from tests.e2e.tiny import add_tokenizer, draw_cases, make_target
 from tests.head_checkpoints import make_mlp_speculator
 from tests.models.newer_heads import AsPlain, Assistant, StepHead

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.heads import MOST_K, PLAIN, ROOMY, TIGHT, Make, Reference, assert_right, chunks_of, maker, refer
+from tests.e2e.head_cases import MOST_K, PLAIN, ROOMY, TIGHT, Make, Reference, assert_right, chunks_of, maker, refer
 from tests.e2e.recorded import assert_graph_is_step, record
 from tests.e2e.tiny import MASK, Case, draw_cases, perturbed
 from tests.head_checkpoints import make_dflash, make_eagle3

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.e2e.heads import watch
+from tests.e2e.head_cases import watch
 from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, run_alone
 from tests.head_checkpoints import make_eagle3
 from trtspec import LLM

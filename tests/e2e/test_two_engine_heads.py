@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.heads import (
+from tests.e2e.head_cases import (
     ROOMY,
     TIGHT,
     Make,

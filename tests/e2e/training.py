@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.e2e.tiny import VOCAB
 from trtspec.models.decoder import Decoder
-from trtspec.train.lessons import Lesson, best_ids, observe
+from trtspec.train.training_batches import TrainingBatch, best_ids, observe
 
 
 def random_ids(count: int, seed: int) -> np.ndarray:
@@ -43,17 +43,17 @@ def wait_for(process: subprocess.Popen[str], run: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-def lesson_of(
+def make_training_batch(
     target: Decoder,
     capture: Sequence[int],
     inputs: Tensor,
     places: Tensor | None = None,
     taught: Tensor | None = None,
-) -> Lesson:
+) -> TrainingBatch:
     """What the target makes of windows [B, S]; each is one text, and all of it is taught, unless it is said."""
     if places is None:
         places = torch.arange(inputs.shape[1]).expand_as(inputs)
     if taught is None:
         taught = torch.ones_like(inputs, dtype=torch.bool)
     captured, last = observe(target.train(), capture, inputs, places)
-    return Lesson(inputs, places, taught, best_ids(target, last), captured, last)
+    return TrainingBatch(inputs, places, taught, best_ids(target, last), captured, last)

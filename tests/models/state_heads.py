@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from tests.checkpoints import edit_config, edit_tensors
-from tests.e2e.heads import watch
+from tests.e2e.head_cases import watch
 from tests.e2e.tiny import Case, run_together
 from trtspec import LLM, SamplingParams
 from trtspec.errors import TrtSpecError

@@ -21,12 +21,15 @@ from trtspec.models.weights import describe_decoder, load_decoder
 
 # Method -> where its room says how config.json is understood, and a folder for a target.
 FACTS: dict[str, tuple[str, Callable[[Path, Path], Path]]] = {
-    "dflash": ("dflash.weights.DFlashFacts.of", lambda path, target: make_dflash(path, target, (0,), 7)),
-    "dspark": ("dspark.weights.DSparkFacts.of", lambda path, target: make_dspark(path, target, (0,), 7)),
-    "eagle": ("eagle.weights.EagleFacts.of", make_eagle),
-    "eagle3": ("eagle3.weights.Eagle3Facts.of", lambda path, target: make_eagle3(path, target, None, num_captured=1)),
-    "medusa": ("medusa.weights.MedusaFacts.of", make_medusa),
-    "mlp_speculator": ("mlp_speculator.weights.MLPSpeculatorFacts.of", make_mlp_speculator),
+    "dflash": ("dflash.weights.DFlashConfig.of", lambda path, target: make_dflash(path, target, (0,), 7)),
+    "dspark": ("dspark.weights.DSparkConfig.of", lambda path, target: make_dspark(path, target, (0,), 7)),
+    "eagle": ("eagle.weights.EagleHeadConfig.of", make_eagle),
+    "eagle3": (
+        "eagle3.weights.Eagle3HeadConfig.of",
+        lambda path, target: make_eagle3(path, target, None, num_captured=1),
+    ),
+    "medusa": ("medusa.weights.MedusaConfig.of", make_medusa),
+    "mlp_speculator": ("mlp_speculator.weights.MLPSpeculatorConfig.of", make_mlp_speculator),
     "mtp": ("mtp.weights.require_mtp", lambda path, target: target),
 }
 

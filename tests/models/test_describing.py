@@ -18,7 +18,7 @@ from tests.quantized_checkpoints import Kind, quantised
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, TrtSpecError, UnsupportedError, WeightsError
 from trtspec.models.layers import weight_bytes
-from trtspec.models.packing import pack_decoder
+from trtspec.models.pack_weights import pack_decoder
 from trtspec.models.weights import describe_decoder, load_decoder, missing_weights
 
 KINDS = [

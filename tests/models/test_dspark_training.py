@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.checkpoints import make_checkpoint, oracle
 from tests.dspark_checkpoints import make_dspark
 from tests.e2e.tiny import make_target
-from tests.e2e.training import lesson_of, metrics, random_ids
+from tests.e2e.training import make_training_batch, metrics, random_ids
 from tests.models.built_heads import head_of
 from tests.models.head_session import states
 from tests.models.paper_heads import VOCAB, K
@@ -25,8 +25,8 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import ConfigError
 from trtspec.methods.dspark.train import BlockLoss, Blocks, DSparkTraining, anchors_of
 from trtspec.models.weights import load_decoder
-from trtspec.train.lessons import Lesson, texts_of
 from trtspec.train.run import train_head
+from trtspec.train.training_batches import TrainingBatch, texts_of
 
 CAPTURE, SEQ, ANCHORS = (0, 2), 24, 3
 
@@ -62,7 +62,7 @@ def test_the_loss_is_that_of_the_paper(tmp_path: Path, fields: dict[str, Any]) -
     head = head_of("dspark", draft, decoder, num_captured=len(CAPTURE)).train()
     windows = torch.randint(3, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(2))
     loss = BlockLoss(Blocks(head, K, MASK), decoder, ANCHORS, torch.float32)
-    found = loss(*lesson_of(decoder, CAPTURE, windows))
+    found = loss(*make_training_batch(decoder, CAPTURE, windows))
     stride = (SEQ - 1 - K) // ANCHORS
     theirs = oracle(target)
     paper = PaperDSpark(draft, theirs)
@@ -75,7 +75,7 @@ def test_the_loss_is_that_of_the_paper(tmp_path: Path, fields: dict[str, Any]) -
 
 
 def test_blocks_lie_where_they_can_be_taught() -> None:
-    """Every usable block of many random lessons: within one text, after something of it, all of it taught."""
+    """Every usable block of random training batches: within one text, after something of it, all of it taught."""
     generator = torch.Generator().manual_seed(0)
     usable_blocks = 0
     for _ in range(50):
@@ -85,7 +85,7 @@ def test_blocks_lie_where_they_can_be_taught() -> None:
         taught = torch.rand(4, SEQ, generator=generator) < 0.9
         inputs = torch.randint(VOCAB, (4, SEQ), generator=generator)
         nothing = torch.empty(4, SEQ, 0)
-        anchors, usable = anchors_of(Lesson(inputs, places, taught, inputs, nothing, nothing), K, ANCHORS)
+        anchors, usable = anchors_of(TrainingBatch(inputs, places, taught, inputs, nothing, nothing), K, ANCHORS)
         assert anchors.shape == usable.shape == (4, ANCHORS)
         texts = texts_of(places)
         able = [
@@ -122,13 +122,13 @@ def test_texts_of_a_window_do_not_see_each_other(tmp_path: Path) -> None:
     # one block a window, and only the second text is taught: the first is as if it were not there
     taught = torch.arange(SEQ)[None] >= SEQ // 2
     loss = BlockLoss(Blocks(head, K, MASK), decoder, 1, torch.float32)
-    packed = lesson_of(decoder, CAPTURE, ids, places, taught)
+    packed = make_training_batch(decoder, CAPTURE, ids, places, taught)
     other = ids.clone()
     other[:, : SEQ // 2] = other[:, : SEQ // 2].flip(1)  # of the same sum, which says where the block is
-    changed = lesson_of(decoder, CAPTURE, other, places, taught)
+    changed = make_training_batch(decoder, CAPTURE, other, places, taught)
     assert anchors_of(packed, K, 1)[1].all()
     torch.testing.assert_close(loss(*packed), loss(*changed))
-    whole = lesson_of(decoder, CAPTURE, ids, taught=taught)
+    whole = make_training_batch(decoder, CAPTURE, ids, taught=taught)
     assert float(loss(*whole)) != pytest.approx(float(loss(*packed)), abs=1e-4)
 
 

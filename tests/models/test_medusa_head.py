@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint, oracle
-from tests.e2e.heads import step_of
+from tests.e2e.head_cases import step_of
 from tests.head_checkpoints import make_medusa
 from tests.models.built_heads import head_of
 from tests.models.state_heads import VOCAB, Bad, assert_drafts, assert_refused, change_config, change_tensors, no_attend

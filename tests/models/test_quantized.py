@@ -26,7 +26,7 @@ from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.config.checkpoint.reader import Reader
 from trtspec.errors import CheckpointError, WeightsError
 from trtspec.models.layers import Linear, weight_bytes
-from trtspec.models.packing import pack_decoder
+from trtspec.models.pack_weights import pack_decoder
 from trtspec.models.weights import load_decoder, load_weights, loaded_bytes
 
 floats = quantized_linears.floats

@@ -53,10 +53,10 @@ else:
 def engine(tmp_path: Path) -> Callable[..., EngineClient]:
     """Makes a client whose engine is this script."""
 
-    def made(script: str, patience: float = 60.0) -> EngineClient:
+    def made(script: str, silence_limit: float = 60.0) -> EngineClient:
         path = tmp_path / "engine.py"
         path.write_text(script)
-        client = EngineClient({}, patience=patience)
+        client = EngineClient({}, silence_limit=silence_limit)
         client.command = (sys.executable, "-S", str(path))
         return client
 
@@ -117,7 +117,7 @@ def test_an_engine_that_hangs_is_replaced(
     engine: Callable[..., EngineClient], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        client = engine(HANGS, patience=0.5)
+        client = engine(HANGS, silence_limit=0.5)
         await client.start()
         await asyncio.sleep(0.7)  # with nothing to do it may be silent
         assert client.state == "ready"

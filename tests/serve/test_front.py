@@ -14,7 +14,7 @@ import tokenizers
 
 from tests.serve.server import DEMO
 from trtspec.serve.engine.client import EngineClient
-from trtspec.serve.engine.wire import Delta, EngineFacts
+from trtspec.serve.engine.wire import Delta, EngineInfo
 from trtspec.serve.http.replies import CompletionLogprobs
 from trtspec.serve.http.routes import build_app
 from trtspec.serve.http.service import Service
@@ -39,7 +39,7 @@ class Engine(EngineClient):
     def __init__(self, tokenizer: Tokenizer, says: list[int]) -> None:
         super().__init__({})
         self.state = "ready"
-        self.facts = EngineFacts("model", tokenizer.vocab_size, 512, 4, 400, "NONE", 0, False)
+        self.info = EngineInfo("model", tokenizer.vocab_size, 512, 4, 400, "NONE", 0, False)
         self.told: list[dict[str, Any]] = []
         self.tokenizer, self.says = tokenizer, says
         self._writer = self  # type: ignore[assignment]

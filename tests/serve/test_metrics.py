@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from trtspec.serve.engine.client import EngineClient
-from trtspec.serve.engine.wire import Delta, EngineFacts
-from trtspec.serve.http.metrics import Metrics
+from trtspec.serve.engine.wire import Delta, EngineInfo
+from trtspec.serve.http.metrics import HTTPMetrics
 
 VLLM = "vllm:spec_decode_num_"
 OF_ENGINE = (("engine", "0"), ("model_name", "coder"))
@@ -16,19 +16,19 @@ STEPS = [(3, 2), (3, 0), (2, 2), (0, 0)]
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
-def metrics_of(max_draft_len: int) -> Metrics:
+def metrics_of(max_draft_len: int) -> HTTPMetrics:
     client = EngineClient({})
-    client.facts = EngineFacts("folder", 16, 512, 4, 400, "NGRAM" if max_draft_len else "NONE", max_draft_len, False)
-    return Metrics(client, "coder")
+    client.info = EngineInfo("folder", 16, 512, 4, 400, "NGRAM" if max_draft_len else "NONE", max_draft_len, False)
+    return HTTPMetrics(client, "coder")
 
 
-def observe(metrics: Metrics) -> None:
+def observe(metrics: HTTPMetrics) -> None:
     metrics.count(Delta(0, 0, "a", [1], [], 0, True))  # reads the prompt in
     for drafted, accepted in STEPS:
         metrics.count(Delta(0, 0, "a", [1] * (accepted + 1), [1] * drafted, accepted, False))
 
 
-def scraped(metrics: Metrics) -> Samples:
+def scraped(metrics: HTTPMetrics) -> Samples:
     """Name -> labels -> value."""
     found: Samples = {}
     for family in text_string_to_metric_families(metrics.text().decode()):

@@ -29,7 +29,7 @@ from trtspec.outputs import SpeculationStats
 from trtspec.serve.http.api_errors import ApiError
 from trtspec.serve.http.protocol import CompletionRequest
 from trtspec.serve.http.request_log import Record
-from trtspec.serve.http.service import Generation, Tally
+from trtspec.serve.http.service import HTTPGeneration, Tally
 from trtspec.serve.http.tracing import ADDRESSES, Tracing, from_environment
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -53,7 +53,7 @@ def traced(exporter: InMemorySpanExporter, record: Record) -> ReadableSpan:
     return span
 
 
-def generated(**more: Any) -> Generation:
+def generated(**more: Any) -> HTTPGeneration:
     request = CompletionRequest(prompt=SECRET, max_tokens=8, temperature=0.5, n=2, stop=[SECRET])
     tallies = [
         Tally("a b", [1, 2, 3], 1, SpeculationStats({(2, 4): 1, (1, 0): 1}), "stop", None),
@@ -62,7 +62,7 @@ def generated(**more: Any) -> Generation:
     started = time.perf_counter()
     service: Any = SimpleNamespace(name="coder")
     stream: Any = None
-    return Generation(service, stream, 5, 9.0, started, tallies, request, first_token=0.25, **more)
+    return HTTPGeneration(service, stream, 5, 9.0, started, tallies, request, first_token=0.25, **more)
 
 
 def test_a_span_says_what_was_asked_and_given(spans: InMemorySpanExporter) -> None:

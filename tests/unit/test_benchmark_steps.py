@@ -16,7 +16,7 @@ from benchmarks.steps.main import main
 from benchmarks.steps.results import Figure, Result, as_json, per_round, ratios, report_markdown, turns_table
 from benchmarks.steps.rounds import Contestant, Turn, take_turn, take_turns
 from benchmarks.steps.sections import Guesses
-from benchmarks.steps.start import Start, weight_bytes
+from benchmarks.steps.start import Start, weight_file_bytes
 from tests.models.built_heads import head_of
 from trtspec import LLM
 from trtspec.config.checkpoint.model import ModelConfig
@@ -87,7 +87,7 @@ def test_tables_and_json() -> None:
 def test_a_start_in_figures(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "weights.safetensors").write_bytes(b"12345")
-    assert weight_bytes(tmp_path) == 5
+    assert weight_file_bytes(tmp_path) == 5
     one = Start(
         cold=False,
         import_s=1.0,

@@ -163,7 +163,7 @@ def test_a_field_that_nobody_knows_is_warned_about(monkeypatch: pytest.MonkeyPat
     """A field that is added to SpeculativeConfig and forgotten here."""
     from trtspec.interop import tensorrt_llm as interop_trtllm
 
-    monkeypatch.setattr(interop_trtllm, "_warn_of_draft_model", lambda account: None)
+    monkeypatch.setattr(interop_trtllm, "_warn_of_draft_model", lambda fields: None)
     settings, lines = export({**DRAFTED, "revision": "main"}, TRT)
     assert lines["revision"] == "revision='main': not written: TensorRT-LLM has no such setting"
     assert "revision" not in settings

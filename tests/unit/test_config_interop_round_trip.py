@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from trtspec.config.speculation_plan import DraftInfo, SpeculationPlan, TargetInfo, draft_len_for_batch
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.interop.account import GATES
 from trtspec.interop.export import export_settings, settings_text
+from trtspec.interop.field_mapper import GATES
 from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.planning import plan_unchecked
 

@@ -242,20 +242,20 @@ def test_the_compiler_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_lock_is_shared_or_alone(tmp_path: Path) -> None:
     file = tmp_path / "lock"
-    first, second = FileLock.take(file, shared=True), FileLock.take(file, shared=True)
+    first, second = FileLock.acquire(file, shared=True), FileLock.acquire(file, shared=True)
     assert first is not None
     assert second is not None
-    assert FileLock.take(file) is None
+    assert FileLock.acquire(file) is None
     first.release()
     first.release()  # once is enough
-    assert FileLock.take(file) is None
+    assert FileLock.acquire(file) is None
     second.release()
-    alone = FileLock.take(file)
+    alone = FileLock.acquire(file)
     assert alone is not None
-    assert FileLock.take(file, shared=True) is None
+    assert FileLock.acquire(file, shared=True) is None
     assert alone.is_on(file)
     file.unlink()
     assert not alone.is_on(file)
     assert file.with_name("other").symlink_to(file) is None
     with pytest.raises(OSError, match="other"):
-        FileLock.take(file.with_name("other"))
+        FileLock.acquire(file.with_name("other"))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import make_mimo
 from trtspec.backends.table import BACKENDS
-from trtspec.backends.weight_file import load_weights, save_weights
+from trtspec.backends.weight_file import load_weight_file, save_weight_file
 from trtspec.build.build import _publish, refuse_taken
 from trtspec.build.context import plan_context
 from trtspec.build.engine_folder import FORMAT, EngineFolder, machine
@@ -188,15 +188,15 @@ def test_weights_with_a_damaged_header_are_refused(tmp_path: Path, header: bytes
     file = tmp_path / "weights.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(CheckpointError, match=r"has a damaged header .* rebuild the engine"):
-        load_weights(file)
+        load_weight_file(file)
 
 
 def test_weights_of_all_kinds_come_back(tmp_path: Path) -> None:
     """Without elements, shared, a part of another, strided."""
     base = torch.arange(12.0).view(3, 4)
     tensors = {"none": torch.empty(0, 3), "base": base, "same": base, "part": base[1:], "turned": base.t()}
-    save_weights(tensors, tmp_path / "weights.safetensors")
-    loaded = load_weights(tmp_path / "weights.safetensors")
+    save_weight_file(tensors, tmp_path / "weights.safetensors")
+    loaded = load_weight_file(tmp_path / "weights.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name], tensor)
@@ -205,21 +205,21 @@ def test_weights_of_all_kinds_come_back(tmp_path: Path) -> None:
 def test_a_tensor_that_the_file_beside_has_is_written_and_held_once(tmp_path: Path) -> None:
     """A part of one, a copy, or the same memory seen otherwise is another; so is a tensor without elements."""
     matrix, none = torch.randn(16, 16), torch.empty(0)
-    beside = {"theirs": matrix, "none": none}
+    shared = {"theirs": matrix, "none": none}
     others = {"part": matrix[:8], "turned": matrix.t(), "copy": matrix.clone(), "nothing": none}
     file = tmp_path / "constants.safetensors"
-    save_weights({"same": matrix, **others}, file, beside)
+    save_weight_file({"same": matrix, **others}, file, shared)
     assert load_file(file).keys() == others.keys()
-    loaded = load_weights(file, beside)
+    loaded = load_weight_file(file, shared)
     assert loaded["same"] is matrix
     assert all(torch.equal(loaded[name], tensor) for name, tensor in others.items())
-    with pytest.raises(CheckpointError, match="names theirs, which no file beside it has; rebuild the engine"):
-        load_weights(file, {"none": none})
+    with pytest.raises(CheckpointError, match="names theirs, which no file shared it has; rebuild the engine"):
+        load_weight_file(file, {"none": none})
 
 
 def test_whoever_may_read_a_folder_may_read_its_weights(tmp_path: Path) -> None:
     """An engine is built by one user and served by another, a container's."""
-    save_weights({"some": torch.ones(3)}, tmp_path / "weights.safetensors")
+    save_weight_file({"some": torch.ones(3)}, tmp_path / "weights.safetensors")
     assert (tmp_path / "weights.safetensors").stat().st_mode & 0o777 == 0o644
 
 

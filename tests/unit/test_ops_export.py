@@ -13,7 +13,7 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCAB, K = 4, 2, 8, 32, 50, 2
 OPS = {"packed_linear", "spec_attention", "process_logits", "spec_sample", "spec_accept", "kv_compact"}
 
 
-class Step(nn.Module):
+class SamplingOps(nn.Module):
     """A layer for the ragged rows of some requests and K+1 draws for each of them: every functional op once."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def program() -> torch.export.ExportedProgram:
     B, T = Dim("B", min=2, max=512), Dim("T", min=2, max=4096)
     blocks, bounds, draws = {0: B + 1}, {0: B + 1}, {0: (K + 1) * B}
     shapes = ({0: T}, blocks, blocks, bounds, {0: B}, {0: B}, draws, draws, {0: B})
-    return torch.export.export(Step(), inputs(4), dynamic_shapes=shapes)
+    return torch.export.export(SamplingOps(), inputs(4), dynamic_shapes=shapes)
 
 
 def test_each_op_is_one_node(program: torch.export.ExportedProgram) -> None:
@@ -78,6 +78,6 @@ def test_each_op_is_one_node(program: torch.export.ExportedProgram) -> None:
 def test_exported_equals_eager_for_any_number_of_requests_and_rows(
     program: torch.export.ExportedProgram, num_requests: int, seed: int
 ) -> None:
-    exported, eager = program.module()(*inputs(num_requests, seed)), Step()(*inputs(num_requests, seed))
+    exported, eager = program.module()(*inputs(num_requests, seed)), SamplingOps()(*inputs(num_requests, seed))
     for a, b in zip(exported, eager, strict=True):
         assert torch.equal(a, b)

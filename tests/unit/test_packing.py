@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from trtspec.models.layers import Linear, PackedEmbedding, weight_bytes
-from trtspec.models.packing import pack_decoder
+from trtspec.models.pack_weights import pack_decoder
 from trtspec.ops import packed_linear
 from trtspec.ops.linear import _reference
 from trtspec.ops.packing import (

@@ -173,7 +173,7 @@ def test_answers_are_the_models_own_and_go_on_where_they_were_stopped(
 
     def said() -> list[str]:
         readers = [ShardReader(shard) for shard in shards_of(states)]
-        assert {reader.facts.capture_layers for reader in readers} <= {(0, 2)}
+        assert {reader.metadata.capture_layers for reader in readers} <= {(0, 2)}
         return sorted(tokenizer.decode(ids) for reader in readers for ids in answers._requests(reader))
 
     assert answers.answer(model, file, (0, 2), states, Grams([])) == 0

@@ -1,4 +1,4 @@
-"""Conversations as lessons: what is the assistant's, what the target says in its place, how windows are packed."""
+"""Training batches of conversations: the assistant's tokens, the target's own answers, and how windows are packed."""
 
 from __future__ import annotations
 

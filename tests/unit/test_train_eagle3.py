@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.e2e.training import lesson_of
+from tests.e2e.training import make_training_batch
 from trtspec.core import AttnMetadata
 from trtspec.errors import CheckpointError, ConfigError, DependencyError
 from trtspec.kv.pool import allocate_layers
@@ -26,10 +26,10 @@ from trtspec.models.decoder import Decoder
 from trtspec.train.chains import HeldOut
 from trtspec.train.generate import continue_windows
 from trtspec.train.language_model import initialise, llama_spec
-from trtspec.train.lessons import Lesson, frequent_tokens
 from trtspec.train.plot import plot_metrics
 from trtspec.train.run import _remember
 from trtspec.train.trainer import Stage, TrainConfig, Trainer
+from trtspec.train.training_batches import TrainingBatch, frequent_tokens
 from trtspec.train.unrolled import STEP_WEIGHT, HeadLoss, Objective
 
 VOCAB, LAYERS, K, SEQ = 40, (0, 1), 4, 20
@@ -51,9 +51,9 @@ def make_head(target: Decoder, ids: Tensor = SOME_IDS, seed: int = 1) -> Eagle3H
     return new_head(target, LAYERS, ids).train()
 
 
-def lesson(target: Decoder, batch: int = 3, seed: int = 2) -> Lesson:
+def training_batch(target: Decoder, batch: int = 3, seed: int = 2) -> TrainingBatch:
     ids = torch.randint(VOCAB, (batch, SEQ), generator=torch.Generator().manual_seed(seed))
-    return lesson_of(target, LAYERS, ids)
+    return make_training_batch(target, LAYERS, ids)
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def chain(head: Eagle3Head, captured: Tensor, tokens: Tensor, passes: int) -> li
 
 def test_unrolled_training_is_inference_with_a_cache(target: Decoder) -> None:
     head = make_head(target)
-    inputs, *_, captured, _ = given = lesson(target)
+    inputs, *_, captured, _ = given = training_batch(target)
     following = inputs.roll(-1, dims=1)
     passes: list[Tensor] = []
     hook = head.register_forward_hook(lambda module, arguments, output: passes.append(output.detach()))
@@ -101,7 +101,7 @@ def test_loss_and_agreement_are_those_of_the_definition(target: Decoder) -> None
     """Pass j at row p should say what the target says after p + 1 + j, where the draft vocabulary has it and the window
     does. Chains are those that are within it whole."""
     head, hard = make_head(target), 0.3
-    inputs, *_, captured, last = given = lesson(target)
+    inputs, *_, captured, last = given = training_batch(target)
     following = inputs.roll(-1, dims=1)
     loss = HeadLoss(head, target, K, torch.float32, objective=Objective(hard=hard))
     found = loss(*given)
@@ -134,11 +134,11 @@ def test_texts_of_a_window_do_not_see_each_other(target: Decoder) -> None:
     cuts = ((0, 9), (9, 17), (17, SEQ))
     places = torch.cat([torch.arange(end - start) for start, end in cuts])[None]
     taught = torch.rand(1, SEQ, generator=torch.Generator().manual_seed(4)) < 0.7
-    packed = lesson_of(target, LAYERS, ids, places, taught)
+    packed = make_training_batch(target, LAYERS, ids, places, taught)
     loss = HeadLoss(head, target, 2, torch.float32)
     alone, weights = [], []
     for start, end in cuts:
-        one = lesson_of(target, LAYERS, ids[:, start:end], taught=taught[:, start:end])
+        one = make_training_batch(target, LAYERS, ids[:, start:end], taught=taught[:, start:end])
         for name in ("best", "captured", "last"):
             torch.testing.assert_close(getattr(packed, name)[:, start:end], getattr(one, name), atol=1e-5, rtol=0)
         for j in range(2):  # of each pass by itself, for passes count different numbers of rows
@@ -154,15 +154,15 @@ def test_texts_of_a_window_do_not_see_each_other(target: Decoder) -> None:
         assert whole[j] == pytest.approx(expected, abs=1e-4)
 
 
-def losses_of_passes(loss: HeadLoss, lesson: Lesson) -> tuple[Tensor, Tensor]:
+def losses_of_passes(loss: HeadLoss, training_batch: TrainingBatch) -> tuple[Tensor, Tensor]:
     """Of two passes, each by itself: the loss of both is (first + 0.8 second) / 1.8, that of one pass the first."""
-    first = HeadLoss(loss.head, loss.target, 1, torch.float32)(*lesson).detach()
-    both = loss(*lesson).detach()
+    first = HeadLoss(loss.head, loss.target, 1, torch.float32)(*training_batch).detach()
+    both = loss(*training_batch).detach()
     return first, (both * (1 + STEP_WEIGHT) - first) / STEP_WEIGHT
 
 
 def test_nothing_to_teach_is_a_loss_of_nothing(target: Decoder) -> None:
-    head, one = make_head(target), lesson(target)
+    head, one = make_head(target), training_batch(target)
     loss = HeadLoss(head, target, K, torch.float32)
     found = loss(*one._replace(taught=torch.zeros_like(one.taught)))
     found.backward()
@@ -178,7 +178,7 @@ def test_blocks_change_nothing(target: Decoder, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("trtspec.train.cross_entropy.MOST_ROWS", size)
         head = make_head(target)
         loss = HeadLoss(head, target, K, torch.float32)
-        value = loss(*lesson(target))
+        value = loss(*training_batch(target))
         value.backward()
         grads = torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None])
         found.append((value.detach(), grads, loss.agreement))
@@ -188,7 +188,7 @@ def test_blocks_change_nothing(target: Decoder, monkeypatch: pytest.MonkeyPatch)
 
 def test_gradients_reach_the_head_alone(target: Decoder) -> None:
     head = make_head(target)
-    HeadLoss(head, target, K, torch.float32)(*lesson(target)).backward()
+    HeadLoss(head, target, K, torch.float32)(*training_batch(target)).backward()
     trained = {name for name, parameter in head.named_parameters() if parameter.grad is not None}
     assert trained == {name for name, _ in head.named_parameters() if not name.startswith("embedding")}
     assert all(parameter.grad is None for parameter in target.parameters())
@@ -203,16 +203,16 @@ def test_a_quantised_lm_head_is_where_the_head_s_begins(target: Decoder) -> None
     gap = (plain.head.weight - held.head.weight).detach().abs().amax(1)
     assert float(gap.max()) > 0
     assert bool((gap <= 0.51 * step).all())
-    one = lesson(quantised)
+    one = training_batch(quantised)
     found = HeadLoss(held, quantised, K, torch.float32)(*one)
     found.backward()
     assert float(found.detach()) == pytest.approx(
-        float(HeadLoss(plain, target, K, torch.float32)(*lesson(target)).detach()), abs=0.2
+        float(HeadLoss(plain, target, K, torch.float32)(*training_batch(target)).detach()), abs=0.2
     )
 
 
 def test_a_few_steps_learn(target: Decoder, tmp_path: Path) -> None:
-    head, source = make_head(target), lesson(target)
+    head, source = make_head(target), training_batch(target)
 
     class Fixed:
         def batch(self, index: int) -> tuple[Tensor, ...]:
@@ -242,7 +242,7 @@ def test_simulated_acceptance_is_that_of_chains_run_one_by_one(target: Decoder) 
     prompts = torch.randint(VOCAB, (6, 8), generator=torch.Generator().manual_seed(4))
     text = continue_windows(target.eval(), prompts, 24).reshape(6, -1)
     ids = torch.from_numpy(text.astype(np.int64))
-    teach = lesson_of(target, LAYERS, ids)
+    teach = make_training_batch(target, LAYERS, ids)
     loss = HeadLoss(head, target, 3, torch.float32)
     optimizer = torch.optim.Adam([p for n, p in head.named_parameters() if not n.startswith("embedding")], 2e-3)
     for _ in range(12):
@@ -352,8 +352,8 @@ def test_an_interrupt_ends_the_step_saves_and_resumes(target: Decoder, tmp_path:
         return trainer
 
     class Random:
-        def batch(self, index: int) -> Lesson:
-            return lesson(target, 2, index)
+        def batch(self, index: int) -> TrainingBatch:
+            return training_batch(target, 2, index)
 
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -375,7 +375,7 @@ def test_a_run_killed_before_its_first_checkpoint_logs_every_step_once(target: D
 
     class Fixed:
         def batch(self, index: int) -> tuple[Tensor, ...]:
-            return lesson(target)
+            return training_batch(target)
 
     Trainer(head, loss, [Stage(1.0, (Fixed(),))], TrainConfig(steps=2, log_every=1), tmp_path).run()
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]

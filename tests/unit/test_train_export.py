@@ -13,7 +13,7 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.decoder import Decoder
 from trtspec.models.weights import load_decoder
-from trtspec.train.card import CardFacts, ModelFacts, model_card
+from trtspec.train.card import CardContents, ModelSummary, model_card
 from trtspec.train.data import train_tokenizer
 from trtspec.train.evaluate import Acceptance, greedy_acceptance, held_out_prompts, perplexity
 from trtspec.train.export import export
@@ -130,11 +130,11 @@ def test_perplexity_of_ignorance_is_the_vocabulary() -> None:
 
 
 def test_card_states_what_was_measured() -> None:
-    model = ModelFacts(8, 256, 7_345_408, 14.7, 1234, 5_000_000, 56.0, 3.21, {512: 25.4, 2048: 24.1})
+    model = ModelSummary(8, 256, 7_345_408, 14.7, 1234, 5_000_000, 56.0, 3.21, {512: 25.4, 2048: 24.1})
     counts = {f"{p}_{unit}": 7 for p in ("train", "held_out") for unit in ("files", "characters", "tokens")}
     data: dict[str, int | str] = {"python": "3.11", "vocab_size": 4096, **counts}
     card = model_card(
-        CardFacts(
+        CardContents(
             data, model, model, Acceptance(2.5, (0.7, 0.5, 0.3), 99), (40, 64, 128), "python train.py", "2", "final"
         )
     )

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from tests.checkpoints import make_checkpoint, oracle
-from tests.e2e.training import lesson_of
+from tests.e2e.training import make_training_batch
 from tests.models.built_heads import head_of
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.core import AttnMetadata
@@ -31,7 +31,7 @@ from trtspec.models.decoder import Decoder
 from trtspec.models.layers import Linear
 from trtspec.models.weights import load_decoder
 from trtspec.train.head import HeadOptions
-from trtspec.train.lessons import LAST_STATE, Lesson, observe
+from trtspec.train.training_batches import LAST_STATE, TrainingBatch, observe
 from trtspec.train.unrolled import HeadLoss, unroll
 
 VOCAB, LAYERS, K, SEQ, BATCH = 40, 2, 3, 14, 2
@@ -103,16 +103,18 @@ def new_head(options: HeadOptions, target: Decoder, seed: int = 1) -> DraftHead:
     return head.train()
 
 
-def lesson(target: Decoder, capture: tuple[int, ...]) -> Lesson:
+def training_batch(target: Decoder, capture: tuple[int, ...]) -> TrainingBatch:
     ids = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(2))
-    return lesson_of(target, capture, ids)
+    return make_training_batch(target, capture, ids)
 
 
 @torch.no_grad()
-def passes_of(head: DraftHead, lesson: Lesson, moving: bool) -> list[tuple[Tensor, Tensor]]:
+def passes_of(head: DraftHead, training_batch: TrainingBatch, moving: bool) -> list[tuple[Tensor, Tensor]]:
     """The output [B, S, W] and the logits [B, S, Vd] of each pass."""
-    outputs = unroll(head, lesson.inputs, lesson.places, lesson.captured.flatten(0, 1), K, moving)
-    shape = lesson.inputs.shape
+    outputs = unroll(
+        head, training_batch.inputs, training_batch.places, training_batch.captured.flatten(0, 1), K, moving
+    )
+    shape = training_batch.inputs.shape
     return [(y.view(*shape, -1), head.logits(y, j).view(*shape, -1)) for j, y in enumerate(outputs)]
 
 
@@ -152,7 +154,7 @@ def test_unrolled_training_is_inference(folder: Path, make: Make, name: str) -> 
     config = ModelConfig.from_folder(folder)
     target = load_decoder(config, torch.float32)
     head = new_head(options, target)
-    given = lesson(target, options.layers_read(config, None))
+    given = training_batch(target, options.layers_read(config, None))
     following, captured = given.inputs.roll(-1, dims=1), given.captured
     passes = passes_of(head, given, options.moving)
     head.eval()
@@ -183,7 +185,7 @@ def test_eagle_loss_is_that_of_the_paper(folder: Path, make: Make) -> None:
     """With one pass: smooth L1 to the next feature, and a tenth of cross-entropy with the target's distribution."""
     options, target = make(EagleOptions, unroll=1), load_decoder(ModelConfig.from_folder(folder), torch.float32)
     head = new_head(options, target)
-    given = lesson(target, ())
+    given = training_batch(target, ())
     following, last = given.inputs.roll(-1, dims=1), given.last
     loss = HeadLoss(head, target, 1, torch.float32, options.objective, LAST_STATE)
     found = loss(*given)
@@ -204,7 +206,7 @@ def test_the_first_draft_alone_is_taught_at_first(folder: Path, make: Make, kind
     options, config = make(kind, single_pass=0.5, dtype="float32"), ModelConfig.from_folder(folder)
     target = load_decoder(config, torch.float32)
     head, capture = new_head(options, target), options.layers_read(config, None)
-    given, found = lesson(target, capture), []
+    given, found = training_batch(target, capture), []
     loss = options.loss(head, target, capture)
     for progress in (0.0, 0.49, 0.5, 0.9):
         loss.begin(progress)
@@ -232,7 +234,7 @@ def test_a_quantised_target(folder: Path, make: Make, name: str) -> None:
         return
     head = new_head(options, target)
     loss = HeadLoss(head, target, K, torch.float32, options.objective, capture, options.moving)
-    loss(*lesson(target, capture)).backward()
+    loss(*training_batch(target, capture)).backward()
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
 
 
@@ -243,7 +245,7 @@ def test_gradients_reach_all_of_the_head_and_nothing_else(folder: Path, make: Ma
     target = load_decoder(config, torch.float32)
     head, capture = new_head(options, target), options.layers_read(config, None)
     loss = HeadLoss(head, target, K, torch.float32, options.objective, capture, options.moving)
-    loss(*lesson(target, capture)).backward()
+    loss(*training_batch(target, capture)).backward()
     assert all(parameter.grad is None for parameter in target.parameters())
     shared = {id(parameter) for parameter in target.parameters()}
     own = {name: p.grad for name, p in head.named_parameters() if id(p) not in shared}
@@ -265,7 +267,7 @@ def test_what_is_written_is_what_was_trained(folder: Path, make: Make, name: str
         for parameter in head.parameters():
             if id(parameter) not in shared:
                 parameter.data = parameter.data.bfloat16().float()
-    given = lesson(target, capture)
+    given = training_batch(target, capture)
     ours, theirs = (
         torch.stack([logits for _, logits in passes_of(one, given, options.moving)]) for one in (head, loaded)
     )
@@ -285,7 +287,7 @@ def test_a_checkpoint_with_mtp_modules_says_what_its_target_says(
     options.check_target(config)
     options.export(new_head(options, load_decoder(config, torch.float32)), config, (LAYERS - 1,))
     before, after = (load_decoder(ModelConfig.from_folder(one), torch.float32) for one in (source, options.out))
-    ids = lesson(before, ())[0]
+    ids = training_batch(before, ())[0]
     outputs = [one.train().logits(observe(one, (), ids)[1].flatten(0, 1)) for one in (before, after)]
     assert torch.equal(*outputs)
     with torch.no_grad():

@@ -31,16 +31,16 @@ _SAFETENSORS_DTYPES = {
 _ALIGNMENT = 64  # bytes: a cache line, a vector register
 _READ_AT_ONCE = 16 * 2**20  # bytes
 _READERS = 4
-_ELSEWHERE = "elsewhere"  # of a file's metadata: name -> name of the same tensor in the file beside it, as JSON
+_ELSEWHERE = "elsewhere"  # of a file's metadata: name -> name of the same tensor in the other file, as JSON
 
 
-def save_weights(tensors: Mapping[str, Tensor], file: Path, beside: Mapping[str, Tensor] | None = None) -> None:
+def save_weight_file(tensors: Mapping[str, Tensor], file: Path, shared: Mapping[str, Tensor] | None = None) -> None:
     """As safetensors, which refuses tensors that share memory: those are written twice. It makes its file private; an
-    engine may be served by another user. Tensors that are one of `beside`, which another file has, are named alone.
+    engine may be served by another user. Tensors in `shared`, which another file holds, are only named.
     """
     seen: set[int] = set()
     apart, elsewhere = {}, {}
-    names = {_place(tensor): name for name, tensor in (beside or {}).items() if tensor.numel()}
+    names = {_place(tensor): name for name, tensor in (shared or {}).items() if tensor.numel()}
     for name, tensor in tensors.items():
         if (same := names.get(_place(tensor))) is not None:
             elsewhere[name] = same
@@ -57,13 +57,13 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def load_weights(file: Path, beside: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file in one arena of huge pages, and those of `beside` that it names."""
+def load_weight_file(file: Path, shared: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file in one arena of huge pages, and those of `shared` that it names."""
     with file.open("rb", buffering=0) as source:
         header_size = int.from_bytes(source.read(8), "little")
         header, elsewhere = _entries(file, source.read(min(header_size, file.stat().st_size)))
-        if missing := sorted(set(elsewhere.values()) - set(beside or {})):
-            raise CheckpointError(f"{file} names {missing[0]}, which no file beside it has; rebuild the engine")
+        if missing := sorted(set(elsewhere.values()) - set(shared or {})):
+            raise CheckpointError(f"{file} names {missing[0]}, which no other file of it has; rebuild the engine")
         size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         try:
             arena = huge_pages(max(size + _ALIGNMENT * len(header), 1))
@@ -95,7 +95,7 @@ def load_weights(file: Path, beside: Mapping[str, Tensor] | None = None) -> dict
 
         with ThreadPoolExecutor(_READERS) as pool:  # most of it is copying, and giving out zeroed pages
             list(pool.map(read, parts))
-    return tensors | {name: (beside or {})[same] for name, same in elsewhere.items()}
+    return tensors | {name: (shared or {})[same] for name, same in elsewhere.items()}
 
 
 def _entries(file: Path, text: bytes) -> tuple[dict[str, Any], dict[str, str]]:

@@ -99,7 +99,7 @@ class Cache:
         while os.path.lexists(path):
             check_private(path)
             try:
-                lock = FileLock.take(path / _LOCK, shared=True, make=False)
+                lock = FileLock.acquire(path / _LOCK, shared=True, make=False)
             except FileNotFoundError as error:
                 raise CheckpointError(f"engine {path}: {_LOCK} is missing; rebuild it") from error
             if lock is None:  # it is being evicted, or about to be looked at: a moment
@@ -159,7 +159,7 @@ class Cache:
         for path in self._paths():
             try:
                 last_used = (path / _LOCK).lstat().st_mtime
-                lock = FileLock.take(path / _LOCK, make=False)
+                lock = FileLock.acquire(path / _LOCK, make=False)
             except OSError:
                 continue  # it has just gone
             if lock is not None:
@@ -179,7 +179,7 @@ class Cache:
             if self.size() <= most:
                 break
             try:
-                lock = FileLock.take(kept.path / _LOCK, make=False)
+                lock = FileLock.acquire(kept.path / _LOCK, make=False)
             except OSError:
                 continue
             if lock is not None:
@@ -194,7 +194,7 @@ class Cache:
         """The right to build it, once others have not got it any more."""
         file, since, told = self.folder / f"{key}.lock", time.monotonic(), False
         while True:
-            lock = FileLock.take(file)
+            lock = FileLock.acquire(file)
             if lock is not None:
                 lock.note(str(os.getpid()))
                 return lock
@@ -210,7 +210,7 @@ class Cache:
             staging.mkdir(mode=0o700)
             build(made)
             (made / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            lock = FileLock.take(made / _LOCK, shared=True)
+            lock = FileLock.acquire(made / _LOCK, shared=True)
             assert lock is not None
             self._share_weights(made)
             made.chmod(0o700)
@@ -260,7 +260,7 @@ class Cache:
             shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(f"{_BUILDING}*"):
             theirs = path.name.removeprefix(_BUILDING)
-            lock = None if theirs == key else FileLock.take(self.folder / f"{theirs}.lock")
+            lock = None if theirs == key else FileLock.acquire(self.folder / f"{theirs}.lock")
             if theirs == key or lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
             if lock is not None:

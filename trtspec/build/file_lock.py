@@ -17,7 +17,7 @@ class FileLock:
         self._descriptor: int | None = descriptor
 
     @classmethod
-    def take(cls, file: Path, *, shared: bool = False, make: bool = True) -> Self | None:
+    def acquire(cls, file: Path, *, shared: bool = False, make: bool = True) -> Self | None:
         """The lock on `file`, None where others hold it so that it cannot be had. It does not wait.
 
         make: the file is made where it is missing, readable by its owner alone. OSError where it cannot be opened, a

@@ -14,7 +14,7 @@ from trtspec.methods.head_weights import HeadSource, build_head
 from trtspec.methods.step import CaptureStep, DecodeStep, HeadStep, OneEngineStep, Step
 from trtspec.methods.worker import SpecWorker
 from trtspec.models.decoder import Decoder
-from trtspec.models.packing import pack_decoder
+from trtspec.models.pack_weights import pack_decoder
 from trtspec.models.weights import describe_decoder, load_decoder
 
 

@@ -29,7 +29,7 @@ from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.reuse import PrefixReuse
 from trtspec.methods.drafter import BuildDrafter, DraftModel
 from trtspec.methods.hidden_states.options import HiddenStatesOptions
-from trtspec.methods.hidden_states.shards import ShardFacts
+from trtspec.methods.hidden_states.shards import ShardMetadata
 from trtspec.methods.table import method_of
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.ops import load_plugins
@@ -134,7 +134,7 @@ def hidden_state_collector(context: BuildContext) -> HiddenStateCollector | None
     speculation, target = context.speculation, context.target
     options = cast("HiddenStatesOptions", speculation.options)
     dtype = str(context.dtype).removeprefix("torch.")
-    facts = ShardFacts(speculation.capture_layers, target.hidden_size, dtype)
+    facts = ShardMetadata(speculation.capture_layers, target.hidden_size, dtype)
     folder = Path(options.output_directory)
     return HiddenStateCollector(ShardWriter(folder, options.file_prefix, options.write_interval, facts))
 

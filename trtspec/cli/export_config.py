@@ -14,8 +14,8 @@ from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
 from trtspec.hub.folders import checkpoint_folder
-from trtspec.interop.account import FieldWarning
 from trtspec.interop.export import SERVERS, export_settings, settings_text
+from trtspec.interop.field_mapper import FieldWarning
 from trtspec.methods.table import METHODS
 
 

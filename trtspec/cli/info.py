@@ -15,7 +15,7 @@ from trtspec.hub.folders import checkpoint_folder
 from trtspec.hub.kept import FOLDER_VARIABLE
 from trtspec.methods.table import METHODS
 from trtspec.models.specs import decoder_spec
-from trtspec.models.weights import DTYPES, loaded_bytes, weight_bytes
+from trtspec.models.weights import DTYPES, checkpoint_bytes, loaded_bytes
 from trtspec.text import Tokenizer
 
 
@@ -45,7 +45,7 @@ def run(namespace: argparse.Namespace) -> int:
     table.add_row("vocabulary", f"{model.vocab_size}, {'tied' if spec.tie_word_embeddings else 'separate'} head")
     table.add_row("tokenizer", _tokenizer(tokenizer))
     table.add_row("end of sequence", ", ".join(map(str, sorted(model.eos_token_ids))) or "none in config.json")
-    table.add_row("weights", f"{weight_bytes(model.path, 'target') / 1e6:.1f} MB on disk")
+    table.add_row("weights", f"{checkpoint_bytes(model.path, 'target') / 1e6:.1f} MB on disk")
     table.add_row("KV cache", f"{kv_bytes} bytes per token, {kv_bytes * length / 1e6:.1f} MB for {length} tokens")
     needed = loaded_bytes(model) + kv_bytes * length
     table.add_row("memory, one sequence", f"{needed / 1e6:.1f} MB: weights and the KV of {length} tokens")

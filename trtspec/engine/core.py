@@ -194,7 +194,7 @@ class EngineCore:
         return self.loop.has_work
 
     def check(self) -> None:
-        """Account for every KV block; EngineError if one leaked."""
+        """FieldMapper for every KV block; EngineError if one leaked."""
         try:
             self.loop.scheduler.allocator.check(self.loop.scheduler.live())
         except AssertionError as error:

@@ -28,7 +28,7 @@ from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Batch
 from trtspec.errors import CheckpointError, ConfigError, EngineError
 from trtspec.methods.hidden_states.shards import (
-    ShardFacts,
+    ShardMetadata,
     States,
     leftovers,
     next_index,
@@ -47,8 +47,8 @@ class ShardWriter:
     another engine is writing there. Numbering goes on after the shards that are there.
     """
 
-    def __init__(self, folder: Path, prefix: str, write_interval: int, facts: ShardFacts) -> None:
-        self.folder, self.prefix, self.write_interval, self.facts = folder, prefix, write_interval, facts
+    def __init__(self, folder: Path, prefix: str, write_interval: int, metadata: ShardMetadata) -> None:
+        self.folder, self.prefix, self.write_interval, self.metadata = folder, prefix, write_interval, metadata
         self.waiting: list[States] = []
         self.num_saved = 0  # requests, since the start
         self.num_lost = 0
@@ -101,13 +101,13 @@ class ShardWriter:
             logger.warning("%s cannot be locked (%s); let no other engine write there", self.folder, error)
         for path in shards_of(self.folder):
             try:
-                theirs, _ = ShardFacts.of(path)
+                theirs, _ = ShardMetadata.of(path)
             except CheckpointError as error:
                 raise ConfigError(f"output_directory={str(self.folder)!r}: {error}") from error
-            if theirs != self.facts:
+            if theirs != self.metadata:
                 raise ConfigError(
                     f"output_directory={str(self.folder)!r} holds {path.name} with {theirs}, and this run makes "
-                    f"{self.facts}; use another folder"
+                    f"{self.metadata}; use another folder"
                 )
         for path in leftovers(self.folder, self.prefix):
             logger.warning("removing %s, which was never finished", path)
@@ -126,7 +126,7 @@ class ShardWriter:
         while self.waiting:
             batch = self.waiting[: self.write_interval]
             try:
-                write_shard(shard_path(self.folder, self.prefix, self._index), self.facts, batch)
+                write_shard(shard_path(self.folder, self.prefix, self._index), self.metadata, batch)
             except OSError as error:
                 self._report(error)
                 return False
@@ -162,7 +162,7 @@ class HiddenStateCollector:
         if request.finish_reason not in ("stop", "length") or not length:
             return
         assert states is not None, f"request {request.request_id}: not all of {length} rows"
-        hidden_size = self.writer.facts.hidden_size
+        hidden_size = self.writer.metadata.hidden_size
         ids = torch.tensor(request.tokens[:length])
         self.writer.add(States(ids, states[:, :-hidden_size], states[:, -hidden_size:]))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trtspec.gguf.metadata import Facts
+from trtspec.gguf.metadata import MetadataReader
 from trtspec.gguf.names import ROPE_FACTORS, hf_name, kept_linears
 
 _ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -15,44 +15,46 @@ _ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenize
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
 
-def hf_config(facts: Facts) -> dict[str, Any]:
+def hf_config(metadata: MetadataReader) -> dict[str, Any]:
     """config.json. `dtype` is what the model's numbers are best computed in: that of its embedding where it is not
     quantised, else bfloat16. Raises CheckpointError; UnsupportedError for what such models may have and we do not."""
-    tensors = facts.file.tensors
+    tensors = metadata.file.tensors
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise facts.error("general.architecture", f"= {facts.prefix!r} fits no file without token_embd.weight [V, H]")
+        raise metadata.error(
+            "general.architecture", f"= {metadata.prefix!r} fits no file without token_embd.weight [V, H]"
+        )
     for key in ("expert_count", "attention.sliding_window"):
-        if facts.has(key):
-            raise facts.unsupported(f"{facts.prefix}.{key}", "such models are not supported")
-    known, hidden = facts.architecture, facts.positive("embedding_length")
-    head_dim = facts.positive("attention.key_length", max(hidden // facts.heads, 1))
+        if metadata.has(key):
+            raise metadata.unsupported(f"{metadata.prefix}.{key}", "such models are not supported")
+    known, hidden = metadata.architecture, metadata.positive("embedding_length")
+    head_dim = metadata.positive("attention.key_length", max(hidden // metadata.heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
-        if facts.positive(key, head_dim) != head_dim:
-            raise facts.unsupported(f"{facts.prefix}.{key}", f"only {head_dim}, the size of a head, is supported")
+        if metadata.positive(key, head_dim) != head_dim:
+            raise metadata.unsupported(f"{metadata.prefix}.{key}", f"only {head_dim}, the size of a head, is supported")
     config: dict[str, Any] = {
         "architectures": [known.hf_class],
         "model_type": known.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": facts.positive("feed_forward_length"),
-        "num_hidden_layers": facts.positive("block_count"),
-        "num_attention_heads": facts.heads,
-        "num_key_value_heads": facts.kv_heads,
+        "intermediate_size": metadata.positive("feed_forward_length"),
+        "num_hidden_layers": metadata.positive("block_count"),
+        "num_attention_heads": metadata.heads,
+        "num_key_value_heads": metadata.kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": facts.positive("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.positive("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": known.biases or "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "dtype": _DTYPES.get(embedding.kind.name, "bfloat16"),
-        "eos_token_id": _ends(facts, embedding.shape[0]),
-        "bos_token_id": facts.optional_id("tokenizer.ggml.bos_token_id", embedding.shape[0]),
-        "rope_theta": facts.number("rope.freq_base", 10_000.0),
-        "rope_scaling": _rope_scaling(facts, head_dim),
+        "eos_token_id": _ends(metadata, embedding.shape[0]),
+        "bos_token_id": metadata.optional_id("tokenizer.ggml.bos_token_id", embedding.shape[0]),
+        "rope_theta": metadata.number("rope.freq_base", 10_000.0),
+        "rope_scaling": _rope_scaling(metadata, head_dim),
     }
-    return {key: value for key, value in config.items() if value is not None} | _quantization(facts)
+    return {key: value for key, value in config.items() if value is not None} | _quantization(metadata)
 
 
 def hf_generation_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -60,13 +62,15 @@ def hf_generation_config(config: dict[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
 
 
-def _quantization(facts: Facts) -> dict[str, Any]:
+def _quantization(metadata: MetadataReader) -> dict[str, Any]:
     """Of the linears whose integers are kept, in the words of compressed-tensors."""
-    kept = kept_linears(facts.file)
+    kept = kept_linears(metadata.file)
     if not kept:
         return {}
     every = {
-        name.removesuffix(".weight") for one in facts.file.tensors if (name := hf_name(one)) and one.startswith("blk.")
+        name.removesuffix(".weight")
+        for one in metadata.file.tensors
+        if (name := hf_name(one)) and one.startswith("blk.")
     }
     others = sorted(name for name in every - kept.keys() if name.endswith("_proj"))
     targets = {bits: [name for name in kept if kept[name] == bits] for bits in sorted(set(kept.values()))}
@@ -88,38 +92,38 @@ def _quantization(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _ends(facts: Facts, size: int) -> list[int] | None:
-    found = (facts.optional_id(key, size) for key in _ENDS)
+def _ends(metadata: MetadataReader, size: int) -> list[int] | None:
+    found = (metadata.optional_id(key, size) for key in _ENDS)
     return list(dict.fromkeys(token for token in found if token is not None)) or None
 
 
-def _rope_scaling(facts: Facts, head_dim: int) -> dict[str, Any] | None:
-    if ROPE_FACTORS in facts.file.tensors:
-        return _llama3(facts, head_dim)
-    kind = facts.text(f"{facts.prefix}.rope.scaling.type", "none")
+def _rope_scaling(metadata: MetadataReader, head_dim: int) -> dict[str, Any] | None:
+    if ROPE_FACTORS in metadata.file.tensors:
+        return _llama3(metadata, head_dim)
+    kind = metadata.text(f"{metadata.prefix}.rope.scaling.type", "none")
     if kind == "none":
         return None
     if kind == "linear":
-        return {"rope_type": "linear", "factor": facts.number("rope.scaling.factor")}
+        return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
     if kind == "yarn":
         return {
             "rope_type": "yarn",
-            "factor": facts.number("rope.scaling.factor"),
-            "original_max_position_embeddings": facts.positive("rope.scaling.original_context_length"),
+            "factor": metadata.number("rope.scaling.factor"),
+            "original_max_position_embeddings": metadata.positive("rope.scaling.original_context_length"),
         }
-    raise facts.unsupported(f"{facts.prefix}.rope.scaling.type", "supported: none, linear, yarn")
+    raise metadata.unsupported(f"{metadata.prefix}.rope.scaling.type", "supported: none, linear, yarn")
 
 
-def _llama3(facts: Facts, head_dim: int) -> dict[str, Any]:
+def _llama3(metadata: MetadataReader, head_dim: int) -> dict[str, Any]:
     """The settings whose factors are those in the file, which does not name them. low_freq_factor and high_freq_factor
     are 1 and 4 in all models that there are."""
-    entry = facts.file.tensors[ROPE_FACTORS]
+    entry = metadata.file.tensors[ROPE_FACTORS]
     given = np.ones(1)
     if entry.kind.name == "F32":
-        given = np.frombuffer(facts.file.data(entry).tobytes(), "<f4").astype(np.float64)
+        given = np.frombuffer(metadata.file.data(entry).tobytes(), "<f4").astype(np.float64)
     low, high, factor = 1.0, 4.0, float(given.max())
     if given.size == head_dim // 2 and float(given.min()) >= 1 and factor > 1:
-        theta = facts.number("rope.freq_base", 10_000.0)
+        theta = metadata.number("rope.freq_base", 10_000.0)
         waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
         smooth = (1 / given - 1 / factor) / (1 - 1 / factor)
         between = (smooth > 1e-3) & (smooth < 1 - 1e-3)
@@ -134,6 +138,6 @@ def _llama3(facts: Facts, head_dim: int) -> dict[str, Any]:
                 "high_freq_factor": high,
                 "original_max_position_embeddings": length,
             }
-    raise facts.unsupported(
-        f"{facts.prefix}.rope.freq_base", f"its {ROPE_FACTORS} are not those of a llama3 rope scaling"
+    raise metadata.unsupported(
+        f"{metadata.prefix}.rope.freq_base", f"its {ROPE_FACTORS} are not those of a llama3 rope scaling"
     )

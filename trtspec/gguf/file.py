@@ -34,7 +34,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 
 
-class Kind(NamedTuple):
+class TensorType(NamedTuple):
     """How a tensor's numbers are written: blocks of so many, in so many bytes."""
 
     name: str
@@ -42,18 +42,18 @@ class Kind(NamedTuple):
     block_bytes: int
 
 
-KINDS = {
-    0: Kind("F32", 1, 4),
-    1: Kind("F16", 1, 2),
-    2: Kind("Q4_0", 32, 18),
-    3: Kind("Q4_1", 32, 20),
-    6: Kind("Q5_0", 32, 22),
-    7: Kind("Q5_1", 32, 24),
-    8: Kind("Q8_0", 32, 34),
-    12: Kind("Q4_K", 256, 144),
-    13: Kind("Q5_K", 256, 176),
-    14: Kind("Q6_K", 256, 210),
-    30: Kind("BF16", 1, 2),
+TENSOR_TYPES = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    30: TensorType("BF16", 1, 2),
 }
 """By the number that files have for them (ggml_type)."""
 
@@ -64,7 +64,7 @@ class TensorEntry:
 
     name: str
     shape: tuple[int, ...]
-    kind: Kind
+    kind: TensorType
     offset: int
 
     @property
@@ -164,11 +164,11 @@ class _Header:
                 raise self.damaged(f"{what} has {dimensions} dimensions")
             shape = tuple(self.scalar("Q", what) for _ in range(dimensions))[::-1]
             number, offset = self.scalar("I", what), self.scalar("Q", what)
-            kind = KINDS.get(number)
+            kind = TENSOR_TYPES.get(number)
             if kind is None:
                 raise UnsupportedError(
                     f"{self.where}: {what} is of kind {number} (ggml_type); supported: "
-                    f"{', '.join(known.name for known in KINDS.values())}. Quantise the model to one of these"
+                    f"{', '.join(known.name for known in TENSOR_TYPES.values())}. Quantise the model to one of these"
                 )
             if math.prod(shape) < 1 or shape[-1] % kind.block:
                 raise self.damaged(f"{what} of kind {kind.name} has the shape {shape}")

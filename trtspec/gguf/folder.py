@@ -8,7 +8,7 @@ from typing import Any
 
 from trtspec.gguf.config import hf_config, hf_generation_config
 from trtspec.gguf.file import GgufFile
-from trtspec.gguf.metadata import Facts
+from trtspec.gguf.metadata import MetadataReader
 from trtspec.gguf.tokenizer import hf_tokenizer
 
 WEIGHTS = "model.gguf"
@@ -20,10 +20,10 @@ def write_texts(file: GgufFile, folder: Path, role: str = "target") -> dict[str,
 
     Raises CheckpointError and UnsupportedError: see hf_config and hf_tokenizer.
     """
-    facts = Facts(file, role)
-    config = hf_config(facts)
+    metadata = MetadataReader(file, role)
+    config = hf_config(metadata)
     texts = {"config.json": config, "generation_config.json": hf_generation_config(config)}
-    tokenizer = hf_tokenizer(facts, config["vocab_size"])
+    tokenizer = hf_tokenizer(metadata, config["vocab_size"])
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(tokenizer[0], encoding="utf-8")
         texts["tokenizer_config.json"] = tokenizer[1]

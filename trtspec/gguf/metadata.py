@@ -13,7 +13,7 @@ from trtspec.gguf.file import GgufFile
 from trtspec.gguf.names import ARCHITECTURES, Architecture
 
 
-class Facts:
+class MetadataReader:
     """Typed access to the metadata; every error names the role, the file and the entry."""
 
     def __init__(self, file: GgufFile, role: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trtspec.errors import CheckpointError, DependencyError
 from trtspec.gguf.file import GgufFile, TensorEntry
-from trtspec.gguf.metadata import Facts
+from trtspec.gguf.metadata import MetadataReader
 from trtspec.gguf.names import KEPT_BITS, ROPE_FACTORS, hf_name, kept_linears, turned_heads
 
 _AT_ONCE = 16 << 20  # elements that are dequantised at a time
@@ -31,8 +31,10 @@ class GgufShard:
 
     @classmethod
     def open(cls, path: Path, role: str = "target", packed: bool = False) -> GgufShard:
-        """packed: linears of Q4_0 and Q8_0 come as the integers that they are, in the layout pack-quantized of
-        compressed-tensors; else dequantised. Raises CheckpointError and UnsupportedError: see GgufFile.open, and Facts.
+        """Open a GGUF file as if it were a safetensors shard.
+
+        packed: linears in Q4_0 and Q8_0 keep their integers, in compressed-tensors' pack-quantized layout; else
+        dequantised. Raises the errors of GgufFile.open and MetadataReader: CheckpointError and UnsupportedError.
         """
         found = path.stat()
         return _opened(path, role, packed, (found.st_ino, found.st_size, found.st_mtime_ns))
@@ -40,13 +42,13 @@ class GgufShard:
     @classmethod
     def of(cls, file: GgufFile, role: str = "target", packed: bool = False) -> GgufShard:
         """Of a file that is open. Tensors that no such model has keep their names, for strict loading to refuse."""
-        facts = Facts(file, role)
+        metadata = MetadataReader(file, role)
         kept = kept_linears(file) if packed else {}
         slices: dict[str, GgufSlice | PackedSlice] = {}
         for name, entry in file.tensors.items():
             if name == ROPE_FACTORS:
                 continue
-            heads = turned_heads(name, facts.heads, facts.kv_heads) if facts.architecture.interleaved else None
+            heads = turned_heads(name, metadata.heads, metadata.kv_heads) if metadata.architecture.interleaved else None
             public, one = hf_name(name) or name, GgufSlice(file, entry, heads)
             problem = None
             if heads is not None and entry.shape[0] % (2 * heads):

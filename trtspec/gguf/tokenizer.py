@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trtspec.gguf.metadata import Facts
+from trtspec.gguf.metadata import MetadataReader
 
 if TYPE_CHECKING:
     import tokenizers
@@ -35,61 +35,61 @@ PRE_TOKENIZERS = {
 _LLAMA_BPE = "llama-bpe"  # begins with BOS, and takes words that are tokens whole, unless the file says otherwise
 
 
-def hf_tokenizer(facts: Facts, size: int) -> tuple[str, dict[str, Any]] | None:
+def hf_tokenizer(metadata: MetadataReader, size: int) -> tuple[str, dict[str, Any]] | None:
     """(tokenizer.json, what is in tokenizer_config.json), None where the file has no tokenizer. size: ids of the model.
 
     Raises CheckpointError; UnsupportedError for a kind of tokenizer or a way of splitting text that is not known.
     """
-    if "tokenizer.ggml.model" not in facts.file.metadata:
+    if "tokenizer.ggml.model" not in metadata.file.metadata:
         return None
-    kind = facts.text("tokenizer.ggml.model")
+    kind = metadata.text("tokenizer.ggml.model")
     if kind not in _KINDS:
-        raise facts.unsupported("tokenizer.ggml.model", f"supported: {', '.join(_KINDS)}")
-    tokens, types = _tokens(facts, size)
-    tokenizer, adds_bos = _KINDS[kind](facts, tokens)
+        raise metadata.unsupported("tokenizer.ggml.model", f"supported: {', '.join(_KINDS)}")
+    tokens, types = _tokens(metadata, size)
+    tokenizer, adds_bos = _KINDS[kind](metadata, tokens)
     _add_special(tokenizer, tokens, types)
     # the class that takes tokenizer.json as it is, whatever the model
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    ids = {name: facts.optional_id(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in _SPECIAL}
+    ids = {name: metadata.optional_id(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in _SPECIAL}
     config |= {_SPECIAL[name]: tokens[token] for name, token in ids.items() if token is not None}
-    _frame(facts, tokenizer, tokens, ids, adds_bos)
-    if "tokenizer.chat_template" in facts.file.metadata:
-        config["chat_template"] = facts.text("tokenizer.chat_template")
+    _frame(metadata, tokenizer, tokens, ids, adds_bos)
+    if "tokenizer.chat_template" in metadata.file.metadata:
+        config["chat_template"] = metadata.text("tokenizer.chat_template")
     return str(tokenizer.to_str()), config
 
 
-def _tokens(facts: Facts, size: int) -> tuple[list[str], list[int]]:
+def _tokens(metadata: MetadataReader, size: int) -> tuple[list[str], list[int]]:
     """Texts and kinds by id."""
     key, types_key = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-    tokens = facts.texts(key)
+    tokens = metadata.texts(key)
     if not 0 < len(tokens) <= size:
-        raise facts.error(key, f"has {len(tokens)} texts for a model of {size} ids")
+        raise metadata.error(key, f"has {len(tokens)} texts for a model of {size} ids")
     if len(set(tokens)) < len(tokens):
-        raise facts.error(key, "has a text twice")
-    if types_key not in facts.file.metadata:
+        raise metadata.error(key, "has a text twice")
+    if types_key not in metadata.file.metadata:
         return tokens, [1] * len(tokens)
-    types = facts.integers(types_key).tolist()
+    types = metadata.integers(types_key).tolist()
     if len(types) != len(tokens):
-        raise facts.error(types_key, f"has {len(types)} kinds for {len(tokens)} tokens")
+        raise metadata.error(types_key, f"has {len(types)} kinds for {len(tokens)} tokens")
     return tokens, types
 
 
-def _byte_pairs(facts: Facts, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_pairs(metadata: MetadataReader, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
     """GPT-2's kind: bytes are written as characters, and pairs merged in a given order."""
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers
 
-    pre = facts.text("tokenizer.ggml.pre", "default")
+    pre = metadata.text("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
-        raise facts.unsupported("tokenizer.ggml.pre", f"supported: {', '.join(PRE_TOKENIZERS)}")
+        raise metadata.unsupported("tokenizer.ggml.pre", f"supported: {', '.join(PRE_TOKENIZERS)}")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     key = "tokenizer.ggml.merges"
     merges = []
-    for merge in facts.texts(key):
+    for merge in metadata.texts(key):
         first, blank, second = merge.partition(" ")
         # a piece may itself begin with a blank, which the tokens then do, too
         if not (blank and first in vocabulary and second in vocabulary and first + second in vocabulary):
-            raise facts.error(key, f"has {merge!r:.80}, which are no two tokens that make a third")
+            raise metadata.error(key, f"has {merge!r:.80}, which are no two tokens that make a third")
         merges.append((first, second))
     whole = pre == _LLAMA_BPE
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=whole))
@@ -101,22 +101,22 @@ def _byte_pairs(facts: Facts, tokens: list[str]) -> tuple[tokenizers.Tokenizer, 
     return tokenizer, whole
 
 
-def _sentencepiece(facts: Facts, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
+def _sentencepiece(metadata: MetadataReader, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
     """Llama 2's kind: a marker stands for a blank, and the pair whose token has the best score is merged first."""
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
     key = "tokenizer.ggml.scores"
-    scores = facts.floats(key).tolist()
+    scores = metadata.floats(key).tolist()
     if len(scores) != len(tokens):
-        raise facts.error(key, f"has {len(scores)} scores for {len(tokens)} tokens")
+        raise metadata.error(key, f"has {len(scores)} scores for {len(tokens)} tokens")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     pairs = []
     for token, number in vocabulary.items():
         for cut in range(1, len(token)):
             if token[:cut] in vocabulary and token[cut:] in vocabulary:
                 pairs.append((-scores[number], number, cut, token[:cut], token[cut:]))
-    unknown = facts.optional_id("tokenizer.ggml.unknown_token_id", len(tokens))
+    unknown = metadata.optional_id("tokenizer.ggml.unknown_token_id", len(tokens))
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocabulary,
@@ -126,7 +126,7 @@ def _sentencepiece(facts: Facts, tokens: list[str]) -> tuple[tokenizers.Tokenize
             byte_fallback=True,
         )
     )
-    prefixed = facts.flag("tokenizer.ggml.add_space_prefix", True)
+    prefixed = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     steps = [normalizers.Replace(" ", _BLANK)]
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), *steps] if prefixed else steps)
     undo = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -150,14 +150,18 @@ def _add_special(tokenizer: tokenizers.Tokenizer, tokens: list[str], types: list
 
 
 def _frame(
-    facts: Facts, tokenizer: tokenizers.Tokenizer, tokens: list[str], ids: dict[str, int | None], adds_bos: bool
+    metadata: MetadataReader,
+    tokenizer: tokenizers.Tokenizer,
+    tokens: list[str],
+    ids: dict[str, int | None],
+    adds_bos: bool,
 ) -> None:
     """BOS before every text, and EOS after it, where the file wants them."""
     from tokenizers import processors
 
     wanted = {
-        "bos": facts.flag("tokenizer.ggml.add_bos_token", adds_bos),
-        "eos": facts.flag("tokenizer.ggml.add_eos_token", False),
+        "bos": metadata.flag("tokenizer.ggml.add_bos_token", adds_bos),
+        "eos": metadata.flag("tokenizer.ggml.add_eos_token", False),
     }
     found = {name: (tokens[token], token) for name in wanted if wanted[name] and (token := ids[name]) is not None}
     if found:

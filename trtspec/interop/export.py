@@ -9,7 +9,7 @@ from typing import Any
 from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError
-from trtspec.interop.account import FieldWarning
+from trtspec.interop.field_mapper import FieldWarning
 from trtspec.interop.tensorrt_llm import to_tensorrt_llm
 from trtspec.interop.vllm import to_vllm
 from trtspec.interop.yaml_text import to_yaml

@@ -11,8 +11,8 @@ from typing import Any
 from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import chain, parse_tree
-from trtspec.interop.account import Account, FieldWarning, draft_len_steps
 from trtspec.interop.decoding_configs import DECODING_CONFIGS, PARDDecodingConfig
+from trtspec.interop.field_mapper import FieldMapper, FieldWarning, draft_len_steps
 from trtspec.methods.ngram.options import lookup_sizes
 
 SERVER = "TensorRT-LLM"
@@ -40,60 +40,60 @@ def to_tensorrt_llm(
     Raises UnsupportedError for a method that TensorRT-LLM does not have, naming the nearest; ConfigError for what
     contradicts itself, or lacks something that TensorRT-LLM needs.
     """
-    account = Account(config, draft)
-    method = account.method
+    fields = FieldMapper(config, draft)
+    method = fields.method
     if method in _NEAREST or method not in _TYPES:
-        raise account.refuse(SERVER, _NEAREST.get(method, "decoding_type NGram, which needs no draft"))
+        raise fields.refuse(SERVER, _NEAREST.get(method, "decoding_type NGram, which needs no draft"))
     if method == "auto":
-        return _auto(account)
-    settings: dict[str, Any] = {"decoding_type": _decoding_type(account)}
-    k = account.take("num_speculative_tokens") if method in _K_OPTIONAL else account.draft_len(SERVER)
+        return _auto(fields)
+    settings: dict[str, Any] = {"decoding_type": _decoding_type(fields)}
+    k = fields.read("num_speculative_tokens") if method in _K_OPTIONAL else fields.draft_len(SERVER)
     if k is not None:
         settings["max_draft_len"] = k
-    if account.model is not None:
-        settings["speculative_model"] = account.model
-    settings.update(_gates(account, k))
-    settings.update(_OWN.get(method, _nothing)(account))
-    if not account.has_both_engines():
-        account.take("one_engine")  # it chose between nothing
-    settings.update(_tree(account, k))
-    settings.update(_acceptance(account))
-    _warn_of_draft_model(account)
-    return settings, account.close(SERVER)
+    if fields.model is not None:
+        settings["speculative_model"] = fields.model
+    settings.update(_gates(fields, k))
+    settings.update(_OWN.get(method, _nothing)(fields))
+    if not fields.has_both_engines():
+        fields.read("one_engine")  # it chose between nothing
+    settings.update(_tree(fields, k))
+    settings.update(_acceptance(fields))
+    _warn_of_draft_model(fields)
+    return settings, fields.close(SERVER)
 
 
-def _auto(account: Account) -> tuple[dict[str, Any], list[FieldWarning]]:
-    for field in type(account.config).model_fields:
+def _auto(fields: FieldMapper) -> tuple[dict[str, Any], list[FieldWarning]]:
+    for field in type(fields.config).model_fields:
         if field != "method":
-            account.warn_if_set(field, "not written: with AUTO, TensorRT-LLM ignores every other setting")
-    return {"decoding_type": _TYPES["auto"]}, account.close(SERVER)
+            fields.warn_if_set(field, "not written: with AUTO, TensorRT-LLM ignores every other setting")
+    return {"decoding_type": _TYPES["auto"]}, fields.close(SERVER)
 
 
-def _decoding_type(account: Account) -> str:
-    if not account.take("parallel_drafting") or account.in_parallel_anyway():
-        return _TYPES[account.method]
-    if account.method != PARDDecodingConfig.method:
-        raise account.refuse(
+def _decoding_type(fields: FieldMapper) -> str:
+    if not fields.read("parallel_drafting") or fields.in_parallel_anyway():
+        return _TYPES[fields.method]
+    if fields.method != PARDDecodingConfig.method:
+        raise fields.refuse(
             f"{SERVER} with parallel_drafting=True", "method='draft_model' (PARD), 'dflash' or 'dspark'"
         )
     return PARDDecodingConfig.decoding_type
 
 
-def _gates(account: Account, k: int | None) -> dict[str, Any]:
+def _gates(fields: FieldMapper, k: int | None) -> dict[str, Any]:
     """K by batch size: max_concurrency where that says it all, else any mixture of gates as one draft_len_schedule."""
-    gates = account.gates()
+    gates = fields.gates()
     if set(gates) <= {"disable_by_batch_size", "max_concurrency"}:  # more requests than that draft nothing
-        sizes = [getattr(account.config, field) for field in gates]
+        sizes = [getattr(fields.config, field) for field in gates]
         return {"max_concurrency": min(sizes)} if sizes else {}
     if k is None:
-        account.warn_gates(gates, "it depends on num_speculative_tokens, which is not set")
+        fields.warn_gates(gates, "it depends on num_speculative_tokens, which is not set")
         return {}
-    steps = draft_len_steps(account.config, k)
+    steps = draft_len_steps(fields.config, k)
     if steps[0][1] != k:
-        account.warn_gates(gates, "TensorRT-LLM wants the smallest batches to draft max_draft_len tokens")
+        fields.warn_gates(gates, "TensorRT-LLM wants the smallest batches to draft max_draft_len tokens")
         return {}
     if "max_concurrency" in gates:
-        account.warn(
+        fields.warn(
             "max_concurrency",
             "part of draft_len_schedule, which counts the requests that run, also where max_num_tokens holds fewer",
         )
@@ -103,7 +103,7 @@ def _gates(account: Account, k: int | None) -> dict[str, Any]:
     if schedule.get(_ANY_BATCH) == 0:
         del schedule[_ANY_BATCH]  # what is above the largest key drafts nothing
     if 1 in schedule:  # without that key they refuse a schedule
-        account.warn(
+        fields.warn(
             next(field for field in gates if field != "max_concurrency"),
             "TensorRT-LLM before mid 2026 takes the keys of draft_len_schedule for the smallest batch sizes, not the "
             "largest",
@@ -114,77 +114,77 @@ def _gates(account: Account, k: int | None) -> dict[str, Any]:
 # -- what a kind of config has of its own ---------------------------------------------------------------------------
 
 
-def _nothing(account: Account) -> dict[str, Any]:
+def _nothing(fields: FieldMapper) -> dict[str, Any]:
     return {}
 
 
-def _eagle3(account: Account) -> dict[str, Any]:
-    layers = account.take("capture_layers")
-    if layers is None and account.draft is not None:
-        layers = account.draft.capture_layers  # TensorRT-LLM does not look for them in the head's config.json
+def _eagle3(fields: FieldMapper) -> dict[str, Any]:
+    layers = fields.read("capture_layers")
+    if layers is None and fields.draft is not None:
+        layers = fields.draft.capture_layers  # TensorRT-LLM does not look for them in the head's config.json
     elif layers is None:
-        account.warn(
+        fields.warn(
             "capture_layers",
             "TensorRT-LLM takes (1, n//2 - 1, n - 4) of n layers, whatever the head's config.json says",
         )
-    return {"eagle3_one_model": _one_engine(account), **_layers(account, layers, "eagle3_layers_to_capture")}
+    return {"eagle3_one_model": _one_engine(fields), **_layers(fields, layers, "eagle3_layers_to_capture")}
 
 
-def _block(account: Account) -> dict[str, Any]:
-    return _layers(account, account.take("capture_layers"), "target_layer_ids")
+def _block(fields: FieldMapper) -> dict[str, Any]:
+    return _layers(fields, fields.read("capture_layers"), "target_layer_ids")
 
 
-def _layers(account: Account, layers: tuple[int, ...] | None, name: str) -> dict[str, Any]:
+def _layers(fields: FieldMapper, layers: tuple[int, ...] | None, name: str) -> dict[str, Any]:
     """Ids mean "after layer i" there too, but they are a set."""
     if layers is None:
         return {}
     ordered = (*sorted({i for i in layers if i >= 0}), *((-1,) if -1 in layers else ()))
     if layers != ordered:
-        account.warn("capture_layers", f"TensorRT-LLM captures a set of layers, in the order {ordered}", layers)
+        fields.warn("capture_layers", f"TensorRT-LLM captures a set of layers, in the order {ordered}", layers)
     return {name: list(layers)}
 
 
-def _mtp(account: Account) -> dict[str, Any]:
-    if account.model is not None:
-        account.warn("model", "TensorRT-LLM runs the MTP layers of the target's own checkpoint")
-    vanilla = account.take("vanilla")
-    one_engine = _one_engine(account)
+def _mtp(fields: FieldMapper) -> dict[str, Any]:
+    if fields.model is not None:
+        fields.warn("model", "TensorRT-LLM runs the MTP layers of the target's own checkpoint")
+    vanilla = fields.read("vanilla")
+    one_engine = _one_engine(fields)
     return {"use_mtp_vanilla": True} if vanilla else {"mtp_eagle_one_model": one_engine}
 
 
-def _one_engine(account: Account) -> bool:
+def _one_engine(fields: FieldMapper) -> bool:
     """Drafts inside the target's graph, unless asked for otherwise."""
-    one_engine = account.take("one_engine") is not False
+    one_engine = fields.read("one_engine") is not False
     if not one_engine:
-        account.warn("one_engine", "two models are deprecated in TensorRT-LLM, and removed in mid 2026")
+        fields.warn("one_engine", "two models are deprecated in TensorRT-LLM, and removed in mid 2026")
     return one_engine
 
 
-def _ngram(account: Account) -> dict[str, Any]:
-    low, high = lookup_sizes(account.config)
-    account.take("prompt_lookup_min")
-    account.take("prompt_lookup_max")
+def _ngram(fields: FieldMapper) -> dict[str, Any]:
+    low, high = lookup_sizes(fields.config)
+    fields.read("prompt_lookup_min")
+    fields.read("prompt_lookup_max")
     if low != 1:
-        account.warn("prompt_lookup_min", "TensorRT-LLM goes on to shorter matches, down to 1 token", low)
-    pool, latest = account.take("is_public_pool"), account.take("prompt_lookup_latest")
+        fields.warn("prompt_lookup_min", "TensorRT-LLM goes on to shorter matches, down to 1 token", low)
+    pool, latest = fields.read("is_public_pool"), fields.read("prompt_lookup_latest")
     if pool is None and latest:
-        account.warn("prompt_lookup_latest", "TensorRT-LLM takes the newest match that is not known already")
-    account.warn_if_set("ngram_pool_size", "not written: TensorRT-LLM's pool grows without end")
+        fields.warn("prompt_lookup_latest", "TensorRT-LLM takes the newest match that is not known already")
+    fields.warn_if_set("ngram_pool_size", "not written: TensorRT-LLM's pool grows without end")
     return {
         "max_matching_ngram_size": high,
         "is_use_oldest": not latest,
         "is_public_pool": bool(pool),  # True there: requests find each other's tokens
-        **account.take_plain("is_keep_all"),
+        **fields.read_plain("is_keep_all"),
     }
 
 
-def _hidden_states(account: Account) -> dict[str, Any]:
-    folder = account.take("output_directory")
-    account.warn("output_directory", "TensorRT-LLM writes .pt files there, trtspec .safetensors shards")
+def _hidden_states(fields: FieldMapper) -> dict[str, Any]:
+    folder = fields.read("output_directory")
+    fields.warn("output_directory", "TensorRT-LLM writes .pt files there, trtspec .safetensors shards")
     return {
         "output_directory": folder,
-        **account.take_plain("write_interval", "file_prefix"),
-        **_layers(account, account.take("capture_layers"), "eagle3_layers_to_capture"),
+        **fields.read_plain("write_interval", "file_prefix"),
+        **_layers(fields, fields.read("capture_layers"), "eagle3_layers_to_capture"),
     }
 
 
@@ -201,53 +201,53 @@ _OWN = {
 # -- what all of them share -----------------------------------------------------------------------------------------
 
 
-def _tree(account: Account, k: int | None) -> dict[str, Any]:
-    text = account.take("speculative_token_tree")
+def _tree(fields: FieldMapper, k: int | None) -> dict[str, Any]:
+    text = fields.read("speculative_token_tree")
     if text is None:
         return {}
     paths = parse_tree(text)
     if paths == chain(k or len(paths[-1])):
         return {}
-    if account.method != "eagle3" or len(paths[-1]) != k:
-        account.warn("speculative_token_tree", "not written: TensorRT-LLM drafts a chain of max_draft_len tokens")
+    if fields.method != "eagle3" or len(paths[-1]) != k:
+        fields.warn("speculative_token_tree", "not written: TensorRT-LLM drafts a chain of max_draft_len tokens")
         return {}
-    account.warn("speculative_token_tree", "static trees are deprecated in TensorRT-LLM: later versions refuse them")
+    fields.warn("speculative_token_tree", "static trees are deprecated in TensorRT-LLM: later versions refuse them")
     return {"max_total_draft_tokens": len(paths), "eagle_choices": [list(path) for path in paths]}
 
 
-def _acceptance(account: Account) -> dict[str, Any]:
+def _acceptance(fields: FieldMapper) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    method = account.take("rejection_sample_method")
+    method = fields.read("rejection_sample_method")
     exact = "not written: TensorRT-LLM accepts a draft that equals the token it draws itself"
-    if method == "standard" and account.has_draft:
+    if method == "standard" and fields.has_draft:
         settings["use_rejection_sampling"] = True
     elif method not in (None, "strict"):
-        account.warn("rejection_sample_method", exact)
+        fields.warn("rejection_sample_method", exact)
     forced = f"{exact} (TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS in its environment forces a number)"
-    account.warn_if_set("synthetic_acceptance_rates", forced)
-    account.warn_if_set("synthetic_acceptance_length", forced)
-    drawn = account.take("draft_sample_method")
-    if account.has_draft and drawn != "greedy":
-        account.warn(
+    fields.warn_if_set("synthetic_acceptance_rates", forced)
+    fields.warn_if_set("synthetic_acceptance_length", forced)
+    drawn = fields.read("draft_sample_method")
+    if fields.has_draft and drawn != "greedy":
+        fields.warn(
             "draft_sample_method",
             "TensorRT-LLM drafts the most likely tokens, which sampled requests accept less often than tokens drawn "
             "with the target's noise (set 'greedy' to ask for that)",
         )
     elif drawn == "probabilistic":
-        account.warn("draft_sample_method", "not written: nothing is drawn where no model drafts")
-    return {**settings, **account.take_plain("acceptance_window", "acceptance_length_threshold")}
+        fields.warn("draft_sample_method", "not written: nothing is drawn where no model drafts")
+    return {**settings, **fields.read_plain("acceptance_window", "acceptance_length_threshold")}
 
 
-def _warn_of_draft_model(account: Account) -> None:
+def _warn_of_draft_model(fields: FieldMapper) -> None:
     """What TensorRT-LLM decides from the checkpoint, or for the whole engine."""
     whole = "not written: TensorRT-LLM has it for the whole engine"
-    account.warn_if_set("revision", "not written: give the folder of that revision as the model")
-    account.warn_if_set("code_revision", "not written: give the folder of that revision as the model")
-    account.warn_if_set("quantization", "not written: TensorRT-LLM takes the draft's weights as they are stored")
-    account.warn_if_set("enforce_eager", f"{whole} (cuda_graph_config)")
-    account.warn_if_set("draft_tensor_parallel_size", f"{whole} (tensor_parallel_size)")
-    account.warn_if_set("max_model_len", f"{whole} (max_seq_len)")
-    account.warn_if_set("disable_padded_drafter_batch", "not written: TensorRT-LLM pads draft batches as it needs")
-    account.warn_if_set("disable_logprobs", "not written: TensorRT-LLM returns logprobs whenever a request asks")
-    account.warn_if_set("use_heterogeneous_vocab", "not written: TensorRT-LLM wants a draft of the target's vocabulary")
-    account.warn_if_set("enable_adaptive_verification", "not written: TensorRT-LLM verifies every draft")
+    fields.warn_if_set("revision", "not written: give the folder of that revision as the model")
+    fields.warn_if_set("code_revision", "not written: give the folder of that revision as the model")
+    fields.warn_if_set("quantization", "not written: TensorRT-LLM takes the draft's weights as they are stored")
+    fields.warn_if_set("enforce_eager", f"{whole} (cuda_graph_config)")
+    fields.warn_if_set("draft_tensor_parallel_size", f"{whole} (tensor_parallel_size)")
+    fields.warn_if_set("max_model_len", f"{whole} (max_seq_len)")
+    fields.warn_if_set("disable_padded_drafter_batch", "not written: TensorRT-LLM pads draft batches as it needs")
+    fields.warn_if_set("disable_logprobs", "not written: TensorRT-LLM returns logprobs whenever a request asks")
+    fields.warn_if_set("use_heterogeneous_vocab", "not written: TensorRT-LLM wants a draft of the target's vocabulary")
+    fields.warn_if_set("enable_adaptive_verification", "not written: TensorRT-LLM verifies every draft")

@@ -13,7 +13,7 @@ from trtspec.config.speculation_plan import DraftInfo
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import chain, parse_tree
 from trtspec.errors import ConfigError
-from trtspec.interop.account import Account, FieldWarning, draft_len_steps
+from trtspec.interop.field_mapper import FieldMapper, FieldWarning, draft_len_steps
 
 SERVER = "vLLM"
 
@@ -58,58 +58,58 @@ def to_vllm(config: SpeculativeConfig, draft: DraftInfo | None = None) -> tuple[
     Raises UnsupportedError for a method that vLLM does not have, naming the nearest; ConfigError for what contradicts
     itself, or lacks something that vLLM needs.
     """
-    account = Account(config, draft)
-    if account.method in _NEAREST:
-        raise account.refuse(SERVER, _NEAREST[account.method])
-    settings: dict[str, Any] = {"method": account.method}
-    if account.model is not None:
-        settings["model"] = account.model
-        _warn_of_hints(account, account.model)
-    if account.method == "extract_hidden_states":
-        settings.update(_hidden_states(account))
+    fields = FieldMapper(config, draft)
+    if fields.method in _NEAREST:
+        raise fields.refuse(SERVER, _NEAREST[fields.method])
+    settings: dict[str, Any] = {"method": fields.method}
+    if fields.model is not None:
+        settings["model"] = fields.model
+        _warn_of_hints(fields, fields.model)
+    if fields.method == "extract_hidden_states":
+        settings.update(_hidden_states(fields))
     else:
-        settings.update(_draft_len(account))
-    settings.update(account.take_plain(*_SAME))
-    settings.update(_acceptance(account))
-    settings.update(_draft_model(account))
-    _chain_only(account)
-    account.warn_if_set("prompt_lookup_latest", "vLLM copies what followed the earliest match")
-    account.warn_if_set("disable_logprobs", "not written: vLLM returns logprobs whenever a request asks for them")
-    if account.has_both_engines():
-        account.warn_if_set("one_engine", "vLLM has one way to run it: draft passes after the target's, in its process")
+        settings.update(_draft_len(fields))
+    settings.update(fields.read_plain(*_SAME))
+    settings.update(_acceptance(fields))
+    settings.update(_draft_model(fields))
+    _chain_only(fields)
+    fields.warn_if_set("prompt_lookup_latest", "vLLM copies what followed the earliest match")
+    fields.warn_if_set("disable_logprobs", "not written: vLLM returns logprobs whenever a request asks for them")
+    if fields.has_both_engines():
+        fields.warn_if_set("one_engine", "vLLM has one way to run it: draft passes after the target's, in its process")
     else:
-        account.take("one_engine")  # it chose between nothing
-    account.warn_if_set("vanilla", "vLLM runs as many MTP layers as the checkpoint has")
-    return settings, account.close(SERVER)
+        fields.read("one_engine")  # it chose between nothing
+    fields.warn_if_set("vanilla", "vLLM runs as many MTP layers as the checkpoint has")
+    return settings, fields.close(SERVER)
 
 
-def _warn_of_hints(account: Account, model: str) -> None:
+def _warn_of_hints(fields: FieldMapper, model: str) -> None:
     """In vLLM a name in the path wins over all methods but those of the same kind."""
     hint = next((hint for hint in _HINTS if hint in model.lower()), None)
-    if hint is not None and account.method not in _HINTS.values():
-        account.warn("model", f"vLLM finds {hint!r} in it and runs method={_HINTS[hint]!r}; rename the folder")
+    if hint is not None and fields.method not in _HINTS.values():
+        fields.warn("model", f"vLLM finds {hint!r} in it and runs method={_HINTS[hint]!r}; rename the folder")
 
 
-def _draft_len(account: Account) -> dict[str, Any]:
+def _draft_len(fields: FieldMapper) -> dict[str, Any]:
     """K, and K by batch size."""
-    suffix = account.method == "suffix"  # drafts as far as its tree goes
-    k = account.take("num_speculative_tokens") if suffix else account.draft_len(SERVER)
+    suffix = fields.method == "suffix"  # drafts as far as its tree goes
+    k = fields.read("num_speculative_tokens") if suffix else fields.draft_len(SERVER)
     settings = {} if k is None else {"num_speculative_tokens": k}
-    gates = account.gates()
+    gates = fields.gates()
     if not gates:
         return settings
     if gates == ("num_speculative_tokens_per_batch_size",):
-        return {**settings, **account.take_plain(*gates)}
+        return {**settings, **fields.read_plain(*gates)}
     if k is None:
-        account.warn_gates(gates, "it depends on num_speculative_tokens, which is not set")
+        fields.warn_gates(gates, "it depends on num_speculative_tokens, which is not set")
         return settings
     if "max_concurrency" in gates:
-        account.warn(
+        fields.warn(
             "max_concurrency",
             "written as num_speculative_tokens_per_batch_size, which counts the requests that run, also where "
             "max_num_tokens holds fewer",
         )
-    steps = draft_len_steps(account.config, k)
+    steps = draft_len_steps(fields.config, k)
     return settings if steps == [(None, k)] else {**settings, "num_speculative_tokens_per_batch_size": _ranges(steps)}
 
 
@@ -122,9 +122,9 @@ def _ranges(steps: list[tuple[int | None, int]]) -> list[list[int]]:
     return ranges
 
 
-def _hidden_states(account: Account) -> dict[str, Any]:
+def _hidden_states(fields: FieldMapper) -> dict[str, Any]:
     """Layers by vLLM's ids; where files go is a setting of its own there."""
-    layers = account.take("capture_layers")
+    layers = fields.read("capture_layers")
     ids = to_vllm_layers(tuple(i for i in layers or () if i >= 0))
     if not ids:
         raise ConfigError(
@@ -132,24 +132,24 @@ def _hidden_states(account: Account) -> dict[str, Any]:
             "none after the final norm; set it (EAGLE3's for n layers: (1, n//2 - 1, n - 4))"
         )
     if -1 in layers:
-        account.warn("capture_layers", "-1 is left out: vLLM saves residual streams, none after the final norm")
-    if account.take("num_speculative_tokens") not in (None, 1):
-        account.warn("num_speculative_tokens", "written as 1, which vLLM demands here; nothing is drafted either way")
-    for field in account.gates():
-        account.warn(field, "not written: nothing is drafted")
-    folder = account.take("output_directory")
+        fields.warn("capture_layers", "-1 is left out: vLLM saves residual streams, none after the final norm")
+    if fields.read("num_speculative_tokens") not in (None, 1):
+        fields.warn("num_speculative_tokens", "written as 1, which vLLM demands here; nothing is drafted either way")
+    for field in fields.gates():
+        fields.warn(field, "not written: nothing is drafted")
+    folder = fields.read("output_directory")
     transfer = {
         "kv_connector": "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": folder},
     }
-    account.warn(
+    fields.warn(
         "output_directory",
         f"no speculative setting there: add --kv-transfer-config '{json.dumps(transfer)}'; its files are of vLLM's "
         "own layout",
     )
-    account.warn_if_set("write_interval", "vLLM writes one file per request")
-    account.warn_if_set("file_prefix", "vLLM names files by the request's id")
+    fields.warn_if_set("write_interval", "vLLM writes one file per request")
+    fields.warn_if_set("file_prefix", "vLLM names files by the request's id")
     return {
         "num_speculative_tokens": 1,
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
@@ -161,13 +161,13 @@ def to_vllm_layers(layers: tuple[int, ...]) -> list[int]:
     return [i + 1 for i in layers]
 
 
-def _acceptance(account: Account) -> dict[str, Any]:
-    method = account.take("rejection_sample_method")
+def _acceptance(fields: FieldMapper) -> dict[str, Any]:
+    method = fields.read("rejection_sample_method")
     settings: dict[str, Any] = {}
-    if account.method == "extract_hidden_states":
-        account.warn_if_set("rejection_sample_method", "nothing is drafted, so nothing is accepted or rejected")
+    if fields.method == "extract_hidden_states":
+        fields.warn_if_set("rejection_sample_method", "nothing is drafted, so nothing is accepted or rejected")
     elif method in (None, "strict"):
-        account.warn(
+        fields.warn(
             "rejection_sample_method",
             "vLLM accepts by rejection sampling: greedy output is the same, sampled output has the same distribution "
             "but not the tokens of plain decoding (set 'standard' to ask for that)",
@@ -175,53 +175,53 @@ def _acceptance(account: Account) -> dict[str, Any]:
         )
     else:
         settings["rejection_sample_method"] = method
-    if account.has_draft and account.take("draft_sample_method") is None:
-        account.warn(
+    if fields.has_draft and fields.read("draft_sample_method") is None:
+        fields.warn(
             "draft_sample_method",
             "vLLM drafts the most likely tokens, which sampled requests accept less often than tokens drawn with the "
             "target's noise (set 'greedy' to ask for that, or 'probabilistic')",
         )
-    if account.method == "dspark":
-        settings.update(account.take_plain("enable_adaptive_verification"))
+    if fields.method == "dspark":
+        settings.update(fields.read_plain("enable_adaptive_verification"))
     else:
-        account.warn_if_set("enable_adaptive_verification", "not written: vLLM has it for method='dspark' only")
-    account.warn_if_set("acceptance_window", "not written: vLLM goes on speculating however little is accepted")
-    account.warn_if_set("acceptance_length_threshold", "not written: see acceptance_window")
+        fields.warn_if_set("enable_adaptive_verification", "not written: vLLM has it for method='dspark' only")
+    fields.warn_if_set("acceptance_window", "not written: vLLM goes on speculating however little is accepted")
+    fields.warn_if_set("acceptance_length_threshold", "not written: see acceptance_window")
     return settings
 
 
-def _draft_model(account: Account) -> dict[str, Any]:
+def _draft_model(fields: FieldMapper) -> dict[str, Any]:
     """What concerns the draft's checkpoint: quantization, context, captured layers."""
     settings: dict[str, Any] = {}
-    quantization = account.take("quantization")
+    quantization = fields.read("quantization")
     if quantization in QUANTIZATIONS:
-        account.warn_if_set(
+        fields.warn_if_set(
             "quantization", "not written: vLLM takes a checkpoint as it is, and would look for one of its own kinds"
         )
     else:
         settings["quantization"] = quantization
-    if account.has_draft:
-        settings.update(account.take_plain("max_model_len"))
+    if fields.has_draft:
+        settings.update(fields.read_plain("max_model_len"))
     else:
-        account.warn_if_set("max_model_len", "not written: vLLM limits draft models by it; this drafts to the target's")
-    _warn_of_layers(account)
+        fields.warn_if_set("max_model_len", "not written: vLLM limits draft models by it; this drafts to the target's")
+    _warn_of_layers(fields)
     return settings
 
 
-def _warn_of_layers(account: Account) -> None:
+def _warn_of_layers(fields: FieldMapper) -> None:
     """vLLM captures what the draft's own config.json says."""
-    layers = account.take("capture_layers")
-    if layers is None or account.method not in _LAYERS or (account.draft and layers == account.draft.capture_layers):
+    layers = fields.read("capture_layers")
+    if layers is None or fields.method not in _LAYERS or (fields.draft and layers == fields.draft.capture_layers):
         return
     if -1 in layers:
-        account.warn("capture_layers", "not written: vLLM captures residual streams, none after the final norm")
+        fields.warn("capture_layers", "not written: vLLM captures residual streams, none after the final norm")
         return
-    name, first = _LAYERS[account.method]
+    name, first = _LAYERS[fields.method]
     ids = [i + first for i in layers]
-    account.warn("capture_layers", f"no setting of vLLM: the head's config.json must say {name}={ids}")
+    fields.warn("capture_layers", f"no setting of vLLM: the head's config.json must say {name}={ids}")
 
 
-def _chain_only(account: Account) -> None:
-    tree, k = account.take("speculative_token_tree"), account.config.num_speculative_tokens
+def _chain_only(fields: FieldMapper) -> None:
+    tree, k = fields.read("speculative_token_tree"), fields.config.num_speculative_tokens
     if tree is not None and parse_tree(tree) != chain(k or len(parse_tree(tree)[-1])):
-        account.warn("speculative_token_tree", "not written: vLLM drafts a chain of num_speculative_tokens")
+        fields.warn("speculative_token_tree", "not written: vLLM drafts a chain of num_speculative_tokens")

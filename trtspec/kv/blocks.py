@@ -129,7 +129,7 @@ class BlockAllocator:
             raise AssertionError(f"KV block {block} becomes free while a step that includes its owner is in flight")
 
     def check(self, live: Iterable[SequenceKV]) -> None:
-        """Account for every block: free, evictable, or held by exactly as many live sequences as it has references.
+        """FieldMapper for every block: free, evictable, or held by exactly as many live sequences as it has references.
 
         Raises AssertionError that says which block is wrong. Cheap enough to run whenever the engine is idle.
         """

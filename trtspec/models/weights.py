@@ -225,7 +225,7 @@ def missing_weights(folder: Path, role: str) -> str | None:
     return None
 
 
-def weight_bytes(folder: Path, role: str) -> int:
+def checkpoint_bytes(folder: Path, role: str) -> int:
     """Bytes of all weight files on disk."""
     return sum(file.stat().st_size for file in weight_files(folder, role))
 

@@ -20,11 +20,11 @@ from starlette.types import ASGIApp
 from trtspec.hub.folders import checkpoint_folder
 from trtspec.serve import logs
 from trtspec.serve.engine.client import EngineClient
-from trtspec.serve.http.patience import Patience
 from trtspec.serve.http.request_log import RequestLog, write
 from trtspec.serve.http.routes import build_app
 from trtspec.serve.http.security import Gate
 from trtspec.serve.http.service import Service
+from trtspec.serve.http.stalled_clients import StalledClients
 from trtspec.serve.http.stats_log import write_stats
 from trtspec.serve.http.tracing import Tracing, from_environment
 from trtspec.serve.settings import ServeSettings
@@ -69,15 +69,15 @@ async def _serve(
         )
         service = Service(settings, client, tokenizer)
         client.on_restart = service.metrics.restarts.inc
-        patience = Patience(guarded(service, tracing), settings.client_timeout)
-        server = _Server(service, _config(service, patience))
+        stalled_clients = StalledClients(guarded(service, tracing), settings.client_timeout)
+        server = _Server(service, _config(service, stalled_clients))
         await starting
-        server.config.limit_concurrency = service.facts.max_batch_size + settings.max_queue + _SPARE
+        server.config.limit_concurrency = service.info.max_batch_size + settings.max_queue + _SPARE
         listener.listen(2048)
         host, port = listener.getsockname()[:2]
         warn_if_open(host, settings)
         logger.info("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
-        beside: list[asyncio.Task[None]] = [asyncio.create_task(patience.watch(server.server_state.connections))]
+        beside: list[asyncio.Task[None]] = [asyncio.create_task(stalled_clients.watch(server.server_state.connections))]
         if not settings.disable_log_stats:
             beside.append(asyncio.create_task(write_stats(service)))
         await server.serve(sockets=[listener])

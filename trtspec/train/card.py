@@ -9,7 +9,7 @@ from trtspec.train.evaluate import Acceptance
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelSummary:
     """One checkpoint. `loss` is the training loss (nats per token) averaged over about the last 20 steps."""
 
     layers: int
@@ -24,12 +24,12 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class CardFacts:
+class CardContents:
     """Everything a card says."""
 
     data: dict[str, int | str]
-    target: ModelFacts
-    draft: ModelFacts
+    target: ModelSummary
+    draft: ModelSummary
     acceptance: Acceptance
     prompts: tuple[int, int, int]  # how many, their length, new tokens of each
     command: str
@@ -41,7 +41,7 @@ class CardFacts:
         return asdict(self)
 
 
-def model_card(facts: CardFacts) -> str:
+def model_card(facts: CardContents) -> str:
     """The card as Markdown."""
     data, acceptance = facts.data, facts.acceptance
     pair = (facts.target, facts.draft)

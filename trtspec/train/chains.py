@@ -12,7 +12,7 @@ from trtspec.errors import ConfigError
 from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.train.evaluate import Acceptance
-from trtspec.train.lessons import observe
+from trtspec.train.training_batches import observe
 from trtspec.train.unrolled import unroll
 
 

@@ -1,4 +1,4 @@
-"""Conversations as lessons: which of their tokens are the assistant's, and windows packed with them.
+"""Conversations as training_batches: which of their tokens are the assistant's, and windows packed with them.
 
 A file has a JSON object on each line: {"messages": [{"role": ..., "content": ...}, ...]}, as fine-tuning data usually
 has it, or ShareGPT's {"conversations": [{"from": "human" | "gpt" | "system", "value": ...}, ...]}. The target's chat
@@ -20,7 +20,7 @@ import torch
 
 from trtspec.errors import ConfigError, RequestError
 from trtspec.text.tokenizer import Tokenizer
-from trtspec.train.lessons import Window
+from trtspec.train.training_batches import Window
 
 SUFFIX = ".jsonl"
 _SHARE_GPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}

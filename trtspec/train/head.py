@@ -25,9 +25,9 @@ from trtspec.models.weights import DTYPES
 from trtspec.ops.packing import unpack
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.data import Tokens
-from trtspec.train.lessons import LAST_STATE
 from trtspec.train.trainer import TrainConfig
-from trtspec.train.unrolled import HeadLoss, LessonLoss, Objective
+from trtspec.train.training_batches import LAST_STATE
+from trtspec.train.unrolled import HeadLoss, Objective, TrainingLoss
 
 Head = TypeVar("Head", bound=DraftHead)
 
@@ -52,8 +52,8 @@ class HeadOptions(ABC):
     and not on people's. Where the data is text, prompts are cut from it, and the target continues each by
     `regenerate_len` tokens; the head learns from both, half and half. Where it is conversations, so many of them get
     the target's answers, of up to `regenerate_len` tokens each, and the head learns from these alone. unroll: passes
-    per lesson, the drafts per step that the head is made for. single_pass: the share of the run, its beginning, in
-    which the first of these passes alone is taught; where one head makes all drafts, the others then need little.
+    per training batch, the drafts per step that the head is made for. single_pass: the first share of the run, in which
+    only the first pass is trained; where one head makes all drafts, the others then need little.
     dtype: of the arithmetic; weights are kept in fp32; "auto" = bfloat16 where the CPU has instructions for it.
     held_out: text, ids or conversations as in `data`, on which the head is measured, along the training and at its end
     (see chains; run/metrics.jsonl, run/evaluation.json). checkpoint_seconds: a kill costs at most the training of so
@@ -72,7 +72,7 @@ class HeadOptions(ABC):
     )
     regenerate_len: int = setting(192, "tokens of each such answer, at most")
     regenerate_temperature: float = setting(0.0, "at which the target answers; 0: greedily")
-    unroll: int = setting(4, "passes per lesson: the drafts per step it is made for")
+    unroll: int = setting(4, "passes per training_batch: the drafts per step it is made for")
     single_pass: float = setting(
         0.0, "a share of the run, its beginning, in which the first draft alone is taught: several times as fast"
     )
@@ -174,7 +174,7 @@ class HeadOptions(ABC):
         """Whether one head makes all drafts, each from what it made of the one before."""
         return False
 
-    def loss(self, head: DraftHead, target: Decoder, capture: tuple[int, ...]) -> LessonLoss:
+    def loss(self, head: DraftHead, target: Decoder, capture: tuple[int, ...]) -> TrainingLoss:
         """What the head is taught; unrolled over passes, unless a kind drafts in another way."""
         dtype = DTYPES[self.dtype]
         return HeadLoss(head, target, self.unroll, dtype, self.objective, capture, self.moving, self.single_pass)

@@ -18,7 +18,6 @@ from trtspec.train.arithmetic import fast_dtype
 from trtspec.train.chains import HeldOut, Watch
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.head import HeadOptions, dtype_name
-from trtspec.train.lessons import LAST_STATE, Lessons, Windows
 from trtspec.train.run_data import (
     PROMPT_LEN,
     forget_data,
@@ -28,10 +27,11 @@ from trtspec.train.run_data import (
     read_shard_files,
     speaker_of,
 )
-from trtspec.train.shards import ShardLessons, open_shards, shard_tokens
+from trtspec.train.shards import ShardBatches, open_shards, shard_tokens
 from trtspec.train.states import KeptStates, bytes_per_window
 from trtspec.train.trainer import Source, Stage, Trainer
-from trtspec.train.unrolled import LessonLoss
+from trtspec.train.training_batches import LAST_STATE, TrainingBatches, Windows
+from trtspec.train.unrolled import TrainingLoss
 
 KINDS: dict[str, type[HeadOptions]] = {
     name: row.trainer.open() for name, row in METHODS.items() if row.trainer is not None
@@ -57,7 +57,7 @@ def train_head(options: HeadOptions) -> Trainer:
     dtype = DTYPES[options.dtype]
     files = read_shard_files(options)
     shards = open_shards(files, config.hidden_size, config.vocab_size) if files else []
-    capture = _capture_layers(options, config, shards[0].facts.capture_layers if shards else None)
+    capture = _capture_layers(options, config, shards[0].metadata.capture_layers if shards else None)
     _check_positions(options, config, from_text=not shards)
     options.out.mkdir(parents=True, exist_ok=True)  # now, rather than after hours of training
     material = None if shards else material_of(options, config)  # the target's engine is gone when the target is loaded
@@ -65,17 +65,17 @@ def train_head(options: HeadOptions) -> Trainer:
     target = load_decoder(config, dtype)
     # its states by torch's own products; of bf16 without instructions for it, ours are much faster
     target.train(dtype in (torch.float32, fast_dtype()))
-    lessons: tuple[Source, ...]
+    training_batches: tuple[Source, ...]
     if material is None:
-        lessons = (ShardLessons(shards, options.seq_len, options.batch_size, options.seed, target),)
+        training_batches = (ShardBatches(shards, options.seq_len, options.batch_size, options.seed, target),)
         said = shard_tokens(shards)
     else:
-        lessons, said = tuple(_lessons(options, material.windows, target, capture)), material.said
+        training_batches, said = tuple(_training_batches(options, material.windows, target, capture)), material.said
     torch.manual_seed(options.seed)
     head = options.new_head(target, capture, said)
     loss = options.loss(head, target, capture)
     texts = HeldOut(target, capture, held_out, options.unroll, moving=options.moving) if held_out else None
-    watched: list[LessonLoss | Watch] = [loss, *([Watch(texts, head)] if texts else [])]
+    watched: list[TrainingLoss | Watch] = [loss, *([Watch(texts, head)] if texts else [])]
 
     def begin(progress: float) -> None:
         for one in watched:
@@ -84,7 +84,7 @@ def train_head(options: HeadOptions) -> Trainer:
     trainer = Trainer(
         head,
         loss,
-        [Stage(1.0, lessons)],
+        [Stage(1.0, training_batches)],
         options.train_config(),
         options.run,
         options.method,
@@ -113,24 +113,24 @@ def _held_out_of_shards(options: HeadOptions, config: ModelConfig) -> list[tuple
         return held_out_texts(options, held_out_prompts(options, config.vocab_size), speaker)
 
 
-def _lessons(
+def _training_batches(
     options: HeadOptions, sources: Sequence[Windows], target: Decoder, capture: tuple[int, ...]
-) -> list[Lessons]:
-    """A source of lessons for each kind of windows. They share what may be kept on disk, in their order."""
+) -> list[TrainingBatches]:
+    """A source of training batches for each kind of windows. They share what may be kept on disk, in their order."""
     widths = (len(capture) * target.spec.hidden_size, target.spec.hidden_size)
     dtype = DTYPES[options.dtype]
     folder = options.run / _STATES
     kept = sum(file.stat().st_size for file in folder.glob("*.bin"))
     left = int(min(options.states_gib * 2**30, kept + shutil.disk_usage(options.run).free // 2))
-    lessons = []
+    training_batches = []
     for number, windows in enumerate(sources):
         size = bytes_per_window(windows.seq_len, widths, dtype)
         count = min(len(windows), left // size)
         left -= count * size
         states = KeptStates(folder, f"{number}", count, windows.seq_len, widths, dtype) if count else None
         seed = options.seed + number
-        lessons.append(Lessons(windows, target, capture, options.batch_size, seed, states))
-    return lessons
+        training_batches.append(TrainingBatches(windows, target, capture, options.batch_size, seed, states))
+    return training_batches
 
 
 def _capture_layers(options: HeadOptions, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -20,9 +20,9 @@ from trtspec.train.chat import PackedWindows, TaughtText
 from trtspec.train.checkpoint import write_atomically
 from trtspec.train.data import Tokens, load_tokenizer
 from trtspec.train.head import HeadOptions
-from trtspec.train.lessons import TextWindows, Windows
 from trtspec.train.regenerate import Manner, Speaker, answer_chats, forget
 from trtspec.train.shards import shard_files
+from trtspec.train.training_batches import TextWindows, Windows
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Lessons from files of hidden states (methods/hidden_states/shards.py): the target's forward pass is done already."""
+"""Training batches from files of hidden states (methods/hidden_states/shards.py), without the target's forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trtspec.errors import ConfigError
 from trtspec.methods.hidden_states.shards import SUFFIX, ShardReader, shards_of
 from trtspec.models.decoder import Decoder
 from trtspec.train.data import Tokens
-from trtspec.train.lessons import Lesson, best_ids
+from trtspec.train.training_batches import TrainingBatch, best_ids
 
 
 def shard_files(data: Sequence[Path]) -> list[Path]:
@@ -32,10 +32,10 @@ def shard_files(data: Sequence[Path]) -> list[Path]:
 def open_shards(files: Sequence[Path], hidden_size: int, vocab_size: int) -> list[ShardReader]:
     """Raises ConfigError where they differ from each other or from the target, CheckpointError for a damaged one."""
     readers = [ShardReader(file) for file in files]
-    first = readers[0].facts
+    first = readers[0].metadata
     for file, reader in zip(files, readers, strict=True):
-        if reader.facts != first:
-            raise ConfigError(f"data: {file} holds {reader.facts}, {files[0]} holds {first}; train on one kind")
+        if reader.metadata != first:
+            raise ConfigError(f"data: {file} holds {reader.metadata}, {files[0]} holds {first}; train on one kind")
     if first.hidden_size != hidden_size:
         raise ConfigError(
             f"data: {files[0]} holds hidden states of size {first.hidden_size}, the target's are of {hidden_size}; "
@@ -55,7 +55,7 @@ def shard_tokens(shards: Sequence[ShardReader]) -> Tokens:
     return tokens
 
 
-class ShardLessons:
+class ShardBatches:
     """Batches of windows of requests that lie end to end: every epoch sees all rows, but for what is left of a batch,
     in an order and with cuts of its own. A request that a window cuts begins anew in the next.
 
@@ -78,9 +78,9 @@ class ShardLessons:
                 f"less than batch_size={batch_size}; use more data, or lower one of them"
             )
         self._starts = np.cumsum(self.lengths) - self.lengths  # the first row of each request, among the rows of all
-        self._best = torch.full((self.num_rows,), -1, dtype=torch.int32)  # Lesson.best of every row, -1: not made yet
+        self._best = torch.full((self.num_rows,), -1, dtype=torch.int32)  # TrainingBatch.best by row, -1: not made yet
 
-    def batch(self, index: int) -> Lesson:
+    def batch(self, index: int) -> TrainingBatch:
         """See trainer.Source."""
         epoch, place = divmod(index, self.num_windows // self.batch_size)
         rng = np.random.default_rng([self.seed, self.seq_len, epoch])
@@ -94,7 +94,7 @@ class ShardLessons:
         if missing.any():
             self._best[rows[missing]] = best_ids(self.target, last[missing][None])[0].int()
         best = self._best[rows].long()
-        return Lesson(inputs, places, torch.ones_like(inputs, dtype=torch.bool), best, captured, last)
+        return TrainingBatch(inputs, places, torch.ones_like(inputs, dtype=torch.bool), best, captured, last)
 
     def _window(self, order: npt.NDArray[Any], ends: npt.NDArray[Any], start: int) -> tuple[Tensor, ...]:
         """Rows [start, start + S) of the requests in this order, which end there: their States, their places, and which

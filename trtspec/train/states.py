@@ -15,7 +15,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 States = tuple[Tensor, Tensor, Tensor]
-"""A window's best [S] int64, captured [S, n * Ht] and last [S, Ht] (see lessons.Lesson)."""
+"""A window's best [S] int64, captured [S, n * Ht] and last [S, Ht] (see training_batches.TrainingBatch)."""
 
 _PRESENT = 1 << 32  # in a window's mark, above the checksum of its bytes
 

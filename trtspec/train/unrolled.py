@@ -21,7 +21,7 @@ from trtspec.methods.head import DraftHead
 from trtspec.models.decoder import Decoder
 from trtspec.train.cross_entropy import SoftCrossEntropy, in_blocks, rows_of_logits
 from trtspec.train.language_model import CausalAttend, heads_first
-from trtspec.train.lessons import LAST_STATE, Lesson, taught_ahead, texts_of
+from trtspec.train.training_batches import LAST_STATE, TrainingBatch, taught_ahead, texts_of
 
 STEP_WEIGHT = 0.8
 """Each pass counts this much of the one before it: later drafts are reached less often."""
@@ -73,11 +73,11 @@ class UnrolledAttend:
 def unroll(
     head: DraftHead, inputs: Tensor, places: Tensor, captured: Tensor, num_passes: int, moving: bool = True
 ) -> Iterator[Tensor]:
-    """inputs, places [B, S] (see Lesson), captured [B * S, n * Ht] -> of each pass in turn: its output [B * S, W]. Rows
-    whose tokens at p + 1 .. p + 1 + j are not all of their own text and window mean nothing.
+    """Run num_passes passes of the head and yield the output [B * S, W] of each.
 
-    moving: a pass's rows stand one position behind those of the pass before, as in a chain of one head; False: a module
-    for every pass, whose rows stand where those of pass 0 do.
+    inputs, places [B, S]: as in TrainingBatch. captured [B * S, n * Ht]. A row of pass j is undefined unless its tokens
+    at p + 1 .. p + 1 + j belong to its text and window. moving: each pass's rows are one position after those of the
+    previous pass, as in a chain of one head. Otherwise each pass has its own module, and rows keep their positions.
     """
     attend, positions = UnrolledAttend(texts_of(places)), places.flatten()
     h = head.fuse(captured)
@@ -112,15 +112,15 @@ class _Logits(nn.Module):
         return [self.head.logits(y, j) for j, y in enumerate(outputs)]
 
 
-class LessonLoss(Protocol):
-    """The loss of one lesson, and what the log says of the last one."""
+class TrainingLoss(Protocol):
+    """The loss of one training batch, and what the log says of the last one."""
 
     def begin(self, progress: float) -> None:
         """A step begins; progress: how much of the run is over, 0 to 1."""
         ...
 
-    def __call__(self, *lesson: Tensor) -> Tensor:
-        """lesson: a lessons.Lesson."""
+    def __call__(self, *training_batch: Tensor) -> Tensor:
+        """training_batch: the fields of a TrainingBatch."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -129,14 +129,16 @@ class LessonLoss(Protocol):
 
 
 class HeadLoss:
-    """The loss of one lesson. capture_layers: LAST_STATE = the head reads a lesson's last hidden states, else its
-    captured ones. moving: see unroll. dtype: of the arithmetic; gradients reach the head's fp32 weights. single_pass: a
-    share of the run, its beginning, in which pass 0 alone is run and taught; K is then 1.
+    """The loss of one training batch.
 
-    Pass j at row p is taught where the token at p + 1 + j belongs to the row's text and window, what follows it is to
-    be taught (Lesson.taught), and the head can say what the target would say there. After a call `agreement` [K] says
-    how often passes 0..j all hit the target's arg-max, of the rows where all K are to be taught. Ids that the head
-    cannot say are misses.
+    capture_layers: LAST_STATE = the head reads the last hidden states, else the captured ones. moving: as for
+    unroll. dtype: of the arithmetic; gradients accumulate in the head's fp32 weights. single_pass: the first share of
+    the run, in which only pass 0 runs and is trained (K = 1).
+
+    Pass j has a label at row p if the token at p + 1 + j belongs to the row's text and window, the token after it has
+    `taught`, and the draft vocabulary contains the target's choice. After a call `agreement` [K] is the rate at which
+    passes 0..j all equal the target's arg-max, over the rows where all K have labels. An id outside the draft
+    vocabulary counts as a miss.
     """
 
     def __init__(
@@ -165,9 +167,9 @@ class HeadLoss:
         self.num_passes = 1 if progress < self.single_pass else self.most_passes
         self.passes = Passes(self.head, self.num_passes, self.moving)
 
-    def __call__(self, *lesson: Tensor) -> Tensor:
-        """lesson: the fields of a lessons.Lesson -> the loss, a scalar in fp32."""
-        one, weight = Lesson(*lesson), self.objective
+    def __call__(self, *training_batch: Tensor) -> Tensor:
+        """The loss, a scalar in fp32. training_batch: the fields of a TrainingBatch."""
+        one, weight = TrainingBatch(*training_batch), self.objective
         weights = {name: parameter.to(self.dtype) for name, parameter in self.head.named_parameters(prefix="head")}
         states = (one.last if self.reads_last else one.captured).flatten(0, 1).to(self.dtype)
         outputs: list[Tensor] = torch.func.functional_call(self.passes, weights, (one.inputs, one.places, states))
@@ -208,7 +210,7 @@ class HeadLoss:
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Simulated greedy acceptance length of chains of K along the last lesson's text."""
+        """Simulated greedy acceptance length of chains of K along the last training batch's text."""
         return {"acceptance_length": 1.0 + float(self.agreement.sum())}
 
     @torch.no_grad()

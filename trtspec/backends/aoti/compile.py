@@ -24,7 +24,7 @@ from trtspec.backends.aoti.graph_compiler import GraphCompiler
 from trtspec.backends.compiled import CONSTANTS, WEIGHTS, Block, CompiledStep, Graph, Lookup
 from trtspec.backends.export import example_for, example_kv, export_step
 from trtspec.backends.graph_io import input_names, layer_inputs
-from trtspec.backends.weight_file import save_weights
+from trtspec.backends.weight_file import save_weight_file
 from trtspec.errors import DependencyError, EngineError
 from trtspec.methods.step import DecodeStep, Step
 from trtspec.ops import graph_calls, kernel_interface
@@ -141,5 +141,5 @@ class Constants:
         for name, tensor in self.tensors.items():
             shared = name.startswith(OF_DECODER) and not name.startswith(OF_TABLES)
             files[WEIGHTS if shared else CONSTANTS][name] = tensor
-        save_weights(files[WEIGHTS], folder / WEIGHTS)
-        save_weights(files[CONSTANTS], folder / CONSTANTS, files[WEIGHTS])
+        save_weight_file(files[WEIGHTS], folder / WEIGHTS)
+        save_weight_file(files[CONSTANTS], folder / CONSTANTS, files[WEIGHTS])

@@ -13,7 +13,7 @@ from torch import Tensor
 from trtspec.backends.aoti.package import Run, load_graph, loading, unpack
 from trtspec.backends.compiled import CONSTANTS, WEIGHTS, Block, CompiledExecutable, Graph
 from trtspec.backends.graph_io import INPUTS, layer_inputs
-from trtspec.backends.weight_file import load_weights
+from trtspec.backends.weight_file import load_weight_file
 from trtspec.kv.memory import keep_freed_memory
 from trtspec.ops import GraphUse, kernel_threads, open_row, packed_embedding, runs_graphs
 
@@ -22,8 +22,8 @@ _ALONE = 2**15  # elements that torch copies in the calling thread, without waki
 
 def load_constants(folder: Path) -> dict[str, Tensor]:
     """Every constant of the graphs in a folder, by name."""
-    weights = load_weights(folder / WEIGHTS)
-    return weights | load_weights(folder / CONSTANTS, weights)
+    weights = load_weight_file(folder / WEIGHTS)
+    return weights | load_weight_file(folder / CONSTANTS, weights)
 
 
 class AotiExecutable(CompiledExecutable):
@@ -50,10 +50,10 @@ class AotiExecutable(CompiledExecutable):
         ]
 
         def run(tensors: list[Tensor]) -> list[Tensor]:
-            x, *beside = tensors
+            x, *shared = tensors
             streams: list[Tensor] = []
             for block in runs:
-                streams += block([x, *beside])
+                streams += block([x, *shared])
                 x = streams[-1]
             return streams
 

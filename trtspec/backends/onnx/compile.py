@@ -1,4 +1,4 @@
-"""Write a step's ONNX graphs and, beside them and once for all, their weights: what backends/onnx/executable.py
+"""Write a step's ONNX graphs and, next to them, their weights once for all: what backends/onnx/executable.py
 runs."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.export import example_for, example_kv
 from trtspec.backends.onnx.export import OWN, export_onnx
 from trtspec.backends.onnx.linear import as_torch, write_linears
-from trtspec.backends.weight_file import save_weights
+from trtspec.backends.weight_file import save_weight_file
 from trtspec.errors import EngineError
 from trtspec.methods.step import Step
 
@@ -69,7 +69,7 @@ def save_models(models: dict[str, ir.Model], folder: Path) -> None:
                 known = tensors.setdefault(name, held)
                 if known is not held and not np.array_equal(known.numpy(), held.numpy()):
                     raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
-    save_weights({name: as_torch(held) for name, held in tensors.items()}, folder / WEIGHTS)
+    save_weight_file({name: as_torch(held) for name, held in tensors.items()}, folder / WEIGHTS)
     places = _places(folder / WEIGHTS)
     for file, model in models.items():
         for name, value in model.graph.initializers.items():

@@ -17,7 +17,7 @@ from trtspec.ops.sample import LOG_COEFFICIENTS, M0, M1, W0, W1
 INF = float("inf")
 NO_TOKEN = 2**63 - 1
 """What a row that has no best token draws; the host refuses it."""
-Step = tuple[Value, Callable[[], Value], Callable[[Value], Value]]
+Operation = tuple[Value, Callable[[], Value], Callable[[Value], Value]]
 
 
 def spec_accept() -> FunctionProto:
@@ -52,13 +52,13 @@ def process_logits(absent: Collection[str] = ()) -> FunctionProto:
     ) = body.inputs  # fmt: skip
     V = out.dim(1)
     # What a step needs of the inputs, whether a row asks for it, and the step.
-    constraints: list[Step] = [
+    constraints: list[Operation] = [
         (bias_ids, lambda: (bias_ids.int64() >= 0).any(), lambda x: _bias(x, bias_ids, bias_values)),
         (penalties, lambda: body.Size(penalties) > 0, lambda x: _penalise(x, history, prompt_lens, penalties)),
         (ban_ids, lambda: (ban_ids.int64() >= 0).any(), lambda x: _ban(x, ban_ids, ban_until, positions)),
         (allow_mask, lambda: body.Size(allow_mask) > 0, lambda x: _allow(x, allow_mask)),
     ]
-    filters: list[Step] = [
+    filters: list[Operation] = [
         (temperatures, lambda: (temperatures > 0.0).any(), lambda x: _warm(x, temperatures)),
         (top_ks, lambda: _in_use(top_ks, V).any(), lambda x: _top_k(x, top_ks)),
         (top_ps, lambda: (top_ps < 1.0).any(), lambda x: _top_p(x, top_ps)),

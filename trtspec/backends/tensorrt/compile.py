@@ -1,7 +1,7 @@
 """Build TensorRT engines of a step: `rank0.engine`, and `rank0_k<K>.engine` for further draft lengths.
 
 One network takes every batch of a K; its second optimisation profile is for batches of generations alone
-(profiles.py). Weights are inside the engines or, of stripped ones, once beside them. Networks of TensorRT 11
+(profiles.py). Weights are inside the engines or, of stripped ones, once next to them. Networks of TensorRT 11
 are always strongly typed: each layer computes in the dtype that the step has there.
 
 Tests without a GPU show which calls are made, with the signatures of TensorRT 11.4's Python bindings; that the network
@@ -32,7 +32,7 @@ from trtspec.backends.tensorrt.cuda import Cuda
 from trtspec.backends.tensorrt.executable import load_tensorrt, made_for, open_cuda
 from trtspec.backends.tensorrt.network import Attributes, PluginOf, write_network
 from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
-from trtspec.backends.weight_file import save_weights
+from trtspec.backends.weight_file import save_weight_file
 from trtspec.errors import ConfigError, DependencyError, EngineError
 from trtspec.methods.step import Step
 
@@ -230,7 +230,7 @@ def compile_step(
             weights |= used
         graphs.append(Graph(file, K, False, names))
     if weights:
-        save_weights(weights, folder / WEIGHTS)
+        save_weight_file(weights, folder / WEIGHTS)
     compiled = CompiledStep.of(step, graphs[::-1])
     return replace(compiled, made_for=_needs(made_for(trt, cuda), options), kv_blocks=sizes.blocks, linear=sizes.linear)
 

@@ -37,7 +37,7 @@ _FIXED = {"causal": False, "use_swa": False, "attention_sink_bias": False, "use_
 
 
 @dataclass(frozen=True)
-class DFlashFacts:
+class DFlashConfig:
     """target_layer_ids: "after layer i". num_target_layers, mask_token_id: None where the file does not say.
     of_speculators: it is in that package's layout."""
 
@@ -49,7 +49,7 @@ class DFlashFacts:
     of_speculators: bool
 
     @classmethod
-    def of(cls, config: ModelConfig) -> DFlashFacts:
+    def of(cls, config: ModelConfig) -> DFlashConfig:
         """Raises UnsupportedError for drafts of another kind, CheckpointError for fields that make no sense."""
         where = f"draft model {config.path}: "
         if config.architecture != DFLASH_ARCHITECTURE:
@@ -103,15 +103,15 @@ def recognises(checkpoint: CheckpointConfig) -> bool:
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises as DFlashFacts.of does."""
+    """What resolution needs to know of it. Raises as DFlashConfig.of does."""
     model = ModelConfig.of(checkpoint, "draft")
-    facts = DFlashFacts.of(model)
+    head_config = DFlashConfig.of(model)
     return DraftInfo(
         method=DFLASH,
         vocab_size=model.vocab_size,
         max_model_len=model.max_seq_len,
-        n_predict=facts.block_size - 1,
-        capture_layers=facts.target_layer_ids,
-        mask_token_id=facts.mask_token_id,
+        n_predict=head_config.block_size - 1,
+        capture_layers=head_config.target_layer_ids,
+        mask_token_id=head_config.mask_token_id,
         checkpoint=model,
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from trtspec.methods.dflash.checkpoint import DFlashFacts
+from trtspec.methods.dflash.checkpoint import DFlashConfig
 from trtspec.methods.dflash.head import DFlashHead, DFlashSpec
 from trtspec.methods.draft_vocabulary import TABLES, ids_of_tables
 from trtspec.methods.head_weights import HeadSource, HeadWeights, module_of
@@ -31,19 +31,19 @@ class DFlashWeights(HeadWeights[DFlashSpec]):
     def __init__(self, source: HeadSource, target: Decoder) -> None:
         super().__init__(source, target)
         config, depth = source.decoder, target.spec.num_layers
-        self.facts = DFlashFacts.of(config)
+        self.head_config = DFlashConfig.of(config)
         self.check_made_for(
             ("hidden_size", config.hidden_size, target.spec.hidden_size),
             ("vocab_size", config.vocab_size, target.spec.vocab_size),
-            ("num_target_layers", self.facts.num_target_layers or depth, depth),
+            ("num_target_layers", self.head_config.num_target_layers or depth, depth),
         )
 
     def spec(self, found: Mapping[str, Tensor] | None) -> DFlashSpec:
         return DFlashSpec(
             decoder=dense_spec(self.source.decoder, ARCHITECTURES["Qwen3ForCausalLM"]),
             num_captured=self.source.num_captured,
-            draft_vocab_size=self.facts.draft_vocab_size,
-            own_head=self.facts.draft_vocab_size != self.source.decoder.vocab_size,
+            draft_vocab_size=self.head_config.draft_vocab_size,
+            own_head=self.head_config.draft_vocab_size != self.source.decoder.vocab_size,
         )
 
     @staticmethod
@@ -63,7 +63,7 @@ class DFlashWeights(HeadWeights[DFlashSpec]):
     def held(self, spec: DFlashSpec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
         """All but tables, and the copies that speculators writes."""
         copied = name == "embed_tokens.weight" or (module_of(name) == "lm_head" and not spec.own_head)
-        return None if (copied and self.facts.of_speculators) or name in self.tables else tensor
+        return None if (copied and self.head_config.of_speculators) or name in self.tables else tensor
 
     def target_ids(self, spec: DFlashSpec, tables: Mapping[str, Tensor]) -> Tensor | None:
         """From d2t, which t2d must agree with."""

@@ -41,7 +41,7 @@ _LAYER_IDS = {True: ("aux_hidden_state_layer_ids", 1), False: ("target_layer_ids
 
 
 @dataclass(frozen=True)
-class DSparkFacts:
+class DSparkConfig:
     """target_layer_ids: "after layer i". num_target_layers, mask_token_id: None where the file does not say.
     from_anchor: all rows of a block guess the token behind them; else all but the first guess their own. markov: its
     kind, "" without."""
@@ -58,7 +58,7 @@ class DSparkFacts:
     confidence_reads_markov: bool
 
     @classmethod
-    def of(cls, config: ModelConfig) -> DSparkFacts:
+    def of(cls, config: ModelConfig) -> DSparkConfig:
         """Of what `as_decoder` gives. Raises UnsupportedError for drafts of another kind, CheckpointError for fields
         that make no sense."""
         read = Reader(dict(config.raw), config.path / "config.json", "draft")
@@ -145,16 +145,16 @@ def recognises(checkpoint: CheckpointConfig) -> bool:
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises as DSparkFacts.of does."""
+    """What resolution needs to know of it. Raises as DSparkConfig.of does."""
     model = as_decoder(checkpoint)
-    facts = DSparkFacts.of(model)
+    head_config = DSparkConfig.of(model)
     return DraftInfo(
         method=DSPARK,
         vocab_size=model.vocab_size,
         max_model_len=model.max_seq_len,
-        n_predict=facts.most_drafts,
-        capture_layers=facts.target_layer_ids,
-        mask_token_id=facts.mask_token_id,
+        n_predict=head_config.most_drafts,
+        capture_layers=head_config.target_layer_ids,
+        mask_token_id=head_config.mask_token_id,
         checkpoint=model,
     )
 
@@ -164,7 +164,7 @@ def check(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None
     threshold = config.draft_confidence_threshold
     if threshold is None or draft is None or not isinstance(draft.checkpoint, ModelConfig):
         return
-    if not DSparkFacts.of(draft.checkpoint).confidence:
+    if not DSparkConfig.of(draft.checkpoint).confidence:
         raise ConfigError(
             f"draft_confidence_threshold={threshold}: the draft model={config.model!r} has no confidence head; leave "
             "it unset, or use a draft with enable_confidence_head"

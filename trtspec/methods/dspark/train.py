@@ -29,8 +29,8 @@ from trtspec.train.cross_entropy import in_blocks, rows_of_logits
 from trtspec.train.data import Tokens
 from trtspec.train.head import CapturingOptions, attached, initialise_head, layer_config, one_layer, setting, write_head
 from trtspec.train.language_model import heads_first
-from trtspec.train.lessons import Lesson, taught_ahead, texts_of
-from trtspec.train.unrolled import LessonLoss
+from trtspec.train.training_batches import TrainingBatch, taught_ahead, texts_of
+from trtspec.train.unrolled import TrainingLoss
 
 DECAY = 4.0
 """Drafts until a draft counts 1 / e of the first."""
@@ -100,7 +100,7 @@ class DSparkTraining(CapturingOptions):
         """What rows of masks read."""
         return vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
 
-    def loss(self, head: DraftHead, target: Decoder, capture: tuple[int, ...]) -> LessonLoss:
+    def loss(self, head: DraftHead, target: Decoder, capture: tuple[int, ...]) -> TrainingLoss:
         """See HeadOptions."""
         assert isinstance(head, DSparkHead)
         return BlockLoss(
@@ -134,8 +134,11 @@ class DSparkTraining(CapturingOptions):
 
 
 class BlockAttend:
-    """Attention of a layer's two calls: the window's keys and values, then blocks of `width` rows at anchors [B, A],
-    which see what is before their anchor of its text, and themselves. texts [B, S]: see train.lessons.texts_of."""
+    """Attention of a layer's two calls: first the window's keys and values, then blocks of `width` rows at the anchors.
+
+    anchors [B, A]. A block attends to itself and to the part of its text before its anchor. texts [B, S] is the output
+    of training_batches.texts_of.
+    """
 
     def __init__(self, anchors: Tensor, width: int, texts: Tensor) -> None:
         self.anchors, self.width, self.texts = anchors, width, texts
@@ -209,9 +212,11 @@ class _Said(nn.Module):
 
 
 class BlockLoss:
-    """The loss of one lesson, at `number` anchors a window, where all of a block is to be taught. They are spread
-    evenly, and the window says where they begin, so that a run that goes on learns the same. After a call `agreement`
-    [width] says how often drafts 1..k all hit the target's arg-max."""
+    """The loss of one training batch at `number` anchors per window; every row of their blocks has a label.
+
+    The anchors are evenly spaced. Their offset depends only on the window, so a resumed run learns the same. After a
+    call `agreement` [width] is the rate at which drafts 1..k all equal the target's arg-max.
+    """
 
     def __init__(self, blocks: Blocks, target: Decoder, number: int, dtype: torch.dtype) -> None:
         self.blocks, self.target, self.number, self.dtype = blocks, target, number, dtype
@@ -221,9 +226,9 @@ class BlockLoss:
     def begin(self, progress: float) -> None:
         """A step begins; what it is taught does not depend on how much of the run is over."""
 
-    def __call__(self, *lesson: Tensor) -> Tensor:
-        """lesson: the fields of a train.lessons.Lesson -> the loss, a scalar in fp32."""
-        one, width, head = Lesson(*lesson), self.blocks.width, self.blocks.head
+    def __call__(self, *training_batch: Tensor) -> Tensor:
+        """training_batch: the fields of a train.training_batches.TrainingBatch -> the loss, a scalar in fp32."""
+        one, width, head = TrainingBatch(*training_batch), self.blocks.width, self.blocks.head
         anchors, usable = anchors_of(one, width, self.number)
         weights = {name: parameter.to(self.dtype) for name, parameter in head.named_parameters(prefix="head")}
         captured = one.captured.flatten(0, 1).to(self.dtype)
@@ -256,7 +261,7 @@ class BlockLoss:
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Acceptance length along the last lesson's text, each draft given that text's token before it."""
+        """Acceptance length along the last training batch's text, each draft given that text's token before it."""
         return {"acceptance_length": 1.0 + float(self.agreement.sum())}
 
 
@@ -265,19 +270,19 @@ def rows_at(anchors: Tensor, width: int) -> Tensor:
     return (anchors[..., None] + torch.arange(width, device=anchors.device)).flatten(1)
 
 
-def anchors_of(lesson: Lesson, width: int, number: int) -> tuple[Tensor, Tensor]:
+def anchors_of(training_batch: TrainingBatch, width: int, number: int) -> tuple[Tensor, Tensor]:
     """Anchors [B, A] of `number` blocks a window, and which of them can be taught, [B, A] bool.
 
     A block can be where something of its text is before it, all of its rows are of one text and taught, and what
     follows them is in the window. Anchors are spread evenly over such places; where there are fewer, fewer are usable.
     """
-    size = lesson.places.shape[1]
-    able = (lesson.places > 0) & (torch.arange(size, device=lesson.places.device) < size - width)
+    size = training_batch.places.shape[1]
+    able = (training_batch.places > 0) & (torch.arange(size, device=training_batch.places.device) < size - width)
     for k in range(width):
-        able &= taught_ahead(lesson, k)
+        able &= taught_ahead(training_batch, k)
     places = torch.argsort(~able, dim=1, stable=True)  # those that are able, in their order, before the others
     count = able.sum(1, keepdim=True)
     stride = (count // number).clamp(min=1)
-    first = lesson.inputs.sum(1, keepdim=True) % stride
+    first = training_batch.inputs.sum(1, keepdim=True) % stride
     chosen = first + stride * torch.arange(number, device=able.device)
     return places.gather(1, chosen.clamp(max=size - 1 - width)).clamp(max=size - 1 - width), chosen < count

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trtspec.methods.dflash.weights import DFlashWeights
 from trtspec.methods.draft_vocabulary import TABLES, ids_of_tables
-from trtspec.methods.dspark.checkpoint import DSparkFacts
+from trtspec.methods.dspark.checkpoint import DSparkConfig
 from trtspec.methods.dspark.head import DSparkHead, DSparkSpec
 from trtspec.methods.head_weights import HeadSource, HeadWeights, module_of
 from trtspec.models.decoder import Decoder
@@ -37,25 +37,25 @@ class DSparkWeights(HeadWeights[DSparkSpec]):
     def __init__(self, source: HeadSource, target: Decoder) -> None:
         super().__init__(source, target)
         config, depth = source.decoder, target.spec.num_layers
-        self.facts = DSparkFacts.of(config)
+        self.head_config = DSparkConfig.of(config)
         self.check_made_for(
             ("hidden_size", config.hidden_size, target.spec.hidden_size),
             ("vocab_size", config.vocab_size, target.spec.vocab_size),
-            ("num_target_layers", self.facts.num_target_layers or depth, depth),
+            ("num_target_layers", self.head_config.num_target_layers or depth, depth),
         )
 
     def spec(self, found: Mapping[str, Tensor] | None) -> DSparkSpec:
-        facts = self.facts
+        head_config = self.head_config
         return DSparkSpec(
             decoder=dense_spec(self.source.decoder, ARCHITECTURES["Qwen3ForCausalLM"]),
             num_captured=self.source.num_captured,
-            draft_vocab_size=facts.draft_vocab_size,
-            from_anchor=facts.from_anchor,
-            rank=facts.markov_rank,
-            markov=facts.markov,
-            confidence=facts.confidence,
-            confidence_reads_markov=facts.confidence_reads_markov,
-            own_head=facts.draft_vocab_size != self.source.decoder.vocab_size,
+            draft_vocab_size=head_config.draft_vocab_size,
+            from_anchor=head_config.from_anchor,
+            rank=head_config.markov_rank,
+            markov=head_config.markov,
+            confidence=head_config.confidence,
+            confidence_reads_markov=head_config.confidence_reads_markov,
+            own_head=head_config.draft_vocab_size != self.source.decoder.vocab_size,
         )
 
     @staticmethod
@@ -87,5 +87,5 @@ class DSparkWeights(HeadWeights[DSparkSpec]):
 
     def target_ids(self, spec: DSparkSpec, tables: Mapping[str, Tensor]) -> Tensor | None:
         """From d2t, which t2d must agree with."""
-        size, vocab = self.facts.draft_vocab_size, spec.decoder.vocab_size
+        size, vocab = self.head_config.draft_vocab_size, spec.decoder.vocab_size
         return ids_of_tables(tables, size, vocab, self.where, self.source.reads_weights)

@@ -15,14 +15,14 @@ EAGLE = "eagle"
 
 
 @dataclass(frozen=True)
-class EagleFacts:
+class EagleHeadConfig:
     """Of a head of the original EAGLE. fc_bias: whether `fc` has a bias, None where config.json does not say; those who
     published the first heads then built one with a bias."""
 
     fc_bias: bool | None
 
     @classmethod
-    def of(cls, config: ModelConfig) -> EagleFacts:
+    def of(cls, config: ModelConfig) -> EagleHeadConfig:
         """Raises UnsupportedError for heads of another kind, CheckpointError for fields that make no sense."""
         if is_eagle3(config.architecture):
             raise UnsupportedError(

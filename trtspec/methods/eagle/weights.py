@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from trtspec.errors import UnsupportedError
-from trtspec.methods.eagle.checkpoint import EagleFacts
+from trtspec.methods.eagle.checkpoint import EagleHeadConfig
 from trtspec.methods.eagle.head import EagleHead, EagleSpec
 from trtspec.methods.head_weights import HeadSource, HeadWeights, module_of
 from trtspec.models.decoder import Decoder
@@ -36,7 +36,7 @@ class EagleWeights(HeadWeights[EagleSpec]):
 
     def __init__(self, source: HeadSource, target: Decoder) -> None:
         super().__init__(source, target)
-        self.facts = EagleFacts.of(source.decoder)
+        self.head_config = EagleHeadConfig.of(source.decoder)
 
     def spec(self, found: Mapping[str, Tensor] | None) -> EagleSpec:
         config, target, names = self.source.decoder, self.target.spec, found or {}
@@ -44,10 +44,10 @@ class EagleWeights(HeadWeights[EagleSpec]):
             ("hidden_size", config.hidden_size, target.hidden_size),
             ("vocab_size", config.vocab_size, target.vocab_size),
         )
-        fc_bias = self.facts.fc_bias is True or "fc.bias" in names
+        fc_bias = self.head_config.fc_bias is True or "fc.bias" in names
         return EagleSpec(
             decoder=self._decoder(names),
-            fc_bias=fc_bias if names else self.facts.fc_bias is not False,
+            fc_bias=fc_bias if names else self.head_config.fc_bias is not False,
             own_embedding=_EMBEDDING in names and self._differs(_EMBEDDING),
             own_head="lm_head" in map(module_of, names) and (_HEAD not in names or self._differs(_HEAD)),
         )

@@ -35,7 +35,7 @@ _FIXED = {
 
 
 @dataclass(frozen=True)
-class Eagle3Facts:
+class Eagle3HeadConfig:
     """`capture_layers` are ids "after layer i", None where the checkpoint leaves the choice to the default.
 
     norm_before_fc: of all captured states of a row as one vector; fc_norm: of each by itself. norm_output: a pass reads
@@ -51,7 +51,7 @@ class Eagle3Facts:
     capture_layers: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, config: ModelConfig, parallel: bool = False) -> Eagle3Facts:
+    def of(cls, config: ModelConfig, parallel: bool = False) -> Eagle3HeadConfig:
         """parallel: of a P-EAGLE head. Raises UnsupportedError for heads of another kind, CheckpointError for fields
         that make no sense."""
         remedy = "" if parallel else "; P-EAGLE heads want parallel_drafting=True"
@@ -138,13 +138,13 @@ def recognises(checkpoint: CheckpointConfig) -> bool:
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises as Eagle3Facts.of does."""
+    """What resolution needs to know of it. Raises as Eagle3HeadConfig.of does."""
     model, parallel = ModelConfig.of(checkpoint, "draft"), config.parallel_drafting
     return DraftInfo(
         method=EAGLE3,
         vocab_size=model.vocab_size,
         max_model_len=model.max_seq_len,
-        capture_layers=Eagle3Facts.of(model, parallel).capture_layers,
+        capture_layers=Eagle3HeadConfig.of(model, parallel).capture_layers,
         mask_token_id=mask_token_id(model) if parallel else None,
         checkpoint=model,
     )

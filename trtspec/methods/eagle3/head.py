@@ -26,11 +26,11 @@ from trtspec.models.specs import DecoderSpec
 
 @dataclass(frozen=True)
 class Eagle3Spec:
-    """Shapes and switches of an EAGLE3 head. `layer` describes its layers, of which P-EAGLE may have several; its
-    vocabulary is the target's.
+    """Shapes and options of an EAGLE3 head.
 
-    num_captured: hidden states the head fuses. norm_before_fc, fc_norm, norm_output: see Eagle3Facts. own_embedding,
-    own_head: False = the target's serves. parallel: it is P-EAGLE's.
+    layer: spec of its layers (P-EAGLE has several), with the target's vocabulary. num_captured: number of hidden states
+    that the head fuses. norm_before_fc, fc_norm, norm_output: as in Eagle3HeadConfig. own_embedding, own_head: False =
+    it uses the target's. parallel: it is a P-EAGLE head.
     """
 
     layer: DecoderSpec

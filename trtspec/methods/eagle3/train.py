@@ -27,7 +27,7 @@ from trtspec.train.head import (
     setting,
     write_head,
 )
-from trtspec.train.lessons import frequent_tokens
+from trtspec.train.training_batches import frequent_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

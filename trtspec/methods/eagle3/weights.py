@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trtspec.errors import WeightsError
 from trtspec.methods.draft_vocabulary import TABLES, ids_of_tables
-from trtspec.methods.eagle3.checkpoint import Eagle3Facts
+from trtspec.methods.eagle3.checkpoint import Eagle3HeadConfig
 from trtspec.methods.eagle3.head import Eagle3Head, Eagle3Spec
 from trtspec.methods.head_weights import HeadSource, HeadWeights, module_of
 from trtspec.models.decoder import Decoder
@@ -38,29 +38,29 @@ class Eagle3Weights(HeadWeights[Eagle3Spec]):
     def __init__(self, source: HeadSource, target: Decoder) -> None:
         super().__init__(source, target)
         config = source.decoder
-        self.facts = Eagle3Facts.of(config, source.parallel)
+        self.head_config = Eagle3HeadConfig.of(config, source.parallel)
         self.check_made_for(
-            ("target_hidden_size (or hidden_size)", self.facts.target_hidden_size, target.spec.hidden_size),
+            ("target_hidden_size (or hidden_size)", self.head_config.target_hidden_size, target.spec.hidden_size),
             ("vocab_size", config.vocab_size, target.spec.vocab_size),
         )
 
     def spec(self, found: Mapping[str, Tensor] | None) -> Eagle3Spec:
-        config, facts, names = self.source.decoder, self.facts, found or {}
+        config, head_config, names = self.source.decoder, self.head_config, found or {}
         if "fc.weight" in names:
             self._check_fused(tuple(names["fc.weight"].shape))
         own_width = config.hidden_size != self.target.spec.hidden_size
-        own_vocabulary = facts.draft_vocab_size != config.vocab_size
+        own_vocabulary = head_config.draft_vocab_size != config.vocab_size
         return Eagle3Spec(
             layer=dataclasses.replace(
                 dense_spec(config), qk_norm=any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in names)
             ),
-            target_hidden_size=facts.target_hidden_size,
+            target_hidden_size=head_config.target_hidden_size,
             num_captured=self.source.num_captured,
-            draft_vocab_size=facts.draft_vocab_size,
-            norm_before_residual=facts.norm_before_residual,
-            norm_before_fc=facts.norm_before_fc,
-            fc_norm=facts.fc_norm,
-            norm_output=facts.norm_output,
+            draft_vocab_size=head_config.draft_vocab_size,
+            norm_before_residual=head_config.norm_before_residual,
+            norm_before_fc=head_config.norm_before_fc,
+            fc_norm=head_config.fc_norm,
+            norm_output=head_config.norm_output,
             own_embedding="embed_tokens.weight" in names or own_width,
             own_head=found is None or "lm_head" in map(module_of, names) or own_width or own_vocabulary,
             parallel=self.source.parallel,
@@ -107,7 +107,7 @@ class Eagle3Weights(HeadWeights[Eagle3Spec]):
 
     def _check_fused(self, fc: tuple[int, ...]) -> None:
         """Apart from other shapes, as the remedy is another: it is the number of captured layers that is wrong."""
-        size, num_captured = self.facts.target_hidden_size, self.source.num_captured
+        size, num_captured = self.head_config.target_hidden_size, self.source.num_captured
         if len(fc) != 2 or fc[1] % size or fc[1] == num_captured * size:
             return
         wanted = fc[1] // size

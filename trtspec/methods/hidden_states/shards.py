@@ -3,7 +3,7 @@
 A shard is one safetensors file `{prefix}-{index:05d}.safetensors` of some requests, numbered i from 0. For each, over
 its L rows: `{i}.input_ids` [L] int64, `{i}.hidden_states` [L, n * H], the residual streams after the captured layers
 side by side, and `{i}.last_hidden_state` [L, H], after the last norm; both in the target's dtype. The metadata
-(strings, as safetensors has them) is ShardFacts, the number of requests, and the format with its version.
+(strings, as safetensors has them) is ShardMetadata, the number of requests, and the format with its version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class States(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShardFacts:
+class ShardMetadata:
     """What all shards of a folder share. capture_layers: "after layer i", -1 = after the last norm; hidden_size: H."""
 
     capture_layers: tuple[int, ...]
@@ -45,8 +45,8 @@ class ShardFacts:
     dtype: str
 
     @classmethod
-    def of(cls, shard: Path) -> tuple[ShardFacts, int]:
-        """The facts of a shard and its number of requests. Raises CheckpointError where it is none or is damaged."""
+    def of(cls, shard: Path) -> tuple[ShardMetadata, int]:
+        """The metadata of a shard and its number of requests. Raises CheckpointError where it is none or is damaged."""
         try:
             with safe_open(shard, framework="pt") as file:
                 found = file.metadata() or {}
@@ -59,12 +59,12 @@ class ShardFacts:
             raise CheckpointError(f"{shard} has version {found.get('version')} of its format; this is {VERSION}")
         try:
             layers = tuple(int(part) for part in found["capture_layers"].split(",") if part)
-            facts, count = cls(layers, int(found["hidden_size"]), found["dtype"]), int(found["requests"])
+            metadata, count = cls(layers, int(found["hidden_size"]), found["dtype"]), int(found["requests"])
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{shard} has unusable metadata {found}; delete it") from error
         if tensors != {f"{i}.{name}" for i in range(count) for name in States._fields}:
             raise CheckpointError(f"{shard} does not hold the tensors of {count} requests; delete it")
-        return facts, count
+        return metadata, count
 
     def as_metadata(self, requests: int) -> dict[str, str]:
         """What `of` reads."""
@@ -78,7 +78,7 @@ class ShardFacts:
         }
 
 
-def write_shard(path: Path, facts: ShardFacts, requests: Sequence[States]) -> None:
+def write_shard(path: Path, metadata: ShardMetadata, requests: Sequence[States]) -> None:
     """Whole or not at all: written beside `path`, flushed to disk, renamed. Raises OSError; then nothing is left."""
     tensors = {
         f"{i}.{name}": tensor.contiguous()
@@ -88,7 +88,7 @@ def write_shard(path: Path, facts: ShardFacts, requests: Sequence[States]) -> No
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         try:
-            save_file(tensors, temporary, facts.as_metadata(len(requests)))
+            save_file(tensors, temporary, metadata.as_metadata(len(requests)))
         except SafetensorError as error:  # what it makes of a full disk
             raise OSError(str(error)) from error
         temporary.chmod(0o644)  # save_file makes its file private
@@ -126,8 +126,8 @@ class ShardReader:
     """One finished shard, read as asked: rows of a request come from disk, the rest stays there."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError; see ShardFacts.of."""
-        self.facts, count = ShardFacts.of(path)
+        """Raises CheckpointError; see ShardMetadata.of."""
+        self.metadata, count = ShardMetadata.of(path)
         self._file = safe_open(path, framework="pt")
         self.lengths = [int(self._slice(i, "input_ids").get_shape()[0]) for i in range(count)]
 

@@ -16,7 +16,7 @@ MEDUSA = "medusa"
 
 
 @dataclass(frozen=True)
-class MedusaFacts:
+class MedusaConfig:
     """num_layers: residual blocks of each head. hidden_size, vocab_size: None = the target's. draft_vocab_size: None =
     all of the target's ids. fc_bias: of the blocks, None = the tensors say. shared_head: one lm_head for all heads."""
 
@@ -30,7 +30,7 @@ class MedusaFacts:
     logit_scale: float
 
     @classmethod
-    def of(cls, config: CheckpointConfig) -> MedusaFacts:
+    def of(cls, config: CheckpointConfig) -> MedusaConfig:
         """Raises UnsupportedError for checkpoints of another kind, CheckpointError for fields that make no sense."""
         read = head_reader(config, MEDUSA, "set of Medusa heads")
         heads, layers = (
@@ -55,6 +55,8 @@ def recognises(checkpoint: CheckpointConfig) -> bool:
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises as MedusaFacts.of does."""
-    facts = MedusaFacts.of(checkpoint)
-    return DraftInfo(method=MEDUSA, vocab_size=facts.vocab_size, n_predict=facts.num_heads, checkpoint=checkpoint)
+    """What resolution needs to know of it. Raises as MedusaConfig.of does."""
+    head_config = MedusaConfig.of(checkpoint)
+    return DraftInfo(
+        method=MEDUSA, vocab_size=head_config.vocab_size, n_predict=head_config.num_heads, checkpoint=checkpoint
+    )

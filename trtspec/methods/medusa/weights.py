@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trtspec.errors import WeightsError
 from trtspec.methods.head_weights import HeadSource, HeadWeights
-from trtspec.methods.medusa.checkpoint import MedusaFacts
+from trtspec.methods.medusa.checkpoint import MedusaConfig
 from trtspec.methods.medusa.head import MedusaHead, MedusaSpec
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import Slot
@@ -36,12 +36,14 @@ class MedusaWeights(HeadWeights[MedusaSpec]):
 
     def __init__(self, source: HeadSource, target: Decoder) -> None:
         super().__init__(source, target)
-        self.facts = MedusaFacts.of(source.checkpoint)
+        self.head_config = MedusaConfig.of(source.checkpoint)
 
     def spec(self, found: Mapping[str, Tensor] | None) -> MedusaSpec:
-        facts, H, V = self.facts, self.target.spec.hidden_size, self.target.spec.vocab_size
-        self.check_made_for(("hidden_size", facts.hidden_size or H, H), ("vocab_size", facts.vocab_size or V, V))
-        size, bias = facts.draft_vocab_size or V, facts.fc_bias
+        head_config, H, V = self.head_config, self.target.spec.hidden_size, self.target.spec.vocab_size
+        self.check_made_for(
+            ("hidden_size", head_config.hidden_size or H, H), ("vocab_size", head_config.vocab_size or V, V)
+        )
+        size, bias = head_config.draft_vocab_size or V, head_config.fc_bias
         if size > V:
             raise WeightsError(
                 f"draft model {self.source.checkpoint.path}: truncated_vocab_size is {size}, more than the target's "
@@ -57,8 +59,10 @@ class MedusaWeights(HeadWeights[MedusaSpec]):
         if bias is None:
             bias = any(name.endswith(".bias") for name in found or ())
         own_head = found is None or "lm_heads.0.weight" in found or size != V
-        num_lm_heads = facts.num_heads if not facts.shared_head else int(own_head)
-        return MedusaSpec(H, V, size, facts.num_heads, facts.num_layers, num_lm_heads, bias, facts.logit_scale)
+        num_lm_heads = head_config.num_heads if not head_config.shared_head else int(own_head)
+        return MedusaSpec(
+            H, V, size, head_config.num_heads, head_config.num_layers, num_lm_heads, bias, head_config.logit_scale
+        )
 
     def kept(self, whole: MedusaSpec) -> MedusaSpec:
         number = self.source.num_stages
@@ -82,11 +86,11 @@ class MedusaWeights(HeadWeights[MedusaSpec]):
 
     def public(self, name: str) -> str:
         name = super().public(name).removeprefix("medusa_head.")
-        if self.facts.shared_head and name == "lm_head.weight":
+        if self.head_config.shared_head and name == "lm_head.weight":
             return "lm_heads.0.weight"
         if found := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):
             return f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"
-        if found := re.fullmatch(rf"(\d+)\.{self.facts.num_layers}\.weight", name):
+        if found := re.fullmatch(rf"(\d+)\.{self.head_config.num_layers}\.weight", name):
             return f"lm_heads.{found[1]}.weight"
         return name
 

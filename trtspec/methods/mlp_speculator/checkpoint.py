@@ -13,7 +13,7 @@ MLP_SPECULATOR = "mlp_speculator"
 
 
 @dataclass(frozen=True)
-class MLPSpeculatorFacts:
+class MLPSpeculatorConfig:
     """n_predict: stages, each of which drafts one token. hidden_size (`emb_dim`), vocab_size: None = the target's.
     inner_size: of the state, None = hidden_size. tie_weights: the stages share what fits. scale_input: the target's
     state is normalised first."""
@@ -26,7 +26,7 @@ class MLPSpeculatorFacts:
     scale_input: bool
 
     @classmethod
-    def of(cls, config: CheckpointConfig) -> MLPSpeculatorFacts:
+    def of(cls, config: CheckpointConfig) -> MLPSpeculatorConfig:
         """Raises UnsupportedError for checkpoints of another kind, CheckpointError for fields that make no sense.
 
         top_k_tokens_per_head and n_candidates, which shape upstream's tree of candidates, are not used: drafts are a
@@ -57,8 +57,8 @@ def recognises(checkpoint: CheckpointConfig) -> bool:
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises as MLPSpeculatorFacts.of does."""
-    facts = MLPSpeculatorFacts.of(checkpoint)
+    """What resolution needs to know of it. Raises as MLPSpeculatorConfig.of does."""
+    head_config = MLPSpeculatorConfig.of(checkpoint)
     return DraftInfo(
-        method=MLP_SPECULATOR, vocab_size=facts.vocab_size, n_predict=facts.n_predict, checkpoint=checkpoint
+        method=MLP_SPECULATOR, vocab_size=head_config.vocab_size, n_predict=head_config.n_predict, checkpoint=checkpoint
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trtspec.errors import WeightsError
 from trtspec.methods.head_weights import HeadSource, HeadWeights, Named
-from trtspec.methods.mlp_speculator.checkpoint import MLPSpeculatorFacts
+from trtspec.methods.mlp_speculator.checkpoint import MLPSpeculatorConfig
 from trtspec.methods.mlp_speculator.head import MLPSpeculatorHead, MLPSpeculatorSpec
 from trtspec.models.decoder import Decoder
 from trtspec.models.slots import Slot
@@ -32,13 +32,21 @@ class MLPSpeculatorWeights(HeadWeights[MLPSpeculatorSpec]):
 
     def __init__(self, source: HeadSource, target: Decoder) -> None:
         super().__init__(source, target)
-        self.facts, H, V = MLPSpeculatorFacts.of(source.checkpoint), target.spec.hidden_size, target.spec.vocab_size
-        self.check_made_for(("emb_dim", self.facts.hidden_size or H, H), ("vocab_size", self.facts.vocab_size or V, V))
+        self.head_config, H, V = (
+            MLPSpeculatorConfig.of(source.checkpoint),
+            target.spec.hidden_size,
+            target.spec.vocab_size,
+        )
+        self.check_made_for(
+            ("emb_dim", self.head_config.hidden_size or H, H), ("vocab_size", self.head_config.vocab_size or V, V)
+        )
 
     def spec(self, found: Mapping[str, Tensor] | None) -> MLPSpeculatorSpec:
-        facts, target = self.facts, self.target.spec
-        H, V, n = target.hidden_size, target.vocab_size, facts.n_predict
-        return MLPSpeculatorSpec(H, facts.inner_size or H, V, n, n, facts.tie_weights, facts.scale_input)
+        head_config, target = self.head_config, self.target.spec
+        H, V, n = target.hidden_size, target.vocab_size, head_config.n_predict
+        return MLPSpeculatorSpec(
+            H, head_config.inner_size or H, V, n, n, head_config.tie_weights, head_config.scale_input
+        )
 
     def kept(self, whole: MLPSpeculatorSpec) -> MLPSpeculatorSpec:
         return dataclasses.replace(whole, num_stages=self.source.num_stages)
@@ -61,11 +69,11 @@ class MLPSpeculatorWeights(HeadWeights[MLPSpeculatorSpec]):
 
     def wanted(self, spec: MLPSpeculatorSpec | None = None) -> Wanted:
         """All, where stages share weights: copies are compared."""
-        return super().wanted(None if self.facts.tie_weights else spec)
+        return super().wanted(None if self.head_config.tie_weights else spec)
 
     def tensors(self, found: Named) -> Named:
         found = super().tensors(found)
-        return self._shared_once(found) if self.facts.tie_weights else found
+        return self._shared_once(found) if self.head_config.tie_weights else found
 
     def held(self, spec: MLPSpeculatorSpec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
         """Of values that were read, those of the stages that run."""
@@ -76,7 +84,7 @@ class MLPSpeculatorWeights(HeadWeights[MLPSpeculatorSpec]):
         first: dict[str, Tensor] = {}
         for name, tensor in found:
             own, parts = name, re.fullmatch(r"(emb|head|ln|proj)\.(\d+)\.(weight|bias)", name)
-            if parts and int(parts[2]) < self.facts.n_predict:
+            if parts and int(parts[2]) < self.head_config.n_predict:
                 own = f"{parts[1]}.{min(int(parts[2]), int(parts[1] == 'proj'))}.{parts[3]}"
             other = first.setdefault(own, tensor)
             if other is tensor:

@@ -107,7 +107,7 @@ class SuffixDrafter:
         return choose(OwnText(text, self.depth, self.min_token_prob), lengths, best)
 
 
-class Place(Protocol):
+class MatchSource(Protocol):
     """Where matches are looked for."""
 
     def guess(self, match_len: int, budget: int) -> Guess | None:
@@ -126,7 +126,7 @@ def match_lengths(depth: int, num_drafts: int, factor: float) -> list[tuple[int,
     return sorted((pair for pair in pairs if pair[0] > 0), reverse=True)
 
 
-def choose(place: Place, lengths: Sequence[tuple[int, int]], best: Guess) -> Guess:
+def choose(place: MatchSource, lengths: Sequence[tuple[int, int]], best: Guess) -> Guess:
     """The best guess of a place, or `best` where all have lower scores. Scores are compared as fractions, so that equal
     ones are equal."""
     longest, best_len = None, 0
@@ -159,11 +159,11 @@ class PastResponses:
         return self._found[match_len]
 
     def longest(self, below: int) -> int:
-        """See Place. Where a match occurs, shorter ones do."""
+        """See MatchSource. Where a match occurs, shorter ones do."""
         return bisect_left(range(1, below), True, key=lambda match_len: self._locate(match_len) is None)
 
     def guess(self, match_len: int, budget: int) -> Guess | None:
-        """See Place."""
+        """See MatchSource."""
         found = self._locate(match_len)
         return None if found is None else self.tree.draft(found, match_len, budget, self.min_prob)
 
@@ -185,11 +185,11 @@ class OwnText:
         self.lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)  # [M], of the match that ends there
 
     def longest(self, below: int) -> int:
-        """See Place. The end of the text itself does not count: nothing follows it."""
+        """See MatchSource. The end of the text itself does not count: nothing follows it."""
         return int(self.lengths.max(initial=min(len(self.ends), 1)))
 
     def guess(self, match_len: int, budget: int) -> Guess | None:
-        """See Place."""
+        """See MatchSource."""
         ends = self.ends if match_len == 1 else self.near[self.lengths >= match_len]
         if not len(ends):
             return None

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from trtspec.errors import ConfigError, EngineError
-from trtspec.serve.engine.wire import MAX_LINE, Delta, EngineFacts, EngineLoad, encode
+from trtspec.serve.engine.wire import MAX_LINE, Delta, EngineInfo, EngineLoad, encode
 
 logger = logging.getLogger(__name__)
 
@@ -94,20 +94,20 @@ class EngineClient:
     """One engine, in a process of its own. All methods are for one event loop.
 
     options: arguments of LLM, as JSON can write them. log: format and level of the engine's log, see logs.configure.
-    patience: seconds without a word from an engine that has work, after which it is killed. on_restart: called when an
+    silence_limit: seconds; an engine that has work and sends nothing for so long is killed. on_restart: called after an
     engine has died.
     """
 
     command = (sys.executable, "-m", "trtspec.serve.engine.process")
 
     def __init__(
-        self, options: dict[str, Any], log: tuple[str, str] = ("text", "info"), patience: float = math.inf
+        self, options: dict[str, Any], log: tuple[str, str] = ("text", "info"), silence_limit: float = math.inf
     ) -> None:
         self.options = options
         self.log = log
-        self.patience = patience
+        self.silence_limit = silence_limit
         self.state: State = "starting"
-        self.facts: EngineFacts | None = None
+        self.info: EngineInfo | None = None
         self.load = EngineLoad()
         self.why: str | None = None  # the last engine ended, as anybody may know it; None: none has
         self.pid: int | None = None
@@ -255,8 +255,8 @@ class EngineClient:
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Kills an engine that hangs; what follows is as if it had died."""
-        while self.silence < self.patience:
-            await asyncio.sleep(min(self.patience / 8, 1.0))
+        while self.silence < self.silence_limit:
+            await asyncio.sleep(min(self.silence_limit / 8, 1.0))
         self._last_words = f"it had work and said nothing for {self.silence:.1f} s"
         with suppress(ProcessLookupError):
             process.kill()
@@ -277,7 +277,7 @@ class EngineClient:
             if refused is not None:
                 refused.end(RefusedError(message["kind"], message["why"]))
         elif "ready" in message:
-            self.facts = EngineFacts(**message["ready"])
+            self.info = EngineInfo(**message["ready"])
             logger.info("the engine is ready", extra={"fields": {"pid": self.pid, **message["ready"]}})
             self._ready_since = time.monotonic()
             if self.state != "closed":

@@ -21,7 +21,7 @@ from trtspec.engine.step import Emission
 from trtspec.errors import TrtSpecError
 from trtspec.llm import LLM
 from trtspec.outputs import Logprob
-from trtspec.serve.engine.wire import Channel, Delta, EngineFacts, EngineLoad, sampling_params
+from trtspec.serve.engine.wire import Channel, Delta, EngineInfo, EngineLoad, sampling_params
 from trtspec.serve.logs import configure
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class EngineServer:
 
     def run(self) -> NoReturn:
         """EOFError or OSError when the front is gone; anything else is a fault of the engine."""
-        self.channel.send({"ready": dataclasses.asdict(self.facts())})
+        self.channel.send({"ready": dataclasses.asdict(self.info())})
         while True:
             emissions: list[Emission] = []
             for message in self.channel.receive(wait=not self.engine.has_work):
@@ -91,10 +91,10 @@ class EngineServer:
             num_past_end=emission.num_past_end,
         )
 
-    def facts(self) -> EngineFacts:
+    def info(self) -> EngineInfo:
         """What the front is told once."""
         loop = self.engine.loop
-        return EngineFacts(
+        return EngineInfo(
             model=self.model,
             vocab_size=self.engine.model.vocab_size,
             max_seq_len=self.engine.max_seq_len,

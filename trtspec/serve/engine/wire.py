@@ -4,7 +4,7 @@ Front to engine:
     {"submit": id, "prompt": [token ids], "params": {...}}    params: fields of SamplingParams; id: the front's own
     {"abort": id}
 Engine to front:
-    {"ready": {...}}                                          once, see EngineFacts
+    {"ready": {...}}                                          once, see EngineInfo
     {"unusable": "message"}                                   instead, if the model cannot be loaded; then it ends
     {"refused": id, "kind": "RequestError", "why": "..."}     the request cannot run
     {"deltas": [[...], ...], "load": {...}}                   what a step gave, see Delta; and EngineLoad after it
@@ -29,7 +29,7 @@ MAX_LINE = 1 << 28
 
 
 @dataclass(frozen=True)
-class EngineFacts:
+class EngineInfo:
     """What the front must know of an engine."""
 
     model: str  # folder

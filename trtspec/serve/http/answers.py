@@ -15,7 +15,7 @@ from trtspec.serve.engine.wire import Delta
 from trtspec.serve.http.api_errors import ApiError, api_error
 from trtspec.serve.http.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from trtspec.serve.http.replies import DONE, ChatLogprobs, CompletionLogprobs, Reply, event, step_of, word_of
-from trtspec.serve.http.service import Generation
+from trtspec.serve.http.service import HTTPGeneration
 from trtspec.serve.http.tools import CallParser, Notation, read_demanded
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class Answer(ABC):
 
     kind: str
 
-    def __init__(self, body: GenerationRequest, generation: Generation) -> None:
+    def __init__(self, body: GenerationRequest, generation: HTTPGeneration) -> None:
         self.body = body
         self.generation = generation
         self.tokenizer = generation.service.tokenizer
@@ -99,7 +99,7 @@ class CompletionAnswer(Answer):
     kind = "text_completion"
     body: CompletionRequest
 
-    def __init__(self, body: CompletionRequest, generation: Generation, prompts: list[str] | None) -> None:
+    def __init__(self, body: CompletionRequest, generation: HTTPGeneration, prompts: list[str] | None) -> None:
         super().__init__(body, generation)
         self.prompts = prompts
         self.logprobs = [CompletionLogprobs(self.tokenizer) for _ in generation.tallies]
@@ -135,7 +135,7 @@ class ChatAnswer(Answer):
     body: ChatCompletionRequest
 
     def __init__(
-        self, body: ChatCompletionRequest, generation: Generation, notation: Notation | None, unhidden: bool
+        self, body: ChatCompletionRequest, generation: HTTPGeneration, notation: Notation | None, unhidden: bool
     ) -> None:
         super().__init__(body, generation)
         many = range(len(generation.tallies))
@@ -199,7 +199,7 @@ class ChatAnswer(Answer):
         return [word_of(token, tokenizer) for token in delta.token_ids if tokenizer.is_special(token)]
 
 
-async def unless_gone(http: Request, generation: Generation, work: Awaitable[T]) -> T:
+async def unless_gone(http: Request, generation: HTTPGeneration, work: Awaitable[T]) -> T:
     """What work gives; it is cancelled, and with it what runs for it, when the client goes away."""
     task: asyncio.Future[T] = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(http))

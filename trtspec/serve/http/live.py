@@ -74,16 +74,16 @@ async def feed(service: Service) -> AsyncIterator[bytes]:
 
 def _state(service: Service) -> dict[str, Any]:
     client = service.client
-    facts = None
-    if client.facts is not None:
-        facts = asdict(client.facts)
-        del facts["model"]  # a path of this machine is nobody's business
+    info = None
+    if client.info is not None:
+        info = asdict(client.info)
+        del info["model"]  # a path of this machine is nobody's business
     return {
         "name": service.name,
         "state": client.state,
         "last_engine_ended": client.why,
         "needs_key": bool(service.settings.api_keys),
-        "facts": facts,
+        "facts": info,
         "load": asdict(client.load),
     }
 

@@ -17,7 +17,7 @@ from trtspec.serve.engine.wire import Delta
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
-class Metrics:
+class HTTPMetrics:
     """One server's, of the model that clients call `name`. Times in seconds."""
 
     def __init__(self, client: EngineClient, name: str) -> None:
@@ -100,7 +100,7 @@ class _SpeculationCollector(Collector):
     @property
     def _most_drafts(self) -> int:
         """K; 0 before it is known."""
-        return 0 if self._client.facts is None else self._client.facts.max_draft_len
+        return 0 if self._client.info is None else self._client.info.max_draft_len
 
     def _total(self, name: str, text: str, count: int) -> Metric:
         family = CounterMetricFamily(name, text, labels=tuple(self._labels))

@@ -9,7 +9,10 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Outcome:
-    """error: a word for what went wrong before anything was generated. generation: service.Generation, once it runs."""
+    """The outcome of an HTTP request.
+
+    error: a word for an error before generation. generation: its service.HTTPGeneration, once it runs.
+    """
 
     error: str | None = None
     generation: Any = None

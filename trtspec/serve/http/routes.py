@@ -93,14 +93,14 @@ def build_app(service: Service) -> FastAPI:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The one model that is served."""
-        facts = service.facts
+        info = service.info
         card = {
             "id": service.name,
             "object": "model",
             "created": service.created,
             "owned_by": "trtspec",
-            "max_model_len": facts.max_seq_len,
-            "speculation": {"mode": facts.mode, "max_draft_len": facts.max_draft_len, "lossy": facts.lossy},
+            "max_model_len": info.max_seq_len,
+            "speculation": {"mode": info.mode, "max_draft_len": info.max_draft_len, "lossy": info.lossy},
         }
         return {"object": "list", "data": [card]}
 

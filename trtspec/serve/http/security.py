@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trtspec.serve.http.api_errors import ApiError, response
-from trtspec.serve.http.metrics import Metrics
+from trtspec.serve.http.metrics import HTTPMetrics
 from trtspec.serve.http.request_log import ENDPOINTS
 
 
@@ -20,7 +20,9 @@ class Gate:
     Keys are compared by their digests, all of them, whatever came before agrees: the time tells nothing.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body: int, seconds: float, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, api_keys: Sequence[str], max_body: int, seconds: float, metrics: HTTPMetrics
+    ) -> None:
         self.app = app
         self.max_body = max_body
         self.seconds = seconds

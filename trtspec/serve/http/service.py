@@ -13,9 +13,9 @@ from typing import Any
 from trtspec.errors import EngineError, RequestError
 from trtspec.outputs import SpeculationStats
 from trtspec.serve.engine.client import EngineClient, Stream
-from trtspec.serve.engine.wire import Delta, EngineFacts, sampling_params
+from trtspec.serve.engine.wire import Delta, EngineInfo, sampling_params
 from trtspec.serve.http.api_errors import ONCE, ApiError, api_error
-from trtspec.serve.http.metrics import Metrics
+from trtspec.serve.http.metrics import HTTPMetrics
 from trtspec.serve.http.outcome import current
 from trtspec.serve.http.protocol import MAX_GRAMMAR, MAX_SAMPLES, GenerationRequest
 from trtspec.serve.settings import ServeSettings
@@ -53,7 +53,7 @@ class Tally:
 
 
 @dataclass
-class Generation:
+class HTTPGeneration:
     """A request that runs: iterate over what each step gives, as (choice, delta). Leaving ends it. ApiError for
     whatever ends it early. It counts for admission until close() is called, which its record does in the end."""
 
@@ -151,18 +151,18 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.name = settings.served_name or _name(settings.model)
-        self.metrics = Metrics(client, self.name)
+        self.metrics = HTTPMetrics(client, self.name)
         if tokenizer is not None:
             tokenizer.name = self.name  # clients see what it complains of, and have no business with its folder
         self.created = int(time.time())
         self.stopping = False  # the server has been told to
 
     @property
-    def facts(self) -> EngineFacts:
+    def info(self) -> EngineInfo:
         """EngineError before the first engine is ready."""
-        if self.client.facts is None:
+        if self.client.info is None:
             raise EngineError(f"the engine is {self.client.state}; try again in a moment")
-        return self.client.facts
+        return self.client.info
 
     def check_model(self, name: str | None) -> None:
         """ApiError for a model that is not served."""
@@ -218,7 +218,7 @@ class Service:
             raise ApiError(
                 400, f"{num_prompts} prompts with n = {n} are {num_samples} samples; {MAX_SAMPLES} at most", "n"
             )
-        limit = self.facts.max_batch_size + self.settings.max_queue
+        limit = self.info.max_batch_size + self.settings.max_queue
         if self.client.num_samples + num_samples > limit:
             self.metrics.refused.inc()
             raise ApiError(
@@ -228,7 +228,7 @@ class Service:
 
     def start(
         self, request: GenerationRequest, prompts: Sequence[Sequence[int]], more: Mapping[str, Any], started: float
-    ) -> Generation:
+    ) -> HTTPGeneration:
         """Hand a request to the engine; `more`: fields of SamplingParams beside those that all endpoints share."""
         for prompt in prompts:
             self._check_length(prompt, more.get("max_tokens"))
@@ -239,7 +239,7 @@ class Service:
         self.metrics.prompt_tokens.inc(num_prompt_tokens)
         timeout = min(request.timeout or self.settings.timeout, self.settings.timeout)
         tallies = [Tally() for _ in range(len(prompts) * request.n)]
-        generation = Generation(self, stream, num_prompt_tokens, timeout, started, tallies, request)
+        generation = HTTPGeneration(self, stream, num_prompt_tokens, timeout, started, tallies, request)
         if (record := current()) is not None:
             record.generation = generation
         return generation
@@ -247,12 +247,12 @@ class Service:
     @property
     def _context(self) -> int:
         """Tokens of a prompt and of what follows it."""
-        return min(self.facts.max_seq_len, self.facts.kv_tokens)
+        return min(self.info.max_seq_len, self.info.kv_tokens)
 
     def _check_length(self, prompt: Sequence[int], max_tokens: int | None) -> None:
         if not prompt:
             raise ApiError(400, "the prompt is empty; give at least one token", "prompt")
-        vocab_size, most = self.facts.vocab_size, self._context
+        vocab_size, most = self.info.vocab_size, self._context
         if max(prompt) >= vocab_size:
             raise ApiError(400, f"token id {max(prompt)} is none: ids are 0..{vocab_size - 1}", "prompt")
         if len(prompt) + (max_tokens or 1) > most:

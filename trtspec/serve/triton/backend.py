@@ -28,7 +28,7 @@ from trtspec.llm import LLM, Prompt
 from trtspec.outputs import Logprob, SpeculationStats
 from trtspec.sampling_params import SamplingParams
 from trtspec.serve.triton.configs import LAYOUTS, ModelSpec, TensorSpec
-from trtspec.serve.triton.metrics import Metrics
+from trtspec.serve.triton.metrics import TritonMetrics
 from trtspec.serve.triton.numpy_strings import repair
 from trtspec.serve.triton.settings import Settings
 from trtspec.serve.triton.tensors import Values, make_tensors, read_inputs, requested
@@ -96,7 +96,7 @@ class EngineHost:
         self._options = dict(settings.llm)
         self._failures = 0  # in a row
         self._start()
-        self.metrics = Metrics(self.pb, args["model_name"])
+        self.metrics = TritonMetrics(self.pb, args["model_name"])
         self._numbers = itertools.count()
         self._running: dict[int, Running] = {}  # two threads share it: every operation on it is atomic
         self._loop = asyncio.new_event_loop()

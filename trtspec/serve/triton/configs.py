@@ -36,11 +36,11 @@ class ModelSpec:
     python_class: str = ""
     max_batch_size: int = 0
     decoupled: bool = True
-    steps: tuple[Step, ...] = ()
+    steps: tuple[EnsembleStep, ...] = ()
 
 
 @dataclass(frozen=True)
-class Step:
+class EnsembleStep:
     """One model of an ensemble. Pairs: (its tensor, the ensemble's; those that begin with _ are inside)."""
 
     model: str
@@ -227,8 +227,8 @@ _ENSEMBLE = ModelSpec(
     outputs=_WHOLE_OUTPUTS,
     max_batch_size=1,
     steps=(
-        Step("preprocessing", TO_PREPROCESSING, tuple((own, f"_{own}") for _, own in FROM_PREPROCESSING)),
-        Step(
+        EnsembleStep("preprocessing", TO_PREPROCESSING, tuple((own, f"_{own}") for _, own in FROM_PREPROCESSING)),
+        EnsembleStep(
             "tensorrt_llm",
             (*((theirs, f"_{own}") for theirs, own in FROM_PREPROCESSING), *TO_ENGINE),
             (
@@ -238,7 +238,7 @@ _ENSEMBLE = ModelSpec(
                 *((spec.name, spec.name) for spec in (*_LOGPROBS, *METRICS)),
             ),
         ),
-        Step(
+        EnsembleStep(
             "postprocessing",
             (("TOKENS_BATCH", "_TOKENS_BATCH"), ("SEQUENCE_LENGTH", "_SEQUENCE_LENGTH"), ("TEXT", "_TEXT")),
             (("OUTPUT", "text_output"),),
@@ -289,7 +289,7 @@ def _tensor(tensor: TensorSpec, kind: str) -> list[str]:
     return [*lines, "optional: true"] if kind == "input" and tensor.optional else lines
 
 
-def _step(step: Step) -> list[str]:
+def _step(step: EnsembleStep) -> list[str]:
     lines = [f'model_name: "{step.model}"', "model_version: -1"]
     for kind, pairs in (("input_map", step.inputs), ("output_map", step.outputs)):
         for key, value in pairs:

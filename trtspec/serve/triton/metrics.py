@@ -22,7 +22,7 @@ _GAUGES = {
 }
 
 
-class Metrics:
+class TritonMetrics:
     """The figures of one model; each call of update that finds a change tells the server."""
 
     def __init__(self, pb: Any, model: str) -> None:

@@ -18,7 +18,7 @@ PIECE = 1 << 16
 _SINCE = "trtspec.sending_since"
 
 
-class Patience:
+class StalledClients:
     """ASGI middleware around all others, and what watches over the server's connections: one on which nothing moves for
     `limit` seconds is cut off. To the app that is a client which has hung up."""
 

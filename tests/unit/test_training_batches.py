@@ -1,4 +1,4 @@
-"""Lessons: an epoch is every window, and what the target made of one is kept on disk, or computed."""
+"""TrainingBatches: an epoch is every window, and what the target made of one is kept on disk, or computed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.training import lesson_of
+from tests.e2e.training import make_training_batch
 from trtspec.models.decoder import Decoder
 from trtspec.train.language_model import initialise, llama_spec
-from trtspec.train.lessons import Lessons, TextWindows
 from trtspec.train.states import KeptStates
+from trtspec.train.training_batches import TextWindows, TrainingBatches
 
 VOCAB, LAYERS, SEQ = 40, (0, 1), 20
 
@@ -29,19 +29,19 @@ def test_an_epoch_is_every_window_and_what_is_kept_is_not_computed_again(target:
     asked: list[int] = []
     widths = (2 * target.spec.hidden_size, target.spec.hidden_size)
     kept = KeptStates(tmp_path, "0", 4, SEQ, widths, torch.float32)  # four of the seven
-    source = Lessons(windows, target.train(), LAYERS, 3, seed=0, kept=kept)
+    source = TrainingBatches(windows, target.train(), LAYERS, 3, seed=0, kept=kept)
     first = [source.batch(i) for i in range(4)]
     seen = sorted(tuple(row.tolist()) for one in first[:2] for row in one.inputs)
     assert len(set(seen)) == 6  # two batches of three of seven windows, then the next epoch
     assert kept.num_kept == 4
     layer = target.layers[0].register_forward_pre_hook(lambda module, given: asked.append(len(given[0]) // SEQ))
-    again = Lessons(windows, target, LAYERS, 3, 0, KeptStates(tmp_path, "0", 4, SEQ, widths, torch.float32))
+    again = TrainingBatches(windows, target, LAYERS, 3, 0, KeptStates(tmp_path, "0", 4, SEQ, widths, torch.float32))
     for index, one in enumerate(first):
         for ours, theirs in zip(again.batch(index), one, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     layer.remove()
     assert 0 < sum(asked) <= 3 * 2  # the three that are not kept, in two epochs
-    alone = lesson_of(target, LAYERS, first[0].inputs[1:2])
+    alone = make_training_batch(target, LAYERS, first[0].inputs[1:2])
     torch.testing.assert_close(first[0].captured[1:2], alone.captured, atol=1e-5, rtol=0)
     assert torch.equal(first[0].best[1:2], alone.best)
 

@@ -1,4 +1,4 @@
-"""What the exports to other servers share: the account that no field is forgotten, and draft lengths by batch size."""
+"""What the exports to other servers share: a check that no field is forgotten, and draft lengths by batch size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FieldWarning:
         return f"{self.field}={self.value!r}: {self.effect}"
 
 
-class Account:
+class FieldMapper:
     """The fields of one config on their way to another server; each that is set is taken, or warned about."""
 
     def __init__(self, config: SpeculativeConfig, draft: DraftInfo | None) -> None:
@@ -46,14 +46,14 @@ class Account:
         """Whether it has another value than its default."""
         return bool(getattr(self.config, field) != type(self.config).model_fields[field].default)
 
-    def take(self, field: str) -> Any:
+    def read(self, field: str) -> Any:
         """Its value, which the caller writes in the other server's words."""
         self._open.discard(field)
         return getattr(self.config, field)
 
-    def take_plain(self, *fields: str) -> dict[str, Any]:
+    def read_plain(self, *fields: str) -> dict[str, Any]:
         """Those that are set, as JSON has them: the other server knows them by the same names and meanings."""
-        return {field: _plain(self.take(field)) for field in fields if self.is_set(field)}
+        return {field: _plain(self.read(field)) for field in fields if self.is_set(field)}
 
     def warn(self, field: str, effect: str, value: Any = None) -> None:
         """`value` is what an unset field means here."""
@@ -76,7 +76,7 @@ class Account:
 
     def draft_len(self, server: str) -> int:
         """K, where the server needs to be told."""
-        k: int | None = self.take("num_speculative_tokens")
+        k: int | None = self.read("num_speculative_tokens")
         if k is None:
             raise ConfigError(
                 f"num_speculative_tokens=None with method={self.method!r}: {server} needs a number; set it, to 3 for "
@@ -86,7 +86,7 @@ class Account:
 
     def gates(self) -> tuple[str, ...]:
         """Those of GATES that are set; all are taken."""
-        return tuple(field for field in GATES if self.take(field) is not None)
+        return tuple(field for field in GATES if self.read(field) is not None)
 
     def warn_gates(self, gates: tuple[str, ...], why: str) -> None:
         for field in gates:

@@ -28,7 +28,7 @@ class Window(NamedTuple):
     taught: Tensor
 
 
-class Lesson(NamedTuple):
+class TrainingBatch(NamedTuple):
     """B windows of S rows. best [B, S] int64: the id that the target would say after each row; captured [B, S, n * Ht]:
     its states at the layers that the head reads; last [B, S, Ht]: those that its lm_head reads."""
 
@@ -72,7 +72,7 @@ class TextWindows:
         return Window(torch.from_numpy(ids), torch.arange(self.seq_len), torch.ones(self.seq_len, dtype=torch.bool))
 
 
-class Lessons:
+class TrainingBatches:
     """Batches of windows, and what the target makes of them: computed when asked, or read where `kept` has it.
 
     Every epoch sees every window once, but for what is left of a batch, in an order of its own. A batch depends on
@@ -97,13 +97,13 @@ class Lessons:
         self.windows, self.target, self.capture_layers = windows, target, tuple(capture_layers)
         self.batch_size, self.seed, self.kept = batch_size, seed, kept
 
-    def batch(self, index: int) -> Lesson:
-        """Lesson number `index` of the run, counted through all epochs (see trainer.Source)."""
+    def batch(self, index: int) -> TrainingBatch:
+        """TrainingBatch number `index` of the run, counted through all epochs (see trainer.Source)."""
         epoch, place = divmod(index, len(self.windows) // self.batch_size)
         order = np.random.default_rng([self.seed, self.windows.seq_len, epoch]).permutation(len(self.windows))
         chosen = [int(i) for i in order[place * self.batch_size : (place + 1) * self.batch_size]]
         windows = Window(*(torch.stack(column) for column in zip(*map(self.windows.__getitem__, chosen), strict=True)))
-        return Lesson(*windows, *self._observed(chosen, windows))
+        return TrainingBatch(*windows, *self._observed(chosen, windows))
 
     def _observed(self, chosen: Sequence[int], windows: Window) -> tuple[Tensor, Tensor, Tensor]:
         found = [None if self.kept is None else self.kept.get(i) for i in chosen]
@@ -125,11 +125,11 @@ def texts_of(places: Tensor) -> Tensor:
     return F.pad((places[:, 1:] == 0).cumsum(1), (1, 0))
 
 
-def taught_ahead(lesson: Lesson, steps: int) -> Tensor:
+def taught_ahead(training_batch: TrainingBatch, steps: int) -> Tensor:
     """[B, S] bool: rows whose text and window have a row `steps` further on, which is taught."""
-    texts, size = texts_of(lesson.places), lesson.places.shape[1]
+    texts, size = texts_of(training_batch.places), training_batch.places.shape[1]
     within = torch.arange(size, device=texts.device) < size - steps
-    return within & (texts.roll(-steps, dims=1) == texts) & lesson.taught.roll(-steps, dims=1)
+    return within & (texts.roll(-steps, dims=1) == texts) & training_batch.taught.roll(-steps, dims=1)
 
 
 def observe(
