@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from trtspec.build.engine_folder import EngineFolder
-from trtspec.build.wiring import assemble_engine
+from trtspec.build.wiring import create_engine
 from trtspec.config.engine import EngineConfig
 from trtspec.engine.activity_log import ActivityLog
 from trtspec.engine.background import EngineThread, Generation
@@ -77,7 +77,7 @@ class LLM:
             try:
                 detail = report if progress else logger.debug
                 engine = loader.submit(
-                    assemble_engine, built or folder, speculative, config, tokenizer, report, detail
+                    create_engine, built or folder, speculative, config, tokenizer, report, detail
                 ).result()
             finally:
                 loader.shutdown(wait=False)  # Ctrl-C does not wait for it

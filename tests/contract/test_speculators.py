@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.checkpoints import make_checkpoint
-from tests.models.eagle3_heads import EAGLE3, assemble
+from tests.models.eagle3_heads import EAGLE3, build_step
 from trtspec import LLM, SamplingParams
 from trtspec.methods.eagle3.head import Eagle3Head
 
@@ -71,7 +71,7 @@ def test_a_head_computes_what_the_package_does(tmp_path: Path, deep: Path, case:
     folder = written(tmp_path / "head", deep, CASES[case])
     oracle = np.load(folder / "oracle.npz")
     ids, states, expected = (torch.from_numpy(oracle[name]) for name in ("ids", "states", "logits"))
-    step = assemble(deep, folder)
+    step = build_step(deep, folder)
     assert step.worker.capture_layers == tuple(i - 1 for i in IDS)
     head = step.worker.head
     assert isinstance(head, Eagle3Head)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import edit_config
 from tests.contract.test_speculators import IDS, PACKAGES, assert_close, assert_lossless, deep, written
-from tests.models.eagle3_heads import assemble
+from tests.models.eagle3_heads import build_step
 from tests.models.head_session import GREEDY
 from trtspec import LLM
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
@@ -52,7 +52,7 @@ def test_a_block_is_what_the_package_makes_of_it(tmp_path: Path, deep: Path, cas
     oracle = np.load(folder / "oracle.npz")
     ids, states, expected = (torch.from_numpy(oracle[name]) for name in ("ids", "states", "logits"))
     lengths, B = oracle["anchors"].tolist(), len(expected)
-    step = assemble(deep, folder, **DFLASH)
+    step = build_step(deep, folder, **DFLASH)
     worker = step.worker
     assert isinstance(worker, DFlashWorker)
     assert worker.capture_layers == tuple(i - 1 for i in IDS)
@@ -73,7 +73,7 @@ def test_a_block_is_what_the_package_makes_of_it(tmp_path: Path, deep: Path, cas
 
 def test_a_draft_says_itself_what_it_is(deep: Path, plain: Path) -> None:
     """Neither method nor length has to be told."""
-    worker = assemble(deep, plain, method=None, num_speculative_tokens=None).worker
+    worker = build_step(deep, plain, method=None, num_speculative_tokens=None).worker
     assert isinstance(worker, DFlashWorker)
     assert (worker.max_draft_len, worker.mask_token_id) == (BLOCK - 1, MASK)
 

@@ -44,5 +44,5 @@ def test_a_folder_is_named_before_it_is_read(
     monkeypatch.chdir(tmp_path)
     asked = SpeculativeConfig(**fields, num_speculative_tokens=1)
     config = EngineConfig(max_batch_size=2, max_num_tokens=16, max_seq_len=32)
-    wiring.assemble_engine("target", asked, config, None, seen.append)
+    wiring.create_engine("target", asked, config, None, seen.append)
     assert seen == expected

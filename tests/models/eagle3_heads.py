@@ -45,7 +45,7 @@ def head(tmp_path: Path, deep: Path) -> Path:
     return make_eagle3(tmp_path, deep, (0, 3, 7), SOME_IDS)
 
 
-def assemble(deep: Path, head: Path, **wishes: Any) -> OneEngineStep:
+def build_step(deep: Path, head: Path, **wishes: Any) -> OneEngineStep:
     """With its weights as they were loaded: kernels would have them packed."""
     with (
         mock.patch("trtspec.build.wiring.load_plugins", return_value={}),

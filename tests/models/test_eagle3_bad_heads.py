@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.checkpoints import edit_config, edit_tensors, make_checkpoint
 from tests.head_checkpoints import make_eagle3
 from tests.models import eagle3_heads
-from tests.models.eagle3_heads import Tensors, assemble
+from tests.models.eagle3_heads import Tensors, build_step
 from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, UnsupportedError, WeightsError
 
 deep = eagle3_heads.deep
@@ -244,7 +244,7 @@ def test_a_bad_head_is_an_error_that_helps(deep: Path, head: Path, what: str) ->
     change, error, words = BAD_HEADS[what]
     change(head)
     with pytest.raises(error) as caught:
-        assemble(deep, head)
+        build_step(deep, head)
     message = str(caught.value)
     missing = [word for word in (*words, "draft", str(head)) if word not in message]
     assert not missing, message
@@ -263,7 +263,7 @@ def test_layers_that_the_user_cannot_mean(
     deep: Path, head: Path, wishes: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     with pytest.raises((ConfigError, WeightsError)) as caught:
-        assemble(deep, head, **wishes)
+        build_step(deep, head, **wishes)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -271,5 +271,5 @@ def test_a_shallow_target_needs_layers_to_be_named(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path, "llama", name="target", num_hidden_layers=3)
     head = make_eagle3(tmp_path, target)
     with pytest.raises(ConfigError, match=r"num_hidden_layers=3 is too few .*; set capture_layers"):
-        assemble(target, head)
-    assert assemble(target, head, capture_layers=(0, 1, 2)).worker.capture_layers == (0, 1, 2)
+        build_step(target, head)
+    assert build_step(target, head, capture_layers=(0, 1, 2)).worker.capture_layers == (0, 1, 2)

@@ -16,7 +16,7 @@ from tests.checkpoints import edit_tensors, make_checkpoint, oracle
 from tests.head_checkpoints import make_eagle3
 from tests.models import eagle3_heads
 from tests.models.built_heads import head_of
-from tests.models.eagle3_heads import EAGLE3, LAYERS, SOME_IDS, Tensors, assemble, eagle_step
+from tests.models.eagle3_heads import EAGLE3, LAYERS, SOME_IDS, Tensors, build_step, eagle_step
 from tests.models.head_session import assert_close, states
 from tests.models.paper_heads import VOCAB, K, PaperHead, assert_every_pass_is_that_of_the_paper
 from trtspec import LLM
@@ -205,7 +205,7 @@ def test_every_tensor_lands_where_it_belongs(tmp_path: Path, deep: Path, alias: 
     folder = make_eagle3(tmp_path, deep, (0, 3, 7), SOME_IDS, own_embedding=own_embedding)
     saved = load_file(folder / "model.safetensors")
     edit_tensors(folder, renamed(ALIASES[alias]))
-    worker = assemble(deep, folder).worker
+    worker = build_step(deep, folder).worker
     assert isinstance(worker, SpecWorker)
     ours = eagle3_tensors(worker.head)
     assert ours.keys() == saved.keys()
@@ -220,7 +220,7 @@ def test_every_tensor_lands_where_it_belongs(tmp_path: Path, deep: Path, alias: 
 
 def test_what_a_head_leaves_out_is_the_targets(tmp_path: Path, deep: Path) -> None:
     """The very same tensors, not copies: they cost no memory."""
-    step = assemble(deep, make_eagle3(tmp_path, deep, (0, 3, 7), own_head=False))
+    step = build_step(deep, make_eagle3(tmp_path, deep, (0, 3, 7), own_head=False))
     worker = step.worker
     assert isinstance(worker, SpecWorker)
     assert worker.head.embedding is step.decoder.embedding
@@ -249,15 +249,15 @@ def test_memory_for_kv_counts_the_heads_layer(tmp_path: Path, deep: Path, dtype:
 
 
 def test_drafts_may_be_asked_to_be_greedy(deep: Path, head: Path) -> None:
-    assert not assemble(deep, head).worker.greedy
-    assert assemble(deep, head, draft_sample_method="greedy").worker.greedy
+    assert not build_step(deep, head).worker.greedy
+    assert build_step(deep, head, draft_sample_method="greedy").worker.greedy
 
 
 def test_weight_bytes_count_each_pass(tmp_path: Path, deep: Path, head: Path) -> None:
     """fc once; the layer, norm and lm_head in each of the K passes; the embedding never."""
     tensors = load_file(head / "model.safetensors")
     per_pass = sum(tensor.nbytes for name, tensor in tensors.items() if name not in ("fc.weight", "d2t", "t2d"))
-    worker = assemble(deep, head).worker
+    worker = build_step(deep, head).worker
     assert worker.weight_bytes_per_step == tensors["fc.weight"].nbytes + K * per_pass
     own = make_eagle3(tmp_path, deep, (0, 3, 7), SOME_IDS, own_embedding=True, name="own")
-    assert assemble(deep, own).worker.weight_bytes_per_step == worker.weight_bytes_per_step
+    assert build_step(deep, own).worker.weight_bytes_per_step == worker.weight_bytes_per_step

@@ -1,6 +1,6 @@
 """A worker whose draft layers are tables: what they give for a token is known without any arithmetic.
 
-Batches come from the engine's own assembler, so they are the ones that workers meet.
+Batches come from the engine's own input builder, so they are the ones that workers meet.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def random_batch(rng: random.Random) -> tuple[Scheduled, ...]:
     return (*contexts, *generations)
 
 
-def assembled(batch: tuple[Scheduled, ...], next_draft_len: int = 3, forced: int = -1) -> StepInputs:
+def built_inputs(batch: tuple[Scheduled, ...], next_draft_len: int = 3, forced: int = -1) -> StepInputs:
     return InputBuilder(SpeculativeDecodingMode.EAGLE3_ONE_MODEL, 4, forced).build(batch, next_draft_len)
 
 

@@ -1,7 +1,7 @@
 """The packed inputs of a step, whatever is kept from step to step, are those made from scratch.
 
 Loads of random requests run through the scheduler, with random verdicts, drafts, arrivals, aborts and preemptions; at
-every step the assembler, which has seen all steps before, is compared with a construction that keeps nothing.
+every step the builder, which has seen all steps before, is compared with a construction that keeps nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def plainly(batch: Batch, next_draft_len: int, forced: int, graphs: tuple[int, .
     }
 
 
-def assembled(inputs: StepInputs) -> dict[str, Tensor]:
+def tensors_in(inputs: StepInputs) -> dict[str, Tensor]:
     """The same of a step's inputs, block tables without the scratch columns at their end."""
     parts = (inputs, inputs.attn, inputs.spec, inputs.spec.sampling)
     tensors = {f.name: getattr(part, f.name) for part in parts for f in fields(part)}
@@ -83,7 +83,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 class Load:
-    """A random scheduler, its requests, and an assembler that has seen every step."""
+    """A random scheduler, its requests, and a builder that has seen every step."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -156,11 +156,11 @@ class Load:
         wanted = self.rng.choice((0, self.K))
         inputs = self.builder.build(batch, wanted)
         expected = plainly(batch, wanted, self.forced, self.graphs)
-        assert_same(assembled(inputs), expected)
+        assert_same(tensors_in(inputs), expected)
         assert inputs.spec.next_draft_len == wanted
         assert inputs.spec.request_ids == tuple(row.request.request_id for row in batch)
         if self.before is not None:
-            assert_same(assembled(self.before[0]), self.before[1])
+            assert_same(tensors_in(self.before[0]), self.before[1])
         self.before = inputs, expected
 
     def finish(self, request: Request, num_rows: int, draft_len: int, emits: bool) -> None:
@@ -229,4 +229,4 @@ def test_runs_in_inference_mode() -> None:
     with torch.inference_mode():
         for _ in range(3):
             load.builder.build(batch)
-    assert_same(assembled(load.builder.build(batch)), plainly(batch, 0, load.forced, load.graphs))
+    assert_same(tensors_in(load.builder.build(batch)), plainly(batch, 0, load.forced, load.graphs))

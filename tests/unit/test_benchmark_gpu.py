@@ -23,7 +23,7 @@ from benchmarks.gpu.sections import SECTIONS, floor_figure, gap_figure
 from benchmarks.gpu.steps import GREEDY, INPUT_LEN, Opened, Steps, percentile, random_prompts, step_bytes
 from benchmarks.peers.checkpoints import Shape, llama_tensors
 from tests.async_stand_in import HostQueue
-from trtspec.build import wiring as assemble
+from trtspec.build import wiring
 from trtspec.engine.overlap import OverlapLoop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,9 +63,9 @@ def clock() -> Clock:
 
 @pytest.fixture
 def card(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Card:
-    monkeypatch.setattr(assemble, "open_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(assemble, "CudaQueue", HostQueue)
-    monkeypatch.setattr(assemble, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(wiring, "open_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(wiring, "CudaQueue", HostQueue)
+    monkeypatch.setattr(wiring, "free_memory", lambda device: 10**9)
     monkeypatch.setitem(SHAPES, "tiny", SHAPE)
     about = {"card": "a thread", "driver": "none"}
     return Card(torch.device("cpu"), about, clock.stamp, clock.hold, lambda: None, lambda: None)

@@ -18,7 +18,7 @@ from tests.e2e.tiny import VOCAB, make_target, perturbed
 from tests.unit.test_drafters import drafts_of
 from trtspec import LLM
 from trtspec.backends.cuda.chain_graph import chain_step
-from trtspec.build import wiring as assemble
+from trtspec.build import wiring
 from trtspec.core import KVLayer
 from trtspec.methods.draft_model.drafter import ChainDrafter
 from trtspec.protocols import DraftRequest
@@ -60,9 +60,9 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draft]:
     target = make_target(tmp_path_factory.mktemp("chain"))
     model = perturbed(target, 0.15)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "open_gpu", lambda: work.device)
-        patch.setattr(assemble, "CudaQueue", lambda: work)
-        patch.setattr(assemble, "free_memory", lambda device: 10**9)
+        patch.setattr(wiring, "open_gpu", lambda: work.device)
+        patch.setattr(wiring, "CudaQueue", lambda: work)
+        patch.setattr(wiring, "free_memory", lambda device: 10**9)
         limits: dict[str, Any] = {"max_batch_size": 5, "max_num_tokens": 64, "num_kv_blocks": 80, "block_size": BLOCK}
         speculation = {"model": str(model), "num_speculative_tokens": K}
         with LLM(target, speculation, backend="cuda", **limits) as llm:

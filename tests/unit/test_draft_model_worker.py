@@ -1,4 +1,4 @@
-"""Rows and positions of a draft model inside the target's graph, on batches of the engine's own assembler."""
+"""Rows and positions of a draft model inside the target's graph, on batches of the engine's own input builder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.unit.table_worker import VOCAB, assembled, expected_verdict, half_right, on_random_batches, random_batch
+from tests.unit.table_worker import VOCAB, built_inputs, expected_verdict, half_right, on_random_batches, random_batch
 from trtspec.core import StepOutputs
 from trtspec.engine.scheduler import Scheduled
 from trtspec.methods.draft_model.worker import DraftModelWorker
@@ -54,7 +54,7 @@ class Watched(DraftHead):
 
 def run(batch: tuple[Scheduled, ...], rng: random.Random, k: int) -> tuple[Watched, StepOutputs, list[list[int]]]:
     """The model, what the step gives, and the text of each request after it."""
-    inputs = assembled(batch, k)
+    inputs = built_inputs(batch, k)
     logits, model = half_right(rng, inputs), Watched()
     worker = DraftModelWorker(model, K, ())
     outputs = worker(inputs, torch.empty(len(inputs.input_ids), 0), logits, PagedAttend(inputs.attn, [], ()))

@@ -1,4 +1,4 @@
-"""Rows of drafting in parallel, on batches of the engine's own assembler."""
+"""Rows of drafting in parallel, on batches of the engine's own input builder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.table_worker import VOCAB, assembled, expected_verdict, half_right, on_random_batches, random_batch
+from tests.unit.table_worker import VOCAB, built_inputs, expected_verdict, half_right, on_random_batches, random_batch
 from trtspec.core import AttnMetadata, SamplingTensors, StepOutputs
 from trtspec.engine.scheduler import Scheduled
 from trtspec.methods.dflash.worker import blocks_behind
@@ -62,7 +62,7 @@ def run(
     """The head, what the step gives, the batch, the text of each request after it, and where drafts are drawn."""
     rng = random.Random(seed)
     batch = random_batch(rng)
-    inputs = assembled(batch, k)
+    inputs = built_inputs(batch, k)
     logits, head = half_right(rng, inputs), Watched()
     places: list[int] = []
 

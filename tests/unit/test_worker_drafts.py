@@ -12,7 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.table_worker import GREEDY, TARGET_IDS, VOCAB, Tables, assembled, half_right, random_batch, request, run
+from tests.unit.table_worker import (
+    GREEDY,
+    TARGET_IDS,
+    VOCAB,
+    Tables,
+    built_inputs,
+    half_right,
+    random_batch,
+    request,
+    run,
+)
 from trtspec.core import SamplingTensors
 from trtspec.engine.scheduler import Scheduled
 from trtspec.methods.worker import draw
@@ -75,7 +85,7 @@ def test_bans_move_with_the_chain() -> None:
     row.sampling = replace(GREEDY, ban_ids=(19,), ban_until=5)  # tokens 3 and 4 must not be it
     worker = Tables()
     worker.table[:] = torch.tensor([0.0, 1.0, 9.0, 0.0, 0.0, 0.0, 0.0])  # always 19, else 2
-    inputs = assembled((Scheduled(row, 3, 0, True),), next_draft_len=3)
+    inputs = built_inputs((Scheduled(row, 3, 0, True),), next_draft_len=3)
     outputs = run(worker, inputs, torch.zeros(1, VOCAB))
     assert outputs.proposal is not None
     assert outputs.proposal.draft_tokens.tolist() == [[2, 19, 19]]  # tokens 4, 5, 6
@@ -91,7 +101,7 @@ def test_a_draft_that_can_say_nothing_says_anything(logits: Tensor) -> None:
 
 def test_nothing_to_draw_from_reaches_neither_table_nor_kv() -> None:
     """NaN logits of one request: the id that says so is past any table's end; the others' drafts are as without it."""
-    inputs = assembled(random_batch(random.Random(5)))
+    inputs = built_inputs(random_batch(random.Random(5)))
     logits = half_right(random.Random(5), inputs)
     alone = run(Tables(), inputs, logits)
     broken = logits.clone()

@@ -1,7 +1,7 @@
 """What every one-engine worker does around its draft layers: draw, accept, rewind, and the rows of drafts.
 
 The worker here has layers that are tables: what they give for a token is known without any arithmetic. Batches come
-from the engine's own assembler, so they are the ones that workers meet.
+from the engine's own input builder, so they are the ones that workers meet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.unit.table_worker import (
     TARGET_IDS,
     VOCAB,
     Tables,
-    assembled,
+    built_inputs,
     expected_verdict,
     half_right,
     on_random_batches,
@@ -55,7 +55,7 @@ def test_names_that_someone_from_tensorrt_llm_looks_for(name: str) -> None:
 def test_tokens_are_those_of_strict_acceptance(seed: int) -> None:
     rng = random.Random(seed)
     batch = random_batch(rng)
-    inputs = assembled(batch)
+    inputs = built_inputs(batch)
     logits = half_right(rng, inputs)
     outputs = run(Tables(), inputs, logits)
     assert outputs.verdict is not None
@@ -72,7 +72,7 @@ def test_the_first_pass_reads_the_token_after_each_row(seed: int) -> None:
     """Inside the prompt its next token, behind a chunk too; then what was accepted; anything for rejected rows."""
     rng = random.Random(seed)
     batch = random_batch(rng)
-    inputs = assembled(batch)
+    inputs = built_inputs(batch)
     worker, logits = Tables(), half_right(rng, inputs)
     run(worker, inputs, logits)
     said = inputs.spec.per_request(logits.argmax(-1)).tolist()
@@ -90,10 +90,10 @@ def test_the_first_pass_reads_the_token_after_each_row(seed: int) -> None:
 
 @on_random_batches
 def test_what_is_kept_is_what_the_engine_commits(seed: int) -> None:
-    """next_kv_lens as rewind.commit has it; next_new_tokens as the assembler will pack the next step."""
+    """next_kv_lens as rewind.commit has it; next_new_tokens as the input builder will pack the next step."""
     rng = random.Random(seed)
     batch = random_batch(rng)
-    inputs = assembled(batch)
+    inputs = built_inputs(batch)
     outputs = run(Tables(), inputs, half_right(rng, inputs))
     assert outputs.verdict is not None
     assert outputs.next_kv_lens is not None
@@ -108,7 +108,7 @@ def test_what_is_kept_is_what_the_engine_commits(seed: int) -> None:
         if count:
             row.request.tokens += outputs.verdict.tokens[b, :count].tolist()
             row.request.drafts = drafts
-            following = assembled((Scheduled(row.request, 1 + len(drafts), len(drafts), False),))
+            following = built_inputs((Scheduled(row.request, 1 + len(drafts), len(drafts), False),))
             assert outputs.next_new_tokens[b].tolist() == following.input_ids.tolist()
 
 
@@ -118,7 +118,7 @@ def test_each_draft_follows_from_the_one_before(seed: int) -> None:
     rng = random.Random(seed)
     batch = random_batch(rng)
     K = rng.randint(1, 4)
-    inputs = assembled(batch, K)
+    inputs = built_inputs(batch, K)
     worker = Tables()
     outputs = run(worker, inputs, half_right(rng, inputs))
     assert outputs.verdict is not None
@@ -150,7 +150,7 @@ def test_each_draft_follows_from_the_one_before(seed: int) -> None:
 def test_without_drafts_wanted_the_draft_layers_run_all_the_same() -> None:
     """K' = 0: their KV has to stay complete."""
     rng = random.Random(1)
-    inputs = assembled(random_batch(rng), next_draft_len=0)
+    inputs = built_inputs(random_batch(rng), next_draft_len=0)
     worker = Tables()
     outputs = run(worker, inputs, half_right(rng, inputs))
     assert outputs.proposal is not None
@@ -165,7 +165,7 @@ def test_forced_acceptance_is_for_generation_rows(forced: int) -> None:
     for seed in range(40):
         rng = random.Random(seed)
         batch = random_batch(rng)
-        inputs = assembled(batch, forced=forced)
+        inputs = built_inputs(batch, forced=forced)
         everyone = torch.full_like(inputs.spec.forced_accept, forced)
         inputs = replace(inputs, spec=replace(inputs.spec, forced_accept=everyone))
         logits = half_right(rng, inputs)

@@ -21,7 +21,7 @@ PhaseMethod = tuple[object, str, str]
 
 
 def phases_of_loop(loop: StepLoop) -> list[PhaseMethod]:
-    """Everything in the loop's steps that is timed. Methods of the assembler are looked up in its class."""
+    """Everything in the loop's steps that is timed. Methods of the input builder are looked up in its class."""
     methods: list[PhaseMethod] = [
         (loop.scheduler, "schedule", "inputs"),
         (InputBuilder, "build", "inputs"),

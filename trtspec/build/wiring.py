@@ -40,7 +40,7 @@ from trtspec.verify.strict import get_force_num_accepted_tokens
 logger = logging.getLogger(__name__)
 
 
-def assemble_engine(
+def create_engine(
     model: str | Path | EngineFolder,
     speculative: SpeculativeConfig | None,
     config: EngineConfig,
@@ -54,7 +54,7 @@ def assemble_engine(
     def start_engine(again: bool) -> EngineCore:
         start = choose_start(model, speculative, config, progress, detail, _check)
         try:
-            engine = _assembled(start, tokenizer, progress)
+            engine = _create_engine(start, tokenizer, progress)
         except BaseException as error:
             damaged = again and start.damaged(error)
             start.release()
@@ -75,7 +75,7 @@ def _check(context: BuildContext) -> None:
         collector.close()
 
 
-def _assembled(start: Start, tokenizer: Tokenizer | None, progress: Progress) -> EngineCore:
+def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress) -> EngineCore:
     config, plugins = start.config, load_plugins()
     backend = BACKENDS[config.backend]
     gpu = open_gpu() if backend.torch_gpu else None

@@ -22,10 +22,10 @@ _INTS, _FLOATS = torch.empty(0, dtype=torch.int32), torch.empty(0)
 
 
 class _Row(NamedTuple):
-    """A logits row of a request. `known` is the number of tokens before the one it draws, drafts included."""
+    """A logits row of a request. `num_before` is the number of tokens before the one it draws, drafts included."""
 
     request: Request
-    known: int
+    num_before: int
 
 
 def logit_constraints(batch: Batch, draft_len: int) -> LogitConstraints | None:
@@ -50,12 +50,12 @@ def _penalties(rows: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:
     if not penalised:
         return _INTS, _INTS.long(), _FLOATS
     tokens = {key: np.frombuffer(one.int32_tokens(), np.int32) for key, one in penalised.items()}
-    history = np.full((len(rows), max(row.known for row in rows if id(row.request) in tokens)), -1, np.int32)
-    for r, (request, known) in enumerate(rows):
+    history = np.full((len(rows), max(row.num_before for row in rows if id(row.request) in tokens)), -1, np.int32)
+    for r, (request, num_before) in enumerate(rows):
         if id(request) in tokens:
-            own = tokens[id(request)][:known]
+            own = tokens[id(request)][:num_before]
             history[r, : len(own)] = own
-            history[r, len(own) : known] = request.drafts[: known - len(own)]
+            history[r, len(own) : num_before] = request.drafts[: num_before - len(own)]
     asked = [row.request.sampling for row in rows]
     values = [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in asked]
     return (

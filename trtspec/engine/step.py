@@ -110,10 +110,10 @@ class StepLoop:
         None where there are no such layers. logits [n, V] fp32 behind the tokens, where the request wants to know of
         them."""
         request = row.request
-        known, shown = len(request.tokens), len(request.shown_text)
+        old_len, shown = len(request.tokens), len(request.shown_text)
         verified = self.commit(row, tokens, made)
         likely = self.append(request, tokens, logits)
-        return self.emit(row, len(tokens), verified, request.tokens[known:], request.shown_text[shown:], likely)
+        return self.emit(row, len(tokens), verified, request.tokens[old_len:], request.shown_text[shown:], likely)
 
     def commit(self, row: Scheduled, tokens: list[int], made: list[int] | None) -> list[int]:
         """Keep the KV of the accepted rows, rewind the rest, and take the drafts that were made. Returns those that

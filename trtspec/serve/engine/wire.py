@@ -74,8 +74,8 @@ class Delta(NamedTuple):
     logprobs: list[list[tuple[int, float, int]]] | None = None  # of each token: [id, logprob, rank], itself first
     num_past_end: int = 0  # drafts that were accepted too, past the token that ends the sample
 
-    def tell(self, stats: SpeculationStats) -> None:
-        """Let them know of it; a step that reads in a prompt is no generation step."""
+    def add_to(self, stats: SpeculationStats) -> None:
+        """Count this step in `stats`, unless it is a prefill step."""
         if self.token_ids and not self.is_context:
             stats.observe(self.num_accepted + self.num_past_end + 1, len(self.draft_ids))
 

@@ -51,7 +51,7 @@ class HTTPMetrics:
     def count(self, delta: Delta) -> None:
         """What a step gave to a sample."""
         self.tokens.inc(len(delta.token_ids))
-        delta.tell(self.speculation)
+        delta.add_to(self.speculation)
         if delta.finish_reason is not None:
             self.finished.labels(delta.finish_reason).inc()
 

@@ -46,7 +46,7 @@ class Tally:
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.num_accepted += delta.num_accepted
-        delta.tell(self.speculation)
+        delta.add_to(self.speculation)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.error is not None:
             raise ApiError(500, f"the request failed: {delta.error}", code="request_failed", headers=ONCE)
