@@ -1,7 +1,7 @@
-"""setuptools' build backend, with the C++ kernels of the CPU compiled into wheels where there is a compiler.
+"""setuptools' build backend, which also compiles the C++ kernels of the CPU into wheels if there is a compiler.
 
-Where there is none, or it fails, the wheel has their sources alone: pure torch serves until `python -m
-trtspec_plugins.cpu` compiles them where they are installed. An editable install compiles nothing: `make` does.
+Without a compiler, or if it fails, the wheel has only the kernels' sources. Then pure torch runs until `python -m
+trtspec_plugins.cpu` compiles the kernels where they are installed. An editable install compiles nothing: `make` does.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("trtspec_plugins", "cpu", "_build")
-"""Where kernels look for their library, in what is installed."""
+"""Folder of an installation in which the kernels look for their library."""
 
 
 def kernels() -> ModuleType:
-    """plugins/cpu/build.py, which is not installed yet."""
+    """The module plugins/cpu/build.py, which is not installed yet."""
     spec = importlib.util.spec_from_file_location("kernels", ROOT / "plugins" / "cpu" / "build.py")
     assert spec is not None
     assert spec.loader is not None
@@ -34,7 +34,7 @@ def kernels() -> ModuleType:
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """What pip installs to build with: torch, for its headers, only where there is a compiler."""
+    """Packages that pip installs for the build: torch, for its headers, only if there is a compiler."""
     wanted = build_meta.get_requires_for_build_wheel(config_settings)
     if kernels().compiler() is not None:
         wanted += re.findall(r'"(torch[>=][^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -42,7 +42,7 @@ def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
 
 
 class BuildWithKernels(build_py):
-    """Modules, then the kernels."""
+    """A build of the modules, then of the kernels."""
 
     def run(self) -> None:
         super().run()
@@ -63,7 +63,7 @@ class BuildWithKernels(build_py):
 
 
 class Wheel(bdist_wheel):
-    """For any Python 3, as kernels call torch alone; with kernels, for one platform."""
+    """A wheel for any Python 3, as the kernels call torch alone. With kernels it is for one platform."""
 
     def has_kernels(self) -> bool:
         return any(Path(self.bdist_dir, FOLDER).glob("*.so"))

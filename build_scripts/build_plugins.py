@@ -1,6 +1,9 @@
-"""Compile kernels: by default the C++ ones for the CPU (see plugins/cpu/build.py; --sanitize: with address and
-undefined-behaviour checks), with --target tensorrt those of the TensorRT plugins (see plugins/tensorrt/build.py), with
---target triton those that torch launches, to see what of a GPU they take (see plugins/triton/compile.py)."""
+"""Compile kernels, by default the C++ kernels for the CPU (see plugins/cpu/build.py).
+
+--sanitize compiles these with address and undefined-behaviour checks. --target tensorrt compiles the kernels of the
+TensorRT plugins (see plugins/tensorrt/build.py). --target triton compiles the kernels that torch launches, to show what
+they take of a GPU (see plugins/triton/compile.py).
+"""
 
 import argparse
 import sys

@@ -1,8 +1,9 @@
-"""Build dist/trtspec-*.tar.gz and, from it, dist/trtspec-*-py3-none-manylinux_*.whl with the C++ kernels of all
-instruction sets inside, and check what the wheel wants of the machine it will run on.
+"""Build dist/trtspec-*.tar.gz and, from it, dist/trtspec-*-py3-none-manylinux_*.whl, and check the wheel.
 
-The tag is the oldest manylinux that auditwheel grants, which depends on the C and C++ libraries of the machine here.
-torch, for its headers, is that of the Python which runs this; the tools are installed into a venv under build/.
+The wheel contains the C++ kernels of all instruction sets. The check shows what the wheel needs of the machine that it
+will run on. The tag is the oldest manylinux that auditwheel grants; it depends on the C and C++ libraries of the
+machine here. torch, for its headers, is that of the Python that runs this script. The tools are installed into a venv
+under build/.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TORCHS_OWN = ("libtorch*", "libc10*", "libgomp*")
 
 
 def tools() -> Path:
-    """The folder of the tools' programs, made once per version of constraints.txt."""
+    """Folder of the tools' programs, made once per version of constraints.txt."""
     constraints = ROOT / "constraints.txt"
     stamp = TOOLS / "made-of"
     if not stamp.is_file() or stamp.read_text(encoding="utf-8") != constraints.read_text(encoding="utf-8"):
@@ -44,7 +45,7 @@ def tools() -> Path:
 
 
 def build(into: Path) -> Path:
-    """Returns the wheel that lies in the folder `into`, next to the sdist it is built from."""
+    """Return the wheel, built in the folder `into`, next to the sdist that it is built from."""
     programs = tools()
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run([programs / "python", "-m", "build", "--no-isolation", "--outdir", scratch, ROOT], check=True)
@@ -60,7 +61,7 @@ def build(into: Path) -> Path:
 
 
 def complaints(wheel: Path) -> list[str]:
-    """What is wrong with a built wheel; empty if nothing is."""
+    """Defects of a built wheel; empty if there are none."""
     wrong = []
     if not re.fullmatch(r"trtspec-[\d.]+-py3-none-manylinux_\d+_\d+_\w+\.whl", wheel.name):
         wrong.append(f"its name is {wheel.name}")

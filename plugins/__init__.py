@@ -1,1 +1,1 @@
-"""Kernels behind the ops of trtspec.ops, by target. They know torch and the op contracts, nothing else of trtspec."""
+"""Kernels that implement the ops of trtspec.ops, by target. They depend on torch and the op contracts alone."""

@@ -39,8 +39,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first asked for: importing torch takes seconds, and the server's front,
-    which runs no model, does without."""
+    """Import a public name when it is first used.
+
+    Importing torch takes seconds, and the server's front, which runs no model, does without torch.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module 'trtspec' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"trtspec.{_HOMES[name]}"), name)

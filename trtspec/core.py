@@ -1,8 +1,11 @@
-"""One page of nouns: what flows through a step. Who makes it flow is in protocols.py.
+"""One page of nouns: the values that flow through a step. protocols.py has the interfaces that produce and take them.
 
-Step values are frozen views of tensors. Shapes: B requests in the batch, C contexts first, then G generations;
-T packed rows; K draft tokens of the step (the longest proposal in it); R = C + G * (K + 1) logits rows, one per context
-request and K + 1 per generation request (a shorter proposal repeats its last row); M block-table columns.
+The values are frozen views of tensors. The letters of their shapes:
+- B: requests of the batch, C contexts first, then G generations.
+- T: packed rows.
+- K: draft tokens of the step, those of its longest proposal.
+- R = C + G * (K + 1): logits rows, one per context and K + 1 per generation. A shorter proposal repeats its last row.
+- M: columns of the block tables.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ KVLayer = tuple[Tensor, Tensor]
 
 
 class KVSpec(NamedTuple):
-    """One KV layer of a model: its shape, and how many tokens back it looks."""
+    """Shape of one KV layer of a model, and the number of tokens back that it attends to."""
 
     num_heads: int
     head_dim: int
@@ -32,38 +35,40 @@ class KVSpec(NamedTuple):
 
     @property
     def elements_per_token(self) -> int:
-        """K and V together."""
+        """Elements of K and V together."""
         return 2 * self.num_heads * self.head_dim
 
 
 def row_requests(cu_q_lens: Tensor, num_rows: int) -> Tensor:
-    """cu_q_lens [B+1] -> the request each packed row belongs to, [T] int64: as many end at or before it."""
+    """Request of each packed row, [T] int64: the number of requests that end at or before it. cu_q_lens: [B+1]."""
     rows = torch.arange(num_rows, device=cu_q_lens.device)
     return (cu_q_lens[1:] <= rows[:, None]).sum(1)
 
 
 def row_positions(cu_q_lens: Tensor, kv_lens: Tensor, request: Tensor) -> Tensor:
-    """request [T], whose each packed row is -> its place in that sequence, [T] int64: a request's rows are the last of
-    its kv_lens tokens."""
+    """Position of each packed row in its sequence, [T] int64; `request` [T] is the owner of each row.
+
+    The rows of a request are the last of its kv_lens tokens.
+    """
     ends = cu_q_lens[1:].long()
     return torch.arange(request.shape[0], device=cu_q_lens.device) - ends[request] + kv_lens.long()[request]
 
 
 @dataclass(frozen=True)
 class AttnMetadata:
-    """Which rows belong to whom and where their KV lives. Positions and slots follow from it, inside the graph."""
+    """The rows of each request, and the location of their KV. The graph derives positions and slots from these."""
 
     cu_q_lens: Tensor  # [B+1] int32, request b owns rows cu_q_lens[b] .. cu_q_lens[b+1]-1
-    kv_lens: Tensor  # [B] int32, tokens of the sequence once this step's rows are appended
+    kv_lens: Tensor  # [B] int32, tokens of the sequence, this step's rows included
     block_tables: Tensor  # [B, M] int32, 0 = scratch
     tree_mask: Tensor  # [T, W] int32 (see ops.spec_attention), zero-size = causal
-    width: int = 0  # rows of every request, where all have as many and a graph may count on it; 0 = see cu_q_lens
-    # [n-1, B, M'] int32, of the KV groups behind the first (kv/groups.py); None = block_tables are those of all
+    width: int = 0  # rows of each request, if all have the same number and graphs may rely on it; 0 = see cu_q_lens
+    # [n-1, B, M'] int32, tables of the KV groups after the first (kv/groups.py); None = all groups use block_tables
     group_tables: Tensor | None = None
 
     @classmethod
     def of(cls, q_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> AttnMetadata:
-        """From host lists, one entry per request; block tables are padded with scratch to the longest."""
+        """Build it from host lists with one entry per request. Block tables are padded with scratch to the longest."""
         return cls(
             cu_q_lens=torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32),
             kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
@@ -73,7 +78,7 @@ class AttnMetadata:
 
     @staticmethod
     def pad_tables(block_tables: Sequence[Sequence[int]]) -> Tensor:
-        """[B, M] int32, padded with scratch to the longest."""
+        """Block tables as a tensor [B, M] int32, padded with scratch to the longest."""
         width = max(len(table) for table in block_tables)
         padded = [[*table, *[0] * (width - len(table))] for table in block_tables]
         return torch.tensor(padded, dtype=torch.int32)
@@ -83,21 +88,21 @@ class AttnMetadata:
         return self.kv_lens.shape[0]
 
     def requests(self, num_rows: int) -> Tensor:
-        """The request each of the T rows belongs to, [T] int64."""
+        """Request that each of the T rows belongs to, [T] int64."""
         if self.width:
             return torch.arange(num_rows, device=self.kv_lens.device) // self.width
         return row_requests(self.cu_q_lens, num_rows)
 
     def positions(self, num_rows: int) -> Tensor:
-        """Place of each of the T rows in its own sequence, [T] int64."""
+        """Position of each of the T rows in its own sequence, [T] int64."""
         return row_positions(self.cu_q_lens, self.kv_lens, self.requests(num_rows))
 
     def tables_of(self, group: int) -> Tensor:
-        """[B, M] int32, the block tables of a KV group."""
+        """Block tables of a KV group, [B, M] int32."""
         return self.block_tables if group == 0 or self.group_tables is None else self.group_tables[group - 1]
 
     def keep(self, kept: Tensor) -> AttnMetadata:
-        """The same rows; KV of requests not `kept`, [B] bool, lies in scratch."""
+        """The same rows, but the KV of requests that are not `kept`, [B] bool, lies in scratch."""
         groups = self.group_tables
         return replace(
             self,
@@ -106,7 +111,7 @@ class AttnMetadata:
         )
 
     def widen(self, more: int) -> AttnMetadata:
-        """`more` further rows of every request, behind those it has."""
+        """The same requests, each with `more` further rows after those that it has."""
         before = torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.kv_lens.device)
         return replace(
             self,
@@ -116,7 +121,7 @@ class AttnMetadata:
         )
 
     def last_rows(self) -> AttnMetadata:
-        """One row per request, its last."""
+        """Only the last row of each request."""
         return replace(
             self,
             cu_q_lens=torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.kv_lens.device),
@@ -131,17 +136,17 @@ class AttnMetadata:
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """Per logits row what its request asked for; zero-size = no row of the batch uses it (see ops.process_logits)."""
+    """Sampling parameters per logits row; zero-size = no row of the batch uses the field (see ops.process_logits)."""
 
     greedy: Tensor  # [R] bool
-    positions: Tensor  # [R] int64, absolute index of the token the row draws
+    positions: Tensor  # [R] int64, absolute index of the token that the row draws
     seeds: Tensor  # [R] int64
     temperatures: Tensor  # [R] fp32, 0 on greedy rows
     top_ks: Tensor  # [R] int32
     top_ps: Tensor  # [R] fp32
     min_ps: Tensor  # [R] fp32
-    ban_ids: Tensor  # [R, n] int32, -1 padded
-    ban_until: Tensor  # [R, n] int64
+    ban_ids: Tensor  # [R, n] int32, -1 padded: ids that cannot be drawn ...
+    ban_until: Tensor  # [R, n] int64: ... at positions below this
 
     @classmethod
     def of(
@@ -150,10 +155,12 @@ class SamplingTensors:
         positions: Sequence[int] | np.ndarray,
         owners: np.ndarray | None = None,
     ) -> SamplingTensors:
-        """How to draw each of the R rows, and the index of the token it draws. Row r draws as asked[owners[r]] says or,
-        without owners, as asked[r]."""
+        """Build the tensors of R logits rows. `positions` is the index of the token that each row draws.
 
-        # By way of numpy: host work that calls few torch ops keeps their code out of memory and caches.
+        Row r draws as asked[owners[r]] says, or as asked[r] without owners.
+        """
+
+        # Built with numpy: if the host calls few torch ops, their code stays out of memory and caches.
         def tensor(values: Sequence[object], dtype: type[np.generic]) -> Tensor:
             array = np.array(values, dtype=dtype)
             return torch.from_numpy(array if owners is None or not len(array) else array[owners])
@@ -177,11 +184,11 @@ class SamplingTensors:
         )
 
     def advance(self) -> SamplingTensors:
-        """The same rows, drawing the next token."""
+        """The same rows, each of which draws its next token."""
         return replace(self, positions=self.positions + 1)
 
     def select(self, rows: Tensor) -> SamplingTensors:
-        """Only `rows` [B] int64 of the R rows, in that order."""
+        """The tensors of `rows` [B] int64 alone, in that order, out of the R rows."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return SamplingTensors(**{name: t[rows] if t.shape[0] else t for name, t in tensors.items()})
 
@@ -195,29 +202,29 @@ class LogitConstraints:
     """
 
     history: Tensor  # [R, L] int32, -1 padded: all tokens before the row's draw, drafts included
-    prompt_lens: Tensor  # [R] int64, how many of them are prompt
+    prompt_lens: Tensor  # [R] int64, number of prompt tokens among them
     penalties: Tensor  # [R, 3] fp32: repetition (1 = off), presence, frequency
     bias_ids: Tensor  # [R, n] int32, -1 padded
     bias_values: Tensor  # [R, n] fp32
-    allow_mask: Tensor  # [R, ceil(V/32)] int32, bit v % 32 of word v // 32: v may be drawn
+    allow_mask: Tensor  # [R, ceil(V/32)] int32, bit v % 32 of word v // 32: token v may be drawn
 
 
 @dataclass(frozen=True)
 class SpecMetadata:
-    """What speculation needs to know of a batch. Field names follow TensorRT-LLM's SpecMetadata."""
+    """Description of a batch for speculation. Field names follow TensorRT-LLM's SpecMetadata."""
 
     spec_dec_mode: SpeculativeDecodingMode
     max_draft_len: int
     request_ids: tuple[int, ...]
     seq_lens: Tensor  # [B] int32, rows of each request in this step
-    gather_ids: Tensor  # [R] int64, packed row behind each logits row
-    draft_tokens: Tensor  # [G, K] int64, junk past draft_lens; -1 = there is none, and so none is accepted (see Carry)
+    gather_ids: Tensor  # [R] int64, packed row that each logits row belongs to
+    draft_tokens: Tensor  # [G, K] int64, junk past draft_lens; -1 = no draft, which is never accepted (see Carry)
     draft_lens: Tensor  # [B] int32, 0 for contexts
-    next_prompt_token: Tensor  # [B] int64, -1 where the request emits (final chunk or generation)
-    forced_accept: Tensor  # [B] int32, -1 = off
+    next_prompt_token: Tensor  # [B] int64, prompt token after a chunk; -1: the request emits (last chunk or generation)
+    forced_accept: Tensor  # [B] int32, number of drafts that count as accepted; -1 = off
     sampling: SamplingTensors
     constraints: LogitConstraints | None = None  # None: no request has constraints or wants logprobs
-    next_draft_len: int = 0  # drafts that a one-engine step makes for the next one, 0..max_draft_len
+    next_draft_len: int = 0  # drafts that a one-engine step makes for the next step, 0..max_draft_len
     is_cuda_graph: bool = False
     is_spec_dec_tree: bool = False
     is_spec_dec_dynamic_tree: bool = False
@@ -226,7 +233,7 @@ class SpecMetadata:
     def plain(
         cls, request_ids: Sequence[int], attn: AttnMetadata, sampling: SamplingTensors, next_draft_len: int = 0
     ) -> SpecMetadata:
-        """A batch without drafts: every request draws one token, after its last row."""
+        """Description of a batch without drafts: every request draws one token, after its last row."""
         B, new = attn.batch_size, attn.kv_lens.new_full
         return cls(
             spec_dec_mode=SpeculativeDecodingMode.NONE,
@@ -248,12 +255,12 @@ class SpecMetadata:
 
     @property
     def num_generations(self) -> int:
-        """G"""
+        """G, the number of generations."""
         return self.draft_tokens.shape[0]
 
     @property
     def num_contexts(self) -> int:
-        """C"""
+        """C, the number of contexts."""
         return self.batch_size - self.num_generations
 
     @property
@@ -263,27 +270,27 @@ class SpecMetadata:
 
     @property
     def max_total_draft_tokens(self) -> int:
-        """Draft tokens of one request, all branches: those of a chain."""
+        """Draft tokens of one request over all branches. A chain has one branch."""
         return self.max_draft_len
 
     @property
     def num_extra_kv_tokens(self) -> int:
-        """KV rows past the verified ones that drafting may write."""
+        """Number of KV rows after the verified ones that drafting may write."""
         return max(self.max_draft_len - 1, 0)
 
     def logits_rows(self) -> Tensor:
-        """Which logits rows are each request's, [B, K+1] int64; the one row of a context request is repeated."""
+        """Logits rows of each request, [B, K+1] int64. The one row of a context is repeated."""
         width, C = self.runtime_draft_len + 1, self.num_contexts
         request = torch.arange(self.batch_size, device=self.seq_lens.device)[:, None]
         offsets = torch.arange(width, device=self.seq_lens.device)
         return torch.where(request < C, request, C + (request - C) * width + offsets)
 
     def per_request(self, rows: Tensor) -> Tensor:
-        """Logits rows [R] -> [B, K+1]."""
+        """Arrange values of logits rows, [R], by request: [B, K+1]."""
         return rows[self.logits_rows()]
 
     def row_owners(self) -> Tensor:
-        """Whose each logits row is, [R] int64: the inverse of `logits_rows`."""
+        """Request of each logits row, [R] int64: the inverse of `logits_rows`."""
         row, C = torch.arange(self.gather_ids.shape[0], device=self.gather_ids.device), self.num_contexts
         return torch.where(row < C, row, C + (row - C) // (self.runtime_draft_len + 1))
 
@@ -291,8 +298,8 @@ class SpecMetadata:
         """Draft tokens of every request, [B, K] int64; -1 for contexts."""
         if self.runtime_draft_len == 0:
             return self.draft_tokens.new_empty(self.batch_size, 0)
-        # no tensor of C rows is built, and a row of -1 is always there to read, so that a graph holds for every
-        # number of contexts and of generations
+        # One graph serves every number of contexts and generations. So no tensor of C rows is built, and a row of -1
+        # can always be read.
         generation = torch.arange(self.batch_size, device=self.seq_lens.device) - self.num_contexts
         rows = F.pad(self.draft_tokens, (0, 0, 1, 0), value=-1)  # [1 + G, K]
         return rows[(generation + 1).clamp(min=0)]
@@ -300,31 +307,33 @@ class SpecMetadata:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Everything one launch needs."""
+    """Everything that one launch needs."""
 
     input_ids: Tensor  # [T] int64
     attn: AttnMetadata
     spec: SpecMetadata
-    hidden_states: Tensor | None = None  # [T, n * H], for draft layers beside the target: its states of the rows
+    hidden_states: Tensor | None = None  # [T, n * H], the target's states, for draft layers next to the target
 
 
 @dataclass(frozen=True)
 class Carry:
-    """What a step takes from the outputs of the step that was launched just before it, so that it can be launched
-    before the host has seen those.
+    """The outputs of the previous launch that a step takes as inputs, so that the host need not read them first.
 
-    Of requests with `kept` >= 0 the step's own inputs are placeholders: input_ids and draft_tokens are anything, and
-    sampling.positions are those that go with the kv_lens there. Their rows and draft_lens are as if the step before had
-    made as many drafts as it may: a row past those that it did make has no draft, which is -1 in draft_tokens.
+    For requests with `kept` >= 0, the step's own inputs are placeholders: input_ids and draft_tokens are arbitrary, and
+    sampling.positions fit the placeholder kv_lens. The rows and draft_lens of such a request assume that the previous
+    step made as many drafts as it may. A row past the drafts that it did make has no draft: -1 in draft_tokens.
     """
 
-    tokens: Tensor  # [T] int64, row * (max_draft_len + 1) + column of next_new_tokens; -1 = input_ids has it
-    kept: Tensor  # [B] int64, row of next_kv_lens; -1 = attn.kv_lens has it
+    tokens: Tensor  # [T] int64, row * (max_draft_len + 1) + column of next_new_tokens; -1 = taken from input_ids
+    kept: Tensor  # [B] int64, row of next_kv_lens; -1 = taken from attn.kv_lens
 
     def apply(self, inputs: StepInputs, new_tokens: Tensor, kept_lens: Tensor, vocab_size: int) -> StepInputs:
-        """The inputs as they would be if the host had waited: new_tokens [N, max_draft_len + 1] int64 and kept_lens [N]
-        int32 of the step before. Where nothing could be drawn the id is past the vocabulary: any other will do, as the
-        request ends there. Any will do as well for the row of a draft that there is not."""
+        """Return the inputs as they would be if the host had waited for the previous step.
+
+        new_tokens [N, max_draft_len + 1] int64 and kept_lens [N] int32 are outputs of that step. An id past the
+        vocabulary means that nothing could be drawn. Any valid id may replace it, as the request ends there. The row of
+        a draft that does not exist may hold any id, too.
+        """
         attn, spec = inputs.attn, inputs.spec
         ids = self.read_ids(inputs.input_ids, new_tokens, vocab_size)
         lens = self.read_lens(attn.kv_lens, kept_lens, spec.seq_lens)
@@ -337,32 +346,32 @@ class Carry:
         return StepInputs(ids.clamp(min=0), replace(attn, kv_lens=lens), replace(spec, sampling=sampling))
 
     def read_ids(self, input_ids: Tensor, new_tokens: Tensor, vocab_size: int) -> Tensor:
-        """The input_ids [T], -1 for a draft that there is not; arguments as of `apply`."""
+        """The input_ids [T], -1 for a draft that does not exist; arguments as in `apply`."""
         carried = new_tokens.flatten()[self.tokens.clamp(min=0)].clamp(max=vocab_size - 1)
         return torch.where(self.tokens >= 0, carried, input_ids)
 
     def read_lens(self, kv_lens: Tensor, kept_lens: Tensor, num_rows: Tensor | int) -> Tensor:
-        """The kv_lens [B] int32; num_rows: of each request in the step."""
+        """The kv_lens [B] int32. num_rows: rows of each request in the step."""
         return torch.where(self.kept >= 0, kept_lens[self.kept.clamp(min=0)] + num_rows, kv_lens)
 
     def read_forced(self, forced_accept: Tensor, drafts: Tensor) -> Tensor:
-        """The forced_accept [B] int32; drafts [B, K], -1 where there is none, which no force accepts."""
+        """The forced_accept [B] int32, at most the number of drafts that exist. drafts: [B, K], -1 = no draft."""
         return torch.minimum(forced_accept, (drafts >= 0).sum(1, dtype=torch.int32))
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Guesses for the next step, one row per request asked for."""
+    """Drafts for the next step, one row for each request that wants drafts."""
 
     draft_tokens: Tensor  # [B, K] int64, target vocabulary; junk past draft_lens
     draft_lens: Tensor  # [B] int32, 0..K
     draft_probs: Tensor | None = None  # [B, K, V] fp32
-    draft_kv_lens: Tensor | None = None  # [B] int32, rows of draft KV now valid if the drafts are; None = keeps none
+    draft_kv_lens: Tensor | None = None  # [B] int32, valid draft KV rows if all drafts are accepted; None = no draft KV
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a step adds to each sequence."""
+    """Tokens that a step adds to each sequence."""
 
     tokens: Tensor  # [B, K+1] int64, -1 past num_tokens
     num_tokens: Tensor  # [B] int64: 0 for a context chunk that is not the last, else 1..K+1
@@ -370,15 +379,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What one launch gives back. A one-engine step fills the rest as well."""
+    """Outputs of one launch. A one-engine step also fills verdict, proposal, next_new_tokens and next_kv_lens."""
 
     tokens: Tensor  # [R] int64, the model's own draw at each logits row
     verdict: Verdict | None = None
     proposal: Proposal | None = None  # one row per request; junk where the verdict has no tokens
-    # [B, K'+1] int64, last token and drafts: what the next step reads in; -1 past the proposal's draft_lens
+    # [B, K'+1] int64, last token and drafts, which are the next step's inputs; -1 past the proposal's draft_lens
     next_new_tokens: Tensor | None = None
     next_kv_lens: Tensor | None = None  # [B] int32, tokens whose KV is kept
-    # [T, n * H] of n captured streams, [T, n * H + H] with the last states too (SAVE_HIDDEN_STATES); alone of a step's
-    # values these are on the device that computed them, as are StepInputs.hidden_states and DraftRequest's
+    # [T, n * H] of n captured streams, or [T, n * H + H] with the last states too (SAVE_HIDDEN_STATES). Hidden states
+    # stay on the device that computed them, here and in StepInputs and DraftRequest. No other values of a step do.
     hidden_states: Tensor | None = None
-    logits: Tensor | None = None  # [R, V] fp32 of lm_head; where a copy costs, only if the batch has constraints
+    logits: Tensor | None = None  # [R, V] fp32 of lm_head; where a copy costs time, only if the batch has constraints

@@ -1,4 +1,4 @@
-"""Every error a caller can meet. Each message says what is wrong, with the offending value, and what to do about it."""
+"""All errors that a caller can meet. Each message says what is wrong, with the bad value, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class TrtSpecError(Exception):
 
 
 class ConfigError(TrtSpecError, ValueError):
-    """A setting is wrong, or two settings contradict each other. Names the field, the value and the remedy."""
+    """A setting is wrong, or two settings contradict each other. The message names field, value and remedy."""
 
 
 class CheckpointError(TrtSpecError, ValueError):
@@ -16,19 +16,19 @@ class CheckpointError(TrtSpecError, ValueError):
 
 
 class WeightsError(CheckpointError):
-    """Tensors are missing, unexpected or mis-shaped. Names the model (target or draft), the tensors and the shapes."""
+    """Tensors are missing, unexpected or mis-shaped. The message names model (target or draft), tensors and shapes."""
 
 
 class UnsupportedError(TrtSpecError, NotImplementedError):
-    """Known, but not built (for this mode, architecture or backend). Never silently ignored."""
+    """A known feature is not built (for this mode, architecture or backend). It is never silently ignored."""
 
 
 class RequestError(TrtSpecError, ValueError):
-    """One request is invalid (empty prompt, token id out of range, too long, bad sampling value); others go on."""
+    """One request is invalid (empty prompt, token id out of range, too long, bad sampling value). Others go on."""
 
 
 class CapacityError(TrtSpecError, RuntimeError):
-    """A request or a batch can never fit the KV cache or the engine's limits. Says by how much."""
+    """A request or a batch can never fit the KV cache or the engine's limits. The message says by how much."""
 
 
 class DependencyError(TrtSpecError, ImportError):
@@ -40,4 +40,4 @@ class EngineError(TrtSpecError, RuntimeError):
 
 
 class DeviceError(EngineError):
-    """The device failed: nothing can run on it any more, whoever is to blame."""
+    """The device failed. Nothing can run on it any more, whatever the cause."""

@@ -1,4 +1,4 @@
-"""The public face: `LLM(model).generate(prompts)`."""
+"""The public entry point: `LLM(model).generate(prompts)`."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ from trtspec.text import Tokenizer
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""One prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
 class LLM:
-    """A model folder ready to generate, with or without speculation.
+    """A model folder that is ready to generate, with or without speculation.
 
-    model: a Hugging Face checkpoint folder, a GGUF file, a name on the Hub (owner/model; revision: a branch, tag or
-    commit of it), or an engine folder made by `trtspec build`, which brings its own speculation and limits. A
-    checkpoint is compiled at its first start and kept in a cache (TRTSPEC_CACHE: its folder, or off), unless backend
-    says otherwise. speculative_config: None, a dict, a SpeculativeConfig or a
-    TensorRT-LLM-style config. tokenizer: a folder to take it from, or a Tokenizer; None = the model's own, and without
-    one prompts are token ids and outputs have no text. All other arguments are the fields of EngineConfig (dtype,
-    device, max_batch_size, max_num_tokens, max_seq_len, kv_cache_memory, num_kv_blocks, seed, ...).
+    model: a Hugging Face checkpoint folder, a GGUF file, a name on the Hub, or an engine folder. A Hub name is
+    owner/model; revision is a branch, tag or commit of it. `trtspec build` makes engine folders, which bring their own
+    speculation and limits. A checkpoint is compiled at its first start and kept in a cache, unless backend says
+    otherwise. TRTSPEC_CACHE is the folder of the cache, or off.
+    speculative_config: None, a dict, a SpeculativeConfig or a TensorRT-LLM-style config.
+    tokenizer: a folder with one, or a Tokenizer; None = the model's own. Without a tokenizer, prompts are token ids and
+    outputs have no text.
+    All other arguments are the fields of EngineConfig (dtype, device, max_batch_size, max_num_tokens, max_seq_len,
+    kv_cache_memory, num_kv_blocks, seed, ...).
 
-    All methods may be called from any thread, also while others run: the requests of all share the steps.
+    All methods may be called from any thread, also while others run. All requests share the steps.
 
     Raises ConfigError, CheckpointError, WeightsError, UnsupportedError or CapacityError.
     """
@@ -72,7 +74,7 @@ class LLM:
             tokenizer = Tokenizer.from_folder(folder if tokenizer is None else tokenizer)
         self.tokenizer = tokenizer
         with _spinner(progress) as report:
-            # In a thread that ends: the worker threads torch gets there must not stay beside those of the engine's.
+            # Loading runs in a thread that ends: torch's worker threads of it must not stay next to the engine's.
             loader = ThreadPoolExecutor(1)
             try:
                 detail = report if progress else logger.debug
@@ -87,8 +89,7 @@ class LLM:
 
     @property
     def engine(self) -> EngineCore:
-        """The engine, to be used directly: waits until all requests in flight have ended. EngineError after
-        shutdown()."""
+        """The engine, for direct use. Waits until all requests in flight have ended. EngineError after shutdown()."""
         thread = self._engine_thread
         thread.join()
         return thread.engine
@@ -99,11 +100,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate for one or many prompts; outputs in the order of the prompts.
+        """Generate for one or many prompts. The outputs are in the order of the prompts.
 
+        All prompts are checked before any is run: RequestError or CapacityError names the first bad one. A request that
+        fails while it runs fails alone: its finish_reason is "error" and `error` says why.
         sampling_params: one for all, or one per prompt; None = SamplingParams(). use_tqdm: show a progress bar (on a
-        terminal). All prompts are checked before any is run: RequestError or CapacityError names the first bad one.
-        What fails while running fails alone: its finish_reason is "error" and `error` says why.
+        terminal).
         """
         many = _as_many(prompts)
         params = _params_for(sampling_params, len(many))
@@ -119,7 +121,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation (a list of {"role", "content"}) or of several.
 
-        Uses the checkpoint's chat template; template_options reach it (tools=..., add_generation_prompt=...).
+        It uses the checkpoint's chat template. template_options are passed to it (tools=...,
+        add_generation_prompt=...).
         """
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer with a chat template, and this model folder has none")
@@ -132,16 +135,16 @@ class LLM:
         """Start to generate for one prompt and return at once.
 
         `async for delta in ...` and `for delta in ...` yield an OutputDelta per step and sample; `await ...`,
-        `.aresult()` and `.result(timeout)` give the whole RequestOutput. It runs whether or not it is read. Leaving
-        an iteration early, cancelling its task, or `.abort()` ends it. RequestError or CapacityError, at once, if it
-        cannot run.
+        `.aresult()` and `.result(timeout)` return the whole RequestOutput. The request runs whether or not it is read.
+        Leaving an iteration early, cancelling its task, or `.abort()` ends it. RequestError or CapacityError, at once,
+        if it cannot run.
         """
         job = (_text(prompt), self._token_ids(prompt), sampling_params or SamplingParams())
         (generation,) = self._engine_thread.submit([job])
         return generation
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
-        """Generate for one prompt, yielding what each step gives (text, token ids, how many were accepted drafts).
+        """Generate for one prompt, and yield the output of each step (text, token ids, number of accepted drafts).
 
         Leaving the loop early aborts the request.
         """
@@ -157,20 +160,22 @@ class LLM:
 
     @property
     def num_kv_blocks_in_use(self) -> int:
-        """KV blocks that requests hold now; those that are only kept for reuse do not count."""
+        """Number of KV blocks that requests hold now. Blocks that are only kept for reuse do not count."""
         allocator = self._engine_thread.engine.loop.scheduler.allocator
         return allocator.num_blocks - 1 - allocator.num_free  # without the scratch block
 
     @property
     def failure(self) -> BaseException | None:
-        """Why every request ends with EngineError: the engine has failed, and a new LLM must be made. None: it has
-        not."""
+        """Failure of the engine; None: it has not failed.
+
+        After a failure every request ends with EngineError, and a new LLM must be made.
+        """
         return self._engine_thread.failure
 
     def shutdown(self) -> None:
-        """Free the model and the cache. What is running ends with EngineError, and so do further calls.
+        """Free the model and the cache. Running requests end with EngineError, and so do further calls.
 
-        Raises EngineError where something that was to be written (hidden states) could not be.
+        Raises EngineError if hidden states that were to be written could not be written.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -219,7 +224,7 @@ class LLM:
             with _batch_bar(len(ids), show_progress, thread.engine.stats) as advance:
                 for _ in as_completed([generation.done for generation in generations]):
                     advance()
-        except BaseException:  # Ctrl-C: nothing of this call stays behind
+        except BaseException:  # Ctrl-C: no request of this call goes on
             for generation in generations:
                 generation.abort()
             raise

@@ -1,7 +1,7 @@
 """SpeculativeDecodingMode: a method, and how it is run.
 
-A member is one line: its value, which never moves (engine folders hold it), and its traits. What a method is made of,
-from its checkpoint to its trainer, stands in methods/table.py.
+A member is one line: its value, which never changes (engine folders hold it), and its traits. methods/table.py lists
+the parts of a method, from its checkpoint to its trainer.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from trtspec.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModeTraits:
-    """What follows from the mode alone.
+    """Properties that follow from the mode alone.
 
-    method, one_engine, vanilla, parallel are the user's words for it. by_default: it runs where one_engine is None and
-    the method has both; else the one-engine mode does.
+    method, one_engine, vanilla, parallel are the user's words for the mode. by_default: if one_engine is None and the
+    method has both kinds of mode, this mode runs. Otherwise the one-engine mode runs.
     """
 
-    method: str = ""  # "": nobody asks for it by a method
+    method: str = ""  # "": no method selects it
     one_engine: bool = False
-    vanilla: bool = False  # an MTP module of its own for each draft
+    vanilla: bool = False  # each draft has its own MTP module
     parallel: bool = False  # all drafts come from one pass over mask tokens
     by_default: bool = False
     draft_model: bool = False  # a model of its own runs next to the target
     kv_rewind: bool = False
-    reads_states: bool = False  # that model reads the target's hidden states
-    without_kv: bool = False  # draft layers that keep none
+    reads_states: bool = False  # the draft model reads the target's hidden states
+    without_kv: bool = False  # draft layers that keep no KV
     in_blocks: bool = False  # the rows of a parallel pass see each other
-    unshifted: bool = False  # one-engine, yet draft KV of a token depends on no later one
+    unshifted: bool = False  # one-engine, but draft KV of a token depends on no later token
     spec_decoder: bool = False
     spec_drafter: bool = False
     shapes_graphs: bool = False  # what is compiled differs from plain decoding
@@ -48,7 +48,7 @@ def one_engine(
     unshifted: bool = False,
     spec_decoder: bool = True,
 ) -> ModeTraits:
-    """Draft layers in the target's graph."""
+    """Traits of a mode with draft layers in the target's graph."""
     return ModeTraits(
         method=method,
         one_engine=True,
@@ -64,7 +64,7 @@ def one_engine(
 
 
 def two_engine_head(method: str) -> ModeTraits:
-    """Draft layers that read the target's states, as an engine of their own."""
+    """Traits of a mode with draft layers that read the target's states, in an engine of their own."""
     return ModeTraits(
         method=method,
         draft_model=True,
@@ -76,12 +76,12 @@ def two_engine_head(method: str) -> ModeTraits:
 
 
 def host(method: str, *, kv_rewind: bool = False, shapes_graphs: bool = False) -> ModeTraits:
-    """Drafts, if any, are made on the host."""
+    """Traits of a mode whose drafts, if any, are made on the host."""
     return ModeTraits(method=method, kv_rewind=kv_rewind, spec_drafter=True, shapes_graphs=shapes_graphs)
 
 
 class SpeculativeDecodingMode(enum.IntEnum):
-    """Which speculation runs. Members, in name and value, begin with TensorRT-LLM's."""
+    """The kind of speculation that runs. The first members have the names and values of TensorRT-LLM's."""
 
     traits: ModeTraits
 
@@ -97,8 +97,8 @@ class SpeculativeDecodingMode(enum.IntEnum):
     EAGLE3 = 4, two_engine_head("eagle3")
     EAGLE3_ONE_MODEL = 5, one_engine("eagle3")
     NGRAM = 6, host("ngram", kv_rewind=True)
-    # A whole model drafts next to the target unless it is asked into its graph: as in vLLM, and as a graph that holds
-    # both must be compiled anew whenever one of them changes.
+    # By default a whole model drafts next to the target, as in vLLM. A graph that holds both must be compiled again
+    # whenever one of them changes.
     DRAFT_TARGET = 7, replace(host("draft_model", shapes_graphs=True), by_default=True, draft_model=True)
     USER_PROVIDED = 8, host("custom_class")
     SAVE_HIDDEN_STATES = 9, host("extract_hidden_states", shapes_graphs=True)
@@ -127,7 +127,7 @@ class SpeculativeDecodingMode(enum.IntEnum):
             raise ConfigError(f"mode={name!r} is not a speculative decoding mode; use one of {known}") from None
 
     def is_mtp_vanilla(self) -> bool:
-        """Whether an MTP module of its own makes each draft."""
+        """Whether each draft has its own MTP module."""
         return self.traits.vanilla
 
     def is_save_hidden_states(self) -> bool:
@@ -147,7 +147,7 @@ class SpeculativeDecodingMode(enum.IntEnum):
         return self.traits.reads_states
 
     def drafts_without_kv(self) -> bool:
-        """Whether its draft layers read the target's states and keep no KV of their own."""
+        """Whether draft layers read the target's states and keep no KV of their own."""
         return self.traits.without_kv
 
     def drafts_in_parallel(self) -> bool:
@@ -159,11 +159,11 @@ class SpeculativeDecodingMode(enum.IntEnum):
         return self.traits.in_blocks
 
     def rows_ahead(self, max_draft_len: int) -> int:
-        """Rows of KV that drafting writes, or sees, after the rows of a step."""
+        """Number of KV rows that drafting writes, or sees, after the rows of a step."""
         return max_draft_len + self.drafts_in_blocks()
 
     def draft_kv_is_shifted(self) -> bool:
-        """Whether draft KV of a token depends on the token after it: so it is where layers read the target's states."""
+        """Whether draft KV of a token depends on the next token, as it does if layers read the target's states."""
         inside = self.traits.one_engine and not (self.traits.unshifted or self.traits.without_kv)
         return inside or self.traits.reads_states
 
@@ -173,11 +173,11 @@ class SpeculativeDecodingMode(enum.IntEnum):
 
 
 Words = tuple[str, bool, bool, bool]
-"""(method, one_engine, vanilla, parallel)."""
+"""The user's words for a mode: (method, one_engine, vanilla, parallel)."""
 
 
 def _words(mode: SpeculativeDecodingMode) -> list[Words]:
-    """All that ask for it, the shortest first. A block is parallel, whether or not the user says so."""
+    """All words for a mode, the shortest first. A block is parallel, whether or not the user says so."""
     traits = mode.traits
     parallels = (False, True) if traits.in_blocks else (traits.parallel,)
     return [(traits.method, traits.one_engine, traits.vanilla, parallel) for parallel in parallels if traits.method]
@@ -186,13 +186,13 @@ def _words(mode: SpeculativeDecodingMode) -> list[Words]:
 MODE_OF: dict[Words, SpeculativeDecodingMode] = {
     words: mode for mode in SpeculativeDecodingMode for words in _words(mode)
 }
-"""The user's words -> mode. What is not here is refused."""
+"""Mode by the user's words. Words that are not here are refused."""
 
 METHODS: tuple[str, ...] = tuple(sorted({words[0] for words in MODE_OF}))
 
 
 def words_for(mode: SpeculativeDecodingMode) -> dict[str, str | bool]:
-    """The SpeculativeConfig fields that ask for `mode`: the inverse of MODE_OF. Empty for NONE."""
+    """SpeculativeConfig fields that select `mode`: the inverse of MODE_OF. Empty for NONE."""
     for method, one_engine, vanilla, parallel in _words(mode):
         rare = {"vanilla": vanilla, "parallel_drafting": parallel}
         return {"method": method, "one_engine": one_engine, **{name: True for name, on in rare.items() if on}}
@@ -202,7 +202,7 @@ def words_for(mode: SpeculativeDecodingMode) -> dict[str, str | bool]:
 def select_mode(
     method: str | None, one_engine: bool | None, vanilla: bool = False, parallel: bool = False
 ) -> SpeculativeDecodingMode:
-    """The mode for the user's words. method None is NONE; one_engine None is the mode that runs by default.
+    """The mode for the user's words. method None selects NONE; one_engine None selects the mode that runs by default.
 
     Raises ConfigError for an unknown method or a combination that means nothing.
     """

@@ -1,4 +1,4 @@
-"""What a caller gets back."""
+"""Outputs that a caller receives."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class SpeculationStats:
     """Counts of generation steps (context steps are not counted), of one sample, one request or a whole engine."""
 
     outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Steps by (tokens emitted, bonus included; drafts offered)."""
+    """Number of steps by (tokens emitted, bonus included; drafts offered)."""
 
     def observe(self, num_tokens: int, draft_len: int, steps: int = 1) -> None:
-        """Generation steps that emitted `num_tokens` of `draft_len` + 1 each."""
+        """Count `steps` generation steps that emitted `num_tokens` of `draft_len` + 1 tokens each."""
         outcome = (num_tokens, draft_len)
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + steps
 
@@ -25,22 +25,22 @@ class SpeculationStats:
 
     @property
     def tokens(self) -> int:
-        """Emitted by those steps, bonus included."""
+        """Number of tokens that the steps emitted, bonus included."""
         return sum(num_tokens * count for (num_tokens, _), count in self.outcomes.items())
 
     @property
     def drafted(self) -> list[int]:
-        """[K] times position i was offered."""
+        """Number of times that a draft was offered at each position, [K]."""
         return self._by_position([(draft_len, count) for (_, draft_len), count in self.outcomes.items()])
 
     @property
     def accepted(self) -> list[int]:
-        """[K] times position i was accepted."""
+        """Number of times that a draft was accepted at each position, [K]."""
         return self._by_position([(num_tokens - 1, count) for (num_tokens, _), count in self.outcomes.items()])
 
     @property
     def num_drafts(self) -> int:
-        """Steps that had drafts, however many."""
+        """Number of steps that had drafts, whatever their number."""
         return sum(count for (_, draft_len), count in self.outcomes.items() if draft_len)
 
     @property
@@ -67,17 +67,17 @@ class SpeculationStats:
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]
 
     def copy(self) -> SpeculationStats:
-        """As it is now."""
+        """A copy of the present counts."""
         return SpeculationStats(self.outcomes.copy())
 
     def since(self, earlier: SpeculationStats) -> SpeculationStats:
-        """What was observed after `earlier`, a copy of it."""
+        """Counts of the steps observed since `earlier`, an older copy of these counts."""
         news = {outcome: count - earlier.outcomes.get(outcome, 0) for outcome, count in self.outcomes.items()}
         return SpeculationStats({outcome: count for outcome, count in news.items() if count})
 
     @classmethod
     def total(cls, parts: Iterable[SpeculationStats]) -> SpeculationStats:
-        """The sum of several."""
+        """Sum of several counts."""
         total = cls()
         for part in parts:
             for outcome, count in part.outcomes.items():
@@ -85,15 +85,18 @@ class SpeculationStats:
         return total
 
     def _by_position(self, lengths: list[tuple[int, int]]) -> list[int]:
-        """[K] steps whose length covers position i; lengths: (length, steps)."""
+        """Number of steps whose length covers each position, [K]. lengths: (length, steps)."""
         K = max((draft_len for _, draft_len in self.outcomes), default=0)
         return [sum(count for length, count in lengths if length > position) for position in range(K)]
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely the model found a token, before penalties, temperature and filters. rank: tokens that are no less
-    likely, itself among them. decoded_token: its text alone; None where the model folder has no tokenizer."""
+    """Log-probability of a token in the model's own distribution, before penalties, temperature and filters.
+
+    rank: number of tokens that are no less likely, itself included. decoded_token: its text alone; None if the model
+    folder has no tokenizer.
+    """
 
     logprob: float
     rank: int
@@ -102,20 +105,21 @@ class Logprob:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What one step gave one sample of a prompt. A sample's deltas in a row are its CompletionOutput, text and ids.
+    """Output of one step for one sample of a prompt.
 
-    The last one of a sample has a finish_reason, and may bring nothing else.
+    The text and ids of a sample's deltas, joined in order, are those of its CompletionOutput. The last delta of a
+    sample has a finish_reason, and may have nothing else.
     """
 
     request_id: int
     index: int  # of the sample
-    text: str  # new text; what may become a stop string, or is half a character, is held back
+    text: str  # new text; half a character, or text that may become a stop string, is held back
     token_ids: tuple[int, ...]  # new ids
-    num_accepted_drafts: int  # so many of them, the first ones, were guessed
+    num_accepted_drafts: int  # number of token_ids, the first ones, that were drafts
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
-    logprobs: tuple[dict[int, Logprob], ...] | None = None  # of token_ids, one each; see CompletionOutput
+    logprobs: tuple[dict[int, Logprob], ...] | None = None  # one entry for each of token_ids; see CompletionOutput
 
     @property
     def finished(self) -> bool:
@@ -126,9 +130,9 @@ class OutputDelta:
 class CompletionOutput:
     """One sample. finish_reason: "stop" (end of sequence, stop token or stop string), "length", "abort" or "error".
 
-    drafter_error: why it was generated without drafts from some token on; that costs time and changes no token.
-    logprobs: where asked for, a dict for each token, its own id first, then the most likely ones in order;
-    cumulative_logprob: the sum of the tokens' own.
+    drafter_error: why the sample had no drafts from some token on. That costs time and changes no token.
+    logprobs: if asked for, a dict for each token: its own id first, then the most likely ids in order.
+    cumulative_logprob: sum of the tokens' own log-probabilities.
     """
 
     index: int
@@ -179,5 +183,5 @@ class RequestOutput:
 
 
 def or_none(value: float) -> float | None:
-    """A figure for JSON, which has no NaN: None in its place."""
+    """The value for JSON, which has no NaN: None takes its place."""
     return None if math.isnan(value) else value

@@ -1,4 +1,4 @@
-"""PNG figures, drawn without a screen. matplotlib lives here and nowhere else."""
+"""PNG figures, drawn without a screen. Only this module uses matplotlib."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_png(figure: Any, path: str | Path) -> None:
-    """The figure as a PNG file, whole or not at all."""
+    """Write the figure as a PNG file, whole or not at all."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     path = Path(path)

@@ -1,4 +1,4 @@
-"""What a terminal shows meanwhile. Imported when there is something to show: it takes a while and memory."""
+"""Progress on a terminal. Import this only when there is something to show: the import takes time and memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trtspec.engine.stats import EngineStats
 
 @contextmanager
 def spinner(message: str) -> Iterator[Callable[[str], None]]:
-    """On stderr; call what it gives with the next message."""
+    """Show a spinner with a message on stderr. Call the yielded function with the next message."""
     with Console(stderr=True).status(message) as status:
         yield status.update
 
 
 @contextmanager
 def batch_bar(total: int, stats: EngineStats) -> Iterator[Callable[[], None]]:
-    """Of `total` requests, on stderr; call what it gives for each that is done."""
+    """Show a progress bar of `total` requests on stderr. Call the yielded function for each request that is done."""
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), _Speed(stats))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
@@ -29,7 +29,7 @@ def batch_bar(total: int, stats: EngineStats) -> Iterator[Callable[[], None]]:
 
 
 class _Speed(ProgressColumn):
-    """Drawn anew whenever the bar is."""
+    """The speed and the number of steps, drawn again whenever the bar is."""
 
     def __init__(self, stats: EngineStats) -> None:
         super().__init__()

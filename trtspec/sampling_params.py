@@ -1,4 +1,4 @@
-"""What a caller may ask of the sampler, and the same with every default filled in."""
+"""Sampling parameters that a caller may set, and the same with every default filled in."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from typing import Any
 from trtspec.errors import RequestError
 
 NEVER = 2**62
-"""A token index no sequence reaches: `ban_until` of ids banned for ever."""
+"""A token index that no sequence reaches: `ban_until` of ids that are banned for ever."""
 
 MOST_NESTED = 64
-"""Brackets in brackets of a JSON schema: compiling one takes the longer, and much, the deeper it is."""
+"""Most levels of brackets in a JSON schema. A deeper one takes much longer to compile."""
 
 MOST_LOGPROBS = 20
-"""Most likely tokens that a request may ask for beside each one drawn."""
+"""Largest number of most likely tokens that a request may ask for, next to each token drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What a text must be, exactly one of: JSON of a schema (a dict, or its text), any JSON object, all of a regular
-    expression, one of some strings, a sentence of a grammar (EBNF, its root is `root`). Names are vLLM's.
+    """The required form of a text. Exactly one field is set; the names are vLLM's.
 
-    RequestError for anything else; what is wrong inside one of them shows when a request is made of it.
+    json: JSON of a schema, given as a dict or its text. json_object: any JSON object. regex: a regular expression that
+    the whole text matches. choice: one of some strings. grammar: a sentence of a grammar in EBNF, whose root is `root`.
+    RequestError for anything else. An error inside a field shows when a request is made with it.
     """
 
     json: Mapping[str, Any] | str | None = field(default=None, hash=False)
@@ -63,23 +64,26 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to draw one request's tokens. Raises RequestError naming the field, the value and the allowed range.
+    """Parameters of drawing one request's tokens. RequestError names the bad field, its value and the allowed range.
 
     temperature, top_k, top_p, min_p: None = the checkpoint's generation_config.json, else 1.0 / off / off / off.
     temperature 0 is greedy. top_k 0 or -1 = off. seed: None = drawn by the engine and returned with the output.
-    max_tokens: None = up to the engine's max_seq_len. min_tokens: end-of-sequence and stop token ids cannot be drawn
-    before that many output tokens. stop: strings that end the text (not part of it, unless include_stop_str_in_output).
-    n: samples per prompt; sample 0 uses the seed itself, sample i a hash of it.
+    max_tokens: None = up to the engine's max_seq_len. min_tokens: number of output tokens before which end-of-sequence
+    and stop token ids cannot be drawn. stop: strings that end the text. They are not part of it, unless
+    include_stop_str_in_output is set. n: samples per prompt; sample 0 uses the seed itself, sample i a hash of it.
 
-    logit_bias: token id -> what is added to its logit, -100..100; penalties see the sum. repetition_penalty: a logit of
-    what prompt or output hold is divided by it where it is positive, multiplied where it is not; None = the
-    checkpoint's, else 1.0 = off. presence_penalty is taken off the logit of what the output holds, frequency_penalty as
-    often as the output holds it; both are in [-2, 2], 0 = off. logprobs: 0..20, the log-probabilities of each token
-    drawn and of so many of the most likely; None = none. max_draft_len: at most so many drafts a step; 0 = plain
-    decoding, None = the engine's K, which no request exceeds. It changes the time that a request takes, and no token.
+    logit_bias: token id -> value added to its logit, -100..100; penalties apply to the sum.
+    repetition_penalty: a positive logit of a token in prompt or output is divided by it, any other multiplied by it.
+    None = the checkpoint's, else 1.0 = off.
+    presence_penalty is subtracted from the logit of each token in the output, frequency_penalty once for each time that
+    the token is there. Both are in [-2, 2], 0 = off.
+    logprobs: 0..20, number of most likely tokens whose log-probabilities are returned, next to that of each token
+    drawn; None = none.
+    max_draft_len: largest number of drafts per step. 0 = plain decoding, None = the engine's K, which no request
+    exceeds. It changes the time of a request, and no token.
 
-    structured_outputs: what the text must be. End-of-sequence and stop token ids can then be drawn where it may end,
-    and nothing else where it must; so min_tokens and ignore_eos, which contradict that, are refused beside it.
+    structured_outputs: the required form of the text. End-of-sequence and stop token ids can then be drawn where the
+    text may end, and no other id where it must end. min_tokens and ignore_eos contradict that, and are refused with it.
     """
 
     n: int = 1
@@ -155,8 +159,11 @@ class SamplingParams:
 
     @classmethod
     def tensorrt_llm(cls, **fields: Any) -> SamplingParams:
-        """What a request of TensorRT-LLM's means: greedy if temperature, top_k and top_p are all unset, if temperature
-        or top_p is 0 (or top_p less) or if top_k is 1. Unset is else 1.0, or off: generation_config.json has no say."""
+        """The meaning of a TensorRT-LLM request's parameters.
+
+        It is greedy if temperature, top_k and top_p are all unset, if temperature is 0, if top_p is 0 or less, or if
+        top_k is 1. Otherwise an unset field is 1.0, or off: generation_config.json is not used.
+        """
         off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
         given = {name: value for name, value in fields.items() if value is not None or name not in off}
         greedy = given.keys().isdisjoint(("temperature", "top_k", "top_p"))
@@ -171,7 +178,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class RequestSampling:
-    """One sample's draw with nothing left to look up. `ban_ids` cannot be drawn at token indices below `ban_until`."""
+    """All sampling parameters of one sample, resolved. `ban_ids` cannot be drawn at token indices below `ban_until`."""
 
     greedy: bool
     temperature: float
@@ -188,7 +195,7 @@ class RequestSampling:
 
     @property
     def is_penalised(self) -> bool:
-        """What was said so far changes its logits."""
+        """Whether the tokens so far change its logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
@@ -206,7 +213,7 @@ class RequestSampling:
         stop_ids: Iterable[int],
         defaults: Mapping[str, float | int],
     ) -> RequestSampling:
-        """`defaults`: the checkpoint's generation_config; `stop_ids`: what min_tokens holds back."""
+        """Resolve `params`. defaults: the checkpoint's generation_config. stop_ids: ids that min_tokens holds back."""
 
         def value(name: str, otherwise: float) -> float:
             own = getattr(params, name)
@@ -240,14 +247,14 @@ def _real(name: str, value: object, allowed: Callable[[float], bool], words: str
 
 
 def _nesting(text: str) -> int:
-    """The deepest that brackets of a JSON text lie in each other; those in its strings do not count."""
-    # a string that is never closed is one, too: else the search would start again at each quote inside it
+    """Largest depth of nested brackets in a JSON text. Brackets in its strings do not count."""
+    # A string that is never closed counts, too. Otherwise the search would start again at each quote inside it.
     outside = re.sub(r'"(\\.|[^"\\])*"?', "", text, flags=re.DOTALL)
     return max(accumulate(1 if char in "{[" else -1 if char in "}]" else 0 for char in outside), default=0)
 
 
 def _checked_bias(bias: Mapping[int, float] | None) -> Mapping[int, float] | None:
-    """A copy of it."""
+    """A copy of the bias. RequestError if it is not valid."""
     if bias is None:
         return None
     if not isinstance(bias, Mapping):

@@ -11,10 +11,10 @@ from trtspec_plugins.cpu.build import SOURCES, library
 
 
 def load() -> str:
-    """Register the kernels with torch; returns the instruction set they use, a name of build.INSTRUCTION_SETS.
+    """Register the kernels with torch. Returns the instruction set that they use, a name of build.INSTRUCTION_SETS.
 
-    $TRTSPEC_CPU_ISA asks for one of those. ImportError where the kernels are not built or cannot run.
-    $TRTSPEC_PLUGIN_SANITIZED=1 takes the build with --sanitize, which wants ASAN_OPTIONS=detect_leaks=0 and
+    $TRTSPEC_CPU_ISA asks for one of these. ImportError if the kernels are not built or cannot run.
+    $TRTSPEC_PLUGIN_SANITIZED=1 loads the build with --sanitize. It needs ASAN_OPTIONS=detect_leaks=0 and
     LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)".
     """
     path = library(sanitize=os.environ.get("TRTSPEC_PLUGIN_SANITIZED") == "1")
@@ -30,7 +30,7 @@ def load() -> str:
 
 
 def graph_calls() -> dict[str, str]:
-    """Op -> C declaration of the function that AOTInductor's graphs call for it, without torch's dispatcher."""
+    """Op -> C declaration of the function that AOTInductor's graphs call for the op, without torch's dispatcher."""
     source = (SOURCES / "graph_calls.cpp").read_text(encoding="utf-8")
     pattern = r"AOTI_TORCH_EXPORT (AOTITorchError aoti_torch_cpu_(\w+)\([^)]*\))"
     return {name: " ".join(declaration.split()) for declaration, name in re.findall(pattern, source)}

@@ -1,4 +1,4 @@
-"""`python -m trtspec_plugins.cpu` builds the kernels where they are installed."""
+"""Command line of `python -m trtspec_plugins.cpu`, which builds the kernels where they are installed."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Compile the C++ kernels: kernels.cpp once per instruction set, the bindings against torch, one shared library.
 
-The library calls torch's stable C functions alone (see tensor.h), so it runs with every torch from TARGET on. Its name
-holds the digest of its sources and flags: building again is a no-op until one of them changes.
+The library calls only torch's stable C functions (tensor.h), so it runs with every torch from TARGET on. Its name holds
+the digest of its sources and flags: building again is a no-op until one of them changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if platform.machine() in ("x86_64", "AMD64"):
         "avx512_bf16": (*_V4, "-mavx512bf16", "-mavx512vnni"),
         "amx": (*_V4, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     }
-TARGET = "0x020d000000000000"  # torch 2.13, the oldest that has the functions
+TARGET = "0x020d000000000000"  # torch 2.13, the oldest with the functions
 FLAGS = (
     "-O3",
     "-std=c++20",
@@ -47,7 +47,7 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
 
 
 class BuildError(Exception):
-    """The kernels could not be compiled. The message ends with what to do."""
+    """An error for kernels that could not be compiled. The message ends with what to do."""
 
 
 def compiler() -> str | None:
@@ -58,13 +58,15 @@ def compiler() -> str | None:
 
 
 def folder() -> Path:
-    """Where libraries are kept: $TRTSPEC_PLUGIN_DIR, or beside the sources."""
+    """Folder of the libraries: $TRTSPEC_PLUGIN_DIR, or `_build` next to the sources."""
     return Path(os.environ.get("TRTSPEC_PLUGIN_DIR") or Path(__file__).parent / "_build")
 
 
 def library(sanitize: bool = False, into: Path | None = None) -> Path:
-    """The library that belongs to the present sources and flags, in the folder `into`, if not folder(); it may not be
-    built yet."""
+    """Path of the library that belongs to the present sources and flags, in `into` or else in folder().
+
+    The library may not be built yet.
+    """
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
@@ -74,7 +76,7 @@ def library(sanitize: bool = False, into: Path | None = None) -> Path:
 
 
 def build(sanitize: bool = False, report: Callable[[str], None] = lambda line: None, into: Path | None = None) -> Path:
-    """Compile unless it is done already; returns library(sanitize, into). Raises BuildError."""
+    """Compile the library unless that is done already. Returns library(sanitize, into). Raises BuildError."""
     target = library(sanitize, into)
     if target.is_file():
         report(f"{target.name} is up to date")
@@ -105,13 +107,13 @@ def build(sanitize: bool = False, report: Callable[[str], None] = lambda line: N
         linked = f"{scratch}/linked.so"
         libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
         _run([cxx, *flags, "-shared", "-o", linked, *objects, *libraries], SOURCES)
-        os.replace(linked, target)  # at once, so that nobody loads half a library
+        os.replace(linked, target)  # atomically, so that no process loads half a library
     report(f"built {target}")
     return target
 
 
 def _torch_folder() -> Path:
-    """Of the torch that is installed, which is not imported."""
+    """Folder of the installed torch, found without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise BuildError("torch, whose headers they include, is not installed; pip install 'torch>=2.13'")
@@ -128,7 +130,7 @@ def _run(command: Iterable[str], where: Path) -> None:
 
 
 def main() -> int:
-    """`python -m trtspec_plugins.cpu [--sanitize]`; build_scripts/build_plugins.py calls it, too."""
+    """`python -m trtspec_plugins.cpu [--sanitize]`. build_scripts/build_plugins.py calls it too."""
     try:
         build(sanitize="--sanitize" in sys.argv[1:], report=print)
     except (BuildError, OSError) as error:

@@ -1,27 +1,28 @@
-"""FlashInfer behind two of our ops, for NVIDIA GPUs from SM80 on: off, unless TRTSPEC_FLASHINFER names them.
+"""FlashInfer as the kernel of two of our ops, for NVIDIA GPUs from SM80 on: off unless TRTSPEC_FLASHINFER names it.
 
 | TRTSPEC_FLASHINFER | op | what it takes | what it costs |
 |---|---|---|---|
 | attention | spec_attention_ | batches with long prompts, outside CUDA graphs (attention.py) | bitwise equality |
 | filter | process_logits | top-k and top-p of vocabularies from 2048 tokens on (logits.py) | see there |
 
-Both with a comma: TRTSPEC_FLASHINFER=attention,filter. What they do not take goes to the kernel that was registered
-before: Triton's, or the reference.
+A comma joins both: TRTSPEC_FLASHINFER=attention,filter. Calls that FlashInfer does not take go to the kernel that was
+registered before: Triton's, or the reference.
 
 **attention gives up the guarantee that a row's bits depend on its own tokens alone**, and with it that speculation
-changes nothing bit for bit. The same prompt may be read by FlashInfer in one batch and by our kernel in another, cut
-in other chunks, found in the cache or not, and the two round differently; so may a request that is preempted and read
-again. Differences are those of rounding, which decide between tokens that are almost equally likely.
+changes nothing bit for bit. FlashInfer may prefill the same prompt in one batch, and our kernel in another. The prompt
+may be cut in other chunks, be found in the cache or not, or be prefilled again after a preemption. The two kernels
+round differently. The differences are those of rounding; they decide between tokens that are almost equally likely.
 
-It is off because nobody has measured whether it is faster: neither part has run on a GPU. What is shown without one:
-every call binds to FlashInfer's own signatures, and the arguments describe the batch, as a stand-in that computes from
-them what FlashInfer documents gives the references' results (tests/plugins/test_flashinfer.py, make
+It is off because its speed has not been measured: neither part has run on a GPU. Tests without a GPU show that every
+call binds to FlashInfer's own signatures. They also show that the arguments describe the batch: a stand-in computes
+from them what FlashInfer documents, and gives the references' results (tests/plugins/test_flashinfer.py, make
 contract-flashinfer).
 
-FlashInfer compiles its kernels when they are first called, for which it wants nvcc and ninja, or its package
+FlashInfer compiles its kernels when they are first called. For this it needs nvcc and ninja, or its package
 flashinfer-jit-cache.
 
-Its samplers are not used: they draw numbers of their own, and a draw here is a function of seed, position and logits.
+Its samplers are not used: they draw their own random numbers, and a draw here is a function of seed, position and
+logits.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def load() -> str:
-    """Register with torch what TRTSPEC_FLASHINFER names; returns those names, "" where it names nothing.
+    """Register with torch the parts that TRTSPEC_FLASHINFER names. Returns those names, or "" if it names nothing.
 
-    ValueError where it names something else; ImportError, with what to do, without FlashInfer or a GPU for it.
+    ValueError if it names something else. ImportError, with advice, without FlashInfer or a GPU for it.
     """
     text = os.environ.get("TRTSPEC_FLASHINFER", "")
     asked = [name.strip() for name in text.split(",") if name.strip()]
@@ -63,13 +64,15 @@ def load() -> str:
 
 
 def register(asked: list[str], flashinfer: ModuleType, key: str = "CUDA") -> torch.library.Library:
-    """Put the named parts before the kernels that are registered now for a dispatch key; they last as long as what is
-    returned."""
+    """Register the named parts in front of the kernels that are registered now for a dispatch key.
+
+    They last as long as the returned library.
+    """
     library = torch.library.Library("trtspec", "IMPL")
     for name in asked:
         op, part = PARTS[name]
         before = torch.library.get_kernel(f"trtspec::{op}", key)
-        with warnings.catch_warnings():  # of what is meant here: a kernel in the place of another
+        with warnings.catch_warnings():  # about what is intended here: one kernel replaces another
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             library.impl(op, part(flashinfer, before), key, with_keyset=True, allow_override=True)
     return library

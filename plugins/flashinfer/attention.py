@@ -1,15 +1,16 @@
 """spec_attention_ by FlashInfer: append_paged_kv_cache, then BatchPrefillWithPagedKVCacheWrapper.
 
-Its plan() needs lengths on the host, so the host waits for the GPU once a step. That cannot be captured in a CUDA
-graph, and where a step is launched while the one before it runs, it would undo the overlap. So it takes batches outside
-graphs whose requests have more than MEAN_ROWS rows on average, as those read prompts in. It takes fp16 and bf16, a few
+Its plan() needs lengths on the host, so the host waits for the GPU once a step. A CUDA graph cannot capture that, and
+it would undo the overlap where a step is launched while the previous one runs. So FlashInfer takes batches outside
+graphs whose requests have more than MEAN_ROWS rows on average, as those prefill prompts. It takes fp16 and bf16, a few
 head sizes, and no sinks, which the kernels used here ignore. Anything else goes to the next kernel.
 
-Kernels are those that FlashInfer calls fa2, on every GPU: fa3, for Hopper, takes no masks. KV is not split over
-programs, so that the other requests do not decide where sums are cut. Even so no bits are promised: see __init__.py.
-A key or value that is not finite may reach earlier rows of its own request, which the reference excludes.
+The kernels are those that FlashInfer calls fa2, on every GPU: fa3, for Hopper, takes no masks. KV is not split over
+programs, so that the other requests do not decide where sums are cut. Even so, bits are not guaranteed (__init__.py). A
+key or value that is not finite may reach earlier rows of its own request, which the reference excludes.
 
-A thread is expected to run its steps on one stream, as plan() writes what kernels in flight on another may read.
+A thread is expected to run its steps on one stream: plan() writes memory that kernels in flight on another stream may
+read.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from torch import Tensor
 MEAN_ROWS = 64
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-MOST_MASK_ELEMENTS = 2**28  # of rows times keys of a tree mask, a byte each while it is made
-WORKSPACE_BYTES = 2**20  # FlashInfer keeps the parts of a split KV there; nothing is split
+MOST_MASK_ELEMENTS = 2**28  # rows times keys of a tree mask, a byte each while the mask is made
+WORKSPACE_BYTES = 2**20  # for the parts of a split KV; nothing is split here
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A batch as FlashInfer wants it, the same in every layer: P pages of B requests, T rows."""
+    """A batch in FlashInfer's terms, the same in every layer: P pages of B requests, T rows."""
 
     qo_indptr: Tensor  # [B+1] int32, host: first row of each request
     kv_indptr: Tensor  # [B+1] int32, host: first page of each request
@@ -41,8 +42,8 @@ class _Step:
     pages: Tensor  # [P] int32, device: block of each page
     kv_indptr_there: Tensor  # the two above on the device
     last_page_lens_there: Tensor
-    requests: Tensor  # [T] int32, device: whose each row is
-    positions: Tensor  # [T] int32, device: its place in its sequence
+    requests: Tensor  # [T] int32, device: request of each row
+    positions: Tensor  # [T] int32, device: position of each row in its sequence
     mask: Tensor | None  # [sum of rows * keys of each request] bool, device; None = causal
 
 
@@ -50,7 +51,7 @@ _Metadata = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class _Thread(threading.local):
-    """What a thread has planned last. Threads do not share wrappers, as run() reads what plan() left there."""
+    """A record of a thread's last plans. Threads do not share wrappers, as run() reads what plan() stored in them."""
 
     def __init__(self) -> None:
         self.metadata: _Metadata | None = None
@@ -61,7 +62,7 @@ class _Thread(threading.local):
 
 
 class Attention:
-    """The op; `before` is the kernel to which it hands what it does not take."""
+    """The op spec_attention_. `before` is the kernel to which it passes the calls that FlashInfer does not take."""
 
     def __init__(self, flashinfer: ModuleType, before: Any) -> None:
         self.flashinfer = flashinfer
@@ -90,10 +91,13 @@ class Attention:
         return out
 
     def _step(self, metadata: _Metadata, num_rows: int, block_size: int) -> _Step | None:
-        """The batch's step, None if FlashInfer cannot take it. Layers ask one after the other with the same tensors:
-        the last answer is kept while they are the same and not written to, by torch's version counter."""
+        """The batch's step; None if FlashInfer cannot take it.
+
+        Layers ask one after the other with the same tensors. The last answer is kept while the tensors are the same and
+        not written to, by torch's version counter.
+        """
         thread = self.thread
-        fresh = not any(tensor.is_inference() for tensor in metadata)  # those have no version to tell a change by
+        fresh = not any(tensor.is_inference() for tensor in metadata)  # inference tensors have no version counter
         versions = [num_rows, block_size, *(tensor._version for tensor in metadata if fresh)]
         known = thread.metadata
         if not (fresh and known and versions == thread.versions and all(map(operator.is_, known, metadata))):
@@ -102,7 +106,7 @@ class Attention:
         return thread.step
 
     def _wrapper(self, step: _Step, q: Tensor, k_cache: Tensor, scale: float, window: int, softcap: float) -> Any:
-        """A wrapper that is planned for the step and the layer's kind; few kinds make up a model and its draft."""
+        """A wrapper that is planned for the step and the layer's kind. A model and its draft have few kinds."""
         thread, (_, Hq, D), (_, block_size, Hkv, _) = self.thread, q.shape, k_cache.shape
         kind = (q.device, q.dtype, Hq, Hkv, D, block_size, scale, window, softcap)
         wrapper = thread.wrappers.get(kind)
@@ -114,7 +118,7 @@ class Attention:
             wrapper.plan(
                 step.qo_indptr, step.kv_indptr, step.pages, step.last_page_lens, Hq, Hkv, D, block_size,
                 custom_mask=step.mask, causal=step.mask is None, sm_scale=scale,
-                window_left=window - 1 if window > 0 else -1,  # it does not count the row itself
+                window_left=window - 1 if window > 0 else -1,  # without the row itself
                 logits_soft_cap=softcap, q_data_type=q.dtype, kv_data_type=k_cache.dtype, disable_split_kv=True,
             )  # fmt: skip
             thread.planned[kind] = step
@@ -122,7 +126,7 @@ class Attention:
 
 
 def _takes(q: Tensor, k_cache: Tensor, kv_lens: Tensor, sinks: Tensor) -> bool:
-    """What can be told without a look at the metadata's values."""
+    """Whether FlashInfer takes the call, as far as this can be told without reading the metadata's values."""
     return (
         q.shape[0] > MEAN_ROWS * kv_lens.shape[0]
         and sinks.numel() == 0
@@ -141,7 +145,7 @@ def _make_step(
     cu_q_lens: Tensor, kv_lens: Tensor, block_tables: Tensor, tree_mask: Tensor, num_rows: int, block_size: int
 ) -> _Step | None:
     B, M, device = kv_lens.shape[0], block_tables.shape[1], kv_lens.device
-    values = torch.cat([cu_q_lens, kv_lens]).tolist()  # here the host waits
+    values = torch.cat([cu_q_lens, kv_lens]).tolist()  # the host waits here
     starts, lengths = values[: B + 1], values[B + 1 :]
     widths = [end - start for start, end in pairwise(starts)]
     whole = starts[0] == 0 and starts[-1] == num_rows
@@ -167,7 +171,7 @@ def _make_step(
         qo_indptr=torch.tensor(starts, dtype=torch.int32),
         kv_indptr=kv_indptr,
         last_page_lens=last_page_lens,
-        pages=torch.where(column < M, block, 0).to(torch.int32),  # what no column covers is in scratch block 0
+        pages=torch.where(column < M, block, 0).to(torch.int32),  # scratch block 0 where no column covers it
         kv_indptr_there=kv_indptr.to(device),
         last_page_lens_there=last_page_lens.to(device),
         requests=request.to(device, torch.int32),
@@ -177,8 +181,11 @@ def _make_step(
 
 
 def _allowed(tree_mask: Tensor, length: int) -> Tensor:
-    """Packed masks [n, W] of a request's new rows, its last n tokens of `length` -> [n * length] bool, a row's keys
-    side by side: bit j of a row is new row j, what is before those is always seen."""
+    """Packed masks [n, W] of a request's new rows -> [n * length] bool, with a row's keys next to each other.
+
+    The new rows are the last n of the request's `length` tokens. Bit j of a row is new row j; older tokens are always
+    seen.
+    """
     n, W = tree_mask.shape
     index = torch.arange(length, device=tree_mask.device) - (length - n)  # [length] new row of each key, or negative
     word, bit = (index.clamp(min=0) // 32).clamp(max=W - 1), index.clamp(min=0) % 32

@@ -1,17 +1,17 @@
-"""process_logits with FlashInfer's top-k and top-p; all else, before and after, by the kernel registered before.
+"""process_logits with FlashInfer's top-k and top-p. The kernel registered before does the rest, before and after.
 
-Our rules are FlashInfer's, as its kernels of 0.7.2 are written. top_k_mask_logits finds the k-th logit exactly and
-keeps all that are not below it, so all ties. top_p_renorm_probs finds the largest probability such that it and those
-above sum to p at least, and keeps all that are not below it; ours drops a token if those above it sum to p at least,
-which is the same. But sums are rounded: what top-p keeps may differ from the reference for a token within rounding
-errors of the edge. It gives probabilities: what is 0 there is removed from the logits.
+Our rules are those of FlashInfer's kernels in version 0.7.2. top_k_mask_logits finds the k-th logit exactly and keeps
+all that are not below it, so all ties. top_p_renorm_probs finds the largest probability such that it and those above
+sum to at least p. It keeps all that are not below that probability. Ours drops a token if those above it sum to at
+least p, which is the same. But sums are rounded: top-p may decide differently from the reference about a token within
+rounding errors of the edge. The result is probabilities: tokens with 0 there are removed from the logits.
 
-It is asked to add integers (is_deterministic), so that the order in which programs finish does not matter: by its
-source, a row's result is then its own. In vocabularies below 2048 FlashInfer searches for the edge of top-p
-approximately instead: those are not taken. Of a row with NaN nothing is promised.
+FlashInfer is asked to add integers (is_deterministic), so that the order in which programs finish does not matter. By
+its source, a row's result then depends on the row alone. In vocabularies below 2048 it searches for the edge of top-p
+approximately instead: such calls go to the other kernel. For a row with NaN nothing is guaranteed.
 
-Nothing here waits for the GPU. In a CUDA graph the calls belong once they have run outside one: top-k allocates and
-clears a buffer the first time.
+Nothing here waits for the GPU. The calls may be captured in a CUDA graph once they have run outside one: top-k
+allocates and clears a buffer the first time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 LEAST_VOCABULARY = 2048
-LEAST_P = 1e-6  # FlashInfer takes 0 < p < 1, ours takes 0 as well: the most likely token alone
+LEAST_P = 1e-6  # FlashInfer takes 0 < p < 1; ours also takes 0: the most likely token alone
 
 
 class Filter:
-    """The op; `before` is the kernel that does the rest."""
+    """The op process_logits. `before` is the kernel that does the rest."""
 
     def __init__(self, flashinfer: ModuleType, before: Any) -> None:
         self.sampling = flashinfer.sampling

@@ -1,12 +1,12 @@
-"""The plugins' AOT form: a kernel as PTX with how to launch it, which TensorRT keeps in the engine.
+"""The plugins' AOT form: a kernel as PTX with its launch parameters, which TensorRT keeps in the engine.
 
-Every plugin has one. The PTX is compiled beforehand, by `build_scripts/build_plugins.py --target tensorrt`, for the GPU
-that builds the engine or for $TRTSPEC_CUDA_ARCH (sm_90, say); SpecAttention's for the model's dtype, head size and
-heads per KV head, KvCompact's for the caches' dtype and the length of the path.
+Every plugin has one. `build_scripts/build_plugins.py --target tensorrt` compiles the PTX beforehand, for the GPU that
+builds the engine or for $TRTSPEC_CUDA_ARCH (sm_90, say). SpecAttention's is compiled for the model's dtype, head size
+and heads per KV head. KvCompact's is compiled for the caches' dtype and the length of the path.
 
-TensorRT launches a kernel with the inputs' pointers, the integers given here, and the outputs' pointers, in that order
-(tensorrt.plugin.aot_impl's documentation; integers are 32 bits wide). That the PTX declares just these is tested; that
-TensorRT launches it, with these grids, is not, as that needs a GPU.
+TensorRT launches a kernel with the inputs' pointers, the integers given here, and the outputs' pointers, in that order.
+That is from tensorrt.plugin.aot_impl's documentation; integers are 32 bits wide. Tests check that the PTX declares just
+these arguments. No test checks that TensorRT launches it, with these grids, as that needs a GPU.
 
 TensorRT reads the annotations as objects: no `from __future__ import annotations`. An aot_impl function must name all
 of a plugin's attributes, in order.
@@ -27,7 +27,10 @@ Launch = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
 
 
 def _launch(kernel: str, programs: Any, integers: Sequence[Any], heads: Any = 1) -> Launch:
-    """One block of threads per program; integers are numbers or expressions of dimensions."""
+    """PTX and launch parameters of a kernel. integers: numbers or expressions of dimensions.
+
+    There is one block of threads per program.
+    """
     compiled = compiled_for(kernel, architecture())
     parameters = trtp.KernelLaunchParams()
     parameters.grid_x = programs
@@ -56,9 +59,7 @@ def _(
         )
     group = Hq.constant_value() // Hkv.constant_value()
     kernel = f"SpecAttention-{_SPELLED[q.dtype]}-d{D.constant_value()}-g{group}"
-    pairs = left_rows(
-        GENERATION_ROWS * group
-    )  # of a row and a head, in a program; requests begin programs of their own
+    pairs = left_rows(GENERATION_ROWS * group)  # (row, head) pairs of a program; requests begin their own programs
     strides = [Hq * D, Hkv * D, Hkv * D]
     sizes = [T, B, columns, num_blocks, block_size, Hkv, *strides]
     integers = [*sizes, float_bits(scale), window, float_bits(softcap)]

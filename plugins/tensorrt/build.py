@@ -1,6 +1,7 @@
-"""Compile the AOT plugins' kernels to PTX (`build_scripts/build_plugins.py --target tensorrt`); wants Triton, no GPU.
+"""Compile the AOT plugins' kernels to PTX (`build_scripts/build_plugins.py --target tensorrt`). Needs Triton, no GPU.
 
-_build/manifest.json says of each PTX file what it was made of and how to launch it. What is up to date is kept.
+_build/manifest.json says for each PTX file what it was made from and how to launch it. Files that are up to date are
+kept.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ PTX_VERSION = 87  # CUDA 12.8: old enough for every driver that TensorRT 11 runs
 COMMON_ATTENTION = tuple(f"SpecAttention-bf16-d{head_dim}-g{group}" for head_dim in (64, 128) for group in (1, 2, 4, 8))
 COMMON_COMPACTION = tuple(f"KvCompact-bf16-l{length}" for length in (8, 16, 32, 64))
 _SOURCES = Path(__file__).parent
-_HIDDEN = 2  # pointers that Triton appends to a kernel's parameters: global scratch and profile scratch
+_HIDDEN = 2  # pointers that Triton appends to a kernel's parameters: global scratch, profile scratch
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A line of the manifest: where a kernel's PTX is, how it is launched and what it was made of."""
+    """A line of the manifest: where a kernel's PTX is, how it is launched and what it was made from."""
 
     file: str
     entry: str  # name of the kernel in the PTX
     parameters: int
     num_threads: int  # of a block
     shared_bytes: int  # of a block
-    target: str  # as in the PTX: sm_90a runs on 9.0 alone, sm_80 on 8.0 and all that came later
+    target: str  # as in the PTX: sm_90a runs on 9.0 alone, sm_80 on 8.0 and all later ones
     digest: str
 
 
 def folder() -> Path:
-    """Where PTX is kept: $TRTSPEC_TENSORRT_PLUGIN_DIR, or beside the sources."""
+    """Folder of the PTX files: $TRTSPEC_TENSORRT_PLUGIN_DIR, or `_build` next to the sources."""
     return Path(os.environ.get("TRTSPEC_TENSORRT_PLUGIN_DIR") or _SOURCES / "_build")
 
 
 def manifest() -> dict[str, Compiled]:
-    """ "<plugin>-<architecture>" -> what was compiled; empty where nothing was."""
+    """Compiled kernels by "<plugin>-<architecture>"; empty if there are none."""
     try:
         lines = json.loads((folder() / "manifest.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -52,7 +53,7 @@ def manifest() -> dict[str, Compiled]:
 
 
 def sources_digest() -> str:
-    """A digest of all that a kernel's PTX follows from but the compiler."""
+    """Digest of all that determines a kernel's PTX, except the compiler."""
     digest = hashlib.sha256(str(PTX_VERSION).encode())
     for source in [_SOURCES / "build.py", _SOURCES / "kernels.py", *sorted((_SOURCES.parent / "triton").glob("*.py"))]:
         digest.update(source.name.encode() + source.read_bytes())
@@ -60,9 +61,9 @@ def sources_digest() -> str:
 
 
 def compiled_for(name: str, architecture: str) -> Compiled:
-    """What a kernel was compiled to for "sm_90" ("sm_90a"), or else for an older one whose PTX serves newer GPUs too.
+    """The compiled kernel for "sm_90" ("sm_90a"), or else for an older architecture whose PTX runs on newer GPUs too.
 
-    LookupError, with the command that helps, where there is none or it is out of date.
+    LookupError if there is none or it is out of date; it has the command that helps.
     """
     command = f"run build_scripts/build_plugins.py --target tensorrt --arch {architecture} --kernels {name}"
     wanted = number(architecture)
@@ -82,9 +83,10 @@ def build(
     names: Sequence[str] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Compiled]:
-    """Compile kernels for each architecture ("sm_90", "sm_90a") unless that is done; returns the manifest. BuildError.
+    """Compile kernels for each architecture ("sm_90", "sm_90a") unless that is done. Returns the manifest.
 
-    names: which of kernels.py; else those that serve every model, COMMON_ATTENTION and COMMON_COMPACTION.
+    names: kernels of kernels.py; without any, those that serve every model, COMMON_ATTENTION and COMMON_COMPACTION.
+    Raises BuildError.
     """
     numbers = [number(architecture) for architecture in architectures]
     triton = compiler()
@@ -123,8 +125,11 @@ def _compile(kernel: Kernel, architecture: str, file: str, digest: str) -> tuple
 
 
 def without_hidden_parameters(ptx: str, parameters: int) -> str:
-    """The PTX with `parameters` parameters. Triton appends two pointers for its launcher, which TensorRT is not; a
-    launch that passes fewer arguments than the kernel declares reads past them. BuildError if one of them is used."""
+    """The PTX with only its first `parameters` parameters.
+
+    Triton appends two pointers, which its own launcher passes and TensorRT does not. A launch that passes fewer
+    arguments than the kernel declares reads past them. BuildError if one of the two is used.
+    """
     entry = re.search(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
     if entry is None:
         raise BuildError("the PTX has no entry point")
@@ -141,7 +146,7 @@ def without_hidden_parameters(ptx: str, parameters: int) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """At once, so that nobody reads half a file."""
+    """Write a file atomically, so that no process reads half of it."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
         file.write(text)
     os.chmod(file.name, 0o644)
@@ -149,7 +154,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(architectures: Sequence[str] = (), names: Sequence[str] = ()) -> int:
-    """`build_scripts/build_plugins.py --target tensorrt`."""
+    """`build_scripts/build_plugins.py --target tensorrt`: returns 1 if the kernels were not built."""
     try:
         build(architectures or ARCHITECTURES, names, print)
     except (BuildError, OSError) as error:

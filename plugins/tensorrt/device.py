@@ -1,4 +1,4 @@
-"""Which GPU an engine's kernels are for."""
+"""The GPU architecture for which an engine's kernels are compiled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def architecture() -> str:
-    """$TRTSPEC_CUDA_ARCH ("sm_90"), or that of the GPU that torch sees. RuntimeError where there is neither."""
+    """$TRTSPEC_CUDA_ARCH ("sm_90"), or the architecture of the GPU that torch sees. RuntimeError without either."""
     asked = os.environ.get("TRTSPEC_CUDA_ARCH")
     if asked:
         return asked

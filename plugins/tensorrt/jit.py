@@ -1,10 +1,10 @@
 """The plugins' signatures, and their JIT form: TensorRT calls Python, which calls the op that torch has registered.
 
-On a GPU that is the kernel registered for CUDA, or the op's reference where there is none; on host memory, as in the
-tests, the CPU's. The references read sizes back to the host, so a JIT plugin cannot be captured in a CUDA graph.
+On a GPU that is the kernel registered for CUDA, or the op's reference if there is none. On host memory, as in the
+tests, it is the CPU's. The references read sizes back to the host, so a JIT plugin cannot be captured in a CUDA graph.
 
 TensorRT reads the annotations of these functions as objects, so this module has them evaluated (no `from __future__
-import annotations`), and calls each `register` function with the attributes by name.
+import annotations`). TensorRT calls each `register` function with the attributes by name.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from trtspec_plugins.tensorrt.memory import tensor_over
 from trtspec_plugins.tensorrt.signatures import PLUGINS
 
 Desc = trtp.TensorDesc
-_EMPTY: dict[str, torch.dtype] = {  # inputs of ops that no plugin takes, and those that may be left out
+_EMPTY: dict[str, torch.dtype] = {  # inputs of ops that no plugin has, and optional ones
     "history": torch.int32,
     "prompt_lens": torch.int32,
     "penalties": torch.float32,
@@ -41,7 +41,7 @@ def _op(name: str) -> Any:
 
 
 for _signature in PLUGINS.values():
-    _op(_signature.torch_op)  # now rather than inside an engine
+    _op(_signature.torch_op)  # fails now rather than inside an engine
 
 
 def _run(plugin: str, inputs: tuple[Any, ...], attributes: dict[str, Any], outputs: Any, stream: int) -> None:
@@ -81,7 +81,7 @@ def _(
     q: Desc, k: Desc, v: Desc, k_cache: Desc, v_cache: Desc, cu_q_lens: Desc, kv_lens: Desc, block_tables: Desc,
     scale: float, window: int, softcap: float,
 ) -> tuple[Desc, Desc, Desc]:  # fmt: skip
-    """Causal, without sinks: out [T, Hq, D] in q's dtype; the caches are the old ones, changed."""
+    """Causal attention without sinks: out [T, Hq, D] in q's dtype; the caches are the old ones, changed."""
     return q.like(), k_cache.aliased(), v_cache.aliased()
 
 
@@ -99,7 +99,7 @@ def _(
     logits: Desc, positions: Desc, ban_ids: Desc, ban_until: Desc,
     temperatures: Desc, top_ks: Desc, top_ps: Desc, min_ps: Desc,
 ) -> Desc:  # fmt: skip
-    """Bans, temperature, top-k, top-p, min-p, each of which may be zero-size: logits [R, V] fp32."""
+    """Bans, temperature, top-k, top-p and min-p, each of which may be zero-size: logits [R, V] fp32."""
     return logits.like()
 
 
@@ -111,7 +111,7 @@ def _(logits, positions, ban_ids, ban_until, temperatures, top_ks, top_ps, min_p
 
 @trtp.register("trtspec::SpecSample")
 def _(logits: Desc, greedy: Desc, seeds: Desc, positions: Desc) -> Desc:
-    """One token a row of logits: tokens [R] int64."""
+    """One token for each row of logits: tokens [R] int64."""
     return trtp.from_shape_expr((logits.shape_expr[0],), trt.int64)
 
 
@@ -122,7 +122,7 @@ def _(logits, greedy, seeds, positions, outputs, stream):
 
 @trtp.register("trtspec::SpecSampleVocab")
 def _(logits: Desc, greedy: Desc, seeds: Desc, positions: Desc, vocab_ids: Desc) -> Desc:
-    """As SpecSample, of a draft with its own vocabulary: tokens [R] int64 are ids of the target's."""
+    """SpecSample for a draft with its own vocabulary: tokens [R] int64 are ids of the target's vocabulary."""
     return trtp.from_shape_expr((logits.shape_expr[0],), trt.int64)
 
 
@@ -144,7 +144,7 @@ def _(sampled, draft_tokens, draft_lens, forced_accept, emits, outputs, stream):
 
 @trtp.register("trtspec::KvCompact")
 def _(k_cache: Desc, v_cache: Desc, block_tables: Desc, starts: Desc, path: Desc) -> tuple[Desc, Desc]:
-    """The caches are the old ones, changed."""
+    """Caches, which are the old ones, changed."""
     return k_cache.aliased(), v_cache.aliased()
 
 

@@ -1,4 +1,4 @@
-"""Which Triton kernel stands behind which AOT plugin, compiled how. Wants Triton."""
+"""The Triton kernel of each AOT plugin, and how it is compiled. Needs Triton."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KERNELS: dict[str, Kernel] = {
         sample.NUM_WARPS,
     ),
 }
-"""Kernel name -> kernel, of the plugins that have one for every model; it is called as the plugin is."""
+"""Kernel name -> kernel, for the plugins with one kernel for every model. A kernel has the name of its plugin."""
 
 _ATTENTION = re.compile(r"SpecAttention-(bf16|fp16|fp32)-d(\d+)-g(\d+)")
 _COMPACT = re.compile(r"KvCompact-(bf16|fp16|fp32)-l(\d+)")
@@ -72,9 +72,12 @@ _COMPACT_INTEGERS = ("columns", "num_blocks", "block_size", "width", "L")
 
 
 def kernel(name: str) -> Kernel:
-    """The kernel of that name. Those that are compiled for shapes have them in theirs: SpecAttention-bf16-d128-g4 the
-    dtype (bf16, fp16, fp32), the head size and the number of query heads per KV head; KvCompact-bf16-l8 the dtype and
-    the length of the path, rounded up to a power of two, 8 at least. LookupError."""
+    """The kernel of that name. LookupError for an unknown name.
+
+    Kernels that are compiled for certain shapes have these in their names. SpecAttention-bf16-d128-g4 has the dtype
+    (bf16, fp16, fp32), the head size and the number of query heads per KV head. KvCompact-bf16-l8 has the dtype and the
+    length of the path, rounded up to a power of two and at least 8.
+    """
     if name in KERNELS:
         return KERNELS[name]
     if shape := _ATTENTION.fullmatch(name):

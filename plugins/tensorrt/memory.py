@@ -1,4 +1,4 @@
-"""Torch tensors over the memory that TensorRT hands to a plugin, without copying."""
+"""Torch tensors over the memory that TensorRT passes to a plugin, without copying."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES: dict[trt.DataType, torch.dtype] = {
     trt.int64: torch.int64,
     trt.bool: torch.bool,
 }
-# __cuda_array_interface__ has no bf16: it travels as int16.
+# __cuda_array_interface__ has no bf16, which is passed as int16.
 _TYPESTRS = {
     torch.float32: "<f4",
     torch.float16: "<f2",
@@ -28,10 +28,10 @@ _TYPESTRS = {
 
 
 def tensor_over(address: int, dtype: trt.DataType, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of `shape` and `strides` (in elements) over the memory at `address`: of the current GPU where torch
-    has one, of the host where it has none. TensorRT's own pointers are always the GPU's; the host's are for tests.
+    """A tensor of `shape` and `strides` (in elements) over the memory at `address`.
 
-    The memory must outlive the tensor. TypeError for a dtype that no op takes.
+    The memory belongs to the current GPU if torch has one, else to the host. TensorRT's own pointers are always the
+    GPU's; the host's are for tests. The memory must outlive the tensor. TypeError for a dtype that no op takes.
     """
     if dtype not in DTYPES:
         raise TypeError(f"a tensor of {dtype}: the ops take {', '.join(map(str, DTYPES))}")

@@ -1,4 +1,4 @@
-"""Which plugin stands for which op with which of its optional inputs. Pure data: wants neither TensorRT nor torch."""
+"""Signatures of the plugins: each has an op and some of its optional inputs. Pure data, without TensorRT or torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Signature:
-    """One plugin: the op it computes and the op's inputs that it takes, in the order of its own."""
+    """A plugin's signature: the op that it computes and the op's inputs that it takes, in the plugin's order."""
 
-    op: str  # op_type of the ONNX node and, in snake case, name of the torch op
+    op: str  # op_type of the ONNX node; in snake case, the name of the torch op
     torch_op: str
     inputs: tuple[str, ...]
     attributes: tuple[str, ...] = ()
@@ -33,9 +33,9 @@ PLUGINS: dict[str, Signature] = {
 
 
 def plugin_of(op: str, present: Collection[str]) -> str:
-    """Name of the plugin for an ONNX node of type `op` whose inputs `present` are there (names as in trtspec.ops).
+    """Name of the plugin for an ONNX node of type `op` with the inputs `present` (names as in trtspec.ops).
 
-    LookupError where there is none, with the combinations that have one.
+    LookupError if there is none; it lists the combinations that have one.
     """
     candidates = {name: signature for name, signature in PLUGINS.items() if signature.op == op}
     for name, signature in candidates.items():

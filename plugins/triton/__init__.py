@@ -1,13 +1,14 @@
 """Kernels in the Triton language, for NVIDIA GPUs. Each file has one op: the kernel, and a function that launches it.
 
-The order of a kernel's arguments is the one that TensorRT gives: inputs, integers, outputs, so that the same kernel,
-compiled ahead of time, serves there (plugins/tensorrt/aot.py). Compaction, sampling and acceptance give the
-references' results bit for bit: compile with enable_fp_fusion off, as a fused multiply-add rounds once where the
-references round twice. Attention adds in an order of its own. The filters of logits add exactly, so that their results
-are the references' but for tokens within rounding errors of an edge; their steps are in filters.py.
+The arguments of a kernel are in TensorRT's order: inputs, integers, outputs. So the same kernel, compiled ahead of
+time, serves there (plugins/tensorrt/aot.py).
+Compaction, sampling and acceptance give the references' results bit for bit. For this, enable_fp_fusion is off when
+they are compiled: a fused multiply-add rounds once where the references round twice. Attention adds in an order of its
+own. The filters of logits add exactly. Their results are the references', except for tokens within rounding errors of
+an edge; filters.py has their steps.
 
-What is shown without a GPU: the kernels' results, in Triton's interpreter (TRITON_INTERPRET=1), and that they compile.
-That the compiled kernels give the same results on a GPU is not, and none has been timed or tuned.
+Tests without a GPU show the kernels' results, in Triton's interpreter (TRITON_INTERPRET=1), and that they compile. No
+test shows that the compiled kernels give the same results on a GPU, and none has been timed or tuned.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ OPS = {
     "spec_accept": "accept",
     "kv_compact_": "compact",
 }
-"""Op -> the file here whose function of that name, called with the op's arguments, launches its kernel."""
+"""Op -> the file here that has its launcher: a function of the op's name that takes the op's arguments."""
 
 LEAST_CAPABILITY = (8, 0)
-_libraries: list[torch.library.Library] = []  # what one registers lasts as long as it does
+_libraries: list[torch.library.Library] = []  # registrations last as long as their library
 
 
 def load() -> str:
-    """Register the kernels with torch for CUDA; returns what runs them, or "" where torch sees no GPU.
+    """Register the kernels with torch for CUDA. Returns what runs them, or "" if torch sees no GPU.
 
-    TRTSPEC_TRITON=interpret in the environment registers them for the CPU instead, to run in Triton's interpreter: for
-    debugging and tests, as it is slow beyond use. It wants TRITON_INTERPRET=1, too, and TRTSPEC_PLUGINS=triton, or the
-    C++ kernels are registered for the CPU as well. ImportError where the kernels cannot run.
+    TRTSPEC_TRITON=interpret in the environment registers them for the CPU instead, to run in Triton's interpreter. This
+    is for debugging and tests, as it is too slow for use. It also needs TRITON_INTERPRET=1 and TRTSPEC_PLUGINS=triton;
+    without the latter, the C++ kernels are registered for the CPU as well. ImportError if the kernels cannot run.
     """
     asked = os.environ.get("TRTSPEC_TRITON")
     if asked not in (None, "", "interpret"):
@@ -58,10 +59,10 @@ def load() -> str:
 
 
 def register(key: str) -> str:
-    """Register the kernels for one of torch's dispatch keys; returns Triton's version. ImportError without Triton."""
+    """Register the kernels for one of torch's dispatch keys. Returns Triton's version. ImportError without Triton."""
     version: str = import_triton().__version__
     launchers = {op: getattr(importlib.import_module(f"{__name__}.{module}"), op) for op, module in OPS.items()}
-    library = torch.library.Library("trtspec", "IMPL")  # once all are there: a part of them would serve unannounced
+    library = torch.library.Library("trtspec", "IMPL")  # after all imports, so that all are registered or none
     _libraries.append(library)
     for op, launcher in launchers.items():
         library.impl(op, launcher, key)
@@ -69,7 +70,7 @@ def register(key: str) -> str:
 
 
 def import_triton() -> ModuleType:
-    """Triton, or an ImportError that says how to get it."""
+    """Return Triton, or raise an ImportError that says how to install it."""
     try:
         return importlib.import_module("triton")
     except ImportError as error:

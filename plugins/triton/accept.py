@@ -1,4 +1,4 @@
-"""spec_accept: one program a request."""
+"""spec_accept: one program for each request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 32  # drafts looked at at a time; K is mostly below
+BLOCK = 32  # drafts compared at a time; K is mostly smaller
 NUM_WARPS = 1
 
 
@@ -48,7 +48,7 @@ def spec_accept(
     forced_accept: torch.Tensor,
     emits: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op: (tokens [B, K+1] int64, num_tokens [B] int64). See trtspec/ops/accept.py."""
+    """The op of trtspec/ops/accept.py: (tokens [B, K+1] int64, num_tokens [B] int64)."""
     B, K = draft_tokens.shape
     inputs = [tensor.contiguous() for tensor in (sampled, draft_tokens, draft_lens, forced_accept, emits)]
     tokens, num_tokens = torch.empty_like(inputs[0]), sampled.new_empty(B)

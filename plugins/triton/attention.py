@@ -1,22 +1,23 @@
 """spec_attention: append K/V to a paged cache, then attend, with causal or tree masks, sinks, window and softcap.
 
-A row's bits depend on its own tokens and positions alone, whoever shares the launch:
+A row's bits depend on its own tokens and positions alone, whatever other rows share the launch:
 
-- Keys are cut in chunks at fixed positions (chunk_start), a chunk in tiles of a fixed size from its start. A chunk is
-  reduced alone to a highest score, a sum of weights and a sum of weighted values; chunks are merged in order.
-- What a row does not see adds an exact zero, and a chunk of which it sees nothing leaves what it is merged with as it
-  is. So neighbours that see further do not matter.
+- Keys are cut in chunks at fixed positions (chunk_start), and a chunk in tiles of a fixed size from its start. A chunk
+  is reduced alone to a highest score, a sum of weights and a sum of weighted values. Chunks are merged in order.
+- Keys that a row does not see add an exact zero. A chunk of which a row sees nothing does not change the row's result.
+  So neighbours that see further do not matter.
 - Matrix products add in the order of keys and of head elements, whatever their size: they are mma.sync instructions.
-  From 64 rows in 4 warps on, Triton takes wgmma (sm_90) or tcgen05 (sm_100), which may add in another order; so a
-  program has 32 rows at most, for long prompts too. Weights are summed by a product as well: a reduction over a tile's
+  From 64 rows in 4 warps on, Triton uses wgmma (sm_90) or tcgen05 (sm_100), which may add in another order. So a
+  program has at most 32 rows, for long prompts too. Weights are summed by a product as well: a reduction over a tile's
   columns goes along threads and warps, whose layout follows from the number of rows.
-- Multiplications and additions are not fused (enable_fp_fusion), which compilers may do differently in two kernels.
+- Multiplications and additions are not fused (enable_fp_fusion), as compilers may fuse them differently in two kernels.
 
-Two forms give the same bits. Where there are many rows, a program goes through all chunks of its rows. Where there are
-few, each chunk has a program of its own, which leaves its result in scratch memory, and a second kernel merges them.
+Two forms give the same bits. With many rows, a program goes through all chunks of its rows. With few rows, each chunk
+has a program of its own, which leaves its result in scratch memory, and a second kernel merges the results.
 
 No program reads what another writes: the keys of this step's rows come from k and v, older ones from the cache.
-No metadata, however wrong, makes it read or write past a tensor: TensorRT may time a kernel on whatever is in memory.
+No metadata, however wrong, makes it read or write past a tensor: TensorRT may time a kernel on arbitrary memory
+contents.
 """
 
 from __future__ import annotations
@@ -33,19 +34,22 @@ SPLIT_BELOW = 512  # programs; fewer leave many of a GPU's 108 to 188 SMs idle, 
 MOST_SCRATCH = 256 << 20  # bytes
 
 _HIGHEST_FLOAT = tl.constexpr(3.4028234e38)
-_NOTHING = tl.constexpr(-1e30)  # the highest score where nothing is seen: finite, so that differences are
+_NOTHING = tl.constexpr(-1e30)  # highest score where nothing is seen: finite, so that differences are finite too
 
 
 @triton.jit
 def chunk_start(chunk, CHUNK: tl.constexpr):
-    """The first key of a chunk. They double in size after every 16, so that a long cache has few (81 up to 131072
-    tokens, where the first ones have 256) and a short one, or the end of any, enough for many programs."""
+    """The first key of a chunk.
+
+    Chunks double in size after every 16. So a long cache has few (81 up to 131072 tokens, where the first ones have
+    256). A short cache, or the end of any, has enough for many programs.
+    """
     return CHUNK * (((16 + chunk % 16) << (chunk // 16)) - 16)
 
 
 @triton.jit
 def _last_begun(cu_q_lens, B, place, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr):
-    """The last request b whose cu_q_lens[b] * GROUP // BLOCK_M + b * STEP is not above `place`; -1 = none."""
+    """The last request b for which cu_q_lens[b] * GROUP // BLOCK_M + b * STEP is not above `place`; -1 = none."""
     begun = 0
     for start in range(0, B, 128):
         b = start + tl.arange(0, 128)
@@ -56,7 +60,7 @@ def _last_begun(cu_q_lens, B, place, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def _merge(top, total, sums, next_top, next_total, next_sums):
-    """Two chunks' highest scores [M], sums of weights [M] and of weighted values [M, D], in order of position."""
+    """Merge two chunks in order of position: highest scores [M], sums of weights [M] and of weighted values [M, D]."""
     higher = tl.maximum(top, next_top)
     share, next_share = tl.exp(top - higher), tl.exp(next_top - higher)
     total = total * share + next_total * next_share
@@ -65,14 +69,14 @@ def _merge(top, total, sums, next_top, next_total, next_sums):
 
 @triton.jit
 def _finish(top, total, sums, sinks, head):
-    """The weighted mean [M, D]; head [M] is the query head, for its sink."""
+    """The weighted mean [M, D]. head [M] is the query head, which selects the sink."""
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
         higher = tl.maximum(top, sink)
         share = tl.exp(top - higher)
         total = total * share + tl.exp(sink - higher)
         sums = sums * share[:, None]
-    return sums / total[:, None] + 0.0  # zeros have no sign, as adding a zero for what is unseen may change it
+    return sums / total[:, None] + 0.0  # zeros lose their sign, which a zero added for unseen keys may change
 
 
 @triton.jit(do_not_specialize=["T", "B", "columns", "num_blocks", "words", "chunks"])
@@ -96,15 +100,15 @@ def spec_attention_kernel(
     q_stride,
     k_stride,
     v_stride,
-    scale_bits,  # fp32
+    scale_bits,  # bits of an fp32 number
     window,
-    softcap_bits,  # fp32, or None
+    softcap_bits,  # bits of an fp32 number, or None
     words,  # None without a tree mask
-    chunks,  # of the scratch tensors; None where they are
+    chunks,  # of the scratch tensors; None if these are None
     out,  # [T, Hkv * GROUP, D]
     new_k_cache,  # the memory of k_cache
     new_v_cache,  # the memory of v_cache
-    tops,  # [T, Hkv * GROUP, chunks] fp32 scratch, or None: this program goes through all chunks
+    tops,  # [T, Hkv * GROUP, chunks] fp32 scratch, or None: each program goes through all chunks
     totals,  # the same
     partials,  # [T, Hkv * GROUP, chunks, D] fp32 scratch, or None
     D: tl.constexpr,
@@ -113,9 +117,9 @@ def spec_attention_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    ALIGN: tl.constexpr,  # bytes: rows of keys and values begin at multiples of it
+    ALIGN: tl.constexpr,  # bytes; rows of keys and values begin at multiples of it
 ):
-    # A program has up to BLOCK_M consecutive (row, query head) pairs of one request and KV head: its left matrix.
+    # The left matrix of a program is up to BLOCK_M consecutive (row, query head) pairs of one request and KV head.
     scale = scale_bits.to(tl.float32, bitcast=True)
     head = tl.program_id(1).to(tl.int64)
     piece = tl.program_id(0)
@@ -125,7 +129,7 @@ def spec_attention_kernel(
     first = tl.load(cu_q_lens + request)
     last = tl.load(cu_q_lens + request + 1)
     length = tl.load(kv_lens + request)
-    pair = (piece - first * GROUP // BLOCK_M - request) * BLOCK_M  # of its request's
+    pair = (piece - first * GROUP // BLOCK_M - request) * BLOCK_M  # first one, counted within the request
     if pair >= (last - first) * GROUP:
         return
     committed = length - (last - first)  # positions that were in the cache before this step
@@ -142,7 +146,7 @@ def spec_attention_kernel(
     k_old, v_old, k_new, v_new = k_cache + head * D, v_cache + head * D, k + head * D, v + head * D
 
     if tl.program_id(2) == 0:
-        # The rows of this piece go into the cache; what no column covers, into scratch block 0.
+        # Write the rows of this piece to the cache. Rows that no column covers go to scratch block 0.
         place = tl.maximum(position, 0)
         column = place // block_size
         covered = real & (position >= 0) & (column < columns)
@@ -156,12 +160,12 @@ def spec_attention_kernel(
         tl.store(new_k_cache + target, tl.load(k + in_k, mask=once, other=0.0), mask=once)
         tl.store(new_v_cache + target, tl.load(v + in_v, mask=once, other=0.0), mask=once)
 
-    # Some row of the piece may see keys begin .. end - 1.
+    # Keys begin .. end - 1 are those that some row of the piece may see.
     begin = tl.maximum(tl.where(window > 0, committed + pair // GROUP - window, -1) + 1, 0)
     end = length if tree_mask is not None else tl.minimum(length, committed + (pair + BLOCK_M - 1) // GROUP + 1)
     end = tl.minimum(end, columns * block_size + T)
-    lowest = tl.where(window > 0, position - window, -1)  # [BLOCK_M], of what a row may see, not included
-    highest = position if tree_mask is None else tl.zeros_like(position) + (end - 1)  # included
+    lowest = tl.where(window > 0, position - window, -1)  # [BLOCK_M]; a row sees keys above it
+    highest = position if tree_mask is None else tl.zeros_like(position) + (end - 1)  # and up to this one
 
     ones = tl.full((TILE, 16), 1.0, v.dtype.element_ty)
     top = tl.full((BLOCK_M,), _NOTHING, tl.float32)
@@ -170,7 +174,7 @@ def spec_attention_kernel(
     chunk = tl.program_id(2)
     start = chunk_start(chunk, CHUNK)
     if partials is not None:
-        start = tl.where(chunk_start(chunk + 1, CHUNK) <= begin, end, start)  # before all windows: nobody merges it
+        start = tl.where(chunk_start(chunk + 1, CHUNK) <= begin, end, start)  # before all windows: never merged
     while start < end:
         stop = chunk_start(chunk + 1, CHUNK)
         begin_tile = tl.maximum(start, begin // TILE * TILE)
@@ -178,8 +182,8 @@ def spec_attention_kernel(
         chunk_top = tl.full((BLOCK_M,), _NOTHING, tl.float32)
         chunk_total = tl.zeros((BLOCK_M, 16), tl.float32)  # 16 equal columns
         chunk_sums = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
-        # 0 * NaN is NaN: where sums are not finite, the chunk is reduced again (CLEAN), with such values cleared and
-        # rows that see them made NaN by their total. Nobody pays for this in the usual case.
+        # 0 * NaN is NaN. If sums are not finite, the chunk is reduced again (CLEAN). Then values that are not finite
+        # are cleared, and the total of a row that sees one becomes NaN. In the usual case this costs nothing.
         for CLEAN in tl.static_range(2):
             if CLEAN:
                 broken_sums = tl.max((tl.abs(chunk_sums) <= _HIGHEST_FLOAT).to(tl.int32) ^ 1)
@@ -198,7 +202,7 @@ def spec_attention_kernel(
                 key_block = tl.minimum(tl.maximum(key_block, 0), num_blocks - 1)
                 # Slots are counted in 32 bits, their elements in 64.
                 slot = (key_block * block_size + key % block_size).to(tl.int64) * (Hkv * D)
-                fresh = first + key - committed  # may wrap around where the metadata is wild
+                fresh = first + key - committed  # may wrap around if the metadata is wrong
                 known = (key < end) & (old | ((fresh >= 0) & (fresh < T)))
                 k_row = tl.where(old, k_old + slot, k_new + fresh.to(tl.int64) * k_stride)  # [TILE] pointers
                 v_row = tl.where(old, v_old + slot, v_new + fresh.to(tl.int64) * v_stride)
@@ -214,10 +218,10 @@ def spec_attention_kernel(
                         scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * (scores / softcap)) + 1.0))
                 seen = (key[None, :] > lowest[:, None]) & (key[None, :] <= highest[:, None])
                 if tree_mask is not None:  # noqa: SIM102 (known when it is compiled, unlike the next)
-                    if tile + TILE > committed:  # there are keys of this step's rows
-                        index = key - committed  # of the request's new rows
+                    if tile + TILE > committed:  # the tile has keys of this step's rows
+                        index = key - committed  # among the request's new rows
                         bits = tl.zeros((BLOCK_M, TILE), tl.int32)
-                        for i in tl.static_range((TILE + 31) // 32 + 1):  # that many words at most have a tile's bits
+                        for i in tl.static_range((TILE + 31) // 32 + 1):  # words that may hold a tile's bits
                             word = tl.maximum(tile - committed, 0) // 32 + i
                             in_word = tree_mask + row * words + tl.minimum(word, words - 1)  # [BLOCK_M] pointers
                             mask = tl.load(in_word, mask=real, other=0)
@@ -264,7 +268,7 @@ def merge_chunks_kernel(
     T,
     B,
     chunks,
-    capacity,  # what chunks cover
+    capacity,  # number of keys that the chunks cover
     window,
     out,  # [T, Hq, D]
     TREE: tl.constexpr,
@@ -272,8 +276,11 @@ def merge_chunks_kernel(
     D_PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program for one row and query head: its chunks in order, those of which spec_attention_kernel left something.
-    That is all that start before the row's end, as none of its request's rows in that program ends earlier."""
+    """Merge the chunks of one row and query head in order, in one program.
+
+    It merges the chunks of which spec_attention_kernel left a result. These are all that start before the row's end, as
+    the program of the row goes on to the end of its last row.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     request = _last_begun(cu_q_lens, B, row, 1, 1, 0)
     if request < 0:
@@ -294,7 +301,7 @@ def merge_chunks_kernel(
     top = tl.full((1,), _NOTHING, tl.float32)
     total = tl.zeros((1,), tl.float32)
     sums = tl.zeros((1, D_PADDED), tl.float32)
-    for chunk in tl.range(first, count, loop_unroll_factor=8):  # so that 8 loads are under way
+    for chunk in tl.range(first, count, loop_unroll_factor=8):  # so that 8 loads are in flight
         entry = pair * chunks + chunk
         next_sums = tl.load(partials + entry[:, None] * D + d, mask=d < D, other=0.0)
         top, total, sums = _merge(top, total, sums, tl.load(tops + entry), tl.load(totals + entry), next_sums)
@@ -317,14 +324,14 @@ def spec_attention_(
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """The op of trtspec/ops/attention.py, launched: [T, Hq, D], and the caches changed.
+    """The op of trtspec/ops/attention.py: [T, Hq, D]. The caches are changed.
 
-    q, k and v may be slices of one tensor [T, heads, D]; a copy is made of what has other strides within a row.
-    Weights are rounded to the values' dtype before they are summed and multiplied, the reference's are fp32.
+    q, k and v may be slices of one tensor [T, heads, D]; tensors with other strides within a row are copied. Weights
+    are rounded to the values' dtype before they are summed and multiplied; the reference's are fp32.
 
-    Which form is launched, and how wide, follows from shapes alone, so a CUDA graph may capture it: lengths are read on
-    the device. Scratch memory of the split form: T * Hq * chunks * (D + 2) * 4 bytes, with as many chunks as cover
-    columns * block_size + T tokens; MOST_SCRATCH at most, as beyond it the other form serves.
+    The form to launch and its width follow from shapes alone, so a CUDA graph may capture the launch: lengths are read
+    on the device. Scratch memory of the split form is T * Hq * chunks * (D + 2) * 4 bytes, with as many chunks as cover
+    columns * block_size + T tokens. It is at most MOST_SCRATCH: beyond that the other form is launched.
     """
     T, Hq, D = q.shape
     num_blocks, block_size, Hkv, _ = k_cache.shape
@@ -342,9 +349,9 @@ def spec_attention_(
     block_m = left_rows(triton.cdiv(T, B) * group)
     shape = attention_shape(D, group, block_m, q.element_size())
 
-    capacity = columns * block_size + T  # rows that no column covers attend nevertheless
+    capacity = columns * block_size + T  # rows that no column covers attend all the same
     chunks = chunks_of(capacity)
-    pieces = T * group // block_m + B  # some of them empty: requests begin pieces of their own
+    pieces = T * group // block_m + B  # some are empty, as each request begins a piece of its own
     scratch_bytes = T * Hq * chunks * (D + 2) * 4
     full = triton.cdiv(T * group, block_m) * Hkv
     split = chunks > 1 and full < SPLIT_BELOW and scratch_bytes <= MOST_SCRATCH
@@ -370,7 +377,7 @@ def spec_attention_(
 
 
 def chunks_of(length: int) -> int:
-    """How many chunks begin before `length`."""
+    """Number of chunks that begin before `length`."""
     count = 0
     while chunk_start.fn(count, CHUNK) < length:
         count += 1
@@ -378,7 +385,9 @@ def chunks_of(length: int) -> int:
 
 
 def _alignment(*tensors: torch.Tensor) -> int:
-    """Bytes, 16 at most, at multiples of which the rows of all heads begin. The compiler sees it of single tensors, not
-    where a pointer into one of two is chosen."""
+    """Number of bytes, at most 16, at multiples of which the rows of all heads begin.
+
+    The compiler knows it of single tensors, but not where a pointer into one of two tensors is chosen.
+    """
     strides = [stride * tensor.element_size() for tensor in tensors for stride in tensor.stride()[:-1]]
     return math.gcd(16, *strides, *(tensor.data_ptr() for tensor in tensors))

@@ -1,10 +1,10 @@
-"""kv_compact: one program for a request and some of a row's elements, which it gathers from all rows before it stores.
+"""kv_compact: a program has a request and some elements of a row. It gathers these from all rows before it stores.
 
-A program owns its elements of every row of its request, so that rows may move over each other in any order: no other
-program reads or writes what it moves. Its threads do wait for each other between loading and storing.
+A program owns its elements of every row of its request, so rows may move over each other in any order. No other program
+reads or writes what it moves. Its threads do wait for each other between loading and storing.
 
-No metadata, however wrong, makes it read or write past a tensor. What a table does not cover lies in scratch block 0;
-padding is not written at all.
+No metadata, however wrong, makes it read or write past a tensor. Positions that a table does not cover lie in scratch
+block 0. Padding is not written at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def _slots(block_tables, request, positions, wanted, columns, num_blocks, block_size):
-    """Flat cache slots of int64 positions; row 0 of scratch where there is no such position."""
+    """Flat cache slots of int64 positions; row 0 of scratch if there is no such position."""
     place = tl.maximum(positions, 0)
     column = place // block_size
     covered = wanted & (positions >= 0) & (column < columns)
@@ -42,7 +42,7 @@ def kv_compact_kernel(
     L,
     new_k_cache,  # the memory of k_cache
     new_v_cache,  # the memory of v_cache
-    ROWS: tl.constexpr,  # L at least
+    ROWS: tl.constexpr,  # at least L
     ELEMENTS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -58,7 +58,7 @@ def kv_compact_kernel(
     there = target[:, None] * width + element[None, :]
     keys = tl.load(k_cache + here, mask=inside, other=0)
     values = tl.load(v_cache + here, mask=inside, other=0)
-    tl.debug_barrier()  # a row is stored by other threads than those that load it
+    tl.debug_barrier()  # the threads that store a row are not those that load it
     tl.store(new_k_cache + there, keys, mask=inside)
     tl.store(new_v_cache + there, values, mask=inside)
 
@@ -70,7 +70,7 @@ def kv_compact_(
     starts: torch.Tensor,
     path: torch.Tensor,
 ) -> None:
-    """The op, on contiguous caches, which are changed. See trtspec/ops/compact.py."""
+    """The op of trtspec/ops/compact.py, on contiguous caches, which it changes."""
     num_blocks, block_size, Hkv, D = k_cache.shape
     (B, L), width = path.shape, Hkv * D
     rows, elements = path_tile(L)

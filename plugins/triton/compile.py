@@ -1,8 +1,8 @@
-"""Compile kernels ahead of time, for GPUs that need not be here, and say what of a GPU they take.
+"""Compile kernels ahead of time, for GPUs that need not be present, and report what they use of a GPU.
 
-`build_scripts/build_plugins.py --target triton` does it to the launches of kernels.py and prints what they take; the
-TensorRT plugins are made by the same function (plugins/tensorrt/build.py). At run time Triton compiles what torch
-launches by itself, when it is launched first.
+`build_scripts/build_plugins.py --target triton` does this for the launches of kernels.py and prints the figures. The
+same function compiles the TensorRT plugins (plugins/tensorrt/build.py). At run time, Triton itself compiles torch's
+kernels when they are first launched.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from typing import Any
 from trtspec_plugins.triton import import_triton
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
-MOST_SHARED_BYTES = 99 * 1024  # of a block on sm_86, sm_89 and sm_120; sm_80, sm_90 and sm_100 give more
+MOST_SHARED_BYTES = 99 * 1024  # limit of a block on sm_86, sm_89 and sm_120; sm_80, sm_90 and sm_100 have more
 _COLUMNS = ("threads", "registers", "shared", "stack", "spill-stores", "spill-loads")
 
 
 class BuildError(Exception):
-    """The kernels could not be compiled. The message says what to do."""
+    """An error for kernels that could not be compiled. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and how to compile it: `signature` has the types of its arguments, in Triton's spelling."""
+    """A kernel and how to compile it. `signature` has the types of its arguments, in Triton's spelling."""
 
     function: Any
     signature: dict[str, str]
     constants: dict[str, Any]
     num_warps: int = 4
-    options: dict[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})  # roundings: see __init__.py
-    aligned: tuple[str, ...] = ()  # arguments that are multiples of 16, bytes of an address or integers
+    options: dict[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})  # __init__.py: roundings
+    aligned: tuple[str, ...] = ()  # arguments that are multiples of 16: addresses in bytes, or integers
 
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel and what it takes: of a thread registers, stack and what is spilled to it, in bytes."""
+    """A compiled kernel and what it uses. Registers are per thread; stack and spills are bytes per thread."""
 
     ptx: str
     cubin: bytes
     entry: str  # name of the kernel in the PTX
-    target: str  # as in the PTX: sm_90a runs on 9.0 alone, sm_80 on 8.0 and all that came later
+    target: str  # as in the PTX: sm_90a runs on 9.0 alone, sm_80 on 8.0 and all later ones
     num_threads: int  # of a block
     shared_bytes: int  # of a block
-    scratch_bytes: int  # of the GPU's memory, that the launcher must give it
+    scratch_bytes: int  # of the GPU's memory, which the launcher must provide
     registers: int
     stack_bytes: int
     spill_store_bytes: int
@@ -58,18 +58,18 @@ class Binary:
 
     @property
     def fits(self) -> bool:
-        """Whether all its variables are in registers, and every GPU has the shared memory."""
+        """Whether all variables are in registers, and every GPU has enough shared memory."""
         in_registers = self.stack_bytes == self.spill_store_bytes == self.spill_load_bytes == 0
         return in_registers and self.shared_bytes <= MOST_SHARED_BYTES
 
     def figures(self) -> tuple[int, ...]:
-        """In the order of _COLUMNS."""
+        """Figures in the order of _COLUMNS."""
         taken = (self.num_threads, self.registers, self.shared_bytes, self.stack_bytes)
         return (*taken, self.spill_store_bytes, self.spill_load_bytes)
 
 
 def compiler() -> ModuleType:
-    """Triton, if it can compile. BuildError."""
+    """Triton, if it can compile. Raises BuildError otherwise."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise BuildError("TRITON_INTERPRET=1 asks for the interpreter, which compiles nothing: unset it")
     try:
@@ -79,7 +79,10 @@ def compiler() -> ModuleType:
 
 
 def number(architecture: str) -> int:
-    """90 of "sm_90" and "sm_90a": code for 9.0 is always for that alone, as Triton compiles it. BuildError."""
+    """Number of an architecture: 90 for "sm_90" and for "sm_90a". BuildError for a name that is not spelt like these.
+
+    As Triton compiles it, code for 9.0 always runs on 9.0 alone.
+    """
     found = re.fullmatch(r"sm_(\d{2,3})a?", architecture)
     if found is None:
         raise BuildError(f"{architecture}: an architecture is written like sm_90 or sm_90a")
@@ -87,7 +90,7 @@ def number(architecture: str) -> int:
 
 
 def compile_kernel(kernel: Kernel, architecture: str, **options: Any) -> Binary:
-    """Compile it anew. options: of Triton's compiler, over the kernel's own. BuildError."""
+    """Compile a kernel anew. options: of Triton's compiler; they override the kernel's own. Raises BuildError."""
     triton = compiler()
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -98,11 +101,11 @@ def compile_kernel(kernel: Kernel, architecture: str, **options: Any) -> Binary:
     source = ASTSource(kernel.function, types, kernel.constants, aligned)
     target = GPUTarget("cuda", number(architecture), 32)
     options = {"num_warps": kernel.num_warps, **kernel.options, **options}
-    log = io.StringIO()  # of the assembler that Triton runs, with Triton's options
+    log = io.StringIO()  # output of the assembler that Triton runs, with Triton's options
     try:
         with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
             triton.knobs.nvidia.dump_ptxas_log = True
-            triton.knobs.compilation.always_compile = True  # what is cached was assembled before, without a log
+            triton.knobs.compilation.always_compile = True  # a cached kernel would leave no log
             made = triton.compile(source, target=target, options=options)
     except Exception as error:
         name = kernel.function.__name__
@@ -131,7 +134,7 @@ def _one(pattern: str, text: str) -> str:
 
 
 def _most(pattern: str, text: str) -> int:
-    """Over a kernel and the functions that it calls."""
+    """The largest match, over a kernel and the functions that it calls."""
     found = re.findall(pattern, text)
     if not found:
         raise BuildError(f"no {pattern!r} is in what the assembler said: {text[:1000]}")
@@ -139,7 +142,7 @@ def _most(pattern: str, text: str) -> int:
 
 
 def report(architectures: Sequence[str], names: Sequence[str], say: Callable[[str], None]) -> list[str]:
-    """Compile the launches of those names, or all; say what each kernel takes. Returns those that do not fit."""
+    """Compile the launches of those names, or all, and print what each kernel uses. Returns those that do not fit."""
     compiler()
     from trtspec_plugins.triton.kernels import LAUNCHES, kernels
 
@@ -163,7 +166,7 @@ def report(architectures: Sequence[str], names: Sequence[str], say: Callable[[st
 
 
 def main(architectures: Sequence[str] = (), names: Sequence[str] = ()) -> int:
-    """`build_scripts/build_plugins.py --target triton`: 1 if a kernel does not compile, or does not fit."""
+    """`build_scripts/build_plugins.py --target triton`: returns 1 if a kernel does not compile, or does not fit."""
     try:
         misfits = report(architectures or ARCHITECTURES, names, print)
     except (BuildError, OSError) as error:

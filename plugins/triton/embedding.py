@@ -1,4 +1,4 @@
-"""packed_embedding: one program for some numbers of a row."""
+"""packed_embedding: one program for BLOCK numbers of a row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def packed_embedding_kernel(
     weight,  # [rows, K], or panels of int8, uint8 (int4, and fp8 as bytes) or floats
     scales,  # int8, fp8: [P, 32] fp32; int4, int8 in groups: [P, groups, 32] fp16; else anything
     zeros,  # int4: [P, groups, 32] uint8, or anything where not ZEROS
-    rows,  # of the matrix, those that pad the last panel included
+    rows,  # of the matrix, including those that pad the last panel
     K,
     steps,  # words of a column
     groups,
@@ -34,13 +34,13 @@ def packed_embedding_kernel(
     i = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = k < K
-    token = tl.minimum(tl.maximum(tl.load(ids + i), 0), rows - 1)  # a GPU cannot raise; it does not read past, either
+    token = tl.minimum(tl.maximum(tl.load(ids + i), 0), rows - 1)  # a GPU cannot raise, but must not read past the end
     panel = token // 32
     column = token % 32
     if PER_WORD == 0:
         values = tl.load(weight + token * K + k, mask=there, other=0)
     elif LAYOUT == INT4:
-        # Byte j of a word has input j in its low and input 4 + j in its high four bits.
+        # Byte j of a word has input j in its low four bits and input 4 + j in its high four bits.
         octets = tl.load(weight + ((panel * steps + k // 8) * 32 + column) * 4 + k % 4, mask=there, other=0)
         values = (octets.to(tl.int32) >> (k // 4 % 2 * 4)) & 15
     else:

@@ -1,11 +1,14 @@
-"""The steps of process_logits, of which logits.py makes kernels: each on the tokens begin <= v < end of a row.
+"""The steps of process_logits, which logits.py combines to kernels. Each works on the tokens begin <= v < end of a row.
 
-top-k keeps what is not below the k-th largest logit, top-p what is not below the smallest one that it keeps. Both are
-the lowest number with more than a bound at or below it, of tokens in the one case, of their probability in the other.
-The search for it is over the unsigned integers that order as the floats do, four bits a look at the row: a look adds up
-what lies at or below each sixteenth of the interval that is left, and eight looks leave one number.
+top-k keeps the logits that are not below the k-th largest. top-p keeps those that are not below the smallest that it
+keeps. Both limits are the lowest number such that more than a bound lies at or below it. The bound is a number of
+tokens for top-k, and their probability for top-p.
 
-Probabilities are added as integers, which makes sums exact: they depend neither on the order nor on who adds what.
+The search for a limit runs over unsigned integers in the order of the floats. Each look at the row fixes four bits. A
+look adds up what lies at or below the end of each sixteenth of the interval that is left. Eight looks leave one number.
+
+Probabilities are added as integers, which makes sums exact: they depend neither on the order nor on which program adds
+what.
 """
 
 from __future__ import annotations
@@ -13,16 +16,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOOKS = tl.constexpr(8)  # of 4 bits
-DEPTH = tl.constexpr(4)  # tokens of a lane that are tallied at a time
-NO_LIMIT = tl.constexpr(float("-inf"))  # as the least logit that stays
+LOOKS = tl.constexpr(8)  # of 4 bits each
+DEPTH = tl.constexpr(4)  # tokens that a lane tallies at a time
+NO_LIMIT = tl.constexpr(float("-inf"))  # value of `least`, the least logit that stays
 
 
 @triton.jit
 def ordinal(x):
-    """uint32 that orders as the floats: NaN above all, and -0 next to 0."""
+    """uint32 in the order of the floats: NaN is above all others, and -0 next to 0."""
     bits = x.to(tl.int32, bitcast=True)
-    flips = (bits >> 31) | -2147483648  # all bits of a negative number, the sign of any other
+    flips = (bits >> 31) | -2147483648  # all bits of a negative number, the sign bit of any other
     return tl.where(x != x, -1, bits ^ flips).to(tl.uint32, bitcast=True)
 
 
@@ -37,7 +40,7 @@ def prepare(
     r, begin, end, logits, positions, ban_ids, ban_until, allow_mask, temperatures, V, M,
     num_bans, num_masks, num_temperatures, out, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write logits without what is banned or not allowed, divided by the temperature."""
+    """Write logits without banned tokens and tokens that are not allowed, divided by the temperature."""
     row = r.to(tl.int64) * V
     temperature = 0.0
     if r < num_temperatures:
@@ -52,7 +55,7 @@ def prepare(
         if divided:
             x = tl.div_rn(x, temperature)
         tl.store(out + row + v, x, mask=v < end)
-    tl.debug_barrier()  # what comes next is written and read by other threads
+    tl.debug_barrier()  # other threads write and read these logits next
     if r < num_bans:
         position = tl.load(positions + r)
         for start in range(0, M, 32):
@@ -61,7 +64,7 @@ def prepare(
             token = tl.load(ban_ids + place, mask=m < M, other=-1)
             until = tl.load(ban_until + place, mask=m < M, other=0)
             banned = (token >= begin) & (token < end) & (position < until)
-            # The reference bans before it divides, which is NaN where the temperature is infinite.
+            # The reference bans before it divides, which gives NaN if the temperature is infinite.
             removed = tl.where(temperature == float("inf"), float("nan"), float("-inf"))
             tl.store(out + row + token, removed, mask=banned)
         tl.debug_barrier()
@@ -80,7 +83,7 @@ def highest(row, begin, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def settings(r, top_ks, top_ps, min_ps, num_top_ks, num_top_ps, num_min_ps, V):
-    """(k, p, min_p) of a row; what is off is 0, 1, 0."""
+    """(k, p, min_p) of a row. Values that are off are 0, 1, 0."""
     k = 0
     p = 1.0
     min_p = 0.0
@@ -98,10 +101,10 @@ def settings(r, top_ks, top_ps, min_ps, num_top_ks, num_top_ps, num_min_ps, V):
 
 @triton.jit
 def tally(row, begin, end, prefix, look, least, top, MASS: tl.constexpr, LANES: tl.constexpr):
-    """[16] int64: how much lies in the interval that starts at `prefix`, at or below the end of each of its sixteenths.
+    """[16] int64: the amount in the interval that starts at `prefix`, at or below the end of each of its sixteenths.
 
-    Tokens, or, if MASS, their probability, in proportion, as multiples of 2^-40 of the likeliest's: that of up to 2^22
-    tokens fits. Of tokens below `least` there is none.
+    The amount is a number of tokens or, if MASS, their probability relative to that of the likeliest, in multiples of
+    2^-40. The probability of up to 2^22 tokens fits. Tokens below `least` do not count then.
     """
     sums = tl.zeros((16, LANES), tl.int64 if MASS else tl.int32)
     sixteenths = tl.arange(0, 16)[:, None, None]
@@ -112,12 +115,12 @@ def tally(row, begin, end, prefix, look, least, top, MASS: tl.constexpr, LANES: 
         x = following
         inside = v < end
         v += DEPTH * LANES
-        following = tl.load(row + v, mask=v < end, other=float("-inf"))  # under way while the present is looked at
-        digit = (ordinal(x) - prefix) >> shift  # wraps: what is below the interval is above all digits
+        following = tl.load(row + v, mask=v < end, other=float("-inf"))  # in flight while x is tallied
+        digit = (ordinal(x) - prefix) >> shift  # wraps: tokens below the interval get more than any digit
         inside &= digit < 16
         if MASS:
             inside &= x >= least
-        if tl.max(tl.max(inside.to(tl.int32), axis=1), axis=0) > 0:  # after some looks mostly nothing is
+        if tl.max(tl.max(inside.to(tl.int32), axis=1), axis=0) > 0:  # after some looks mostly none is
             amount = inside.to(tl.int32)
             if MASS:
                 amount = tl.where(inside, tl.exp(x - top) * 1099511627776.0, 0.0).to(tl.int64)
@@ -128,9 +131,10 @@ def tally(row, begin, end, prefix, look, least, top, MASS: tl.constexpr, LANES: 
 
 @triton.jit
 def descend(tallies, prefix, rest, look, p, MASS: tl.constexpr):
-    """(prefix, rest) of the sixteenth in which more than `rest` is reached; the last one if it never is.
+    """(prefix, rest) of the sixteenth in which the amount exceeds `rest`; the last one if it never does.
 
-    prefix: where an interval starts; rest: what of the bound lies in it. Top-p's bound follows from the first look.
+    prefix: start of an interval. rest: part of the bound that lies in the interval. top-p's bound follows from the
+    first look.
     """
     if MASS:
         bound = ((1.0 - p).to(tl.float64) * tl.max(tallies, axis=0).to(tl.float64)).to(tl.int64)
@@ -143,7 +147,7 @@ def descend(tallies, prefix, rest, look, p, MASS: tl.constexpr):
 
 @triton.jit
 def cut(row, begin, end, least, top, min_p, BLOCK: tl.constexpr):
-    """Remove what is below `least` and what is less likely than min_p times the likeliest."""
+    """Remove tokens below `least` and tokens less likely than min_p times the likeliest."""
     for start in range(begin, end, BLOCK):
         v = start + tl.arange(0, BLOCK)
         x = tl.load(row + v, mask=v < end, other=0.0)

@@ -1,6 +1,6 @@
-"""What is compiled ahead of time to see that it compiles, and fits: launches as engines make them. Wants Triton.
+"""Launches as engines make them, compiled ahead of time to check that they compile and fit. Needs Triton.
 
-A row is a launch itself, so that types, constants and warps are the launcher's, and stay so. Nothing runs.
+Each entry is a launch itself, so that types, constants and warps always are the launcher's. No kernel runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 def _attention(
     dtype: str, head_dim: int, group: int, rows: int = ROWS, columns: int = 64, all_options: bool = False
 ) -> object:
-    """all_options: a tree, sinks, a window and a softcap."""
+    """Launch spec_attention_. all_options: with a tree, sinks, a window and a softcap."""
     kind, heads = _DTYPES[dtype], 8
     fresh, cache = _of(kind, rows, heads, head_dim), _of(kind, BLOCKS, BLOCK_SIZE, heads, head_dim)
     metadata = (_of(_I32, REQUESTS + 1), _of(_I32, REQUESTS), _of(_I32, REQUESTS, columns))
@@ -68,7 +68,7 @@ def _embedding(dtype: str) -> object:
 
 
 def _logits(vocabulary: int = VOCABULARY, none: bool = False) -> object:
-    """none: of the filters; temperatures alone."""
+    """Launch process_logits. none: without filters, with temperatures alone."""
     R = 0 if none else ROWS
     unused = (_of(_I32, 0), _of(_I32, 0), _of(_F32, 0), _of(_I32, 0), _of(_F32, 0))  # history to bias_values
     bans = (_of(_I32, R, 4), _of(_I64, R, 4), _of(_I32, R, vocabulary // 32))  # ids, until, allow_mask
@@ -125,12 +125,12 @@ LAUNCHES: dict[str, Callable[[], object]] = {
 
 
 def kernels(name: str) -> list[Kernel]:
-    """The kernels of a launch in LAUNCHES, specialised for its arguments as Triton does it; they are not run."""
+    """Kernels of a launch in LAUNCHES, specialised for its arguments as Triton does it. They are not run."""
     found: list[Kernel] = []
 
     def record(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kernel = _specialised(function, args, kwargs)
-        if kernel not in found:  # a launcher may launch one many times
+        if kernel not in found:  # a launcher may launch one kernel many times
             found.append(kernel)
 
     run = JITFunction.run
@@ -146,7 +146,7 @@ def _specialised(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     options = {key: kwargs[key] for key in kwargs if key not in function.arg_names}
     bound = function.signature.bind(*args, **{key: kwargs[key] for key in kwargs if key not in options})
     bound.apply_defaults()
-    backend = make_backend(GPUTarget("cuda", 90, 32))  # all of NVIDIA's specialise alike
+    backend = make_backend(GPUTarget("cuda", 90, 32))  # all of NVIDIA's GPUs specialise alike
     signature, constants, aligned = {}, {}, []
     for parameter, (name, value) in zip(function.params, bound.arguments.items(), strict=True):
         kind, key = "constexpr", None

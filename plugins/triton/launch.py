@@ -1,26 +1,32 @@
-"""Arithmetic of launches that needs no Triton: PTX that was compiled elsewhere is enough to build an engine."""
+"""Launch arithmetic that does not need Triton: PTX that was compiled elsewhere is enough to build an engine."""
 
 from __future__ import annotations
 
 import struct
 from typing import Any
 
-GENERATION_ROWS = 4  # of a request, with 3 drafts: attention that is compiled for all steps suits these best
-TILE_BYTES = 16384  # of keys, and of values, in a tile: a program of attention has two of them on the way
-FP32_TILE_BYTES = 8192  # as its products, which are no mma.sync, hold both matrices in registers
+GENERATION_ROWS = 4  # of a request, with 3 drafts: attention compiled for all steps suits these best
+TILE_BYTES = 16384  # of keys, and of values, in a tile: a program of attention has two tiles in flight
+FP32_TILE_BYTES = 8192  # fp32 products, which are no mma.sync, hold both matrices in registers
 LEAST_PATH_ROWS = 8  # so that few kernels serve all short paths
-PATH_TILE = 2048  # elements of each cache that a program of compaction holds at a time: 16 a thread
+PATH_TILE = 2048  # elements of each cache that a program of compaction holds at a time: 16 for each thread
 
 
 def left_rows(pairs: int) -> int:
-    """Rows of attention's left matrix, where a request brings so many pairs of a row and a query head of one KV head:
-    16, the least that a matrix product of the GPU takes, or 32, the most that gives the same bits."""
+    """Number of rows of attention's left matrix: 16 or 32.
+
+    16 is the least that a matrix product of the GPU takes, and 32 the most that gives the same bits.
+    pairs: number of (row, query head) pairs of one KV head that a request has.
+    """
     return 16 if pairs <= 16 else 32
 
 
 def attention_shape(head_dim: int, group: int, rows: int, element_bytes: int) -> dict[str, int]:
-    """Sizes that attention is compiled for. A row's bits follow from TILE, the keys that a program takes at a time, so
-    that depends on the model alone."""
+    """Sizes for which attention is compiled.
+
+    A row's bits follow from TILE, the number of keys that a program takes at a time. So TILE depends on the model
+    alone.
+    """
     padded = max(16, 1 << (head_dim - 1).bit_length())
     tile_bytes = FP32_TILE_BYTES if element_bytes == 4 else TILE_BYTES
     tile = min(64, max(16, tile_bytes // (padded * element_bytes)))
@@ -28,19 +34,22 @@ def attention_shape(head_dim: int, group: int, rows: int, element_bytes: int) ->
 
 
 def attention_options(shape: dict[str, int], split: bool, element_bytes: int) -> dict[str, Any]:
-    """How attention of that shape is compiled. The limit of registers is the highest: left to itself, the assembler
-    spills a few to have room for one more program on an SM, where it does so with most of these kernels."""
+    """Options with which attention of that shape is compiled.
+
+    The register limit is the highest possible. Without it, the assembler spills a few registers in most of these
+    kernels, to have room for one more program on an SM.
+    """
     wide = shape["BLOCK_M"] * shape["D_PADDED"] * element_bytes > 4096
     options = {"num_warps": 8 if wide else 4, "enable_fp_fusion": False}
     return options if split and shape["BLOCK_M"] == 16 else {**options, "maxnreg": 255}
 
 
 def path_tile(length: int) -> tuple[int, int]:
-    """(rows, elements of each) that a program of compaction moves: powers of two, rows for a path of this length."""
+    """(rows, elements of each) that a program of compaction moves: powers of two; rows suit a path of this length."""
     rows = max(LEAST_PATH_ROWS, 1 << (length - 1).bit_length())
     return rows, max(16, PATH_TILE // rows)
 
 
 def float_bits(value: float) -> int:
-    """An fp32 number as an int32: kernels in an engine take integers alone."""
+    """An fp32 number as an int32: kernels in an engine take only integers."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])

@@ -1,15 +1,17 @@
-"""packed_linear: x [T, K] @ W^T, the same bits for a row of x whatever the other rows and however many there are.
+"""packed_linear: x [T, K] @ W^T, with the same bits for a row of x whatever the other rows and their number.
 
-K is cut into pieces, whose number and place follow from N and K alone (`pieces`). A piece is summed from zero, in steps
-of BLOCK_K inputs; pieces are added in order. Few rows are bound by reading the weights: a program has a tile of columns
-and one piece, so that all of the GPU reads, and the last program of a tile to finish adds the tile's pieces. Many rows
-are bound by arithmetic: a program walks over all pieces of its tile.
+K is cut into pieces, whose number and position follow from N and K alone (`pieces`). A piece is summed from zero, in
+steps of BLOCK_K inputs; pieces are added in order.
+For few rows, the time goes into reading the weights. A program then has a tile of columns and one piece, so that all of
+the GPU reads. The last program of a tile to finish adds the tile's pieces. For many rows, the time goes into
+arithmetic. A program then goes through all pieces of its tile.
 
-Both multiply with mma.sync. On sm_90 and sm_100 Triton would take wgmma and tcgen05 for left matrices of 64 rows or
-more, and nothing promises that these add in the same order. So a product has at most 32 rows, and a program of many
-rows multiplies four such. tests/plugins/test_triton_linear.py reads the instructions in what is compiled.
+Both forms multiply with mma.sync. On sm_90 and sm_100 Triton would use wgmma and tcgen05 for left matrices of 64 rows
+or more, and nothing guarantees that these add in the same order. So a product has at most 32 rows, and a program of
+many rows multiplies four such products. tests/plugins/test_triton_linear.py checks the instructions of the compiled
+kernels.
 
-int8 sums are integers, which makes their order irrelevant; they are cut in the same manner.
+int8 sums are integers, so their order does not matter. They are cut in the same manner.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from trtspec.ops.packing import GROUP_SIZES, PANEL
 
 PLAIN, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-BLOCK_BYTES = 128  # of a row of weights, in a step: a cache line
-COLUMNS = 64  # of a program of few rows
-PROGRAMS = 264  # wanted of few rows: two for each of the 132 multiprocessors of an H200
-LEAST_STEPS = 4  # of a piece: shorter ones cost more to add than to sum
-MANY_ROWS = 64  # up to these, weights are what is moved
-MANY_PROGRAMS = 66  # of many rows, to be worth it: half the multiprocessors
-COUNTERS = 4096  # tiles of few rows in one launch, at least: rows are fewer where columns are many
+BLOCK_BYTES = 128  # bytes of a row of weights in a step: a cache line
+COLUMNS = 64  # columns of a program of few rows
+PROGRAMS = 264  # wanted for few rows: two for each of the 132 multiprocessors of an H200
+LEAST_STEPS = 4  # steps of a piece: shorter pieces cost more to add than to sum
+MANY_ROWS = 64  # up to this number of rows, reading weights takes the time
+MANY_PROGRAMS = 66  # least number for which the kernel of many rows is worth it: half the multiprocessors
+COUNTERS = 4096  # at least the number of tiles of few rows in one launch: many columns come with fewer rows
 
 FEW = {"num_warps": 4, "num_stages": 7}
 MANY = {"num_warps": 8, "num_stages": 3}
@@ -41,16 +43,16 @@ MANY_FP32 = {"num_warps": 4, "num_stages": 3}
 
 @triton.jit
 def _weights(weight, n, k, N, K, LAYOUT: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr):
-    """W^T [BLOCK_K, BLOCK_N] of inputs k and columns n, consecutive numbers both, of `dtype`; of integers as they are.
+    """W^T [BLOCK_K, BLOCK_N] in `dtype` (integers as they are) of inputs k and columns n, both consecutive numbers.
 
-    Past K there are zeros; past N is anything.
+    Past K there are zeros; past N there may be anything.
     """
     if LAYOUT == PLAIN:
         place = tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
         if EVEN:
             return tl.load(weight + place)
         return tl.load(weight + place, mask=(k < K)[:, None], other=0.0)
-    # A word is four inputs of a column, and 32 columns lie side by side: whole lines are loaded, then sorted.
+    # A word is four inputs of a column, and 32 columns are adjacent: load whole lines, then sort them.
     BLOCK_K: tl.constexpr = k.shape[0]
     BLOCK_N: tl.constexpr = n.shape[0]
     steps = tl.cdiv(K, 4)
@@ -68,7 +70,7 @@ def _weights(weight, n, k, N, K, LAYOUT: tl.constexpr, EVEN: tl.constexpr, dtype
 
 @triton.jit
 def _rows(x, row, k, T, K, x_stride, EVEN: tl.constexpr):
-    """x [BLOCK_M, BLOCK_K]. Past K there are zeros; past T the last row comes again."""
+    """x [BLOCK_M, BLOCK_K]. Past K there are zeros; past T the last row repeats."""
     place = tl.minimum(row, T - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
     if EVEN:
         return tl.load(x + place)
@@ -79,7 +81,10 @@ def _rows(x, row, k, T, K, x_stride, EVEN: tl.constexpr):
 def _write(
     sums, row, n, scales, x_scales, bias, T, N, out, LAYOUT: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr
 ):
-    """out[row, n] = sums [BLOCK_M, BLOCK_N] scaled, + bias, rounded once: the reference's operations in its order."""
+    """Store out[row, n] = sums [BLOCK_M, BLOCK_N] scaled, + bias, rounded once.
+
+    The operations are the reference's, in its order.
+    """
     result = sums.to(tl.float32)
     if LAYOUT != PLAIN:
         scale = tl.load(scales + n, mask=n < N, other=0.0)[None, :]
@@ -101,13 +106,13 @@ def few_rows_kernel(
     x,  # [T, K], rows x_stride apart
     weight,  # [N, K], or panels
     scales,  # [P, 32] fp32, or anything where the weight is plain
-    x_scales,  # int8: [T] fp32; fp8 with X_SCALE: [1] fp32; else anything
+    x_scales,  # int8: [T] fp32; fp8 with X_SCALE: [1] fp32; anything otherwise
     bias,  # [N], or anything where not BIAS
     T,
     N,
     K,
     x_stride,
-    piece_steps,  # steps of a piece
+    piece_steps,  # number of steps of a piece
     partials,  # [pieces, T, N] fp32 or int32, or anything where not SPLIT
     counters,  # [row tiles * column tiles] int32, zeros before and after
     out,  # [T, N]
@@ -120,8 +125,10 @@ def few_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program for a tile of rows, a tile of columns and a piece. Tiles of rows start side by side, so that all but
-    one of them find the weights in the cache."""
+    """Multiply a tile of rows with a tile of columns over one piece, in one program.
+
+    Programs of neighbouring tiles of rows start together, so that all but one of them find the weights in the cache.
+    """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     piece = tl.program_id(2)
@@ -136,18 +143,18 @@ def few_rows_kernel(
         place = tl.minimum(row, T - 1).to(tl.int64)[:, None] * N + tl.minimum(n, N - 1)[None, :]
         inside = (row < T)[:, None] & (n < N)[None, :]
         tl.store(partials + piece * T * N + place, sums, mask=inside)
-        tl.debug_barrier()  # all threads have stored when one says so
+        tl.debug_barrier()  # all threads have stored before one of them counts
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         pieces = tl.num_programs(2)
         if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == pieces - 1:
             tl.store(counters + tile, 0)  # for the next launch
             total = tl.zeros((BLOCK_M, BLOCK_N), kind)
-            at_once: tl.constexpr = 64 // BLOCK_M  # pieces, as each takes long to come
+            at_once: tl.constexpr = 64 // BLOCK_M  # pieces to load at once, as each load takes long
             for first in range(0, pieces, at_once):
                 for i in tl.static_range(at_once):
                     there = inside & (row < tl.where(first + i < pieces, T, 0))[:, None]
                     other = partials + (first + i) * T * N + place
-                    # Past the multiprocessor's own cache. What is not there is a zero, which changes no sum.
+                    # .cg bypasses the multiprocessor's own cache. Pieces that do not exist add zeros: no sum changes.
                     total += tl.load(other, mask=there, other=0, cache_modifier=".cg")
             _write(total, row, n, scales, x_scales, bias, T, N, out, LAYOUT, X_SCALE, BIAS)
     else:
@@ -156,7 +163,7 @@ def few_rows_kernel(
 
 @triton.jit
 def many_rows_kernel(
-    x,  # all arguments as above
+    x,  # all arguments as in few_rows_kernel
     weight,
     scales,
     x_scales,
@@ -172,11 +179,11 @@ def many_rows_kernel(
     BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # of a product, of which there are four
+    BLOCK_M: tl.constexpr,  # rows of a product; a program has four products
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program for a tile of 4 * BLOCK_M rows and of columns, which adds the pieces as it goes."""
+    """Multiply a tile of 4 * BLOCK_M rows with a tile of columns, in one program, which adds the pieces as it goes."""
     row0 = tl.program_id(0) * (4 * BLOCK_M) + tl.arange(0, BLOCK_M)
     row1, row2, row3 = row0 + BLOCK_M, row0 + 2 * BLOCK_M, row0 + 3 * BLOCK_M
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -199,7 +206,7 @@ def many_rows_kernel(
             if (step + 1) % piece_steps == 0:
                 total0, total1, total2, total3 = total0 + sums0, total1 + sums1, total2 + sums2, total3 + sums3
                 sums0, sums1, sums2, sums3 = zeros, zeros, zeros, zeros
-    if SPLIT:  # the last piece may be shorter; else a zero is added, which changes no sum
+    if SPLIT:  # add the last piece, which may be shorter; zeros, if it is added already, change no sum
         sums0, sums1, sums2, sums3 = total0 + sums0, total1 + sums1, total2 + sums2, total3 + sums3
     _write(sums0, row0, n, scales, x_scales, bias, T, N, out, LAYOUT, X_SCALE, BIAS)
     _write(sums1, row1, n, scales, x_scales, bias, T, N, out, LAYOUT, X_SCALE, BIAS)
@@ -208,14 +215,14 @@ def many_rows_kernel(
 
 
 def pieces(N: int, K: int, block_k: int) -> int:
-    """Steps of block_k inputs in a piece of K: of N and K alone, since a row's bits follow from it."""
+    """Number of steps of block_k inputs in a piece of K. It depends on N and K alone: a row's bits follow from it."""
     steps = triton.cdiv(K, block_k)
     count = max(1, min(PROGRAMS // triton.cdiv(N, COLUMNS), steps // LEAST_STEPS))
     return triton.cdiv(steps, count)
 
 
 def tiling(T: int, N: int, dtype: torch.dtype) -> tuple[bool, int, int]:
-    """(whether the kernel of many rows serves, rows and columns of a program)."""
+    """(whether the kernel of many rows is used, rows and columns of a program)."""
     rows, columns = (64, 64) if dtype == torch.float32 else (128, 128)
     if T > MANY_ROWS and triton.cdiv(T, rows) * triton.cdiv(N, columns) >= MANY_PROGRAMS:
         return True, rows, columns
@@ -224,7 +231,7 @@ def tiling(T: int, N: int, dtype: torch.dtype) -> tuple[bool, int, int]:
 
 @functools.cache
 def _counters(device: torch.device, stream: int) -> Tensor:
-    """Zeros that each launch leaves as zeros: those of a stream are for its launches alone, as they never overlap."""
+    """Counters of a stream: zeros, which each launch leaves as zeros. Launches of one stream never overlap."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("packed_linear: run it once on this stream before a CUDA graph captures it")
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
@@ -233,12 +240,12 @@ def _counters(device: torch.device, stream: int) -> Tensor:
 def _launch(
     x: Tensor, weight: Tensor, scales: Tensor, x_scales: Tensor | None, bias: Tensor | None, out: Tensor, layout: int
 ) -> None:
-    """x [T, K] as the layout wants it, weight [N, K] or panels (fp8: as bytes) -> out [T, N]."""
+    """Multiply x [T, K], as the layout wants it, with weight [N, K] or panels (fp8: as bytes), into out [T, N]."""
     (T, K), N = x.shape, out.shape[1]
     block_k = BLOCK_BYTES // weight.element_size()
     piece_steps = pieces(N, K, block_k)
     count = triton.cdiv(triton.cdiv(K, block_k), piece_steps)
-    nothing = x  # where a kernel wants a pointer that it does not use
+    nothing = x  # stands for a pointer that the kernel does not use
     arguments = (
         x, weight, scales, nothing if x_scales is None else x_scales, nothing if bias is None else bias,
         T, N, K, x.stride(0), piece_steps,
@@ -271,7 +278,7 @@ def _launch(
 def _check(
     x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, x_scale: Tensor | None, N: int
 ) -> None:
-    """ValueError for what the kernels would read past."""
+    """Raise ValueError for tensors that the kernels would read past."""
     K = x.shape[1]
     P, groups = triton.cdiv(N, PANEL), scales.shape[1] if scales.ndim == 3 else 0
     dtypes = {2: {x.dtype}, 4: {torch.int8, torch.uint8, torch.float8_e4m3fn}}.get(weight.ndim, set())
@@ -318,7 +325,7 @@ def packed_linear(
     out_features: int,
     float_out: bool,
 ) -> Tensor:
-    """The op of trtspec/ops/linear.py: [T, out_features]. Float weights are [N, K] here: their panels are the CPU's."""
+    """The op of trtspec/ops/linear.py: [T, out_features]. Float weights are [N, K] here; float panels are the CPU's."""
     _check(x, weight, scales, zeros, bias, x_scale, out_features)
     T = x.shape[0]
     out = x.new_empty(T, out_features, dtype=torch.float32 if float_out else x.dtype)

@@ -1,8 +1,7 @@
-"""Parts of packed_linear for quantised weights: x rounded as the reference rounds it, and the product of weights in
-groups, which are int4 or int8.
+"""Parts of packed_linear for quantised weights: x rounded as the reference rounds it, and products with groups.
 
-The reference's operations in its order, each rounded once (enable_fp_fusion off), so that integers, scales and the
-results of groups are its own, bit for bit.
+Weights in groups are int4 or int8. The operations are the reference's in its order, each rounded once (enable_fp_fusion
+is off). So integers, scales and the results of groups are those of the reference, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,30 +13,30 @@ from torch import Tensor
 
 TINY = tl.constexpr(1e-30)  # as in trtspec/ops/linear.py
 LARGEST = tl.constexpr(3.4028234663852886e38)
-TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves no bit below the units; ties go to even
-E4M3_UNIT = tl.constexpr(256.0)  # what e4m3_to_fp16 leaves to be multiplied with
-BLOCK = 1024  # inputs of a row at a time
+TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bit below the units; ties go to even
+E4M3_UNIT = tl.constexpr(256.0)  # factor by which results of e4m3_to_fp16 are still to be multiplied
+BLOCK = 1024  # inputs of a row that are loaded at a time
 GROUP_ROWS = 16
 GROUP_STAGES = {torch.uint8: 5, torch.int8: 3}  # int8 reads twice as much in a stage
-GROUP_CHUNK = 256  # inputs whose groups' scales are read at a time
+GROUP_CHUNK = 256  # inputs whose scales are read at a time
 
 
 @triton.jit
 def e4m3_to_fp16(octets):
-    """e4m3 numbers as bytes -> 2^-8 of them: their bits in the places of fp16's. (NaN has no bits of its own there.)"""
+    """e4m3 numbers as bytes -> 2^-8 of them as fp16: their bits move to the places of fp16's. (NaN is lost.)"""
     bits = octets.to(tl.int16)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _magnitude_bits(x):
-    """|x| as integers in the same order, infinity and then NaN above all."""
+    """|x| as integers in the same order; infinity, and NaN after it, are above all others."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _round(x, largest):
-    """x as integers -127..127 of largest / 127; zeros where largest is tiny or not finite."""
+    """x as integers -127..127 in units of largest / 127; zeros if `largest` is tiny or not finite."""
     fits = (largest >= TINY) & (largest <= LARGEST)
     inverse = tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), largest)
     return tl.where(fits, (x * inverse + TO_INTEGER) - TO_INTEGER, 0.0)
@@ -53,7 +52,7 @@ def quantize_row_kernel(
     x_scales,  # [T] fp32
     BLOCK: tl.constexpr,
 ):
-    """One program a row, one scale a row."""
+    """Quantise a row, with one scale: one program for each row."""
     t = tl.program_id(0).to(tl.int64)
     bits = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, K, BLOCK):
@@ -74,11 +73,11 @@ def quantize_groups_kernel(
     x_stride,
     values,  # [T, groups * GROUP] int8
     x_scales,  # [T, groups] fp32
-    x_sums,  # [T, groups] int32: of the values of a group
+    x_sums,  # [T, groups] int32: sum of the values of a group
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for BLOCK numbers of a row, one scale a group."""
+    """Quantise BLOCK numbers of a row, with one scale for each group: one program for each such block."""
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -100,14 +99,14 @@ def round_rows_kernel(
     out,  # [T, K]
     BLOCK: tl.constexpr,
 ):
-    """The reference's round_e4m3, which every dtype of x holds exactly."""
+    """Compute the reference's round_e4m3. Every dtype of x holds its results exactly."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(x + t * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     value = tl.div_rn(row, tl.load(scale))
     value = tl.where(value > 448.0, 448.0, tl.where(value < -448.0, -448.0, value))  # NaN stays
-    # Numbers of [2^e, 2^(e+1)) are multiples of 2^(e-3), those below 2^-6 of 2^-9. 1.5 * 2^23 of these units, added and
-    # taken away, leaves the nearest multiple, ties to even.
+    # Numbers in [2^e, 2^(e+1)) are multiples of 2^(e-3), and numbers below 2^-6 are multiples of 2^-9. Adding
+    # 1.5 * 2^23 of these units and subtracting them again leaves the nearest multiple, ties to even.
     exponent = tl.maximum((_magnitude_bits(value) >> 23) - 127, -6)
     big = (((exponent - 3 + 23 + 127) << 23) | 0x400000).to(tl.float32, bitcast=True)
     tl.store(out + t * K + k, ((value + big) - big).to(out.dtype.element_ty), mask=k < K)
@@ -117,9 +116,9 @@ def round_rows_kernel(
 def _group_numbers(
     start, row, panel, groups, scales, zeros, x_scales, x_sums, T, ZEROS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """What CHUNK groups are scaled with: scale and zero [CHUNK, 32] of a panel, x's scales and sums [BLOCK_M, CHUNK].
+    """Scale and zero [CHUNK, 32] of CHUNK groups of a panel, and x's scales and sums [BLOCK_M, CHUNK] of these groups.
 
-    Groups that there are not have zeros.
+    Groups that do not exist have zeros.
     """
     g = start + tl.arange(0, CHUNK)
     column = (panel.to(tl.int64) * groups + g)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -147,14 +146,17 @@ def groups_kernel(
     N,
     K,
     out,  # [T, N]
-    PER_WORD: tl.constexpr,  # inputs: 8 of int4, 4 of int8
+    PER_WORD: tl.constexpr,  # inputs of a word: 8 of int4, 4 of int8
     ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,  # groups whose scales are read at once, a step ahead
 ):
-    """One program for a tile of rows and a panel. Groups are added in fp32, each rounded, and so by one program."""
+    """Multiply a tile of rows with a panel, in one program.
+
+    Groups are added in fp32, each rounded, and for that reason by one program.
+    """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     panel = tl.program_id(1)
     groups = K // GROUP
@@ -182,7 +184,7 @@ def groups_kernel(
             else:
                 columns = tl.reshape(tl.permute(tl.reshape(octets, (GROUP // 4, 32, 4)), (0, 2, 1)), (GROUP, 32))
             dot = tl.dot(rows, columns, out_dtype=tl.int32)
-            # One number of a chunk is the sum of it and zeros.
+            # A number of the chunk is picked as the sum of it and zeros.
             mine = of_group == i
             its_scale = tl.sum(tl.where(mine[:, None], scale, 0.0), axis=0)  # [32]
             its_x_scale = tl.sum(tl.where(mine[None, :], x_scale, 0.0), axis=1)  # [BLOCK_M]
@@ -200,7 +202,7 @@ def groups_kernel(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K] -> (integers [T, K] int8, rows of which are whole 16 bytes apart, scales [T] fp32)."""
+    """x [T, K] -> (integers [T, K] int8, whose rows start at multiples of 16 bytes, scales [T] fp32)."""
     T, K = x.shape
     values = x.new_empty(T, K + -K % 16, dtype=torch.int8)[:, :K]
     x_scales = x.new_empty(T, dtype=torch.float32)
@@ -211,7 +213,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_rows(x: Tensor, scale: Tensor) -> Tensor:
-    """x [T, K] / scale [1] as e4m3 numbers, in x's dtype."""
+    """Round x [T, K] / scale [1] to e4m3 numbers, in x's dtype."""
     T, K = x.shape
     out = x.new_empty(T, K)
     round_rows_kernel[(T, triton.cdiv(K, BLOCK))](
@@ -221,7 +223,7 @@ def round_rows(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def groups_linear(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x [T, K], panels of int4 or int8 in groups -> out [T, N]."""
+    """Multiply x [T, K] with panels of int4 or int8 in groups, into out [T, N]."""
     (T, K), (panels, groups) = x.shape, scales.shape[:2]
     group = K // groups
     values = x.new_empty(T, K, dtype=torch.int8)

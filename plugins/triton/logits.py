@@ -1,17 +1,18 @@
-"""process_logits. Short rows: one program a row, in one launch. Long rows: many programs a row, in launches of a look.
+"""process_logits. Short rows: one program for each row, in one launch. Long rows: many programs, in a launch per look.
 
-Both do the same steps (filters.py), and sums are exact, so both give the same bits: a row's result depends neither on
-the form nor on what other rows there are. TensorRT's plugin takes the first form, as it launches one kernel.
+Both forms do the same steps (filters.py), and sums are exact, so both give the same bits. A row's result depends
+neither on the form nor on the other rows. TensorRT's plugin uses the first form, as it launches one kernel.
 
-What stays has the reference's bits: bans and temperature are the reference's operations, and filters remove or keep.
-top-k removes what the reference removes. top-p and min-p may decide otherwise about a token within rounding errors of
-the edge: exp is the GPU's, and the reference's sums are rounded where these are not.
+Logits that stay have the reference's bits: bans and temperature are the reference's operations, and filters remove or
+keep. top-k removes what the reference removes. top-p and min-p may decide otherwise about a token within rounding
+errors of the edge. exp is the GPU's, and the reference's sums are rounded where these are not.
 
-A row of V logits is 4 V bytes. The long form reads and writes it once to prepare it, reads it once more for its
-maximum, 8 times for top-k, 8 times for top-p, and reads and writes it to remove what goes: at most 18 launches, one
-where no row is filtered by anything. Programs whose row has a filter off leave at once. Grids follow from shapes alone
-and nothing is read back, so that CUDA graphs can hold the launches. What a launch leaves for the next has a place of
-its own: no program reads what another of its launch writes, and there are no atomics.
+A row of V logits is 4 V bytes. The long form reads and writes it once to prepare it, and reads it once more for its
+maximum. It reads it 8 times for top-k and 8 times for top-p, and reads and writes it to remove tokens. That takes at
+most 18 launches, or one if no row is filtered. Programs whose row has a filter off return at once.
+Grids follow from shapes alone and nothing is read back, so that CUDA graphs can hold the launches. Each launch stores
+its results for the next one in separate memory: no program reads what another of its launch writes, and there are no
+atomics.
 
 No metadata, however wrong, makes it read or write past a tensor.
 """
@@ -37,7 +38,7 @@ from trtspec_plugins.triton.filters import (
 from trtspec.ops.logits import add_bias, penalise
 
 LANES = 256  # threads of a program
-CHUNK = 4096  # tokens of a program; a row of no more is not split
+CHUNK = 4096  # tokens of a program; rows of at most this many are not split
 
 
 # -- short rows --------------------------------------------------------------------------------------------------------
@@ -45,7 +46,7 @@ CHUNK = 4096  # tokens of a program; a row of no more is not split
 
 @triton.jit
 def _search(row, V, rest, least, top, p, MASS: tl.constexpr, LANES: tl.constexpr):
-    """The ordinal with more than `rest` at or below it; the greatest of all where there is none."""
+    """The lowest ordinal with more than `rest` at or below it; the greatest of all ordinals if there is none."""
     prefix = tl.full((), 0, tl.uint32)
     for look in range(LOOKS):
         tallies = tally(row, 0, V, prefix, look, least, top, MASS, LANES)
@@ -66,7 +67,7 @@ def process_row_kernel(
     min_ps,  # [R] fp32
     V,
     M,
-    num_bans,  # rows of ban_ids; as those below R, or 0 where the group is not used and its pointer may be anything
+    num_bans,  # rows of ban_ids: R, or 0 if the group is unused and its pointer may be anything; likewise below
     num_masks,
     num_temperatures,
     num_top_ks,
@@ -90,7 +91,7 @@ def process_row_kernel(
         zero = tl.full((), 0, tl.int64)
         if k > 0:
             least = number(_search(row, V, zero + (V - k), least, top, p, False, LANES))
-        if tl.abs(top) < float("inf"):  # else there are no probabilities, and nothing more goes
+        if tl.abs(top) < float("inf"):  # else there are no probabilities, and no more tokens are removed
             if p < 1:
                 least = number(tl.minimum(_search(row, V, zero, least, top, p, True, LANES), last))
         else:
@@ -103,7 +104,7 @@ def process_logits_kernel(
     logits, positions, ban_ids, ban_until, temperatures, top_ks, top_ps, min_ps, V, M,
     num_bans, num_temperatures, num_top_ks, num_top_ps, num_min_ps, out, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The same without allow_mask among the arguments."""
+    """Launch form of `process_row_kernel` without allow_mask among the arguments."""
     process_row_kernel(
         logits, positions, ban_ids, ban_until, ban_ids, temperatures, top_ks, top_ps, min_ps, V, M,
         num_bans, 0, num_temperatures, num_top_ks, num_top_ps, num_min_ps, out, LANES,
@@ -140,7 +141,7 @@ def _last(maxima, r, PARTS: tl.constexpr):
 
 @triton.jit
 def _after(states, tallies, r, look, p, MASS: tl.constexpr, PARTS: tl.constexpr):
-    """(prefix, rest) after a look that an earlier launch took."""
+    """(prefix, rest) after a look whose tallies an earlier launch stored."""
     S, digit = tl.num_programs(1), tl.arange(0, 16)
     part = tl.arange(0, PARTS)[:, None]
     place = (MASS * LOOKS + look) * tl.num_programs(0) + r
@@ -160,11 +161,11 @@ def look_kernel(
     num_top_ps,
     V,
     look,
-    leasts,  # [R] fp32: what top-k keeps; written by top-p's first look
+    leasts,  # [R] fp32: least logit that top-k keeps; written by top-p's first look
     states,  # [2, LOOKS, R, 2] int64: (prefix, rest) of each look of top-k and of top-p
     tallies,  # [2, LOOKS, R, S, 16] int64
     MASS: tl.constexpr,  # top-p, not top-k
-    PARTS: tl.constexpr,  # S or more
+    PARTS: tl.constexpr,  # at least S
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -228,7 +229,7 @@ def cut_kernel(
 
 
 def _lanes(tokens: int) -> int:
-    """Threads of a program with so many tokens."""
+    """Number of threads of a program with `tokens` tokens."""
     return min(max(triton.next_power_of_2(triton.cdiv(tokens, DEPTH.value)), 32), LANES)
 
 
@@ -237,7 +238,7 @@ def process_rows(
     allow_mask: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor,
     min_ps: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Bans to min-p in one launch, on contiguous tensors: [R, V]. Each group of inputs may be zero-size."""
+    """Apply bans to min-p in one launch, on contiguous tensors: [R, V]. Each group of inputs may be zero-size."""
     R, V = logits.shape
     out = torch.empty_like(logits)
     M = ban_ids.shape[1] if ban_ids.numel() else 0
@@ -247,7 +248,7 @@ def process_rows(
         logits, positions, ban_ids, ban_until, allow_mask, temperatures, top_ks, top_ps, min_ps,
         V, M, *(group.shape[0] for group in groups), out,
         LANES=lanes, num_warps=lanes // 32, enable_fp_fusion=False,
-        maxnreg=255,  # left to itself, the assembler takes fewer for sm_80, and spills
+        maxnreg=255,  # without it, the assembler takes fewer for sm_80, and spills
     )  # fmt: skip
     return out
 
@@ -257,7 +258,7 @@ def process_spread(
     allow_mask: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor,
     min_ps: torch.Tensor, chunk: int = CHUNK,
 ) -> torch.Tensor:  # fmt: skip
-    """The same, with a program for every `chunk` tokens of a row."""
+    """Apply bans to min-p as `process_rows` does, with a program for every `chunk` tokens of a row."""
     R, V = logits.shape
     S = triton.cdiv(V, chunk)
     out, maxima = torch.empty_like(logits), positions.new_empty((R, S))
@@ -293,7 +294,10 @@ def process_logits(
     ban_until: torch.Tensor, allow_mask: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor,
     top_ps: torch.Tensor, min_ps: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """The op: see trtspec/ops/logits.py. Bias and penalties, which few requests ask for, are the reference's code."""
+    """The op of trtspec/ops/logits.py: [R, V].
+
+    The reference's code applies bias and penalties, which few requests ask for.
+    """
     if bias_ids.numel():
         logits = add_bias(logits, bias_ids, bias_values)
     if penalties.numel():

@@ -1,4 +1,4 @@
-"""rms_norm: one program a row, whose sum has an order that follows from H alone."""
+"""rms_norm: one program for each row. The order of the row's sum follows from H alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rms_norm_kernel(
     H,
     x_stride,
     out,  # [rows, H]
-    BLOCK: tl.constexpr,  # H at least
+    BLOCK: tl.constexpr,  # at least H
 ):
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
@@ -29,7 +29,7 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The op: see trtspec/ops/norm.py."""
+    """The op of trtspec/ops/norm.py: x [..., H] -> [..., H], in x's dtype."""
     H = x.shape[-1]
     rows = x.reshape(-1, H)
     if rows.stride(-1) != 1:

@@ -1,10 +1,11 @@
-"""spec_sample: the noise is made where it is added (its layout: trtspec/ops/sample.py).
+"""spec_sample: the kernels make the noise where they add it. trtspec/ops/sample.py describes its layout.
 
-Without vocab_ids a counter serves four tokens, as ids run through 0..V-1; with them each token has one of its own.
+Without vocab_ids a counter serves four tokens, as ids run through 0..V-1. With vocab_ids each token has a counter of
+its own.
 
-A long row is spread over programs of PART tokens, and a second launch takes the best of their draws: 4 bytes a token
-are read once, and about a hundred integer and fp32 operations make its noise, none where nothing is left to draw. A
-short row has one program in one launch, as TensorRT's plugin has for every row. The draw is the same, bit for bit.
+A long row is spread over programs of PART tokens, and a second launch takes the best of their draws. Each token's 4
+bytes are read once. About a hundred integer and fp32 operations make its noise, or none if no token is left to draw. A
+short row has one program in one launch, as every row has in TensorRT's plugin. The draw is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096  # tokens at a time
+BLOCK = 4096  # tokens that a program loads at a time
 NUM_WARPS = 8
 PART = 4096  # tokens of a program
 NONE = tl.constexpr(9223372036854775807)  # 2^63 - 1
@@ -21,7 +22,7 @@ NONE = tl.constexpr(9223372036854775807)  # 2^63 - 1
 
 @triton.jit
 def _philox(k0, k1, c0, t):
-    """Philox4x32-10 of counters (c0, t, t >> 32, 0); uint32 in, but for t, four uint32 out."""
+    """Philox4x32-10 of counters (c0, t, t >> 32, 0). All inputs but t are uint32; returns four uint32."""
     c3 = tl.zeros_like(c0)
     c1 = c3 + t.to(tl.uint32)
     c2 = c3 + (t >> 32).to(tl.uint32)
@@ -69,14 +70,14 @@ def _gumbel(word):
 
 @triton.jit
 def own_noise(ids, k0, k1, t):
-    """The noise of any ids: a counter each."""
+    """Noise of any ids, with a counter for each."""
     w0, w1, w2, w3 = _philox(k0, k1, (ids >> 2).to(tl.uint32), t)
     return _gumbel(tl.where(ids & 2 == 0, tl.where(ids & 1 == 0, w0, w1), tl.where(ids & 1 == 0, w2, w3)))
 
 
 @triton.jit
 def dense_noise(start, k0, k1, t, BLOCK: tl.constexpr):
-    """The noise of ids start .. start + BLOCK - 1, where start is a multiple of 4: a counter for four."""
+    """Noise of ids start .. start + BLOCK - 1, with a counter for four of them. start is a multiple of 4."""
     w0, w1, w2, w3 = _philox(k0, k1, (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32), t)
     return _gumbel(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,)))
 
@@ -86,7 +87,7 @@ def _best(
     row, begin, end, logits, greedy, seeds, positions, vocab_ids, V, num_seeds,
     OWN_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(score, id) of the draw from tokens begin <= v < end: NaN where one is NaN, (-inf, NONE) where none is left."""
+    """(score, id) of the draw from tokens begin <= v < end: NaN if a score is NaN, (-inf, NONE) if no token is left."""
     noisy = False
     k0 = tl.full((), 0, tl.uint32)
     k1 = tl.full((), 0, tl.uint32)
@@ -137,7 +138,7 @@ def spec_sample_kernel(
 def spec_sample_dense_kernel(
     logits, greedy, seeds, positions, V, num_seeds, tokens, OWN_IDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The same without vocab_ids among the arguments."""
+    """Launch form of `spec_sample_kernel` without vocab_ids among the arguments."""
     spec_sample_kernel(logits, greedy, seeds, positions, seeds, V, num_seeds, tokens, OWN_IDS, BLOCK)
 
 
@@ -148,7 +149,7 @@ def sample_part_kernel(
     ids,  # [R, S] int64
     OWN_IDS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, s) draws from part s of row r; inputs as above."""
+    """Program (r, s) draws from part s of row r. Inputs are those of spec_sample_kernel."""
     row, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin = s * PART
     end = tl.minimum(begin + PART, V)
@@ -160,7 +161,7 @@ def sample_part_kernel(
 
 @triton.jit
 def sample_best_kernel(scores, ids, S, tokens, PARTS: tl.constexpr):
-    """The best draw of a row's parts, of which there are no more than PARTS; equal ones go to the lowest id."""
+    """Take the best draw of a row's parts, of which there are at most PARTS. Equal draws go to the lowest id."""
     row, s = tl.program_id(0), tl.arange(0, PARTS)
     score = tl.load(scores + row * S + s, mask=s < S, other=float("-inf"))
     token = tl.load(ids + row * S + s, mask=s < S, other=NONE)
@@ -177,7 +178,7 @@ def spec_sample(
     positions: torch.Tensor,
     vocab_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """The op: see trtspec/ops/sample.py. tokens [R] int64."""
+    """The op of trtspec/ops/sample.py: draw one token for each row, tokens [R] int64."""
     R, V = logits.shape
     S = triton.cdiv(V, PART)
     tokens = positions.new_empty(R)

@@ -1,1 +1,1 @@
-"""Ways to run a step module: each offers the `Executable` protocol."""
+"""Backends that run a step module; each implements the `Executable` protocol."""

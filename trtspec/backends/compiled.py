@@ -1,8 +1,8 @@
-"""Compiled steps, whatever compiled them: what a folder holds, and what is checked before a graph is launched.
+"""Compiled steps of any backend: the content of an engine folder, and the checks before a graph is launched.
 
-A folder has, for each K asked for, a ragged graph that verifies K drafts a request and makes K for the next step and,
-if the step does both, a uniform one for batches in which all requests bring K drafts. A `CompiledStep` says what is in
-it; a backend is a `CompiledExecutable` that knows how to load a graph.
+A folder has a ragged graph for each requested K, which verifies K drafts per request and makes K for the next step.
+A backend may add a uniform graph for each K, for batches in which all requests bring K drafts. A `CompiledStep`
+describes the folder. A backend is a subclass of `CompiledExecutable` that loads graphs.
 """
 
 from __future__ import annotations
@@ -25,41 +25,46 @@ from trtspec.methods.step import Step
 from trtspec.ops import kernel_interface
 
 WEIGHTS = "weights.safetensors"
-"""The file of a folder that has the constants of its graphs, each once."""
+"""File of an engine folder that holds the constants of its graphs, each once."""
 CONSTANTS = "constants.safetensors"
-"""Beside WEIGHTS, where that has the decoder's weights alone and is the same file for every speculation."""
+"""Second file next to WEIGHTS, where that holds only the decoder's weights and is the same for every speculation."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A run of layers. Blocks of one file are the same graph, each run on its own weights and KV."""
+    """A run of consecutive layers. Blocks with the same file share a graph, run on each block's own weights and KV."""
 
     file: str
-    first: int  # layer of the decoder
+    first: int  # index of its first layer in the decoder
     count: int
 
     def whole_name(self, constant: str) -> str:
-        """What a constant of its graph, whose layers count from 0, is called among those of the step."""
+        """Name, among the step's constants, of a constant of the block's graph, whose layers count from 0."""
         part, number, *rest = constant.split(".")
         return ".".join(("step.decoder", part, str(self.first + int(number)) if part == "layers" else number, *rest))
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """How token ids become the first layer's x [T, H]: names of constants. With in_features, `weight` is packed."""
+    """The lookup that turns token ids into the first layer's x [T, H], as names of constants.
+
+    `weight` is packed if in_features is not 0.
+    """
 
     weight: str
     scales: str = ""
     zeros: str = ""
     in_features: int = 0
-    read_as: str = ""  # [V] int64: the ids that are looked up; "": as they are
+    read_as: str = ""  # [V] int64: token id -> id to look up; "": token ids are looked up as they are
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One file: verifies up to `draft_len` drafts a request and makes `draft_len` for the next step. A uniform one
-    takes batches of generations alone that bring that many each. Where the decoder is cut, `file` is what comes behind
-    its layers."""
+    """A graph in one file, which verifies up to `draft_len` drafts a request and makes `draft_len` for the next step.
+
+    A uniform graph takes only batches of generations that bring `draft_len` drafts each. Where the decoder is cut,
+    `file` is the part after its layers.
+    """
 
     file: str
     draft_len: int
@@ -69,25 +74,25 @@ class Graph:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What a backend compiled into a folder; plain data, written into the engine's config.json."""
+    """A description of what a backend compiled into a folder; plain data, written into the engine's config.json."""
 
-    graphs: tuple[Graph, ...]  # by draft_len; for each a ragged one
+    graphs: tuple[Graph, ...]  # in the order of draft_len; each draft_len has a ragged graph
     outputs: tuple[str, ...]
     kv: tuple[KVSpec, ...]
-    dtype: str  # of KV
+    dtype: str  # of the KV cache
     vocab_size: int
-    weight_bytes: int  # that one launch reads
-    kernels: str  # ops.kernel_interface that graphs were compiled for: "" = they call torch's dispatcher
-    made_for: Mapping[str, str] = field(default_factory=dict)  # what a backend's code asks for where it runs
-    kv_blocks: int | None = None  # of the cache that graphs take; None: of any
-    hidden_width: int = 0  # of the rows of hidden_states, in `dtype`; 0 = graphs take none
-    linear: bool = False  # caches are [blocks - 1, kv heads, tokens, head size]: no scratch, a block for a sequence
-    verifies_drafts: bool = False  # in the graphs: what they are given to verify has their K
-    makes_drafts: bool = False  # in the graphs: as many as their K
-    takes_constraints: bool = False  # of the target's logits, and gives these
-    lookup: Lookup | None = None  # before the blocks
-    blocks: tuple[Block, ...] = ()  # the decoder's layers in order, for all graphs; (): they are in each graph
-    read_layers: tuple[int, ...] = ()  # of these, whose residual streams graphs take from the blocks
+    weight_bytes: int  # weights that one launch reads
+    kernels: str  # ops.kernel_interface that graphs were compiled for; "": graphs call torch's dispatcher
+    made_for: Mapping[str, str] = field(default_factory=dict)  # what the backend's code requires of the machine
+    kv_blocks: int | None = None  # blocks of the cache that graphs take; None: any number
+    hidden_width: int = 0  # elements in a row of hidden_states, which have `dtype`; 0: graphs take none
+    linear: bool = False  # caches are [blocks - 1, kv heads, tokens, head size]: no scratch, one block per sequence
+    verifies_drafts: bool = False  # inside the graphs; drafts to verify then have the K of their graph
+    makes_drafts: bool = False  # inside the graphs, K drafts in each
+    takes_constraints: bool = False  # graphs take constraints on the target's logits and return the logits
+    lookup: Lookup | None = None  # token embedding, before the blocks
+    blocks: tuple[Block, ...] = ()  # the decoder's layers in order, for all graphs; (): each graph has the layers
+    read_layers: tuple[int, ...] = ()  # layers of the blocks whose residual streams graphs take
 
     @classmethod
     def of(
@@ -100,7 +105,7 @@ class CompiledStep:
         blocks: Sequence[Block] = (),
         read_layers: Sequence[int] = (),
     ) -> CompiledStep:
-        """The graphs of `step`. constraints: as of graph_io.input_names."""
+        """Return the description of these graphs of `step`. constraints: same meaning as in graph_io.input_names."""
         return cls(
             graphs=tuple(graphs),
             outputs=output_names(step, constraints),
@@ -120,11 +125,11 @@ class CompiledStep:
 
     @property
     def draft_lens(self) -> tuple[int, ...]:
-        """K of the graphs, in rising order."""
+        """K of the graphs, ascending."""
         return tuple(graph.draft_len for graph in self.graphs if not graph.uniform)
 
     def check_kernels(self) -> None:
-        """DependencyError where the kernels that graphs call are not there, CheckpointError where they are others."""
+        """Raise DependencyError if the kernels that graphs call are missing, CheckpointError if they are others."""
         if self.kernels and not kernel_interface():
             raise DependencyError(
                 "the engine calls the C++ kernels, which are not built here; run python -m trtspec_plugins.cpu, or "
@@ -136,12 +141,12 @@ class CompiledStep:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """For json."""
+        """Return the fields as plain data for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CompiledStep:
-        """The inverse of to_dict. CheckpointError if it is not that."""
+        """Return the CompiledStep that to_dict turned into `data`. CheckpointError if `data` does not describe one."""
         try:
             parts: dict[str, Any] = {
                 "graphs": tuple(Graph(**{**graph, "inputs": tuple(graph["inputs"])}) for graph in data["graphs"]),
@@ -159,8 +164,10 @@ class CompiledStep:
 
 
 class LoadedGraph:
-    """A graph in memory and what its inputs must be. highest: values that GraphInput.values names; dtype: of the
-    model."""
+    """A graph in memory, with the properties that its inputs must have.
+
+    highest: largest allowed values, by the names in GraphInput.values. dtype: dtype of the model.
+    """
 
     def __init__(
         self,
@@ -175,13 +182,13 @@ class LoadedGraph:
         self.dtypes = [row.dtype or dtype for row in rows]
         self.optional = [(i, row) for i, row in enumerate(rows) if row.user]
         self.ranges = [(i, row.values[0], highest[row.values[1]]) for i, row in enumerate(rows) if row.values]
-        self.last_shapes: list[torch.Size] = []  # of inputs that fitted
+        self.last_shapes: list[torch.Size] = []  # shapes of the last inputs that passed the check
 
 
 class CompiledExecutable(ABC):
-    """The graphs of a compiled step and its KV layers. See protocols.Executable. A backend says how a graph is loaded.
+    """The graphs of a compiled step and its KV layers, as a protocols.Executable. Subclasses load the graphs.
 
-    Raises EngineError for inputs a graph would misread; the graphs check none of them.
+    Raises EngineError for inputs that a graph would misread; graphs do not check their inputs.
     """
 
     def __init__(self, compiled: CompiledStep, folder: Path, kv: Sequence[KVLayer]) -> None:
@@ -193,37 +200,43 @@ class CompiledExecutable(ABC):
         highest = {"id": compiled.vocab_size - 1, "block": num_blocks - 1, "slots": num_blocks * block_size}
         dtype = kv[0][0].dtype
         self._graphs = [LoadedGraph(graph, run, highest, dtype) for graph, run in self._load(folder).items()]
-        # uniform graphs first, as they take less work to feed and to run
+        # uniform graphs first: their inputs take less work to prepare, and they run faster
         self._graphs.sort(key=lambda graph: (graph.draft_len, not graph.uniform))
         self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
         self._unused: dict[str, Tensor] = {}
 
     @classmethod
     def check(cls, compiled: CompiledStep) -> None:
-        """DependencyError or CheckpointError where its graphs cannot run here; they are not loaded."""
+        """Raise DependencyError or CheckpointError if the graphs cannot run on this machine. No graph is loaded."""
         compiled.check_kernels()
 
     @classmethod
     def allocate_kv(
         cls, compiled: CompiledStep, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> Sequence[KVLayer]:
-        """The step's KV layers, zeroed, where the graphs want them: on the host, unless overridden."""
+        """Allocate the step's KV layers, zeroed, where the graphs need them: on the host, unless overridden."""
         return allocate_layers(compiled.kv, num_blocks, block_size, dtype)
 
     @abstractmethod
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
-        """What runs each of `compiled.graphs`: takes the tensors graph.inputs, gives compiled.outputs, and changes the
-        memory of `_flat_kv` (k, v of every layer)."""
+        """Return a function for each of `compiled.graphs` that runs it.
+
+        The function takes the tensors graph.inputs, returns compiled.outputs, and changes the memory of `_flat_kv`
+        (k and v of every layer).
+        """
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """One launch; see protocols.Executable."""
+        """Check the inputs and launch one graph; protocols.Executable has the contract."""
         graph, tensors = self._checked(inputs)
         outputs = graph.run(tensors)
         return self._outputs(dict(zip(self.compiled.outputs, outputs, strict=True)), inputs.spec)
 
     def _graph_for(self, inputs: StepInputs) -> LoadedGraph:
-        """The one for the step's K, which is no less than the number of drafts it is to make. Where drafts are not
-        verified inside, any K is taken, or, of drafts to make, the fewest that are enough."""
+        """Return the graph for the step's K, which is at least the number of drafts that the step is to make.
+
+        Graphs that do not verify drafts accept any K. If they make drafts, it is the graph with the smallest K that is
+        enough.
+        """
         spec, uniform = inputs.spec, self._check_layout(inputs)
         K, wanted = spec.runtime_draft_len, spec.next_draft_len
         any_given, makes_drafts = not self.compiled.verifies_drafts, self.compiled.makes_drafts
@@ -237,7 +250,7 @@ class CompiledExecutable(ABC):
         )
 
     def _checked(self, inputs: StepInputs) -> tuple[LoadedGraph, list[Tensor]]:
-        """What to run, on what."""
+        """Return the graph to run and its checked input tensors."""
         graph = self._graph_for(inputs)
         tensors = list(graph.read(inputs))
         rows = inputs.spec.gather_ids.shape[0]
@@ -280,8 +293,11 @@ class CompiledExecutable(ABC):
             raise EngineError(f"{name} holds {low}..{high}; allowed are {lowest}..{highest}")
 
     def _check_layout(self, inputs: StepInputs) -> bool:
-        """seq_lens, gather_ids and draft_lens; and whether all requests are generations that bring the step's K drafts.
-        The very tensors of the last launch, unwritten since, are not read again."""
+        """Check seq_lens, gather_ids and draft_lens; return whether a uniform graph can run the batch.
+
+        It can if all requests are generations that bring the step's K drafts. If the tensors are the same objects as
+        in the last launch, and no code wrote to them since, they are not read again.
+        """
         spec = inputs.spec
         tensors = spec.seq_lens, spec.gather_ids, spec.draft_lens
         versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
@@ -299,7 +315,7 @@ class CompiledExecutable(ABC):
         most = [0] * C + [min(count - 1, K) for count in counts[C:]]
         if len(drafts) != len(counts) or not all(0 <= n <= top for n, top in zip(drafts, most, strict=True)):
             raise EngineError(f"draft_lens is {drafts}; allowed are 0..{most}")
-        generations = C == 0 or (K == 0 and not self.compiled.makes_drafts)  # a row each: whose is all the same
+        generations = C == 0 or (K == 0 and not self.compiled.makes_drafts)  # a row each, of either kind
         uniform = generations and set(drafts) == {K} and set(counts) == {K + 1} and gathered == list(range(rows))
         self._last_layout = tensors, versions, sizes, uniform
         return uniform

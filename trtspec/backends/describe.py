@@ -1,6 +1,6 @@
-"""What a step's graphs take, call and give, by running them on tensors that have shapes alone.
+"""Inputs, op calls and outputs of a step's graphs, found by a run on tensors that have shapes but no data.
 
-Nothing is exported: on torch's meta device a whole step of a large model takes a fraction of a second and no memory.
+No graph is exported: on torch's meta device a whole step of a large model takes a fraction of a second and no memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _LINEARS = ("packed_linear", "packed_embedding")
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """An input or output. Open sizes of its shape are names: B requests, T rows, R logits rows, G generations, K."""
+    """An input or output. Dynamic sizes of its shape are names.
+
+    The names include B requests, T rows, R logits rows, G generations and K.
+    """
 
     name: str
     dtype: str
@@ -36,7 +39,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Calls:
-    """How often a graph calls one of trtspec.ops, or a plugin for it, with these of its tensors."""
+    """An op of trtspec.ops, or a plugin for it, with the tensors it gets and the number of such calls in a graph."""
 
     name: str
     inputs: tuple[str, ...]
@@ -45,7 +48,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """One graph, without the KV layers that it takes too. kind: "ragged" or "uniform"."""
+    """One graph. The KV layers, which it takes as well, are not listed. kind: "ragged" or "uniform"."""
 
     kind: str
     draft_len: int
@@ -57,9 +60,11 @@ class GraphPlan:
 def describe_graph(
     step: Step, sizes: Sizes, kind: str, draft_len: int, functional: bool, constraints: bool = False
 ) -> GraphPlan:
-    """The graph of kind "ragged" or "uniform" and K = draft_len, at its largest: sizes of its launches. `step` is one
-    on the meta device. What a functional graph does not read, a tree mask, it does not take. constraints: as of
-    graph_io.input_names."""
+    """Describe the graph of a kind ("ragged" or "uniform") with K = draft_len.
+
+    A functional graph does not take a tree mask, because it does not read one. step: a step on the meta device. sizes:
+    the largest sizes of the graph's launches. constraints: same meaning as in graph_io.input_names.
+    """
     uniform = kind == "uniform"
     names = input_names(step, uniform, constraints=constraints)
     R = sizes.batch_size * ((draft_len if uniform else sizes.draft_len) + 1)
@@ -91,12 +96,12 @@ def describe_graph(
 
 
 def plugins(calls: Sequence[Calls], native: bool = False) -> tuple[Calls, ...]:
-    """The TensorRT plugins that stand for a graph's calls; linears and embeddings are layers of TensorRT's own, and so
-    is attention if it is to be native.
+    """Return the TensorRT plugins that replace a graph's calls.
 
-    UnsupportedError for a call that has no plugin.
+    Linears and embeddings become TensorRT's own layers, and so does attention if `native` is set. UnsupportedError for
+    a call that has no plugin.
     """
-    signatures: Any = importlib.import_module("trtspec_plugins.tensorrt.signatures")  # wants no TensorRT
+    signatures: Any = importlib.import_module("trtspec_plugins.tensorrt.signatures")  # does not need TensorRT
     made = []
     for call in calls:
         if call.name not in _LINEARS and not (native and call.name == "spec_attention"):
@@ -110,8 +115,10 @@ def plugins(calls: Sequence[Calls], native: bool = False) -> tuple[Calls, ...]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts calls of our ops by the tensors that they are given; an optional one that is left out is of no elements
-    and one dimension."""
+    """A counter of calls of our ops, by op and by the tensors given.
+
+    An optional tensor that is left out has one dimension and no elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,7 +135,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def calls(self) -> tuple[Calls, ...]:
-        """In the order of their first."""
+        """Return the calls with their counts, in the order in which each occurred first."""
         return tuple(Calls(name, inputs, count) for (name, inputs), count in self._counts.items())
 
 

@@ -1,4 +1,4 @@
-"""Run a step module as it is, op by op: the reference backend, to debug with, and where nothing can be compiled."""
+"""Run a step module op by op: the reference backend, for debugging and for systems that cannot compile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtspec.ops import kernel_threads
 
 
 class EagerExecutable:
-    """A step module and its KV layers."""
+    """A step module with its KV layers, as a protocols.Executable."""
 
     def __init__(self, step: Step, kv: Sequence[KVLayer]) -> None:
         self.step = step
@@ -20,6 +20,6 @@ class EagerExecutable:
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """One launch; see protocols.Executable."""
+        """Run one step; protocols.Executable has the contract."""
         with kernel_threads():
             return self.step(inputs, self.kv)  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
-"""A step as a torch.export graph: tensors in, tensors out, every size but the model's own left open.
+"""A step as a torch.export graph from tensors to tensors; every size except the model's own stays dynamic.
 
-One ragged graph takes every batch: contexts, chunks of them and generations of any draft length up to its K mix. A
-uniform graph is the same module for generations that bring exactly K + 1 rows each: it takes fewer tensors, as whose
-row is which, and which rows draw, is known. Both are exported with mutating ops (eager, AOTInductor) or, from a
-functional step, with functional ones (ONNX, TensorRT), whose new KV tensors are outputs too.
+A ragged graph takes any batch: contexts, chunks of contexts and generations with up to K drafts may mix. A uniform
+graph is the same module for generations that bring exactly K + 1 rows each. It takes fewer tensors, because the owner
+of each row and the rows that draw are known. Both are exported with mutating ops (eager, AOTInductor) or, from a
+functional step, with functional ops (ONNX, TensorRT), whose new KV tensors are outputs too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from trtspec.sampling_params import RequestSampling
 
 
 class GraphStep(nn.Module):
-    """A step whose arguments are tensors alone; K' drafts for the next step are part of the graph, and of a uniform one
-    also `width`, the rows K + 1 of each request (0: a ragged graph)."""
+    """A step that takes only tensors as arguments.
+
+    Two numbers are constants of the graph: `next_draft_len`, the K' drafts that it makes for the next step, and
+    `width`. A uniform graph has width = K + 1 rows per request, a ragged graph has width = 0.
+    """
 
     def __init__(self, step: Step, next_draft_len: int, width: int) -> None:
         super().__init__()
@@ -36,8 +39,10 @@ class GraphStep(nn.Module):
     def forward(
         self, tensors: dict[str, Tensor], kv: list[KVLayer]
     ) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """tensors: those of input_names -> what the step gives, by name, those of output_names, and the new KV of a
-        functional step (else none)."""
+        """Return the step's outputs by name (output_names), and the new KV layers of a functional step (else none).
+
+        tensors: inputs by name, as listed by input_names.
+        """
         kv = list(kv)
         old = list(kv)
         inputs = step_inputs(tensors, self.next_draft_len, self.width)
@@ -47,7 +52,7 @@ class GraphStep(nn.Module):
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A step value with all of its tensors on a device."""
+    """Return a step value with all of its tensors on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if is_dataclass(value) and not isinstance(value, type):
@@ -56,8 +61,10 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def example_batch(draft_len: int, block_size: int, uniform: bool = False, constraints: bool = False) -> StepInputs:
-    """Two generations with `draft_len` drafts each and, unless uniform, two contexts: two or more of everything.
-    constraints: of their logits, too."""
+    """Return a batch of two generations with `draft_len` drafts each and, unless uniform, two contexts.
+
+    Every dynamic size is thus two or more. constraints: include constraints on the logits.
+    """
     K, C = draft_len, 0 if uniform else 2
     q_lens, kv_lens = [*[3, 2][:C], K + 1, K + 1], [*[3, 6][:C], K + 9, K + 12]
     blocks = -(-max(kv_lens) // block_size) + 1
@@ -81,7 +88,7 @@ def example_batch(draft_len: int, block_size: int, uniform: bool = False, constr
 
 
 def _example_constraints(rows: int) -> LogitConstraints:
-    """Every group in use; sizes differ where they are to stay open one by one."""
+    """Return constraints with every group in use; sizes that are to stay dynamic separately differ from each other."""
     return LogitConstraints(
         history=torch.zeros(rows, 5, dtype=torch.int32),
         prompt_lens=torch.ones(rows, dtype=torch.int64),
@@ -95,8 +102,11 @@ def _example_constraints(rows: int) -> LogitConstraints:
 def example_for(
     step: Step, draft_len: int, block_size: int, uniform: bool = False, constraints: bool = False
 ) -> StepInputs:
-    """A batch to export the step's graph of K = draft_len with: example_batch; for draft layers beside the target, rows
-    with states of it, and as many drafts to make."""
+    """Return a batch with which the step's graph of K = draft_len is exported.
+
+    For most steps this is example_batch. Draft layers outside the target's graph get a batch without drafts, in which
+    rows have the target's hidden states and `draft_len` drafts are to be made.
+    """
     if not step.hidden_width:
         return example_batch(draft_len, block_size, uniform, constraints)
     example = example_batch(0, block_size)
@@ -105,16 +115,16 @@ def example_for(
 
 
 def example_kv(step: Step, example: StepInputs, block_size: int) -> list[KVLayer]:
-    """Empty KV layers for an example, where the step is."""
+    """Return empty KV layers for an example, on the device of the step."""
     blocks, new = int(example.attn.block_tables.max()) + 1, step.like.new_zeros
     shapes = [(blocks, block_size, heads, size) for heads, size, _ in step.kv_layers]
     return [(new(shape), new(shape)) for shape in shapes]
 
 
 def graph_draft_lens(step: Step, spec_plan: SpeculationPlan | None) -> tuple[int, ...]:
-    """K of the graphs a step needs: one for every draft length that a schedule can ask for; (0,) if K is not in it.
+    """K of the graphs that a step needs: every draft length that a schedule can ask for; (0,) if it makes no drafts.
 
-    Draft layers beside the target also read in prompts, of which nothing is drafted.
+    Draft layers outside the target's graph also need K = 0, because they prefill prompts without drafting.
     """
     if spec_plan is None or not step.makes_drafts:
         return (0,)
@@ -127,13 +137,13 @@ def graph_draft_lens(step: Step, spec_plan: SpeculationPlan | None) -> tuple[int
 def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False) -> ExportedProgram:
     """Export the step as a graph whose fixed sizes are those of `example`.
 
-    Call it as `program.module()(graph_inputs(inputs, input_names(step, uniform)), list(kv))`. It takes group_tables and
-    constraints if the example has them.
+    Call it as `program.module()(graph_inputs(inputs, input_names(step, uniform)), list(kv))`. The graph takes
+    group_tables and constraints if the example has them.
 
-    Fixed: K, K', and which sampling fields are in use (not zero-size). Dynamic: B, T, G, the widths of block tables,
-    ban lists and constraints (0 is allowed), and the number of KV blocks. A uniform graph has T = B * (K + 1) rows of B
-    generations. The example needs at least two generations, and two contexts unless uniform: torch.export treats a size
-    of 0 or 1 as a constant.
+    Fixed: K, K', and the set of sampling fields in use (not zero-size). Dynamic: B, T, G, the widths of block tables,
+    ban lists and constraints (0 is allowed), and the number of KV blocks. A uniform graph has T = B * (K + 1) rows for
+    B generations. The example needs at least two generations, and two contexts unless uniform: torch.export treats a
+    size of 0 or 1 as a constant.
     """
     names = input_names(step, uniform, example.attn.group_tables is not None, example.spec.constraints is not None)
     tensors = graph_inputs(example, names)
@@ -143,23 +153,23 @@ def export_step(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform:
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], shapes: tuple[Any, ...]) -> ExportedProgram:
-    """`module` on these arguments. shapes: for each, what torch.export calls its dynamic_shapes."""
+    """Export `module` with these example arguments. shapes: dynamic_shapes of torch.export, one for each argument."""
     with torch.no_grad():
         return torch.export.export(module.eval(), arguments, dynamic_shapes=shapes, strict=False)
 
 
-_OPEN = {  # sizes of inputs that stay open -> least and largest
+_OPEN = {  # name of a dynamic size -> (least, largest)
     "B": (1, 4096),
     "G": (0, 4096),
     "T": (1, 2**20),
     "R": (1, 2**16),
     **dict.fromkeys(("columns", "group_columns", "bans"), (1, 2**16)),
-    **dict.fromkeys(("known", "kinds", "biases", "words"), (0, 2**20)),  # of constraints
+    **dict.fromkeys(("known", "kinds", "biases", "words"), (0, 2**20)),  # sizes of constraints
 }
 
 
 def open_sizes(width: int = 0) -> dict[str, Any]:
-    """The sizes that stay open, by name, of a graph whose requests have `width` rows each; 0: of a ragged graph."""
+    """Return the dynamic sizes by name, for a graph with `width` rows per request; width = 0: for a ragged graph."""
     dims: dict[str, Any] = {name: Dim(name, min=least, max=most) for name, (least, most) in _OPEN.items()}
     if width:
         dims["T"] = dims["R"] = dims["B"] if width == 1 else width * dims["B"]
@@ -167,7 +177,10 @@ def open_sizes(width: int = 0) -> dict[str, Any]:
 
 
 def open_shapes(tensors: Mapping[str, Tensor], dims: Mapping[str, Any]) -> dict[str, Any]:
-    """The dynamic shapes of a graph's inputs. What is not in use (no elements), or one ban a row, is fixed."""
+    """Return the dynamic shapes of a graph's inputs.
+
+    The sizes of an unused input (no elements) are fixed. The number of bans is fixed if it is one per row.
+    """
 
     def shape(name: str, tensor: Tensor) -> dict[int, Any] | None:
         if not tensor.shape[0]:
@@ -179,6 +192,6 @@ def open_shapes(tensors: Mapping[str, Tensor], dims: Mapping[str, Any]) -> dict[
 
 
 def kv_shapes(num_layers: int) -> list[Any]:
-    """The dynamic shapes of KV layers: the number of blocks is open."""
+    """Return the dynamic shapes of KV layers, in which the number of blocks is dynamic."""
     blocks = Dim("blocks", min=2, max=2**24)
     return [({0: blocks}, {0: blocks})] * num_layers

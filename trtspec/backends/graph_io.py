@@ -1,6 +1,6 @@
-"""What a step's graph takes and gives: every input and output once, and how they are read and written.
+"""Inputs and outputs of a step's graph: a table of all tensors, and functions that read and write them.
 
-A row of INPUTS or OUTPUTS says all that backends know of one tensor. Another input or output is another row.
+A row of INPUTS or OUTPUTS holds all that backends know about one tensor. A new input or output is a new row.
 """
 
 from __future__ import annotations
@@ -27,23 +27,28 @@ from trtspec.core import (
 from trtspec.methods.step import Step
 
 Taker = Literal["all", "hidden states", "groups", "verifies", "constraints", "layers"]
-"""Graphs that take an input: all, or those of steps that take hidden states, whose KV layers are of several groups,
-that verify drafts, that draw for requests with constraints; or graphs of layers alone."""
+"""The graphs that take an input.
+
+"all": every graph of a step. "hidden states": graphs of steps that take hidden states. "groups": of steps whose KV
+layers are in several groups. "verifies": of steps that verify drafts. "constraints": graphs that draw for requests with
+constraints. "layers": graphs of layers alone.
+"""
 
 Giver = Literal["draws", "verifies", "makes", "hidden states", "constraints"]
-"""Graphs that have an output: those that draw, verify or make drafts, return hidden states, or take constraints."""
+"""The graphs that have an output: they draw, verify drafts, make drafts, return hidden states or take constraints."""
 
 User = Literal["", "sampled", "filtered", "bans", "constraints"]
-"""Rows that an input is for; "": all. A batch without such rows brings it without elements."""
+"""The rows that use an input; "": all rows. In a batch without such rows the input has no elements."""
 
 
 @dataclass(frozen=True)
 class GraphInput:
     """One tensor that graphs take.
 
-    path: where StepInputs has it. dims: what its sizes are called, see core; "0" has no elements. dtype: None = what
-    the step computes in. fill: its value in rows that it is not for, and in rows that pad a batch; None = as many as a
-    request has rows. values: the lowest, and what the highest is called. known_if_uniform: a uniform graph computes it.
+    path: its attribute path in StepInputs. dims: names of its sizes (core.py explains them); "0" means no elements.
+    dtype: None = the dtype in which the step computes. fill: its value in rows that do not use it, and in rows that pad
+    a batch; None = the number of rows of a request. values: its lowest value, and the name of its highest value.
+    known_if_uniform: a uniform graph computes it.
     """
 
     path: str
@@ -61,20 +66,20 @@ class GraphInput:
 
     @property
     def part(self) -> str:
-        """Which value inside StepInputs has it; "": StepInputs itself."""
+        """Path of the value in StepInputs that has the tensor as a field; "": StepInputs itself."""
         return self.path.rpartition(".")[0]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """sizes: of dims, by name."""
+        """Return its shape. sizes: the sizes of `dims`, by name."""
         return tuple(sizes[dim] for dim in self.dims)
 
     def left_out(self, rows: int, device: torch.device | None = None) -> Tensor:
-        """The tensor without elements that replaces it where no row uses it. Those of constraints keep R rows."""
+        """Return the tensor without elements that replaces it if no row uses it. Constraints keep their R rows."""
         shape = (rows, 0) if len(self.dims) == 2 else (rows if self.user == "constraints" else 0,)
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
     def unused(self, rows: int) -> Tensor:
-        """The tensor that a graph with this input gets where no row uses it. Only constraints may have no elements."""
+        """Return the tensor that a graph with this input gets if no row uses it. Only constraints may be empty."""
         if self.user == "constraints":
             return self.left_out(rows)
         return torch.full((rows, 1)[: len(self.dims)], cast("int", self.fill), dtype=self.dtype)
@@ -82,10 +87,10 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class GraphOutput:
-    """One tensor that graphs give.
+    """One tensor that graphs return.
 
-    path: where StepOutputs has it. dims: what its sizes are called, but for a last one that is the model's own. dtype:
-    None = what the step computes in. beside: of what is made for the next step, columns beside its drafts.
+    path: its attribute path in StepOutputs. dims: names of its sizes, without a last size that is the model's own.
+    dtype: None = the dtype in which the step computes.
     """
 
     name: str
@@ -93,7 +98,7 @@ class GraphOutput:
     dims: tuple[str, ...]
     dtype: torch.dtype | None
     giver: Giver
-    beside: int | None = None
+    beside: int | None = None  # in tensors made for the next step, number of columns that are not drafts
 
 
 def _constraint(name: str, dims: tuple[str, ...], dtype: torch.dtype) -> GraphInput:
@@ -131,14 +136,14 @@ INPUTS = {
         GraphInput("spec.sampling.ban_until", ("R", "bans"), _i64, user="bans"),
         _constraint("history", ("R", "known"), _i32),
         _constraint("prompt_lens", ("R",), _i64),
-        _constraint("penalties", ("R", "kinds"), _f32),  # 3 or, where no row has any, 0
+        _constraint("penalties", ("R", "kinds"), _f32),  # 3, or 0 if no row has penalties
         _constraint("bias_ids", ("R", "biases"), _i32),
         _constraint("bias_values", ("R", "biases"), _f32),
         _constraint("allow_mask", ("R", "words"), _i32),
     )
 }
 
-# In the order in which graphs give them.
+# In the order in which graphs return them.
 OUTPUTS = {
     row.name: row
     for row in (
@@ -158,7 +163,7 @@ OUTPUTS = {
 def input_names(step: Step, uniform: bool = False, grouped: bool = False, constraints: bool = False) -> tuple[str, ...]:
     """Names of the tensors that a step's graph takes, in order.
 
-    grouped: including the block tables of further KV groups. constraints: including those of LogitConstraints.
+    grouped: include the block tables of further KV groups. constraints: include the tensors of LogitConstraints.
     """
     takes: dict[Taker, bool] = {
         "all": True,
@@ -172,12 +177,12 @@ def input_names(step: Step, uniform: bool = False, grouped: bool = False, constr
 
 
 def layer_inputs(names: Sequence[str]) -> list[str]:
-    """Those that a graph of layers takes, where graphs of the whole step take `names`."""
+    """Names of the tensors that a graph of layers takes, if graphs of the whole step take `names`."""
     return [name for name, row in INPUTS.items() if row.part == "attn" and (name in names or row.taker == "layers")]
 
 
 def output_names(step: Step, constraints: bool = False) -> tuple[str, ...]:
-    """Names of the tensors that a step's graph returns, in order; constraints: as for input_names."""
+    """Names of the tensors that a step's graph returns, in order. constraints: same meaning as in input_names."""
     gives: dict[Giver, bool] = {
         "draws": step.draws,
         "verifies": step.verifies_drafts,
@@ -189,12 +194,12 @@ def output_names(step: Step, constraints: bool = False) -> tuple[str, ...]:
 
 
 def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: int = 0) -> StepInputs:
-    """From the tensors of `input_names`, those of a uniform graph if `width` is given."""
+    """Build StepInputs from the tensors of `input_names`, for a uniform graph if `width` is given."""
     lens, input_ids = tensors["kv_lens"], tensors["input_ids"]
     if width:
         tensors = {**tensors, **_known_if_uniform(input_ids, lens, width)}
         if width > 1:
-            tensors["input_ids"] = input_ids.clamp(min=0)  # -1: a draft that there is not
+            tensors["input_ids"] = input_ids.clamp(min=0)  # -1: a missing draft
         cu_q_lens = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=lens.device) * width
     else:
         cu_q_lens = F.pad(tensors["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
@@ -209,9 +214,9 @@ def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: i
 
 
 def _known_if_uniform(input_ids: Tensor, kv_lens: Tensor, width: int) -> dict[str, Tensor]:
-    """The inputs that a uniform graph does not take: input_ids [B * W], kv_lens [B] of generations."""
+    """Compute the inputs that a uniform graph does not take, from input_ids [B * W] and kv_lens [B] of generations."""
     B, W = kv_lens.shape[0], width
-    first = kv_lens[:, None].long() - W + 1  # of the tokens that a request's rows draw, where they stand
+    first = kv_lens[:, None].long() - W + 1  # position of the first token that a request's rows draw
     return {
         "seq_lens": torch.full_like(kv_lens, W),
         "gather_ids": torch.arange(B * W, device=kv_lens.device),
@@ -223,7 +228,7 @@ def _known_if_uniform(input_ids: Tensor, kv_lens: Tensor, width: int) -> dict[st
 
 
 def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, ...]]:
-    """A function that reads these tensors from a step's inputs; without constraints, theirs have no elements."""
+    """Return a function that reads these tensors from StepInputs; missing constraints become empty tensors."""
     constraints = [name for name in names if INPUTS[name].user == "constraints"]
     if constraints:
         first = graph_reader(names[: -len(constraints)])
@@ -238,17 +243,17 @@ def graph_reader(names: Sequence[str]) -> Callable[[StepInputs], tuple[Tensor, .
 
 
 def graph_inputs(inputs: StepInputs, names: Sequence[str]) -> dict[str, Tensor]:
-    """A step's inputs as the graph takes them."""
+    """Return a step's inputs as the graph takes them: name -> tensor."""
     return dict(zip(names, graph_reader(names)(inputs), strict=True))
 
 
 def graph_outputs(outputs: StepOutputs, names: Sequence[str]) -> dict[str, Tensor]:
-    """What a step gives as the graph gives it; names: see output_names."""
+    """Return a step's outputs as the graph returns them: name -> tensor. names: the result of output_names."""
     return {name: attrgetter(OUTPUTS[name].path)(outputs) for name in names}
 
 
 def step_outputs(named: Mapping[str, Tensor], next_draft_len: int) -> StepOutputs:
-    """The inverse of graph_outputs. Graphs may make more drafts than next_draft_len, the ones that are wanted."""
+    """Build StepOutputs, as the inverse of graph_outputs. It drops drafts in excess of next_draft_len."""
     parts: dict[str, dict[str, Any]] = {"": {}, "verdict": {}, "proposal": {}}
     if "tokens" not in named:
         parts[""]["tokens"] = torch.empty(0, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The backends: one row each, and how to get at their code, whose dependencies may be missing."""
+"""Table of the backends, one row each, and functions that import their code, whose dependencies may be missing."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ _M = SpeculativeDecodingMode
 
 @dataclass(frozen=True)
 class Backend:
-    """One row."""
+    """One backend: what it can run, and which modules hold its code."""
 
     name: str
     device: Literal["cpu", "cuda"]
-    functional: bool  # graphs give new KV tensors rather than changing those they are given
-    packs: bool  # weights are in the layouts of ops.packing, whether quantised or not
-    runs_checkpoints: bool = False  # as they are, without an engine folder
-    # of engine folders; None: there are none
-    executable: str | None = None  # "module:class", a CompiledExecutable
-    compiler: str | None = None  # module of `require()`, which complains where it cannot compile, and `compile_step`
-    extra: str | None = None  # what `pip install 'trtspec[...]'` brings its dependencies
-    code_for: Literal["", "cpu", "gpu"] = ""  # whose instructions its graphs are, which run on no other
-    # TensorRT's: one graph a K, ragged, with optimisation profiles, also for uniform batches; the cache's size is fixed
+    functional: bool  # graphs return new KV tensors and do not change the KV tensors they take
+    packs: bool  # weights have the layouts of ops.packing, quantised or not
+    runs_checkpoints: bool = False  # directly, without an engine folder
+    # For engine folders. None as executable and compiler: the backend has no engine folders.
+    executable: str | None = None  # "module:class", a subclass of CompiledExecutable
+    compiler: str | None = None  # module with `compile_step`, and `require()`, which raises if it cannot compile
+    extra: str | None = None  # its dependencies come with `pip install 'trtspec[<extra>]'`
+    code_for: Literal["", "cpu", "gpu"] = ""  # processor whose instructions its graphs hold; no other runs them
+    # Graphs are TensorRT's: one ragged graph per K, with optimisation profiles, one of which is for uniform batches.
+    # The cache's size is fixed.
     profiles: bool = False
     symmetric: bool = False  # 4-bit weights without zero points
-    int8_groups: bool = True  # 8-bit weights may have a scale for each group of inputs
+    int8_groups: bool = True  # 8-bit weights may have one scale per group of inputs
     only_float32: bool = False
-    causal: bool = False  # attention has no tree masks
-    only_attention_writes: bool = False  # caches that change in place are those that attention writes
-    cuts: bool = False  # a decoder of many layers is cut into graphs of some, see aoti/cut.py
+    causal: bool = False  # attention does not support tree masks
+    only_attention_writes: bool = False  # only attention changes caches in place
+    cuts: bool = False  # a decoder of many layers is cut into graphs of a few layers, see aoti/cut.py
     constraints: bool = False  # a target's graphs take LogitConstraints and return logits
-    torch_gpu: bool = False  # the GPU by way of torch: executables are cuda.executable.CudaExecutables
-    # Modes with graphs of their own that tests have run on it, others are refused; None: as eager, it takes them all
+    torch_gpu: bool = False  # runs on a GPU through torch; executables are subclasses of cuda.executable.CudaExecutable
+    # Modes with graphs of their own that tests have run on this backend; others are refused. None: all modes are taken,
+    # as on eager.
     verified: frozenset[SpeculativeDecodingMode] | None = None
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """UnsupportedError for a model's dtype that its graphs cannot compute in."""
+        """Raise UnsupportedError for a model's dtype in which the backend's graphs cannot compute."""
         if self.only_float32 and dtype != torch.float32:
             raise UnsupportedError(
                 f"dtype = {str(dtype).removeprefix('torch.')!r}: ONNX Runtime computes in float32 on a CPU; ask for "
@@ -54,7 +56,7 @@ class Backend:
             )
 
     def check_quantization(self, schemes: Iterable[WeightScheme]) -> None:
-        """UnsupportedError for how a checkpoint stores its weights, where graphs cannot hold them."""
+        """Raise UnsupportedError if the backend's graphs cannot hold weights in the checkpoint's format."""
         if not self.int8_groups and any(scheme.int8_groups for scheme in schemes):
             raise UnsupportedError(
                 f"backend {self.name} takes 8-bit weights with one scale per output channel only, and the checkpoint's "
@@ -63,11 +65,11 @@ class Backend:
             )
 
     def lists(self, mode: SpeculativeDecodingMode) -> bool:
-        """Whether the mode was verified on it. Drafters of the host run beside any graph of the target."""
+        """Whether the mode is verified on this backend. Drafters on the host work with any graph of the target."""
         return self.verified is None or not mode.shapes_graphs() or mode in self.verified
 
     def check_mode(self, mode: SpeculativeDecodingMode, num_speculative_tokens: int) -> None:
-        """UnsupportedError for a mode whose draft layers it cannot run, or that nobody has tested on it."""
+        """Raise UnsupportedError for a mode whose draft layers the backend cannot run, or that no test ran on it."""
         if self.causal and mode.drafts_in_blocks():
             raise UnsupportedError(
                 f"mode={mode.name} on backend {self.name}: masks of a block see each other, for which there is no "
@@ -86,13 +88,13 @@ class Backend:
             )
 
     def load_executable(self) -> type[CompiledExecutable]:
-        """What runs its engine folders. DependencyError where a package is missing."""
+        """Return the class that runs its engine folders. DependencyError if a package is missing."""
         assert self.executable is not None
         module, _, name = self.executable.partition(":")
         return cast("type[CompiledExecutable]", getattr(self._import(module), name))
 
     def load_compiler(self) -> Callable[..., Any]:
-        """Its compile_step, once `require` has agreed. DependencyError where something is missing."""
+        """Return its compile_step, after its `require` has passed. DependencyError if a dependency is missing."""
         assert self.compiler is not None
         module = self._import(self.compiler)
         module.require()
@@ -109,7 +111,7 @@ class Backend:
             ) from error
 
 
-# Run by tests/e2e/test_backend_cells.py on the stand-ins of both GPU backends, or by tests of the backend's own.
+# tests/e2e/test_backend_cells.py runs these on the stand-ins of both GPU backends, or a backend's own tests do.
 _ON_GPUS = frozenset(
     (
         *(_M.SAVE_HIDDEN_STATES, _M.DRAFT_TARGET, _M.DRAFT_TARGET_ONE_MODEL, _M.MEDUSA),
@@ -175,10 +177,10 @@ BACKENDS = {
         ),
     )
 }
-"""In the order of config.engine.BACKENDS, which has their names."""
+"""Name -> backend, in the order of config.engine.BACKENDS, which lists the names."""
 
 COMPILERS = {name: row for name, row in BACKENDS.items() if row.compiler is not None}
-"""Those that have engine folders."""
+"""Name -> backend, for backends that have engine folders."""
 
 USUAL_COMPILER = "aoti"
-"""Of an engine folder, where none of COMPILERS is named."""
+"""Backend that builds an engine folder if none of COMPILERS is named."""

@@ -1,4 +1,4 @@
-"""Write the weights of an engine; read them whole and fast, into memory that kernels stream from at full speed."""
+"""Write the weights of an engine, and read them whole and fast into memory that kernels stream at full speed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ _SAFETENSORS_DTYPES = {
 _ALIGNMENT = 64  # bytes: a cache line, a vector register
 _READ_AT_ONCE = 16 * 2**20  # bytes
 _READERS = 4
-_ELSEWHERE = "elsewhere"  # of a file's metadata: name -> name of the same tensor in the other file, as JSON
+_ELSEWHERE = "elsewhere"  # key in the metadata: name -> name of the same tensor in the other file, as JSON
 
 
 def save_weight_file(tensors: Mapping[str, Tensor], file: Path, shared: Mapping[str, Tensor] | None = None) -> None:
-    """As safetensors, which refuses tensors that share memory: those are written twice. It makes its file private; an
-    engine may be served by another user. Tensors in `shared`, which another file holds, are only named.
+    """Write tensors as a safetensors file.
+
+    Safetensors refuses tensors that share memory, so these are written twice. It makes its file private, so the mode
+    is set to 0644: another user may serve the engine. Tensors in `shared`, which another file holds, are only named.
     """
     seen: set[int] = set()
     apart, elsewhere = {}, {}
@@ -53,12 +55,12 @@ def save_weight_file(tensors: Mapping[str, Tensor], file: Path, shared: Mapping[
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """What two tensors have in common if they are one."""
+    """Key that is equal for two objects if they are the same tensor."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def load_weight_file(file: Path, shared: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file in one arena of huge pages, and those of `shared` that it names."""
+    """Return a safetensors file's tensors, in one arena of huge pages, and the tensors of `shared` that it names."""
     with file.open("rb", buffering=0) as source:
         header_size = int.from_bytes(source.read(8), "little")
         header, elsewhere = _entries(file, source.read(min(header_size, file.stat().st_size)))
@@ -93,14 +95,17 @@ def load_weight_file(file: Path, shared: Mapping[str, Tensor] | None = None) -> 
                     raise CheckpointError(f"{file} ends before the end of tensor {name}; rebuild the engine")
                 view, offset = view[count:], offset + count
 
-        with ThreadPoolExecutor(_READERS) as pool:  # most of it is copying, and giving out zeroed pages
+        with ThreadPoolExecutor(_READERS) as pool:  # most of the time goes into copies and zeroed pages
             list(pool.map(read, parts))
     return tensors | {name: (shared or {})[same] for name, same in elsewhere.items()}
 
 
 def _entries(file: Path, text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Name -> dtype, shape and data_offsets of each tensor, from the header; names of tensors that another file has.
-    CheckpointError for nonsense."""
+    """Return what the header says of the tensors, and the names of tensors that another file has.
+
+    The first is name -> dtype, shape and data_offsets; the second is name -> name in the other file. CheckpointError
+    if the header is damaged.
+    """
     try:
         header = json.loads(text)
         named = json.loads(header.pop("__metadata__", {}).get(_ELSEWHERE, "{}"))

@@ -1,4 +1,4 @@
-"""Measuring an engine: speed (decode), where a step's time goes (profile), how many drafts are kept (acceptance)."""
+"""Measurements of an engine: speed (decode), time per phase of a step (profile), drafts kept (acceptance)."""
 
 from trtspec.bench.acceptance import bench_acceptance
 from trtspec.bench.decode import DecodeRun, bench_decode, decode_once, read_bandwidth, versions

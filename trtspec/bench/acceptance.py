@@ -1,4 +1,4 @@
-"""Acceptance length by K: how many tokens a step with drafts gives, and how often the draft at a position is kept."""
+"""Acceptance length by K: tokens per step with drafts, and the share of drafts kept at each position."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ def bench_acceptance(
 ) -> dict[str, Any]:
     """Generate for all prompts (token ids) with each K in turn, and once without speculation.
 
-    Returns a JSON-ready dict: `by_k`, for each K: acceptance_length (mean tokens per step that had drafts, bonus
-    included; None if none had), tokens_per_step (of all generation steps), acceptance_per_position [K] (share of the
-    drafts offered there that were kept), steps, num_drafts (steps that had drafts), tokens; `lossless`: every K gave
-    the tokens of plain decoding; and what was measured. The speculative_config's own K is left out of account. A
-    checkpoint runs op by op unless engine_options name a backend: acceptance is the same, and nothing is compiled for
-    each K.
+    The speculative_config's own K is ignored. A checkpoint runs op by op unless engine_options name a backend:
+    acceptance is the same, and nothing is compiled for each K.
+
+    Returns a JSON-ready dict of the settings and these results:
+    - `by_k`: a dict for each K, described below.
+    - `lossless`: whether every K gave the tokens of plain decoding.
+
+    The dict for one K has:
+    - acceptance_length: mean tokens per step that had drafts, bonus included; None if no step had drafts.
+    - tokens_per_step: mean over all generation steps.
+    - acceptance_per_position [K]: share of the drafts offered at each position that were kept.
+    - steps; num_drafts (steps that had drafts); tokens.
     """
     if EngineFolder.open(model) is None:
         engine_options = {"backend": "eager", **engine_options}

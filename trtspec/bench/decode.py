@@ -1,4 +1,4 @@
-"""Measuring decoding: tokens per second beside plain decoding and beside this machine's own limit."""
+"""Measurement of decoding: tokens per second next to plain decoding and next to this machine's own limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from trtspec.sampling_params import SamplingParams
 
 
 def read_bandwidth(num_bytes: int = 2**28, repeats: int = 5) -> float:
-    """Bytes per second this machine reads from memory with torch's threads: median over sums of a large tensor."""
+    """Bytes per second that this machine reads from memory with torch's threads.
+
+    The value is the median over sums of a large tensor.
+    """
     data = torch.ones(num_bytes // 4)
     times = []
     for _ in range(repeats + 1):
@@ -33,12 +36,12 @@ def read_bandwidth(num_bytes: int = 2**28, repeats: int = 5) -> float:
 
 @dataclass
 class DecodeRun:
-    """Steps of one repeat in which every request was generating. Times in seconds."""
+    """A record of the steps of one repeat in which every request was generating. Times in seconds."""
 
     tokens: int = 0
     step_times: list[float] = field(default_factory=list)
-    host_times: list[float] = field(default_factory=list)  # step time outside Executable.run
-    bytes_read: int = 0  # weights, by all launches of those steps
+    host_times: list[float] = field(default_factory=list)  # step times outside Executable.run
+    bytes_read: int = 0  # of weights, by all launches of these steps
     outputs: list[list[int]] = field(default_factory=list)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
@@ -48,7 +51,7 @@ class DecodeRun:
 
 
 def decode_once(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> DecodeRun:
-    """Generate for all prompts as one batch and time the pure generation steps."""
+    """Generate for all prompts as one batch, and time the pure generation steps."""
     engine, run = llm.engine, DecodeRun()
     samples = [engine.add_request(prompt, params)[0] for prompt in prompts]
     while engine.has_work:
@@ -77,16 +80,24 @@ def bench_decode(
     against: str | Path | None = None,
     **engine_options: Any,
 ) -> dict[str, Any]:
-    """Greedy decoding of the prompts (token ids), as one batch, in turn with what it is compared with: `against`,
-    another checkpoint or engine folder; without one, and with a speculative_config, the same model decoding plainly.
+    """Measure greedy decoding of the prompts (token ids) as one batch, in turn with a model to compare with.
 
-    Returns a JSON-ready dict: tok_s (tokens of pure generation steps per second, median of the repeats), the same for
-    the other (`plain_tok_s`) and their ratio `speedup` (median of the ratios repeat by repeat; both None where there is
-    no other), `lossless` (outputs equal), acceptance_length (mean tokens per step that had drafts; None if none had),
-    tokens_per_step (of all generation steps), acceptance_per_position, weight_bytes_per_step, read_gbs (10^9 bytes/s,
-    probed between the repeats), roofline_ratio (time to read the weights / step time), host_us_per_step (median of step
-    wall time outside Executable.run), load_s, first_token_s (from the constructor; with the
-    time to compile where a checkpoint starts for the first time), peak_rss_bytes, versions.
+    The other model is `against`, a checkpoint or engine folder. Without `against`, a run with a speculative_config is
+    compared with plain decoding of the same model.
+
+    Returns a JSON-ready dict of the settings and these results:
+    - tok_s: tokens per second of pure generation steps, median of the repeats. plain_tok_s: the same for the other
+      model.
+    - speedup: median of the ratios of both, repeat by repeat. Without another model, it and plain_tok_s are None.
+    - lossless: whether the outputs are equal; None without another model.
+    - acceptance_length: mean tokens per step that had drafts; None if no step had drafts.
+    - tokens_per_step (of all generation steps); acceptance_per_position; weight_bytes_per_step.
+    - read_gbs: 10^9 bytes/s that the machine reads, probed between the repeats.
+    - roofline_ratio: time to read the weights / step time.
+    - host_us_per_step: median of a step's wall time outside Executable.run.
+    - load_s, first_token_s: seconds from the start of the constructor. They include the time to compile where a
+      checkpoint starts for the first time.
+    - peak_rss_bytes; versions.
     """
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     options = {"max_batch_size": max(len(prompts), 1), **engine_options}
@@ -100,7 +111,7 @@ def bench_decode(
     plain = None if other is None else LLM(other, **options)
 
     runs, plain_runs, bandwidths = [], [], []
-    for repeat in range(repeats + 1):  # the first warms up
+    for repeat in range(repeats + 1):  # the first is a warm-up
         progress(f"repeat {repeat} of {repeats}" if repeat else "warming up")
         runs.append(decode_once(llm, prompts, params))
         if plain is not None:
@@ -144,7 +155,7 @@ def bench_decode(
 
 
 def versions() -> dict[str, str | int]:
-    """What the figures depend on."""
+    """Return the versions and machine properties that the figures depend on."""
     return {
         "trtspec": trtspec.__version__,
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Which methods are which phase of a step, for those objects of an engine that a profile looks into."""
+"""Methods by phase of a step, for the objects of an engine that a profile looks into."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from trtspec.methods.step import OneEngineStep
 from trtspec.methods.worker import SpecWorker
 
 PhaseMethod = tuple[object, str, str]
-"""(owner, name of a method, phase): calls of the method are that phase of a step."""
+"""(owner, name of a method, phase): calls of the method belong to that phase of a step."""
 
 
 def phases_of_loop(loop: StepLoop) -> list[PhaseMethod]:
-    """Everything in the loop's steps that is timed. Methods of the input builder are looked up in its class."""
+    """Return all methods in the loop's steps that are timed.
+
+    Methods of the input builder are looked up in its class.
+    """
     methods: list[PhaseMethod] = [
         (loop.scheduler, "schedule", "inputs"),
         (InputBuilder, "build", "inputs"),
@@ -42,7 +45,10 @@ def phases_of_loop(loop: StepLoop) -> list[PhaseMethod]:
 
 @singledispatch
 def phases_inside(part: object) -> Sequence[PhaseMethod]:
-    """What runs inside a launch of the target and is not verification; empty where that cannot be told apart."""
+    """Return the methods inside a launch of the target that are not verification.
+
+    The result is empty if they cannot be told apart.
+    """
     return ()
 
 
@@ -73,11 +79,11 @@ def _(part: SpecWorker) -> Sequence[PhaseMethod]:
 
 @phases_inside.register
 def _(part: CompiledExecutable) -> Sequence[PhaseMethod]:
-    """The graph itself is one piece."""
+    """Return the host's methods around a launch: the graph itself is one unit."""
     return (part, "_checked", "inputs"), (part, "_outputs", "deliver")
 
 
 @phases_inside.register
 def _(part: CudaExecutable) -> Sequence[PhaseMethod]:
-    """What the host does for a launch, and how long it waits for one."""
+    """Return the host's methods for a launch, and the wait for one."""
     return (part, "launch", "inputs"), (DeviceLaunch, "wait", "verify"), (part, "_outputs", "deliver")

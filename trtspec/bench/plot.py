@@ -1,4 +1,4 @@
-"""What the benchmarks found, as pictures."""
+"""Plots of the benchmarks' results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from trtspec.plotting import new_figure, save_png
 
 
 def plot_acceptance(result: dict[str, Any], png: str | Path) -> None:
-    """bench_acceptance's result by K: acceptance length, tokens per step, and the share of drafts kept by position."""
+    """Plot the result of bench_acceptance by K.
+
+    It shows acceptance length, tokens per step, and the share of drafts kept by position.
+    """
     figure = new_figure(9, 4)
     left, right = figure.subplots(1, 2)
     rows = result["by_k"]
@@ -37,7 +40,7 @@ def plot_acceptance(result: dict[str, Any], png: str | Path) -> None:
 
 
 def plot_profile(results: dict[str, dict[str, Any]], png: str | Path) -> None:
-    """profile_decode's results by name, one bar each: microseconds per step by phase."""
+    """Plot results of profile_decode by name, a bar for each: microseconds per step by phase."""
     figure = new_figure(8, 1.2 + 0.6 * len(results))
     axes = figure.subplots()
     start = [0.0] * len(results)
@@ -52,8 +55,11 @@ def plot_profile(results: dict[str, dict[str, Any]], png: str | Path) -> None:
 
 
 def plot_serving(series: dict[str, list[float]], png: str | Path) -> None:
-    """What bench serve saw: time to first token (ms) of each request by when it was due (s), and how both times are
-    spread."""
+    """Plot the request latencies of bench serve.
+
+    One panel has the time to first token (ms) of each request over the time at which it was due (s). The other has the
+    distributions of time to first token and time per output token.
+    """
     figure = new_figure(9, 4)
     left, right = figure.subplots(1, 2)
     left.plot(series["due"], series["time to first token"], ".", markersize=3)

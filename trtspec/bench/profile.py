@@ -1,4 +1,4 @@
-"""Where a step's time goes: verifying, accepting, drafting, and what the host does before, between and after."""
+"""Time of a step by phase: verifying, accepting, drafting, and the host's work before, between and after."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ from trtspec.outputs import or_none
 from trtspec.sampling_params import SamplingParams
 
 PHASES = ("inputs", "verify", "accept", "draft", "deliver", "host")
-"""Scheduling, packing rows, checking them; the target's forward pass and lm_head; drawing and comparing; draft passes,
-their draws included; handing tokens, text and drafts to their requests; everything else.
+"""Phases of a step.
 
-A compiled one-engine step is a single launch: all of the graph counts as `verify`."""
+- inputs: scheduling, packing rows, checking them.
+- verify: the target's forward pass and lm_head.
+- accept: sampling and comparing.
+- draft: draft passes, including their sampling.
+- deliver: handing tokens, text and drafts to their requests.
+- host: everything else.
+
+A compiled one-engine step is a single launch: its whole graph counts as `verify`.
+"""
 
 
 class Clock:
-    """Adds up the seconds spent in each phase. A phase entered inside another is not counted in the outer one."""
+    """A sum of the seconds spent in each phase. A phase entered inside another is not counted in the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -33,7 +40,7 @@ class Clock:
         self._since = 0.0
 
     def turn(self, name: str | None) -> None:
-        """Time from here on belongs to `name`; None: to the phase around the one that ends here."""
+        """Count the time from here on for phase `name`; None: for the phase around the one that ends here."""
         now = time.perf_counter()
         if self._inside:
             self.seconds[self._inside[-1]] += now - self._since
@@ -46,7 +53,10 @@ class Clock:
 
 @contextmanager
 def measured(engine: EngineCore, clock: Clock) -> Iterator[None]:
-    """Inside, `clock` knows the phases of the engine's steps: the methods that make them up are wrapped."""
+    """Time the phases of the engine's steps with `clock`, inside the context.
+
+    The methods that make up the steps are wrapped meanwhile.
+    """
     undo: list[Callable[[], None]] = []
     try:
         for method in phases_of_loop(engine.loop):
@@ -58,7 +68,7 @@ def measured(engine: EngineCore, clock: Clock) -> Iterator[None]:
 
 
 def _wrap(owner: object, name: str, phase: str, clock: Clock) -> Callable[[], None]:
-    """Time `owner.name` as `phase`; returns what takes the wrapper off again."""
+    """Time `owner.name` as `phase`; return a function that removes the wrapper."""
     inner, own = getattr(owner, name), name in vars(owner)
 
     def timed(*arguments: Any, **options: Any) -> Any:
@@ -79,12 +89,16 @@ def profile_decode(
     output_len: int,
     **engine_options: Any,
 ) -> dict[str, Any]:
-    """Greedy decoding of the prompts (token ids) as one batch, after a run that warms up, timed phase by phase.
+    """Time greedy decoding of the prompts (token ids) phase by phase, as one batch, after a warm-up run.
 
-    Returns a JSON-ready dict: `us_per_step` (of each of PHASES and `total`, their sum: means over the middle half, by
-    total, of the steps in which all requests generate), steps, acceptance_length (mean tokens per step that had drafts;
-    None if none had), tokens_per_step (of all generation steps), batch, versions. The wrappers themselves cost a few
-    microseconds.
+    Returns a JSON-ready dict of the settings and these results:
+    - us_per_step: microseconds of each of PHASES, and of `total`, their sum. They are means over the steps in which all
+      requests generate, of which only the middle half by total counts.
+    - steps; batch; versions.
+    - acceptance_length: mean tokens per step that had drafts; None if no step had drafts.
+    - tokens_per_step: mean over all generation steps.
+
+    The wrappers themselves cost a few microseconds.
     """
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     llm = LLM(model, speculative_config, **{"max_batch_size": max(len(prompts), 1), **engine_options})
@@ -108,7 +122,7 @@ def profile_decode(
 
 
 def _steps(engine: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Mapping[str, float]]:
-    """Seconds by phase of each step without context rows."""
+    """Return the seconds by phase of each step without context rows."""
     for prompt in prompts:
         engine.add_request(prompt, params)
     steps: list[Mapping[str, float]] = []

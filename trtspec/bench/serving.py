@@ -1,7 +1,7 @@
-"""A client of any OpenAI-compatible server. Requests arrive by a clock, not when others are done.
+"""A client of any OpenAI-compatible server. Requests are sent by a clock, not when others finish.
 
-Times are counted from when a request was due, also where the client is late to send it: a server that keeps its clients
-waiting does not hide it.
+Times count from when a request was due, even if the client sends it late. So a server that keeps its clients waiting
+cannot hide it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trtspec.errors import DependencyError, RequestError
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: a prompt, so many tokens, and when it is due, in seconds."""
+    """A request: its prompt, its number of tokens, and when it is due, in seconds."""
 
     prompt: str
     max_tokens: int
@@ -29,10 +29,10 @@ class Ask:
 
 @dataclass
 class Told:
-    """What came of it; seconds since it was due."""
+    """The outcome of a request; times in seconds since it was due."""
 
     ask: Ask
-    first: float | None = None  # token
+    first: float | None = None  # first token
     last: float | None = None
     gaps: list[float] = field(default_factory=list)  # between parts of the text
     num_tokens: int = 0
@@ -42,7 +42,7 @@ class Told:
 
     @property
     def per_token(self) -> float | None:
-        """Mean seconds a token, the first left out (time per output token)."""
+        """Mean seconds per token without the first (time per output token); None for fewer than two tokens."""
         if self.first is None or self.last is None or self.num_tokens < 2:
             return None
         return (self.last - self.first) / (self.num_tokens - 1)
@@ -50,13 +50,13 @@ class Told:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a request must keep to count for goodput, in seconds; None = anything."""
+    """A limit of latencies that a request must keep to count for goodput, in seconds; None = no limit."""
 
     first_token: float | None = None
     per_token: float | None = None
 
     def kept(self, told: Told) -> bool:
-        """False for requests that failed."""
+        """Whether the request kept the limits; False if it failed."""
         if told.error is not None or told.first is None:
             return False
         late = self.first_token is not None and told.first > self.first_token
@@ -65,7 +65,7 @@ class Objective:
 
 
 def arrivals(prompts: Sequence[str], max_tokens: int, rate: float, seed: int) -> list[Ask]:
-    """A request for each prompt, as a Poisson process of `rate` a second; inf: all at once."""
+    """Return a request for each prompt, due as a Poisson process of `rate` per second; inf: all at once."""
     rng, now, asks = random.Random(seed), 0.0, []
     for prompt in prompts:
         asks.append(Ask(prompt, max_tokens, now))
@@ -77,7 +77,10 @@ async def run_clients(
     url: str, model: str, asks: Sequence[Ask], fields: dict[str, Any], api_key: str | None = None,
     on_done: Callable[[], None] = lambda: None, timeout: float = 600,
 ) -> list[Told]:  # fmt: skip
-    """Send them when they are due; what came of each, in order. `fields`: of every request, beside prompt and model."""
+    """Send the requests when they are due; return their outcomes, in order.
+
+    fields: fields of every request, in addition to prompt and model.
+    """
     try:
         import aiohttp
         from aiohttp.http import HttpProcessingError
@@ -105,7 +108,7 @@ async def run_clients(
                     told.error = "no token came" if told.first is None else "no usage came, though it was asked for"
             except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as error:
                 told.error = repr(error)
-            except (ValueError, HttpProcessingError) as error:  # a line that is no JSON, or has no end
+            except (ValueError, HttpProcessingError) as error:  # a line that is not JSON, or has no end
                 told.error = repr(error)[:200]
             on_done()
             return told
@@ -114,7 +117,7 @@ async def run_clients(
 
 
 def _read(told: Told, line: bytes, now: float) -> None:
-    """A line of a stream, `now` seconds after the request was due."""
+    """Read a line of a stream, which came `now` seconds after the request was due, into `told`."""
     if not line.startswith(b"data: {"):
         return
     chunk = json.loads(line[6:])
@@ -134,7 +137,7 @@ def _read(told: Told, line: bytes, now: float) -> None:
 
 
 def summary(told: Sequence[Told]) -> dict[str, Any]:
-    """Times in ms; rates a second. RequestError if nothing succeeded."""
+    """Return the figures of all requests: times in ms, rates per second. RequestError if no request succeeded."""
     good = [one for one in told if one.error is None]
     if not good:
         raise RequestError(f"no request succeeded; the first failed with: {told[0].error}")
@@ -157,17 +160,17 @@ def summary(told: Sequence[Told]) -> dict[str, Any]:
 
 
 def goodput(told: Sequence[Told], objective: Objective) -> float:
-    """Requests a second that kept it."""
+    """Number of requests per second that kept the objective."""
     return sum(map(objective.kept, told)) / _seconds(told)
 
 
 def _seconds(told: Sequence[Told]) -> float:
-    """Until the last token of all."""
+    """Seconds until the last token of all requests."""
     return max((one.ask.due + (one.last or 0) for one in told if one.error is None), default=float("inf"))
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles, in ms; None of nothing."""
+    """Return the mean and percentiles, in ms; None if there are no values."""
     if not seconds:
         return None
     cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 99

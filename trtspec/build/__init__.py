@@ -1,1 +1,1 @@
-"""From names to objects: engines assembled, engine folders built."""
+"""Turn names into objects: assemble engines and build engine folders."""

@@ -1,4 +1,4 @@
-"""Build an engine folder: compile the graphs of every executable, pack the weights, write down what was built."""
+"""Build an engine folder: compile the graphs of every executable, pack the weights, record what was built."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def build_engine(
     report: Callable[[str], None] = lambda what: None,
     options: TensorRTOptions | None = None,
 ) -> EngineFolder:
-    """Compile `checkpoint` (and the draft that `speculative` names) into the folder `output`. options: of the backend
-    tensorrt alone; with native attention block_size is what fits.
+    """Compile `checkpoint`, and the draft that `speculative` names, into the folder `output`.
 
-    Nothing is at `output` until all of it is. Raises ConfigError where the folder is taken, DependencyError where there
-    is no compiler, and whatever `LLM` would raise for such a model and config.
+    The engine appears at `output` only when it is complete. options: only for backend tensorrt; with native attention
+    block_size is set to what fits. Raises ConfigError if the folder is taken, DependencyError if there is no compiler,
+    and whatever `LLM` would raise for this model and config.
     """
     output = Path(output).resolve()
     refuse_taken(output, replace_existing)
@@ -67,7 +67,7 @@ def build_engine(
     stored = _storable(speculative)
     load_plugins()
     context = plan_context(checkpoint, speculative, config, backend)
-    if stored is not None and stored.get("method") is None:  # a folder's name may say it; the engine's copy has another
+    if stored is not None and stored.get("method") is None:  # the folder's name may tell the method, the copy's not
         stored["method"] = context.speculation.method
     if options is not None and options.native:
         context = with_linear_cache(context)
@@ -107,8 +107,10 @@ def build_engine(
 
 
 def engine_backend(config: EngineConfig, options: TensorRTOptions | None = None) -> Backend:
-    """The one that config names, or the usual one where that compiles nothing. ConfigError for options that are not of
-    this one."""
+    """Backend that `config` names, or USUAL_COMPILER if that backend compiles nothing.
+
+    ConfigError for options that are not of this backend.
+    """
     backend = COMPILERS.get(config.backend, BACKENDS[USUAL_COMPILER])
     if options is not None and not backend.profiles:
         raise ConfigError(
@@ -119,7 +121,7 @@ def engine_backend(config: EngineConfig, options: TensorRTOptions | None = None)
 
 
 def refuse_taken(output: Path, replace_existing: bool) -> None:
-    """ConfigError unless `output` is free, or an engine that may be replaced, whatever its state."""
+    """Raise ConfigError unless `output` is free, or is an engine, in whatever state, that may be replaced."""
     if output.exists() and (os.path.ismount(output) or output.samefile(Path.cwd())):
         raise ConfigError(f"{output} cannot be replaced by a new folder; name one that is to be made inside it")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
@@ -131,8 +133,10 @@ def refuse_taken(output: Path, replace_existing: bool) -> None:
 
 
 def described_steps(context: BuildContext, report: Callable[[str], None]) -> dict[Role, Step]:
-    """The steps of all models by role, to be compiled or described. UnsupportedError for a dtype that the backend does
-    not compute in, or quantised weights that it does not hold."""
+    """Steps of all models by role, to be compiled or described.
+
+    UnsupportedError for a dtype that the backend does not compute in, or for quantised weights that it does not hold.
+    """
     for role in context.roles:
         context.backend.check_dtype(context.of(role).dtype)
     for quantization in checkpoint_quantizations(context).values():
@@ -146,22 +150,22 @@ def described_steps(context: BuildContext, report: Callable[[str], None]) -> dic
 
 
 def wanted_graphs(context: BuildContext, role: Role, step: Step) -> list[tuple[int, bool]]:
-    """(K, whether it is uniform) of each graph that the backend is to make of a model's step."""
+    """(K, whether the graph is uniform) of each graph that the backend is to compile of a model's step."""
     backend, draft_lens = context.backend, {*graph_draft_lens(step, context.spec_plan)}
     if backend.torch_gpu:  # generations have graphs of their own, whether drafts are made inside or not
         beside = {context.max_draft_len} if role == "target" and draft_lens == {0} else set()
         return launch_graphs(step, sorted(draft_lens | beside))
-    # layers are the same graphs either way where they are cut out: what is left of a uniform one saves little
+    # a decoder that is cut has the same layer graphs either way, and the rest of a uniform graph saves little
     ragged_alone = not step.verifies_drafts or backend.profiles or (backend.cuts and blocks_of(step))
     kinds = (False,) if ragged_alone else (False, True)
     return [*itertools.product(sorted(draft_lens), kinds)]
 
 
 def with_linear_cache(context: BuildContext) -> BuildContext:
-    """The same, where a KV block is a whole sequence, one for each request that can run: so TensorRT's own attention
-    wants it.
+    """The same context with the cache that TensorRT's own attention needs: each KV block holds a whole sequence.
 
-    UnsupportedError for steps and models that it cannot do; ConfigError where the cache's size was asked for.
+    There is one block for each request that can run. UnsupportedError for steps and models that this attention cannot
+    run. ConfigError if the cache's size was asked for.
     """
     config, mode, K = context.config, context.mode, context.max_draft_len
     has_layers = mode.reads_hidden_states() or (mode.use_one_engine() and not mode.drafts_without_kv())
@@ -184,7 +188,7 @@ def with_linear_cache(context: BuildContext) -> BuildContext:
 
 
 def largest_sizes(context: BuildContext, role: str, options: TensorRTOptions | None) -> Sizes:
-    """Of the largest launch. A draft of its own draws one token a request."""
+    """Sizes of the largest launch. A draft with launches of its own draws one token for each request."""
     draft_len = context.max_draft_len if role == "target" else 0
     blocks = wanted_kv_blocks(context) or full_kv_blocks(context)
     linear = options is not None and options.native
@@ -192,15 +196,18 @@ def largest_sizes(context: BuildContext, role: str, options: TensorRTOptions | N
 
 
 def checkpoint_quantizations(context: BuildContext) -> dict[str, CheckpointQuantization]:
-    """What the checkpoints had quantised themselves, by role."""
+    """Quantisations that the checkpoints have already, by role."""
     models = {"target": context.target, "draft": context.draft}
     return {role: model.quantization for role, model in models.items() if model and model.quantization}
 
 
 def _publish(staging: Path, output: Path, replace_existing: bool) -> None:
-    """Put the finished folder in its place. What is there moves away first and goes only when the new one stands."""
+    """Move the finished folder to `output`.
+
+    An engine that is there is moved away first, and removed only when the new one is in place.
+    """
     try:
-        refuse_taken(output, replace_existing)  # that was minutes ago
+        refuse_taken(output, replace_existing)  # the last check was minutes ago
         replaced = staging.with_name("replaced")
         if output.exists():
             os.rename(output, replaced)
@@ -217,7 +224,7 @@ def _publish(staging: Path, output: Path, replace_existing: bool) -> None:
 
 
 def _storable(speculative: SpeculativeConfig | None) -> dict[str, Any] | None:
-    """For config.json; ConfigError for what cannot be written down."""
+    """The speculation as config.json holds it. ConfigError for what JSON cannot hold."""
     if speculative is None:
         return None
     try:
@@ -234,7 +241,7 @@ def _dtype_name(context: BuildContext) -> str:
 
 
 def _copy_checkpoint_facts(context: BuildContext, staging: Path) -> None:
-    """Tokenizer and configs: what an engine needs of the checkpoints beside graphs and weights."""
+    """Copy the tokenizer and configs, which an engine needs in addition to graphs and weights."""
     for name in _TOKENIZER_FILES:
         if (context.target.path / name).is_file():
             shutil.copyfile(context.target.path / name, staging / name)

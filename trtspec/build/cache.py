@@ -1,13 +1,14 @@
-"""Where compiled engines are kept: a folder of ours alone, with one engine folder a key, bounded in bytes.
+"""The cache of compiled engines: a folder that only this user can access, with one engine folder for each key.
 
-KEY/                    an engine folder, and in it
-    .lock               held, shared, by every process that runs the engine; its time of change is that of the last use
-    cache.json          what the key is the digest of, and from which checkpoint it was built
-building-KEY/           one that is being built, or was when its process died
-removed-*/              what is about to be gone
-KEY.lock                held by the process that builds KEY, whose id it holds
-index.json              see cache_key.Digests
-Weights that are equal in several engines are one file with several names.
+    KEY/                an engine folder, which also contains:
+        .lock           held, shared, by every process that runs the engine; its time of change is the last use
+        cache.json      the facts that the key is the digest of, and the checkpoint that the engine was built from
+    building-KEY/       an engine that is being built, or was when its process died
+    removed-*/          an engine that is being removed
+    KEY.lock            held by the process that builds KEY; contains that process's id
+    index.json          the digests of cache_key.Digests
+
+Weights that are equal in several engines are one file with several names. The folder is bounded in bytes.
 """
 
 from __future__ import annotations
@@ -36,27 +37,29 @@ logger = logging.getLogger(__name__)
 
 SIZE_VARIABLE = "TRTSPEC_CACHE_GB"
 GIGABYTES = 20.0
-"""All engines together may take so many, of 10^9 bytes each, where SIZE_VARIABLE says nothing."""
+"""Bound of all engines together, in units of 10^9 bytes, if SIZE_VARIABLE is not set."""
 _BUILDING, _REMOVED, _LOCK, _FACTS = "building-", "removed-", ".lock", "cache.json"
-_POLL = 0.05  # seconds between two looks at a lock
+_POLL = 0.05  # seconds between two attempts to lock
 
 
 @dataclass(frozen=True)
 class Held:
-    """An engine out of the cache, which is not evicted before release()."""
+    """An engine of the cache. It is not evicted before release()."""
 
     engine: EngineFolder
     lock: FileLock
 
     def release(self) -> None:
-        """It is not used any more."""
+        """End the use of the engine."""
         self.lock.release()
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What is known of an engine in the cache without using it. size: bytes, shared weights included; last_used:
-    seconds since 1970; facts: cache.json, empty where it cannot be read."""
+    """The facts of an engine in the cache that are known without using it.
+
+    size: bytes, shared weights included. last_used: seconds since 1970. facts: cache.json, empty if it cannot be read.
+    """
 
     path: Path
     size: int
@@ -67,15 +70,17 @@ class Kept:
 
 @dataclass(frozen=True)
 class Cache:
-    """The folder, and its bound in bytes."""
+    """The cache's folder, and its bound in bytes."""
 
     folder: Path
     limit: int
 
     @classmethod
     def of_environment(cls) -> Self | None:
-        """As TRTSPEC_CACHE and TRTSPEC_CACHE_GB say; None for "off". ConfigError for a size that is none, OSError where
-        the user has no home folder and names none."""
+        """Cache that TRTSPEC_CACHE and TRTSPEC_CACHE_GB describe; None for "off".
+
+        ConfigError for a size that is no positive number. OSError if the user has no home folder and names no folder.
+        """
         folder = cache_folder()
         if folder is None:
             return None
@@ -89,12 +94,17 @@ class Cache:
         return cls(folder, int(size * 1e9))
 
     def open(self) -> None:
-        """Make the folder, or check that it is ours alone: ConfigError. OSError where it cannot be made."""
+        """Create the folder, or check that only this user can access it.
+
+        ConfigError if others can access it; OSError if it cannot be created.
+        """
         make_private(self.folder)
 
     def held(self, key: str) -> Held | None:
-        """The engine, None where there is none. CheckpointError for a damaged one, ConfigError for a folder that
-        others can write to."""
+        """Return the engine of `key`, None if there is none.
+
+        CheckpointError for a damaged engine. ConfigError for a folder that others can write to.
+        """
         path = self.folder / key
         while os.path.lexists(path):
             check_private(path)
@@ -102,7 +112,7 @@ class Cache:
                 lock = FileLock.acquire(path / _LOCK, shared=True, make=False)
             except FileNotFoundError as error:
                 raise CheckpointError(f"engine {path}: {_LOCK} is missing; rebuild it") from error
-            if lock is None:  # it is being evicted, or about to be looked at: a moment
+            if lock is None:  # held for a moment, to evict the engine or to test its use
                 time.sleep(_POLL)
                 continue
             try:
@@ -127,8 +137,11 @@ class Cache:
         build: Callable[[Path], None],
         wait: Callable[[str], None] = lambda what: None,
     ) -> Held:
-        """The engine, built first if it is missing or damaged: `build` makes the engine folder that it is given. One
-        process builds, others `wait`, which hears in a line for whom. What `build` raises goes on; nothing is left."""
+        """Return the engine of `key`, built first if it is missing or damaged.
+
+        build: makes the engine folder at the path that it is given. What it raises is passed on, and nothing of the
+        build is left. wait: is called with a line that names the building process. One process builds, others wait.
+        """
         try:
             if (found := self.held(key)) is not None:
                 return found
@@ -150,18 +163,18 @@ class Cache:
         return found
 
     def discard(self, key: str) -> None:
-        """Remove an engine, whoever uses it: those have loaded it."""
+        """Remove an engine, even one in use: the processes that use it have loaded it."""
         self._remove(self.folder / key)
 
     def kept(self) -> list[Kept]:
-        """The engines, the least recently used first."""
+        """Engines of the cache, the least recently used first."""
         found = []
         for path in self._paths():
             try:
                 last_used = (path / _LOCK).lstat().st_mtime
                 lock = FileLock.acquire(path / _LOCK, make=False)
             except OSError:
-                continue  # it has just gone
+                continue  # it was just removed
             if lock is not None:
                 lock.release()
             found.append(Kept(path, _size_of(path), last_used, lock is None, _facts(path)))
@@ -172,8 +185,10 @@ class Cache:
         return _size_of(*self._paths())
 
     def evict(self, limit: int | None = None) -> list[Path]:
-        """Remove engines, the least recently used first, until no more than `limit` bytes (None: the bound) are left,
-        or those that are left are in use. Returns the folders that have gone."""
+        """Remove engines, the least recently used first, and return their folders.
+
+        It ends when at most `limit` bytes are left (None: the cache's bound), or when all engines left are in use.
+        """
         most, gone = self.limit if limit is None else limit, []
         for kept in self.kept():
             if self.size() <= most:
@@ -191,7 +206,7 @@ class Cache:
     # -- one engine ---------------------------------------------------------------------------------------------------
 
     def _builder(self, key: str, wait: Callable[[str], None]) -> FileLock:
-        """The right to build it, once others have not got it any more."""
+        """Wait for the lock that gives the right to build an engine, and return it."""
         file, since, told = self.folder / f"{key}.lock", time.monotonic(), False
         while True:
             lock = FileLock.acquire(file)
@@ -222,8 +237,10 @@ class Cache:
         return Held(engine, lock)
 
     def _share_weights(self, made: Path) -> None:
-        """Give files of weights in other engines that equal one of this engine's the same file: the new one, of which
-        it is known what is in it."""
+        """Replace weight files of other engines that equal one of the new engine's by links to the new file.
+
+        The new file is the one to keep, as its contents are known.
+        """
         ours = {facts["sha256"]: made / name for name, facts in _weights(made)}
         for other in self._paths():
             for name, facts in _weights(other):
@@ -231,12 +248,12 @@ class Cache:
                 if same is None or not file.is_file() or file.samefile(same):
                     continue
                 link = made.parent / "link"
-                with suppress(OSError):  # a file system without links; then they are several files
+                with suppress(OSError):  # on a file system without links they stay several files
                     os.link(same, link)
                     os.replace(link, file)
 
     def _paths(self) -> list[Path]:
-        """The folders of engines."""
+        """Folders of the engines."""
         try:
             return [path for path in self.folder.iterdir() if (path / _LOCK).is_file() and "-" not in path.name]
         except FileNotFoundError:
@@ -245,7 +262,7 @@ class Cache:
     # -- what is left over --------------------------------------------------------------------------------------------
 
     def _remove(self, path: Path) -> None:
-        """At once for whoever looks for it."""
+        """Remove an engine's folder. For other processes it is gone at once."""
         away = Path(tempfile.mkdtemp(dir=self.folder, prefix=_REMOVED))
         try:
             os.rename(path, away / path.name)
@@ -255,7 +272,7 @@ class Cache:
             shutil.rmtree(away, ignore_errors=True)
 
     def _sweep(self, key: str) -> None:
-        """Remove what processes left that died while they built or removed. The lock on `key` is ours."""
+        """Remove what is left of processes that died in a build or a removal. The caller holds the lock on `key`."""
         for path in self.folder.glob(f"{_REMOVED}*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(f"{_BUILDING}*"):
@@ -268,7 +285,7 @@ class Cache:
 
 
 def _weights(engine: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Name and facts of its files of weights, none of an engine that cannot be read."""
+    """Name and facts of each weight file of an engine; none for an engine that cannot be read."""
     try:
         found = EngineFolder.open(engine)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""What a compiled engine is the result of, as a digest that is found again in milliseconds."""
+"""Key of a compiled engine: a digest of everything the engine results from, computed again in milliseconds."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from trtspec.models.weights import weight_files
 from trtspec.ops import kernel_interface
 
 DIGITS = 24
-"""Hex digits that a key has."""
+"""Number of hex digits of a key."""
 
 _TEXTS = ("*.json", "*.jinja", "additional_chat_templates/*")
-"""What a checkpoint has beside weights: configs, tokenizer, chat templates."""
-_SETTLED = 2.0  # seconds: what was written to just now may change again within a tick of the file system's clock
-_LARGE = 2**30  # bytes: a second or so
+"""Files of a checkpoint other than weights: configs, tokenizer, chat templates."""
+_SETTLED = 2.0  # seconds: a file written just now may change again within a tick of the file system's clock
+_LARGE = 2**30  # bytes: takes a second or so to read
 
 Stamp = list[int]
-"""Device, inode, bytes, times of change (ns) of contents and of the inode."""
+"""Device, inode, size in bytes, and times in ns of the last change of the contents and of the inode."""
 
 
 class Digests:
-    """Digests of files, remembered in `file` under their paths for as long as their stamps stay."""
+    """Digests of files, stored in `file` by path. A stored digest is valid while the stamp of its file is the same."""
 
     def __init__(self, file: Path, report: Callable[[str], None] = lambda what: None) -> None:
-        """report hears of files that take a while to read."""
+        """Load the stored digests. report: is called for files that take a while to read."""
         self.file, self.report = file, report
         self._known: dict[str, Any] = {}
         self._new = False
-        with suppress(OSError, ValueError):  # without it, everything is read again
+        with suppress(OSError, ValueError):  # without them, every file is read again
             data = json.loads(file.read_text(encoding="utf-8"))
             self._known = data if isinstance(data, dict) else {}
 
     def of(self, file: Path) -> str:
-        """SHA-256 of the contents."""
+        """SHA-256 of the file's contents."""
 
         def read() -> str:
             if file.stat().st_size > _LARGE:
@@ -61,7 +61,7 @@ class Digests:
         return self._remembered(file, "", read)
 
     def version(self, program: Path) -> str:
-        """The first line of what a compiler says of itself, "" where it says nothing."""
+        """First line that a compiler prints for --version, "" if it prints nothing."""
 
         def ask() -> str:
             try:
@@ -73,8 +73,10 @@ class Digests:
         return self._remembered(program, "--version ", ask)
 
     def save(self) -> None:
-        """For the next process, at once or not at all; it is no loss where that fails. Files that are gone are
-        forgotten."""
+        """Store the digests for the next process, as a whole or not at all. A failure is ignored, as it does no harm.
+
+        Digests of files that no longer exist are dropped.
+        """
         if not self._new:
             return
         known = {name: held for name, held in self._known.items() if os.path.exists(name.removeprefix("--version "))}
@@ -101,13 +103,13 @@ class Digests:
 
 
 def stamp(file: Path) -> Stamp:
-    """What changes with a file's contents, without reading them."""
+    """Return a file's stamp, which changes when its contents do, without reading the contents."""
     found = file.stat()
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def checkpoint_files(context: BuildContext) -> dict[str, list[Path]]:
-    """By role: all that is read of the checkpoints. CheckpointError where weights are missing."""
+    """All files that are read of the checkpoints, by role. CheckpointError if weights are missing."""
     models: dict[str, Path] = {"target": context.target.path}
     if context.mode.shapes_graphs() and context.draft is not None:
         models["draft"] = context.draft.path
@@ -119,19 +121,22 @@ def checkpoint_files(context: BuildContext) -> dict[str, list[Path]]:
 
 
 def stamps(context: BuildContext) -> list[Stamp]:
-    """The stamps of all files of the checkpoints: equal means that none of them has changed."""
+    """Stamps of all files of the checkpoints. If they are equal, no file has changed."""
     return [stamp(file) for files in checkpoint_files(context).values() for file in files]
 
 
 def compiler(digests: Digests) -> tuple[str, str] | None:
-    """Path and version of the C++ compiler that torch would call, None where there is none."""
+    """Path and version of the C++ compiler that torch would call; None if there is none."""
     found = shutil.which(os.environ.get("CXX", "g++"))
     return None if found is None else (found, digests.version(Path(found).resolve()))
 
 
 def key_facts(context: BuildContext, digests: Digests, cxx: tuple[str, str]) -> dict[str, Any]:
-    """All that decides what is compiled, as JSON. Drafters of the host share the graphs of plain decoding. Limits are
-    none of it: graphs take any, and rotary tables are made for the checkpoint's own length."""
+    """All that decides what is compiled, as JSON.
+
+    Modes that draft on the host share the graphs of plain decoding. Limits are not included: graphs take any, and
+    rotary tables are made for the checkpoint's own length.
+    """
     return {
         "checkpoints": {
             role: {file.name: digests.of(file) for file in files} for role, files in checkpoint_files(context).items()
@@ -149,13 +154,13 @@ def key_facts(context: BuildContext, digests: Digests, cxx: tuple[str, str]) -> 
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """DIGITS hex digits."""
+    """Key of an engine with these facts: DIGITS hex digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:DIGITS]
 
 
 @functools.cache
 def source_digest() -> str:
-    """A digest of every module of this package, whatever it is for."""
+    """Digest of every module of this package, whatever its purpose."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(repr((file.relative_to(PACKAGE).as_posix(), file.read_bytes())).encode())
@@ -163,7 +168,7 @@ def source_digest() -> str:
 
 
 def _in_graphs(spec_plan: SpeculationPlan | None) -> dict[str, Any] | None:
-    """What graphs know of speculation; the rest is heeded at run time."""
+    """Settings of speculation that graphs depend on; all others apply at run time."""
     if spec_plan is None or not spec_plan.mode.shapes_graphs():
         return None
     drafts = spec_plan.mode.use_one_engine() or spec_plan.mode.has_draft_model()

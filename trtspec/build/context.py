@@ -1,4 +1,4 @@
-"""What is to be built: every question about models, speculation and backend answered, nothing loaded."""
+"""Context of a build: models, speculation and backend are settled, and nothing is loaded."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Role = Literal["target", "draft"]
 class BuildContext:
     """One model of an engine that is to be built or loaded, and all that it depends on.
 
-    role: which of them. draft: a ModelConfig where it is described like a decoder. packs: weights are kept in the CPU
-    kernels' layout. reads_weights: False = shapes alone, on torch's meta device. vocabulary: of a draft that has
-    another than the target. built: where graphs and weights come from, if not from checkpoints.
+    role: which model of the engine it is. draft: a ModelConfig if it is described like a decoder. packs: weights are
+    kept in the CPU kernels' layout. reads_weights: False = shapes alone, on torch's meta device. vocabulary: map for a
+    draft whose vocabulary is not the target's. built: source of graphs and weights, None = checkpoints.
     """
 
     config: EngineConfig
@@ -48,11 +48,11 @@ class BuildContext:
     built: EngineFolder | None = None
 
     def of(self, role: Role) -> Self:
-        """The same engine's model of that role."""
+        """Context of the same engine's model with that role."""
         return replace(self, role=role)
 
     def described(self) -> Self:
-        """The same, without weights."""
+        """The same context without weights."""
         return replace(self, reads_weights=False)
 
     @property
@@ -73,31 +73,36 @@ class BuildContext:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The models that run as launches of their own, the target first."""
+        """Roles of the models that run as launches of their own, the target first."""
         return ("target", "draft") if self.mode.has_draft_model() else ("target",)
 
     @property
     def max_draft_len(self) -> int:
-        """K that a step verifies at most."""
+        """Largest K that a step verifies."""
         return (
             0 if self.spec_plan is None or self.mode.is_save_hidden_states() else self.spec_plan.num_speculative_tokens
         )
 
     @property
     def provisional_rows(self) -> int:
-        """Rows of KV at the end of a sequence that may change: each MTP module reads one token further on than the one
-        before it (kv/reuse.py)."""
+        """Number of KV rows at the end of a sequence that may still change.
+
+        Each MTP module reads one token further on than the module before it (kv/reuse.py).
+        """
         return self.max_draft_len - 1 if self.mode.is_mtp_vanilla() else 0
 
     @property
     def model(self) -> ModelConfig:
-        """The decoder of this role; of draft layers that read the target's states, the target."""
+        """Config of this role's decoder. For draft layers that read the target's states it is the target's."""
         own = self.role == "target" or self.mode.reads_hidden_states()
         return self.target if own else cast("ModelConfig", self.draft)
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """What the weights of this role are read from: those of a draft in the target's launch are read with it."""
+        """Folders that hold the weights of this role.
+
+        Weights of a draft in the target's launch are read together with the target's.
+        """
         if self.built is not None:
             return (self.built.path / self.role,)
         target, draft = self.target.path, (self.draft or self.target).path
@@ -107,20 +112,22 @@ class BuildContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """dtype that the model computes in."""
         return DTYPES[self.model.dtype if self.config.dtype == "auto" else self.config.dtype]
 
     @property
     def cuda_graphs(self) -> bool:
-        """Whether launches of this role are captured: `enforce_eager` of the speculation speaks for draft layers, and
-        for the launch that they are in."""
+        """Whether launches of this role are captured as CUDA graphs.
+
+        `enforce_eager` of the speculation applies to draft layers, and to the launch that they are in.
+        """
         drafts = self.role == "draft" or self.mode.use_one_engine()
         eager = drafts and self.spec_plan is not None and self.spec_plan.enforce_eager
         return self.config.enable_cuda_graph and not eager
 
     @property
     def quantizations(self) -> tuple[str | None, str | None]:
-        """Of target and draft."""
+        """Quantisations that are asked for of target and draft."""
         return self.config.quantization, None if self.spec_plan is None else self.spec_plan.quantization
 
 
@@ -131,9 +138,10 @@ def plan_context(
     backend: Backend,
     packs: bool | None = None,
 ) -> BuildContext:
-    """Read the configs and check that they fit together; nothing is loaded yet. packs: None = as the backend does.
+    """Read the configs and check that they fit together; nothing is loaded yet.
 
-    An engine folder brings its own speculation; one that has none takes a drafter that needs no graph.
+    packs: None = as the backend does. An engine folder brings its own speculation. An engine without speculation takes
+    a drafter that needs no graph.
     """
     built = model if isinstance(model, EngineFolder) else None
     own = None if built is None else built.speculative_config()
@@ -174,14 +182,14 @@ def plan_context(
 
 
 def _check(context: BuildContext) -> None:
-    """ConfigError for sizes and quantisations that contradict each other."""
+    """Raise ConfigError for sizes and quantisations that contradict each other."""
     config, K = context.config, context.max_draft_len
     if config.lm_head_quantization is not None and not context.backend.packs:
         raise UnsupportedError(
             f"lm_head_quantization = {config.lm_head_quantization!r}: backend {context.backend.name} keeps the lm_head "
             "in the model's dtype; leave it unset, or use backend eager or aoti"
         )
-    inside = ("target", context.target)  # where draft layers without a checkpoint of their own are
+    inside = ("target", context.target)  # holds draft layers that have no checkpoint of their own
     checkpoints = (inside, inside if context.draft is None else ("draft", context.draft))
     for (role, checkpoint), kind in zip(checkpoints, context.quantizations, strict=True):
         if checkpoint.quantization is not None:

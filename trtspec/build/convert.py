@@ -1,4 +1,4 @@
-"""`trtspec convert`: any model that is read here as a Hugging Face folder of safetensors files."""
+"""`trtspec convert`: write any model that trtspec reads as a Hugging Face folder of safetensors files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trtspec.models.weights import DTYPES, checkpoint_tensors, of_decoder
 
 _TEXTS = ("*.json", "*.jinja", "tokenizer.model", "additional_chat_templates/*.jinja")
 _INDEX = "model.safetensors.index.json"
-_SHARD = 2 * 10**9  # bytes of a file at most, unless one tensor is larger: so much memory is needed
+_SHARD = 2 * 10**9  # bytes: limit of a file, unless one tensor is larger; converting needs that much memory
 
 
 def convert(
@@ -30,11 +30,13 @@ def convert(
     dtype: str = "auto",
     report: Callable[[str], None] = lambda what: None,
 ) -> Path:
-    """Write `model` (a folder, a GGUF file or a name on the Hub) to the new folder `output`, and return that.
+    """Write `model` to the new folder `output`, and return that folder.
 
-    Weights of a GGUF file are dequantised. dtype: of the weights, "auto" = as the model's config.json says. Nothing is
-    at `output` until all of it is. Raises ConfigError where the folder is taken, UnsupportedError for a folder of
-    quantised weights, which loads as it is, and what loading the model would raise.
+    model: a folder, a GGUF file or a name on the Hub. Weights of a GGUF file are dequantised. dtype: that of the
+    weights, "auto" = as the model's config.json says. `output` appears only when it is complete.
+
+    Raises ConfigError if the folder is taken, UnsupportedError for a folder of quantised weights, which loads as it is,
+    and what loading the model would raise.
     """
     output = Path(output).resolve()
     if output.exists():

@@ -1,8 +1,10 @@
 """The config.json of a compiled engine: what it was built from and for, what is in it, and whether it can run here.
 
-config.json                  this file; `checkpoint_quantization` says which checkpoints were quantised already, how
-tokenizer.json, ...          as in the checkpoint
-target/, draft/              config.json of the checkpoint; graphs and weights as the backend's executable reads them
+An engine folder contains:
+
+    config.json            this file; `checkpoint_quantization`: which checkpoints were quantised already, and how
+    tokenizer.json, ...    as in the checkpoint
+    target/, draft/        config.json of the checkpoint; graphs and weights as the backend's executable reads them
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.planning import settle
 
 FORMAT = 5
-"""Of the folder; it changes when older engines can no longer be read."""
+"""Version of the folder's format. It changes when older engines can no longer be read."""
 
 MARK = "trtspec_engine"
-"""The key by which an engine's config.json is known."""
-# What the graphs do not depend on; the rest of EngineConfig is fixed when an engine is built.
+"""Key in config.json that marks an engine."""
+# Fields of EngineConfig that the graphs do not depend on. All others are fixed when an engine is built.
 _RUNTIME = {
     "kv_cache_memory", "num_kv_blocks", "enable_prefix_caching", "seed", "generation_config",
     "force_num_accepted_tokens", "disable_overlap_scheduler", "enable_cuda_graph", "debug",
@@ -42,15 +44,17 @@ _AT_MOST = {"max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"}
 
 @dataclass(frozen=True)
 class EngineFolder:
-    """An engine folder whose config.json has been read. Errors are CheckpointErrors that say what to rebuild."""
+    """An engine folder whose config.json has been read. Its errors are CheckpointErrors that say what to rebuild."""
 
     path: Path
     data: Mapping[str, Any]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> EngineFolder | None:
-        """None where `path` is something else (a checkpoint, nothing at all): an engine has a folder of its target, so
-        the config.json of others is left for whoever reads it."""
+        """Read the engine at `path`; None if `path` is something else, such as a checkpoint or nothing at all.
+
+        An engine has a folder of its target. The config.json of any other folder is left to the reader of that folder.
+        """
         folder = Path(path)
         data = _marked(folder) if (folder / "target").is_dir() else None
         if data is None:
@@ -80,16 +84,16 @@ class EngineFolder:
 
     @staticmethod
     def has_mark(path: str | os.PathLike[str]) -> bool:
-        """Whether `path` is an engine, of whatever format and state."""
+        """Whether `path` is an engine, in whatever format and state."""
         return _marked(Path(path)) is not None
 
     @property
     def backend(self) -> str:
-        """Whose graphs it holds: a name of backends.table."""
+        """Name, in backends.table, of the backend whose graphs the folder holds."""
         return str(self.data["build_config"]["backend"])
 
     def check(self) -> None:
-        """Every file is there in its size, and this machine can run the graphs."""
+        """Check that every file is there in its size, and that this machine can run the graphs."""
         for name, facts in self.data["files"].items():
             file = self.path / name
             if not file.is_file():
@@ -114,7 +118,7 @@ class EngineFolder:
             )
 
     def verify(self, report: Callable[[str], None] = lambda name: None) -> None:
-        """As check, and every file has the contents it was built with (SHA-256)."""
+        """Check as `check` does, and also that every file has the contents it was built with (SHA-256)."""
         self.check()
         for name, facts in self.data["files"].items():
             report(name)
@@ -125,9 +129,9 @@ class EngineFolder:
                 )
 
     def engine_config(self, options: Mapping[str, Any]) -> EngineConfig:
-        """What it was built with, and `options` (fields of EngineConfig) where they may differ at run time.
+        """EngineConfig that the engine was built with, changed by `options` where it may differ at run time.
 
-        ConfigError names one that asks for another engine.
+        options: fields of EngineConfig. ConfigError names a field that asks for another engine.
         """
         built = dict(self.data["build_config"])
         for name, value in options.items():
@@ -147,11 +151,14 @@ class EngineFolder:
         return EngineConfig(**built)
 
     def speculating(self, config: SpeculativeConfig) -> EngineFolder:
-        """The same graphs under other words for the same speculation, which may differ in what graphs do not know."""
+        """The same graphs with another config of the same speculation.
+
+        The config may differ in what graphs do not depend on.
+        """
         return replace(self, data={**self.data, "speculative_config": config})
 
     def speculative_config(self) -> SpeculativeConfig | None:
-        """The speculation it was built for; the checkpoint that drafts is the engine's own."""
+        """The speculation that the engine was built for. The draft checkpoint is the engine's own."""
         config = read_speculative_config(self.data.get("speculative_config"))
         if config is None:
             return None
@@ -164,7 +171,7 @@ class EngineFolder:
 
 
 def graph_options(config: EngineConfig) -> dict[str, Any]:
-    """The fields that graphs depend on, and that are no limit."""
+    """Fields of the config that graphs depend on, without limits."""
     others = _RUNTIME | _AT_MOST | {"backend"}
     return {name: value for name, value in asdict(config).items() if name not in others}
 
@@ -175,7 +182,7 @@ def engine_json(
     pretrained: Mapping[str, Any],
     executables: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """config.json of a new engine; `files` is added once they are all there (see `file_facts`)."""
+    """config.json of a new engine. `files` is added once all files are there (see `file_facts`)."""
     runtime = {field.name: field.default for field in fields(EngineConfig) if field.name in _RUNTIME}
     return {
         MARK: FORMAT,
@@ -188,7 +195,7 @@ def engine_json(
 
 
 def _marked(folder: Path) -> dict[str, Any] | None:
-    """config.json of an engine, None where there is none."""
+    """config.json of the engine in `folder`, None if there is no engine."""
     try:
         data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -212,8 +219,10 @@ def sha256(file: Path) -> str:
 
 
 def machine(backend: str) -> dict[str, Any]:
-    """What compiled graphs depend on. Those that are code for a CPU use every instruction of the one they were built
-    on, those for a GPU are for one kind of it."""
+    """Facts of this machine that compiled graphs depend on.
+
+    Graphs for a CPU use every instruction of the CPU they were built on. Graphs for a GPU run on one kind of GPU.
+    """
     trtspec, code_for = {"trtspec": importlib.metadata.version("trtspec")}, BACKENDS[backend].code_for
     if code_for == "gpu":
         gpu = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
@@ -229,7 +238,7 @@ def machine(backend: str) -> dict[str, Any]:
 
 
 def _cpu_features() -> list[str]:
-    """Vector and bit-manipulation features that the kernel reports; empty where it does not say (no Linux)."""
+    """Vector and bit-manipulation features that the operating system reports; empty if it reports none (no Linux)."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

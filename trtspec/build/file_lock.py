@@ -1,4 +1,4 @@
-"""A lock on a file, which ends with the process that holds it, however that ends."""
+"""A lock on a file. It ends with the process that holds it, however that process ends."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing_extensions import Self
 
 
 class FileLock:
-    """An flock on an open file, until release() or until nobody has the object any more."""
+    """An flock on an open file, held until release() or until no reference to the object is left."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
 
     @classmethod
     def acquire(cls, file: Path, *, shared: bool = False, make: bool = True) -> Self | None:
-        """The lock on `file`, None where others hold it so that it cannot be had. It does not wait.
+        """Return the lock on `file`, or None if another holder's lock excludes it. It does not wait.
 
-        make: the file is made where it is missing, readable by its owner alone. OSError where it cannot be opened, a
-        link included.
+        make: create the file if it is missing, readable by its owner alone. OSError if `file` cannot be opened, or is a
+        link.
         """
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
         lock = cls(os.open(file, flags, 0o600))
@@ -39,24 +39,24 @@ class FileLock:
         return self._descriptor
 
     def is_on(self, file: Path) -> bool:
-        """Whether `file` still is what was locked: meanwhile it may have been removed, or made anew."""
+        """Whether `file` still is the locked file: it may have been removed or created anew since."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), file.lstat())
         except FileNotFoundError:
             return False
 
     def note(self, text: str) -> None:
-        """Write into the file; it is no loss where that fails."""
+        """Write `text` into the file. A failure is ignored, as it does no harm."""
         with suppress(OSError):
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, text.encode(), 0)
 
     def touch(self) -> None:
-        """The file was used now."""
+        """Set the file's times to now, the time of its last use."""
         os.utime(self.descriptor)
 
     def release(self) -> None:
-        """Give it up; once is enough."""
+        """Release the lock. Further calls have no effect."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Whether a model fits a GPU, and how large its KV cache can be there: asked before anything is loaded."""
+"""Whether a model fits a GPU, and how large its KV cache can be there, computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from trtspec.errors import CapacityError, UnsupportedError
 from trtspec.methods.drafter import CHAIN_ROWS
 from trtspec.models.layers import weight_bytes
 
-_ALIVE = 2  # an op's inputs and outputs are there at the same time
-_MARGIN = 0.05  # of the free memory: for kernels, libraries and what the allocator cannot use
+_ALIVE = 2  # an op's inputs and outputs are in memory at the same time
+_MARGIN = 0.05  # share of the free memory, for kernels, libraries and what the allocator cannot use
 
 
 def plan_gpu_blocks(context: BuildContext, free: int) -> int:
-    """Blocks of the KV cache, scratch included: as asked for, or for max_batch_size full sequences as far as `free`
-    bytes go. CapacityError where that is not enough, with what would fit."""
+    """Number of KV blocks of the cache, scratch included.
+
+    It is the number asked for, or else enough for max_batch_size full sequences, as far as `free` bytes allow.
+    CapacityError if the memory is too small; it names what would fit.
+    """
     parts = gpu_memory(context, free)
     per_block = bytes_per_block(context)
     wanted = wanted_kv_blocks(context, per_block)
@@ -45,10 +48,10 @@ def plan_gpu_blocks(context: BuildContext, free: int) -> int:
 
 
 def gpu_memory(context: BuildContext, free: int) -> dict[str, int]:
-    """Bytes of all but the KV cache, by what they are for, from the headers of the weights' files."""
+    """Bytes of everything but the KV cache, by purpose, from the headers of the weight files."""
     described, config = build_steps(context.described()), context.config
     K = context.max_draft_len
-    # K and the rows of a request in a graph: a draft model draws one token
+    # (K, rows of a request in a graph): a draft model draws one token
     shapes: dict[Role, tuple[int, int]] = {"target": (K, K + 1), "draft": (0, CHAIN_ROWS)}
     parts = dict.fromkeys(("weights", "tables", "activations", "CUDA graphs"), 0)
     parts["weights"] = weight_bytes(*described.values())  # a head may share some of the target's
@@ -58,14 +61,17 @@ def gpu_memory(context: BuildContext, free: int) -> dict[str, int]:
         in_graphs = replace(sizes, rows=config.max_batch_size * width)
         parts["tables"] += table_bytes(step)
         parts["activations"] += _ALIVE * sum(part.bytes for part in activations(step, sizes))
-        # memory of its own, of the largest batch: graphs share it
+        # CUDA graphs share a memory of their own, as large as the largest batch needs
         if context.of(role).cuda_graphs and has_uniform_graphs(step):
             parts["CUDA graphs"] += _ALIVE * sum(part.bytes for part in activations(step, in_graphs))
     return {**parts, "margin": int(_MARGIN * free)}
 
 
 def _least_blocks(context: BuildContext) -> int:
-    """A cache without which nothing begins: where its size is asked for, of one request; scratch included."""
+    """Number of KV blocks without which the engine cannot start, scratch included.
+
+    If the user sets the cache's size, one request needs a block; otherwise each of max_batch_size requests does.
+    """
     asked = context.config.num_kv_blocks is not None or context.config.kv_cache_memory is not None
     return 2 if asked else context.config.max_batch_size + 1
 
@@ -78,7 +84,7 @@ def _remedy(context: BuildContext, free: int, per_block: int) -> str:
 
 
 def _fitting(context: BuildContext, free: int, per_block: int) -> Iterator[str]:
-    """Changes of one setting each with which the model fits. An engine's weights are as they were built."""
+    """Changes of one setting each with which the model fits. The weights of a built engine cannot change."""
     config = context.config
     quantized = any(kind is not None for kind in context.quantizations) or context.target.quantization is not None
     candidates: list[list[Mapping[str, Any]]] = [
@@ -91,7 +97,7 @@ def _fitting(context: BuildContext, free: int, per_block: int) -> Iterator[str]:
             smaller = replace(context, config=replace(config, **change))
             try:
                 parts = gpu_memory(smaller, free)
-            except UnsupportedError:  # such weights cannot be quantised so
+            except UnsupportedError:  # these weights cannot be quantised in this way
                 continue
             if free - sum(parts.values()) >= _least_blocks(smaller) * per_block:
                 ((name, value),) = change.items()

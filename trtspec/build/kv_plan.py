@@ -1,4 +1,4 @@
-"""How large the KV cache of an engine is: as asked for, as its graphs want it, or as memory allows."""
+"""Size of an engine's KV cache: as asked for, as its graphs require, or as the memory allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trtspec.models.weights import DTYPES
 
 
 def plan_kv_blocks(context: BuildContext) -> int:
-    """Blocks of the cache, scratch included: those that graphs take, if they take no others."""
+    """Number of KV blocks of the cache, scratch included. Graphs that take only one number decide it."""
     wanted, fixed = wanted_kv_blocks(context), fixed_kv_blocks(context)
     if fixed is None:
         return wanted or max(min(full_kv_blocks(context), free_memory() // 4 // bytes_per_block(context)), 2)
@@ -30,8 +30,11 @@ def plan_kv_blocks(context: BuildContext) -> int:
 
 
 def wanted_kv_blocks(context: BuildContext, per_block: int | None = None) -> int | None:
-    """As many as num_kv_blocks or kv_cache_memory ask for. per_block: bytes_per_block, where that is known already: it
-    reads the headers of all weights. CapacityError if that is not enough for anything."""
+    """Number of KV blocks that num_kv_blocks or kv_cache_memory asks for; None if neither is set.
+
+    per_block: bytes_per_block, if the caller knows it already, as it reads the headers of all weights. CapacityError if
+    the number is too small for any request.
+    """
     config = context.config
     if config.kv_cache_memory is None:
         return config.num_kv_blocks
@@ -45,13 +48,13 @@ def wanted_kv_blocks(context: BuildContext, per_block: int | None = None) -> int
 
 
 def full_kv_blocks(context: BuildContext) -> int:
-    """Blocks of a cache for max_batch_size full sequences, scratch included."""
+    """Number of KV blocks for max_batch_size full sequences, scratch included."""
     config = context.config
     return config.max_batch_size * -(-context.max_seq_len // config.block_size) + 1
 
 
 def fixed_kv_blocks(context: BuildContext) -> int | None:
-    """What the graphs of a built engine were compiled for; None where they take any number."""
+    """Number of KV blocks that the graphs of a built engine were compiled for; None if they take any number."""
     if context.built is None:
         return None
     executables = context.built.data["executables"].values()
@@ -59,12 +62,12 @@ def fixed_kv_blocks(context: BuildContext) -> int | None:
 
 
 def bytes_per_block(context: BuildContext) -> int:
-    """Of K and V in all layers of target and draft."""
+    """Bytes of K and V of one block in all layers of target and draft."""
     return context.config.block_size * kv_bytes_per_token(context)
 
 
 def kv_bytes_per_token(context: BuildContext) -> int:
-    """Bytes of K and V that one token takes in all layers of target and draft."""
+    """Bytes of K and V of one token in all layers of target and draft."""
     if context.built is not None:
         compiled = [CompiledStep.from_dict(one) for one in context.built.data["executables"].values()]
         return sum(_bytes_per_token(one.kv, DTYPES[one.dtype]) for one in compiled)
@@ -77,5 +80,5 @@ def _bytes_per_token(layers: Sequence[KVSpec], dtype: torch.dtype) -> int:
 
 
 def free_memory() -> int:
-    """Bytes the system could hand out now."""
+    """Bytes of memory that the system could allocate now."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""What a step takes of memory beside its KV cache."""
+"""Memory that a step takes in addition to its KV cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Activation:
 
 
 def activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
-    """Those of a launch of these sizes that are large."""
+    """Large tensors inside a launch of these sizes."""
     B, T, R = sizes.batch_size, sizes.rows, sizes.batch_size * (sizes.draft_len + 1)
     found = [Activation.of("logits", torch.float32, R, step.vocab_size)] if step.draws else []
     found += [Activation.of(name, step.like.dtype, T, width) for name, width in step.row_widths.items()]
@@ -37,6 +37,6 @@ def activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
 
 
 def table_bytes(step: Step) -> int:
-    """Of buffers that belong to no weight, each once."""
+    """Bytes of the buffers that belong to no weight. Each buffer counts once."""
     weights = {id(tensor) for part in step.modules() if isinstance(part, Linear) for tensor in part.beside}
     return sum(tensor.nbytes for tensor in step.buffers() if id(tensor) not in weights)

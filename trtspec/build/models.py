@@ -1,4 +1,4 @@
-"""From a BuildContext to models that run: checkpoints as modules, engine folders as graphs, on the CPU or a GPU."""
+"""Load the models of a BuildContext: checkpoints as modules, engine folders as graphs, on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Progress = Callable[[str], None]
 class LoadedModel:
     """A model on its backend.
 
-    draft_lens: the K of its graphs, ascending; empty = any. takes_constraints: its launches take LogitConstraints and
-    return logits. step: the module, where it runs as one. chain: all passes of a draft model as one launch, where its
+    draft_lens: K of its graphs, ascending; empty = any. takes_constraints: its launches take LogitConstraints and
+    return logits. step: the module, if the model runs as one. chain: all passes of a draft model as one launch, if its
     backend can do that.
     """
 
@@ -44,14 +44,17 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class ModelLoader:
-    """Loads the models of an engine. num_blocks: of the KV cache. gpu: where steps run, if not on the CPU."""
+    """A loader of the models of an engine.
+
+    num_blocks: number of KV blocks of the cache. gpu: queue of the GPU that runs the steps, None = the CPU runs them.
+    """
 
     num_blocks: int
     gpu: WorkQueue | None
     report: Progress
 
     def load(self, context: BuildContext, target: LoadedModel | None = None) -> LoadedModel:
-        """The model of context.role; target: of a draft, the engine's target."""
+        """Load the model of context.role. target: for a draft, the engine's target."""
         if context.built is not None:
             return self._compiled(context, context.built)
         return self._module(context, build_step(context, None if target is None else target.step))
@@ -83,7 +86,10 @@ class ModelLoader:
         return LoadedModel(timed, _draft_lens(compiled), compiled.takes_constraints)
 
     def _captured(self, context: BuildContext, executable: CudaExecutable, step: Step | None = None) -> LoadedModel:
-        """With its CUDA graphs. A draft model's are of whole chains: those of one pass are seldom asked for."""
+        """Capture the model's CUDA graphs, and return the model.
+
+        Graphs of a draft model are of whole chains, as single passes are seldom asked for.
+        """
         compiled, role = executable.compiled, context.role
 
         def report(done: int, total: int) -> None:
@@ -107,11 +113,11 @@ class ModelLoader:
 
 
 def _draft_lens(compiled: CompiledStep) -> tuple[int, ...]:
-    """K that its graphs have, of those whose launches verify or make drafts."""
+    """K of the graphs, if their launches verify or make drafts."""
     return compiled.draft_lens if compiled.verifies_drafts or compiled.makes_drafts else ()
 
 
 def _module_draft_lens(context: BuildContext, step: Step) -> Sequence[int]:
-    """K that a launch of it may be asked for."""
+    """Each K that a launch of the step may be asked for."""
     own = graph_draft_lens(step, context.spec_plan)
     return own if own != (0,) or context.role == "draft" else range(context.max_draft_len + 1)

@@ -1,4 +1,4 @@
-"""What `trtspec build --dry_run` shows: the engine that would be built, from config.json files, without weights."""
+"""The plan that `trtspec build --dry_run` shows: the engine that would be built, from config.json files alone."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from trtspec.models.weights import missing_weights
 
 @dataclass(frozen=True)
 class KVPlan:
-    """The KV layers of an executable: (kv heads, head size) of each; a block holds block_size tokens of all of them.
+    """The KV layers of an executable. A block holds block_size tokens of all layers.
 
-    inputs, outputs: names of the caches, k and v of each layer in turn; no outputs: graphs change their inputs.
+    layers: (kv heads, head size) of each layer. inputs, outputs: names of the caches, k and v of each layer in turn.
+    Without outputs, graphs change their inputs in place.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -33,7 +34,7 @@ class KVPlan:
     outputs: tuple[str, ...]
     dtype: str
     block_size: int
-    blocks: int  # as asked for, or for max_batch_size full sequences, and one of scratch
+    blocks: int  # as asked for, or enough for max_batch_size full sequences; scratch included
     bytes_per_token: int
 
     @property
@@ -47,11 +48,12 @@ class KVPlan:
 
 @dataclass(frozen=True)
 class ExecutablePlan:
-    """One set of graphs over the same weights. Sizes in bytes.
+    """One set of graphs over the same weights. Sizes are in bytes.
 
-    weights: in memory, as the layouts of ops.packing hold them where they are packed, by model: the executable's own
-    and, where it is drafted inside, the head's. weights_per_step: read by one launch. tables: rotary positions, and
-    which ids a draft vocabulary has. profiles: of TensorRT, for each K; plugins: for the largest.
+    weights: size in memory by model, where packed weights have the layouts of ops.packing. The models are the
+    executable's own and, if a head drafts inside it, that head. weights_per_step: weights that one launch reads.
+    tables: rotary positions, and the ids of a draft vocabulary. profiles: those of TensorRT for each K. plugins: those
+    of TensorRT for the largest K.
     """
 
     graphs: tuple[GraphPlan, ...]
@@ -65,14 +67,17 @@ class ExecutablePlan:
 
     @property
     def calls(self) -> tuple[Calls, ...]:
-        """Of the graph with the longest drafts: our ops."""
+        """Calls of trtspec's ops in the graph with the longest drafts."""
         return self.graphs[-1].calls
 
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """limits: as in EngineConfig, max_seq_len found out. draft_len: K; quantization: of target and draft. missing: a
-    line for each checkpoint that has no weights yet. options: of TensorRT."""
+    """The plan of an engine build.
+
+    draft_len: K. quantization: of target and draft. limits: as in EngineConfig, with max_seq_len resolved. missing: a
+    line for each checkpoint that has no weights yet. options: those of TensorRT.
+    """
 
     backend: str
     dtype: str
@@ -90,7 +95,7 @@ class BuildPlan:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by what they are for, and their sum. A runtime takes more: for its code, and smaller activations."""
+        """Bytes by purpose, and their total. A runtime takes more, for its code and for smaller activations."""
         made = self.executables.values()
         parts = {
             "weights": sum(sum(one.weights.values()) for one in made),
@@ -101,7 +106,7 @@ class BuildPlan:
         return {**parts, "total": sum(parts.values())}
 
     def to_dict(self) -> dict[str, Any]:
-        """For json: the fields, and what follows from them."""
+        """The fields and the values that follow from them, ready for JSON."""
         data = asdict(self)
         for role, made in self.executables.items():
             data["executables"][role]["kv"] |= {"bytes_per_block": made.kv.bytes_per_block, "bytes": made.kv.bytes}
@@ -115,10 +120,10 @@ def plan_build(
     report: Callable[[str], None] = lambda what: None,
     options: TensorRTOptions | None = None,
 ) -> BuildPlan:
-    """What build_engine would make. Folders need their config.json alone; weights that are there are checked by the
-    headers of their files.
+    """Return the plan of what build_engine would make.
 
-    Raises what build_engine would of configs and headers.
+    Folders need only their config.json. Weights that are present are checked by the headers of their files. Raises what
+    build_engine would raise for configs and headers.
     """
     backend = engine_backend(config, options)
     if backend.profiles:
@@ -172,7 +177,7 @@ def _executable(
             outputs=tuple(f"new_{name}" for name in caches) if backend.functional else (),
             dtype=_name(dtype),
             block_size=sizes.block_size,
-            blocks=sizes.blocks - sizes.linear,  # which has no scratch
+            blocks=sizes.blocks - sizes.linear,  # a linear cache has no scratch
             bytes_per_token=sum(layer.elements_per_token for layer in step.kv_layers) * dtype.itemsize,
         ),
         weights=weights,

@@ -1,7 +1,7 @@
-"""What a compiled engine is made of, as a digest: whoever keeps engines sees by it that one has to be built again.
+"""Digest of what a compiled engine is made of. A changed digest tells that a kept engine has to be built again.
 
-An engine folder refuses a machine that it cannot run on. That a checkpoint was trained again since, or that the code
-now compiles something else, it cannot know.
+An engine folder refuses a machine that it cannot run on. It cannot know that a checkpoint was trained again since, or
+that the code now compiles something else.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from trtspec.ops import load_plugins
 from trtspec.ops.dispatch import PLUGIN_GROUP
 
 DIGITS = 12
-"""Of a digest."""
+"""Number of hex digits of a digest."""
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# What decides how an engine is compiled and packed: changing anything else in the package keeps it.
+# Sources that decide how an engine is compiled and packed. A change of other sources of the package keeps the digest.
 _FOLDERS = ("backends", "config", "gguf", "methods", "models", "ops", "text", "verify")
 _FILES = (
     "core.py",
@@ -33,14 +33,14 @@ _FILES = (
     "interop/reading.py",
     "interop/decoding_configs.py",
 )
-_RUNS = ("wiring.py", "gpu_plan.py")  # of build/: what runs an engine; all else there makes one
+_RUNS = ("wiring.py", "gpu_plan.py")  # files of build/ that run an engine; all others there make one
 _KERNEL_SOURCES = {".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
 
 
 def engine_digest(checkpoint: Path, speculation: Mapping[str, Any] | None, options: Any) -> str:
-    """Of all that decides what build_engine makes: two engines of one digest are the same.
+    """Digest of all that decides what build_engine makes: two engines with one digest are the same.
 
-    checkpoint: a folder, as the draft's that `speculation` may name. options: whatever else is asked for, as JSON.
+    checkpoint: a folder, like the draft's that `speculation` may name. options: all further settings, as JSON.
     """
     folders = [checkpoint]
     if speculation is not None and "model" in speculation:
@@ -50,8 +50,11 @@ def engine_digest(checkpoint: Path, speculation: Mapping[str, Any] | None, optio
 
 
 def digest(settings: Any, folders: Iterable[Path] = (), code: Iterable[Path] = ()) -> str:
-    """DIGITS hex digits of the settings (JSON), of the files under `folders` (names, sizes, times of their last change:
-    they may be gigabytes) and of the files `code` (names, contents)."""
+    """Digest of settings, folders and code: DIGITS hex digits.
+
+    settings: as JSON. folders: names, sizes and times of the last change of their files; contents may be gigabytes.
+    code: names and contents of these files.
+    """
     found = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for folder in folders:
         for file in sorted(file for file in folder.rglob("*") if file.is_file()):
@@ -71,8 +74,10 @@ def build_code() -> Iterator[Path]:
 
 
 def kernel_code() -> Iterator[Path]:
-    """The sources in all installed kernel packages, whether or not they load: graphs call them and weights are packed
-    for them."""
+    """The sources in all installed kernel packages, whether or not they load.
+
+    Graphs call these kernels, and weights are packed for them.
+    """
     points = importlib.metadata.entry_points(group=PLUGIN_GROUP)
     for package in sorted({point.module.split(".")[0] for point in points}):
         spec = importlib.util.find_spec(package)

@@ -1,4 +1,4 @@
-"""What the user asks of speculation, together with the checkpoints that it is asked of."""
+"""Combine the user's settings of speculation with the checkpoints of target and draft."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FEW_TOKENS, _SMALL_SHARE = 100, 0.1
 def plan_for_target(
     speculative: SpeculativeConfig | None, target: ModelConfig, max_seq_len: int, config: EngineConfig
 ) -> tuple[CheckpointConfig | None, SpeculationPlan | None]:
-    """The draft checkpoint, if the mode runs one, and speculation with every question answered."""
+    """Return the draft checkpoint, if the mode runs one, and the complete plan of the speculation."""
     if speculative is None:
         return None, None
     draft = read_draft(speculative, target)
@@ -52,8 +52,11 @@ def plan_for_target(
 
 
 def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None) -> DraftInfo | None:
-    """What the checkpoint that drafts says of itself: the one that `model` names or, for layers that come with it, the
-    target's. What it is, the method says, else its config.json. None: there is none, or none is named."""
+    """Return what the draft checkpoint states about itself; None if there is none, or none is named.
+
+    The checkpoint is the one that `model` names or, for layers that come with the target, the target's own. The method
+    decides what kind of draft it is; without a method its config.json does.
+    """
     row, model = settle(speculative)
     if row is not None and row.checkpoint is None:
         return None
@@ -69,7 +72,7 @@ def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None
             f"model={model!r} with method={row.name!r} is no folder on this machine; pass the folder of MTP layers for "
             f"this target, or leave model unset for those of the target's own checkpoint, {target.path}"
         )
-    checkpoint = read_checkpoint(folder, "draft")  # says what is wrong with the folder
+    checkpoint = read_checkpoint(folder, "draft")  # raises with what is wrong with the folder
     found = recognise(checkpoint)
     if row is not None and found is not row and found.bare:
         raise UnsupportedError(
@@ -88,15 +91,20 @@ def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None
 def _read(
     row: Method, checkpoint: CheckpointConfig, speculative: SpeculativeConfig, target: ModelConfig | None
 ) -> DraftInfo:
-    """What the method's room says of it. Layers among the target's weights have no checkpoint of their own."""
+    """DraftInfo that the method's own reader returns.
+
+    Layers among the target's weights have no checkpoint of their own.
+    """
     assert row.checkpoint is not None
     found = cast("DraftInfo", row.checkpoint.open()(checkpoint, speculative))
     return replace(found, checkpoint=None, max_model_len=None) if checkpoint is target else found
 
 
 def read_target(path: str | os.PathLike[str]) -> ModelConfig:
-    """The target's config.json. What is no decoder is refused for what it is, not for the fields that it lacks:
-    UnsupportedError."""
+    """Read the target's config.json.
+
+    UnsupportedError for a checkpoint that is no decoder. It names what the checkpoint is, not the fields that it lacks.
+    """
     checkpoint = read_checkpoint(path, "target")
     if MARK in checkpoint.raw:
         raise CheckpointError(f"engine {checkpoint.path}: target is missing; copy it again or rebuild the engine")
@@ -113,9 +121,9 @@ def read_target(path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def map_draft_vocabulary(target: ModelConfig, draft: ModelConfig) -> VocabularyMap:
-    """For use_heterogeneous_vocab: what the tokenizers in the two folders have in common.
+    """Map the tokens that the tokenizers in the two folders have in common, for use_heterogeneous_vocab.
 
-    ConfigError where one of them is missing, or they have no token in common; a warning where there are few.
+    ConfigError if a tokenizer is missing or no token is in common. It warns if only few are.
     """
     ours, theirs = _tokenizer(target, "target"), _tokenizer(draft, "draft")
     found = map_vocabularies(ours, theirs, target.vocab_size, draft.vocab_size, draft.eos_token_ids)

@@ -1,5 +1,8 @@
-"""What an engine starts from: an engine folder that is given, a checkpoint op by op, or the compiled engine that the
-cache keeps for a checkpoint."""
+"""Choose what an engine starts from.
+
+It is a given engine folder, a checkpoint that runs op by op, or the compiled engine that the cache keeps for a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,16 @@ logger = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_WORDS = ("No space left on device", "Disk quota exceeded")
-_GRAPHS = 2**27  # bytes: more than graphs and what is written meanwhile take
-_NO_ROOM = 2**20  # bytes: a disk that has less is full
+_GRAPHS = 2**27  # bytes: more than graphs and the temporary files of a build take
+_NO_ROOM = 2**20  # bytes: a disk with less free space is full
 
 
 @dataclass(frozen=True)
 class Start:
-    """model, speculative and config as plan_context takes them. held: the engine, if it is the cache's."""
+    """The inputs that an engine starts from.
+
+    model, speculative, config: as plan_context takes them. held: the engine, if it is the cache's.
+    """
 
     model: str | Path | EngineFolder
     speculative: SpeculativeConfig | None
@@ -55,13 +61,15 @@ class Start:
     held: Held | None = None
 
     def release(self) -> None:
-        """The cache may evict it."""
+        """Allow the cache to evict the engine."""
         if self.held is not None:
             self.held.release()
 
     def damaged(self, error: BaseException) -> bool:
-        """Whether it is the cache's and no longer what was built, as its digests say: what else can have raised `error`
-        while it was loaded? Then the cache drops it."""
+        """Whether the engine is the cache's and no longer what was built, as its digests show.
+
+        error: what loading the engine raised. Damage is taken as its cause, and the cache drops the engine.
+        """
         others = isinstance(error, TrtSpecError) and not isinstance(error, CheckpointError)
         if self.held is None or others or not isinstance(error, Exception):
             return False
@@ -75,8 +83,10 @@ class Start:
 
 
 class _OpByOp(Exception):
-    """Why a checkpoint cannot run as a compiled engine here, and how to mend it. error: what says so where the user
-    asked for one."""
+    """The reason why a checkpoint cannot run as a compiled engine here, and the remedy.
+
+    error: the exception type to raise if the user asked for a compiled engine.
+    """
 
     def __init__(self, why: str, remedy: str, error: type[TrtSpecError], level: int = logging.WARNING) -> None:
         super().__init__(f"{why}; {remedy}")
@@ -91,11 +101,13 @@ def choose_start(
     detail: Progress,
     check: Callable[[BuildContext], None],
 ) -> Start:
-    """The backend that `auto` is here, and the engine of a checkpoint that is to run compiled, built if need be.
+    """Resolve backend "auto" and, for a checkpoint that is to run compiled, get its engine, built if needed.
 
-    progress hears that an engine is built, detail the steps of it. check: raises what else is wrong with a context,
-    before anything is compiled. Raises what LLM says of the model and the config; for backend "aoti" also what is in
-    the way of compiling: DependencyError, UnsupportedError, CapacityError for a full disk.
+    progress: is called when an engine is built. detail: is called with the steps of the build. check: raises whatever
+    else is wrong with a context, before anything is compiled.
+
+    Raises what LLM documents for the model and the config. For backend "aoti" it also raises what prevents compiling:
+    DependencyError, UnsupportedError, CapacityError for a full disk.
     """
     if isinstance(model, EngineFolder):
         return Start(model, speculative, replace(config, backend=model.backend) if config.backend == AUTO else config)
@@ -159,7 +171,7 @@ def _compiled(
 
 
 def _check_backend(context: BuildContext) -> None:
-    """Refuse what the backend's row says that it does not run."""
+    """Refuse a mode or dtype that the compiler's backend does not run, as its row says."""
     backend = BACKENDS[USUAL_COMPILER]
     try:
         if context.spec_plan is not None:
@@ -173,7 +185,10 @@ def _check_backend(context: BuildContext) -> None:
 
 @dataclass(frozen=True)
 class _Build:
-    """Builds the engine of a context. before: stamps of its checkpoints when they were digested."""
+    """A callable that builds the engine of a context.
+
+    before: stamps of the checkpoints from the time when they were digested.
+    """
 
     context: BuildContext
     speculative: SpeculativeConfig | None
@@ -187,9 +202,9 @@ class _Build:
         self.check(context)
         folder = output.parents[1]
         free, needed = shutil.disk_usage(folder).free, _room(context)
-        if free < needed:  # torch's writer of graphs ends the process where the disk is full
+        if free < needed:  # torch's writer of graphs ends the process when the disk is full
             raise _full(folder, f"has {free / 1e9:.2f} GB free, and the engine takes {needed / 1e9:.2f} GB")
-        # Limits are not compiled in: the engine is made for the longest sequences, and runs with those of each start.
+        # Limits are not compiled in: the engine is built for the longest sequences, and each start sets its own limits.
         config = replace(context.config, backend=USUAL_COMPILER, max_seq_len=None, max_input_len=None)
         in_graphs = self.speculative if context.mode.shapes_graphs() else None
         mode = "plain decoding" if in_graphs is None else context.mode.name
@@ -215,8 +230,11 @@ class _Build:
 
 @contextmanager
 def _compiling_in(folder: Path) -> Iterator[None]:
-    """What torch's compiler leaves meanwhile goes to a folder of this build: its usual one is shared by all processes
-    of the user, which wait for each other's locks there, and its name can be guessed by others."""
+    """Send the files of torch's compiler to a folder of this build, as long as the context is open.
+
+    All processes of the user share the compiler's usual folder, and wait for each other's locks there. Other users can
+    guess its name.
+    """
     name, before = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ[name] = str(folder)
     try:
@@ -226,14 +244,16 @@ def _compiling_in(folder: Path) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-        from torch._inductor.utils import clear_caches  # it takes seconds, but has been imported to compile
+        from torch._inductor.utils import clear_caches  # a slow import, but compiling has done it already
 
-        clear_caches()  # they name files in the folder, which goes
+        clear_caches()  # the caches name files in the folder, which is removed
 
 
 def _is_full(error: BaseException, folder: Path) -> bool:
-    """Whether it failed because the disk of `folder` is full: compilers and torch's writers say so in words or not at
-    all."""
+    """Whether `error` arose because the disk of `folder` is full.
+
+    Compilers and torch's writers report a full disk in words or not at all.
+    """
     seen: BaseException | None = error
     said = False
     while seen is not None and not said:
@@ -243,7 +263,7 @@ def _is_full(error: BaseException, folder: Path) -> bool:
 
 
 def _room(context: BuildContext) -> int:
-    """Bytes that the engine of a context takes, and what is written meanwhile."""
+    """Bytes that the engine of a context and the temporary files of its build take."""
     steps = build_steps(context.described()).values()
     return _GRAPHS + sum(weight_bytes(step) + table_bytes(step) for step in steps)
 

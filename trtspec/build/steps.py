@@ -1,4 +1,4 @@
-"""From a BuildContext to the step of its model: what one launch computes, with weights or shapes alone."""
+"""Build the step of a BuildContext's model: what one launch computes, with weights or with shapes alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from trtspec.models.weights import describe_decoder, load_decoder
 
 
 def build_step(context: BuildContext, target: Step | None = None) -> Step:
-    """The step of context.role. target: that of the target, whose embedding and lm_head a head may share; it is built
-    if it is wanted and not given."""
+    """Build the step of context.role.
+
+    target: the target's step, whose embedding and lm_head a head may share. It is built if it is needed and not given.
+    """
     if context.role == "target":
         return _target_step(context)
     if context.mode.reads_hidden_states():
@@ -38,7 +40,7 @@ def build_steps(context: BuildContext) -> dict[Role, Step]:
 
 
 def _target_step(context: BuildContext) -> Step:
-    """The target, with the mode's worker in its graph if it has one."""
+    """Step of the target, with the mode's worker in its graph if the mode has one."""
     decoder, mode, functional = _decoder(context), context.mode, context.backend.functional
     if mode.is_save_hidden_states():
         return _packed(context, CaptureStep(decoder, (*context.speculation.capture_layers, -1), functional))
@@ -52,7 +54,7 @@ def _target_step(context: BuildContext) -> Step:
 
 
 def _head_step(context: BuildContext, target: Step) -> Step:
-    """The mode's head as a model of its own."""
+    """Step of the mode's head as a model of its own."""
     decoder = cast("DecodeStep", target).decoder
     worker = SpecWorker.of(_head(context, decoder), context.speculation)
     width = len(context.speculation.capture_layers) * decoder.spec.hidden_size
@@ -60,7 +62,7 @@ def _head_step(context: BuildContext, target: Step) -> Step:
 
 
 def _head(context: BuildContext, target: Decoder) -> DraftHead:
-    """What the method's row loads as the head of `target`. In a launch of its own its KV layers come first."""
+    """Head of `target`, built as the method's row says. In a launch of its own its KV layers come first."""
     mode, speculation = context.mode, context.speculation
     assert context.method.head is not None
     source = HeadSource(
@@ -82,8 +84,11 @@ def _decoder(context: BuildContext) -> Decoder:
 
 
 def _packed(context: BuildContext, step: Step, draft: nn.Module | None = None, beside: nn.Module | None = None) -> Step:
-    """The step with its weights as the kernels want them, those of `draft` quantised as speculation asks, those of
-    `beside` untouched."""
+    """Return the step with its weights in the layouts of the kernels.
+
+    draft: a module whose weights are quantised as the speculation asks. The weights of the module that is the last
+    argument stay untouched.
+    """
     target_kind, draft_kind = context.quantizations
     backend = context.backend
     if context.packs or context.quantizations != (None, None):

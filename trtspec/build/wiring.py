@@ -1,5 +1,7 @@
-"""With context.py, steps.py and models.py the only place where a name becomes an object: an
-engine out of its models, its drafter and its loop."""
+"""Assemble an engine from its models, its drafter and its loop.
+
+Only this module, context.py, steps.py and models.py turn names into objects.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,11 @@ def create_engine(
     progress: Progress = lambda message: None,
     detail: Progress = lambda message: None,
 ) -> EngineCore:
-    """Load, plan memory, wire up. `model` is a checkpoint or an engine. `progress` hears what is being done, `detail`
-    the steps of compiling, where a checkpoint is compiled first."""
+    """Load the models, plan the memory and assemble the engine.
+
+    model: a checkpoint or an engine folder. progress: is called with a line for each stage. detail: is called with the
+    steps of compiling, if a checkpoint is compiled first.
+    """
 
     def start_engine(again: bool) -> EngineCore:
         start = choose_start(model, speculative, config, progress, detail, _check)
@@ -68,7 +73,7 @@ def create_engine(
 
 
 def _check(context: BuildContext) -> None:
-    """Errors that loading would meet, before minutes of compiling."""
+    """Raise the errors that loading would raise, before minutes of compiling."""
     plan_kv_blocks(context)
     collector = hidden_state_collector(context)
     if collector is not None:
@@ -83,7 +88,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     mode, target, spec_plan = context.mode, context.target, context.spec_plan
     K = context.max_draft_len
     num_blocks = plan_kv_blocks(context) if gpu is None else plan_gpu_blocks(context, free_memory(gpu))
-    collector = hidden_state_collector(context)  # complains before anything is loaded
+    collector = hidden_state_collector(context)  # raises before anything is loaded
 
     loader = ModelLoader(num_blocks, None if gpu is None else CudaQueue(), progress)
     loaded: list[LoadedModel] = []
@@ -102,7 +107,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     reads = mode.reads_hidden_states()
     ahead = mode.rows_ahead(K)
     scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, ahead, reuse, reads, provisional)
-    # Who looks at tokens or states on the host between two steps cannot let the next one start before.
+    # A drafter or collector reads tokens or states on the host between two steps: then the next one must wait.
     overlaps = gpu is not None and drafter is None and collector is None
     loop = (OverlapLoop if overlaps and not config.disable_overlap_scheduler else SteadyLoop)(
         scheduler,
@@ -128,7 +133,10 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
 
 
 def hidden_state_collector(context: BuildContext) -> HiddenStateCollector | None:
-    """For SAVE_HIDDEN_STATES; its folder is claimed here. ConfigError where it cannot be used."""
+    """Collector for SAVE_HIDDEN_STATES, None in other modes. It claims its output folder here.
+
+    ConfigError if the folder cannot be used.
+    """
     if not context.mode.is_save_hidden_states():
         return None
     speculation, target = context.speculation, context.target
@@ -140,7 +148,7 @@ def hidden_state_collector(context: BuildContext) -> HiddenStateCollector | None
 
 
 def prefix_reuse(allocator: BlockAllocator, mode: SpeculativeDecodingMode, provisional: int = 0) -> PrefixReuse:
-    """What the mode allows to share."""
+    """PrefixReuse that shares what the mode allows."""
     return PrefixReuse(
         allocator,
         keeps_draft_kv=mode.use_one_engine() or mode.has_draft_model(),
@@ -150,7 +158,10 @@ def prefix_reuse(allocator: BlockAllocator, mode: SpeculativeDecodingMode, provi
 
 
 def build_drafter(context: BuildContext, model: LoadedModel | None) -> Drafter | None:
-    """What drafts in the mode, if that is not in the target's launch; with the draft model it runs, if it runs one."""
+    """Drafter of the mode; None if nothing drafts outside the target's launch.
+
+    model: the draft model that the drafter runs, if it runs one.
+    """
     row = method_of(context.mode)
     if row is None or context.mode not in row.drafters:
         return None

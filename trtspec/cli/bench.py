@@ -26,7 +26,7 @@ from trtspec.text import Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `bench decode`: batch shape, prompts, output."""
+    """Add the arguments of `bench decode`: batch shape, prompts, output."""
     parser.add_argument("--batch", type=int, default=1, help="requests decoded together")
     parser.add_argument("--input-len", type=int, default=128, help="tokens per prompt")
     parser.add_argument("--output-len", type=int, default=128, help="tokens generated per prompt")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_acceptance_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `bench acceptance`."""
+    """Add the arguments of `bench acceptance`."""
     parser.add_argument("--num-prompts", type=int, default=40, dest="batch", help="prompts to generate for")
     parser.add_argument("--input-len", type=int, default=64, help="tokens per prompt")
     parser.add_argument("--output-len", type=int, default=128, help="tokens generated per prompt")
@@ -59,7 +59,7 @@ def _add_prompts_and_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def run_acceptance(namespace: argparse.Namespace) -> int:
-    """Acceptance by K: table, JSON, PNG."""
+    """Measure acceptance by K, print a table, and write the JSON and PNG files."""
     _check_positive(namespace, "batch", "input_len", "output_len", "max_k")
     if namespace.speculative_config is None:
         raise ConfigError("bench acceptance measures speculation; give --spec-method, --spec-model or --spec")
@@ -95,7 +95,10 @@ def run_acceptance(namespace: argparse.Namespace) -> int:
 
 
 def run_profile(namespace: argparse.Namespace, prompts: list[list[int]], options: dict[str, Any]) -> int:
-    """Time per phase of a step, of the model and of what it is compared with: as `bench decode` without --profile."""
+    """Print the time per phase of a step, for the model and for what it is compared with.
+
+    The comparison is that of `bench decode` without --profile.
+    """
     model, speculative_config = namespace.model, namespace.speculative_config
     if namespace.against is not None:
         name = model if model != namespace.against else f"{model}, speculative"
@@ -124,7 +127,7 @@ def run_profile(namespace: argparse.Namespace, prompts: list[list[int]], options
 
 
 def _kind(model: str) -> str:
-    """How decoding is called that a model folder does by itself; an engine may bring speculation."""
+    """Name of the decoding that a model folder does by itself: an engine may bring speculation."""
     engine = EngineFolder.open(model)
     return "plain" if engine is None or engine.speculative_config() is None else "speculative"
 
@@ -168,7 +171,10 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def make_prompts(namespace: argparse.Namespace) -> list[list[int]]:
-    """`batch` prompts of `input_len` token ids: the starts of texts, one each; or random ids, with a fixed seed."""
+    """Return `batch` prompts of `input_len` token ids each.
+
+    A prompt is the start of a text of its own, or random ids with a fixed seed. Prompts of a .jsonl file are whole.
+    """
     folder = checkpoint_folder(namespace.model, revision=namespace.revision)
     if namespace.random_prompts:
         engine = EngineFolder.open(folder)
@@ -195,7 +201,7 @@ def make_prompts(namespace: argparse.Namespace) -> list[list[int]]:
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:
-    """One row per figure."""
+    """Print one row per figure."""
     table = Table(show_header=False, box=None)
 
     def row(name: str, value: str) -> None:
@@ -220,10 +226,10 @@ def print_table(result: dict[str, Any], console: Console) -> None:
 
 
 def shares(values: Sequence[float]) -> str:
-    """Fractions as percentages."""
+    """Return fractions as percentages."""
     return " ".join(f"{value:.0%}" for value in values)
 
 
 def figure(value: float | None, digits: int = 2) -> str:
-    """A "-" where there is none."""
+    """Return the value with `digits` decimals; "-" if there is none."""
     return "-" if value is None else f"{value:.{digits}f}"

@@ -29,7 +29,7 @@ ROWS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which server, how many requests, how fast."""
+    """Add the arguments: which server, how many requests, at which rate."""
     parser.add_argument("--url", required=True, help="http://host:port; /v1/completions is asked there")
     parser.add_argument("--served-name", help="the model to ask for (default: the first that the server lists)")
     parser.add_argument("--api-key")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """0 if every request succeeded."""
+    """Measure the server, and return 0 if every request succeeded, else 1."""
     if not namespace.rate > 0:
         raise RequestError(f"--rate = {namespace.rate} must be above 0")
     if namespace.num_requests < 1:
@@ -78,8 +78,10 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def make_prompts(dataset: str | None, count: int, length: int, seed: int) -> list[str]:
-    """Texts of `length` characters from anywhere in the dataset; those of a .jsonl file whole, again from its beginning
-    where there are too few."""
+    """Return `count` prompts: texts of `length` characters from anywhere in the dataset.
+
+    A .jsonl file's prompts are taken whole, and again from the first if there are too few.
+    """
     if dataset is not None and dataset.endswith(".jsonl"):
         whole = read_jsonl(Path(dataset))
         return [whole[i % len(whole)] for i in range(count)]
@@ -96,7 +98,7 @@ def make_prompts(dataset: str | None, count: int, length: int, seed: int) -> lis
 
 
 def served_model(url: str, api_key: str | None) -> str:
-    """The first model of the server's list. RequestError if there is none, or no server."""
+    """Return the first model of the server's list. RequestError if there is no model, or no server."""
     request = urllib.request.Request(f"{url}/v1/models")
     if api_key:
         request.add_header("Authorization", f"Bearer {api_key}")
@@ -108,7 +110,7 @@ def served_model(url: str, api_key: str | None) -> str:
 
 
 def show(result: dict[str, Any]) -> None:
-    """As tables."""
+    """Print the result as a table, a line of rates, and the errors."""
     table = Table(title=f"{result['requests']} requests, {result['failed']} failed, {result['seconds']:.1f} s")
     for heading in ("", "mean", "p50", "p90", "p99"):
         table.add_column(heading, justify="left" if not heading else "right")

@@ -1,4 +1,4 @@
-"""`trtspec build` and `trtspec verify`: engine folders. Option names are those of trtllm-build."""
+"""`trtspec build` and `trtspec verify`: engine folders. The option names are those of trtllm-build."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trtspec.ops import load_plugins
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to build from, for which speculation and limits, and where to."""
+    """Add the arguments: what to build from, for which speculation and limits, and where to."""
     add_model(parser, "--checkpoint_dir", "of the target: checkpoint folder, GGUF file or name on the Hub")
     parser.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
     parser.add_argument("--output_dir", required=True, help="the engine folder to make")
@@ -94,12 +94,12 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    """The folder."""
+    """Add the argument: the engine folder."""
     parser.add_argument("engine", help="engine folder")
 
 
 def run_verify(namespace: argparse.Namespace) -> int:
-    """Hash every file, and find what runs them."""
+    """Hash every file, and find what runs the engine."""
     engine = EngineFolder.open(namespace.engine)
     if engine is None:
         raise ConfigError(f"{namespace.engine} is no engine folder; build one with trtspec build")

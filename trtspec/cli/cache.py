@@ -16,16 +16,16 @@ from trtspec.hub.kept import FOLDER_VARIABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None: the cache is the environment's."""
+    """Add no arguments: the environment names the cache."""
 
 
 def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
-    """Down to what."""
+    """Add the argument: the size to prune to."""
     parser.add_argument("--gb", type=float, help="gigabytes that may stay (default: the bound, TRTSPEC_CACHE_GB)")
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """A row for each engine, the last used first."""
+    """Print a row for each engine, the last used first."""
     cache = _cache()
     table = Table("model", "mode", "options", "size", "last used", "in use", box=None)
     for kept in reversed(cache.kept()):
@@ -37,14 +37,14 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def run_prune(namespace: argparse.Namespace) -> int:
-    """Remove the least recently used."""
+    """Remove the least recently used engines."""
     if namespace.gb is not None and not namespace.gb >= 0:
         raise ConfigError(f"--gb {namespace.gb} is no size; give gigabytes, 0 or more")
     return _remove(None if namespace.gb is None else int(namespace.gb * 1e9))
 
 
 def run_clear(namespace: argparse.Namespace) -> int:
-    """Remove all that are not in use."""
+    """Remove all engines that are not in use."""
     return _remove(0)
 
 

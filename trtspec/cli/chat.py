@@ -1,4 +1,4 @@
-"""`trtspec chat`: a conversation in the terminal, accepted drafts in green, and what they were worth."""
+"""`trtspec chat`: a conversation in the terminal, with accepted drafts in green and acceptance figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Ctrl-C ends an answer, of which what was said stays. A line that ends with \\ go
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every answer is to be like."""
+    """Add the arguments: the properties of every answer."""
     chat = parser.add_argument_group("chat")
     chat.add_argument("--system", help="a system message, with which each conversation begins")
     chat.add_argument("--max-tokens", type=int, help="of an answer (default: what room there is)")
@@ -39,21 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Conversation:
-    """Messages so far, each user's with its answer, but for the one that is being answered."""
+    """A list of messages so far. Each message of the user has its answer, except one that is being answered."""
 
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
-    answers: int = 0  # ever begun, in all conversations
+    answers: int = 0  # begun so far, in all conversations
 
     def __post_init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Begin another."""
+        """Begin another conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def take_back(self) -> str | None:
-        """Remove the last question with its answer; None where there is none."""
+        """Remove the last question with its answer, and return the question; None if there is none."""
         while self.messages and self.messages[-1]["role"] != "system":
             message = self.messages.pop()
             if message["role"] == "user":
@@ -62,11 +62,11 @@ class Conversation:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Until the input ends. 1 where it was no terminal's and an answer failed."""
+    """Answer until the input ends. Return 1 if the input is no terminal and an answer failed, else 0."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # input() edits lines and remembers them
 
-    _params(namespace, 0)  # what is wrong with them is said before the model starts
+    _params(namespace, 0)  # raises for wrong parameters before the model starts
     interactive, console, failed = sys.stdin.isatty(), Console(), False
     with open_llm(namespace) as llm:
         if llm.tokenizer is None or not llm.tokenizer.chat_templates:
@@ -80,7 +80,7 @@ def run(namespace: argparse.Namespace) -> int:
             except TrtSpecError as error:  # the conversation is as before
                 failed = True
                 print(f"trtspec: {error}", file=sys.stderr, flush=True)
-            except KeyboardInterrupt:  # before or after the answer itself; the conversation is whole
+            except KeyboardInterrupt:  # before or after the answer itself; the conversation is complete
                 if not interactive:
                     raise
                 console.print()
@@ -88,10 +88,10 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def answer(llm: LLM, chat: Conversation, question: str, params: SamplingParams, console: Console) -> None:
-    """Print the answer as it comes, and add question and answer to the conversation. Ctrl-C keeps what was said until
-    then.
+    """Print the answer as it comes, and add question and answer to the conversation.
 
-    RequestError or EngineError where there is no answer; the conversation is then as before.
+    Ctrl-C keeps the part of the answer that was printed until then. RequestError or EngineError if there is no answer;
+    the conversation is then as before.
     """
     assert llm.tokenizer is not None
     messages = [*chat.messages, {"role": "user", "content": question}]
@@ -132,7 +132,7 @@ def _worth(num_tokens: int, seconds: float, stats: SpeculationStats) -> list[str
 
 
 def _next(chat: Conversation, console: Console, interactive: bool) -> str | None:
-    """The next question; None at the end. Does what commands say meanwhile."""
+    """Return the next question; None at the end. Run the commands that come before it."""
     while True:
         try:
             line = _read(interactive)
@@ -165,7 +165,7 @@ def _next(chat: Conversation, console: Console, interactive: bool) -> str | None
 
 
 def _read(interactive: bool) -> str:
-    """A line with those that go on with it."""
+    """Read a line, with the lines that continue it."""
     lines = [input("> " if interactive else "")]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]

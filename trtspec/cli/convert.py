@@ -1,4 +1,4 @@
-"""`trtspec convert MODEL OUT`: a Hugging Face folder of what is read here, such as a GGUF file."""
+"""`trtspec convert MODEL OUT`: writes a Hugging Face folder of a model that trtspec reads, such as a GGUF file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtspec.build.convert import convert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """From what to where."""
+    """Add the arguments: what to convert, and where to."""
     parser.add_argument("model", help="GGUF file, checkpoint folder or name on the Hub")
     parser.add_argument("output", help="the folder to make")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")

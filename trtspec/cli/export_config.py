@@ -1,4 +1,4 @@
-"""`trtspec export-config`: what an engine or the options say of speculation, as settings of another server."""
+"""`trtspec export-config`: an engine's speculation, or that of the options, as settings of another server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trtspec.methods.table import METHODS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to export, for whom, and where to."""
+    """Add the arguments: what to export, for which server, and where to."""
     parser.add_argument("engine", nargs="?", help="engine folder; or else the options below, as trtspec build has them")
     parser.add_argument("--to", required=True, choices=SERVERS, help="whose settings to write")
     add_speculation(parser)
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Warnings to stderr, settings to stdout or to the file."""
+    """Print warnings to stderr, and write the settings to stdout or to the file."""
     options = speculation(namespace)
     if namespace.engine is not None:
         if options is not None:
@@ -55,7 +55,10 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _of_engine(folder: str) -> tuple[SpeculativeConfig, DraftInfo | None, list[FieldWarning]]:
-    """The engine's speculation with the draft checkpoint it was built from: its own is packed for our kernels."""
+    """Return the engine's speculation with the draft checkpoint that it was built from.
+
+    The engine's own draft is packed for our kernels.
+    """
     engine = EngineFolder.open(folder)
     if engine is None:
         raise ConfigError(f"{folder} is no engine folder; give one that trtspec build made, or options of speculation")
@@ -73,7 +76,7 @@ def _of_engine(folder: str) -> tuple[SpeculativeConfig, DraftInfo | None, list[F
 
 
 def _draft_info(config: SpeculativeConfig) -> DraftInfo | None:
-    """What the draft's config.json says, where that matters: which method it is for, which layers it reads."""
+    """Return what the draft's config.json says, if that matters: which method it is for, which layers it reads."""
     reads_layers = config.method is None or "capture_layers" in METHODS[config.method].takes
     if (
         not reads_layers
@@ -85,7 +88,7 @@ def _draft_info(config: SpeculativeConfig) -> DraftInfo | None:
 
 
 def write_new(path: Path, text: str, replace: bool) -> None:
-    """A file that is there whole or not at all. Raises ConfigError for one that is there already, unless `replace`."""
+    """Write the whole file or nothing. Raises ConfigError if there is a file already, unless `replace`."""
     if path.is_dir():
         raise ConfigError(f"--output {path} is a folder; give a file")
     if os.path.lexists(path) and not replace:

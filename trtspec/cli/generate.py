@@ -1,4 +1,4 @@
-"""`trtspec generate`: prompts in, text out; one prompt streams."""
+"""`trtspec generate`: prompts in, text out; one prompt with --show-drafts streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtspec.text import IncrementalDetokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Prompts, sampling, output."""
+    """Add the arguments: prompts, sampling, output."""
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument("--prompt", action="append", default=[], help="text; may be given more than once")
     prompts.add_argument("--prompt-file", help="a text file: the whole of it is one prompt")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Print what was generated; statistics go to stderr."""
+    """Print the generated text; statistics go to stderr. Return 1 if a sample failed, else 0."""
     prompts: list[Prompt] = list(namespace.prompt)
     if namespace.prompt_file:
         prompts.append(Path(namespace.prompt_file).read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def stream_coloured(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console) -> list[int]:
-    """Print one prompt's text as it comes, accepted draft tokens in green; returns the token ids."""
+    """Print one prompt's text as it comes, accepted draft tokens in green; return the token ids."""
     assert llm.tokenizer is not None
     detokenizer = IncrementalDetokenizer(llm.tokenizer, params.skip_special_tokens)
     ids: list[int] = []

@@ -1,4 +1,4 @@
-"""`trtspec info MODEL`: what a checkpoint folder is, before anything is loaded."""
+"""`trtspec info MODEL`: the properties of a checkpoint folder, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trtspec.text import Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The folder, and the draft to check against it."""
+    """Add the arguments: the model folder, and the sequence length for the memory figures."""
     parser.add_argument("model", help="checkpoint folder, GGUF file or name on the Hub")
     parser.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
     parser.add_argument("--max-seq-len", type=int, help="sequence length for the memory figures; default: the model's")
@@ -58,7 +58,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def speculation_support(model: ModelConfig) -> list[tuple[str, str]]:
-    """(method, what it needs or why it is not available) for every method there is."""
+    """Return (method, what it needs or why it is not available) for every method."""
     rows = []
     for name, row in sorted(METHODS.items()):
         try:

@@ -1,4 +1,4 @@
-"""`trtspec`: a row for each command; arguments in, exit status out."""
+"""`trtspec`: a table of the commands; arguments in, exit status out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Command(NamedTuple):
     home: str  # module of trtspec.cli
     help: str
     takes_engine: bool  # model, speculation and limits are among its options
-    add: str = "add_arguments"  # its functions there
+    add: str = "add_arguments"  # names of its functions there
     run: str = "run"
 
 
@@ -49,7 +49,7 @@ GROUPS = {"bench": "measure", "cache": "compiled engines that are kept"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 an error (one line on stderr), 2 unusable arguments, 130 interrupted."""
+    """Return the exit status: 0 done, 1 an error (one line on stderr), 2 unusable arguments, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     namespace = _parser(given).parse_args(given)
     try:
@@ -66,8 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
-    """Knows all commands, and the options of the one that is given: the others' modules are not imported, as torch
-    alone takes seconds."""
+    """Return a parser of all commands, with the options of the one that is given.
+
+    The modules of the other commands are not imported, because torch alone takes seconds.
+    """
     parser = argparse.ArgumentParser(prog="trtspec", description="Speculative decoding for large language models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     groups = {}

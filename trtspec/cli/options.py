@@ -14,7 +14,10 @@ from trtspec.modes import SpeculativeDecodingMode, words_for
 
 
 def add_model(parser: argparse.ArgumentParser, option: str, help: str) -> None:
-    """A folder that is given by its place or by `option`; the namespace has it under the option's name, as a str."""
+    """Add an argument for a folder, given either by its position or by `option`.
+
+    The namespace has it under the option's name, as a str.
+    """
     either = parser.add_mutually_exclusive_group(required=True)
     name = option.lstrip("-")
     either.add_argument(name, nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help)
@@ -22,7 +25,7 @@ def add_model(parser: argparse.ArgumentParser, option: str, help: str) -> None:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Model, speculation and limits, as every command that runs an engine takes them."""
+    """Add model, speculation and limits, as every command that runs an engine takes them."""
     add_model(parser, "--model", "checkpoint or engine folder, GGUF file or name on the Hub")
     parser.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
     parser.add_argument("--tokenizer", help="folder of the tokenizer, if not the model's own")
@@ -47,7 +50,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The LLM keyword arguments that were given."""
+    """Return the LLM keyword arguments that were given."""
     names = (
         "revision",
         "backend",
@@ -68,7 +71,7 @@ def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def speculative_config(namespace: argparse.Namespace) -> dict[str, Any] | None:
-    """The speculative_config that the --spec options describe."""
+    """Return the speculative_config that the --spec options describe; None if there are none."""
     fields = {
         "method": namespace.spec_method,
         "model": namespace.spec_model,
@@ -95,7 +98,7 @@ def speculative_config(namespace: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:
-    """Speculation in the words of trtllm-build."""
+    """Add the speculation options under the names of trtllm-build."""
     parser.add_argument("--speculative_decoding_mode", help="EAGLE3_ONE_MODEL, DRAFT_TARGET, NGRAM, ... (default none)")
     parser.add_argument("--speculative_model_dir", help="checkpoint folder of the draft")
     parser.add_argument("--max_draft_len", type=int, help="draft tokens per step, K")
@@ -103,7 +106,10 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def speculation(namespace: argparse.Namespace) -> SpeculativeConfig | None:
-    """What the options of `add_speculation` say: the mode's name, the draft and K; or all of it in --spec."""
+    """Return the speculation that the options of `add_speculation` describe; None if there are none.
+
+    The options are the mode's name, the draft and K; or --spec holds all of them.
+    """
     mode = namespace.speculative_decoding_mode
     fields: dict[str, Any] = {}
     if mode is not None:

@@ -1,4 +1,4 @@
-"""Where the benchmarks' prompts come from."""
+"""Sources of the benchmarks' prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtspec.train.data import standard_library
 
 
 def read_jsonl(path: Path) -> list[str]:
-    """The "prompt" of every line, whole: --input-len does not cut it."""
+    """Return the "prompt" of every line, whole: --input-len does not cut it."""
     try:
         prompts = [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (ValueError, KeyError, TypeError) as error:
@@ -21,7 +21,10 @@ def read_jsonl(path: Path) -> list[str]:
 
 
 def read_texts(source: str | None) -> list[str]:
-    """The given file or folder of .py files; without one, the held-out files of Python's own standard library."""
+    """Return the texts of the given file or folder of .py files.
+
+    Without `source`, these are the held-out files of Python's own standard library.
+    """
     if source is None:
         return [file.text for file in standard_library() if file.held_out]
     path = Path(source)

@@ -1,4 +1,4 @@
-"""What commands that generate share: the engine that the options name, and tokens in colour."""
+"""Common parts of commands that generate: the engine that the options name, and tokens in colour."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trtspec.text import IncrementalDetokenizer
 
 
 def open_llm(namespace: argparse.Namespace) -> LLM:
-    """The model that the options of `add_engine_options` name, with their speculation. Raises what LLM raises."""
+    """Load the model that the options of `add_engine_options` name, with their speculation. Raises what LLM raises."""
     return LLM(
         namespace.model,
         namespace.speculative_config,
@@ -25,7 +25,10 @@ def open_llm(namespace: argparse.Namespace) -> LLM:
 
 
 def coloured(delta: OutputDelta, detokenizer: IncrementalDetokenizer) -> Text:
-    """The text of a step's tokens, accepted drafts in green; what is half a character stays with `detokenizer`."""
+    """Return the text of a step's tokens, accepted drafts in green.
+
+    An incomplete character stays in `detokenizer`.
+    """
     line = Text()
     for position, token in enumerate(delta.token_ids):
         line.append(detokenizer.push((token,)), "green" if position < delta.num_accepted_drafts else "")

@@ -12,7 +12,7 @@ from trtspec.serve.logs import FORMATS, LEVELS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where to listen, and for whom."""
+    """Add the arguments: where to listen, for which clients, within which limits."""
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 = all of this machine's")
     server.add_argument("--port", type=int, default=8000, help="0 = any that is free")
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Serve until told to stop."""
+    """Serve until SIGTERM or SIGINT, and return the exit status."""
     try:
         from trtspec.serve.server import serve
         from trtspec.serve.settings import ServeSettings

@@ -1,4 +1,4 @@
-"""A build's plan on the console: a line per tensor, the memory at the end."""
+"""A build's plan on the console: a line per tensor, and the memory at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtspec.build.plan import BuildPlan, ExecutablePlan
 
 
 def show_plan(plan: BuildPlan, console: Console) -> None:
-    """Everything but what is of one length for all layers."""
+    """Print the plan; KV caches of layers of one shape are shown together."""
     for line in _lines(plan):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(_memory(plan))
@@ -40,7 +40,7 @@ def _lines(plan: BuildPlan) -> Iterator[str]:
 
 
 def _graphs(role: str, made: ExecutablePlan) -> Iterator[str]:
-    """One list of inputs: a uniform graph takes some of them."""
+    """Yield the lines of a step's graphs, with one list of inputs: a uniform graph takes some of them."""
     first = made.graphs[0]
     for kind in dict.fromkeys(graph.kind for graph in made.graphs):
         graphs = [graph for graph in made.graphs if graph.kind == kind]
@@ -82,7 +82,7 @@ def _calls(kind: str, calls: Sequence[Calls]) -> Iterator[str]:
 
 
 def _caches(made: ExecutablePlan) -> str:
-    """Runs of layers of one shape."""
+    """Return the KV caches as one line, by runs of layers of one shape."""
     layers, runs = made.kv.layers, []
     start = 0
     for layer in range(1, len(layers) + 1):

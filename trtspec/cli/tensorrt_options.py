@@ -1,4 +1,4 @@
-"""The options of `trtspec build` that go for TensorRT alone."""
+"""The options of `trtspec build` that are for TensorRT alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtspec.errors import ConfigError
 
 
 def add_tensorrt(parser: argparse.ArgumentParser) -> None:
-    """All unset by default, so that one which was given can be told."""
+    """Add the options. All are unset by default, so that given options can be recognised."""
     group = parser.add_argument_group("TensorRT", "for --backend tensorrt alone")
     group.add_argument("--opt_num_tokens", type=int, help="rows of a step to tune for (default: half of the largest)")
     group.add_argument(
@@ -35,7 +35,7 @@ def add_tensorrt(parser: argparse.ArgumentParser) -> None:
 
 
 def tensorrt_options(namespace: argparse.Namespace) -> TensorRTOptions | None:
-    """What was given; None for another backend, for which nothing may be given: ConfigError."""
+    """Return the given options; None for another backend, for which any given option raises ConfigError."""
     given = _given(namespace, [field.name for field in fields(TensorRTOptions)])
     if namespace.backend == "tensorrt":
         return TensorRTOptions(**given)
@@ -47,7 +47,10 @@ def tensorrt_options(namespace: argparse.Namespace) -> TensorRTOptions | None:
 
 
 def cache_limits(namespace: argparse.Namespace) -> dict[str, int]:
-    """Fields of EngineConfig that other backends take when an engine is loaded: TensorRT's have caches of one size."""
+    """Return the given cache limits, which are fields of EngineConfig.
+
+    Other backends take these when an engine is loaded; TensorRT engines have caches of a fixed size.
+    """
     return _given(namespace, ["num_kv_blocks", "kv_cache_memory"])
 
 

@@ -1,4 +1,4 @@
-"""`trtspec train`: a target and data in, a draft head out."""
+"""`trtspec train`: takes a target and data, and writes a draft head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trtspec.train.run import train_head
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
-    """Everything that the options of this kind hold, by the same names."""
+    """Add arguments for all options of this kind, by the same names."""
     parser.set_defaults(run=run, kind=kind)
     add_model(parser, "--target", "of the target: checkpoint folder, GGUF file or name on the Hub")
     parser.add_argument(
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
 
 
 def _add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any) -> None:
-    """The argument of a train.head.setting, by its name and type."""
+    """Add the argument of a train.head.setting, by its name and type."""
     name, text = field.name.replace("_", "-"), field.metadata["help"]
     (kind,) = {*(typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,))} - {type(None)}
     if kind is bool:
@@ -79,7 +79,7 @@ def _add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any],
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Train, draw the curve, say how to use the head. Ctrl-C saves and says how to go on."""
+    """Train, draw the curve, and print how to use the head. Ctrl-C saves, and prints how to continue."""
     options = options_of(namespace)
     console = Console(stderr=True)
     try:
@@ -100,13 +100,13 @@ def run(namespace: argparse.Namespace) -> int:
         )
     table.add_row("head", str(options.out))
     console.print(table)
-    usage = options.usage.replace(str(options.target), namespace.target)  # a GGUF file or a name is given as it was
+    usage = options.usage.replace(str(options.target), namespace.target)  # with a GGUF file or a name as it was given
     print(f"use it with: trtspec generate {usage} --prompt ...", file=sys.stderr)
     return 0
 
 
 def options_of(namespace: argparse.Namespace) -> HeadOptions:
-    """The options given; the rest have their defaults."""
+    """Return the given options; the rest have their defaults."""
     kind = KINDS[namespace.kind]
     names = {field.name for field in dataclasses.fields(kind)}
     given = {name: value for name, value in vars(namespace).items() if name in names and value is not None}
@@ -118,7 +118,7 @@ def options_of(namespace: argparse.Namespace) -> HeadOptions:
 
 
 def draw(run: Path) -> None:
-    """metrics.png of a run, where there is something to draw and something to draw with."""
+    """Draw metrics.png of a run, if there are metrics and matplotlib."""
     try:
         if (run / "metrics.jsonl").is_file():
             plot_metrics(run / "metrics.jsonl", run / "metrics.png")

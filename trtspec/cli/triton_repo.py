@@ -1,4 +1,4 @@
-"""`trtspec triton-repo`: a checkpoint or an engine folder as a model repository of Triton Inference Server."""
+"""`trtspec triton-repo`: writes a checkpoint or an engine folder as a model repository of Triton Inference Server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtspec.serve.triton.repo import write_repository
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where to, in which layout."""
+    """Add the arguments: where to, and in which layout."""
     parser.add_argument("--output-dir", required=True, help="a new folder, or an empty one")
     parser.add_argument(
         "--layout",
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Write it, and say how to start it."""
+    """Write the repository, and print the folders of its models."""
     options: dict[str, Any] = engine_options(namespace)
     for folder in write_repository(
         namespace.output_dir,

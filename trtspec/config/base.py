@@ -1,4 +1,4 @@
-"""The strict, frozen pydantic base of everything users write, and how its errors read: field, value, remedy."""
+"""The strict, frozen pydantic base of all that users write. Its errors name the field, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing_extensions import Self
 
 from trtspec.errors import ConfigError, UnsupportedError
 
-JsonKey = Annotated[int, Field(strict=False)]  # JSON's keys are strings: "4" is a 4
+JsonKey = Annotated[int, Field(strict=False)]  # JSON's keys are strings: "4" counts as 4
 
 
 class StrictConfig(BaseModel):
-    """Frozen; unknown fields and wrong types are errors, and every error is a ConfigError.
+    """A frozen config. Unknown fields and wrong types are errors, and every error is a ConfigError.
 
-    A field's description says, in a few words, what a right value is: it is the remedy part of the message.
+    A field's description says in a few words what a right value is. The error message has it as the remedy.
     """
 
-    # strict: True is not a 1, "3" is not a 3. protected_namespaces: we do have fields named model*.
+    # strict: True is not 1, and "3" is not 3. protected_namespaces: some fields are named model*.
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, protected_namespaces=()
     )
@@ -52,19 +52,22 @@ class StrictConfig(BaseModel):
 
 
 def refuse_unbuilt(where: str, asked: Mapping[str, Any], allowed: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    """Raise UnsupportedError for the first field of `asked` that is not among `allowed[field] = (values, remedy)`."""
+    """Raise UnsupportedError for the first field whose value in `asked` is not allowed.
+
+    allowed: field -> (allowed values, remedy for others).
+    """
     for field, (values, remedy) in allowed.items():
         if asked[field] not in values:
             raise UnsupportedError(f"{where}{field}={asked[field]!r} is not built yet; {remedy}")
 
 
 def list_to_tuple(value: Any) -> Any:
-    """JSON has no tuples."""
+    """Turn lists into tuples, also inside lists: JSON has no tuples."""
     return tuple(list_to_tuple(item) for item in value) if isinstance(value, list) else value
 
 
 def one_of(field: str, names: tuple[str, ...]) -> Callable[[str], str]:
-    """A validator: the value is one of `names`."""
+    """Return a validator that raises ConfigError unless the value is one of `names`."""
 
     def check(value: str) -> str:
         if value not in names:
@@ -80,7 +83,7 @@ def _message(cls: type[BaseModel], error: ValidationError) -> str:
 
 def _one_message(cls: type[BaseModel], detail: Any) -> str:
     raised = detail.get("ctx", {}).get("error")
-    if isinstance(raised, ConfigError):  # one of our own cross-field rules: it already says everything
+    if isinstance(raised, ConfigError):  # from a rule between fields: its message is complete
         return str(raised)
     path, value = detail["loc"], detail["input"]
     if not path:

@@ -1,4 +1,4 @@
-"""Limits, device, dtype, backend: what the engine is given beside a model."""
+"""Settings of an engine other than its model: limits, device, dtype, backend."""
 
 from __future__ import annotations
 
@@ -10,37 +10,49 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = (None, "int8", "int4", "int4_g64", "int4_g128")
 BACKENDS = ("eager", "cuda", "aoti", "onnx", "tensorrt")
 AUTO = "auto"
-"""An engine folder's own backend; of a checkpoint, a compiled engine that is kept, where it can be."""
+"""An engine folder's own backend. For a checkpoint it is a compiled engine that is kept, if that is possible."""
 DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Raises ConfigError naming field, value and remedy; UnsupportedError for what is known but not built.
+    """The settings of an engine.
 
-    dtype: "auto" = the checkpoint's. quantization: of all weights but embedding and lm_head: "int8" (a scale per output
-    channel), "int4" (a scale and zero point per 32 inputs), "int4_g64", "int4_g128"; None = kept in dtype; where the
-    checkpoint is quantised already, of the linears that it left, and of its own kind. lm_head_quantization: of the
-    lm_head, and of the embedding where both are one matrix: "int8", or None = as the checkpoint has it.
-    backend: engine folders are of "aoti" (AOTInductor, C++ kernels), "onnx" (ONNX Runtime) or "tensorrt". With "aoti" a
-    checkpoint is compiled at its first start and kept in a cache (TRTSPEC_CACHE); "eager" runs it op by op, to debug,
-    and "cuda" on the GPU that torch sees first (CUDA_VISIBLE_DEVICES), generations as CUDA graphs. "auto" is an
-    engine's own; of a checkpoint "aoti", or "eager" where nothing can be compiled or kept, which the log then says.
-    device: what the backend runs on; it need not be said.
-    max_batch_size: requests in one step. max_num_tokens: rows of one step of the target. max_seq_len: tokens of a
-    sequence, None = the checkpoint's; max_input_len: of a prompt, None = no limit of its own. kv_cache_memory: bytes
-    for all KV layers, target and draft; num_kv_blocks: the same in blocks; both None = enough for max_batch_size full
-    sequences, at most a quarter of the free memory; an engine of "tensorrt" fixes it. block_size: tokens per KV block.
-    enable_prefix_caching: a prompt that begins like an earlier request takes over its KV blocks, as far as they are
-    still there. seed: of requests that bring none. generation_config: "auto" = unset sampling fields come from the
-    checkpoint's generation_config.json, "off" = they do not.
-    disable_overlap_scheduler: of backend "cuda", which otherwise prepares a step while the last one runs, where drafts
-    are made inside the launch or not at all. enable_cuda_graph: False runs its generation steps kernel by kernel, too.
-    debug: account for the KV blocks after every step, not only when idle; slow. disable_log_stats: False writes a line
-    of acceptance and throughput to the log (INFO of `trtspec.stats`) for each 10 seconds in steps; `trtspec serve` has
-    a line of its own.
-    force_num_accepted_tokens: drafts counted as accepted per step whatever they are (lossy, for benchmarks; no prefix
-    caching then); None = the environment's TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, where 0 means off.
+    Raises ConfigError, which names field, value and remedy. Raises UnsupportedError for what is known but not built.
+
+    dtype: "auto" = the checkpoint's.
+    quantization: that of all weights but embedding and lm_head; None = weights stay in dtype. "int8" has a scale per
+    output channel, "int4" a scale and zero point per 32 inputs, "int4_g64" and "int4_g128" per 64 and 128. If the
+    checkpoint is quantised already, it applies to the other linears, and must be of the checkpoint's own kind.
+    lm_head_quantization: that of the lm_head, and of the embedding if both are one matrix. "int8", or None = as the
+    checkpoint has it.
+    backend: engine folders are of "aoti" (AOTInductor, C++ kernels), "cuda", "onnx" (ONNX Runtime) or "tensorrt". With
+    "aoti" a checkpoint is compiled at its first start and kept in a cache (TRTSPEC_CACHE). "eager" runs a checkpoint op
+    by op, for debugging. "cuda" runs it on the GPU that torch sees first (CUDA_VISIBLE_DEVICES), with generations as
+    CUDA graphs. "auto" is an engine folder's own backend. For a checkpoint it is "aoti", or "eager" if nothing can be
+    compiled or kept, which the log then reports.
+    device: the device that the backend runs on; it need not be set.
+    max_batch_size: requests in one step.
+    max_num_tokens: rows of one step of the target.
+    max_seq_len: tokens of a sequence, None = the checkpoint's limit.
+    max_input_len: tokens of a prompt, None = no limit of its own.
+    kv_cache_memory: bytes for all KV layers, target and draft. num_kv_blocks: the same in blocks. Both None = enough
+    for max_batch_size full sequences, as far as the free memory allows: a quarter of it on a CPU, what the model leaves
+    on a GPU. An engine of "tensorrt" fixes the number.
+    block_size: tokens per KV block.
+    enable_prefix_caching: a prompt that begins like an earlier request takes over the KV blocks of that request, as far
+    as they still exist.
+    seed: seed of requests that bring none.
+    generation_config: "auto" = unset sampling fields come from the checkpoint's generation_config.json, "off" = they do
+    not.
+    disable_overlap_scheduler: for backend "cuda". Unless set, the host prepares a step while the last one runs, if
+    drafts are made inside the launch or not at all.
+    enable_cuda_graph: False runs the generation steps of "cuda" kernel by kernel, like the other steps.
+    debug: account for the KV blocks after every step, not only when idle; slow.
+    disable_log_stats: False logs a line of acceptance and throughput (INFO of `trtspec.stats`) for each 10 seconds in
+    steps. `trtspec serve` has a line of its own.
+    force_num_accepted_tokens: drafts counted as accepted per step, whatever they are. It is lossy, for benchmarks, and
+    turns prefix caching off. None = the environment's TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, where 0 means off.
     """
 
     dtype: str = "auto"
@@ -97,12 +109,12 @@ class EngineConfig:
 
 
 def check_quantization(kind: str | None) -> None:
-    """ConfigError for one we do not know."""
+    """Raise ConfigError for an unknown quantisation."""
     if kind not in QUANTIZATIONS:
         raise ConfigError(f"quantization = {kind!r}; use one of {', '.join(map(repr, QUANTIZATIONS))}")
 
 
 def at_least(name: str, value: object, least: int) -> None:
-    """ConfigError unless it is an integer and large enough."""
+    """Raise ConfigError unless `value` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} = {value!r} must be an integer >= {least}")

@@ -1,4 +1,4 @@
-"""The values around resolution: what goes in, what comes out, and the draft length of each step."""
+"""Inputs and result of planning a speculation, and the draft length of each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtspec.modes import SpeculativeDecodingMode
 
 @dataclass(frozen=True, kw_only=True)
 class TargetInfo:
-    """What resolution needs to know of the target and the engine. Lengths in tokens, sizes in requests."""
+    """The facts of the target and the engine that planning needs. Lengths are in tokens, sizes in requests."""
 
     model: str
     model_type: str
@@ -27,39 +27,39 @@ class TargetInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftInfo:
-    """What resolution needs to know of a draft checkpoint, and what its room found in its config.json.
+    """The facts of a draft checkpoint that planning needs, and what the method's reader found in its config.json.
 
-    vocab_size, max_model_len: None = as the target's, as of a head that has none of its own. n_predict: layers or heads
-    that draft one token each. checkpoint: a ModelConfig where it is described like a decoder.
+    vocab_size, max_model_len: None = the target's, as for a head that has none of its own. n_predict: number of layers
+    or heads that draft one token each. checkpoint: a ModelConfig if it is described like a decoder.
     """
 
-    method: str  # that it is for
+    method: str  # method that the checkpoint is for
     vocab_size: int | None = None
     max_model_len: int | None = None
     n_predict: int | None = None
-    capture_layers: tuple[int, ...] | None = None  # "after layer i", where the checkpoint says
-    mask_token_id: int | None = None  # for parallel drafting, where the checkpoint says
+    capture_layers: tuple[int, ...] | None = None  # "after layer i", if the checkpoint says
+    mask_token_id: int | None = None  # for parallel drafting, if the checkpoint says
     checkpoint: CheckpointConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationPlan:
-    """Speculation with every question answered. Frozen; the config it came from is unchanged."""
+    """A speculation with every setting resolved. It is frozen; the config that it was made from is unchanged."""
 
     mode: SpeculativeDecodingMode
     method: str
     num_speculative_tokens: int  # K
-    model: str | None  # draft checkpoint; the target's for its own MTP layers
+    model: str | None  # draft checkpoint; the target's if its own MTP layers draft
     max_model_len: int  # drafts end before it; a model drafts nothing for a request whose length + K exceeds it
     quantization: str | None
     enforce_eager: bool | None  # True: without CUDA graphs
-    disable_logprobs: bool  # requests that ask for logprobs are refused
+    disable_logprobs: bool  # True: requests that ask for logprobs are refused
     draft_tensor_parallel_size: int
     speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; a chain of K
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
-    capture_layers: tuple[int, ...]  # "after layer i"; empty where nothing is captured
-    mask_token_id: int | None  # of parallel drafting; None also where nothing is known of the draft
-    options: Any  # what the method alone takes: a methods.options.MethodOptions of its room
+    capture_layers: tuple[int, ...]  # "after layer i"; empty if nothing is captured
+    mask_token_id: int | None  # for parallel drafting; None also if nothing is known of the draft
+    options: Any  # settings of the method alone: a subclass of methods.options.MethodOptions
     # inputs of draft_len_for_batch
     disable_by_batch_size: int | None
     draft_len_schedule: tuple[tuple[int, int], ...] | None
@@ -70,17 +70,20 @@ class SpeculationPlan:
 
     @property
     def num_lookahead_slots(self) -> int:
-        """KV rows a step may write beyond the last accepted token: K."""
+        """Number of KV rows that a step may write after the last accepted token: K."""
         return self.num_speculative_tokens
 
     @property
     def num_extra_kv_tokens(self) -> int:
-        """KV rows the draft passes after the first may write beyond those."""
+        """Number of KV rows that the draft passes after the first may write after num_lookahead_slots rows."""
         return max(self.num_speculative_tokens - 1, 0)
 
 
 def draft_len_for_batch(spec_plan: SpeculationPlan, num_requests: int) -> int:
-    """Draft tokens per request, 0..K, in a step of `num_requests` requests. Pure; the strictest gate set counts."""
+    """Draft tokens per request, 0..K, in a step of `num_requests` requests. Pure.
+
+    The strictest gate that is set counts.
+    """
     k = spec_plan.num_speculative_tokens
     if spec_plan.max_concurrency is not None:
         rows = spec_plan.max_num_tokens
@@ -103,21 +106,21 @@ def scheduled_draft_len(
     schedule: tuple[tuple[int, int], ...] | None,
     ranges: tuple[tuple[int, int, int], ...] | None,
 ) -> int:
-    """What the gates that depend on nothing but the number of requests leave of K."""
+    """Draft length that is left of K by the gates that depend on the number of requests alone."""
     limits = [k]
     if disable_by_batch_size is not None and num_requests > disable_by_batch_size:
         limits.append(0)
-    if schedule is not None:  # keys are upper bounds: the smallest key >= batch; 0 past the last
+    if schedule is not None:  # keys are upper bounds: the smallest key >= batch; 0 after the last
         at = bisect.bisect_left([key for key, _ in schedule], num_requests)
         limits.append(schedule[at][1] if at < len(schedule) else 0)
-    if ranges is not None:  # gaps and the tail carry the previous K
+    if ranges is not None:  # the previous K holds in gaps and after the last
         at = bisect.bisect_right([start for start, _, _ in ranges], max(num_requests, 1)) - 1
         limits.append(ranges[at][2])
     return min(limits)
 
 
 def scheduled_draft_lens(spec_plan: SpeculationPlan) -> set[int]:
-    """Every draft length that a batch of some size can get: K, those of a schedule, 0 where a gate can close."""
+    """Every draft length that a batch of some size can get: K, those of the schedules, and 0 if a gate can close."""
     K = spec_plan.num_speculative_tokens
     lengths = {K}
     lengths |= {length for _, length in spec_plan.draft_len_schedule or ()}

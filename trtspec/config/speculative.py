@@ -1,7 +1,7 @@
-"""SpeculativeConfig: what a user may say about speculation. Field names are vLLM's, old and new, and TensorRT-LLM's.
+"""SpeculativeConfig: the user's settings of speculation. Field names are vLLM's, old and new, and TensorRT-LLM's.
 
-Rules on one field live on the field, rules between fields in `_consistent`; what needs the target or the draft is in
-methods/planning.py.
+Rules for one field are at the field, and rules between fields are in `_consistent`. Rules that need the target or the
+draft are in methods/planning.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trtspec.config.tree import parse_tree
 from trtspec.errors import ConfigError
 from trtspec.modes import METHODS
 
-# vLLM's older per-architecture names, all meaning "mtp".
+# vLLM's older names for single architectures, which all mean "mtp".
 LEGACY_MTP_METHODS = (
     "deepseek_mtp",
     "mimo_mtp",
@@ -81,7 +81,7 @@ def _ranges(ranges: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, i
 
 
 def check_against_k(config: SpeculativeConfig, k: int) -> None:
-    """The rules between K and other fields. Raises ConfigError."""
+    """Check the rules between K and other fields. Raises ConfigError."""
     schedule = config.draft_len_schedule
     if schedule is not None and (max(schedule.values()) > k or schedule[min(schedule)] != k):
         raise ConfigError(
@@ -96,11 +96,12 @@ def check_against_k(config: SpeculativeConfig, k: int) -> None:
 
 
 class SpeculativeConfig(StrictConfig):
-    """How to speculate. Everything is optional except what `method` needs; `plan_speculation` fills in the rest.
+    """The settings of speculation. All are optional except those that `method` needs.
 
-    Every method accepts strictly by default (vLLM's default, "standard", is rejection sampling). The constructor raises
-    ConfigError for contradictory values. `plan_speculation` raises UnsupportedError for what is known but not built.
-    `disable_padded_drafter_batch` has no effect: draft batches are always ragged, never padded.
+    `plan_speculation` fills in the rest. Every method accepts strictly by default; vLLM's default, "standard", is
+    rejection sampling. The constructor raises ConfigError for contradictory values. `plan_speculation` raises
+    UnsupportedError for what is known but not built. `disable_padded_drafter_batch` has no effect: draft batches are
+    always ragged, never padded.
     """
 
     num_speculative_tokens: int | None = Field(
@@ -127,7 +128,7 @@ class SpeculativeConfig(StrictConfig):
     disable_padded_drafter_batch: bool = False
     disable_logprobs: bool = Field(default=False, description="True: requests that ask for logprobs are refused")
 
-    # draft length as a function of the number of running requests: the smallest of those given counts
+    # draft length as a function of the number of running requests; the smallest that is given counts
     disable_by_batch_size: int | None = Field(default=None, ge=2, description="more requests draft nothing")
     draft_len_schedule: Annotated[dict[JsonKey, int], AfterValidator(_schedule)] | None = Field(
         default=None, description="{largest batch size: draft length}"
@@ -159,7 +160,7 @@ class SpeculativeConfig(StrictConfig):
     suffix_decoding_max_spec_factor: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
     suffix_decoding_min_token_prob: Unit = 0.1
 
-    # acceptance and drafting; draft_sample_method None draws drafts with the target's own noise: they agree most often
+    # acceptance and drafting; draft_sample_method None draws drafts with the target's noise, so most are accepted
     rejection_sample_method: (
         Annotated[str, AfterValidator(one_of("rejection_sample_method", REJECTION_METHODS))] | None
     ) = None
@@ -182,9 +183,10 @@ class SpeculativeConfig(StrictConfig):
     parallel_drafting: bool = False
     enable_adaptive_verification: bool = False
 
-    # EAGLE3 and hidden-state capture: "after layer i", -1 after the final norm (TensorRT-LLM's ids; vLLM's: one higher)
+    # EAGLE3 and hidden-state capture: "after layer i", -1 = after the final norm. These are TensorRT-LLM's ids; vLLM's
+    # are one higher.
     capture_layers: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], BeforeValidator(list_to_tuple)] | None = None
-    # extract_hidden_states: where the target's hidden states of finished requests go (engine/hidden_states.py)
+    # extract_hidden_states: files for the target's hidden states of finished requests (engine/hidden_states.py)
     output_directory: str | None = Field(default=None, description="folder of the shards; may hold earlier ones")
     write_interval: Count = Field(default=20, description="finished requests per file")
     file_prefix: Annotated[str, AfterValidator(_file_prefix)] = Field(default="data", description="of file names")

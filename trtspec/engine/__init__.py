@@ -1,1 +1,1 @@
-"""The loop and what it needs: requests, scheduler, batches, lifecycle."""
+"""The loop and its parts: requests, scheduler, batches, lifecycle."""

@@ -1,4 +1,4 @@
-"""What an engine did in some seconds, for a line of the log: speeds and drafts, and no word of a request."""
+"""Activity of an engine in an interval, for a log line: speeds and drafts, and no content of requests."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from trtspec.outputs import SpeculationStats, or_none
 
 INTERVAL = 10.0
-"""Seconds from one line to the next."""
+"""Seconds between two lines."""
 
 LOGGER = "trtspec.stats"
-"""Who writes it."""
+"""Name of the logger that writes the lines."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Since the start, to take differences of. Steps that run count, too."""
+    """Totals since the start, whose differences are logged. Steps of requests that still run count, too."""
 
     seconds: float = 0.0
     prompt_tokens: int = 0
@@ -24,7 +24,7 @@ class Totals:
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     def since(self, past: Totals) -> Totals:
-        """What has come since an earlier moment."""
+        """Difference to the totals of an earlier moment."""
         return Totals(
             self.seconds - past.seconds,
             self.prompt_tokens - past.prompt_tokens,
@@ -35,7 +35,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Activity:
-    """What came in an interval, and how full the engine is at its end."""
+    """Totals of an interval, and the load of the engine at its end."""
 
     news: Totals
     running: int  # samples
@@ -44,11 +44,14 @@ class Activity:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing came, and nothing runs or waits: no line is due."""
+        """Whether there were no tokens, and nothing runs or waits. Then no line is due."""
         return not (self.news.prompt_tokens or self.news.generated_tokens or self.running or self.waiting)
 
     def fields(self) -> dict[str, Any]:
-        """For JSON. Times in seconds; shares 0 to 1; drafts only where a step had any."""
+        """Fields for JSON.
+
+        Times are in seconds, shares 0 to 1. Fields of drafts are there only if a step had drafts.
+        """
         news, stats = self.news, self.news.speculation
         per_second = 1 / max(news.seconds, 1e-3)
         fields: dict[str, Any] = {
@@ -73,7 +76,7 @@ class Activity:
         }
 
     def words(self) -> str:
-        """The fields for people, "-" where there is no figure."""
+        """The fields as text for people; "-" where there is no figure."""
         shown = {name: value if isinstance(value, list) else [value] for name, value in self.fields().items()}
         parts = [(name, ["-" if one is None else str(one) for one in values]) for name, values in shown.items()]
         return ", ".join(f"{name.replace('_', ' ')} {' '.join(values)}" for name, values in parts)

@@ -1,4 +1,4 @@
-"""A line of the log every few seconds that an engine spends in steps."""
+"""Writes a log line after every few seconds that an engine spends in steps."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ logger = logging.getLogger(LOGGER)
 
 
 class ActivityLog:
-    """For whoever steps the engine. Its clock is the time in steps: an idle engine writes nothing, and its speeds are
-    those that it has while it works. What came after the last line is not written.
+    """A log of the engine's activity, for the code that steps the engine.
 
-    interval: seconds in steps from one line to the next.
+    Its clock is the time in steps. So an idle engine writes nothing, and the speeds are those of a working engine.
+    Activity after the last line is not written.
+    interval: seconds in steps between two lines.
     """
 
     def __init__(self, stats: EngineStats, scheduler: Scheduler, interval: float = INTERVAL) -> None:
         self.interval = interval
         self._stats = stats
         self._scheduler = scheduler
-        self._speculation = SpeculationStats()  # of requests that run, too; the engine's own counts those that ended
+        self._speculation = SpeculationStats()  # of running requests, too; the engine's stats cover ended ones alone
         self._written = self._now()
 
     def observe(self, emissions: Iterable[Emission]) -> None:
-        """After each step: count what it gave, and write a line if one is due."""
+        """Count the emissions of a step, and write a line if one is due. Call this after each step."""
         for emission in emissions:
             if emission.tokens and not emission.is_context:
                 kept = emission.num_drafts + emission.num_past_end

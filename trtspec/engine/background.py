@@ -1,4 +1,4 @@
-"""Requests from any thread or event loop, one thread that runs them, and what each caller holds of its own."""
+"""Runs requests from any thread or event loop in one engine thread. A Generation is the caller's view of one prompt."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from trtspec.outputs import CompletionOutput, OutputDelta, RequestOutput, Specul
 from trtspec.sampling_params import SamplingParams
 
 EXIT_SECONDS = 10.0
-"""How long an interpreter that ends waits for the step in flight."""
+"""Time that an ending interpreter waits for the step in flight."""
 
 Job = tuple[str | None, Sequence[int], SamplingParams]
-"""One prompt: its text if it came as text, its token ids, how to draw."""
+"""One prompt: its text (None: it came as token ids), its token ids, its sampling parameters."""
 
 
 class Generation:
-    """One prompt on its way: iterate (`for`, `async for`) over its deltas, or wait for the whole output.
+    """One prompt that is being generated: iterate (`for`, `async for`) over its deltas, or wait for the whole output.
 
-    It runs whether or not anybody reads; a reader that is slow or gone delays nobody. Every iteration begins with the
-    first delta; leaving one early (break, an exception, cancelling the task) aborts the request. If the engine fails
-    or is shut down meanwhile, readers get what came until then and after that EngineError.
+    It runs whether or not it is read; a slow or absent reader delays no one. Every iteration begins with the first
+    delta. Leaving an iteration early (break, an exception, cancelling the task) aborts the request. If the engine fails
+    or is shut down meanwhile, readers get the deltas so far and then EngineError.
     """
 
     def __init__(self, thread: EngineThread, prompt: str | None, samples: list[Request], keep_deltas: bool) -> None:
@@ -43,11 +43,11 @@ class Generation:
         self.prompt = prompt
         self.samples = samples
         self.done: Future[None] = Future()
-        self._thread = weakref.ref(thread)  # who keeps an output does not keep the model
+        self._thread = weakref.ref(thread)  # weak: keeping an output does not keep the model
         self._keep_deltas = keep_deltas
         self._num_running = len(samples)
-        # No lock: one thread writes, it only appends, and then looks for readers; a reader looks again once it has
-        # left its future (_news), so that nothing written meanwhile escapes it. It may be woken once too often.
+        # These need no lock. One thread writes: it only appends, and then wakes the readers. A reader checks for deltas
+        # again after it has queued its future (_news), so it misses none. It may be woken once too often.
         self._deltas: list[OutputDelta] = []
         self._readers: deque[Future[None]] = deque()
 
@@ -78,13 +78,19 @@ class Generation:
         return self.aresult().__await__()
 
     async def aresult(self) -> RequestOutput:
-        """Wait for the whole output; cancelling this aborts the request. EngineError as above."""
+        """Wait for the whole output.
+
+        Cancelling this aborts the request. EngineError if the engine fails or is shut down.
+        """
         async for _ in self:
             pass
         return self.result()
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the whole output. TimeoutError after `timeout` seconds, and the request goes on. EngineError."""
+        """Wait for the whole output.
+
+        TimeoutError after `timeout` seconds; the request goes on. EngineError as in aresult.
+        """
         try:
             self.done.result(timeout)
         except FutureTimeoutError:
@@ -95,17 +101,20 @@ class Generation:
 
     @property
     def speculation(self) -> SpeculationStats:
-        """Of all samples, so far; from any thread."""
+        """Counts over all samples so far. May be read from any thread."""
         return SpeculationStats.total(sample.stats.copy() for sample in self.samples)
 
     def abort(self) -> None:
-        """End it before the next step with what it has, finish_reason "abort". Ignored once it has ended."""
+        """End the request before the next step, with its output so far and finish_reason "abort".
+
+        Ignored once it has ended.
+        """
         thread = self._thread()
-        if thread is not None:  # the thread's own stack keeps it while anything runs
+        if thread is not None:  # None: nothing runs, as a running thread refers to it
             thread.abort(self.request_id)
 
     def put(self, emission: Emission) -> None:
-        """For the engine's thread: what a step gave to one of the samples."""
+        """Add the emission of a step for one of the samples. Only the engine's thread calls this."""
         self._num_running -= emission.request.finished
         if self._keep_deltas:
             self._deltas.append(output_delta(self.request_id, emission))
@@ -114,12 +123,12 @@ class Generation:
         self._wake_readers()
 
     def fail(self, error: EngineError) -> None:
-        """For the engine's thread: nothing will come any more."""
+        """End with an error: no more deltas will come. Only the engine's thread calls this."""
         self.done.set_exception(error)
         self._wake_readers()
 
     def _news(self, seen: int) -> Future[None] | None:
-        """What to wait for, and then ask again. None if there are more than `seen` deltas, or there will be none."""
+        """A future to wait for before the next call. None: there are more than `seen` deltas, or no more will come."""
         if self._has_news(seen):
             return None
         news: Future[None] = Future()
@@ -137,31 +146,34 @@ class Generation:
 
 
 class EngineThread:
-    """Steps an EngineCore in a thread of its own, which lives as long as there is work.
+    """A thread that steps an EngineCore, and lives as long as there is work.
 
-    Callers leave notes that the thread reads between two steps, so they never wait for a step, nor a step for them.
-    While nothing runs there is no thread: torch's worker threads live and die with the thread that calls torch, and a
-    second set of them, though idle, slows the first one down. Nor need an idle engine be told that it is not used any
-    more.
+    Callers queue notes that the thread reads between two steps. So callers never wait for a step, nor a step for them.
+    While nothing runs there is no thread. torch's worker threads live and die with the thread that calls torch, and a
+    second set of them slows the first one down even if idle. Besides, an engine without a thread need not be stopped
+    when it is no longer used.
     """
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
-        self._submitting = threading.Lock()  # prompts are checked, and numbered in order, without holding up the thread
-        self._lock = threading.Lock()  # guards what follows; never held during a step
+        self._submitting = threading.Lock()  # guards the checks and the numbering of prompts; never delays the thread
+        self._lock = threading.Lock()  # guards the fields below; never held during a step
         self._running: dict[int, Generation] = {}  # by id of each sample that has not ended
         self._added: list[list[Request]] = []
         self._thread: threading.Thread | None = None
-        self._closed: str | None = None  # why
+        self._closed: str | None = None  # the reason; None: open
         self._cause: BaseException | None = None
-        # Without the lock: the garbage collector may close a forgotten loop, which aborts its generation, in any line
-        # of any thread, one that is just being started by a holder of the lock included.
+        # Not guarded by the lock. The garbage collector may close a forgotten iteration, which aborts its generation,
+        # at any line of any thread. That thread may be one that a holder of the lock is just starting.
         self._aborted: deque[int] = deque()
         _threads.add(self)
 
     def submit(self, jobs: Iterable[Job], keep_deltas: bool = True) -> list[Generation]:
-        """Queue all prompts, or none: RequestError or CapacityError for the first that cannot run. EngineError when
-        closed. keep_deltas: False saves their memory where only results are wanted."""
+        """Queue all prompts, or none.
+
+        Raises RequestError or CapacityError for the first prompt that cannot run, EngineError if closed.
+        keep_deltas: False saves the memory of the deltas if only results are wanted.
+        """
         with self._submitting:
             generations = [
                 Generation(self, text, self.engine.make_request(prompt_ids, params), keep_deltas)
@@ -173,7 +185,7 @@ class EngineThread:
                 if self._thread is None and generations:
                     num_threads = torch.get_num_threads()
                     thread = threading.Thread(target=self._run, args=(num_threads,), name="trtspec-engine", daemon=True)
-                    thread.start()  # it waits for the lock
+                    thread.start()  # the new thread first waits for the lock
                     self._thread = thread
                 for generation in generations:
                     self._added.append(generation.samples)
@@ -182,27 +194,30 @@ class EngineThread:
 
     @property
     def failure(self) -> BaseException | None:
-        """What a step raised, which nothing can follow; None while the engine runs, and after shutdown()."""
+        """Exception of the step that ended the engine. None while the engine runs, and after shutdown()."""
         return self._cause
 
     def abort(self, request_id: int) -> None:
-        """End a generation, all its samples, before the next step. Unknown and finished ids are ignored."""
+        """End all samples of a generation before the next step. Unknown and finished ids are ignored."""
         self._aborted.append(request_id)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until nothing runs: the engine may be used directly."""
+        """Wait until nothing runs. Then the engine may be used directly."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End what runs after the step in flight, with EngineError; so do later submissions. `timeout` in seconds."""
+        """End all generations with EngineError after the step in flight.
+
+        Later submissions raise it, too. `timeout` in seconds.
+        """
         with self._lock:
             self._closed = self._closed or "this LLM was shut down; make a new one"
         self.join(timeout)
 
     def _run(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)  # partly a property of the calling thread
+        torch.set_num_threads(num_threads)  # partly a setting of the calling thread
         try:
             while self._take_notes():
                 self._deliver(self.engine.step())
@@ -210,7 +225,7 @@ class EngineThread:
             self._fail_all(error)
 
     def _take_notes(self) -> bool:
-        """Between two steps: do what callers asked for. False: nothing is left to run, and this thread is over."""
+        """Do what callers asked for since the last step. False: nothing is left to run, and this thread ends."""
         with self._lock:
             if self._closed is not None:
                 raise self._error()
@@ -233,12 +248,12 @@ class EngineThread:
                 generation = self._running.get(request.request_id)
                 if request.finished:
                     self._running.pop(request.request_id, None)
-            # None: somebody else added it to the engine. Nothing is told of a chunk of a prompt that is not the last.
+            # None: the request was added to the engine directly. A chunk of a prompt that is not the last has no delta.
             if generation is not None and (emission.tokens or request.finished):
                 generation.put(emission)
 
     def _fail_all(self, error: BaseException) -> None:
-        """A step raised, or shutdown(): end all that runs, and free its blocks as far as the engine still can."""
+        """End all generations, after a step raised or shutdown(). Free their blocks as far as the engine still can."""
         with self._lock:
             if self._closed is None:
                 self._closed = f"the engine failed and has stopped: {described(error)}; please report this"
@@ -261,13 +276,13 @@ _threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 @atexit.register
 def _stop_threads() -> None:
-    """An interpreter must not go while one of its threads is inside torch."""
+    """Stop all engine threads. The interpreter must not end while one of its threads is inside torch."""
     for thread in list(_threads):
         thread.shutdown(EXIT_SECONDS)
 
 
 def output_delta(request_id: int, emission: Emission) -> OutputDelta:
-    """What one sample (its id counts on from the first sample's) has got, as it is now."""
+    """Public view of a sample's emission and present state. request_id: id of the first sample; the others count on."""
     request = emission.request
     return OutputDelta(
         request_id=request_id,
@@ -283,7 +298,7 @@ def output_delta(request_id: int, emission: Emission) -> OutputDelta:
 
 
 def request_output(generation: Generation) -> RequestOutput:
-    """The public view of one prompt's samples."""
+    """Public view of one prompt's samples."""
     samples = generation.samples
     return RequestOutput(
         request_id=generation.request_id,
@@ -310,5 +325,5 @@ def request_output(generation: Generation) -> RequestOutput:
 
 
 def described(error: BaseException) -> str:
-    """Type and message."""
+    """Type and message of an error."""
     return f"{type(error).__name__}: {error}"

@@ -62,7 +62,7 @@ class _Frame:
         self.memory = [one.data.cast("B") for one in written if one.size]  # for repeat
         self.has_version = not attn.kv_lens.is_inference()
         self.blocks: list[list[int]] = [[]] * B  # the block list that each row of `tables` was written from
-        self.num_blocks = [0] * B  # how many of its blocks were written
+        self.num_blocks = [0] * B  # number of its blocks that were written
         self.stale = True  # repeat() must compare all tables with the requests' blocks
         self.new_blocks: list[tuple[int, int, int]] = []  # else it writes only these: row, column, block
 
@@ -179,7 +179,7 @@ class InputBuilder:
         return inputs if constraints is None else replace(inputs, spec=replace(inputs.spec, constraints=constraints))
 
     def carry(self, batch: Batch, last: Batch) -> Carry:
-        """Which outputs of `last`, which is in flight, are inputs of this batch."""
+        """The outputs of `last`, which is in flight, that are inputs of this batch."""
         rows_of_last = {id(row.request): b for b, row in enumerate(last)}
         tokens: list[int] = []
         kept = []
@@ -207,7 +207,7 @@ class InputBuilder:
             frame.stale = True
 
     def add_blocks(self, b: int, start: int, blocks: list[int]) -> None:
-        """Tell repeat_batch that row b of the last batch has these new blocks, from column `start` of its table."""
+        """Add new blocks to row b of the last batch, from column `start` of its table on, for repeat_batch."""
         for frame in self._frames:
             assert frame is not None
             frame.new_blocks += [(b, start + i, block) for i, block in enumerate(blocks)]

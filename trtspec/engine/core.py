@@ -1,4 +1,4 @@
-"""The engine's life: requests in, steps, requests out."""
+"""EngineCore: accepts requests, runs steps, and drops requests that have finished."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Owns the loop. Not thread-safe: one caller adds requests and steps (see EngineThread)."""
+    """An engine, which owns the loop.
+
+    It is not thread-safe: one caller adds requests and runs steps (see EngineThread).
+    """
 
     def __init__(
         self,
@@ -39,8 +42,11 @@ class EngineCore:
         without_constraints: str | None = None,
         disable_logprobs: bool = False,
     ) -> None:
-        """without_constraints: the backend's name, where the target's launches take no LogitConstraints; requests that
-        need them are refused. disable_logprobs: requests for log-probabilities are refused."""
+        """Create an engine without requests.
+
+        without_constraints: name of the backend, if the target's launches take no LogitConstraints. Requests that need
+        them are refused. disable_logprobs: requests for log-probabilities are refused.
+        """
         self.loop = loop
         self.model = model
         self.tokenizer = tokenizer
@@ -55,23 +61,29 @@ class EngineCore:
         if without_constraints is not None:
             self._drop_default_constraints()
         self.stats = EngineStats()
-        self.log: ActivityLog | None = None  # if somebody wants one
-        self.on_close: Callable[[], None] = lambda: None  # what else is to be given back at the end
+        self.log: ActivityLog | None = None  # None: no log
+        self.on_close: Callable[[], None] = lambda: None  # called at the end of close() to release further resources
         tokenizer_eos = tokenizer.eos_token_id if tokenizer is not None else None
         self.eos_ids = model.eos_token_ids | (frozenset() if tokenizer_eos is None else {tokenizer_eos})
-        self._compiler: GrammarCompiler | None = None  # once somebody wants one
+        self._compiler: GrammarCompiler | None = None  # made for the first request that needs it
         self._next_id = 0
         self._requests: dict[int, Request] = {}
 
     def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
-        """Queue one prompt; returns its n samples. RequestError or CapacityError, nothing queued, if it cannot run."""
+        """Queue one prompt and return its n samples.
+
+        RequestError or CapacityError, with nothing queued, if it cannot run.
+        """
         samples = self.make_request(prompt_ids, params)
         self.queue(samples)
         return samples
 
     def make_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
-        """Check one prompt and number its n samples; errors as add_request. May run while a step
-        does: of the engine it changes the next id, and makes the compiler of grammars that no step uses."""
+        """Check one prompt, and return its n samples with new ids. Raises the errors of add_request.
+
+        This may run during a step. In the engine it changes only the next id and the grammar compiler, which no step
+        uses.
+        """
         prompt = list(prompt_ids)
         limit = self._length_limit(prompt, params)
         stop_ids = frozenset(params.stop_token_ids)
@@ -121,13 +133,13 @@ class EngineCore:
         return samples
 
     def queue(self, samples: list[Request]) -> None:
-        """The samples of one prompt, as made by make_request, run from the next step on."""
+        """Queue the samples of one prompt, made by make_request. They run from the next step on."""
         self._requests.update((sample.request_id, sample) for sample in samples)
         self.loop.scheduler.add(samples[0], samples[1:])
         self.stats.prompt_tokens += samples[0].prompt_len
 
     def step(self) -> list[Emission]:
-        """One round of the loop; which samples got which tokens. Finished samples are no longer the engine's."""
+        """Run one step of the loop, and return which samples got which tokens. The engine drops finished samples."""
         start = time.perf_counter()
         emissions = self.loop.step()
         self.stats.steps += 1
@@ -150,7 +162,7 @@ class EngineCore:
         return emissions
 
     def flush(self) -> None:
-        """Write what waits to be written (hidden states). EngineError where that cannot be done."""
+        """Write all hidden states that wait to be written. EngineError if they cannot be written."""
         if self.loop.collector is not None:
             try:
                 self.loop.collector.flush()
@@ -158,7 +170,7 @@ class EngineCore:
                 self._count_saved()
 
     def close(self) -> None:
-        """The engine's end: as flush, and no more afterwards."""
+        """Flush, then release all resources; the engine cannot be used afterwards. Raises the errors of flush."""
         try:
             if self.loop.collector is not None:
                 self.loop.collector.close()
@@ -166,9 +178,10 @@ class EngineCore:
             self.on_close()
 
     def abort(self, request_id: int, error: Exception | None = None) -> Emission | None:
-        """End one sample now, on its caller's wish or with an error; its blocks are free at once.
+        """End one sample now, as its caller asked (finish_reason "abort") or with an error.
 
-        Returns what it still had to show. Unknown or finished ids are ignored (None).
+        Its blocks become free at once, or when the step in flight that includes it completes. Return an emission with
+        the text that was still held back. None: the id is unknown or has finished, and is ignored.
         """
         request = self._requests.get(request_id)
         if request is None or request.finished:
@@ -185,8 +198,10 @@ class EngineCore:
         return Emission(request, [], request.shown_text[shown:], 0, 0, context, finished=True)
 
     def settle(self) -> None:
-        """Whoever looks at requests between steps calls this first: those of a batch that goes on as it is (see
-        engine.steady) hear of their steps later. Finished ones are always up to date."""
+        """Bring all requests up to date. Call this before you read requests between steps.
+
+        Requests of a steady batch (engine.steady) are not updated in every step. Finished ones are always up to date.
+        """
         self.loop.settle()
 
     @property
@@ -194,7 +209,7 @@ class EngineCore:
         return self.loop.has_work
 
     def check(self) -> None:
-        """FieldMapper for every KV block; EngineError if one leaked."""
+        """Account for every KV block; EngineError if one leaked."""
         try:
             self.loop.scheduler.allocator.check(self.loop.scheduler.live())
         except AssertionError as error:
@@ -224,7 +239,7 @@ class EngineCore:
             )
 
     def _refuse_constraints(self, params: SamplingParams) -> None:
-        """RequestError if a request needs LogitConstraints or logits, which this target's launches do not have."""
+        """RequestError if a request needs LogitConstraints or logits, which this target's launches do not support."""
         wanted = RequestSampling.of(params, 0, 0, (), self.defaults).constraints
         for name in ("logprobs", "structured_outputs"):
             if getattr(params, name) is not None:
@@ -237,7 +252,7 @@ class EngineCore:
             )
 
     def _grammars(self) -> GrammarCompiler:
-        """RequestError without a tokenizer, DependencyError without xgrammar."""
+        """The grammar compiler. RequestError without a tokenizer, DependencyError without xgrammar."""
         if self.tokenizer is None:
             raise RequestError("structured_outputs needs a tokenizer, and this model folder has none")
         if self._compiler is None:
@@ -258,7 +273,7 @@ class EngineCore:
         )
 
     def _length_limit(self, prompt: list[int], params: SamplingParams) -> int:
-        """Tokens of prompt and output together; raises if the prompt is unusable or could never fit."""
+        """Largest number of tokens of prompt and output together. Raises if the prompt is unusable or can never fit."""
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         for token in prompt:

@@ -1,6 +1,6 @@
-"""One request's failure stays its own: a launch that raises is halved until the culprit stands alone.
+"""Fault isolation: the batch of a launch that raises is halved until the request at fault is alone.
 
-That is sound because a launch commits nothing: it only writes KV rows past what its requests have committed.
+This is sound because a launch commits nothing. It only writes KV rows past those that its requests have committed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Outputs = TypeVar("Outputs")
 
 
 class LaunchFailed(Exception):
-    """A launch raised `error`; nothing of its batch was committed."""
+    """The failure of a launch, which raised `error`. Nothing of its batch was committed."""
 
     def __init__(self, batch: Batch, error: Exception) -> None:
         super().__init__(batch, error)
@@ -26,26 +26,29 @@ class LaunchFailed(Exception):
 
 
 class IsolatedLoop(StepLoop):
-    """The loop; a request that cannot be launched ends with an error, and the others of its batch have their step."""
+    """The loop with fault isolation.
+
+    A request that cannot be launched ends with an error; the rest of its batch runs.
+    """
 
     def step(self) -> list[Emission]:
-        """One round for every request that can run."""
+        """Run one step of every request that can run."""
         try:
             return super().step()
         except LaunchFailed as failed:
             return self.step_apart(failed.batch, failed.error)
 
     def launch(self, batch: Batch) -> StepOutputs:
-        """One launch of the target. LaunchFailed if it raises, unless the device is lost."""
+        """Launch the target once. LaunchFailed if that raises, unless the device is lost."""
         try:
             return super().launch(batch)
         except DeviceError:
-            raise  # there is nothing left to try on
+            raise  # the device is lost
         except Exception as error:
             raise LaunchFailed(batch, error) from error
 
     def step_apart(self, batch: Batch, error: Exception) -> list[Emission]:
-        """The rest of a step whose launch raised `error`: its batch in parts."""
+        """Finish a step whose launch raised `error`: launch its batch in parts."""
         done, failed = take_apart(batch, error, super().launch)
         emissions = [self.fail(request, error) for request, error in failed]
         for part, outputs in done:
@@ -66,17 +69,17 @@ Parts = tuple[list[tuple[Batch, Outputs]], list[tuple[Request, Exception]]]
 
 
 def launch_isolated(batch: Batch, launch: Callable[[Batch], Outputs]) -> Parts[Outputs]:
-    """Launch the batch, in parts if that raises."""
+    """Launch the batch. If that raises, launch it in parts."""
     try:
         return [(batch, launch(batch))], []
     except DeviceError:
-        raise  # there is nothing left to try on
+        raise  # the device is lost
     except Exception as error:
         return take_apart(batch, error, launch)
 
 
 def take_apart(batch: Batch, error: Exception, launch: Callable[[Batch], Outputs]) -> Parts[Outputs]:
-    """Launch both halves of a batch whose launch raised `error`; it may be a single request's."""
+    """Launch both halves of a batch whose launch raised `error`. A batch of a single request is not launched again."""
     if len(batch) == 1:
         return [], [(batch[0].request, error)]
     middle = len(batch) // 2

@@ -1,15 +1,16 @@
-"""SAVE_HIDDEN_STATES: the target's hidden states of every finished request, in files (see
-methods/hidden_states/shards.py).
+"""SAVE_HIDDEN_STATES: writes the target's hidden states of every finished request to files.
 
-What is kept. A request counts once it has ended by itself ("stop", "length"): then its rows, prompt and output up to
-the token before the last, lie in memory until `write_interval` requests make a shard. The rest is written by flush(),
-which `LLM.shutdown()` calls, and so do the end of the interpreter and of a forgotten LLM. A kill therefore costs at
-most the requests since the last shard. Aborted and failed requests are not saved: they are not what was asked for.
+methods/hidden_states/shards.py has the format of the files.
 
-A disk that is full or fails. Shards that are finished stay as they are, and generation goes on. The error is logged
-once and stands in the engine's stats; the requests in question are tried again together with the next ones. So that
-memory does not fill up instead, no more than twice `write_interval` requests ever wait; the oldest are given up and
-counted. flush() and shutdown() try once more and raise EngineError where requests are lost or still wait.
+What is kept: a request counts if it has ended by itself ("stop", "length"). The states of its rows, prompt and output
+up to the token before the last, lie in memory until `write_interval` requests make a shard. flush() writes the rest.
+`LLM.shutdown()` calls it, and so does the end of the interpreter or of a forgotten LLM. A kill therefore costs at most
+the requests since the last shard. Aborted and failed requests are not saved: they are not what was asked for.
+
+If the disk is full or fails, finished shards stay as they are, and generation goes on. The error is logged once and
+stands in the engine's stats. The requests in question are tried again together with the next ones. Memory does not fill
+up instead: at most twice `write_interval` requests ever wait, and the oldest are given up and counted. flush() and
+shutdown() try once more, and raise EngineError if requests are lost or still wait.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 class ShardWriter:
-    """Finished requests on their way into `folder`, which belongs to it until close().
+    """A writer of finished requests into `folder`, which it owns until close().
 
-    Raises ConfigError where the folder cannot be used: it holds shards of another kind, or files that are no shards, or
-    another engine is writing there. Numbering goes on after the shards that are there.
+    Raises ConfigError if the folder cannot be used: it holds shards of another kind or files that are no shards, or
+    another engine writes there. Numbering goes on after the shards that are there.
     """
 
     def __init__(self, folder: Path, prefix: str, write_interval: int, metadata: ShardMetadata) -> None:
@@ -52,7 +53,7 @@ class ShardWriter:
         self.waiting: list[States] = []
         self.num_saved = 0  # requests, since the start
         self.num_lost = 0
-        self.error: str | None = None  # the first that writing met
+        self.error: str | None = None  # the first error of writing
         self._countdown = write_interval  # finished requests until the next attempt
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ class ShardWriter:
             raise
 
     def add(self, states: States) -> None:
-        """Queue a request; with every write_interval-th a shard is written. Never raises for the disk."""
+        """Queue a request, and write a shard with every write_interval-th. Disk errors do not raise."""
         self.waiting.append(states)
         self._countdown -= 1
         if self._countdown == 0 and not self._write_all():
@@ -75,7 +76,7 @@ class ShardWriter:
             del self.waiting[:lost]
 
     def flush(self) -> None:
-        """Write all that waits. EngineError where that fails, or where requests were lost since the start."""
+        """Write all requests that wait. EngineError if that fails, or if requests were lost since the start."""
         self._write_all()
         if self.waiting or self.num_lost:
             raise EngineError(
@@ -84,7 +85,7 @@ class ShardWriter:
             )
 
     def close(self) -> None:
-        """Let others write in the folder. Nothing is flushed."""
+        """Unlock the folder, so that others can write there. Nothing is flushed."""
         if self._lock is not None:
             os.close(self._lock)
         self._lock = None
@@ -121,7 +122,7 @@ class ShardWriter:
         self._index = next_index(self.folder, self.prefix)
 
     def _write_all(self) -> bool:
-        """False where the disk does not take it; what was not written still waits."""
+        """Write all requests that wait. False: the disk failed, and those that were not written still wait."""
         self._countdown = self.write_interval
         while self.waiting:
             batch = self.waiting[: self.write_interval]
@@ -142,20 +143,20 @@ class ShardWriter:
 
 
 class HiddenStateCollector:
-    """What the loop tells of rows and requests; finished requests go to `writer`."""
+    """A collector of the hidden states of all rows. It passes those of finished requests to `writer`."""
 
     def __init__(self, writer: ShardWriter) -> None:
         self.writer = writer
         self._rows = RowStates()
-        # in case nobody calls close(): at the latest when the interpreter ends
+        # if close() is never called: runs at the latest when the interpreter ends
         self._finalizer = weakref.finalize(self, _finish, writer)
 
     def collect(self, batch: Batch, states: Tensor) -> None:
-        """Before a step is committed: states [T, n * H + H] of its packed rows."""
+        """Collect the states [T, n * H + H] of a step's packed rows. Call this before the step is committed."""
         self._rows.collect(batch, states.cpu())
 
     def ended(self, request: Request) -> None:
-        """Before its KV is released: queue what was committed, if the request ended by itself."""
+        """Queue the committed rows of a request, if it ended by itself. Call this before its KV is released."""
         length = min(request.kv.committed, len(request.tokens))
         states = self._rows.rows(request, 0, length)
         self._rows.forget(request)
@@ -167,11 +168,11 @@ class HiddenStateCollector:
         self.writer.add(States(ids, states[:, :-hidden_size], states[:, -hidden_size:]))
 
     def flush(self) -> None:
-        """See ShardWriter.flush."""
+        """Write all finished requests that wait; errors as in ShardWriter.flush."""
         self.writer.flush()
 
     def close(self) -> None:
-        """Flush, then give the folder free. EngineError as flush(). Further calls do nothing."""
+        """Flush, then unlock the folder. EngineError as in flush(). Further calls do nothing."""
         if self._finalizer.detach() is not None:
             try:
                 self.writer.flush()
@@ -182,7 +183,7 @@ class HiddenStateCollector:
 def _finish(writer: ShardWriter) -> None:
     try:
         writer.flush()
-    except EngineError as error:  # nobody is left to catch it
+    except EngineError as error:  # no caller is left to catch it
         logger.error("%s", error)
     finally:
         writer.close()

@@ -1,7 +1,7 @@
-"""Log-probabilities of what a request was given, from the logits behind each of its tokens.
+"""Log-probabilities of a request's tokens, from the logits that each token was drawn from.
 
 They are those of the model's own distribution, before penalties, temperature and filters (vLLM's raw_logprobs). Each
-row is worked on by itself, so that the bits do not depend on what else a step verified.
+row is computed by itself, so that the bits do not depend on the other rows of a step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trtspec.text import Tokenizer
 
 @dataclass(slots=True)
 class LogprobRecord:
-    """One sample's: a dict for each of its tokens. tokenizer: None where ids have no text."""
+    """Log-probabilities of one sample: a dict for each of its tokens. tokenizer: None where ids have no text."""
 
     num_top: int
     tokenizer: Tokenizer | None
@@ -25,15 +25,15 @@ class LogprobRecord:
 
     @property
     def cumulative(self) -> float:
-        """Of the whole output: the dict of a token begins with its own."""
+        """Log-probability of the whole output. The first entry of a token's dict is the token itself."""
         return sum(next(iter(entry.values())).logprob for entry in self.entries)
 
     def read(self, logits: Tensor, tokens: Sequence[int]) -> list[dict[int, Logprob]]:
-        """logits [>= n, V] fp32 behind each of n tokens -> their entries, which are not kept."""
+        """Return the entries of n tokens, which are not stored here. logits: [>= n, V] fp32, a row for each token."""
         return [self._entry(row, token) for row, token in zip(logits, tokens, strict=False)]
 
     def _entry(self, logits: Tensor, token: int) -> dict[int, Logprob]:
-        """logits [V] fp32. The token first, and then the most likely in order."""
+        """The entry of a token: itself first, then the most likely tokens in order. logits: [V] fp32."""
         logprobs = logits.float().log_softmax(-1)
         own = logprobs[token]
         entry = {token: self._named(token, own.item(), int((logprobs >= own).sum()))}

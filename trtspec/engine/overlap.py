@@ -5,8 +5,8 @@ each request continues. The host reserves KV blocks as if every draft were accep
 lengths. When the outputs of a step arrive, the next step is already in flight and may include requests that have just
 finished. Their tokens are discarded, and their blocks are freed when that step completes.
 
-The host waits for the step in flight when it needs the outputs first: KV blocks run short, a launch fails, or a
-request's logit constraints depend on the previous tokens.
+The host waits for the step in flight when it needs the outputs first. That is so if KV blocks run short, if a launch
+fails, or if a request's logit constraints depend on the previous tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OverlapLoop(IsolatedLoop):
                 self.in_flight = self.launch_ahead(batch, previous)
             except DeviceError:
                 raise  # the device is lost
-            except Exception:  # launched again with nothing in flight, where fault isolation finds the request
+            except Exception:  # launched again below, with nothing in flight: fault isolation finds the request
                 pass
         if previous is None:
             return [] if self.in_flight is not None or not batch else super().step()

@@ -1,4 +1,4 @@
-"""Asking the drafter, on terms that keep the engine safe: how long, for whom, and what if it fails."""
+"""Calls the drafter safely: limits the drafts of each request, checks the proposal, and isolates failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Proposer:
-    """Hands out drafts for the next step: those the launch made, or the drafter's. Without either: plain decoding."""
+    """A source of drafts for the next step, made by the launch or by the drafter. Without either: plain decoding."""
 
     def __init__(
         self,
@@ -33,28 +33,30 @@ class Proposer:
         self.drafter = drafter
         self.speculation = speculation
         self.vocab_size = vocab_size
-        self.states = states  # of rows that the drafter is yet to read, if it reads any
+        self.states = states  # of rows that the drafter has not read yet; None: it reads no states
         self.num_failures = 0
         self._blamed_nobody = False
-        self.num_stale = 0  # drafts dropped because draft KV has a gap: the hidden states for it are gone
+        self.num_stale = 0  # proposals dropped because draft KV has a gap, whose hidden states are gone
 
     def draft_len(self, scheduler: Scheduler) -> int:
-        """K of the next step, as the number of running requests has it."""
+        """K of the next step, which depends on the number of running requests."""
         return 0 if self.speculation is None else draft_len_for_batch(self.speculation, len(scheduler.running))
 
     def wanted(self, batch: Batch, scheduler: Scheduler) -> int:
-        """Drafts that the launch of a batch is to make for each request: K, or none if nobody can use any."""
+        """Number of drafts that the launch of a batch makes for each request: K, or 0 if no request can use any."""
         anybody = any(row.emits and row.request.max_draft_len > 0 for row in batch)
         return self.draft_len(scheduler) if anybody else 0
 
     def longest(self, scheduler: Scheduler) -> int:
-        """Tokens that a request may have and still be given drafts by a model, whose context ends somewhere."""
+        """Largest number of tokens for which a draft model makes drafts, as the context of the model is limited."""
         assert self.speculation is not None
         return self.speculation.max_model_len - self.draft_len(scheduler)
 
     def propose(self, requests: Sequence[Request], scheduler: Scheduler) -> None:
-        """Fill `drafts` of the requests that may speculate in the next step; those the launch made are there already,
-        and are cut to what may be used."""
+        """Set `drafts` of the requests that may speculate in the next step.
+
+        Drafts that the launch made are there already, and are cut to the number that may be used.
+        """
         if self.speculation is None or not requests:
             return
         lengths = self._draft_lens(requests, scheduler)
@@ -73,12 +75,12 @@ class Proposer:
                 request.drafts = request.drafts[: max(length, 0)]
 
     def read_in(self, requests: Sequence[Request]) -> None:
-        """Draft KV for the rows of prompts that go on in the next step, so that their states need not be kept."""
+        """Compute draft KV for prompts whose prefill goes on in the next step. Their states need not be kept then."""
         if self.states is not None:
             self._ask([(request, 0) for request in requests])
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Drop all state of a request that has ended."""
         if self.states is not None:
             self.states.forget(request)
         if self.drafter is not None:
@@ -94,7 +96,7 @@ class Proposer:
                 )
 
     def _draft_lens(self, requests: Sequence[Request], scheduler: Scheduler) -> list[int]:
-        """Drafts each wants and can use: within the draft's context, the request's own end, and its reserved blocks."""
+        """Number of drafts that each request wants and can use: within context, length limit and reserved blocks."""
         K, block_size = self.draft_len(scheduler), scheduler.allocator.block_size
         lengths = []
         for request in requests:
@@ -109,16 +111,21 @@ class Proposer:
         return lengths
 
     def _in_context(self, length: int, K: int, scheduler: Scheduler) -> int:
-        """Drafts behind `length` tokens that fit what the drafter can see. As in vLLM a draft model makes all K of them
-        or none, and what is looked up is cut."""
+        """Number of drafts after `length` tokens that fit the drafter's context.
+
+        As in vLLM, a draft model makes all K drafts or none; drafts that are looked up are cut.
+        """
         assert self.speculation is not None
         if self.speculation.mode.shapes_graphs():
             return K if length <= self.longest(scheduler) else 0
         return max(min(K, self.speculation.max_model_len - length - 1), 0)
 
     def _ask(self, asked: list[tuple[Request, int]]) -> None:
-        """One call for all. If it fails, one for each, with the same questions: who is to blame is who fails again, and
-        goes on without speculation."""
+        """Call the drafter once for all requests.
+
+        If that fails, call it once for each request, with the same questions. A request that fails again is to blame,
+        and goes on without speculation.
+        """
         if self.states is not None:
             asked = [(request, length) for request, length in asked if self._can_be_read(request)]
         if not asked:
@@ -146,7 +153,7 @@ class Proposer:
                 self.states.drop(request, kv_len)
 
     def _give_up(self, request: Request, error: Exception) -> None:
-        """The request goes on as if there were no drafter."""
+        """Let the request go on as if there were no drafter."""
         request.speculates, request.drafter_error = False, error
         logger.warning(
             "request %d goes on without drafts, its output is not affected: the drafter failed (%s: %s)",
@@ -157,7 +164,7 @@ class Proposer:
 
     def _blame_nobody(self, error: Exception, count: int) -> None:
         if not self._blamed_nobody:
-            self._blamed_nobody = True  # said once: it may happen in every step
+            self._blamed_nobody = True  # logged once: it may happen in every step
             logger.warning(
                 "the drafter failed (%s: %s) when asked for %d requests at once, and not for each alone: drafting goes "
                 "on, at the cost of asking twice",
@@ -167,14 +174,19 @@ class Proposer:
             )
 
     def _unread(self, request: Request) -> Tensor | None:
-        """The states of rows that are committed and not in draft KV; None if the drafter reads no states, or one is
-        gone."""
+        """Hidden states of the rows that are committed and not in draft KV.
+
+        None: the drafter reads no states, or one is gone.
+        """
         if self.states is None:
             return None
         return self.states.rows(request, request.kv.draft_len, min(request.kv.committed, len(request.tokens) - 1))
 
     def _can_be_read(self, request: Request) -> bool:
-        """False: speculation has ended for the request, or states are gone: until its prompt is read in again."""
+        """Whether the drafter may read the request.
+
+        False: its speculation has ended, or states are gone until a new prefill.
+        """
         assert self.states is not None
         if not request.speculates:
             self.states.forget(request)
@@ -186,8 +198,11 @@ class Proposer:
 
 
 class _Shown(Sequence[int]):
-    """A list of the engine's, to be read: a drafter that put its guesses behind a request's tokens would change the
-    text, and a copy for each step would take as long as the text is."""
+    """A read-only view of a list of the engine.
+
+    A drafter that appended its drafts to a request's tokens would change the text. A copy for each step would take time
+    in proportion to the length of the text.
+    """
 
     __slots__ = ("_items",)
 
@@ -225,7 +240,7 @@ def _question(request: Request, length: int, states: Tensor | None) -> DraftRequ
 
 
 def _checked(proposal: Proposal, questions: Sequence[DraftRequest], vocab_size: int) -> list[tuple[list[int], int]]:
-    """Drafts and valid draft KV of each request, or EngineError saying what is wrong with the proposal."""
+    """Drafts and valid draft KV rows of each request. EngineError says what is wrong with the proposal."""
     if not isinstance(proposal, Proposal):
         raise EngineError(f"propose() returned a {type(proposal).__name__}; it is to return a trtspec.core.Proposal")
     B = len(questions)
@@ -250,7 +265,7 @@ def _checked(proposal: Proposal, questions: Sequence[DraftRequest], vocab_size: 
 
 
 def _integers(name: str, value: object, rows: int, dims: int = 1) -> Tensor:
-    """`value`, if it is what core.Proposal says of it."""
+    """Return `value` if core.Proposal allows its type, dtype and shape, else raise EngineError."""
     got = f"a {type(value).__name__}"
     if isinstance(value, Tensor):
         if value.dtype in (torch.int64, torch.int32) and value.dim() == dims and value.shape[0] == rows:

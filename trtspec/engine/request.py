@@ -17,7 +17,7 @@ from trtspec.verify.grammar import Guide
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`tokens` is the prompt and the output.
+    """A sample of a request. `tokens` is its prompt and output.
 
     The KV of all but the newest token is in the cache, or is computed again after a preemption.
     """

@@ -1,4 +1,4 @@
-"""Hidden states of the target, kept of requests' rows from the steps that computed them on."""
+"""Keeps the target's hidden states of requests' rows, from the steps that computed them on."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from trtspec.engine.scheduler import Batch
 
 
 class RowStates:
-    """By request and place. Rows may be of steps that were rejected; they are replaced when they are computed again.
+    """Hidden states by request and position. Rejected rows are kept too, until they are computed again.
 
-    States stay on the device that they come from until the next step of their request, and are moved to the host's
-    memory if they were not asked for by then: a GPU holds those of one step, however long nobody drafts.
+    States stay on the device that computed them until the next step of their request. If they were not used by then,
+    they are moved to host memory. So a GPU holds the states of one step, however long there is no drafting.
     """
 
     def __init__(self) -> None:
         self._chunks: dict[int, list[tuple[int, Tensor]]] = {}  # request id -> (first row, states), in order
 
     def collect(self, batch: Batch, states: Tensor) -> None:
-        """Before a step is committed: states [T, width] of its packed rows."""
+        """Store the states [T, width] of a step's packed rows. Call this before the step is committed."""
         parts = torch.split(states, [row.num_rows for row in batch])
         for row, part in zip(batch, parts, strict=True):
             start, chunks = row.request.kv.committed, self._chunks.setdefault(row.request.request_id, [])
@@ -32,7 +32,7 @@ class RowStates:
             chunks.append((start, part.clone()))
 
     def rows(self, request: Request, start: int, end: int) -> Tensor | None:
-        """Rows [start, end) of a request, [end - start, width], where the last of them are; None if one is missing."""
+        """States of rows [start, end), [end - start, width], on the device of the last row; None if one is missing."""
         chunks = self._chunks.get(request.request_id)
         if not chunks:
             return None
@@ -46,7 +46,7 @@ class RowStates:
         return states if states is not None and len(states) == end - start else None
 
     def drop(self, request: Request, before: int) -> None:
-        """Forget chunks that have no row from `before` on, but for rows that were rejected."""
+        """Drop the chunks that have no row from `before` on, apart from rows that were rejected."""
         chunks = self._chunks.get(request.request_id, [])
         while len(chunks) > 1 and chunks[1][0] <= before:
             chunks.pop(0)
@@ -54,5 +54,5 @@ class RowStates:
             chunks.pop(0)
 
     def forget(self, request: Request) -> None:
-        """The request has ended, or its rows will not be asked for."""
+        """Drop the states of a request that has ended, or whose rows no drafter will read."""
         self._chunks.pop(request.request_id, None)

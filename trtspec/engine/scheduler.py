@@ -1,4 +1,4 @@
-"""Which requests run in the next step, with how many rows; KV is reserved before anything is launched."""
+"""Decides which requests run in the next step, and with how many rows. It reserves their KV before the launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtspec.kv.reuse import PrefixReuse
 
 
 class Scheduled(NamedTuple):
-    """One request's part of a step: rows [kv.committed, kv.committed + num_rows), the last draft_len of them drafts."""
+    """One request's part of a step: num_rows rows after its scheduled tokens, the last draft_len of them drafts."""
 
     request: Request
     num_rows: int
@@ -21,26 +21,27 @@ class Scheduled(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence once the rows are appended, if all that is in flight is accepted."""
+        """Tokens of the sequence, these rows included, if every draft in flight is accepted."""
         return self.request.num_scheduled_tokens + self.num_rows
 
     @property
     def emits(self) -> bool:
-        """False for a context chunk that is not the last."""
+        """Whether the step draws a token for the request: not for a context chunk that is not the last."""
         return self.end >= len(self.request.tokens)
 
 
 Batch = tuple[Scheduled, ...]
-"""Contexts first, then generations."""
+"""Rows of a step by request: contexts first, then generations."""
 
 
 class Scheduler:
-    """First come, first served. The oldest get blocks first; if blocks run short the newest wait, recomputed later.
+    """A first-come, first-served scheduler: the oldest requests get blocks first.
 
-    `num_draft_tokens`: each request reserves room for so many rows, which drafting after the step may append: K, as a
-    rule.
-    `reuse`: how blocks are shared between requests, None = not at all. `forks_draft_kv`: samples of a prompt share rows
-    only with their draft KV, as it cannot be made later. `provisional`: see kv.reuse.
+    If blocks run short, the newest requests wait and are computed again later.
+    `num_draft_tokens`: number of rows that drafting after the step may append, usually K. Each request reserves them.
+    `reuse`: shares blocks between requests, None = blocks are not shared. `forks_draft_kv`: samples of a prompt share
+    only rows that have draft KV, as it cannot be computed later. `provisional`: number of last rows that are computed
+    again, see kv.reuse.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.siblings: dict[int, list[Request]] = {}  # leader's id -> samples that wait for its prefill
-        self.finished_in_flight: list[Request] = []  # ended, yet part of a step in flight, which writes to their blocks
+        self.finished_in_flight: list[Request] = []  # ended, but in a step in flight, which writes to their blocks
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
 
     @property
     def num_waiting(self) -> int:
-        """Samples that do not run yet, or not at the moment."""
+        """Number of samples that do not run yet, or were preempted."""
         return len(self.waiting) + sum(map(len, self.siblings.values()))
 
     @property
@@ -79,7 +80,7 @@ class Scheduler:
         return 1 - self.allocator.num_free * self.allocator.block_size / self.allocator.capacity
 
     def add(self, request: Request, siblings: list[Request]) -> None:
-        """Queue a request; its siblings share its prompt's blocks once it has read the prompt in."""
+        """Queue a request. Its siblings share the blocks of its prompt after the prefill."""
         self.waiting.append(request)
         if siblings:
             self.siblings[request.request_id] = siblings
@@ -89,28 +90,28 @@ class Scheduler:
         return bool(self.waiting or self.running or self.finished_in_flight)
 
     def live(self) -> Iterator[SequenceKV]:
-        """Every sequence that may hold blocks."""
+        """KV of every sequence that may hold blocks."""
         return (request.kv for request in (*self.running, *self.waiting, *self.finished_in_flight))
 
     def schedule(self) -> Batch | None:
-        """Reserve and return the next step's batch; empty if there is nothing to do.
+        """Reserve the KV of the next step and return its batch, which is empty if there is nothing to do.
 
-        With a step in flight, as if all of its drafts were accepted: who has more room than needed loses nothing. None:
-        there are too few blocks for that; land the step, then ask again.
+        With a step in flight, it reserves as if all drafts of that step were accepted. A request that has more blocks
+        than it needs loses nothing. None: there are too few blocks for that; complete the step, then call this again.
         """
         contexts: list[Scheduled] = []
         generations: list[Scheduled] = []
-        # Every running generation gets its rows; contexts share what is left of the step.
+        # Every running generation gets its rows; contexts share the rest of max_num_tokens.
         running = [(request, request.is_context) for request in self.running if not request.will_finish]
         room = self.max_num_tokens - sum([1 + request.num_drafts for request, is_context in running if not is_context])
         num_preemptions, ahead, block_size = self.num_preemptions, self.num_draft_tokens, self.allocator.block_size
         for request, is_context in running:
             if num_preemptions != self.num_preemptions and request not in self.running:
-                continue  # preempted for an older one, in this very loop
+                continue  # preempted for an older request, earlier in this loop
             rows = min(request.num_uncomputed, room) if is_context else 1 + request.num_drafts
             if rows == 0:
                 continue
-            # most steps fit into blocks that are there: then nothing is asked for
+            # most steps fit into the blocks that the request holds, and reserve none
             if request.num_scheduled_tokens + rows + ahead > len(request.kv.blocks) * block_size and not self._reserve(
                 request, rows
             ):
@@ -122,17 +123,17 @@ class Scheduler:
                 contexts.append(Scheduled(request, rows, 0, True))
                 room -= rows
             else:
-                num_drafts = request.num_drafts  # none, if there was no room for them
+                num_drafts = request.num_drafts  # 0 if there was no room for them
                 generations.append(Scheduled(request, 1 + num_drafts, num_drafts, False))
         if self.waiting and len(self.running) < self.max_batch_size and room > 0:
-            self._publish(self.running)  # not after every step: nobody would look, and hashing takes time
+            self._publish(self.running)  # only when a request may take blocks over: hashing takes time
         while self.waiting and len(self.running) < self.max_batch_size and room > 0:
             if num_preemptions != self.num_preemptions:
-                break  # a request that was just preempted must not take the room it made
+                break  # a request that was just preempted must not take the room that it freed
             request = self.waiting[0]
             rows = self._admit(request, room)
             if rows == 0:
-                # It fits alone: if nobody runs, only blocks of waiting samples can be in its way.
+                # Every request fits alone. If none runs, only blocks of waiting samples can be in the way.
                 if self.running or not self._drop_waiting_blocks():
                     break
                 continue
@@ -142,9 +143,11 @@ class Scheduler:
         return (*contexts, *generations)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for the request's first `num_tokens` tokens, and some more while there are plenty, so that not every
-        step asks for some. False, and nothing changed, if there are not enough."""
-        allocator, most = self.allocator, request.length_limit  # nothing past it is ever written to a block
+        """Reserve blocks for the first `num_tokens` tokens. False, and nothing changed, if there are not enough.
+
+        While many blocks are free it reserves a few more, so that not every step has to reserve.
+        """
+        allocator, most = self.allocator, request.length_limit  # no row past it is ever written
         if allocator.num_free > _PLENTY * self.max_batch_size:
             more = num_tokens + _SPARE_BLOCKS * allocator.block_size
             if allocator.reserve(request.kv, min(more, most)):
@@ -152,8 +155,10 @@ class Scheduler:
         return allocator.reserve(request.kv, min(num_tokens, most))
 
     def release_siblings(self, leader: Request) -> None:
-        """The leader has read its prompt in (or has ended): its siblings share its full blocks (unless they are to
-        compute every row) and queue up."""
+        """Queue the siblings of a leader that has prefilled its prompt, or has ended.
+
+        They share its full blocks, unless they are to compute every row.
+        """
         for sibling in reversed(self.siblings.pop(leader.request_id, [])):
             if sibling.reuses_prefix:
                 shared = max(leader.prompt_len - 1 - self.provisional, 0)  # one row is always computed
@@ -163,7 +168,7 @@ class Scheduler:
             self.waiting.appendleft(sibling)
 
     def remove(self, request: Request) -> None:
-        """The request has ended: its blocks are free, or can be found and evicted."""
+        """Remove a request that has ended. Its blocks become free, or stay published until they are evicted."""
         self.release_siblings(request)
         if request in self.running:
             self.running.remove(request)
@@ -176,14 +181,14 @@ class Scheduler:
             self.allocator.release(request.kv)
 
     def mark_in_flight(self, batch: Batch, num_drafts: Sequence[int]) -> None:
-        """The batch is in flight; it makes so many drafts for each request."""
+        """Record that the batch is in flight. num_drafts: number of drafts that it makes for each request."""
         for row, drafts in zip(batch, num_drafts, strict=True):
             row.request.pending += row.num_rows
             row.request.pending_drafts = drafts
             self.allocator.pin(row.request.kv)
 
     def mark_completed(self, batch: Batch) -> None:
-        """The batch is in flight no more; its verdict is yet to be committed."""
+        """Record that the batch is no longer in flight. Its verdict is committed afterwards."""
         for row in batch:
             row.request.pending -= row.num_rows
             self.allocator.unpin(row.request.kv)
@@ -200,15 +205,15 @@ class Scheduler:
         return False
 
     def _publish(self, requests: Sequence[Request]) -> None:
-        """Others may find what these have computed."""
+        """Publish the blocks that these requests have computed, so that others can find them."""
         if self.reuse is not None:
             for request in requests:
                 self.reuse.publish(request.kv, request.tokens)
 
     def _admit(self, request: Request, room: int) -> int:
-        """Take the published blocks a waiting request begins with, reserve the rest, return how many rows it runs now.
+        """Take the published blocks that a waiting request begins with, and reserve the rest for its first rows.
 
-        0, and nothing taken, if there are not enough blocks.
+        Return the number of those rows: 0, with nothing taken, if there are not enough blocks.
         """
         reuse = self.reuse if request.reuses_prefix and not request.kv.blocks else None
         if reuse is not None:
@@ -225,14 +230,17 @@ class Scheduler:
 
     @property
     def _in_flight(self) -> bool:
-        """Blocks of a step in flight cannot be taken from anybody, and some will be free once it has landed."""
+        """Whether a step is in flight. Its blocks cannot be taken from a request, and its completion frees some."""
         return bool(self.finished_in_flight) or any(request.pending for request in self.running)
 
     def _reserve(self, request: Request, rows: int) -> bool:
         return self.reserve(request, request.num_scheduled_tokens + rows + self.num_draft_tokens)
 
     def _take_from_others(self, request: Request, rows: int) -> bool:
-        """Room for the rows: without drafts if need be, then at the cost of newer requests. False: it was preempted."""
+        """Make room for the rows: drop the drafts if necessary, then preempt newer requests.
+
+        False: it was preempted.
+        """
         while not self._reserve(request, rows):
             if self.allocator.reserve(request.kv, request.kv.committed + rows - len(request.drafts)):
                 request.drafts = []
@@ -246,7 +254,7 @@ class Scheduler:
         return True
 
     def _drop_waiting_blocks(self) -> bool:
-        """Waiting samples may hold shared blocks of their prompt; under pressure they give them up."""
+        """Release the blocks that a waiting sample shares of its prompt. False: no waiting sample holds any."""
         for request in reversed(self.waiting):
             if request.kv.blocks:
                 self.allocator.release(request.kv)
@@ -254,7 +262,10 @@ class Scheduler:
         return False
 
     def _preempt(self, request: Request) -> None:
-        """Free the request's blocks; its tokens stay, and what is evicted meanwhile is computed again at its turn."""
+        """Free the request's blocks and queue it again.
+
+        It keeps its tokens; blocks evicted meanwhile are recomputed.
+        """
         self._publish([request])
         self.allocator.release(request.kv)
         request.drafts = []
@@ -263,5 +274,5 @@ class Scheduler:
         self.num_preemptions += 1
 
 
-_SPARE_BLOCKS = 3  # a request is given, beyond those it needs now, while ...
-_PLENTY = 8  # ... more than so many for each request that may run are free
+_SPARE_BLOCKS = 3  # blocks that a request reserves in addition to those that it needs now, while ...
+_PLENTY = 8  # ... more than this number of blocks are free for each request that may run

@@ -1,4 +1,4 @@
-"""What the engine counts and times."""
+"""Counters and timers of the engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from trtspec.protocols import AsyncExecutable, Executable, Launch
 
 
 class TimedExecutable:
-    """An executable that adds up launches and the seconds spent in them; host time per step is what is left.
+    """An executable that counts its launches and adds up their seconds. The rest of a step's time is host time.
 
-    `weight_bytes`: weights that one launch of it reads, and each pass of a chain; `kv_bytes`: its part of the KV pool.
+    `weight_bytes`: bytes of weights that one launch, or each pass of a chain, reads. `kv_bytes`: its part of the KV
+    pool.
     """
 
     def __init__(self, inner: Executable, weight_bytes: int, kv_bytes: int) -> None:
@@ -24,17 +25,17 @@ class TimedExecutable:
         self.weight_bytes = weight_bytes
         self.kv_bytes = kv_bytes
         self.launches = 0
-        self.bytes_read = 0  # weights
+        self.bytes_read = 0  # of weights
         self.seconds = 0.0
 
     def count(self, start: float, passes: int = 1) -> None:
-        """A launch that began at `start`."""
+        """Count a launch that began at `start` and made `passes` passes."""
         self.launches += 1
         self.bytes_read += passes * self.weight_bytes
         self.seconds += time.perf_counter() - start
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """See protocols.Executable."""
+        """Run a step and time it; otherwise as protocols.Executable."""
         start = time.perf_counter()
         try:
             return self.inner.run(inputs)
@@ -43,7 +44,10 @@ class TimedExecutable:
 
 
 class TimedAsyncExecutable(TimedExecutable):
-    """As TimedExecutable; of a launch that is not waited for at once, the seconds are those of the host."""
+    """A TimedExecutable that can launch.
+
+    If a launch is not waited for at once, its seconds are those that the host spends on it.
+    """
 
     inner: AsyncExecutable
 
@@ -51,7 +55,7 @@ class TimedAsyncExecutable(TimedExecutable):
         super().__init__(inner, weight_bytes, kv_bytes)
 
     def launch(self, inputs: StepInputs, carry: Carry | None = None) -> Launch:
-        """See protocols.AsyncExecutable."""
+        """Launch a step and time it; otherwise as protocols.AsyncExecutable."""
         start = time.perf_counter()
         try:
             return _TimedLaunch(self, self.inner.launch(inputs, carry))
@@ -66,7 +70,7 @@ class TimedChain:
         self.inner, self.model = inner, model
 
     def run_chain(self, inputs: StepInputs, num_tokens: int) -> Tensor | None:
-        """See methods.drafter.ChainExecutable."""
+        """Run a chain and count its launch; otherwise as methods.drafter.ChainExecutable."""
         start = time.perf_counter()
         drafts = self.inner.run_chain(inputs, num_tokens)
         if drafts is not None:
@@ -94,14 +98,14 @@ class EngineStats:
     step_time: float = 0.0
     launch_time: float = 0.0  # inside Executable.run of target and draft
     preemptions: int = 0
-    drafter_failures: int = 0  # calls that raised or answered nonsense
-    stale_drafts: int = 0  # proposals dropped because the draft layers had missed rows before them
+    drafter_failures: int = 0  # calls that raised or returned an invalid proposal
+    stale_drafts: int = 0  # proposals dropped because the draft layers had missed earlier rows
     prompt_tokens: int = 0
-    prefix_query_tokens: int = 0  # looked up in the cache: prompts, and what a preempted request must read in again
-    prefix_hit_tokens: int = 0  # of those, found, so not computed
+    prefix_query_tokens: int = 0  # looked up in the cache: prompts, and what preempted requests prefill again
+    prefix_hit_tokens: int = 0  # those that were found, and so not computed
     output_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> samples
-    saved_requests: int = 0  # whose hidden states are in finished files (SAVE_HIDDEN_STATES)
-    unsaved_requests: int = 0  # whose hidden states are lost, because of save_error
+    saved_requests: int = 0  # with hidden states in finished files (SAVE_HIDDEN_STATES)
+    unsaved_requests: int = 0  # with hidden states that are lost because of save_error
     save_error: str | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)  # of finished samples

@@ -152,7 +152,7 @@ class SteadyLoop(IsolatedLoop):
     _launched: tuple[Batch, StepOutputs] | None = field(default=None, init=False)  # the last launch of this step
 
     def step(self) -> list[Emission]:
-        """One round for every request that can run."""
+        """Run one step of every request that can run."""
         emissions = None if self.steady is None else self.repeat(self.steady)
         if emissions is None:
             self.settle()
@@ -161,14 +161,14 @@ class SteadyLoop(IsolatedLoop):
         return emissions
 
     def launch(self, batch: Batch) -> StepOutputs:
-        """One launch of the target, as IsolatedLoop has it."""
+        """Launch the target as IsolatedLoop does, and remember the batch and its outputs."""
         self._launched = None
         outputs = super().launch(batch)
         self._launched = batch, outputs
         return outputs
 
     def begin(self, launched: tuple[Batch, StepOutputs] | None) -> None:
-        """After a completed step: enter the fast path if its batch allows, and nothing reads its hidden states."""
+        """Enter the fast path after a completed step, if its batch allows it and no code reads its hidden states."""
         self._launched = None
         if launched is not None and self.collector is None and self.proposer.states is None:
             self.steady = SteadyBatch.after(*launched, self.scheduler, self.proposer)
@@ -176,7 +176,7 @@ class SteadyLoop(IsolatedLoop):
                 self.input_builder.invalidate_tables()
 
     def repeat(self, steady: SteadyBatch) -> list[Emission] | None:
-        """One step of a steady batch.
+        """Run one step of a steady batch.
 
         None, and nothing is done, if the next step differs or the launch fails; the ordinary step isolates the fault.
         """
@@ -217,6 +217,6 @@ class SteadyLoop(IsolatedLoop):
 
 
 def _next_inputs(outputs: StepOutputs) -> Tensor:
-    """[B, K+1] inputs of the next step: last tokens and drafts."""
+    """Inputs of the next step, [B, K+1]: last tokens and drafts."""
     assert outputs.verdict is not None
     return outputs.verdict.tokens if outputs.next_new_tokens is None else outputs.next_new_tokens

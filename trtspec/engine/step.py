@@ -27,34 +27,34 @@ from trtspec.verify.strict import accept
 
 
 class Emission(NamedTuple):
-    """What one step gave one request. The first `num_drafts` of `tokens` were accepted drafts."""
+    """Result of one step for one request. The first `num_drafts` of `tokens` were accepted drafts."""
 
     request: Request
     tokens: list[int]
-    text: str  # what may be shown now; text that might become a stop string or half a character is held back
+    text: str  # text to show now; half a character, or text that might become a stop string, is held back
     num_drafts: int
     draft_len: int
-    is_context: bool  # the first token(s) after reading in a prompt, or none yet
+    is_context: bool  # a prefill step: `tokens` are the first after it, or none yet
     finished: bool = False
-    drafts: Sequence[int] = ()  # those that were verified
-    logprobs: list[dict[int, Logprob]] | None = None  # of `tokens`, one each, where asked for
-    num_past_end: int = 0  # drafts that were accepted too, past the token that ends the request
+    drafts: Sequence[int] = ()  # the drafts that were verified
+    logprobs: list[dict[int, Logprob]] | None = None  # one entry for each of `tokens`, if asked for
+    num_past_end: int = 0  # drafts that were accepted after the token that ends the request
 
 
 @dataclass
 class StepLoop:
-    """The parts of the loop. All state is in the scheduler, the requests and the cache."""
+    """The loop and its parts. All state is in the scheduler, the requests and the cache."""
 
     scheduler: Scheduler
     input_builder: InputBuilder
     target: Executable
     proposer: Proposer
     vocab_size: int
-    collector: HiddenStateCollector | None = None  # wants the hidden states that the launch hands out
+    collector: HiddenStateCollector | None = None  # collects the hidden states that the launch returns
 
     def step(self) -> list[Emission]:
-        """One round for every request that can run: verify and draw, commit, finish, draft."""
-        batch = self.scheduler.schedule()  # which requests, how many rows each; KV reserved
+        """Run one step of every request that can run: verify and draw, commit, finish, draft."""
+        batch = self.scheduler.schedule()  # requests and their numbers of rows; reserves KV
         if not batch:
             return []
         outputs = self.launch(batch)  # build inputs, run, accept
@@ -63,17 +63,17 @@ class StepLoop:
         return emissions
 
     def launch(self, batch: Batch) -> StepOutputs:
-        """One launch of the target: K+1 rows per generating request verified at once. Commits nothing."""
+        """Launch the target once, which verifies K+1 rows of each generating request. Commits nothing."""
         wanted = self.proposer.wanted(batch, self.scheduler)
         return self.verify(self.input_builder.build(batch, wanted))
 
     def verify(self, inputs: StepInputs) -> StepOutputs:
-        """Run the target and accept; a one-engine step has accepted already."""
+        """Run the target and accept drafts; a one-engine step has accepted them already."""
         outputs = self.target.run(inputs)
         return outputs if outputs.verdict is not None else replace(outputs, verdict=accept(outputs, inputs.spec))
 
     def deliver(self, batch: Batch, outputs: StepOutputs) -> list[Emission]:
-        """Every request gets what the launch gave it, but for those of the batch that have ended meanwhile."""
+        """Apply the outputs of a launch to the requests of its batch, except to those that have ended meanwhile."""
         assert outputs.verdict is not None
         for reader in (self.collector, self.proposer.states):
             if reader is not None:
@@ -89,13 +89,13 @@ class StepLoop:
         ]
 
     def propose(self, emissions: Sequence[Emission]) -> None:
-        """Drafts for the next step, of those that go on."""
+        """Make drafts for the next step, for the requests that go on."""
         self.proposer.propose([e.request for e in emissions if e.tokens and not e.finished], self.scheduler)
         self.proposer.read_in([e.request for e in emissions if not e.tokens and not e.finished])
 
     @property
     def has_work(self) -> bool:
-        """False: no request is there, and nothing is in flight."""
+        """False: there is no request, and no step is in flight."""
         return self.scheduler.has_work
 
     def settle(self) -> None:
@@ -106,9 +106,11 @@ class StepLoop:
     def update(
         self, row: Scheduled, tokens: list[int], made: list[int] | None, logits: Tensor | None = None
     ) -> Emission:
-        """The verdict `tokens` on one request. made: the drafts that draft layers in the launch have made after them,
-        None where there are no such layers. logits [n, V] fp32 behind the tokens, where the request wants to know of
-        them."""
+        """Apply the verdict `tokens` to one request.
+
+        made: the drafts that draft layers in the launch made after the tokens; None = there are no such layers.
+        logits: [n, V] fp32, from which the tokens were drawn, if the request wants log-probabilities.
+        """
         request = row.request
         old_len, shown = len(request.tokens), len(request.shown_text)
         verified = self.commit(row, tokens, made)
@@ -116,8 +118,11 @@ class StepLoop:
         return self.emit(row, len(tokens), verified, request.tokens[old_len:], request.shown_text[shown:], likely)
 
     def commit(self, row: Scheduled, tokens: list[int], made: list[int] | None) -> list[int]:
-        """Keep the KV of the accepted rows, rewind the rest, and take the drafts that were made. Returns those that
-        were verified: fewer than there are rows for, if the rows were laid out before the drafts were counted."""
+        """Keep the KV of the accepted rows, rewind the rest, and store the drafts that were made.
+
+        Return the drafts that were verified. They are fewer than their rows if the rows were laid out before the number
+        of drafts was known.
+        """
         request, num_rows, draft_len, _ = row
         verified = request.drafts[:draft_len]
         rewind.commit(request.kv, num_rows, len(tokens), draft_len, made is not None)
@@ -125,10 +130,12 @@ class StepLoop:
         return verified
 
     def append(self, request: Request, tokens: list[int], logits: Tensor | None) -> list[dict[int, Logprob]]:
-        """Give the request its tokens; stop strings, detokenizer and grammar are host code that may raise, and then the
-        request ends with the error. The log-probabilities of the tokens, if it wants them; logits as of update."""
+        """Append the tokens to the request, and return their log-probabilities if it wants them. logits: as in update.
+
+        Stop strings, detokenizer and grammar are host code that may raise. The request then ends with the error.
+        """
         likely: list[dict[int, Logprob]] = []
-        # where there was nothing to draw from, the id is past the vocabulary's end
+        # an id past the vocabulary: no token could be drawn
         real = tokens
         if tokens and max(tokens) >= self.vocab_size:
             real = list(itertools.takewhile(lambda token: token < self.vocab_size, tokens))
@@ -156,8 +163,11 @@ class StepLoop:
         news: str,
         likely: list[dict[int, Logprob]],
     ) -> Emission:
-        """Count the step, and remove the request if that was its last. num_tokens: of the verdict; taken: those up to
-        the one that ended the request; news: their text, as far as it is shown."""
+        """Count the step, and remove the request if the step was its last.
+
+        num_tokens: number of tokens in the verdict. taken: the tokens of it up to the one that ended the request. news:
+        the text of `taken` that is shown.
+        """
         request, is_context, draft_len = row.request, row.is_context, len(verified)
         finished = request.finish_reason is not None
         shown = None
@@ -176,7 +186,7 @@ class StepLoop:
         return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown, cut)
 
     def remove(self, request: Request) -> None:
-        """The request has ended: its blocks are free, its drafter forgets it."""
+        """Free the blocks of a request that has ended, and its state in the drafter."""
         if self.collector is not None:
             self.collector.ended(request)
         self.scheduler.remove(request)
@@ -184,7 +194,7 @@ class StepLoop:
 
 
 def _drafts_of(batch: Batch, outputs: StepOutputs) -> Sequence[list[int] | None]:
-    """Those that draft layers in the launch have made for each request; None where there are no such layers."""
+    """Drafts that draft layers in the launch made for each request; None where there are no such layers."""
     if outputs.proposal is None:
         return [None] * len(batch)
     made, lens = outputs.proposal.draft_tokens.tolist(), outputs.proposal.draft_lens.tolist()
@@ -192,7 +202,7 @@ def _drafts_of(batch: Batch, outputs: StepOutputs) -> Sequence[list[int] | None]
 
 
 def _logits_of(batch: Batch, outputs: StepOutputs) -> list[Tensor | None]:
-    """[n, V] behind the tokens of each request that wants to know of them: of a context n = 1, else K + 1."""
+    """Logits [n, V] of each request that wants log-probabilities: n = 1 for a context, else K + 1."""
     if not any(row.request.logprobs is not None for row in batch):
         return [None] * len(batch)
     assert outputs.verdict is not None

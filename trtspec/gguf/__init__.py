@@ -1,3 +1,3 @@
-"""GGUF files, as llama.cpp writes them, read as the Hugging Face folders that they were made from."""
+"""GGUF files, as llama.cpp writes them, read as the Hugging Face folders from which they were made."""
 
 SUFFIX = ".gguf"

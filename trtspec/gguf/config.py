@@ -11,13 +11,16 @@ from trtspec.gguf.metadata import MetadataReader
 from trtspec.gguf.names import ROPE_FACTORS, hf_name, kept_linears
 
 _ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-"""Tokens that end a text, a turn, a message."""
+"""Entries of the tokens that end a text, a turn, a message."""
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
 
 def hf_config(metadata: MetadataReader) -> dict[str, Any]:
-    """config.json. `dtype` is what the model's numbers are best computed in: that of its embedding where it is not
-    quantised, else bfloat16. Raises CheckpointError; UnsupportedError for what such models may have and we do not."""
+    """config.json of the model.
+
+    `dtype` is the best one to compute the model in: that of its embedding if it is not quantised, else bfloat16. Raises
+    CheckpointError. Raises UnsupportedError for features of such models that are not supported.
+    """
     tensors = metadata.file.tensors
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -58,12 +61,12 @@ def hf_config(metadata: MetadataReader) -> dict[str, Any]:
 
 
 def hf_generation_config(config: dict[str, Any]) -> dict[str, Any]:
-    """generation_config.json that goes with a config.json."""
+    """generation_config.json that belongs to a config.json."""
     return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
 
 
 def _quantization(metadata: MetadataReader) -> dict[str, Any]:
-    """Of the linears whose integers are kept, in the words of compressed-tensors."""
+    """quantization_config of the linears whose integers are kept, in compressed-tensors' terms; empty without any."""
     kept = kept_linears(metadata.file)
     if not kept:
         return {}
@@ -115,8 +118,10 @@ def _rope_scaling(metadata: MetadataReader, head_dim: int) -> dict[str, Any] | N
 
 
 def _llama3(metadata: MetadataReader, head_dim: int) -> dict[str, Any]:
-    """The settings whose factors are those in the file, which does not name them. low_freq_factor and high_freq_factor
-    are 1 and 4 in all models that there are."""
+    """Rope settings whose factors equal those in the file, which does not name the settings.
+
+    low_freq_factor and high_freq_factor are 1 and 4 in all existing models.
+    """
     entry = metadata.file.tensors[ROPE_FACTORS]
     given = np.ones(1)
     if entry.kind.name == "F32":
@@ -127,7 +132,7 @@ def _llama3(metadata: MetadataReader, head_dim: int) -> dict[str, Any]:
         waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
         smooth = (1 / given - 1 / factor) / (1 - 1 / factor)
         between = (smooth > 1e-3) & (smooth < 1 - 1e-3)
-        lengths = (smooth * (high - low) + low) * waves  # exact for those, a bound for the others
+        lengths = (smooth * (high - low) + low) * waves  # exact for these, a bound for the others
         length = round(float(np.median(lengths[between]) if between.any() else lengths[smooth > 0.5].max()))
         expected = ((length / waves - low) / (high - low)).clip(0, 1)
         if np.allclose(1 / ((1 - expected) / factor + expected), given, rtol=1e-4, atol=0):

@@ -1,11 +1,11 @@
-"""The header of a GGUF file: typed metadata, and where each tensor lies.
+"""The header of a GGUF file: typed metadata, and the position of each tensor.
 
-Layout, little-endian: "GGUF", version, number of tensors, number of metadata entries; the entries; name, shape
-(innermost first), kind and offset of each tensor; then the tensors, each at a multiple of the alignment.
+Layout, little-endian: "GGUF", version, number of tensors, number of metadata entries. The entries follow, then name,
+shape (innermost first), kind and offset of each tensor. The tensors come last, each at a multiple of the alignment.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-A file may come from anywhere. Every count is held against the bytes that are left before anything is read, so memory is
-bounded by the size of the file, and what cannot be is a CheckpointError that names it.
+A file may come from anywhere. Every count is compared with the number of bytes left before anything is read, so the
+size of the file bounds memory. Anything impossible is a CheckpointError that names it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trtspec.errors import CheckpointError, UnsupportedError
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _ALIGNMENT_KEY, _ALIGNMENT = "general.alignment", 32
 _SPLIT_KEY = "split.count"
-_MOST_TEXTS = 1 << 22  # of one array: a vocabulary's pieces or merges; the largest in use have under a million
+_MOST_TEXTS = 1 << 22  # in one array: pieces or merges of a vocabulary; the largest in use have under a million
 _MOST_DIMENSIONS = 4
 
 # Kinds of metadata values, by number.
@@ -35,7 +35,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class TensorType(NamedTuple):
-    """How a tensor's numbers are written: blocks of so many, in so many bytes."""
+    """A storage format of numbers: blocks of `block` numbers in `block_bytes` bytes each."""
 
     name: str
     block: int
@@ -55,12 +55,12 @@ TENSOR_TYPES = {
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
 }
-"""By the number that files have for them (ggml_type)."""
+"""Storage format by the number that files use for it (ggml_type)."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """shape: outermost first. offset: in bytes from the file's beginning."""
+    """A tensor's entry in the header. shape: outermost first. offset: bytes from the beginning of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class TensorEntry:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of what shares all but the innermost index."""
+        """Bytes of a row, the elements that share all but the innermost index."""
         return self.shape[-1] // self.kind.block * self.kind.block_bytes
 
     @property
@@ -79,7 +79,10 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """`metadata` holds numbers, booleans, texts, lists of texts and numpy arrays of numbers, by their keys."""
+    """A GGUF file that is open.
+
+    metadata: numbers, booleans, texts, lists of texts and numpy arrays of numbers, by their keys.
+    """
 
     path: Path
     metadata: Mapping[str, Any]
@@ -88,8 +91,10 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path, role: str = "target") -> GgufFile:
-        """Reads the header. `role` ("target", "draft") is what errors call the model. Raises CheckpointError for a file
-        that is no GGUF file or damaged, UnsupportedError for a version, a split or a kind of tensor that is not read.
+        """Open a file and read its header. `role` ("target", "draft") names the model in error messages.
+
+        Raises CheckpointError for a file that is no GGUF file or is damaged. Raises UnsupportedError for a version, a
+        split or a kind of tensor that cannot be read.
         """
         try:
             with path.open("rb") as file:
@@ -105,18 +110,18 @@ class GgufFile:
             raise header.damaged("its metadata is nested") from error
 
     def data(self, entry: TensorEntry) -> NDArray[np.uint8]:
-        """The bytes of a tensor, [rows, row_bytes], a view of the file."""
+        """Bytes of a tensor, [rows, row_bytes], as a view of the file."""
         flat = np.frombuffer(self._bytes, np.uint8, entry.nbytes, entry.offset)
         return flat.reshape(-1, entry.row_bytes)
 
     def forget(self) -> None:
-        """What was read of the file does not count as our memory any more."""
+        """Release the pages that were read from the file, so that they no longer count as our memory."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._bytes.madvise(mmap.MADV_DONTNEED)
 
 
 class _Header:
-    """A place in the bytes that moves on as they are read."""
+    """A reader of the header's bytes, which advances as it reads."""
 
     def __init__(self, data: mmap.mmap, where: str) -> None:
         self.data, self.where, self.at = data, where, len(_MAGIC)
@@ -205,7 +210,7 @@ class _Header:
             if count > _MOST_TEXTS:
                 raise self.damaged(f"{key!r:.80} has {count} elements")
             return [self.text(key) for _ in range(count)]
-        if kind not in _SCALARS:  # arrays of arrays are allowed, and nobody writes them
+        if kind not in _SCALARS:  # arrays of arrays are allowed, but no program writes them
             raise self.damaged(f"{key!r:.80} has elements of the type {kind}")
         dtype = np.dtype(f"<{_SCALARS[kind]}") if _SCALARS[kind] != "?" else np.dtype(np.bool_)
         count = self.count(f"elements of {key!r:.80}", dtype.itemsize)
@@ -214,7 +219,7 @@ class _Header:
         return found
 
     def count(self, what: str, least_bytes: int) -> int:
-        """How many there are, each of so many bytes at least."""
+        """Read the number of items, of which each takes at least `least_bytes` bytes."""
         found = int(self.scalar("Q", f"the number of {what}"))
         if found * least_bytes > len(self.data) - self.at:
             raise self.damaged(f"there cannot be {found} {what} in {len(self.data)} bytes")

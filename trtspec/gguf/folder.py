@@ -1,4 +1,4 @@
-"""The Hugging Face folder of a GGUF file: what it says, written out, and the file itself for its tensors."""
+"""The Hugging Face folder of a GGUF file: its contents as text files, and the file itself for its tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trtspec.gguf.metadata import MetadataReader
 from trtspec.gguf.tokenizer import hf_tokenizer
 
 WEIGHTS = "model.gguf"
-"""The file in such a folder, a link."""
+"""Name of the GGUF file in such a folder, where it is a link."""
 
 
 def write_texts(file: GgufFile, folder: Path, role: str = "target") -> dict[str, Any]:
-    """config.json, generation_config.json and the tokenizer's files, into a folder that is there. Returns config.json.
+    """Write config.json, generation_config.json and the tokenizer's files to an existing folder. Return config.json.
 
-    Raises CheckpointError and UnsupportedError: see hf_config and hf_tokenizer.
+    Raises the CheckpointError and UnsupportedError of hf_config and hf_tokenizer.
     """
     metadata = MetadataReader(file, role)
     config = hf_config(metadata)

@@ -1,4 +1,4 @@
-"""What the metadata of a GGUF file say of the model, checked."""
+"""Checked access to the metadata of a GGUF file, which describe the model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trtspec.gguf.names import ARCHITECTURES, Architecture
 
 
 class MetadataReader:
-    """Typed access to the metadata; every error names the role, the file and the entry."""
+    """A reader that gives typed access to the metadata. Every error names the role, the file and the entry."""
 
     def __init__(self, file: GgufFile, role: str) -> None:
-        """UnsupportedError for an architecture that is not read."""
+        """Read the architecture and the numbers of heads. UnsupportedError for an unknown architecture."""
         self.file, self.role = file, role
         self.prefix = self.text("general.architecture")
         known = ARCHITECTURES.get(self.prefix)
@@ -40,7 +40,7 @@ class MetadataReader:
         )
 
     def get(self, key: str, kind: type | tuple[type, ...], what: str, default: Any = None) -> Any:
-        """A value of that type; `default` where there is none, which is an error if that is None."""
+        """Value of that type; `default` if the entry is missing, or an error if `default` is None."""
         value = self.file.metadata.get(key, default)
         if value is None:
             raise self.error(key, f"({what}) is missing")
@@ -71,7 +71,7 @@ class MetadataReader:
         return bool(self.get(key, bool, "true or false", default))
 
     def optional_id(self, key: str, size: int) -> int | None:
-        """A token id; None where there is no such entry."""
+        """A token id; None if there is no such entry."""
         if key not in self.file.metadata:
             return None
         value = int(self.get(key, int, "a token id"))
@@ -79,17 +79,17 @@ class MetadataReader:
             raise self.error(key, f"= {value} is not one of the {size} tokens")
         return value
 
-    # The entries below are the architecture's own: "llama.block_count".
+    # The methods below read the architecture's own entries, such as "llama.block_count".
 
     def has(self, key: str) -> bool:
         return f"{self.prefix}.{key}" in self.file.metadata
 
     def positive(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 1; one for all layers."""
+        """An integer of at least 1. The entry may hold one for each layer if all are equal."""
         name = f"{self.prefix}.{key}"
         value = self.file.metadata.get(name, default)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all() and value.dtype.kind in "iu":
-            value = int(value[0])  # one for each layer, all the same
+            value = int(value[0])  # one number for each layer, all equal
         elif isinstance(value, np.ndarray):
             raise self.unsupported(name, "only models whose layers are all alike are supported")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -97,7 +97,7 @@ class MetadataReader:
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Finite and greater than 0."""
+        """A finite number greater than 0."""
         name = f"{self.prefix}.{key}"
         value = float(self.get(name, (int, float), "a number", default))
         if not (math.isfinite(value) and value > 0):

@@ -1,4 +1,4 @@
-"""Which architectures are read, and what their tensors are called in a Hugging Face checkpoint."""
+"""The architectures that can be read, and the names of their tensors in a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ _INNER = {
 _OF_A_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""What each frequency is divided by, of Llama 3's rope; no weight of the model."""
+"""Divisors of the frequencies of Llama 3's rope. This tensor is no weight of the model."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """model_type and class: Hugging Face's words. interleaved: llama.cpp turns neighbouring elements of queries and
-    keys, where Hugging Face turns the halves of a head, so their rows are in another order. biases: of q, k and v,
-    whatever config.json says."""
+    """An architecture that can be read.
+
+    model_type, hf_class: Hugging Face's names.
+    interleaved: rope in llama.cpp rotates neighbouring elements of queries and keys, where Hugging Face rotates the
+    halves of a head. Their rows are therefore in another order.
+    biases: q, k and v have biases, whatever config.json says.
+    """
 
     model_type: str
     hf_class: str
@@ -48,11 +52,11 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", biases=True),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
 }
-"""By general.architecture."""
+"""Architecture by general.architecture."""
 
 
 def hf_name(name: str) -> str | None:
-    """Of a tensor; None for one that no such model has."""
+    """Hugging Face name of a tensor; None for a tensor that no such model has."""
     found = _OF_A_LAYER.fullmatch(name)
     if found is None:
         return _OUTER.get(name)
@@ -61,15 +65,15 @@ def hf_name(name: str) -> str | None:
 
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linears that are one matrix here: they are of one kind."""
+"""Linears that are one matrix here, and so must be of one kind."""
 
 
 KEPT_BITS = {"Q4_0": 4, "Q8_0": 8}
-"""Bits of the kinds whose integers are kept: symmetric ones with an fp16 scale for 32 inputs."""
+"""Bits of the kinds whose integers are kept: symmetric ones with an fp16 scale for every 32 inputs."""
 
 
 def kept_linears(file: GgufFile) -> dict[str, int]:
-    """Hugging Face's names of the linears whose integers are kept as they are, and of how many bits these are."""
+    """Map the Hugging Face name of each linear whose integers are kept as they are to the number of bits of these."""
     kinds = {
         name.removesuffix(".weight"): entry.kind.name
         for gguf_name, entry in file.tensors.items()
@@ -85,6 +89,9 @@ def kept_linears(file: GgufFile) -> dict[str, int]:
 
 
 def turned_heads(name: str, heads: int, kv_heads: int) -> int | None:
-    """How many heads a tensor of an interleaved architecture has in its rows, where rope turns them; else None."""
+    """Number of heads in a tensor's rows, if rope rotates them; else None.
+
+    The tensor is one of an interleaved architecture.
+    """
     found = _OF_A_LAYER.fullmatch(name)
     return None if found is None else {"attn_q": heads, "attn_k": kv_heads}.get(found[2])

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under their Hugging Face names, read one at a time as safetensors' are."""
+"""The tensors of a GGUF file under their Hugging Face names, read one at a time like those of safetensors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trtspec.gguf.file import GgufFile, TensorEntry
 from trtspec.gguf.metadata import MetadataReader
 from trtspec.gguf.names import KEPT_BITS, ROPE_FACTORS, hf_name, kept_linears, turned_heads
 
-_AT_ONCE = 16 << 20  # elements that are dequantised at a time
+_AT_ONCE = 16 << 20  # elements to dequantise at a time
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class GgufShard:
-    """An open file; `keys`, `get_slice` and `get_tensor` as those of safetensors."""
+    """An open GGUF file, with safetensors' methods `keys`, `get_slice` and `get_tensor`."""
 
     file: GgufFile
     slices: Mapping[str, GgufSlice | PackedSlice]  # by Hugging Face name
@@ -33,15 +33,19 @@ class GgufShard:
     def open(cls, path: Path, role: str = "target", packed: bool = False) -> GgufShard:
         """Open a GGUF file as if it were a safetensors shard.
 
-        packed: linears in Q4_0 and Q8_0 keep their integers, in compressed-tensors' pack-quantized layout; else
-        dequantised. Raises the errors of GgufFile.open and MetadataReader: CheckpointError and UnsupportedError.
+        packed: linears in Q4_0 and Q8_0 keep their integers, in compressed-tensors' pack-quantized layout. If False,
+        they are dequantised.
+        Raises the errors of GgufFile.open and MetadataReader: CheckpointError and UnsupportedError.
         """
         found = path.stat()
         return _opened(path, role, packed, (found.st_ino, found.st_size, found.st_mtime_ns))
 
     @classmethod
     def of(cls, file: GgufFile, role: str = "target", packed: bool = False) -> GgufShard:
-        """Of a file that is open. Tensors that no such model has keep their names, for strict loading to refuse."""
+        """Shard of a file that is open already.
+
+        Tensors that no such model has keep their names, so that strict loading refuses them.
+        """
         metadata = MetadataReader(file, role)
         kept = kept_linears(file) if packed else {}
         slices: dict[str, GgufSlice | PackedSlice] = {}
@@ -66,15 +70,15 @@ class GgufShard:
         return cls(file, slices)
 
     def keys(self) -> list[str]:
-        """Names, in the order of the file."""
+        """Names of the tensors, in the order of the file."""
         return list(self.slices)
 
     def get_slice(self, name: str) -> GgufSlice | PackedSlice:
-        """A tensor that is not read yet."""
+        """A tensor that has not been read yet."""
         return self.slices[name]
 
     def get_tensor(self, name: str) -> Tensor:
-        """All of a tensor: float16 or bfloat16 as it is stored, float32 dequantised, or a part of integers."""
+        """A whole tensor: float16 or bfloat16 as stored, float32 dequantised, or a part of the packed integers."""
         return self.slices[name][:]
 
 
@@ -87,16 +91,16 @@ class GgufSlice:
     heads: int | None
 
     def get_shape(self) -> list[int]:
-        """Outermost first."""
+        """Shape, outermost first."""
         return list(self.entry.shape)
 
     def get_dtype(self) -> str:
-        """Of what indexing gives, in the words of safetensors."""
+        """Dtype that indexing returns, by safetensors' name."""
         name = self.entry.kind.name
         return name if name in _PLAIN else "F32"
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Those of the outermost index, contiguous."""
+        """Rows of the outermost index, contiguous."""
         entry = self.entry
         data = self.stored(rows)
         shape = (len(data), *entry.shape[1:])
@@ -109,8 +113,10 @@ class GgufSlice:
         return found.reshape(shape)
 
     def stored(self, rows: slice) -> NDArray[np.uint8]:
-        """Bytes of those rows, [rows, bytes]; of queries and keys in Hugging Face's order: the elements 0, 2, ... of a
-        head, and then 1, 3, ..."""
+        """Bytes of these rows, [rows, bytes].
+
+        Rows of queries and keys are in Hugging Face's order: elements 0, 2, ... of a head, and then 1, 3, ...
+        """
         data = self.file.data(self.entry)
         if len(self.entry.shape) == 1:
             data = data.reshape(self.entry.shape[0], -1)
@@ -124,28 +130,30 @@ _PARTS = ("_packed", "_scale", "_shape")
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """A part of a linear [N, K] of Q4_0 or Q8_0 in the layout pack-quantized: weight_packed [N, K/8 or K/4] int32,
-    weight_scale [N, K/32] float16 or weight_shape [2] int64."""
+    """A part of a linear [N, K] of Q4_0 or Q8_0 in the layout pack-quantized.
+
+    It is weight_packed [N, K/8 or K/4] int32, weight_scale [N, K/32] float16 or weight_shape [2] int64.
+    """
 
     linear: GgufSlice
     part: str
 
     def get_shape(self) -> list[int]:
-        """Outermost first."""
+        """Shape, outermost first."""
         rows, depth = self.linear.entry.shape
         in_a_word = 32 // KEPT_BITS[self.linear.entry.kind.name]
         return {"_packed": [rows, depth // in_a_word], "_scale": [rows, depth // 32], "_shape": [2]}[self.part]
 
     def get_dtype(self) -> str:
-        """In the words of safetensors."""
+        """Dtype, by safetensors' name."""
         return {"_packed": "I32", "_scale": "F16", "_shape": "I64"}[self.part]
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Those of the outermost index."""
+        """Rows of the outermost index."""
         if self.part == "_shape":
             return torch.tensor(self.linear.entry.shape)[rows]
         data = self.linear.stored(rows)
-        blocks = data.reshape(len(data), -1, self.linear.entry.kind.block_bytes)  # a scale, and then the integers
+        blocks = data.reshape(len(data), -1, self.linear.entry.kind.block_bytes)  # a scale, then the integers
         if self.part == "_scale":
             found = torch.from_numpy(np.array(blocks[:, :, :2])).view(torch.float16)[..., 0]
         else:
@@ -156,13 +164,13 @@ class PackedSlice:
 
 
 def _unsigned4(octets: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The integers of Q4_0, whose byte i holds inputs i and i + 16."""
+    """Integers of Q4_0 for pack-quantized. Byte i of Q4_0 holds inputs i and i + 16."""
     values: NDArray[np.uint8] = np.concatenate((octets & 15, octets >> 4), axis=2)
     return values[:, :, ::2] | values[:, :, 1::2] << np.uint8(4)
 
 
 def _unsigned8(octets: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The integers of Q8_0, whose bytes are signed."""
+    """Integers of Q8_0 for pack-quantized. The bytes of Q8_0 are signed."""
     return octets ^ np.uint8(128)
 
 
@@ -172,12 +180,12 @@ _UNSIGNED = {"Q4_0": _unsigned4, "Q8_0": _unsigned8}
 
 @functools.lru_cache(maxsize=2)
 def _opened(path: Path, role: str, packed: bool, stamp: tuple[int, ...]) -> GgufShard:
-    """Whoever reads weights opens a file again and again; its header takes a while."""
+    """Open a shard, or return a cached one: loaders open a file repeatedly, and reading its header takes a while."""
     return GgufShard.of(GgufFile.open(path, role), role, packed)
 
 
 def _dequantised(data: NDArray[np.uint8], entry: TensorEntry) -> NDArray[np.float32]:
-    """[rows, bytes] -> [rows, elements]."""
+    """Dequantise rows: [rows, bytes] -> [rows, elements]."""
     quants = gguf_package()
     kind = quants.GGMLQuantizationType[entry.kind.name]
     found = np.empty((len(data), entry.shape[-1]), np.float32)
@@ -188,7 +196,7 @@ def _dequantised(data: NDArray[np.uint8], entry: TensorEntry) -> NDArray[np.floa
 
 
 def gguf_package() -> Any:
-    """gguf.quants. DependencyError where the package is not installed."""
+    """The module gguf.quants. DependencyError if the package is not installed."""
     try:
         from gguf import quants
     except ImportError as error:

@@ -1,8 +1,8 @@
 """tokenizer.json and tokenizer_config.json of the tokenizer in a GGUF file.
 
-Ids are llama.cpp's with special tokens read as such (parse_special): its way of splitting text is kept where the
-tokenizer that the model was trained with does otherwise. How text is split before pieces are merged is known by a name
-alone (tokenizer.ggml.pre). Source: llama.cpp, src/llama-vocab.cpp.
+Ids are those of llama.cpp with special tokens parsed (parse_special). Text is split as llama.cpp splits it, even where
+the tokenizer that the model was trained with differs. Only a name (tokenizer.ggml.pre) says how text is split before
+pieces are merged. Source: llama.cpp, src/llama-vocab.cpp.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ PRE_TOKENIZERS = {
     "qwen2": (_WORDS % r"\p{N}",),
     "smollm": (r"\p{N}", _GPT2),
 }
-"""tokenizer.ggml.pre -> the expressions that text is split by, one after the other."""
-_LLAMA_BPE = "llama-bpe"  # begins with BOS, and takes words that are tokens whole, unless the file says otherwise
+"""tokenizer.ggml.pre -> the expressions that split text, applied one after the other."""
+_LLAMA_BPE = "llama-bpe"  # texts begin with BOS unless the file says otherwise; words that are tokens stay whole
 
 
 def hf_tokenizer(metadata: MetadataReader, size: int) -> tuple[str, dict[str, Any]] | None:
-    """(tokenizer.json, what is in tokenizer_config.json), None where the file has no tokenizer. size: ids of the model.
+    """(tokenizer.json, contents of tokenizer_config.json); None if the file has no tokenizer. size: ids of the model.
 
-    Raises CheckpointError; UnsupportedError for a kind of tokenizer or a way of splitting text that is not known.
+    Raises CheckpointError. Raises UnsupportedError for an unknown kind of tokenizer, or an unknown way of splitting
+    text.
     """
     if "tokenizer.ggml.model" not in metadata.file.metadata:
         return None
@@ -48,7 +49,7 @@ def hf_tokenizer(metadata: MetadataReader, size: int) -> tuple[str, dict[str, An
     tokens, types = _tokens(metadata, size)
     tokenizer, adds_bos = _KINDS[kind](metadata, tokens)
     _add_special(tokenizer, tokens, types)
-    # the class that takes tokenizer.json as it is, whatever the model
+    # the class that uses tokenizer.json as it is, whatever the model
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     ids = {name: metadata.optional_id(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in _SPECIAL}
     config |= {_SPECIAL[name]: tokens[token] for name, token in ids.items() if token is not None}
@@ -59,7 +60,7 @@ def hf_tokenizer(metadata: MetadataReader, size: int) -> tuple[str, dict[str, An
 
 
 def _tokens(metadata: MetadataReader, size: int) -> tuple[list[str], list[int]]:
-    """Texts and kinds by id."""
+    """Texts and kinds of all tokens, by id."""
     key, types_key = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
     tokens = metadata.texts(key)
     if not 0 < len(tokens) <= size:
@@ -75,7 +76,7 @@ def _tokens(metadata: MetadataReader, size: int) -> tuple[list[str], list[int]]:
 
 
 def _byte_pairs(metadata: MetadataReader, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
-    """GPT-2's kind: bytes are written as characters, and pairs merged in a given order."""
+    """Tokenizer of GPT-2's kind: bytes are written as characters, and pairs are merged in a given order."""
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers
 
@@ -87,7 +88,7 @@ def _byte_pairs(metadata: MetadataReader, tokens: list[str]) -> tuple[tokenizers
     merges = []
     for merge in metadata.texts(key):
         first, blank, second = merge.partition(" ")
-        # a piece may itself begin with a blank, which the tokens then do, too
+        # a piece may itself begin with a blank; the tokens then begin with one too
         if not (blank and first in vocabulary and second in vocabulary and first + second in vocabulary):
             raise metadata.error(key, f"has {merge!r:.80}, which are no two tokens that make a third")
         merges.append((first, second))
@@ -102,7 +103,7 @@ def _byte_pairs(metadata: MetadataReader, tokens: list[str]) -> tuple[tokenizers
 
 
 def _sentencepiece(metadata: MetadataReader, tokens: list[str]) -> tuple[tokenizers.Tokenizer, bool]:
-    """Llama 2's kind: a marker stands for a blank, and the pair whose token has the best score is merged first."""
+    """Tokenizer of Llama 2's kind: a marker stands for a blank, and the pair whose token scores best merges first."""
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
@@ -135,11 +136,14 @@ def _sentencepiece(metadata: MetadataReader, tokens: list[str]) -> tuple[tokeniz
 
 
 _KINDS = {"gpt2": _byte_pairs, "llama": _sentencepiece}
-"""tokenizer.ggml.model -> what makes a tokenizer of its tokens, and whether texts begin with BOS by default."""
+"""tokenizer.ggml.model -> function that returns a tokenizer, and whether texts begin with BOS by default."""
 
 
 def _add_special(tokenizer: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """What is found in text before it is split: control tokens, which texts leave out, and those that users defined."""
+    """Add the tokens that are found in text before it is split: control tokens, and those that users defined.
+
+    Decoded texts leave out control tokens.
+    """
     from tokenizers import AddedToken
 
     for token, kind in zip(tokens, types, strict=True):
@@ -156,7 +160,7 @@ def _frame(
     ids: dict[str, int | None],
     adds_bos: bool,
 ) -> None:
-    """BOS before every text, and EOS after it, where the file wants them."""
+    """Put BOS before every text, and EOS after it, where the file asks for them."""
     from tokenizers import processors
 
     wanted = {

@@ -1,1 +1,1 @@
-"""From what users call a model to a folder on this machine."""
+"""Finding the folder on this machine for a user's name or path of a model."""

@@ -1,6 +1,6 @@
-"""Models by their names on the Hugging Face Hub: a snapshot of a revision in huggingface_hub's own cache.
+"""Download of models from the Hugging Face Hub: a snapshot of a revision in huggingface_hub's own cache.
 
-Only configs, tokenizers, templates and weights in safetensors or GGUF are fetched: nothing that runs code when it is
+It fetches only configs, tokenizers, templates and weights in safetensors or GGUF: no file that runs code when it is
 loaded. huggingface_hub's settings apply: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS.
 """
 
@@ -21,25 +21,25 @@ from trtspec.errors import CheckpointError, ConfigError, DependencyError
 logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""owner/model."""
+"""Form of a name on the Hub: owner/model."""
 _TEXTS = ("*.json", "tokenizer.model", "*.jinja")
 _FOLDER_OF_TEMPLATES = "additional_chat_templates/"
 _WEIGHTS, _GGUF = "*.safetensors", "*.gguf"
 
 
 def snapshot(name: str, role: str, revision: str | None = None) -> Path:
-    """The folder with a model's files, downloaded if they are not here. revision: a branch, tag or commit; None = main.
+    """Folder with a model's files, which are downloaded if they are not on this machine.
 
-    `role` ("target", "draft") is what errors call the model. Raises DependencyError without huggingface_hub;
-    CheckpointError for a model or revision that is not there, is not granted or cannot be fetched; ConfigError where a
-    token would be sent without encryption.
+    role: the model's name in errors ("target", "draft"). revision: a branch, tag or commit; None = main.
+    Raises DependencyError without huggingface_hub. Raises CheckpointError for a model or revision that does not exist,
+    is not granted or cannot be fetched. Raises ConfigError if a token would be sent without encryption.
     """
     what = f"{role} model {name!r}" + (f" at revision {revision!r}" if revision else "")
     hub = _hub(what)
     _check_endpoint(hub)
     try:
         if hub.constants.HF_HUB_OFFLINE:
-            # whether the rest is here, is seen when it is read: the library would miss files that nobody fetched
+            # The other files are checked when they are read: the library would require files that are never fetched.
             some = ["config.json"]
             folder = Path(hub.snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=some))
         else:
@@ -49,7 +49,7 @@ def snapshot(name: str, role: str, revision: str | None = None) -> Path:
             folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError, RuntimeError) as error:
         _say(hub, error, what, name)
-    except Exception as error:  # what the HTTP library raises is not OSError in all versions
+    except Exception as error:  # the HTTP library's errors are not OSError in all versions
         if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub")):
             raise
         _say(hub, error, what, name)
@@ -59,8 +59,10 @@ def snapshot(name: str, role: str, revision: str | None = None) -> Path:
 
 
 def wanted_files(names: Iterable[str], what: str) -> list[str]:
-    """Those of a model's files that are fetched: a GGUF file only where there are no weights in safetensors, and one
-    alone. CheckpointError where there are several."""
+    """Names of a model's files that are fetched: texts, and weights in safetensors, else a single GGUF file.
+
+    Raises CheckpointError if there are several GGUF files and no weights in safetensors.
+    """
     every = [name for name in names if "/" not in name or _is_template(name)]
     weights = [name for name in every if fnmatch(name, _WEIGHTS)]
     if not weights:
@@ -92,7 +94,7 @@ def _hub(what: str) -> Any:
 
 
 def _check_endpoint(hub: Any) -> None:
-    """A token goes out encrypted, or stays on this machine."""
+    """Raise ConfigError if a token would leave this machine without encryption."""
     endpoint = urlsplit(hub.constants.ENDPOINT)
     if endpoint.scheme == "https" or _is_loopback(endpoint.hostname or "") or hub.get_token() is None:
         return
@@ -110,7 +112,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _say(hub: Any, error: Exception, what: str, name: str) -> NoReturn:
-    """What went wrong, in words, and what to do."""
+    """Raise CheckpointError that says what went wrong and what to do."""
     errors, offline = hub.errors, hub.constants.HF_HUB_OFFLINE
     status = getattr(getattr(error, "response", None), "status_code", None)
     reason = str(error).strip().partition("\n")[0]
@@ -131,7 +133,7 @@ def _say(hub: Any, error: Exception, what: str, name: str) -> NoReturn:
 
 
 def _check_links(folder: Path, what: str) -> None:
-    """A snapshot's files are links to blobs/ beside snapshots/, and lead nowhere else."""
+    """Raise CheckpointError unless a snapshot's files lead to the model's own folder: to blobs/, next to snapshots/."""
     home = folder.parent.parent.resolve()
     for file in folder.rglob("*"):
         if home not in file.resolve().parents:

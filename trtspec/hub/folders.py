@@ -1,4 +1,4 @@
-"""From what users call a model to a Hugging Face folder on this machine."""
+"""Finding the Hugging Face folder on this machine for a user's name or path of a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trtspec.hub.download import HUB_NAME, snapshot
 
 
 def checkpoint_folder(model: str | os.PathLike[str], role: str = "target", revision: str | None = None) -> Path:
-    """A folder as it is; of a GGUF file, the one that stands for it; of a name on the Hub, owner/model, its snapshot.
-    What is here wins over what has the same name there. What is none of these comes back as a path, for whoever reads
-    it to say what is missing.
+    """Folder of a model: a folder unchanged, the folder that stands for a GGUF file, or the snapshot of a Hub name.
 
-    `role` ("target", "draft") is what errors call the model. revision: of a name on the Hub alone. Raises what
-    `gguf_folder` and `snapshot` raise, ConfigError for a revision of what is here.
+    A name on the Hub is owner/model. A file or folder on this machine takes precedence over the same name on the Hub.
+    Anything else is returned as a path; the code that reads it then reports what is missing.
+    role: the model's name in errors ("target", "draft"). revision: only for a name on the Hub.
+    Raises what `gguf_folder` and `snapshot` raise, and ConfigError for a revision of a model on this machine.
     """
     path, name = Path(model), os.fspath(model)
     if path.is_dir():
@@ -35,7 +35,7 @@ def checkpoint_folder(model: str | os.PathLike[str], role: str = "target", revis
 
 @functools.lru_cache(maxsize=64)
 def _of_hub(name: str, role: str, revision: str | None) -> Path:
-    """Asked for once in a process, so that all of it sees the same commit."""
+    """Folder of a name on the Hub; looked up once in a process, so that all its code sees the same commit."""
     folder = snapshot(name, role, revision)
     if (folder / "config.json").is_file():
         return folder
@@ -44,6 +44,6 @@ def _of_hub(name: str, role: str, revision: str | None) -> Path:
 
 
 def _of_gguf(file: Path, role: str) -> Path:
-    from trtspec.hub.gguf_folder import gguf_folder  # a server that reads no file starts without numpy
+    from trtspec.hub.gguf_folder import gguf_folder  # so that a server without GGUF files starts without numpy
 
     return gguf_folder(file, role)

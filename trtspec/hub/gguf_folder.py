@@ -1,4 +1,4 @@
-"""The Hugging Face folder that stands for a GGUF file: its texts are written once and kept, its tensors stay in it."""
+"""The Hugging Face folder for a GGUF file: its texts are written once and kept, its tensors stay in the GGUF file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _DIGITS = 24
 
 
 def gguf_folder(file: Path, role: str = "target") -> Path:
-    """Of a file that is there; the same for as long as it does not change. It is in the folder of TRTSPEC_CACHE;
-    with "off", a temporary one of this process.
+    """Folder for an existing GGUF file; the same one for as long as the file does not change.
 
-    Raises CheckpointError and UnsupportedError for the file, ConfigError where the folder cannot be used.
+    The folder is in the folder of TRTSPEC_CACHE; with "off", it is a temporary folder of this process.
+    Raises CheckpointError and UnsupportedError for the file, ConfigError if the folder cannot be used.
     """
     file = file.resolve()
     found = file.stat()
@@ -60,8 +60,8 @@ def _folder(file: Path, stamp: tuple[int, ...], role: str) -> Path:
 
 
 def _make(file: GgufFile, folder: Path, role: str) -> None:
-    """All of it or nothing."""
-    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix="removed-"))  # the cache sweeps what a dead process left
+    """Write the folder, whole or not at all."""
+    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix="removed-"))  # the cache deletes what a dead process left
     try:
         made = staging / folder.name
         made.mkdir(mode=0o700)
@@ -99,5 +99,5 @@ def _elements(entry: TensorEntry) -> int:
 
 
 def _code() -> Iterator[Path]:
-    """The sources that decide what is written."""
+    """Source files that determine the folder's content."""
     yield from sorted((Path(__file__).resolve().parents[1] / "gguf").glob("*.py"))

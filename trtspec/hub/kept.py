@@ -1,4 +1,4 @@
-"""The folder that is kept for this user: compiled engines, and what was read out of files."""
+"""The folder that is kept for this user: compiled engines, and data that was read from files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ OFF = "off"
 
 
 def cache_folder() -> Path | None:
-    """As TRTSPEC_CACHE says, else in the user's cache; None for "off". OSError where the user has no home folder and
-    names none."""
+    """Folder that TRTSPEC_CACHE names, else one in the user's cache; None for "off".
+
+    Raises OSError if the user has no home folder and names no folder.
+    """
     named = os.environ.get(FOLDER_VARIABLE, "")
     if named == OFF:
         return None
@@ -26,7 +28,7 @@ def cache_folder() -> Path | None:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, or check that it is ours alone: ConfigError. OSError where it cannot be made."""
+    """Make the folder, or raise ConfigError unless an existing one is private. OSError if it cannot be made."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir(mode=0o700)
@@ -35,7 +37,7 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """ConfigError unless it is a folder of this user that nobody else can read or change: what is in it is run."""
+    """Raise ConfigError unless this user owns the folder and nobody else can access it: its content is run as code."""
     found = folder.lstat()
     why = None
     if not stat.S_ISDIR(found.st_mode):

@@ -1,1 +1,1 @@
-"""Speculation in the words of other servers."""
+"""Read and write the speculation settings of other servers."""

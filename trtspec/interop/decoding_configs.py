@@ -1,7 +1,7 @@
-"""TensorRT-LLM's decoding configs, under their own names and defaults; each converts to a SpeculativeConfig.
+"""TensorRT-LLM's decoding configs, with their own names and defaults. Each converts to a SpeculativeConfig.
 
-A field whose feature is not built may keep its default; another value raises UnsupportedError on conversion. Nothing is
-dropped.
+A field whose feature is not built may keep its default. Another value raises UnsupportedError on conversion. No value
+is dropped.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Choices = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(list_to_tuple)]
 
 
 class DecodingBaseConfig(StrictConfig):
-    """What all decoding configs share. `speculative_model_dir` is another name for `speculative_model`.
+    """The fields of all decoding configs. `speculative_model_dir` is another name for `speculative_model`.
 
-    `allow_advanced_sampling` changes nothing here: every request's own sampling parameters are always honoured.
+    `allow_advanced_sampling` changes nothing here: every request's own sampling parameters are always applied.
     """
 
     model_config = ConfigDict(populate_by_name=True)
 
     decoding_type: ClassVar[str] = ""  # TensorRT-LLM's name in YAML files
-    method: ClassVar[str] = ""  # ours
-    # field -> what to do instead of a value other than its default
+    method: ClassVar[str] = ""  # trtspec's name
+    # field -> remedy for a value other than its default
     unbuilt: ClassVar[Mapping[str, str]] = {
         "acceptance_window": "leave it unset, or use max_concurrency",
         "acceptance_length_threshold": "leave it unset, or use max_concurrency",
@@ -55,7 +55,7 @@ class DecodingBaseConfig(StrictConfig):
     ] = "full"
 
     def to_speculative_config(self) -> SpeculativeConfig:
-        """The same wishes as a SpeculativeConfig. Raises ConfigError or UnsupportedError."""
+        """The same settings as a SpeculativeConfig. Raises ConfigError or UnsupportedError."""
         name = type(self).__name__
         fields = type(self).model_fields
         remedies = {**DecodingBaseConfig.unbuilt, **self.unbuilt}
@@ -81,12 +81,12 @@ class DecodingBaseConfig(StrictConfig):
         )
 
     def _own_fields(self) -> dict[str, Any]:
-        """SpeculativeConfig fields that only this kind of config sets."""
+        """Fields of SpeculativeConfig that only this kind of config sets."""
         return {}
 
 
 class Eagle3DecodingConfig(DecodingBaseConfig):
-    """EAGLE3, one-engine unless eagle3_one_model is False. Layer ids mean "after layer i", as everywhere in trtspec."""
+    """EAGLE3, one-engine unless eagle3_one_model is False. Layer ids mean "after layer i", as in all of trtspec."""
 
     decoding_type: ClassVar[str] = "Eagle3"
     method: ClassVar[str] = "eagle3"
@@ -133,7 +133,7 @@ class Eagle3DecodingConfig(DecodingBaseConfig):
 
 
 class MTPDecodingConfig(DecodingBaseConfig):
-    """MTP. num_nextn_predict_layers is the older name of max_draft_len; unset, the checkpoint decides."""
+    """MTP. num_nextn_predict_layers is the older name of max_draft_len. If both are unset, the checkpoint decides."""
 
     decoding_type: ClassVar[str] = "MTP"
     method: ClassVar[str] = "mtp"
@@ -162,14 +162,14 @@ class MTPDecodingConfig(DecodingBaseConfig):
         if layers is not None and k is not None and layers != k:
             raise ConfigError(f"num_nextn_predict_layers={layers} and max_draft_len={k} differ; set max_draft_len only")
         return {
-            "one_engine": self.use_mtp_vanilla or self.mtp_eagle_one_model,  # vanilla exists as one engine only
+            "one_engine": self.use_mtp_vanilla or self.mtp_eagle_one_model,  # vanilla exists only as one engine
             "vanilla": self.use_mtp_vanilla,
             "num_speculative_tokens": k or layers,
         }
 
 
 class NGramDecodingConfig(DecodingBaseConfig):
-    """N-gram speculation with a pool of matches, one for all requests unless is_public_pool is False."""
+    """N-gram speculation with a pool of matches. All requests share one pool unless is_public_pool is False."""
 
     decoding_type: ClassVar[str] = "NGram"
     method: ClassVar[str] = "ngram"
@@ -190,14 +190,14 @@ class NGramDecodingConfig(DecodingBaseConfig):
 
 
 class DraftTargetDecodingConfig(DecodingBaseConfig):
-    """A smaller model of the same vocabulary drafts, beside the target."""
+    """A smaller model of the same vocabulary that drafts next to the target."""
 
     decoding_type: ClassVar[str] = "Draft_Target"
     method: ClassVar[str] = "draft_model"
 
 
 class UserProvidedDecodingConfig(DecodingBaseConfig):
-    """Your own drafter: "module:Class", a class or an object that follows trtspec.protocols.Drafter."""
+    """A drafter of your own: "module:Class", a class or an object that follows trtspec.protocols.Drafter."""
 
     decoding_type: ClassVar[str] = "User_Provided"
     method: ClassVar[str] = "custom_class"
@@ -218,9 +218,9 @@ class AutoDecodingConfig(DecodingBaseConfig):
 
 
 class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
-    """Writes the target's hidden states to files, to train drafts on; drafts nothing, whatever max_draft_len says.
+    """Capture of the target's hidden states in files, to train drafts. Nothing is drafted, whatever max_draft_len says.
 
-    Layer ids mean "after layer i", -1 after the last norm, as everywhere in trtspec. Unset: EAGLE3's three.
+    Layer ids mean "after layer i", -1 after the last norm, as in all of trtspec. Unset means EAGLE3's three.
     """
 
     decoding_type: ClassVar[str] = "SaveState"
@@ -241,9 +241,10 @@ class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
 
 
 class MedusaDecodingConfig(DecodingBaseConfig):
-    """Medusa heads, as many as max_draft_len, medusa_choices or num_medusa_heads say; unset, all of the checkpoint.
+    """Medusa heads. max_draft_len, medusa_choices or num_medusa_heads sets their number.
 
-    Of trees only chains are built. Acceptance is strict as everywhere, not TensorRT-LLM's typical acceptance.
+    If all of these are unset, all heads of the checkpoint draft. The only trees that are built are chains. Acceptance
+    is strict as everywhere, not TensorRT-LLM's typical acceptance.
     """
 
     decoding_type: ClassVar[str] = "Medusa"
@@ -268,7 +269,7 @@ class MedusaDecodingConfig(DecodingBaseConfig):
 
 
 class SADecodingConfig(DecodingBaseConfig):
-    """Suffix automaton. Known, not built."""
+    """Suffix automaton. It is known, but not built."""
 
     decoding_type: ClassVar[str] = "SA"
 
@@ -278,7 +279,7 @@ class SADecodingConfig(DecodingBaseConfig):
 
 
 class _ParallelDecodingConfig(DecodingBaseConfig):
-    """Drafts in one pass over mask tokens. target_layer_ids mean "after layer i"."""
+    """Drafting in one pass over mask tokens. target_layer_ids mean "after layer i"."""
 
     unbuilt: ClassVar[Mapping[str, str]] = {"mask_token_id": "leave it unset: the draft's config.json says"}
 
@@ -290,7 +291,7 @@ class _ParallelDecodingConfig(DecodingBaseConfig):
 
 
 class PARDDecodingConfig(_ParallelDecodingConfig):
-    """PARD: a smaller model of the same vocabulary drafts in one forward over mask tokens."""
+    """PARD: a smaller model of the same vocabulary drafts in one pass over mask tokens."""
 
     decoding_type: ClassVar[str] = "PARD"
     method: ClassVar[str] = "draft_model"
@@ -311,7 +312,7 @@ class DFlashDecodingConfig(_ParallelDecodingConfig):
 
 
 class DSparkDecodingConfig(_ParallelDecodingConfig):
-    """DSpark: a DFlash block whose drafts know the draft before them."""
+    """DSpark: a DFlash block whose drafts each depend on the draft before."""
 
     decoding_type: ClassVar[str] = "DSpark"
     method: ClassVar[str] = "dspark"
@@ -334,7 +335,10 @@ DECODING_CONFIGS: tuple[type[DecodingBaseConfig], ...] = (
 
 
 def decoding_config_from_dict(fields: Mapping[str, Any]) -> DecodingBaseConfig:
-    """{"decoding_type": "NGram", ...} -> NGramDecodingConfig(...), the type's name in any case. Raises ConfigError."""
+    """{"decoding_type": "NGram", ...} -> NGramDecodingConfig(...). Raises ConfigError.
+
+    The type's name may be in any case.
+    """
     kind = fields.get("decoding_type")
     for cls in DECODING_CONFIGS:
         if str(kind).lower() == cls.decoding_type.lower():

@@ -1,4 +1,4 @@
-"""Speculation as settings of other servers: `export_settings`, and the text that their command lines take."""
+"""Export speculation as settings of other servers: `export_settings`, and the text that their command lines take."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Convert = Callable[[SpeculativeConfig, "DraftInfo | None"], tuple[dict[str, Any
 
 
 def _yaml_file(settings: Mapping[str, Any]) -> str:
-    """For `trtllm-serve MODEL --extra_llm_api_options FILE`."""
+    """Text of FILE for `trtllm-serve MODEL --extra_llm_api_options FILE`."""
     return to_yaml({"speculative_config": settings})
 
 
 def _json_object(settings: Mapping[str, Any]) -> str:
-    """For `vllm serve MODEL --speculative-config "$(cat FILE)"`."""
+    """Text of FILE for `vllm serve MODEL --speculative-config "$(cat FILE)"`."""
     return json.dumps(settings) + "\n"
 
 
@@ -37,17 +37,17 @@ SERVERS = tuple(_SERVERS)
 def export_settings(
     config: SpeculativeConfig, server: str, draft: DraftInfo | None = None
 ) -> tuple[dict[str, Any], list[FieldWarning]]:
-    """(settings of `server`, a warning for each field of `config` that has no equal there).
+    """Return (settings of `server`, a warning for each field of `config` that has no equal there).
 
-    `draft` is what is known of the draft checkpoint: without it, what only its config.json says is not carried over.
-    Raises UnsupportedError for a method that the server does not have, naming the nearest; ConfigError for an unknown
-    server, and for a config that contradicts itself.
+    draft: what is known of the draft checkpoint. Without it, what only the checkpoint's config.json says is not carried
+    over. Raises UnsupportedError for a method that the server does not have, and names the nearest. Raises ConfigError
+    for an unknown server, and for a config that contradicts itself.
     """
     return _row(server)[0](config, draft)
 
 
 def settings_text(settings: Mapping[str, Any], server: str) -> str:
-    """The settings as that server reads them: a YAML file, or a JSON object in one line."""
+    """The settings as text that the server reads: a YAML file, or a JSON object in one line."""
     return _row(server)[1](settings)
 
 

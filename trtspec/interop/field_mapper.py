@@ -1,4 +1,4 @@
-"""What the exports to other servers share: a check that no field is forgotten, and draft lengths by batch size."""
+"""Common parts of the exports to other servers: a check that no field is forgotten, draft lengths by batch size."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trtspec.methods.planning import check_fields, choose
 from trtspec.modes import MODE_OF
 
 GATES = ("disable_by_batch_size", "draft_len_schedule", "num_speculative_tokens_per_batch_size", "max_concurrency")
-"""The fields that make the draft length depend on how many requests run."""
+"""Fields that make the draft length depend on the number of running requests."""
 
 
 @dataclass(frozen=True)
 class FieldWarning:
-    """A field that has no equal on the other side: its name, its value here, what the other server does instead."""
+    """A field that has no equal in the other server: its name, its value here, what the other server does instead."""
 
     field: str
     value: Any
@@ -29,34 +29,34 @@ class FieldWarning:
 
 
 class FieldMapper:
-    """The fields of one config on their way to another server; each that is set is taken, or warned about."""
+    """The fields of one config that is exported to another server. Each field that is set is read, or warned about."""
 
     def __init__(self, config: SpeculativeConfig, draft: DraftInfo | None) -> None:
-        """Raises ConfigError for what trtspec refuses too: no model, fields that mean nothing to the method."""
+        """Raise ConfigError for what trtspec refuses too: no model, or fields that mean nothing to the method."""
         self.config, self.draft = config, draft
         row, model = choose(config, draft)
         check_fields(config, row)
         self.method = row.name
-        self.has_draft = row.checkpoint is not None  # what drafts is a model, which draws
+        self.has_draft = row.checkpoint is not None  # a model drafts, by sampling
         self.model = model if self.has_draft else None
         self._warnings: list[FieldWarning] = []
         self._open = {field for field in type(config).model_fields if self.is_set(field)} - {"method", "model"}
 
     def is_set(self, field: str) -> bool:
-        """Whether it has another value than its default."""
+        """Whether the field has another value than its default."""
         return bool(getattr(self.config, field) != type(self.config).model_fields[field].default)
 
     def read(self, field: str) -> Any:
-        """Its value, which the caller writes in the other server's words."""
+        """Value of the field, which the caller writes with the names of the other server."""
         self._open.discard(field)
         return getattr(self.config, field)
 
     def read_plain(self, *fields: str) -> dict[str, Any]:
-        """Those that are set, as JSON has them: the other server knows them by the same names and meanings."""
+        """Fields that are set, as JSON values. In the other server they have the same names and meanings."""
         return {field: _plain(self.read(field)) for field in fields if self.is_set(field)}
 
     def warn(self, field: str, effect: str, value: Any = None) -> None:
-        """`value` is what an unset field means here."""
+        """Add a warning for the field. value: what an unset field means here."""
         self._open.discard(field)
         own = getattr(self.config, field)
         self._warnings.append(FieldWarning(field, value if own is None else own, effect))
@@ -66,16 +66,16 @@ class FieldMapper:
             self.warn(field, effect)
 
     def close(self, server: str) -> list[FieldWarning]:
-        """All warnings in the order of the fields, with one for each field that nobody took."""
+        """All warnings in the order of the fields, including one for each field that no code has read."""
         for field in self._open.copy():
             self.warn(field, f"not written: {server} has no such setting")
         order = list(type(self.config).model_fields)
         return sorted(self._warnings, key=lambda warning: order.index(warning.field))
 
-    # -- what both servers need -----------------------------------------------------------------------------------
+    # -- common to both servers -----------------------------------------------------------------------------------
 
     def draft_len(self, server: str) -> int:
-        """K, where the server needs to be told."""
+        """K, for a server that requires it."""
         k: int | None = self.read("num_speculative_tokens")
         if k is None:
             raise ConfigError(
@@ -85,7 +85,7 @@ class FieldMapper:
         return k
 
     def gates(self) -> tuple[str, ...]:
-        """Those of GATES that are set; all are taken."""
+        """The fields of GATES that are set. All of GATES count as read."""
         return tuple(field for field in GATES if self.read(field) is not None)
 
     def warn_gates(self, gates: tuple[str, ...], why: str) -> None:
@@ -93,11 +93,11 @@ class FieldMapper:
             self.warn(field, f"not written: {why}; num_speculative_tokens are drafted at every batch size")
 
     def has_both_engines(self) -> bool:
-        """Whether the method exists with drafts inside the target's graph and beside it."""
+        """Whether the method exists both with drafts inside the target's graph and with drafts next to it."""
         return {one_engine for method, one_engine, _, _ in MODE_OF if method == self.method} == {True, False}
 
     def in_parallel_anyway(self) -> bool:
-        """Whether the method drafts in one pass over mask tokens whatever `parallel_drafting` says."""
+        """Whether the method drafts in one pass over mask tokens, whatever `parallel_drafting` says."""
         return all(MODE_OF[words].drafts_in_parallel() for words in MODE_OF if words[0] == self.method)
 
     def refuse(self, server: str, nearest: str) -> UnsupportedError:
@@ -106,9 +106,9 @@ class FieldMapper:
 
 
 def draft_len_steps(config: SpeculativeConfig, k: int) -> list[tuple[int | None, int]]:
-    """K as a function of the requests that run: (largest batch size, draft length), rising; the last size is None.
+    """K by the number of running requests: (largest batch size, draft length), ascending; the last size is None.
 
-    Neighbours differ in length. max_concurrency=n counts as {n: K}: as if max_num_tokens were no limit.
+    Neighbours differ in length. max_concurrency=n counts as {n: K}, as if max_num_tokens were no limit.
     """
     schedule = tuple((config.draft_len_schedule or {}).items()) or None
     ranges = config.num_speculative_tokens_per_batch_size
@@ -129,5 +129,5 @@ def draft_len_steps(config: SpeculativeConfig, k: int) -> list[tuple[int | None,
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists; None, numbers and text as they are."""
+    """The value with tuples as lists; None, numbers and text stay as they are."""
     return json.loads(json.dumps(value))

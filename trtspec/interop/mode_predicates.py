@@ -1,6 +1,7 @@
-"""What TensorRT-LLM's SpecModeExtension answers of a mode, under its names.
+"""Predicates of a mode as in TensorRT-LLM's SpecModeExtension, under its names.
 
-They are for those who port code that asks. trtspec's engine asks none of them: what it does differently is said there.
+They are for ported code that calls them. trtspec's engine calls none of them. Their docstrings say what the engine does
+differently.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from typing import Protocol
 
 from trtspec.modes import SpeculativeDecodingMode
 
-# Attention backends with a multi-token-query kernel of their own. TensorRT-LLM users know it as "TRTLLM".
+# Attention backends with their own multi-token-query kernel. Users of TensorRT-LLM know such a backend as "TRTLLM".
 NATIVE_ATTENTION = frozenset({"native", "trtllm"})
-# That kernel does not exist from this compute capability on (consumer Blackwell).
+# From this compute capability on (consumer Blackwell) that kernel does not exist.
 _NO_NATIVE_FROM_SM = 120
 
 _M = SpeculativeDecodingMode
 
 
 class DraftProgress(Protocol):
-    """What `attention_need_spec_dec_mode` asks of a resource manager."""
+    """The part of a resource manager that `attention_need_spec_dec_mode` reads."""
 
     @property
     def is_first_draft(self) -> bool: ...
@@ -77,32 +78,32 @@ def is_suffix(mode: SpeculativeDecodingMode) -> bool:
 
 
 def without_logits(mode: SpeculativeDecodingMode) -> bool:
-    """The graph hands out accepted tokens, not logits. trtspec's hand out logits too, where a request asks."""
+    """Whether the graph returns accepted tokens, not logits. trtspec's graphs return logits too, if a request asks."""
     return mode.traits.one_engine
 
 
 def support_capturable_guided_decoder(mode: SpeculativeDecodingMode) -> bool:
-    """Guided decoding runs inside the captured graph. trtspec's masks are inputs of the graph in every mode."""
+    """Whether guided decoding runs in the captured graph. In trtspec masks are inputs of the graph in every mode."""
     return mode.traits.one_engine
 
 
 def support_guided_decoder(mode: SpeculativeDecodingMode) -> bool:
-    """Guided decoding runs on the host, between the target and the drafter. trtspec guides every mode."""
+    """Whether guided decoding runs on the host, between target and drafter. trtspec guides every mode."""
     return is_none(mode) or mode.traits.spec_drafter
 
 
 def needs_kv_cache_rewind(mode: SpeculativeDecodingMode) -> bool:
-    """The mode itself rewinds rejected KV. trtspec's commit does so in every mode."""
+    """Whether the mode itself rewinds rejected KV. trtspec's commit does so in every mode."""
     return mode.traits.kv_rewind
 
 
 def needs_kv_cache_recompute(mode: SpeculativeDecodingMode) -> bool:
-    """The first draft forward recomputes the KV of the accepted tokens."""
+    """Whether the first draft forward recomputes the KV of the accepted tokens."""
     return mode.traits.reads_states
 
 
 def support_overlap_scheduler(mode: SpeculativeDecodingMode) -> bool:
-    """Step n+1 may start before the host has read step n. trtspec overlaps where no drafter waits on the host."""
+    """Whether step n+1 may start before the host has read step n. trtspec overlaps if no drafter waits on the host."""
     return mode.traits.one_engine or mode.traits.draft_model
 
 
@@ -111,14 +112,14 @@ def has_spec_decoder(mode: SpeculativeDecodingMode) -> bool:
 
 
 def has_spec_drafter(mode: SpeculativeDecodingMode) -> bool:
-    """Proposals come from outside the target's graph."""
+    """Whether drafts come from outside the target's graph."""
     return mode.traits.spec_drafter
 
 
 def extend_ctx(mode: SpeculativeDecodingMode, attention_backend: str, sm_version: int = 0) -> bool:
-    """Whether draft rows are presented to the attention kernel as chunked context.
+    """Whether the attention kernel gets draft rows as chunked context.
 
-    `sm_version` is the compute capability as major*10 + minor; 0 for a CPU.
+    sm_version: compute capability as major*10 + minor; 0 for a CPU.
     """
     native = _is_native(attention_backend) and sm_version < _NO_NATIVE_FROM_SM
     return not mode.traits.one_engine and not native
@@ -132,8 +133,10 @@ def attention_need_spec_dec_mode(
     use_chain_drafter: bool,
     sm_version: int = 0,
 ) -> bool:
-    """Whether the attention kernel runs in multi-token-query mode. As upstream, every mode that is not one-engine
-    counts as two-model here."""
+    """Whether the attention kernel runs in multi-token-query mode.
+
+    As in TensorRT-LLM, every mode that is not one-engine counts as two-model here.
+    """
     if mode.traits.one_engine:
         return sm_version < _NO_NATIVE_FROM_SM
     if not _is_native(attention_backend):

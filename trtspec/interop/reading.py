@@ -1,4 +1,4 @@
-"""Whatever may be given as a speculative_config -> SpeculativeConfig."""
+"""Any value that may be given as speculative_config -> SpeculativeConfig."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from trtspec.interop.decoding_configs import DecodingBaseConfig, decoding_config
 
 
 def read_speculative_config(value: Any) -> SpeculativeConfig | None:
-    """From None, a SpeculativeConfig, a TensorRT-LLM-style config, or a dict of either; the latter's has a
-    "decoding_type". Raises ConfigError or UnsupportedError."""
+    """Return the SpeculativeConfig that `value` describes; None stays None. Raises ConfigError or UnsupportedError.
+
+    value: None, a SpeculativeConfig, a TensorRT-LLM-style config, or a dict of either config. A dict of the latter has
+    a "decoding_type".
+    """
     if value is None or isinstance(value, SpeculativeConfig):
         return value
     if isinstance(value, DecodingBaseConfig):

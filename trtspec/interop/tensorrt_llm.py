@@ -1,7 +1,7 @@
-"""SpeculativeConfig -> TensorRT-LLM's speculative_config: what its LLM API takes, and its YAML files hold.
+"""SpeculativeConfig -> TensorRT-LLM's speculative_config, which its LLM API takes and its YAML files hold.
 
-Names and meanings are those of mid 2026. Earlier versions know allow_advanced_sampling, without which one-model modes
-ignore sampling parameters; later ones call it deprecated, and it is not written.
+Names and meanings are those of mid 2026. Earlier versions have allow_advanced_sampling, without which one-model modes
+ignore sampling parameters. Later versions call it deprecated, so it is not written.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _NEAREST = {
     "mlp_speculator": "decoding_type Eagle3, or Draft_Target with a small model",
     "suffix": "decoding_type SA (a suffix automaton: longest match, no counts), or NGram",
 }
-# Modes in which num_speculative_tokens may be unset there too.
+# Methods for which num_speculative_tokens may be unset in TensorRT-LLM too.
 _K_OPTIONAL = ("mtp", "extract_hidden_states")
-# A schedule's lengths end with its largest key; this one stands for "and all above". Requests per step.
+# A schedule ends with its largest key; this key stands for "and all above". Requests per step.
 _ANY_BATCH = 1_000_000
 
 
 def to_tensorrt_llm(
     config: SpeculativeConfig, draft: DraftInfo | None = None
 ) -> tuple[dict[str, Any], list[FieldWarning]]:
-    """(speculative_config, what is different there). `draft` is what is known of the draft checkpoint.
+    """Return (speculative_config, a warning for each field that is different in TensorRT-LLM).
 
-    Raises UnsupportedError for a method that TensorRT-LLM does not have, naming the nearest; ConfigError for what
-    contradicts itself, or lacks something that TensorRT-LLM needs.
+    draft: what is known of the draft checkpoint. Raises UnsupportedError for a method that TensorRT-LLM does not have,
+    and names the nearest. Raises ConfigError for what contradicts itself, or lacks something that TensorRT-LLM needs.
     """
     fields = FieldMapper(config, draft)
     method = fields.method
@@ -55,7 +55,7 @@ def to_tensorrt_llm(
     settings.update(_gates(fields, k))
     settings.update(_OWN.get(method, _nothing)(fields))
     if not fields.has_both_engines():
-        fields.read("one_engine")  # it chose between nothing
+        fields.read("one_engine")  # there was nothing to choose
     settings.update(_tree(fields, k))
     settings.update(_acceptance(fields))
     _warn_of_draft_model(fields)
@@ -80,9 +80,9 @@ def _decoding_type(fields: FieldMapper) -> str:
 
 
 def _gates(fields: FieldMapper, k: int | None) -> dict[str, Any]:
-    """K by batch size: max_concurrency where that says it all, else any mixture of gates as one draft_len_schedule."""
+    """Settings of K by batch size: max_concurrency if that says it all, else one draft_len_schedule for all gates."""
     gates = fields.gates()
-    if set(gates) <= {"disable_by_batch_size", "max_concurrency"}:  # more requests than that draft nothing
+    if set(gates) <= {"disable_by_batch_size", "max_concurrency"}:  # more requests than these draft nothing
         sizes = [getattr(fields.config, field) for field in gates]
         return {"max_concurrency": min(sizes)} if sizes else {}
     if k is None:
@@ -101,8 +101,8 @@ def _gates(fields: FieldMapper, k: int | None) -> dict[str, Any]:
         return {}
     schedule = {size or _ANY_BATCH: length for size, length in steps}
     if schedule.get(_ANY_BATCH) == 0:
-        del schedule[_ANY_BATCH]  # what is above the largest key drafts nothing
-    if 1 in schedule:  # without that key they refuse a schedule
+        del schedule[_ANY_BATCH]  # batches above the largest key draft nothing
+    if 1 in schedule:  # earlier versions refuse a schedule without that key
         fields.warn(
             next(field for field in gates if field != "max_concurrency"),
             "TensorRT-LLM before mid 2026 takes the keys of draft_len_schedule for the smallest batch sizes, not the "
@@ -111,7 +111,7 @@ def _gates(fields: FieldMapper, k: int | None) -> dict[str, Any]:
     return {"draft_len_schedule": schedule}
 
 
-# -- what a kind of config has of its own ---------------------------------------------------------------------------
+# -- settings of single methods -------------------------------------------------------------------------------------
 
 
 def _nothing(fields: FieldMapper) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _nothing(fields: FieldMapper) -> dict[str, Any]:
 def _eagle3(fields: FieldMapper) -> dict[str, Any]:
     layers = fields.read("capture_layers")
     if layers is None and fields.draft is not None:
-        layers = fields.draft.capture_layers  # TensorRT-LLM does not look for them in the head's config.json
+        layers = fields.draft.capture_layers  # TensorRT-LLM does not read them from the head's config.json
     elif layers is None:
         fields.warn(
             "capture_layers",
@@ -135,7 +135,7 @@ def _block(fields: FieldMapper) -> dict[str, Any]:
 
 
 def _layers(fields: FieldMapper, layers: tuple[int, ...] | None, name: str) -> dict[str, Any]:
-    """Ids mean "after layer i" there too, but they are a set."""
+    """Setting of the captured layers. Ids mean "after layer i" in TensorRT-LLM too, but they are a set."""
     if layers is None:
         return {}
     ordered = (*sorted({i for i in layers if i >= 0}), *((-1,) if -1 in layers else ()))
@@ -153,7 +153,7 @@ def _mtp(fields: FieldMapper) -> dict[str, Any]:
 
 
 def _one_engine(fields: FieldMapper) -> bool:
-    """Drafts inside the target's graph, unless asked for otherwise."""
+    """Whether drafts are made inside the target's graph: yes, unless the user asks for the opposite."""
     one_engine = fields.read("one_engine") is not False
     if not one_engine:
         fields.warn("one_engine", "two models are deprecated in TensorRT-LLM, and removed in mid 2026")
@@ -173,7 +173,7 @@ def _ngram(fields: FieldMapper) -> dict[str, Any]:
     return {
         "max_matching_ngram_size": high,
         "is_use_oldest": not latest,
-        "is_public_pool": bool(pool),  # True there: requests find each other's tokens
+        "is_public_pool": bool(pool),  # TensorRT-LLM's default is True: requests find each other's tokens
         **fields.read_plain("is_keep_all"),
     }
 
@@ -198,7 +198,7 @@ _OWN = {
 }
 
 
-# -- what all of them share -----------------------------------------------------------------------------------------
+# -- settings of all methods ----------------------------------------------------------------------------------------
 
 
 def _tree(fields: FieldMapper, k: int | None) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _acceptance(fields: FieldMapper) -> dict[str, Any]:
 
 
 def _warn_of_draft_model(fields: FieldMapper) -> None:
-    """What TensorRT-LLM decides from the checkpoint, or for the whole engine."""
+    """Warn of the fields that TensorRT-LLM decides from the checkpoint, or for the whole engine."""
     whole = "not written: TensorRT-LLM has it for the whole engine"
     fields.warn_if_set("revision", "not written: give the folder of that revision as the model")
     fields.warn_if_set("code_revision", "not written: give the folder of that revision as the model")

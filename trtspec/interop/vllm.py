@@ -1,6 +1,6 @@
 """SpeculativeConfig -> the object that vLLM's --speculative-config takes.
 
-The field names are those of vLLM 0.32, which refuses unknown ones: fields that earlier versions had are not written.
+The field names are those of vLLM 0.32. It refuses unknown names, so fields that earlier versions had are not written.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from trtspec.interop.field_mapper import FieldMapper, FieldWarning, draft_len_st
 
 SERVER = "vLLM"
 
-# Methods that vLLM cannot be given, and what comes nearest.
+# Methods that vLLM does not take -> the nearest that it does.
 _NEAREST = {
     "auto": "method='ngram' with num_speculative_tokens=5 (3 for more than 4 requests) and prompt_lookup_min=1",
     "custom_class": "vLLM's own custom_class, which takes the import path of a vLLM proposer as model: a drafter "
     "written for trtspec.protocols.Drafter does not run there; from a file, method='ngram'",
     "mlp_speculator": "method='medusa' or 'eagle3': vLLM knows the name, but has nothing that runs it",
 }
-# What a draft's config.json calls the layers that it reads, and what its numbers mean less "after layer i".
+# Method -> (field of the draft's config.json with the layers that it reads, offset of its ids from "after layer i").
 _LAYERS = {
     "eagle3": ("eagle_aux_hidden_state_layer_ids", 1),
     "dflash": ("dflash_config.target_layer_ids", 0),
     "dspark": ("aux_hidden_state_layer_ids", 1),
 }
-# What vLLM looks for in the path of a model, in its order, and the method it takes that for.
+# Text that vLLM looks for in the path of a model, in its order -> the method that it then runs.
 _HINTS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 _SAME = (
     "revision",
@@ -53,10 +53,10 @@ _SAME = (
 
 
 def to_vllm(config: SpeculativeConfig, draft: DraftInfo | None = None) -> tuple[dict[str, Any], list[FieldWarning]]:
-    """(the JSON object, what is different there). `draft` is what is known of the draft checkpoint.
+    """Return (the JSON object, a warning for each field that is different in vLLM).
 
-    Raises UnsupportedError for a method that vLLM does not have, naming the nearest; ConfigError for what contradicts
-    itself, or lacks something that vLLM needs.
+    draft: what is known of the draft checkpoint. Raises UnsupportedError for a method that vLLM does not have, and
+    names the nearest. Raises ConfigError for what contradicts itself, or lacks something that vLLM needs.
     """
     fields = FieldMapper(config, draft)
     if fields.method in _NEAREST:
@@ -78,21 +78,24 @@ def to_vllm(config: SpeculativeConfig, draft: DraftInfo | None = None) -> tuple[
     if fields.has_both_engines():
         fields.warn_if_set("one_engine", "vLLM has one way to run it: draft passes after the target's, in its process")
     else:
-        fields.read("one_engine")  # it chose between nothing
+        fields.read("one_engine")  # there was nothing to choose
     fields.warn_if_set("vanilla", "vLLM runs as many MTP layers as the checkpoint has")
     return settings, fields.close(SERVER)
 
 
 def _warn_of_hints(fields: FieldMapper, model: str) -> None:
-    """In vLLM a name in the path wins over all methods but those of the same kind."""
+    """Warn of a name in the model's path that vLLM prefers to the method.
+
+    In vLLM such a name wins over all methods but those of the same kind.
+    """
     hint = next((hint for hint in _HINTS if hint in model.lower()), None)
     if hint is not None and fields.method not in _HINTS.values():
         fields.warn("model", f"vLLM finds {hint!r} in it and runs method={_HINTS[hint]!r}; rename the folder")
 
 
 def _draft_len(fields: FieldMapper) -> dict[str, Any]:
-    """K, and K by batch size."""
-    suffix = fields.method == "suffix"  # drafts as far as its tree goes
+    """Settings of K, and of K by batch size."""
+    suffix = fields.method == "suffix"  # it drafts as far as its tree goes
     k = fields.read("num_speculative_tokens") if suffix else fields.draft_len(SERVER)
     settings = {} if k is None else {"num_speculative_tokens": k}
     gates = fields.gates()
@@ -114,7 +117,7 @@ def _draft_len(fields: FieldMapper) -> dict[str, Any]:
 
 
 def _ranges(steps: list[tuple[int | None, int]]) -> list[list[int]]:
-    """Inclusive [first batch size, last, K]; the last range's K holds beyond its end."""
+    """Inclusive ranges [first batch size, last batch size, K]. K of the last range also holds after its end."""
     ranges, start = [], 1
     for size, length in steps:
         ranges.append([start, start if size is None else size, length])
@@ -123,7 +126,7 @@ def _ranges(steps: list[tuple[int | None, int]]) -> list[list[int]]:
 
 
 def _hidden_states(fields: FieldMapper) -> dict[str, Any]:
-    """Layers by vLLM's ids; where files go is a setting of its own there."""
+    """Settings of the layers, by vLLM's ids. The folder of the files is a separate setting in vLLM."""
     layers = fields.read("capture_layers")
     ids = to_vllm_layers(tuple(i for i in layers or () if i >= 0))
     if not ids:
@@ -157,7 +160,7 @@ def _hidden_states(fields: FieldMapper) -> dict[str, Any]:
 
 
 def to_vllm_layers(layers: tuple[int, ...]) -> list[int]:
-    """ "After layer i" is vLLM's "entering layer i + 1"."""
+    """vLLM's ids of the layers: "after layer i" is "entering layer i + 1" there."""
     return [i + 1 for i in layers]
 
 
@@ -191,7 +194,7 @@ def _acceptance(fields: FieldMapper) -> dict[str, Any]:
 
 
 def _draft_model(fields: FieldMapper) -> dict[str, Any]:
-    """What concerns the draft's checkpoint: quantization, context, captured layers."""
+    """Settings of the draft's checkpoint: quantization, context, captured layers."""
     settings: dict[str, Any] = {}
     quantization = fields.read("quantization")
     if quantization in QUANTIZATIONS:
@@ -209,7 +212,7 @@ def _draft_model(fields: FieldMapper) -> dict[str, Any]:
 
 
 def _warn_of_layers(fields: FieldMapper) -> None:
-    """vLLM captures what the draft's own config.json says."""
+    """Warn of capture_layers, as vLLM captures the layers that the draft's own config.json names."""
     layers = fields.read("capture_layers")
     if layers is None or fields.method not in _LAYERS or (fields.draft and layers == fields.draft.capture_layers):
         return

@@ -1,4 +1,4 @@
-"""Settings as YAML text that every YAML 1.1 and 1.2 reader reads back as the same values. Writing only."""
+"""Write settings as YAML text that every YAML 1.1 and 1.2 reader reads back as the same values. It reads no YAML."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from trtspec.errors import ConfigError
 
-# Plain scalars that YAML 1.1 reads as something else than a string; such keys are quoted.
+# Plain scalars that YAML 1.1 does not read as strings; such keys are quoted.
 _RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
 
 def to_yaml(value: Mapping[Any, Any]) -> str:
-    """Blocks of `key: value` lines, two spaces per level, and a line end.
+    """Return blocks of `key: value` lines with two spaces per level, and a line end.
 
-    Values are None, bool, int, float, str, lists or tuples (written in one line) and mappings of these; keys are str or
-    int. Strings are always quoted. Raises ConfigError for anything else.
+    Values are None, bool, int, float, str, lists or tuples (written in one line) and mappings of these. Keys are str or
+    int. String values are always quoted. Raises ConfigError for anything else.
     """
     return "\n".join(_block(value, "")) + "\n"
 
@@ -45,7 +45,7 @@ def _inline(value: Any) -> str:
 def _scalar(value: Any) -> str:
     if value is None:
         return "null"
-    if isinstance(value, bool):  # before int: True is one
+    if isinstance(value, bool):  # before int, as True is an int
         return "true" if value else "false"
     if isinstance(value, int):
         return str(int(value))
@@ -60,7 +60,7 @@ def _number(value: float) -> str:
     if not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     text = repr(float(value))
-    # YAML 1.1 takes 1e-07 for text: a number with an exponent needs a point
+    # YAML 1.1 reads 1e-07 as text: a number with an exponent needs a point
     return text if "." in text else text.replace("e", ".0e")
 
 
@@ -74,7 +74,7 @@ def _key(key: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """In double quotes, on one line; what is not printable as an escape."""
+    """The text in double quotes, on one line, with an escape for what is not printable."""
     return '"' + "".join(map(_character, text)) + '"'
 
 

@@ -1,1 +1,1 @@
-"""The KV cache: tensors (pool), who owns which block (blocks), keeping rows (rewind), finding them again (reuse)."""
+"""The KV cache: tensors (pool), ownership of blocks (blocks), keeping rows (rewind), finding them again (reuse)."""

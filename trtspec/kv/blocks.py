@@ -1,4 +1,4 @@
-"""Who owns which block. A sequence reserves blocks before a step; what it has *committed* is a separate number."""
+"""Ownership of KV blocks. A sequence reserves blocks before a step; what it has *committed* is a separate number."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SequenceKV:
-    """One sequence's share of the cache. Blocks may reach past `committed`: that is a reservation, not a length."""
+    """One sequence's share of the cache. Blocks past `committed` are a reservation, not a length."""
 
-    # The list only ever grows; who gives blocks back starts a new one. So a list and its length tell the contents.
+    # The list only ever grows; releasing blocks starts a new one. So a list object and its length tell the contents.
     blocks: list[int] = field(default_factory=list)
     committed: int = 0  # leading tokens whose target KV is valid
     draft_len: int = 0  # leading tokens whose draft KV is valid
-    published: int = 0  # leading blocks that were offered for reuse, or taken from there
-    keys: list[bytes] = field(default_factory=list, compare=False, repr=False)  # of its tokens, see kv.reuse
+    published: int = 0  # leading blocks that were published for reuse, or taken over
+    keys: list[bytes] = field(default_factory=list, compare=False, repr=False)  # keys of its tokens, see kv.reuse
 
 
 class BlockAllocator:
-    """Blocks 1..num_blocks-1, shared by reference count; block 0 is scratch and belongs to nobody.
+    """An allocator of blocks 1..num_blocks-1, which are shared by reference count. Block 0 is scratch and has no owner.
 
-    A published block is found by its key, also after its last owner has left, until somebody needs the room.
-    `debug`: watch that no block becomes free while a step that includes its owner is in flight (AssertionError).
+    A published block can be found by its key, even after its last owner has released it, until it is evicted.
+    `debug`: AssertionError if a block becomes free while a step that includes its owner is in flight.
     """
 
     def __init__(self, num_blocks: int, block_size: int, debug: bool = False) -> None:
@@ -35,20 +35,20 @@ class BlockAllocator:
         self._published: dict[bytes, int] = {}  # key -> block
         self._keys: dict[int, bytes] = {}  # block -> key, the same pairs
         self._evictable: dict[int, None] = {}  # published blocks without an owner, least recently used first
-        self._pinned: dict[int, list[list[int]]] = {}  # debug: of each sequence, its blocks in every step in flight
+        self._pinned: dict[int, list[list[int]]] = {}  # debug: blocks of each sequence in every step in flight
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be reserved: free ones and evictable ones."""
+        """Number of blocks that can be reserved: free and evictable ones."""
         return len(self._free) + len(self._evictable)
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit when nobody else is there."""
+        """Number of tokens that fit into the empty cache."""
         return (self.num_blocks - 1) * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def reserve(self, kv: SequenceKV, num_tokens: int) -> bool:
@@ -80,7 +80,7 @@ class BlockAllocator:
         )
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let an owned block be found. The first comer stays: another block with this key remains private."""
+        """Publish an owned block under its key. If another block has the key already, this one remains private."""
         if key not in self._published and block not in self._keys:
             self._published[key] = block
             self._keys[block] = key
@@ -98,8 +98,8 @@ class BlockAllocator:
         return blocks
 
     def release(self, kv: SequenceKV) -> None:
-        """Give every block back and forget the contents; keys stay, they are of the tokens."""
-        for block in reversed(kv.blocks):  # tail first: without its head a tail is never found, so it goes earlier
+        """Release every block and forget the contents. The keys stay, as they belong to the tokens."""
+        for block in reversed(kv.blocks):  # tail first, to be evicted first: it is never found without its head
             self._references[block] -= 1
             if self._references[block] == 0:
                 if self.debug:
@@ -112,12 +112,12 @@ class BlockAllocator:
         kv.committed = kv.draft_len = kv.published = 0
 
     def pin(self, kv: SequenceKV) -> None:
-        """A step in flight includes the sequence, with the blocks it has now. Nothing is kept unless `debug`."""
+        """Record that a step in flight includes the sequence with its present blocks. No effect without `debug`."""
         if self.debug:
             self._pinned.setdefault(id(kv), []).append(list(kv.blocks))
 
     def unpin(self, kv: SequenceKV) -> None:
-        """The oldest of these steps is over."""
+        """Record that the oldest step in flight with this sequence is over."""
         if self.debug:
             pins = self._pinned[id(kv)]
             pins.pop(0)
@@ -129,9 +129,9 @@ class BlockAllocator:
             raise AssertionError(f"KV block {block} becomes free while a step that includes its owner is in flight")
 
     def check(self, live: Iterable[SequenceKV]) -> None:
-        """FieldMapper for every block: free, evictable, or held by exactly as many live sequences as it has references.
+        """Account for every block: it is free, evictable, or held by as many live sequences as it has references.
 
-        Raises AssertionError that says which block is wrong. Cheap enough to run whenever the engine is idle.
+        AssertionError says which block is wrong. This is cheap enough to run whenever the engine is idle.
         """
         held = Counter(block for kv in live for block in kv.blocks)
         free = Counter((*self._free, *self._evictable))
@@ -149,7 +149,7 @@ class BlockAllocator:
             raise AssertionError("published KV blocks and their keys do not agree")
 
     def _evict(self) -> int:
-        """Stop publishing the least recently used block that nobody holds, and return it."""
+        """Stop publishing the least recently used block without an owner, and return it."""
         block = next(iter(self._evictable))
         del self._evictable[block], self._published[self._keys.pop(block)]
         return block

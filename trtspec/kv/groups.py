@@ -1,14 +1,15 @@
-"""Which KV layers share a block table.
+"""Groups of KV layers that share a block table.
 
-Layers that forget alike, those of the same sliding window, are a group: a token has its KV of all of them in the same
-block. Another group may have it elsewhere, or, behind its window, no longer. Group 0 is that of the first layer, and
-AttnMetadata.block_tables is its table; AttnMetadata.group_tables are those of the others. Slots follow from a table
-(ops.attention.row_slots), so each group has slots of its own: what its table does not cover, positions past max_seq_len
-among it, lies in block 0, which is scratch in every group.
+Layers with the same sliding window form a group, as they forget the same tokens. A token has its KV of all layers of a
+group in the same block. Another group may keep it in another block or, past the window, no longer at all. Group 0 is
+that of the first layer. Its table is AttnMetadata.block_tables; AttnMetadata.group_tables are those of the others.
 
-The engine makes one group: its allocator (kv/blocks.py) gives a sequence blocks that hold a token's KV of all layers,
-and its batches have no group_tables, so that layers of every group lie under the one table. Tables for each are for who
-launches steps on an allocation of their own.
+Slots follow from a table (ops.attention.row_slots), so each group has slots of its own. Positions that a table does not
+cover lie in block 0, which is scratch in every group. Positions past max_seq_len are among them.
+
+The engine makes one group. Its allocator (kv/blocks.py) gives a sequence blocks that hold a token's KV of all layers.
+Its batches have no group_tables, so the layers of every group use the one table. A table for each group is for code
+that launches steps with an allocation of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from trtspec.core import AttnMetadata
 
 
 def layer_groups(windows: Sequence[int | None]) -> tuple[int, ...]:
-    """The group of each layer, numbered as they come; windows: sliding window of each, None = all."""
+    """Group of each layer, numbered in order of appearance.
+
+    windows: sliding window of each layer, None = all tokens.
+    """
     order = list(dict.fromkeys(windows))
     return tuple(order.index(window) for window in windows)
 
@@ -28,8 +32,11 @@ def layer_groups(windows: Sequence[int | None]) -> tuple[int, ...]:
 def with_group_tables(
     attn: AttnMetadata, groups: Sequence[int], tables: Sequence[Sequence[Sequence[int]]]
 ) -> AttnMetadata:
-    """The same rows, with a table for each group: `tables` of 1, 2, ..., in each the blocks of every request; attn has
-    that of group 0. groups: see layer_groups. ValueError where it does not have so many, or not so many requests."""
+    """Return the same rows, with a block table for each group.
+
+    tables: those of groups 1, 2, ..., each with the blocks of every request; attn has that of group 0. groups: group of
+    each layer, from layer_groups. ValueError for a wrong number of tables, or of requests in one.
+    """
     count = max(groups, default=0)
     if len(tables) != count or any(len(table) != attn.batch_size for table in tables):
         raise ValueError(

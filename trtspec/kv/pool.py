@@ -1,4 +1,4 @@
-"""The cache's tensors: one K and one V tensor a layer, in blocks, target and draft layers under the same block ids."""
+"""Tensors of the KV cache: one K and one V tensor per layer, in blocks. Target and draft layers share the block ids."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _ALIGNMENT = 64  # elements: at least a cache line
 def allocate_layers(
     specs: Sequence[KVSpec], num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> tuple[KVLayer, ...]:
-    """A pair (k_cache, v_cache) per layer, each [num_blocks, block_size, num_kv_heads, head_dim],
-    zeroed; see memory.populate for when they are resident. CapacityError where the system does not give it."""
+    """Allocate a pair (k_cache, v_cache) per layer, each [num_blocks, block_size, num_kv_heads, head_dim] and zeroed.
+
+    memory.populate explains when the pairs become resident. CapacityError if the system does not give the memory.
+    """
     tensors = []
     sizes = [(num_blocks, block_size, heads, head_dim) for heads, head_dim, *_ in specs for _ in "kv"]
     lengths = [math.prod(size) for size in sizes]
@@ -34,7 +36,7 @@ def allocate_layers(
             f"({error.strerror}); lower num_kv_blocks or kv_cache_memory"
         ) from error
     pool, starts = torch.frombuffer(memory, dtype=dtype), [0, *itertools.accumulate(steps)][:-1]
-    populate(memory, [start * dtype.itemsize for start in starts])  # blocks are handed out from the first on
+    populate(memory, [start * dtype.itemsize for start in starts])  # blocks are used from the first on
     for shape, length, start in zip(sizes, lengths, starts, strict=True):
         tensors.append(pool[start : start + length].view(shape))
     return tuple(zip(tensors[::2], tensors[1::2], strict=True))
@@ -43,7 +45,7 @@ def allocate_layers(
 def allocate_on(
     device: torch.device, specs: Sequence[KVSpec], num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> tuple[KVLayer, ...]:
-    """As allocate_layers, on a GPU, where whoever asks has counted what there is."""
+    """Allocate the pairs of allocate_layers on a GPU. The caller has checked that there is enough memory."""
 
     def zeros(heads: int, head_dim: int) -> Tensor:
         return torch.zeros(num_blocks, block_size, heads, head_dim, dtype=dtype, device=device)
@@ -52,5 +54,5 @@ def allocate_on(
 
 
 def kv_nbytes(layers: Sequence[KVLayer]) -> int:
-    """Bytes of all of them."""
+    """Total bytes of the tensors of all layers."""
     return sum(tensor.nbytes for layer in layers for tensor in layer)

@@ -1,7 +1,7 @@
-"""Prefix reuse: a request takes over the blocks of an earlier one as far as their tokens are the same.
+"""Prefix reuse: a request takes over the blocks of an earlier request as far as their tokens are the same.
 
-A full block is known by its key, a digest of all tokens up to the block's end: blocks with equal keys hold equal KV. A
-digest and not a hash, so that no collision can put another text's KV in their place.
+A full block is found by its key, a digest of all tokens up to the end of the block. Blocks with equal keys hold equal
+KV. The key is a digest and not a hash, so that no collision can put the KV of another text in its place.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int) -> No
 
 @dataclass(frozen=True)
 class PrefixReuse:
-    """What of a sequence may be published, and how much of another it may take.
+    """The rule of reuse: which blocks of a sequence may be published, and which published blocks a sequence may take.
 
-    keeps_draft_kv: the mode has draft KV under the same block ids. shifted: that draft KV depends on tokens further on
-    (at position p on token p+1). Then a block is published under the key of the block *after* it, and so is found only
-    by who shares that one too; a rule of one block fewer on the finder's side alone would be wrong, since the blocks
-    found may come from several sequences that went on differently. provisional: so many of the last rows wait for
-    tokens further on and are computed again with them; they are not published.
+    keeps_draft_kv: the mode has draft KV under the same block ids.
+    shifted: that draft KV depends on later tokens (at position p on token p+1). Then a block is published under the key
+    of the block *after* it. So only a sequence that shares the next block too finds it. A rule that only
+    takes one block fewer would be wrong, since the blocks found may come from several sequences that went on
+    differently.
+    provisional: number of last rows that wait for later tokens and are computed again with them. They are not
+    published.
     """
 
     allocator: BlockAllocator
@@ -38,9 +40,10 @@ class PrefixReuse:
     provisional: int = 0
 
     def publish(self, kv: SequenceKV, tokens: Sequence[int]) -> None:
-        """Publish the blocks that were filled since the last call: rows committed, and valid in draft KV if it is kept.
+        """Publish the blocks filled since the last call. Their rows are committed, and valid in draft KV if it is kept.
 
-        Tokens may be fewer than committed rows: those behind a stop were computed, yet never became the request's.
+        There may be fewer tokens than committed rows. Rows after a stop were computed, but are not part of the
+        request.
         """
         block_size = self.allocator.block_size
         extend_keys(kv.keys, tokens, block_size)
@@ -51,10 +54,10 @@ class PrefixReuse:
         kv.published = max(kv.published, end)
 
     def find(self, kv: SequenceKV, tokens: Sequence[int]) -> None:
-        """Give a sequence without blocks the published ones that its tokens begin with.
+        """Give a sequence without blocks the published blocks that its tokens begin with.
 
-        At most (len(tokens) - 1) // block_size, and one fewer if shifted, so that one row is always computed: the next
-        token is drawn from it.
+        These are at most (len(tokens) - 1) // block_size, and one fewer if shifted. So one row is always computed, from
+        which the next token is drawn.
         """
         block_size = self.allocator.block_size
         extend_keys(kv.keys, tokens, block_size)

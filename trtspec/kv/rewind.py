@@ -1,4 +1,7 @@
-"""Keep the accepted rows, give back the rest. For a chain that is a truncation: later rows are simply overwritten."""
+"""Rewind: keep the accepted rows, drop the rest.
+
+For a chain this is a truncation: later rows are simply overwritten.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from trtspec.kv.blocks import SequenceKV
 
 
 def commit(kv: SequenceKV, num_rows: int, num_tokens: int, draft_len: int, draft_layers: bool = False) -> None:
-    """After a step of `num_rows` rows, `draft_len` of them drafts, that emitted `num_tokens` tokens.
+    """Commit a step of `num_rows` rows, `draft_len` of them drafts, that emitted `num_tokens` tokens.
 
-    Kept are the rows that held known tokens and the accepted drafts, num_tokens - 1 of them (a chunk that emits nothing
-    has no drafts). Draft KV is valid only as far as the target's, plus nothing: it saw the same rejected tokens.
-    `draft_layers`: the step ran draft layers over the same rows, which is worth something only behind valid draft KV.
+    It keeps the rows of known tokens and of the num_tokens - 1 accepted drafts. A chunk that emits nothing has no
+    drafts. Draft KV is valid no further than the target's, as it has seen the same rejected tokens.
+    `draft_layers`: the step ran draft layers over the same rows. Their draft KV is of use only after valid draft KV.
     """
     extended = draft_layers and kv.draft_len >= kv.committed
     kv.committed += num_rows - draft_len + (num_tokens - 1 if num_tokens else 0)

@@ -1,1 +1,1 @@
-"""Ways to draft: a folder each, and what they share."""
+"""Drafting methods, one folder each, and the code that they share."""

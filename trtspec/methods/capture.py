@@ -1,4 +1,7 @@
-"""Which of the target's residual streams a method reads. Ids mean "after layer i"; -1 is after the final norm."""
+"""Selection of the target's residual streams that a method reads.
+
+An id i means "after layer i"; -1 is the state after the final norm.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from trtspec.errors import ConfigError
 
 
 def default_capture_layers(num_hidden_layers: int) -> tuple[int, ...]:
-    """EAGLE3's three layers as "after layer i". vLLM's (2, n//2, n-3) name the same: it counts the layer entered."""
+    """Return EAGLE3's three default layers as "after layer i".
+
+    vLLM's ids (2, n//2, n-3) name the same layers, because vLLM's id is that of the layer entered.
+    """
     n = num_hidden_layers
     if n == 1:
         return (0,)
@@ -21,15 +27,22 @@ def default_capture_layers(num_hidden_layers: int) -> tuple[int, ...]:
 
 
 def capture_layers_from_vllm(ids: tuple[int, ...]) -> tuple[int, ...]:
-    """vLLM's id L is the stream *entering* layer L, which is the one after layer L - 1."""
+    """Convert vLLM's ids to "after layer i".
+
+    vLLM's id L is the stream that *enters* layer L, which is the stream after layer L - 1. ConfigError for id 0, the
+    embedding.
+    """
     if any(i < 1 for i in ids):
         raise ConfigError(f"aux hidden layer ids {ids}: 0 is the embedding, which is not captured; use ids >= 1")
     return tuple(i - 1 for i in ids)
 
 
 def named_layers(read: Reader, name: str, first: int) -> tuple[int, ...]:
-    """The ids at `name` of a config.json, which has `first` for "after layer 0". Raises CheckpointError for what is no
-    list of them, UnsupportedError for the embedding."""
+    """Read the list of layer ids at `name` of a config.json as "after layer i".
+
+    first: the file's id for "after layer 0". Raises CheckpointError for a value that is no list of layer ids, and
+    UnsupportedError for the id of the embedding.
+    """
     ids = read.get(name)
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < first - 1 for i in ids):
         raise read.error(name, f"= {short(ids)} is not a list of layer numbers >= {first}; correct config.json")
@@ -39,13 +52,15 @@ def named_layers(read: Reader, name: str, first: int) -> tuple[int, ...]:
 
 
 def last_state(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> tuple[int, ...]:
-    """The states after the last norm."""
+    """Return (-1,): the method reads the states after the last norm."""
     return (-1,)
 
 
 def chosen_layers(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> tuple[int, ...]:
-    """The user's layers, else the draft checkpoint's, else EAGLE3's default. ConfigError for layers that there are
-    not."""
+    """Return the user's layers, else the draft checkpoint's, else EAGLE3's default.
+
+    ConfigError for layers that the target does not have.
+    """
     layers = config.capture_layers
     if layers is None and draft is not None:
         layers = draft.capture_layers

@@ -1,4 +1,4 @@
-"""THE autoregressive draft loop."""
+"""The one autoregressive draft loop."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
 
 @dataclass(frozen=True)
 class ChainState:
-    """Between two passes of a chain: the drafts just made, and where their own pass would run."""
+    """The state between two passes of a chain: the latest drafts, and the rows that their own pass would have."""
 
     tokens: Tensor  # [B] int64
-    attn: AttnMetadata  # one row per request: that of `tokens`, or, where positions stay, the last that is known
-    sampling: SamplingTensors  # of B rows: how the token after `tokens` is drawn
-    hidden: Tensor | None = None  # [B, H], or [B, rows, H]: what a head reads beside them
+    attn: AttnMetadata  # one row per request: that of `tokens`; where positions stay, the last known row
+    sampling: SamplingTensors  # B rows: how to sample the token after `tokens`
+    hidden: Tensor | None = None  # [B, H], or [B, rows, H]: states that a head reads together with `tokens`
 
 
 Forward = Callable[[int, ChainState], tuple[Tensor, Tensor | None]]
-"""Pass number (1..K-1) and the state it starts from -> the next drafts [B] and their hidden states."""
+"""(pass number 1..K-1, the state before that pass) -> (the next drafts [B], their hidden states)."""
 
 
 def draft_chain(state: ChainState, num_tokens: int, forward: Forward, advance_positions: bool = True) -> Tensor:
-    """K drafts per request, [B, K] int64: state.tokens, then one pass of one row per request for each further one.
+    """Return K drafts per request, [B, K] int64: state.tokens, then one draft from each further pass.
 
-    advance_positions False: all of these passes stand where state.attn says; only what is drawn moves on.
+    A pass has one row per request. num_tokens: K. advance_positions: False = all passes stay at the rows of state.attn,
+    and only the sampling positions advance.
     """
     drafts = [state.tokens]
     for step in range(1, num_tokens):
@@ -40,12 +41,16 @@ def draft_chain(state: ChainState, num_tokens: int, forward: Forward, advance_po
 
 
 Pass = Callable[[StepInputs], Tensor]
-"""A model's rows -> the token drawn after each request's last one, [B]."""
+"""Rows of a model -> the token sampled after the last row of each request, [B]."""
 
 
 def run_chain(run: Pass, inputs: StepInputs, num_tokens: int, first: Tensor | None = None) -> Tensor:
-    """Drafts of a model, [B, K] int64: a pass over the rows of `inputs` draws the first ones, and a pass over each but
-    the last of them the next. `first` [B]: what the first pass drew, if it was run already."""
+    """Return the drafts of a model, [B, K] int64.
+
+    The first pass covers the rows of `inputs` and samples the first drafts. Each further pass feeds the previous drafts
+    back; the last drafts are not fed back. num_tokens: K. first: [B], the result of the first pass if it has already
+    run.
+    """
     tokens = run(inputs) if first is None else first
     attn, sampling = inputs.attn.advance(), inputs.spec.sampling.advance()
     spec = SpecMetadata.plain(inputs.spec.request_ids, attn, sampling)

@@ -1,4 +1,7 @@
-"""d2t and t2d: what the ids of a draft vocabulary stand for, as EAGLE3's checkpoints and others of vLLM's say it."""
+"""The tables d2t and t2d, which map the ids of a draft vocabulary to the target's.
+
+EAGLE3 checkpoints and other checkpoints in vLLM's layouts have them.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ from torch import Tensor
 from trtspec.errors import WeightsError
 
 TABLES = ("d2t", "t2d")
-"""Their names: d2t [Vd] integers, target id = draft id + d2t; t2d [V], whether a target id has a draft id."""
+"""Names of the tables. d2t [Vd] integers: target id = draft id + d2t. t2d [V]: whether a target id has a draft id."""
 
 
 def ids_of_tables(tables: Mapping[str, Tensor], size: int, vocab: int, where: str, reads_values: bool) -> Tensor | None:
-    """The tables that there are, of a draft vocabulary of `size` ids for a target's `vocab` -> [size] int64, the
-    target's id of each; None without values. `where` begins errors: WeightsError for a d2t that is missing, for other
-    shapes, and for tables that disagree."""
+    """Return the target's id of each draft id, [size] int64; None if `reads_values` is False.
+
+    tables: those of d2t and t2d that the checkpoint has. size: number of ids in the draft vocabulary. vocab: number of
+    the target's ids. where: the beginning of error messages. reads_values: False = only shapes are checked. Raises
+    WeightsError for a missing d2t, for other shapes, for impossible ids, and for tables that disagree.
+    """
     offsets, used = tables.get("d2t"), tables.get("t2d")
     if offsets is None and size != vocab:
         raise WeightsError(
@@ -35,7 +41,7 @@ def ids_of_tables(tables: Mapping[str, Tensor], size: int, vocab: int, where: st
 
 
 def _checked_ids(d2t: Tensor, vocab: int, where: str) -> Tensor:
-    """d2t [Vd] of any integer dtype -> ids [Vd] int64, distinct and less than `vocab`."""
+    """Convert d2t [Vd] of any integer dtype to ids [Vd] int64, distinct and less than `vocab`."""
     if d2t.is_floating_point():
         raise WeightsError(f"{where}: d2t is {tuple(d2t.shape)} {d2t.dtype}, expected {tuple(d2t.shape)} of integers")
     ids = torch.arange(len(d2t)) + d2t.long()

@@ -1,4 +1,4 @@
-"""What the engine offers a drafter that is being built."""
+"""The parts from which a drafter is built, and the signature of the function that builds it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,43 @@ from trtspec.core import StepInputs
 from trtspec.protocols import Drafter, Executable
 
 CHAIN_ROWS = 2
-"""Tokens of every request that a chain in one launch reads in: the draft KV of the last two is missing where all drafts
-were accepted, as the last one was never fed back. Rows that were there already are computed anew, to the same bits."""
+"""Number of tokens of every request that a chain in one launch prefills.
+
+Where all drafts were accepted, the draft KV of the last two tokens is missing, because the last draft was never fed
+back. Rows whose KV exists already are recomputed to the same bits.
+"""
 
 
 class ChainExecutable(Protocol):
     """A draft model that runs all passes of a chain as one launch."""
 
     def run_chain(self, inputs: StepInputs, num_tokens: int) -> Tensor | None:
-        """methods.chain.run_chain of a batch with CHAIN_ROWS rows for each request: [B, K] int64. None: there is no
-        such launch for these inputs, and nothing was done."""
+        """Return methods.chain.run_chain of a batch with CHAIN_ROWS rows for each request, [B, K] int64.
+
+        None: no such launch exists for these inputs, and nothing was run.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft checkpoint or head, loaded, with KV layers under the target's block ids."""
+    """A loaded draft checkpoint or head, whose KV layers live under the target's block ids."""
 
     executable: Executable
-    chain: ChainExecutable | None = None  # of the same model, where the backend has it
-    draft_lens: tuple[int, ...] = ()  # of a head's chains there are, sorted; empty: any
+    chain: ChainExecutable | None = None  # the same model's chain, if the backend has it
+    draft_lens: tuple[int, ...] = ()  # ascending chain lengths that a head can run; empty: any
 
 
 class BuildDrafter(Protocol):
-    """`of` of a class that a row of the methods' table names as what drafts in a two-engine mode."""
+    """The signature of a drafter class's `of` method.
+
+    A row of the method table names such a class for each of its two-engine modes.
+    """
 
     def __call__(self, speculation: SpeculationPlan, model: DraftModel | None, max_num_tokens: int) -> Drafter:
-        """model: of modes that run one. max_num_tokens: rows that one launch of it may have. Raises ConfigError or
-        CapacityError."""
+        """Build the drafter. Raises ConfigError or CapacityError.
+
+        model: the draft model, for modes that run one. max_num_tokens: maximum number of rows in one launch of the
+        model.
+        """
         ...

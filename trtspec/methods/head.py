@@ -1,8 +1,8 @@
-"""What all draft heads have in common: small models that read the target's hidden states and guess the next tokens.
+"""Interface of all draft heads: small models that read the target's hidden states and guess the next tokens.
 
-At position p a head is given the token at p + 1 and a vector for position p, and what it puts out there predicts the
-token at p + 2. It runs inside the target's graph (methods.worker) or beside it (methods.head_drafter);
-neither knows which.
+At position p a head reads the token at p + 1 and a vector for position p. Its output there predicts the token at p + 2.
+A head runs inside the target's graph (methods.worker) or next to the target (methods.head_drafter). Its code is the
+same in both cases.
 """
 
 from __future__ import annotations
@@ -19,55 +19,61 @@ from trtspec.models.attention import PagedAttend
 
 
 class DraftHead(nn.Module, ABC):
-    """A head over a vocabulary of Vd draft ids, each of which stands for one of the target's V.
+    """A head over a vocabulary of Vd draft ids, each of which stands for one of the target's V ids.
 
-    Passes are counted from 0: the first covers all rows of a step, each further one a row per request and reads what
-    the head put out before. Which layers or matrices a pass uses is for the head to say.
+    Passes are counted from 0. Pass 0 covers all rows of a step. Each further pass has one row per request and reads the
+    head's previous output. The head itself decides which layers or matrices a pass uses.
 
-    advance_draft_positions (the name is vLLM's): False = passes after the first do not stand one position further each,
-    but all at the row where the first draft was made, with its position and length of KV. reads_target_kv: it has
-    layers of queries alone, over KV of the target's (PagedAttend.query), and so runs in the target's graph only.
+    advance_draft_positions (vLLM's name): False = passes after the first do not advance by one position each. They all
+    stay at the row where the first draft was made, with its position and KV length. reads_target_kv: the head has
+    query-only layers over the target's KV (PagedAttend.query), and so runs in the target's graph only.
     """
 
     advance_draft_positions: ClassVar[bool] = True
     reads_target_kv: ClassVar[bool] = False
 
     def __init__(self, vocab_size: int, draft_vocab_size: int | None = None, kv_layers: Sequence[KVSpec] = ()) -> None:
-        """kv_layers: of each of its attention layers."""
+        """Create the vocabulary tables. kv_layers: the KV spec of each attention layer."""
         super().__init__()
         self.kv_layers = tuple(kv_layers)
         size = vocab_size if draft_vocab_size is None else draft_vocab_size
         self.register_buffer("target_ids", torch.arange(size), persistent=False)  # [Vd] target id of each draft id
-        self.register_buffer("draft_ids", torch.arange(vocab_size), persistent=False)  # [V] the way back, or -1
+        self.register_buffer("draft_ids", torch.arange(vocab_size), persistent=False)  # [V] the inverse, or -1
         self.target_ids: Tensor
         self.draft_ids: Tensor
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
-        """target_ids [Vd] int64, distinct and in the target's vocabulary: what each draft id stands for."""
+        """Set the target id of each draft id: target_ids [Vd] int64, distinct and in the target's vocabulary."""
         self.target_ids.copy_(target_ids)
         self.draft_ids.fill_(-1)
         self.draft_ids[target_ids] = torch.arange(len(target_ids))
 
     def share(self, embedding: nn.Module, head: nn.Module) -> None:
-        """Use the target's embedding [V, Ht] and lm_head [V, Ht] in the place of those that the head has not."""
+        """Use the target's embedding [V, Ht] and lm_head [V, Ht] where the head has none of its own."""
 
     def fuse(self, captured: Tensor) -> Tensor:
-        """captured [T, n * Ht], the target's states at the layers the head asks for -> h [T, H] of the first pass."""
+        """Return h [T, H] of the first pass.
+
+        captured: [T, n * Ht], the target's states at the layers that the head asks for.
+        """
         return captured
 
     @abstractmethod
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: PagedAttend, step: int = 0) -> Tensor:
-        """Pass `step`: the token after each row [T], h [T, H], positions [T] -> y [T, W], see logits and feedback."""
+        """Run pass `step` and return its output y [T, W], which `logits` and `feedback` read.
+
+        input_ids: [T], the token after each row. h: [T, H]. positions: [T].
+        """
 
     @abstractmethod
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
-        """y [R, W] of pass `step` -> logits [R, Vd] fp32 over the draft vocabulary."""
+        """Return the logits [R, Vd] fp32 over the draft vocabulary for the output y [R, W] of pass `step`."""
 
     def feedback(self, y: Tensor, step: int = 0) -> Tensor:
-        """y [R, W] of pass `step` -> h [R, H] of the pass after it; the same, unless a head says otherwise.
+        """Return h [R, H] of the next pass for the output y [R, W] of pass `step`; y itself unless a head overrides it.
 
-        What vLLM's model_returns_tuple says, a state for the logits and another for the next pass: here the second
-        follows from the first, and is computed of the rows that a next pass reads.
+        vLLM's model_returns_tuple announces two states, one for the logits and one for the next pass. Here the second
+        state follows from the first, and is computed only for the rows that a next pass reads.
         """
         return y
 

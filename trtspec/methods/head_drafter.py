@@ -1,4 +1,4 @@
-"""Draft heads beside the target: EAGLE3, EAGLE and MTP layers as an engine of their own."""
+"""Draft heads next to the target: EAGLE3, EAGLE and MTP layers as an engine of their own."""
 
 from __future__ import annotations
 
@@ -15,51 +15,58 @@ from trtspec.protocols import DraftRequest, Executable
 
 
 class HeadDrafter:
-    """Drafts with layers that read the target's hidden states; their KV lives under the target's block ids.
+    """A drafter with layers that read the target's hidden states; their KV lives under the target's block ids.
 
-    One launch a step: a pass over the rows that the target has accepted since, then the chain. Draft KV of a chain was
-    made of the layers' own guesses, so the rows of accepted drafts are computed anew, from the target's states.
+    Each step is one launch: a pass over the rows that the target has accepted since the last launch, then the chain.
+    The draft KV of a chain was computed from the layers' own guesses. So the rows of accepted drafts are recomputed
+    from the target's states.
     """
 
     def __init__(self, head: Executable, max_num_tokens: int, draft_lens: Sequence[int] = ()) -> None:
         self.head = head
         self.max_num_tokens = max_num_tokens
-        self.draft_lens = draft_lens  # sorted lengths of chain that `head` can run; empty: any
+        self.draft_lens = draft_lens  # ascending chain lengths that `head` can run; empty: any
 
     @classmethod
     def of(cls, speculation: SpeculationPlan, model: DraftModel | None, max_num_tokens: int) -> HeadDrafter:
-        """Of the head that was loaded."""
+        """Build the drafter from the loaded head."""
         assert model is not None
         return cls(model.executable, max_num_tokens, model.draft_lens)
 
     def forget(self, request_id: int) -> None:
-        """Nothing is kept outside the cache."""
+        """Do nothing: no state is kept outside the KV cache."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See protocols.Drafter; DraftRequest.hidden_states are needed."""
+        """Propose drafts for each request; every request needs its hidden_states.
+
+        protocols.Drafter explains the contract.
+        """
         wanted = [request.max_draft_len for request in requests]
         starts = [request.draft_kv_len for request in requests]
         ends = [start + len(_states(request)) for start, request in zip(starts, requests, strict=True)]
-        # A request that wants fewer than K runs along: what it writes past its blocks lands in scratch.
+        # A request that wants fewer than K drafts makes K too: KV that it writes past its blocks lands in scratch.
         K = max(wanted)
         drafts = torch.zeros(len(requests), K, dtype=torch.int64)
-        lens = torch.zeros(len(requests), dtype=torch.int32)  # worth verifying, of those
+        lens = torch.zeros(len(requests), dtype=torch.int32)  # number of drafts worth verifying
         for pieces in pack_rows(starts, ends, self.max_num_tokens):
             length = self._length(K) if any(end == ends[b] for b, _, end in pieces) else 0
             made = self.head.run(self._inputs(requests, pieces, length)).proposal
             assert made is not None
-            if length:  # a piece that ends before its request does drafts too, and is overwritten by the last piece
+            if length:  # a piece that ends before its request drafts too; the last piece overwrites its drafts
                 owners = [b for b, _, _ in pieces]
                 drafts[owners], lens[owners] = made.draft_tokens[:, :K], made.draft_lens
         lens = lens.minimum(torch.tensor(wanted, dtype=torch.int32))
         return Proposal(drafts, lens, None, torch.tensor(ends, dtype=torch.int32))
 
     def _length(self, K: int) -> int:
-        """Of the shortest chain there is that makes K drafts."""
+        """Return the length of the shortest available chain that makes K drafts."""
         return next((length for length in self.draft_lens if length >= K), K)
 
     def _inputs(self, requests: Sequence[DraftRequest], pieces: Sequence[Piece], length: int) -> StepInputs:
-        """Rows [start, end) of each piece's request, whose token `end` is known, to draft `length` more."""
+        """Return the inputs of a launch over rows [start, end) of each piece's request, which makes `length` drafts.
+
+        The token at index `end` of the request is known.
+        """
         owners = [requests[b] for b, _, _ in pieces]
         q_lens, kv_lens = [end - start for _, start, end in pieces], [end for _, _, end in pieces]
         ids = [token for b, start, end in pieces for token in requests[b].tokens[start + 1 : end + 1]]

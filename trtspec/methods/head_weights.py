@@ -1,7 +1,8 @@
-"""From a checkpoint folder to a draft head: a room says what is special about its kind, `build_head` does the rest.
+"""Loads draft heads from checkpoint folders.
 
-Headers of the weight files come first, as tensors on torch's meta device: their names and shapes say what the head has,
-and are checked. Then values are read, one tensor at a time.
+Each method's folder describes what is special about its kind of head, and `build_head` does the rest. The headers of
+the weight files are read first, as tensors on torch's meta device. Their names and shapes determine the parts of the
+head, and are checked. Then the values are read, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from trtspec.models.weights import (
 
 Spec = TypeVar("Spec")
 Named = Iterable[tuple[str, Tensor]]
-"""Tensors by name; those on torch's meta device stand for the headers of a file."""
+"""Pairs of name and tensor; a tensor on torch's meta device stands for a header in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSource:
-    """What a head is made of. `checkpoint` holds its weights: the draft's folder, or the target's. `owner` is
-    the target's checkpoint.
+    """The sources and settings from which a head is built.
 
-    num_stages: heads, stages or modules that K drafts have use for; 1 beside the target. num_captured: states of the
-    target that it reads. parallel: all drafts come from one pass. max_seq_len: bound of rotary tables in tokens, None =
-    as config.json says. first_layer: index of its first KV layer, None = after the target's. reads_weights: False =
-    shapes alone, on torch's meta device.
+    checkpoint: contains the head's weights; it is the draft's folder or the target's. owner: the target's checkpoint.
+    num_stages: number of heads, stages or modules that K drafts can use; 1 for a head that runs next to the target.
+    num_captured: number of the target's states that the head reads. parallel: all drafts come from one pass.
+    max_seq_len: bound of the rotary tables in tokens, None = as config.json says. first_layer: index of the head's
+    first KV layer, None = after the target's layers. reads_weights: False = shapes alone, on torch's meta device.
     """
 
     checkpoint: CheckpointConfig
@@ -60,16 +61,17 @@ class HeadSource:
 
     @property
     def decoder(self) -> ModelConfig:
-        """The checkpoint of a head that is made of decoder layers."""
+        """The checkpoint as a ModelConfig, for a head that is made of decoder layers."""
         assert isinstance(self.checkpoint, ModelConfig)
         return self.checkpoint
 
 
 class HeadWeights(ABC, Generic[Spec]):
-    """How a kind of head lies in a checkpoint; an instance makes one head of `target`. `Spec` describes such a head.
+    """A checkpoint layout for one kind of head; an instance makes one head for `target`.
 
-    role: what errors call the weights. prefix: what tensor names may begin with; None = they are taken as they are.
-    tables: public names of the tensors that `target_ids` reads.
+    `Spec` is the type that describes such a head. role: name of the weights in error messages. prefix: optional
+    beginning of tensor names; None = names are taken as they are. tables: public names of the tensors that `target_ids`
+    reads.
     """
 
     role: ClassVar[str] = "draft"
@@ -77,7 +79,7 @@ class HeadWeights(ABC, Generic[Spec]):
     tables: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, source: HeadSource, target: Decoder) -> None:
-        """A room reads here what config.json says, once."""
+        """Store the source and the target; a subclass also reads config.json here, once."""
         self.source = source
         self.target = target
         self.where = f"{self.role} weights in {source.checkpoint.path}"
@@ -85,49 +87,58 @@ class HeadWeights(ABC, Generic[Spec]):
 
     @abstractmethod
     def spec(self, found: Mapping[str, Tensor] | None) -> Spec:
-        """Of a checkpoint with these headers by public name, all of it; None = there are no weights to look at."""
+        """Return the spec of the whole checkpoint.
+
+        found: the headers by public name, None = there are no weights to inspect.
+        """
 
     def kept(self, whole: Spec) -> Spec:
-        """The part of a checkpoint's spec that is held: what is never run takes no memory."""
+        """Return the part of a checkpoint's spec that is held in memory; parts that never run are left out."""
         return whole
 
     @staticmethod
     @abstractmethod
     def slots(spec: Spec) -> dict[str, Slot]:
-        """Public tensor name -> slot of the module, for all weights of `spec`."""
+        """Return public tensor name -> slot of the module, for all weights of `spec`."""
 
     @abstractmethod
     def module(self, spec: Spec) -> DraftHead:
-        """The head, its weights not loaded."""
+        """Return the head, its weights not loaded."""
 
     def wanted(self, spec: Spec | None = None) -> Wanted:
-        """Which tensors of the files are the head's, by the names there; with a spec, which are read for it."""
+        """Return a filter on tensor names in the files: the head's tensors, or with a spec those read for it."""
         if spec is None:
             return lambda name: True
         slots = self.slots(spec)
-        # what a linear has in the place of its weight
+        # modules of linears: a quantised one has other tensors instead of a weight
         modules = {module_of(name) for name in slots} - {""} if self.source.checkpoint.quantization is not None else ()
         return lambda name: self.public(name) in slots or module_of(self.public(name)) in modules
 
     def public(self, name: str) -> str:
-        """The public name of a tensor that a file calls `name`."""
+        """Return the public name of a tensor that a file calls `name`."""
         return name.removeprefix(self.prefix or "")
 
     def tensors(self, found: Named) -> Named:
-        """Tensors of the files by their public names. WeightsError where two come to the same."""
+        """Return tensors of the files under their public names. WeightsError if two get the same name."""
         return found if self.prefix is None else renamed(found, self.public, self.source.checkpoint.path, self.role)
 
     def held(self, spec: Spec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
-        """A tensor in the shape of its slot; None = it is no weight of the head. ids: what `target_ids` gave."""
+        """Return a tensor in the shape of its slot; None = it is no weight of the head. ids: result of `target_ids`."""
         return tensor
 
     def target_ids(self, spec: Spec, tables: Mapping[str, Tensor]) -> Tensor | None:
-        """[Vd] int64, what each draft id stands for; None = itself, or not known yet. tables: those that are there, on
-        torch's meta device without `reads_weights`. WeightsError for what cannot be."""
+        """Return the target's id of each draft id, [Vd] int64; None = the same id, or not known yet.
+
+        tables: the tables that the checkpoint has; without `reads_weights` they are on torch's meta device.
+        WeightsError for impossible tables.
+        """
         return None
 
     def check_made_for(self, *sizes: tuple[str, int, int]) -> None:
-        """(field of config.json, its value, the target's), of each that must be equal. Raises WeightsError."""
+        """Raise WeightsError unless each size of the head equals the target's.
+
+        sizes: (field of config.json, its value, the target's value) of each size that must be equal.
+        """
         for name, ours, theirs in sizes:
             if ours != theirs:
                 raise WeightsError(
@@ -137,16 +148,16 @@ class HeadWeights(ABC, Generic[Spec]):
 
 
 def module_of(name: str) -> str:
-    """What a tensor of this name belongs to: "fc" of "fc.weight", "" of "d2t"."""
+    """Return the name of the module that a tensor belongs to: "fc" for "fc.weight", "" for "d2t"."""
     return name.rpartition(".")[0]
 
 
 def build_head(kind: type[HeadWeights[Any]], source: HeadSource, target: Decoder) -> DraftHead:
-    """The head of `target`, in its dtype and eval mode, without gradients.
+    """Build the head for `target`, in the target's dtype and eval mode, without gradients.
 
-    Where only shapes are asked for, the folder needs its config.json alone; weights that are there are checked by their
-    headers. Raises WeightsError naming each tensor that is missing, unexpected, of another shape than config and target
-    call for, or of impossible values; CheckpointError; UnsupportedError.
+    With `reads_weights` False the folder needs only its config.json; if there are weights, their headers are checked.
+    Raises WeightsError that names each tensor that is missing, unexpected, of impossible values, or of another shape
+    than config and target require. Raises CheckpointError and UnsupportedError too.
     """
     weights = kind(source, target)
     folder, role, found = source.checkpoint.path, weights.role, _headers(weights)
@@ -173,7 +184,7 @@ def build_head(kind: type[HeadWeights[Any]], source: HeadSource, target: Decoder
 
 
 def _headers(weights: HeadWeights[Any]) -> dict[str, Tensor] | None:
-    """By public name; None where there may be no weights, and are none."""
+    """Return the headers by public name; None if weights are optional and there are none."""
     checkpoint, role = weights.source.checkpoint, weights.role
     if not weights.source.reads_weights and missing_weights(checkpoint.path, role):
         return None
@@ -182,7 +193,10 @@ def _headers(weights: HeadWeights[Any]) -> dict[str, Tensor] | None:
 
 
 def _quantization(weights: HeadWeights[Any], is_there: bool) -> CheckpointQuantization | None:
-    """What the checkpoint says of quantised weights, whose linears it calls as its files do, of their public names."""
+    """Return the checkpoint's quantisation, with its linears under their public names.
+
+    The checkpoint itself names linears as its files do. is_there: whether the folder has weights.
+    """
     checkpoint = weights.source.checkpoint
     if checkpoint.quantization is None or not is_there:
         return checkpoint.quantization
@@ -191,7 +205,7 @@ def _quantization(weights: HeadWeights[Any], is_there: bool) -> CheckpointQuanti
 
 
 def _tables(weights: HeadWeights[Any], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With values, where they are to be read."""
+    """Return the tables that the checkpoint has, with values if `reads_weights`."""
     there = {name: found[name] for name in weights.tables if name in found}
     return dict(_read(weights, lambda name: weights.public(name) in there)) if weights.source.reads_weights else there
 

@@ -1,4 +1,4 @@
-"""What host-side drafters share: the tokens of running requests as arrays, and proposals from lists of drafts."""
+"""Shared code of host-side drafters: tokens of running requests as arrays, and proposals from lists of drafts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trtspec.protocols import DraftRequest
 
 
 class TokenHistory:
-    """The tokens of every request as an array; with each call only those new since the last one are copied.
+    """The tokens of every request as an array; each call copies only tokens that are new since the last call.
 
-    `margin` places before and behind them hold -1, so that windows around a token need no check for the ends.
+    `margin` elements before and after the tokens hold -1, so that windows around a token need no check for the ends.
     """
 
     def __init__(self, margin: int = 0) -> None:
         self.margin = margin
-        self._rows: dict[int, NDArray[np.int64]] = {}  # request id -> margin, tokens, room to grow
+        self._rows: dict[int, NDArray[np.int64]] = {}  # request id -> margin, tokens, spare capacity
         self._lengths: dict[int, int] = {}
 
     def update(self, request: DraftRequest) -> NDArray[np.int64]:
-        """A view of the request's tokens [L] with the margins around them, [margin + L + margin]."""
+        """Return a view of the request's tokens [L] with the margins around them, [margin + L + margin]."""
         length, old = len(request.tokens), self._lengths.get(request.request_id, 0)
         row, margin = self._rows.get(request.request_id), self.margin
         if row is None or len(row) < length + 2 * margin:
@@ -42,7 +42,7 @@ class TokenHistory:
 
 
 def proposal_of(requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int] | NDArray[np.int64]]) -> Proposal:
-    """One list of drafts per request, each cut to what the request may have."""
+    """Make a Proposal of one list of drafts per request, each cut to the request's max_draft_len."""
     rows = np.zeros((len(requests), max(request.max_draft_len for request in requests)), dtype=np.int64)
     lengths = np.zeros(len(requests), dtype=np.int32)
     for b, (request, found) in enumerate(zip(requests, drafts, strict=True)):

@@ -1,4 +1,4 @@
-"""Settings that one method alone takes."""
+"""Settings that only one method takes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trtspec.config.speculative import SpeculativeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions:
-    """A room's own settings, spec_plan. Its fields are the fields of SpeculativeConfig that only this method takes."""
+    """The planned settings of one method. Its fields are those of SpeculativeConfig that only this method takes."""
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> Self:
-        """What the user said, or the fields' defaults."""
+        """Take the user's values from `config`, or the defaults of its fields."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})

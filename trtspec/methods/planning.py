@@ -1,6 +1,7 @@
-"""Turns the user's SpeculativeConfig into a SpeculationPlan: `choose` selects the method, `plan_speculation` the rest.
+"""Turns the user's SpeculativeConfig into a SpeculationPlan.
 
-The rows of methods/table.py hold what differs between methods. Decisions are made in vLLM's order.
+`choose` selects the method, and `plan_speculation` decides the rest. The rows of methods/table.py hold the differences
+between methods. Decisions are made in vLLM's order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trtspec.methods.options import MethodOptions
 from trtspec.methods.table import METHODS, Method
 from trtspec.modes import SpeculativeDecodingMode, select_mode
 
-# field -> (values that run today, what to do instead of any other)
+# field -> (values that run today, advice for any other value)
 _BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "code_revision": ((None,), "no code is loaded from checkpoints: leave it unset"),
     "draft_tensor_parallel_size": ((None, 1), "use 1"),
@@ -33,13 +34,16 @@ _BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-# Fields that vLLM ignores where the method does not read them, so that configurations have them beside any method.
+# Fields that vLLM ignores where the method does not read them, so configurations combine them with any method.
 _IGNORED = ("prompt_lookup_min", "prompt_lookup_max")
 
 
 def recognise(checkpoint: CheckpointConfig) -> Method:
-    """The method that a draft checkpoint is for: by what it is, by its folder's name, by its family's MTP layers; what
-    is none of these is a draft model."""
+    """Return the method that a draft checkpoint is for.
+
+    The criteria are, in order: the kind of checkpoint, its folder's name, and whether its family has MTP layers. A
+    checkpoint that meets none of them is a draft model.
+    """
     rows = METHODS.values()
     for row in rows:
         if row.recognises is not None and not row.of_target and row.recognises.open()(checkpoint):
@@ -51,15 +55,17 @@ def recognise(checkpoint: CheckpointConfig) -> Method:
 
 
 def _by_name(model: str) -> Method | None:
-    name = PurePath(model).name.lower()  # the folder's own name: a parent folder says nothing about a model
+    name = PurePath(model).name.lower()  # only the folder's own name: a parent folder says nothing about a model
     return next((row for row in METHODS.values() if any(hint in name for hint in row.folder_hints)), None)
 
 
 def settle(config: SpeculativeConfig) -> tuple[Method | None, str | None]:
-    """What the user's words alone decide of `choose`: the method, None where its checkpoint says it, and the folder of
-    that checkpoint. A method's own name for a model, as vLLM has it, is none where the method has no checkpoint.
+    """Return the part of `choose` that the user's config alone decides: the method and its checkpoint folder.
 
-    Raises ConfigError where a model is set for a method that has none.
+    The method is None where the checkpoint decides it. The folder is None where no model is named. For a method without
+    a checkpoint, a model that is only the method's own name counts as none, as in vLLM.
+
+    Raises ConfigError where another model is set for a method that has no checkpoint.
     """
     method, model = config.method, config.model
     if method is None and model not in ("ngram", "[ngram]"):
@@ -73,9 +79,10 @@ def settle(config: SpeculativeConfig) -> tuple[Method | None, str | None]:
 
 
 def choose(config: SpeculativeConfig, draft: DraftInfo | None) -> tuple[Method, str | None]:
-    """The method (an explicit one wins over any hint) and the folder of its draft checkpoint, if it is to have one.
+    """Return the method and the folder of its draft checkpoint, if it is to have one.
 
-    Raises ConfigError where a model is missing, or is set for a method that has none.
+    An explicit method wins over any hint. Raises ConfigError where a model is missing, or is set for a method that has
+    none.
     """
     row, model = settle(config)
     if row is not None and (model is not None or row.checkpoint is None or row.of_target):
@@ -96,10 +103,10 @@ def plan_speculation(
     draft: DraftInfo | None = None,
     target_quantization: CheckpointQuantization | None = None,
 ) -> SpeculationPlan:
-    """The plan for this target and this draft checkpoint.
+    """Return the plan for this target and this draft checkpoint.
 
-    target_quantization: how the target's checkpoint is quantised, which includes the draft layers in it. Raises
-    ConfigError where the config contradicts itself, the target or the draft; UnsupportedError for what is not built.
+    target_quantization: how the target's checkpoint is quantised, including the draft layers in it. Raises ConfigError
+    where the config contradicts itself, the target or the draft; UnsupportedError for features that are not built.
     """
     spec_plan = plan_unchecked(config, target, draft)
     own = None if draft is None else draft.checkpoint
@@ -117,8 +124,10 @@ def plan_speculation(
 
 
 def _check_quantization(config: SpeculativeConfig, found: CheckpointQuantization | None) -> None:
-    """UnsupportedError for a kind that nobody makes here, unless the draft's layers are of that kind already: `found`
-    is what their checkpoint says."""
+    """Raise UnsupportedError for a quantisation that is not made here, unless the draft's layers already have it.
+
+    found: the quantisation of the checkpoint that contains the draft's layers.
+    """
     if config.quantization in QUANTIZATIONS:
         return
     if found is None or config.quantization not in found.names:
@@ -130,7 +139,10 @@ def _check_quantization(config: SpeculativeConfig, found: CheckpointQuantization
 
 
 def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None = None) -> SpeculationPlan:
-    """Decide everything, built or not. Raises ConfigError; UnsupportedError only where there is no mode to name."""
+    """Plan everything, including features that are not built.
+
+    Raises ConfigError. Raises UnsupportedError only where no mode exists for the request.
+    """
     row, model = choose(config, draft)
     if row.checkpoint is None:
         draft = None
@@ -141,9 +153,9 @@ def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftIn
         config = row.substitute.open()(config, target.max_batch_size)
         row, model = choose(config, draft)
     n_predict = None if draft is None else draft.n_predict
-    inside = row.of_target and (draft is None or draft.checkpoint is None)  # among the target's own weights
+    inside = row.of_target and (draft is None or draft.checkpoint is None)  # layers among the target's own weights
     k = _draft_len(config, row, n_predict)
-    # TensorRT-LLM: more than one MTP module means one module per draft; they are one engine then
+    # As in TensorRT-LLM, more than one MTP module means one module per draft. They then run in one engine.
     several = row.of_target and (n_predict or 1) > 1 and config.one_engine is not False
     vanilla = config.vanilla or (several and k <= (n_predict or 1))
     check_against_k(config, k)
@@ -152,7 +164,7 @@ def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftIn
     if row.of_target and not vanilla and k > 1:
         layers = f"each of {n_predict} MTP layers {k // (n_predict or 1)}" if several else f"one MTP layer {k}"
         warnings.warn(f"num_speculative_tokens={k} runs {layers} times; acceptance falls", stacklevel=3)
-    # a kind that the checkpoint has already is no request to quantise
+    # a quantisation that the checkpoint already has is no request to quantise
     quantization = config.quantization if config.quantization in QUANTIZATIONS else None
     options = MethodOptions if row.options is None else cast("type[MethodOptions]", row.options.open())
     capture = () if row.capture is None else row.capture.open()(config, target, draft)
@@ -180,18 +192,20 @@ def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftIn
     )
 
 
-# -- the steps of plan, in order --------------------------------------------------------------------------------------
+# -- the steps of planning, in order ----------------------------------------------------------------------------------
 
 
 def fields_of(row: Method) -> set[str]:
-    """The fields of SpeculativeConfig that the method takes, of those that not all methods take."""
+    """Return the fields of SpeculativeConfig that the method takes, of those that not all methods take."""
     own = () if row.options is None else row.options.open().__dataclass_fields__
     return {*row.takes, *own}
 
 
 def check_fields(config: SpeculativeConfig, row: Method) -> None:
-    """ConfigError for the first field that is set and that the method would ignore; a warning for those that vLLM
-    ignores likewise."""
+    """Raise ConfigError for the first field that is set and that the method would ignore.
+
+    A field that vLLM ignores too only gets a warning.
+    """
     taken = fields_of(row)
     declared = set().union(*map(fields_of, METHODS.values()))
     for name, field in type(config).model_fields.items():
@@ -204,7 +218,10 @@ def check_fields(config: SpeculativeConfig, row: Method) -> None:
 
 
 def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) -> int:
-    """K: what the user said, else what the checkpoint, or the method, implies. ConfigError if nothing does."""
+    """Return K: the user's value, else the one that the method or the checkpoint implies.
+
+    ConfigError if there is none, or if the checkpoint cannot make K drafts.
+    """
     k, implied = config.num_speculative_tokens, row.implied_draft_len
     if k is None:
         k = getattr(config, implied) if isinstance(implied, str) else implied or n_predict
@@ -233,7 +250,7 @@ def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) ->
 
 
 def _max_model_len(config: SpeculativeConfig, k: int, target: TargetInfo, draft: DraftInfo | None) -> int:
-    """Longest sequence (tokens) for which drafts are made."""
+    """Return the length in tokens of the longest sequence for which drafts are made."""
     limits = {"target": target.max_model_len}
     if draft is not None and draft.max_model_len is not None:
         limits["draft"] = draft.max_model_len

@@ -1,4 +1,4 @@
-"""What one launch computes: the target's forward pass and draw; with a worker also acceptance and the next drafts."""
+"""The modules that one launch runs: forward pass and sampling; with a worker also acceptance and the next drafts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trtspec.models.decoder import Decoder
 
 
 class Step(nn.Module, ABC):
-    """What all steps have, and tell of themselves.
+    """A module that one launch runs, with the properties that describe it.
 
-    `functional`: no KV tensor is changed in place; `kv` must be a list, whose entries are replaced by the new ones.
+    functional: no KV tensor is changed in place. `kv` must then be a list, whose entries are replaced by the new ones.
     """
 
     verifies_drafts: ClassVar[bool] = False  # accepts drafts in its launch
     makes_drafts: ClassVar[bool] = False  # makes drafts for the next step in its launch
-    draws: ClassVar[bool] = True  # StepOutputs.tokens is its own draw at each logits row
+    draws: ClassVar[bool] = True  # StepOutputs.tokens is its own sample at each logits row
     gives_hidden_states: ClassVar[bool] = False
 
     def __init__(self, functional: bool = False) -> None:
@@ -35,31 +35,31 @@ class Step(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
-        """One launch; K and V of all T rows are in `kv` afterwards."""
+        """Run one launch; K and V of all T rows are in `kv` afterwards."""
 
     def attend(self, attn: AttnMetadata, kv: Sequence[KVLayer]) -> PagedAttend:
-        """What gives its layers their keys and values."""
+        """Return the callable that provides keys and values to the step's layers."""
         return self._attend(attn, kv, [layer.window for layer in self.kv_layers], self.kv_groups)
 
     @property
     @abstractmethod
     def like(self) -> Tensor:
-        """A weight that is never packed: its dtype is what the step computes in, its device where."""
+        """A weight that is never packed; its dtype and device are those in which the step computes."""
 
     @property
     @abstractmethod
     def kv_layers(self) -> tuple[KVSpec, ...]:
-        """Each KV layer, in order."""
+        """The spec of each KV layer, in order."""
 
     @property
     def kv_groups(self) -> tuple[int, ...]:
-        """Which of them share a block table, see kv/groups.py."""
+        """The KV group of each KV layer; layers of one group share a block table (kv/groups.py)."""
         return layer_groups([layer.window for layer in self.kv_layers])
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Ids of the target."""
+        """Number of the target's ids."""
 
     @property
     @abstractmethod
@@ -69,28 +69,28 @@ class Step(nn.Module, ABC):
     @property
     @abstractmethod
     def row_widths(self) -> dict[str, int]:
-        """Elements of the widest tensors of all rows, for each row."""
+        """Elements per row of the widest tensors that contain all rows, by name."""
 
     @property
     def hidden_width(self) -> int:
-        """Elements of StepInputs.hidden_states for each row; 0 = it takes none."""
+        """Elements of StepInputs.hidden_states per row; 0 = the step takes none."""
         return 0
 
     @property
     def draft_vocab_size(self) -> int:
-        """Ids that its draft layers tell apart; 0 = there are none."""
+        """Number of ids in the vocabulary of the draft layers; 0 = there are no draft layers."""
         return 0
 
     @property
     def draft_rows(self) -> int:
-        """Rows of draft logits that are made at once for each request."""
+        """Rows of draft logits that are computed at once for each request."""
         return 1
 
 
 class DecodeStep(Step):
-    """A target that is verified, or a draft that guesses: both run their rows and draw a token where asked.
+    """A step of a target or of a draft model, both of which run their rows and sample a token where asked.
 
-    A draft draws with the same noise at the same token index as the target will, which is why they agree so often.
+    A draft samples with the same noise at the same token index as the target does later. So the two often agree.
     """
 
     def __init__(self, decoder: Decoder, functional: bool = False) -> None:
@@ -99,21 +99,21 @@ class DecodeStep(Step):
 
     @property
     def id_table(self) -> Tensor | None:
-        """[V] int64, the decoder's ids of the target's; None where they are the same."""
+        """The decoder's id of each target id, [V] int64; None where the ids are the same."""
         return None
 
     @property
     def reads_target_kv(self) -> bool:
-        """Whether more than the decoder's layers read the KV of these."""
+        """Whether layers outside the decoder read the KV of the decoder's layers."""
         return False
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """Layers of the decoder whose residual streams are read for more than the next layer; -1: its last norm."""
+        """Decoder layers whose residual streams are read by more than the next layer; -1: the last norm."""
         return ()
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
-        """Draws at the R rows inputs.spec.gather_ids."""
+        """Run the rows and sample at the R rows inputs.spec.gather_ids."""
         attend = self.attend(inputs.attn, kv)
         hidden = self.decoder(inputs.input_ids, inputs.attn.positions(inputs.input_ids.shape[0]), attend)  # [T, H]
         logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
@@ -121,34 +121,37 @@ class DecodeStep(Step):
 
     @property
     def like(self) -> Tensor:
-        """See Step."""
+        """The weight of the decoder's last norm."""
         return self.decoder.norm.weight
 
     @property
     def kv_layers(self) -> tuple[KVSpec, ...]:
-        """See Step."""
+        """The decoder's KV layers."""
         return self.decoder.spec.kv_layers
 
     @property
     def vocab_size(self) -> int:
-        """See Step."""
+        """Number of the decoder's ids."""
         return self.decoder.spec.vocab_size
 
     @property
     def weight_bytes_per_step(self) -> int:
-        """See Step."""
+        """Bytes of the decoder's weights that one launch reads."""
         return self.decoder.weight_bytes_per_step
 
     @property
     def row_widths(self) -> dict[str, int]:
-        """See Step."""
+        """Elements per row of the hidden states and of an MLP's gate and up."""
         spec = self.decoder.spec
         return {"hidden states": spec.hidden_size, "gate and up of an MLP": 2 * spec.intermediate_size}
 
 
 class CaptureStep(DecodeStep):
-    """As DecodeStep, and StepOutputs.hidden_states holds of all T rows the residual streams after `capture_layers`
-    ("after layer i", -1 = after the last norm) side by side."""
+    """A DecodeStep that also returns captured states of the target.
+
+    StepOutputs.hidden_states contains the residual streams after `capture_layers`, concatenated, for all T rows. Ids
+    mean "after layer i"; -1 is after the last norm.
+    """
 
     gives_hidden_states: ClassVar[bool] = True
 
@@ -158,11 +161,11 @@ class CaptureStep(DecodeStep):
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """See DecodeStep."""
+        """The captured layers."""
         return self.capture_layers
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
-        """See DecodeStep."""
+        """Run the rows, sample as DecodeStep does, and return the captured states."""
         attend = self.attend(inputs.attn, kv)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.read_layers)
@@ -172,7 +175,7 @@ class CaptureStep(DecodeStep):
 
     @property
     def row_widths(self) -> dict[str, int]:
-        """See Step."""
+        """Elements per row of a DecodeStep's tensors and of the captured hidden states."""
         return {
             **super().row_widths,
             "captured hidden states": len(self.capture_layers) * self.decoder.spec.hidden_size,
@@ -180,8 +183,9 @@ class CaptureStep(DecodeStep):
 
 
 class OneEngineStep(DecodeStep):
-    """The whole step in one graph: target, lm_head, draw, accept, rewind, draft layers. KV: the target's layers, then
-    the worker's. Contexts, chunks of them and generations may mix.
+    """A step that is one graph as a whole: target, lm_head, sampling, acceptance, rewind, draft layers.
+
+    Its KV layers are the target's, then the worker's. A batch may mix contexts, chunks of contexts and generations.
     """
 
     verifies_drafts: ClassVar[bool] = True
@@ -193,16 +197,16 @@ class OneEngineStep(DecodeStep):
 
     @property
     def reads_target_kv(self) -> bool:
-        """See DecodeStep."""
+        """Whether the worker's head reads the target's KV."""
         return self.worker.head.reads_target_kv
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """See DecodeStep."""
+        """The layers that the worker captures."""
         return self.worker.capture_layers
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
-        """Verifies the drafts in `inputs` and makes inputs.spec.next_draft_len new ones for every request."""
+        """Verify the drafts in `inputs` and make inputs.spec.next_draft_len new ones for every request."""
         attend = self.attend(inputs.attn, kv)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.read_layers)
@@ -212,38 +216,38 @@ class OneEngineStep(DecodeStep):
 
     @property
     def kv_layers(self) -> tuple[KVSpec, ...]:
-        """See Step; the worker's come last."""
+        """The target's KV layers, then the worker's."""
         return (*super().kv_layers, *self.worker.kv_layers)
 
     @property
     def weight_bytes_per_step(self) -> int:
-        """See Step."""
+        """Bytes of weights that the target and the longest drafts read in one launch."""
         return super().weight_bytes_per_step + self.worker.weight_bytes_per_step
 
     @property
     def row_widths(self) -> dict[str, int]:
-        """See Step."""
+        """Elements per row of a DecodeStep's tensors and of the captured hidden states, if there are any."""
         captured = len(self.worker.capture_layers) * self.decoder.spec.hidden_size
         return {**super().row_widths, **({"captured hidden states": captured} if captured else {})}
 
     @property
     def draft_vocab_size(self) -> int:
-        """See Step."""
+        """Number of ids in the worker's draft vocabulary."""
         return len(self.worker.d2t)
 
     @property
     def draft_rows(self) -> int:
-        """See Step."""
+        """Rows of draft logits that the worker computes at once for each request."""
         return self.worker.draft_rows
 
 
 class HeadStep(Step):
-    """A worker's draft layers beside the target: all drafts of a step in one launch.
+    """A worker's draft layers next to the target: one launch makes all drafts of a step.
 
-    Its rows are those of contexts: input_ids [T] are the tokens *after* each row, hidden_states [T, n * Ht] the
-    target's states of it, and sampling.positions where the token after the last row is. That token is known; what
-    follows it is drafted, inputs.spec.next_draft_len tokens. UnsupportedError for layers that read the target's KV,
-    which is not here.
+    Its rows are context rows. input_ids [T] are the tokens *after* each row. hidden_states [T, n * Ht] are the target's
+    states of each row. sampling.positions are the positions of the token after each request's last row. That token is
+    known; the launch drafts the inputs.spec.next_draft_len tokens after it. UnsupportedError for layers that read the
+    target's KV, which is not available here.
     """
 
     makes_drafts: ClassVar[bool] = True
@@ -262,7 +266,7 @@ class HeadStep(Step):
         self._like: Tensor
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
-        """See the class."""
+        """Run the first pass over all rows, then make the drafts of every request."""
         attn, spec = inputs.attn, inputs.spec
         assert inputs.hidden_states is not None
         attend, positions = self.attend(attn, kv), attn.positions(inputs.input_ids.shape[0])
@@ -273,35 +277,35 @@ class HeadStep(Step):
 
     @property
     def like(self) -> Tensor:
-        """See Step."""
+        """An empty tensor with the dtype and device in which the step computes."""
         return self._like
 
     @property
     def kv_layers(self) -> tuple[KVSpec, ...]:
-        """See Step."""
+        """The worker's KV layers."""
         return self.worker.kv_layers
 
     @property
     def vocab_size(self) -> int:
-        """See Step."""
+        """Number of the target's ids."""
         return len(self.worker.draft_ids)
 
     @property
     def weight_bytes_per_step(self) -> int:
-        """See Step."""
+        """Bytes of weights that the worker reads for the longest drafts."""
         return self.worker.weight_bytes_per_step
 
     @property
     def row_widths(self) -> dict[str, int]:
-        """See Step."""
+        """Elements per row of the captured hidden states."""
         return {"captured hidden states": self.hidden_width}
 
     @property
     def hidden_width(self) -> int:
-        """See Step."""
+        """Elements of StepInputs.hidden_states per row."""
         return self._hidden_width
 
     @property
     def draft_vocab_size(self) -> int:
-        """See Step."""
+        """Number of ids in the worker's draft vocabulary."""
         return len(self.worker.d2t)

@@ -1,8 +1,8 @@
-"""One row a method: where its parts are, from what is read of its checkpoint to what trains it.
+"""The table of methods: one row each, which names the method's parts from the checkpoint reader to the trainer.
 
-A new method is a room (a folder here), a row, and a member of modes.SpeculativeDecodingMode for each way it runs. Rows
-are data. Parts are named by Refs, so that nothing is imported before it is used: resolution opens those that read
-configurations, build/ those that run, train/ the trainer.
+A new method is a folder here, a row, and a member of modes.SpeculativeDecodingMode for each way it runs. Rows are data.
+They name parts by Refs, so that nothing is imported before it is used. Planning opens the Refs of parts that read
+configurations, build/ those of parts that run, and train/ the trainer's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from trtspec.modes import SpeculativeDecodingMode
 
 @dataclass(frozen=True)
 class Ref:
-    """ "package.module:Name", imported when it is opened."""
+    """A reference "package.module:Name", imported when it is opened."""
 
     path: str
 
     def open(self) -> Any:
-        """The object. Raises what Python does where there is none: ImportError, AttributeError, ValueError."""
+        """Import and return the object.
+
+        Where there is none, Python's own error is raised: ImportError, AttributeError or ValueError.
+        """
         module, _, name = self.path.partition(":")
         return getattr(importlib.import_module(module), name)
 
@@ -37,27 +40,29 @@ _WORKER, _HEAD_DRAFTER = _room("worker:SpecWorker"), _room("head_drafter:HeadDra
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One row. A Ref that is None: the method has no such part.
+    """A row of the table. A Ref that is None means that the method has no such part.
 
-    name: what users call it. needs: what a target needs for it, in a few words.
+    name: what users call the method. needs: what a target needs for the method, in a few words.
 
-    Its checkpoint: `checkpoint` is a function (CheckpointConfig, SpeculativeConfig) -> DraftInfo, and raises for what
-    it cannot run. `recognises`: (CheckpointConfig) -> bool. Drafts are put to it in the order of the table, and to rows
-    that are of_target only where no `folder_hints` are in the folder's name, by which it is one of a row's. Targets are
-    put to it too: what another row than those recognises is no target. of_target: its layers come with the target's
-    checkpoint, unless another is named. bare: its checkpoint is not described like a decoder.
+    Checkpoint: `checkpoint` is a function (CheckpointConfig, SpeculativeConfig) -> DraftInfo, which raises for
+    checkpoints that it cannot run. `recognises` is a function (CheckpointConfig) -> bool. Draft checkpoints are tested
+    against the rows in the order of the table. Rows that are of_target are tested only where the folder's name contains
+    no row's `folder_hints`; a hint selects its row. Target checkpoints are tested too: one that a row without of_target
+    recognises is refused as a target. of_target: the method's layers come with the target's checkpoint, unless another
+    one is named. bare: the checkpoint is not described like a decoder.
 
-    Its settings: `options` is a methods.options.MethodOptions, whose fields are those of SpeculativeConfig that only
-    this method takes; `takes` are further ones. `check`: (SpeculativeConfig, TargetInfo, DraftInfo | None), raises
-    ConfigError for what contradicts itself. `substitute`: (SpeculativeConfig, max_batch_size) -> another method's
-    SpeculativeConfig that runs in its place. `capture`: (SpeculativeConfig, TargetInfo, DraftInfo | None) -> the layers
-    of the target that it reads, "after layer i". one_rank: it runs on one rank, whatever the target does.
+    Settings: `options` is a methods.options.MethodOptions class, whose fields are those of SpeculativeConfig that only
+    this method takes. `takes` lists further fields. `check`: (SpeculativeConfig, TargetInfo, DraftInfo | None), raises
+    ConfigError for contradictions. `substitute`: (SpeculativeConfig, max_batch_size) -> the SpeculativeConfig of
+    another method, which runs instead. `capture`: (SpeculativeConfig, TargetInfo, DraftInfo | None) -> the target's
+    layers that the method reads, as "after layer i". one_rank: the method runs on one rank, even if the target runs on
+    several.
 
-    Its K: implied_draft_len is K where neither user nor checkpoint says, a number or a field's name. most_drafts: what
-    the checkpoint has n_predict of, where K may not exceed that number.
+    Number of drafts K: implied_draft_len is K where the user sets none: a number or the name of a field. most_drafts is
+    set where K may not exceed the checkpoint's n_predict, and says what n_predict counts.
 
-    Its parts: `head` is a HeadWeights class; `workers` and `drafters` say what drafts in each mode; trainer: a
-    HeadOptions class, and `trains` what it makes.
+    Parts: `head` is a HeadWeights class. `workers` and `drafters` name the class that drafts in each mode. `trainer` is
+    a HeadOptions class, and `trains` says what it makes.
     """
 
     name: str
@@ -225,7 +230,7 @@ METHODS: dict[str, Method] = {
             takes=_LOOKUP,
             drafters={_M.USER_PROVIDED: _room("custom.drafter:CustomDrafter")},
         ),
-        # The last: any decoder may be a draft model.
+        # The last row, because any decoder may be a draft model.
         Method(
             name="draft_model",
             needs="a draft checkpoint of the same vocabulary, or of another; one with a pard_token takes "
@@ -245,5 +250,5 @@ METHODS: dict[str, Method] = {
 
 
 def method_of(mode: SpeculativeDecodingMode) -> Method | None:
-    """The row of a mode's method; None for NONE."""
+    """Return the row of a mode's method; None for NONE."""
     return METHODS.get(mode.traits.method)

@@ -1,7 +1,7 @@
-"""One-engine speculation: what every worker does inside the target's graph. Method names follow TensorRT-LLM.
+"""One-engine speculation: the code that all workers share inside the target's graph.
 
-Tensors in, tensors out: a worker is exported with the target. Shapes as in core.py; K' = spec.next_draft_len, the
-drafts that this step makes for the next one.
+Method names follow TensorRT-LLM. A worker takes and returns tensors, because it is exported with the target. Shapes are
+as in core.py. K' = spec.next_draft_len is the number of drafts that this step makes for the next one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from trtspec.ops import process_logits, spec_accept, spec_sample
 
 
 class SpecWorker(nn.Module):
-    """Draw, accept, draft with a head, on the chain of methods.chain. A subclass drafts in another way.
+    """A worker that samples, accepts, and drafts with a head in the chain of methods.chain.
 
-    capture_layers: hidden states it wants of the target, "after layer i", -1 = after the last norm. greedy: drafts are
-    arg-max, whatever the requests ask for. d2t [Vd] int64: target id = draft id + d2t.
+    A subclass drafts in another way. capture_layers: hidden states of the target that the worker reads, "after layer
+    i", -1 = after the last norm. greedy: drafts are arg-max, whatever the requests ask for. d2t: [Vd] int64, target id
+    = draft id + d2t.
     """
 
     d2t: Tensor
@@ -54,38 +55,44 @@ class SpecWorker(nn.Module):
 
     @classmethod
     def of(cls, head: DraftHead, speculation: SpeculationPlan) -> Self:
-        """A worker of this head, as speculation was spec_plan."""
+        """Make a worker of this head with the settings of the plan."""
         greedy = speculation.draft_sample_method == "greedy"
         capture, settings = speculation.capture_layers, cls.settings(speculation)
         return cls(head, speculation.num_speculative_tokens, capture, greedy, **settings)
 
     @classmethod
     def settings(cls, speculation: SpeculationPlan) -> dict[str, Any]:
-        """What a worker of this kind is made with beyond what all are."""
+        """Return the constructor arguments that only this kind of worker has."""
         return {}
 
     # -- the passes of the head ---------------------------------------------------------------------------------------
 
     def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        """All T rows: token after each [T], the target's captured states [T, n * Ht], positions [T] -> [T, H]."""
+        """Run the first pass over all T rows and return its output [T, H].
+
+        next_ids: [T], the token after each row. captured: [T, n * Ht], the target's captured states. positions: [T].
+        """
         return self.head(next_ids, self.head.fuse(captured), positions, attend)  # type: ignore[no-any-return]
 
     def next_pass(self, step: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        """Pass `step` (1..K'-1) over one row per request: tokens [B], hidden [B, H], positions [B] -> [B, H]."""
+        """Run pass `step` (1..K'-1) over one row per request and return its output [B, H].
+
+        tokens: [B]. hidden: [B, H], the output of the previous pass. positions: [B].
+        """
         return self.head(tokens, self.head.feedback(hidden, step - 1), positions, attend, step)  # type: ignore[no-any-return]
 
     def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
-        """hidden [B, H] of pass `step` (0..K'-1) -> logits [B, Vd] fp32 over the draft vocabulary."""
+        """Return logits [B, Vd] fp32 over the draft vocabulary for hidden [B, H] of pass `step` (0..K'-1)."""
         return self.head.logits(hidden, step)
 
     @property
     def draft_ids(self) -> Tensor:
-        """[V] int64: draft id of each target id, -1 where there is none."""
+        """Draft id of each target id, [V] int64; -1 where there is none."""
         return self.head.draft_ids
 
     @property
     def kv_layers(self) -> tuple[KVSpec, ...]:
-        """Its KV layers; in the target's graph they come after the target's."""
+        """KV layers of the worker; in the target's graph they come after the target's."""
         return self.head.kv_layers
 
     @property
@@ -101,11 +108,14 @@ class SpecWorker(nn.Module):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: StepInputs, captured: Tensor, logits: Tensor, attend: PagedAttend) -> StepOutputs:
-        """captured [T, n * Ht], logits [R, V] fp32 of the target -> everything a step gives."""
+        """Accept drafts, make the next ones, and return all outputs of the step.
+
+        captured: [T, n * Ht], states of the target. logits: [R, V] fp32 of the target.
+        """
         spec, attn = inputs.spec, inputs.attn
         sampled = self.sample_tokens_for_batch(logits, spec)
         accepted, counts = self.sample_and_accept_draft_tokens(sampled, spec)
-        rejected = spec.draft_lens - (counts - 1).clamp(min=0).int()  # [B] rows to be rewound
+        rejected = spec.draft_lens - (counts - 1).clamp(min=0).int()  # [B] rows to rewind
         hidden, rows = self.read_in(inputs, captured, accepted, counts, attend)
         drafts, draft_lens = self.draft(hidden, counts, rows.kv_lens - rejected, rows, spec, attend)
         return StepOutputs(
@@ -119,21 +129,24 @@ class SpecWorker(nn.Module):
     def read_in(
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
-        """The first pass, after acceptance: accepted [B, K+1], -1 past their number counts [B] -> its output and the
-        rows it was made of, each request's in order, so that the first draft is drawn behind the last one kept."""
+        """Run the first draft pass, after acceptance; return its output and the rows that it covers.
+
+        The rows of each request are in order, so the first draft is sampled after the last row that is kept. accepted:
+        [B, K+1], -1 past `counts`. counts: [B], number of accepted tokens.
+        """
         ids = self.prepare_context_input_ids(inputs.input_ids, accepted, inputs.attn, inputs.spec)
         return self.first_pass(ids, captured, inputs.attn.positions(ids.shape[0]), attend), inputs.attn
 
     def draft(
         self,
-        hidden: Tensor,  # [T, H] of the first pass, T here its rows
-        counts: Tensor,  # [B] tokens each request was given
-        kv_lens: Tensor,  # [B] int32, of its rows those kept and all before
-        attn: AttnMetadata,  # of its rows
+        hidden: Tensor,  # [T, H] of the first pass; T: its number of rows
+        counts: Tensor,  # [B] number of new tokens of each request
+        kv_lens: Tensor,  # [B] int32, KV length up to the last row that is kept
+        attn: AttnMetadata,  # rows of the first pass
         spec: SpecMetadata,
         attend: PagedAttend,
     ) -> tuple[Tensor, Tensor]:
-        """The drafts for the next step, [B, K'] int64, and how many of them each request is to verify, [B] int32."""
+        """Return the drafts for the next step, [B, K'] int64, and the number to verify per request, [B] int32."""
         if spec.next_draft_len == 0:
             return self.no_drafts(spec)
         taken = (counts - 1).clamp(min=0)
@@ -144,24 +157,30 @@ class SpecWorker(nn.Module):
         return drafts, self.draft_lens(drafts, hidden, spec)
 
     def no_drafts(self, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
-        """What `draft` returns where K' = 0: [B, 0] int64, [B] int32."""
+        """Return the result of `draft` for K' = 0: [B, 0] int64, [B] int32."""
         return spec.draft_tokens.new_empty(spec.batch_size, 0), torch.zeros_like(spec.draft_lens)
 
     def draft_lens(self, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
-        """drafts [B, K'] int64, made of hidden [T, H] as `draft` has it -> how many of each request's are worth
-        verifying, 0..K', [B] int32: all, unless a subclass says otherwise. What it says changes no token."""
+        """Return the number of drafts of each request that are worth verifying, 0..K', [B] int32.
+
+        By default all of them are; a subclass may return fewer. The result changes no token. drafts: [B, K'] int64,
+        made from hidden [T, H] as in `draft`.
+        """
         return torch.full_like(spec.draft_lens, spec.next_draft_len)
 
     def sampling_behind(self, counts: Tensor, spec: SpecMetadata) -> SamplingTensors:
-        """How to draw the first draft of each request, behind the counts [B] tokens that it was given."""
+        """Return how to sample the first draft of each request, after its `counts` [B] new tokens."""
         sampling = spec.sampling.select(spec.logits_rows()[:, 0])
         return replace(sampling, positions=sampling.positions + (counts - 1).clamp(min=0) + 1)
 
     def draft_from(
         self, hidden: Tensor, attn: AttnMetadata, sampling: SamplingTensors, num_drafts: int, attend: PagedAttend
     ) -> Tensor:
-        """hidden [B, H] of the last row that each request keeps, attn with the kv_lens it keeps, sampling of the first
-        draft -> drafts [B, num_drafts] int64."""
+        """Return drafts [B, num_drafts] int64.
+
+        hidden: [B, H] of the last row that each request keeps. attn: the rows, with the KV lengths that are kept.
+        sampling: of the first draft.
+        """
         moves = self.head.advance_draft_positions
         rows = attn.advance() if moves else attn.last_rows()
         start = ChainState(self.sample_drafts(0, hidden, sampling), rows, sampling.advance(), hidden)
@@ -175,11 +194,14 @@ class SpecWorker(nn.Module):
         return draft_chain(start, num_drafts, forward, moves)
 
     def sample_tokens_for_batch(self, logits: Tensor, spec: SpecMetadata) -> Tensor:
-        """The target's own draw at each logits row: [R, V] fp32 -> [R] int64. Each row as its request asks."""
+        """Sample the target's own token at each logits row, as its request asks: [R, V] fp32 -> [R] int64."""
         return draw(logits, spec.sampling, constraints=spec.constraints)
 
     def sample_and_accept_draft_tokens(self, sampled: Tensor, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
-        """Strict acceptance: sampled [R] -> accepted tokens [B, K+1] (-1 past their number), their number [B]."""
+        """Accept strictly; return accepted tokens [B, K+1], -1 past their number, and their number [B].
+
+        sampled: [R], the target's own tokens.
+        """
         return spec_accept(
             spec.per_request(sampled),
             spec.drafts_per_request(),
@@ -189,47 +211,56 @@ class SpecWorker(nn.Module):
         )
 
     def apply_force_accepted_tokens(self, spec: SpecMetadata) -> Tensor:
-        """Drafts to count as accepted whatever they are, [B] int32, -1 = as they agree. Generation rows only."""
+        """Number of drafts to accept whatever their values, [B] int32; -1 = only those that agree.
+
+        Only generation requests can have forced drafts.
+        """
         request = torch.arange(spec.batch_size, device=spec.forced_accept.device)
         return torch.where(request < spec.num_contexts, -1, spec.forced_accept)
 
     def prepare_context_input_ids(
         self, input_ids: Tensor, accepted: Tensor, attn: AttnMetadata, spec: SpecMetadata
     ) -> Tensor:
-        """The token after each row, [T] int64: what the first draft pass reads.
+        """Return the token after each row, [T] int64: the input ids of the first draft pass.
 
-        Inside a prompt that is the next prompt token, behind a chunk the one the host knows (next_prompt_token), and
-        where the request draws, what was accepted there. Rows of rejected drafts get id 0; nothing reads their output.
+        Inside a prompt this is the next prompt token. After a chunk it is the token that the host knows
+        (next_prompt_token). Where the request samples, it is the token accepted there. Rows of rejected drafts get id
+        0; no code reads their output.
         """
         T = input_ids.shape[0]
         request = attn.requests(T)
         draws = (attn.cu_q_lens[1:].long() - 1 - spec.draft_lens)[request]  # row of the last known token
-        offset = torch.arange(T, device=input_ids.device) - draws  # negative: the next row is of the prompt
+        offset = torch.arange(T, device=input_ids.device) - draws  # negative: the next row belongs to the prompt
         known = spec.next_prompt_token[request]
         drawn = accepted[request, offset.clamp(min=0)]
         after = torch.where(offset < 0, input_ids.roll(-1), torch.where(known >= 0, known, drawn))
-        return after.clamp(0, self.draft_ids.shape[0] - 1)  # also where nothing could be drawn
+        return after.clamp(0, self.draft_ids.shape[0] - 1)  # also where no token could be sampled
 
     def prepare_next_new_tokens(self, accepted: Tensor, counts: Tensor, drafts: Tensor, draft_lens: Tensor) -> Tensor:
-        """Last accepted token and drafts, [B, K'+1] int64, -1 past draft_lens [B]: the input ids of the next step."""
+        """Return the input ids of the next step: last accepted token and drafts, [B, K'+1] int64.
+
+        Ids past draft_lens [B] are -1.
+        """
         last = accepted.gather(1, (counts - 1).clamp(min=0)[:, None])
         offered = torch.arange(drafts.shape[1], device=drafts.device) < draft_lens[:, None]
         return torch.cat((last, torch.where(offered, drafts, -1)), dim=1)
 
     def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
-        """hidden [B, H] of pass `step` -> drafts [B] int64, target ids, drawn with the noise the target will use at
-        their places."""
+        """Sample drafts [B] int64, as target ids, from hidden [B, H] of pass `step`.
+
+        The noise is the one that the target will use at the same positions.
+        """
         return self.draw_from(self.draft_logits(step, hidden), sampling)
 
     def draw_from(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        """Draft logits [B, Vd] fp32 -> drafts [B] int64, as `sample_drafts`."""
+        """Sample drafts [B] int64 from draft logits [B, Vd] fp32, as `sample_drafts` does."""
         if self.greedy:
             return self.draft_sampler_greedy(logits, self.d2t)
         ids = torch.arange(logits.shape[1], device=logits.device) + self.d2t
         return draw_drafts(logits, sampling, ids, self.draft_ids)
 
     def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor) -> Tensor:
-        """logits [B, Vd] -> arg-max as target ids, [B] int64."""
+        """Return the arg-max of logits [B, Vd] as target ids, [B] int64."""
         best = logits.argmax(-1)
         return best + d2t[best]
 
@@ -240,7 +271,10 @@ def draw(
     vocab_ids: Tensor | None = None,
     constraints: LogitConstraints | None = None,
 ) -> Tensor:
-    """Process logits [R, V] fp32 as each row asks, then draw: [R] int64. vocab_ids [V]: of the columns, if others."""
+    """Process logits [R, V] fp32 as each row asks, then sample: [R] int64.
+
+    vocab_ids: [V], the id of each column where that is not its index.
+    """
     none, none_f = sampling.top_ks.new_empty(0), sampling.temperatures.new_empty(0)
     constraints = constraints or LogitConstraints(none, none, none_f, none, none_f, none)
     logits = process_logits(
@@ -255,11 +289,13 @@ def draw(
 
 
 def draw_drafts(logits: Tensor, sampling: SamplingTensors, target_ids: Tensor, draft_ids: Tensor) -> Tensor:
-    """As `draw`, over a draft vocabulary: logits [R, Vd] fp32, target_ids [Vd] int64 what each column stands for,
-    draft_ids [V] the way back, -1 = there is none -> [R] int64, the target's ids."""
+    """Sample from draft logits [R, Vd] fp32 as `draw` does; return the target's ids, [R] int64.
+
+    target_ids: [Vd] int64, the target id of each column. draft_ids: [V], the draft id of each target id, -1 = none.
+    """
     if sampling.ban_ids.shape[1]:
         banned = sampling.ban_ids.long()
         here = torch.where(banned >= 0, draft_ids[banned.clamp(min=0)], -1).int()
         sampling = replace(sampling, ban_ids=here)
     tokens = draw(logits, sampling, target_ids)
-    return tokens.clamp(max=draft_ids.shape[0] - 1)  # if all it can say is banned, any guess will do
+    return tokens.clamp(max=draft_ids.shape[0] - 1)  # if all draft ids are banned, any guess will do

@@ -1,1 +1,1 @@
-"""Checkpoint folder in, torch module out."""
+"""The models as torch modules, loaded from checkpoint folders."""

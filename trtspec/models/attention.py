@@ -1,7 +1,7 @@
-"""One attention layer, and the callable that gives it its keys and values.
+"""One attention layer, and the `attend` callable that gives it keys and values.
 
-A decoder does not know where its KV lives: it calls `attend(layer, q, k, v)`. `PagedAttend` is that callable for the
-paged cache; it is built inside the step's graph from the tensors that are the step's arguments.
+A decoder does not know where its KV is stored: it calls `attend(layer, q, k, v)`. `PagedAttend` is that callable for
+the paged cache. The step's graph builds it from the tensors that are the step's arguments.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from trtspec.ops import spec_attention, spec_attention_
 from trtspec.ops.attention import row_slots
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]."""
+"""Attention of one layer: (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]."""
 
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """Attention over the paged cache: `kv[layer]` = (k_cache, v_cache), appended in place.
+    """An `Attend` over the paged cache: `kv[layer]` = (k_cache, v_cache), to which new rows are appended in place.
 
-    groups: KV group of each layer (kv/groups.py), empty = they are one. scale, of scores: 1 / sqrt(D) if not given.
+    groups: KV group of each layer (kv/groups.py); empty = all layers are in one group.
+    scale, in calls: factor of the scores; 1 / sqrt(D) if it is not given.
     """
 
     attn: AttnMetadata
@@ -40,33 +41,39 @@ class PagedAttend:
         return spec_attention_(q, k, v, *self.kv[layer], **self._rest(layer, q, scale))
 
     def query(self, layer: int, q: Tensor, scale: float | None = None) -> Tensor:
-        """Queries alone, q [T, Hq, D] of rows whose K and V this launch has written in `layer` -> [T, Hq, D]. The cache
-        stays as it is, bit for bit: the op appends rows, so it is handed those that are there."""
+        """Attend with queries alone, q [T, Hq, D] -> [T, Hq, D].
+
+        The rows are those whose K and V this launch has written in `layer`. The cache stays as it is, bit for bit: the
+        op appends rows, so it gets the rows that are in the cache already.
+        """
         request, positions = self.attn.requests(q.shape[0]), self.attn.positions(q.shape[0])  # [T]
         slots = row_slots(self.tables(layer), request, positions, self.block_size(layer))  # [T]
         return self(layer, q, *self.read(layer, slots), scale)
 
     def tables(self, layer: int) -> Tensor:
-        """[B, M] int32, the block tables of a layer."""
+        """Block tables of a layer, [B, M] int32."""
         return self.attn.tables_of(self.groups[layer] if self.groups else 0)
 
     def at(self, attn: AttnMetadata) -> Self:
-        """The same cache for other rows."""
+        """Return the same cache for the rows of `attn`."""
         return replace(self, attn=attn)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """k, v [T, Hkv, D] into slots [T] of the layer (ops.attention.row_slots), for what is no attention's."""
+        """Write k, v [T, Hkv, D] to slots [T] of the layer (ops.attention.row_slots).
+
+        This is for values that are not the KV of an attention.
+        """
         for cache, rows in zip(self.kv[layer], (k, v), strict=True):
             cache.index_put_(self._places(layer, slots), rows)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """What `write` put there: k, v [T, Hkv, D]."""
+        """Return what `write` stored in these slots: k, v [T, Hkv, D]."""
         places = self._places(layer, slots)
         k_cache, v_cache = self.kv[layer]
         return k_cache[places], v_cache[places]
 
     def block_size(self, layer: int) -> int:
-        """Tokens of a block."""
+        """Tokens of a KV block."""
         return self.kv[layer][0].shape[1]
 
     def _places(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +94,7 @@ class PagedAttend:
 
 
 class FunctionalAttend(PagedAttend):
-    """The same without changing a tensor: `kv`, a list, gets the new caches in place of the old."""
+    """A `PagedAttend` that changes no tensor: it replaces the entries of `kv`, a list, by new caches."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         assert isinstance(self.kv, list)
@@ -96,7 +103,7 @@ class FunctionalAttend(PagedAttend):
         return out
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """See PagedAttend."""
+        """Write as `PagedAttend.write` does, but to new caches that replace those in `kv`."""
         assert isinstance(self.kv, list)
         k_cache, v_cache = self.kv[layer]
         places = self._places(layer, slots)
@@ -104,9 +111,10 @@ class FunctionalAttend(PagedAttend):
 
 
 class Attention(nn.Module):
-    """q, k, v of x [T, H] from one fused matrix, optional q/k norms per head, rotary positions, attend, output.
+    """An attention layer on x [T, H].
 
-    `in_features`: width of x where it is not H (an EAGLE3 layer reads two vectors side by side).
+    It has one fused matrix for q, k, v, optional q/k norms per head, rotary positions, and an output matrix.
+    in_features: width of x where it is not H (an EAGLE3 layer reads two vectors next to each other).
     """
 
     def __init__(self, spec: DecoderSpec, layer: int, in_features: int | None = None) -> None:
@@ -120,7 +128,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, H] -> q [T, Hq, D], k, v [T, Hkv, D], ready to attend."""
+        """Compute q [T, Hq, D] and k, v [T, Hkv, D] of x [T, H], ready to attend."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
         q, k, v = torch.split(qkv, self.sizes, dim=1)
         return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v

@@ -1,4 +1,4 @@
-"""The one decoder: every dense architecture is a `DecoderSpec` away from it."""
+"""The one decoder module. A `DecoderSpec` makes every dense architecture from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from trtspec.models.specs import DecoderSpec
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), on [T, H]. input_norm False: attention reads x itself."""
+    """A decoder layer on [T, H]: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    input_norm: False = attention reads x itself.
+    """
 
     def __init__(self, spec: DecoderSpec, layer: int, input_norm: bool = True) -> None:
         super().__init__()
@@ -29,9 +32,9 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to hidden states to logits. Every tensor of a step is an argument; nothing is kept between calls.
+    """A decoder: token ids to hidden states to logits. Every tensor of a step is an argument; calls keep no state.
 
-    `spec.max_position_embeddings` sizes the rotary table unless `max_position` (tokens) is given.
+    max_position: tokens of the rotary table; `spec.max_position_embeddings` if it is not given.
     """
 
     def __init__(self, spec: DecoderSpec, max_position: int | None = None) -> None:
@@ -48,15 +51,16 @@ class Decoder(nn.Module):
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """input_ids [T], positions [T] int64 (place in the sequence) -> hidden states [T, H] after the last norm."""
+        """Hidden states [T, H] after the last norm, from input_ids [T] and positions in the sequence [T] int64."""
         return self.capture(input_ids, positions, attend, ())[0]
 
     def capture(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """As forward, and the residual stream after each of `layers` side by side, [T, len(layers) * H].
+        """Return what `forward` returns, and the residual stream after each of `layers`.
 
-        Layer -1 stands for the hidden states after the last norm.
+        The streams lie next to each other in one tensor [T, len(layers) * H]. Layer -1 stands for the hidden states
+        after the last norm.
         """
         x = self.embedding(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
@@ -70,11 +74,11 @@ class Decoder(nn.Module):
 
     @property
     def weight_bytes_per_step(self) -> int:
-        """Bytes of weights one step reads: all but the embedding rows it does not look up."""
+        """Bytes of weights that one step reads: all but the embedding rows that it does not look up."""
         untied = self.head.weight is not self.embedding.weight
         skipped = self.embedding.weight.nbytes if untied else 0
         return weight_bytes(self) - skipped
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> logits [R, V] fp32."""
+        """Logits [R, V] fp32 of hidden states [R, H]."""
         return self.head(hidden)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The small parts of a decoder: linear, norm, rotary positions, gated MLP."""
+"""The small modules of a decoder: linear, norm, rotary positions, gated MLP."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from trtspec.models.specs import DecoderSpec
 from trtspec.ops import packed_embedding, packed_linear, packing, rms_norm, rms_norm_inline
 
 QUANTIZATIONS = {None: 0, "int8": 0, "int4": 32, "int4_g64": 64, "int4_g128": 128}
-"""How `Linear.pack` may store a weight, and in what groups of inputs."""
+"""Ways in which `Linear.pack` stores a weight -> inputs of a group; 0 = no groups."""
 
-_UNALLOCATED: ContextVar[torch.dtype | None] = ContextVar("_UNALLOCATED", default=None)  # what `unallocated` was given
+_UNALLOCATED: ContextVar[torch.dtype | None] = ContextVar("_UNALLOCATED", default=None)  # dtype given to `unallocated`
 
 
 def _unloaded(*shape: int) -> nn.Parameter:
-    """Weights start as NaN, so that a missed load shows: in fp32, unless within `unallocated`."""
+    """Create a weight filled with NaN, so that a missed load shows. It is fp32, unless within `unallocated`."""
     dtype = _UNALLOCATED.get()
     return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype, device=None if dtype is None else "meta"))
 
 
 @contextmanager
 def unallocated(dtype: torch.dtype) -> Iterator[None]:
-    """Modules built in here have weights of `dtype`, on torch's meta device: they take no memory until `allocate`.
+    """Within this context, modules get weights of `dtype` on torch's meta device. They take no memory until `allocate`.
 
-    Buffers, such as the rotary table, are as ever. For loaders, which know what will not be held as it is built.
+    Buffers, such as the rotary table, are created as usual. This is for loaders, which know which weights will not be
+    kept as they are built.
     """
     token = _UNALLOCATED.set(dtype)
     try:
@@ -41,22 +42,23 @@ def unallocated(dtype: torch.dtype) -> Iterator[None]:
 
 
 def allocate(weight: nn.Parameter) -> None:
-    """Give memory, NaN all over, to a weight that has none; modules that share it go on sharing it."""
+    """Allocate memory, filled with NaN, for a weight that has none. Modules that share the weight go on sharing it."""
     if weight.is_meta:
         nans = nn.Parameter(torch.full(weight.shape, float("nan"), dtype=weight.dtype))
         torch.utils.swap_tensors(weight, nans)  # type: ignore[no-untyped-call]
 
 
 class Linear(nn.Module):
-    """x [T, K] -> [T, N]. In eval mode a row's bits do not depend on other rows; training wants autograd instead.
+    """A linear layer, x [T, K] -> [T, N].
 
-    float_out: the results are fp32, as accumulated, whatever x's dtype (an lm_head's logits).
+    In eval mode a row's bits do not depend on other rows. In training it uses autograd's linear instead.
+    float_out: results are fp32, as accumulated, whatever x's dtype (an lm_head's logits).
     """
 
-    scales: Tensor  # of a quantised weight, else of no elements, as zeros
-    zeros: Tensor
-    x_scale: Tensor  # [1] fp32: fp8 weights want x as multiples of it; of no elements where they take x as it is
-    order: Tensor  # [K] int64: the weight's inputs are x[:, order]; of no elements where they are x as it is
+    scales: Tensor  # of a quantised weight; no elements otherwise
+    zeros: Tensor  # of a quantised weight; no elements otherwise
+    x_scale: Tensor  # [1] fp32: fp8 weights take x as multiples of it; no elements: x as it is
+    order: Tensor  # [K] int64: the weight's inputs are x[:, order]; no elements: x as it is
 
     def __init__(self, in_features: int, out_features: int, bias: bool, float_out: bool = False) -> None:
         super().__init__()
@@ -73,9 +75,11 @@ class Linear(nn.Module):
         return self.weight.ndim != 2
 
     def pack(self, quantization: str | None = None, symmetric: bool = False) -> None:
-        """Replace the weight by panels (see ops.packing) of its own dtype, or quantised: "int8", "int4" (groups of 32),
-        "int4_g64", "int4_g128", in which groups have zero points unless `symmetric`. Do this last: `.to(dtype)` would
-        convert scales, and there is no way back to training.
+        """Replace the weight by panels (layouts of ops.packing), in its own dtype or quantised.
+
+        Do this last: `.to(dtype)` would convert scales, and a packed linear cannot be trained again.
+        quantization: None, "int8", "int4" (groups of 32), "int4_g64" or "int4_g128".
+        symmetric: the groups of 4-bit weights have no zero points.
         """
         if self.is_packed:
             raise ValueError("this linear is packed already")
@@ -98,8 +102,7 @@ class Linear(nn.Module):
         order: Tensor | None = None,
         x_scale: Tensor | None = None,
     ) -> None:
-        """Take a weight that is packed already, of one of the quantised layouts of ops.packing, in the place of
-        ours."""
+        """Replace the weight by one that is packed already, in one of the quantised layouts of ops.packing."""
         self.weight, self.scales = nn.Parameter(panels, requires_grad=False), scales
         for name, given in (("zeros", zeros), ("order", order), ("x_scale", x_scale)):
             if given is not None:
@@ -107,7 +110,7 @@ class Linear(nn.Module):
 
     @property
     def beside(self) -> tuple[Tensor, ...]:
-        """What a quantised weight is not complete without."""
+        """Tensors that belong to a quantised weight: scales, zeros, x_scale, order."""
         return self.scales, self.zeros, self.x_scale, self.order
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,11 +132,14 @@ class Linear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """ids [n] -> [n, H]: the rows of a packed head's matrix, for a decoder that ties its embedding to its head."""
+    """An embedding that reads the rows of a packed head's matrix: ids [n] -> [n, H].
+
+    It is for a decoder that ties its embedding to its head.
+    """
 
     def __init__(self, head: Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.head, self.dtype = head, dtype  # of the rows
+        self.head, self.dtype = head, dtype  # dtype of the rows
 
     @property
     def weight(self) -> Tensor:
@@ -145,7 +151,7 @@ class PackedEmbedding(nn.Module):
 
 
 def weight_bytes(*modules: nn.Module) -> int:
-    """Bytes of all weights of `modules`, what else quantised ones hold included; what is shared counts once."""
+    """Bytes of all weights of `modules`, including scales and the like of quantised ones. Shared tensors count once."""
     tensors: dict[int, int] = {}
     for module in modules:
         for parameter in module.parameters():
@@ -157,9 +163,9 @@ def weight_bytes(*modules: nn.Module) -> int:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in fp32, weighted in x's dtype.
+    """A norm, x / rms(x) * weight over the last dimension: computed in fp32, weighted in x's dtype.
 
-    constant: the weight is that number in all places, and no parameter.
+    constant: every element of the weight is that number, and the weight is no parameter.
     """
 
     weight: Tensor
@@ -171,28 +177,31 @@ class RMSNorm(nn.Module):
         else:
             self.register_buffer("weight", torch.full((size,), constant, dtype=_UNALLOCATED.get()), persistent=False)
         self.eps = eps
-        self.is_op = False  # True where it is run op by op on a GPU, see ops/norm.py
+        self.is_op = False  # True where a GPU runs the model op by op; ops/norm.py explains it
 
     def forward(self, x: Tensor) -> Tensor:
         return (rms_norm if self.is_op else rms_norm_inline)(x, self.weight, self.eps)
 
 
 def norms_as_ops(model: nn.Module) -> None:
-    """All norms of a model call the op."""
+    """Make all norms of a model call the op `rms_norm`."""
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.is_op = True
 
 
 def silu(x: Tensor) -> Tensor:
-    """Computed in fp32. Spelt out: torch's silu rounds differently in vector bodies and tails, so a row's bits would
-    depend on the number of rows."""
+    """Compute silu in fp32.
+
+    It is spelt out since torch's silu rounds differently in vector bodies and tails: a row's bits would depend on the
+    number of rows.
+    """
     x32 = x.float()
     return (x32 / (1.0 + torch.exp(-x32))).to(x.dtype)
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up as one matrix of 2*I rows."""
+    """A gated MLP, down(silu(gate(x)) * up(x)), with gate and up as one matrix of 2*I rows."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -205,11 +214,12 @@ class GatedMLP(nn.Module):
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position, [max_position, D] fp32 each, looked up by position.
+    """A table of cos and sin of every position, [max_position, D] fp32 each, looked up by position.
 
-    Frequencies are those of transformers' rope types. `dynamic` differs in one point: transformers stretches a whole
-    forward pass by its longest position, which would make a row depend on its neighbours; here a position p past the
-    original length is stretched as the last token of a sequence of p + 1, which is what token-by-token decoding gives.
+    Frequencies are those of transformers' rope types, with one difference for `dynamic`. There transformers stretches a
+    whole forward pass by its longest position, which would make a row depend on its neighbours. Here, a position p past
+    the original length is stretched as the last token of a sequence of p + 1 tokens. That is what token-by-token
+    decoding gives.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_position: int) -> None:
@@ -226,13 +236,13 @@ class RotaryTable(nn.Module):
         self.sin: Tensor
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin [T, 1, D] in `dtype`; positions past the table read its last row (junk rows)."""
+        """cos, sin [T, 1, D] in `dtype` of positions [T]. Positions past the table read its last row (junk rows)."""
         positions = positions.clamp(max=self.cos.shape[0] - 1)
         return self.cos[positions].to(dtype)[:, None], self.sin[positions].to(dtype)[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] rotated by cos, sin [T, 1, D], halves paired (x[i], x[i + D/2])."""
+    """Rotate x [T, heads, D] by cos, sin [T, 1, D], with the halves paired (x[i], x[i + D/2])."""
     (first, second), (cos1, cos2), (sin1, sin2) = (each.chunk(2, dim=-1) for each in (x, cos, sin))
     return torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)
 
@@ -275,7 +285,7 @@ def _yarn_frequencies(rope: RopeConfig, head_dim: int, plain: Tensor) -> Tensor:
 
 
 def _dynamic_frequencies(rope: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
-    """[max_position, D/2]: NTK-aware base stretched by each position's own length."""
+    """Frequencies [max_position, D/2] of an NTK-aware base that is stretched by each position's own length."""
     original = rope.original_max_position_embeddings
     length = (positions + 1).clamp(min=original)
     stretch = (rope.factor * length / original - (rope.factor - 1)) ** (head_dim / (head_dim - 2))

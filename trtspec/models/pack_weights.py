@@ -1,4 +1,4 @@
-"""Packing a whole model's linears for inference (see ops.packing for the layouts)."""
+"""Packing of all linears of a model for inference. ops.packing describes the layouts."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ def pack_decoder(
 ) -> None:
     """Pack every Linear in `model` (a decoder, a draft head, or a step that holds both), in place.
 
-    quantization, as of `Linear.pack`, goes for every linear but the lm_head (the one with `float_out`), which keeps the
-    model's dtype, as embeddings and norms do: its rounding errors would go straight into the logits. lm_head: its
-    quantization, if it is to have one all the same; an embedding that is tied to it has the same rounded numbers.
-    ValueError where it has one already.
-    draft: a module within `model`; draft_quantization goes for all linears that are its alone. Its own lm_head is one
-    of them, unless it is tied to an embedding: what errors in its logits cost is acceptance, and every pass reads it.
+    quantization, as in `Linear.pack`: applies to every linear but the lm_head (the one with `float_out`). The lm_head
+    keeps the model's dtype, as embeddings and norms do: its rounding errors would go straight into the logits.
+    lm_head: quantization of the lm_head, if it is to have one all the same. An embedding tied to it then has the same
+    rounded numbers. ValueError if the lm_head is quantised already.
+    draft: a module within `model`.
+    draft_quantization: applies to all linears that only `draft` uses. Its own lm_head is one of them, unless it is tied
+    to an embedding: errors in its logits cost only acceptance, and every pass reads it.
+    symmetric: 4-bit groups have no zero points.
+    floats: False leaves linears that are not quantised as they are.
+    The last parameter but one is a further model: its linears stay as they are, also where `model` shares them.
 
-    symmetric: 4-bit groups have no zero points. floats: False leaves what is not quantised as it is. beside: a model
-    whose linears stay as they are, also where `model` shares them.
-
-    An embedding tied to an lm_head becomes a view of the packed head, so that the matrix is held once. A draft head
-    that shares its target's embedding or lm_head gets the packed ones where `model` holds both; otherwise call its
-    `share` again once the target is packed.
+    An embedding tied to an lm_head becomes a view of the packed head, so that the matrix is stored once. A draft head
+    that shares its target's embedding or lm_head gets the packed ones if `model` holds both. Otherwise call its `share`
+    again once the target is packed.
     """
     others = set() if beside is None else set(beside.modules())
-    linears: dict[int, Linear] = {}  # by the plain weight that is to be packed
+    linears: dict[int, Linear] = {}  # by id of the plain weight to be packed
     for module in list(model.modules()):
         if isinstance(module, Linear) and not module.is_packed and module not in others:
             linears[id(module.weight)] = module
@@ -66,7 +67,7 @@ def pack_decoder(
 
 
 def _modules_without(model: nn.Module, left_out: nn.Module | None) -> Iterator[nn.Module]:
-    """All modules that `model` reaches otherwise than through `left_out`."""
+    """All modules that `model` reaches other than through `left_out`."""
     if model is left_out:
         return
     yield model

@@ -1,6 +1,6 @@
-"""Weights that are quantised already in the checkpoint: public layouts to ours, value by value, nothing rounded anew.
+"""Weights that are quantised already in the checkpoint: public layouts become ours, value by value, not rounded anew.
 
-What a kind of weights is made of is in quantized_integers.py and quantized_fp8.py; here their tensors are gathered.
+quantized_integers.py and quantized_fp8.py say what each kind of weights consists of. The code here gathers the tensors.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizedLinears:
-    """What of a model's `slots` is quantised in its checkpoint. Linears are packed as soon as their tensors are there.
+    """A model's linears that are quantised in its checkpoint. Each is packed as soon as its tensors have arrived.
 
-    plain: the other slots. required, optional: shapes of the quantised linears' tensors, by name. `where` begins
-    errors. Raises UnsupportedError for a linear whose weights ours cannot hold as they are.
+    plain: the slots that are not quantised.
+    required, optional: shapes of the quantised linears' tensors, by name.
+    where: text that error messages begin with.
+    Raises UnsupportedError for a linear whose weights our layouts cannot hold as they are.
     """
 
     def __init__(self, slots: Mapping[str, Slot], quantization: CheckpointQuantization | None, where: str) -> None:
@@ -37,11 +39,11 @@ class QuantizedLinears:
         self.required: dict[str, tuple[int, ...]] = {}
         self.optional: dict[str, tuple[int, ...]] = {}
         self._formats: dict[type[Any], Format[Any]] = {IntegerScheme: Integers(), Fp8Scheme: Fp8()}
-        self._parts: dict[str, list[Part[Any]]] = {}  # by our parameter
-        self._modules: dict[str, Part[Any]] = {}  # by the checkpoint's name
-        self._awaited: dict[str, set[str]] = {}  # our parameter, until it is packed -> tensors that may yet come for it
-        self._tensors: dict[str, dict[str, Tensor]] = {}  # linear of the checkpoint, not packed yet -> what came for it
-        self._kv_scales: set[str] = set()  # where there may be some
+        self._parts: dict[str, list[Part[Any]]] = {}  # by our parameter's name
+        self._modules: dict[str, Part[Any]] = {}  # by the linear's name in the checkpoint
+        self._awaited: dict[str, set[str]] = {}  # our parameter, not packed yet -> tensors that may still arrive
+        self._tensors: dict[str, dict[str, Tensor]] = {}  # linear of the checkpoint, not packed yet -> tensors so far
+        self._kv_scales: set[str] = set()  # names that KV scales may have
         self._has_kv_scales = False
         self._error: TrtSpecError | None = None
         for name, slot in slots.items():
@@ -69,22 +71,25 @@ class QuantizedLinears:
         self._check_fused()
 
     def ignorable(self, name: str, tensor: Tensor) -> bool:
-        """Whether the tensor is spare: early GPTQ writers gave every linear a bias, of zeros where the model has none,
-        and scales of keys and values are for caches of another dtype."""
+        """Whether the tensor is spare: a bias of zeros, or a scale of keys or values.
+
+        Early GPTQ writers gave every linear a bias, of zeros where the model has none. The scales are for caches of
+        another dtype.
+        """
         if name in self._kv_scales:
             self._has_kv_scales = True
             return True
         return self.is_spare(name) and not tensor.any()
 
     def is_spare(self, name: str) -> bool:
-        """Whether a tensor of this name may be one of those."""
+        """Whether a tensor of this name may be spare."""
         module, _, kind = name.rpartition(".")
         return name in self._kv_scales or (kind == "bias" and module in self._modules)
 
     def take(self, name: str, tensor: Tensor, into: nn.Module) -> None:
-        """One of the tensors, in its right shape. The last one that a linear of the module `into` awaited packs it.
+        """Take one of the tensors, in its right shape, and pack its linear of the module `into` if none is missing.
 
-        WeightsError if it is of no fitting dtype.
+        WeightsError if the tensor's dtype does not fit.
         """
         module, _, kind = name.rpartition(".")
         part = self._modules[module]
@@ -93,16 +98,16 @@ class QuantizedLinears:
         parameter = part.slot.parameter
         awaited = self._awaited.get(parameter)
         if awaited is None:
-            return  # another shard has it too, and the linear is packed
+            return  # another shard holds it too, and the linear is packed
         self._tensors.setdefault(module, {})[kind] = tensor
         awaited.discard(name)
         if not awaited:
             self._pack(parameter, into)
 
     def finish(self, module: nn.Module) -> None:
-        """Pack those that have all but an optional tensor, which will not come.
+        """Pack the linears that lack only an optional tensor, which will not arrive.
 
-        UnsupportedError or CheckpointError for values nobody can hold, in any linear.
+        UnsupportedError or CheckpointError for values that no layout can hold, in any linear.
         """
         for parameter in [*self._awaited]:
             self._pack(parameter, module)
@@ -114,12 +119,12 @@ class QuantizedLinears:
             logger.warning("%s: scales of an fp8 KV cache are not used, as ours is in the model's dtype", self.where)
 
     def describe(self, module: nn.Module) -> None:
-        """Give the linears of `module` that are quantised the tensors they will hold, on torch's meta device."""
+        """Give the quantised linears of `module` the tensors that they will hold, on torch's meta device."""
         for parameter, parts in self._parts.items():
             self._format(parts[0]).describe(_linear(module, parameter), parts)
 
     def num_bytes(self, itemsize: int) -> int:
-        """Of all weights once they are loaded, those in floating point at `itemsize` bytes."""
+        """Bytes of all weights once they are loaded; `itemsize` is the bytes of a floating-point number."""
         total = sum(torch.Size(slot.shape).numel() for slot in self.plain.values()) * itemsize
         return total + sum(self._format(parts[0]).num_bytes(parts) for parts in self._parts.values())
 
@@ -127,7 +132,10 @@ class QuantizedLinears:
         return self._formats[type(part.scheme)]
 
     def _pack(self, parameter: str, module: nn.Module) -> None:
-        """An error waits for `finish`: if tensors are missing or mis-shaped, the caller has that to say first."""
+        """Pack a linear.
+
+        An error waits for `finish`: missing or mis-shaped tensors are the errors that the caller reports first.
+        """
         del self._awaited[parameter]
         parts = self._parts[parameter]
         try:
@@ -137,7 +145,7 @@ class QuantizedLinears:
             self._error = self._error or error
 
     def _check_fused(self) -> None:
-        """Linears that are one matrix here must be of one kind."""
+        """Check that linears which are one matrix here are of one kind. UnsupportedError if they are not."""
         for name, slot in self.plain.items():
             if slot.parameter in self._parts:
                 part = self._parts[slot.parameter][0]
@@ -156,7 +164,7 @@ def _linear(module: nn.Module, parameter: str) -> Linear:
 
 
 def _kv_scales(module: str) -> set[str]:
-    """Where writers put the scale of the keys or values that a linear gives: at the linear or at its attention."""
+    """Names that writers use for the scale of the keys or values of a linear: at the linear, or at its attention."""
     attention, _, name = module.rpartition(".")
     if name not in ("k_proj", "v_proj"):
         return set()

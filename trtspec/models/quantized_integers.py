@@ -1,20 +1,20 @@
-"""Weights that are integers already in the checkpoint: public layouts to ours, value by value, nothing is rounded anew.
+"""Weights that are integers already in the checkpoint: public layouts become ours, value by value, not rounded anew.
 
-Tensors of a linear [N, K] with a scale for every g of its K inputs (G = K / g; 1 for a scale per output channel), w
-values to an int32 word, the first in the lowest bits:
+Tensors of a linear [N, K] with a scale for every g of its K inputs (G = K / g; 1 for a scale per output channel). An
+int32 word holds w values, the first in the lowest bits:
 
     pack-quantized   weight_packed [N, ceil(K/w)], weight_scale [N, G], weight_shape [2] = (N, K), and without symmetry
                      weight_zero_point [ceil(N/w), G]; values and zero points are offset by half the range
     int-quantized    weight [N, K] int8, weight_scale [N, G], and without symmetry weight_zero_point [N, G] int8
-    gptq             qweight [K/w, N], qzeros [G, N/w] (in format "gptq" one less than they are), scales [G, N],
+    gptq             qweight [K/w, N], qzeros [G, N/w] (stored minus one in format "gptq"), scales [G, N],
                      g_idx [K] (the group of each input; if they are not in order, the linear sorts its inputs)
     awq              qweight [K, N/8], qzeros [G, N/8], scales [G, N]; a word holds outputs 0, 2, 4, 6, 1, 3, 5, 7
 
 Sources: `pack_to_int32` of vllm-project/compressed-tensors, AutoGPTQ's QuantLinear.pack, AutoAWQ's WQLinear_GEMM.
 
-Scales become fp16 for 4-bit weights, and for 8-bit ones in groups. Those of fp16 and, from 2^-17 (7.6e-6) to 65504, of
-bf16 do so exactly; others are rounded, by at most 2^-11 of their value or, below 2^-14, by 2^-25, with a warning that
-says how far weights moved.
+Scales become fp16 for 4-bit weights, and for 8-bit weights in groups. The conversion is exact for fp16 scales, and for
+bf16 scales from 2^-17 (7.6e-6) to 65504. Others are rounded, by at most 2^-11 of their value or, below 2^-14, by at
+most 2^-25. A warning then says how far weights moved.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from trtspec.ops.packing import GROUP_SIZES, pack_int4, pack_int8
 logger = logging.getLogger(__name__)
 
 IntegerPart: TypeAlias = Part[IntegerScheme]
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0..7 in a word
-_LARGEST_STEPS = {4: 15, 8: 128}  # a weight of so many bits is at most so many scales
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # places of outputs 0..7 in a word
+_LARGEST_STEPS = {4: 15, 8: 128}  # bits of a weight -> the most scales that it may amount to
 
 
 @dataclass(frozen=True)
 class IntegerMatrix:
-    """values [N, K]: uint8 0..15, or int8; a scale and zero point for each group [N, G]; zeros None = 8 (int8: 0).
+    """A matrix of integers with the scales and zero points of its groups.
 
+    values [N, K]: uint8 0..15, or int8.
+    scales, zeros: one for each group, [N, G]; zeros None = 8 (int8: 0).
     order [K] int64: input i of the matrix is input order[i] of the linear; None = i.
     """
 
@@ -53,13 +55,16 @@ class IntegerMatrix:
 
 
 class Integers(Format[IntegerScheme]):
-    """See above. One for all linears of a model, whose scales it counts."""
+    """The format of integer weights that the module's docstring describes.
+
+    One object serves all linears of a model and counts their rounded scales.
+    """
 
     def __init__(self) -> None:
         self._rounding = _Rounding()
 
     def problem(self, part: IntegerPart) -> str | None:
-        """See Format."""
+        """Reason why the linear's outputs or inputs do not fill words or groups; None = they do."""
         (N, K), word = part.slot.shape, 32 // part.scheme.bits
         if part.scheme.layout == "awq" and N % word:
             return f"its {N} outputs do not fill int32 words of {word}"
@@ -72,7 +77,7 @@ class Integers(Format[IntegerScheme]):
         return None
 
     def shapes(self, part: IntegerPart) -> tuple[Shapes, Shapes]:
-        """See Format."""
+        """Shapes of the tensors of the scheme's layout. g_idx is optional in gptq unless the scheme is ordered."""
         (N, K), word, bits, scheme = part.slot.shape, 32 // part.scheme.bits, part.scheme.bits, part.scheme
         G = K // _group_size(part)
         if scheme.layout == "gptq":
@@ -91,7 +96,7 @@ class Integers(Format[IntegerScheme]):
         return shapes, order if scheme.layout == "gptq" else {}
 
     def misfit(self, part: IntegerPart, kind: str, tensor: Tensor) -> str | None:
-        """See Format."""
+        """Dtype that the tensor should have, if it has another; None = it fits."""
         if kind in ("scales", "weight_scale"):
             return None if tensor.is_floating_point() else "floating-point numbers"
         if kind in ("weight_shape", "g_idx", "weight_g_idx"):
@@ -100,7 +105,7 @@ class Integers(Format[IntegerScheme]):
         return None if tensor.dtype == expected else str(expected).removeprefix("torch.")
 
     def describe(self, linear: Linear, parts: Sequence[IntegerPart]) -> None:
-        """See Format."""
+        """Give the linear panels, scales, zeros and an order on torch's meta device."""
         N, K = sum(part.slot.shape[0] for part in parts), parts[0].slot.shape[1]
         values = torch.empty(N, K, dtype=torch.int8, device="meta")
         order = values[0].long() if any(part.scheme.ordered and _group_size(part) < K for part in parts) else None
@@ -115,7 +120,7 @@ class Integers(Format[IntegerScheme]):
         linear.hold(*pack_int4(values.byte(), scales, zeros), order=order)
 
     def num_bytes(self, parts: Sequence[IntegerPart]) -> int:
-        """See Format."""
+        """Bytes of the padded panels, of their scales and of zero points, where there are some."""
         K = parts[0].slot.shape[1]
         if not _is_grouped(parts[0]):
             return padded_columns(parts) * (-(-K // 4) * 4 + 4)
@@ -125,7 +130,7 @@ class Integers(Format[IntegerScheme]):
         return padded_columns(parts) * (K // 2 + groups * (2 if all(part.scheme.symmetric for part in parts) else 3))
 
     def finish(self, where: str) -> None:
-        """See Format."""
+        """Warn if scales did not fit fp16 and were rounded."""
         if (rounding := self._rounding).count:
             logger.warning(
                 "%s: %d scales do not fit fp16 and were rounded; a weight moves by at most %.2g, a scale by %.2g of "
@@ -137,7 +142,11 @@ class Integers(Format[IntegerScheme]):
             )
 
     def hold(self, linear: Linear, parts: Sequence[IntegerPart], tensors: Sequence[Mapping[str, Tensor]]) -> None:
-        """See Format."""
+        """Pack the parts' tensors. CheckpointError for tensors that contradict the scheme or each other.
+
+        UnsupportedError if the parts have their inputs in different orders, if fp16 cannot hold a scale, or if the
+        meaning of zero points is ambiguous.
+        """
         matrices = [_matrix(part, given) for part, given in zip(parts, tensors, strict=True)]
         first = matrices[0]
         for matrix in matrices[1:]:
@@ -172,17 +181,17 @@ class Integers(Format[IntegerScheme]):
 
 
 def _group_size(part: IntegerPart) -> int:
-    """Inputs that share a scale in the checkpoint."""
+    """Number of inputs that share a scale in the checkpoint."""
     return part.scheme.group_size or part.slot.shape[1]
 
 
 def _is_grouped(part: IntegerPart) -> bool:
-    """Whether ours has scales of groups: all 4-bit weights are held so."""
+    """Whether our layout has scales of groups, as it has for all 4-bit weights."""
     return part.scheme.bits == 4 or part.scheme.group_size is not None
 
 
 def _held_group_size(part: IntegerPart) -> int:
-    """The same where ours repeats scales, as its groups are of 32, 64 or 128."""
+    """Number of inputs that share a scale in our layout, 32, 64 or 128: scales of larger groups are repeated."""
     return max(size for size in GROUP_SIZES if _group_size(part) % size == 0)
 
 
@@ -205,7 +214,7 @@ def _matrix(part: IntegerPart, tensors: Mapping[str, Tensor]) -> IntegerMatrix:
 
 
 def _zeros(part: IntegerPart, zeros: Tensor | None) -> Tensor | None:
-    """Without those of symmetric weights, which say what is known."""
+    """Check the zero points and return them; None for symmetric weights, whose zero points are known."""
     if zeros is None:
         return None
     middle = 1 << (part.scheme.bits - 1)
@@ -225,7 +234,7 @@ def _zeros(part: IntegerPart, zeros: Tensor | None) -> Tensor | None:
 
 
 def _order(part: IntegerPart, g_idx: Tensor) -> Tensor | None:
-    """From the group of each input, the inputs group by group."""
+    """Sort inputs by group: from the group of each input, the inputs group by group. None if they are in order."""
     groups = part.slot.shape[1] // _group_size(part)
     known = int(g_idx.min()) >= 0 and int(g_idx.max()) < groups
     if not known or (g_idx.long().bincount(minlength=groups) != _group_size(part)).any():
@@ -234,13 +243,13 @@ def _order(part: IntegerPart, g_idx: Tensor) -> Tensor | None:
 
 
 class _Rounding:
-    """How far scales, and with them weights, moved on their way to fp16."""
+    """A record of how far scales, and weights with them, moved when they became fp16."""
 
     def __init__(self) -> None:
         self.count, self.most, self.most_relative = 0, 0.0, 0.0
 
     def add(self, scales: Tensor, half: Tensor, steps: int) -> None:
-        """steps: scales that a weight is at most."""
+        """Count the scales that changed. steps: the most scales that a weight may amount to."""
         errors = (half.double() - scales.double()).abs()
         moved = errors > 0
         if moved.any():
@@ -249,18 +258,18 @@ class _Rounding:
             self.most_relative = max(self.most_relative, float((errors[moved] / scales[moved].double().abs()).max()))
 
 
-# -- layouts: tensors by their last name -> IntegerMatrix as it is stored ----------------------------------------------
+# -- layouts: tensors by the last part of their names -> IntegerMatrix as stored ---------------------------------------
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """[R, C] int32 -> [R, C * 32 / bits] uint8, the lowest bits of a word first."""
-    # contiguous() may leave a stride to a single column
+    """[R, C] int32 -> [R, C * 32 / bits] uint8; the lowest bits of a word come first."""
+    # contiguous() may leave a stride on a single column
     octets = words.flatten().view(torch.uint8).view(len(words), -1)
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)
 
 
 def _signed(values: Tensor, bits: int) -> Tensor:
-    """Unsigned 8-bit values around 128 -> int8 around 0; 4-bit ones stay."""
+    """Unsigned 8-bit values around 128 -> int8 around 0; 4-bit values stay as they are."""
     return (values ^ 128).view(torch.int8) if bits == 8 else values
 
 

@@ -1,4 +1,4 @@
-"""A linear that is quantised in its checkpoint, and what there is to know of a kind of quantised weights."""
+"""A linear that is quantised in its checkpoint, and the interface of a kind of quantised weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trtspec.models.layers import Linear
 from trtspec.models.slots import Slot
 from trtspec.ops.packing import PANEL
 
-S = TypeVar("S")  # of trtspec.config.checkpoint.weight_schemes
+S = TypeVar("S")  # a scheme of trtspec.config.checkpoint.weight_schemes
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Part(Generic[S]):
-    """A quantised linear of the checkpoint, and the rows of ours that it is. `where` begins errors."""
+    """A quantised linear of the checkpoint, and the rows of our matrix that it becomes. `where` begins error texts."""
 
     name: str
     scheme: S
@@ -36,24 +36,27 @@ class Part(Generic[S]):
 
 
 class Format(ABC, Generic[S]):
-    """One kind of quantised weights. Tensors go by the last part of their names; `parts` are one matrix of ours, in the
-    order of its rows, and have been found to fit each other."""
+    """A kind of quantised weights.
+
+    Tensors are named by the last part of their names. `parts` are the linears that form one matrix of ours, in the
+    order of its rows; they have been checked to fit each other.
+    """
 
     @abstractmethod
     def problem(self, part: Part[S]) -> str | None:
-        """What keeps it from being held as it is, by its shape alone."""
+        """Reason why the linear cannot be held as it is, judged by its shape alone; None = it can."""
 
     @abstractmethod
     def shapes(self, part: Part[S]) -> tuple[Shapes, Shapes]:
-        """Of the tensors that it must have, and of those that it may have."""
+        """Shapes of the tensors that the linear must have, and of those that it may have."""
 
     @abstractmethod
     def misfit(self, part: Part[S], kind: str, tensor: Tensor) -> str | None:
-        """What dtype the tensor had to be of, if it is of another."""
+        """Dtype that the tensor should have, if it has another; None = it fits."""
 
     @abstractmethod
     def hold(self, linear: Linear, parts: Sequence[Part[S]], tensors: Sequence[Mapping[str, Tensor]]) -> None:
-        """Pack the parts' tensors. UnsupportedError or CheckpointError for values nobody can hold."""
+        """Pack the parts' tensors. UnsupportedError or CheckpointError for values that no layout can hold."""
 
     @abstractmethod
     def describe(self, linear: Linear, parts: Sequence[Part[S]]) -> None:
@@ -61,12 +64,12 @@ class Format(ABC, Generic[S]):
 
     @abstractmethod
     def num_bytes(self, parts: Sequence[Part[S]]) -> int:
-        """Of what the linear will hold."""
+        """Bytes of the tensors that the linear will hold."""
 
     def finish(self, where: str) -> None:
-        """All are packed: say what there is to say."""
+        """Report what there is to report, after all linears are packed."""
 
 
 def padded_columns(parts: Sequence[Part[S]]) -> int:
-    """Output columns of the packed matrix, in whole panels."""
+    """Number of output columns of the packed matrix, in whole panels."""
     return -(-sum(part.slot.shape[0] for part in parts) // PANEL) * PANEL

@@ -1,4 +1,4 @@
-"""Which rows of which parameter of ours a checkpoint's tensor is: q, k, v and gate, up are one matrix each here."""
+"""Map of a checkpoint's tensors to rows of our parameters: q, k, v and gate, up are one matrix each here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtspec.models.specs import DecoderSpec
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a checkpoint tensor goes: rows [start, start + size) of the named parameter."""
+    """A destination of a checkpoint tensor: rows [start, start + size) of the named parameter."""
 
     parameter: str
     start: int
@@ -17,7 +17,7 @@ class Slot:
 
 
 def weight_slots(spec: DecoderSpec) -> dict[str, Slot]:
-    """Hugging Face tensor name -> slot, for every tensor that a checkpoint of this spec must hold."""
+    """Map each Hugging Face tensor name to its slot, for every tensor that a checkpoint of this spec must hold."""
     H = spec.hidden_size
     slots = {
         "model.embed_tokens.weight": Slot("embedding.weight", 0, (spec.vocab_size, H)),
@@ -31,7 +31,11 @@ def weight_slots(spec: DecoderSpec) -> dict[str, Slot]:
 
 
 def layer_slots(spec: DecoderSpec, theirs: str, ours: str, in_features: int) -> dict[str, Slot]:
-    """The slots of one decoder layer; `theirs` and `ours` are its prefixes, `in_features` the width q, k, v read."""
+    """Slots of one decoder layer.
+
+    theirs, ours: prefixes of the layer's names in the checkpoint and in the module.
+    in_features: width of the input of q, k, v.
+    """
     H, I, D = spec.hidden_size, spec.intermediate_size, spec.head_dim  # noqa: E741
     q, kv = spec.num_heads * D, spec.num_kv_heads * D
     # (checkpoint name, parameter, first row, rows, columns, has bias)

@@ -1,7 +1,7 @@
-"""Which checkpoints we can run: one row per architecture, turning a `ModelConfig` into a `DecoderSpec`.
+"""The architectures that can run: one row each, which turns a `ModelConfig` into a `DecoderSpec`.
 
-Adding a dense decoder is adding a row here. What the rows do not say is the same for all of them: pre-norm residual
-blocks, RMSNorm, rotary positions, gated MLP.
+A new row here adds a dense decoder. All rows share what they do not state: pre-norm residual blocks, RMSNorm, rotary
+positions, gated MLP.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from trtspec.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """Shapes and switches of one dense decoder. Sizes in elements; `windows[i]` in tokens, None = full attention."""
+    """A description of one dense decoder: shapes and switches.
+
+    Sizes are in elements; `windows[i]` is in tokens, None = full attention.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -37,17 +40,17 @@ class DecoderSpec:
 
     @property
     def kv_layers(self) -> tuple[KVSpec, ...]:
-        """The KV of each layer."""
+        """KV shape of each layer."""
         return tuple(KVSpec(self.num_kv_heads, self.head_dim, window) for window in self.windows)
 
     @property
     def kv_elements_per_token(self) -> int:
-        """K and V elements of one token in all layers."""
+        """Number of K and V elements of one token in all layers."""
         return sum(layer.elements_per_token for layer in self.kv_layers)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the decoder, the tied head counted once."""
+        """Number of parameters of the decoder; a tied head counts once."""
         h, d = self.hidden_size, self.head_dim
         q, kv = self.num_heads * d, self.num_kv_heads * d
         layer = h * (q + 2 * kv) + q * h + 3 * h * self.intermediate_size + 2 * h
@@ -59,10 +62,10 @@ class DecoderSpec:
 
 @dataclass(frozen=True)
 class ArchitectureRow:
-    """What an architecture fixes by name; None = read it from the checkpoint's own config.
+    """A set of values that an architecture fixes by its name; None = the checkpoint's own config gives the value.
 
-    mtp_prefix: how the names of its MTP modules' tensors begin; they are in its checkpoints, no part of the decoder;
-    module i's with this and "i.".
+    mtp_prefix: prefix of the tensor names of its MTP modules; module i's names begin with it and "i.". These tensors
+    are in its checkpoints, but no part of the decoder.
     """
 
     qkv_bias: bool | None = None
@@ -82,12 +85,12 @@ ARCHITECTURES: dict[str, ArchitectureRow] = {
 
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """The spec of a checkpoint. UnsupportedError names the architecture and the ones we have."""
+    """Spec of a checkpoint. UnsupportedError names the architecture and the supported ones."""
     return dense_spec(config, require_architecture(config.architecture, config.path))
 
 
 def mtp_prefix(name: str, folder: Path) -> str:
-    """How the names of its MTP modules' tensors begin. UnsupportedError for an architecture that has none."""
+    """Prefix of the tensor names of an architecture's MTP modules. UnsupportedError if the architecture has none."""
     prefix = require_architecture(name, folder).mtp_prefix
     if prefix is None:
         having = ", ".join(name for name, row in ARCHITECTURES.items() if row.mtp_prefix is not None)
@@ -96,7 +99,7 @@ def mtp_prefix(name: str, folder: Path) -> str:
 
 
 def require_architecture(name: str, folder: Path) -> ArchitectureRow:
-    """The row of the checkpoint in `folder`; UnsupportedError as above."""
+    """Row of the architecture `name` of the checkpoint in `folder`. UnsupportedError if there is no such row."""
     row = ARCHITECTURES.get(name)
     if row is None:
         raise UnsupportedError(
@@ -106,7 +109,7 @@ def require_architecture(name: str, folder: Path) -> ArchitectureRow:
 
 
 def dense_spec(config: ModelConfig, row: ArchitectureRow | None = None) -> DecoderSpec:
-    """The config's shapes, with what the row fixes by name."""
+    """Combine the config's shapes with the values that the row fixes."""
     row = row or ArchitectureRow()
     return DecoderSpec(
         vocab_size=config.vocab_size,

@@ -1,6 +1,6 @@
-"""Strict loading: every tensor of the checkpoint lands in exactly one place, and every place is filled.
+"""Strict loading: every tensor of the checkpoint goes to exactly one place, and every place is filled.
 
-`slots` says which rows of which parameter a checkpoint tensor is; `quantized` reads weights that are quantised
+slots.py says which rows of which parameter a checkpoint tensor becomes. quantized.py reads weights that are quantised
 already.
 """
 
@@ -32,17 +32,18 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 _T = TypeVar("_T")
 _EAGLE_FC = {"fc.weight", "model.fc.weight"}
-_FLOATS = ("F64", "F32", "F16", "BF16")  # in the words of safetensors
-_MOST_MAPPED = 16 << 20  # bytes read of a file before it is opened anew, as they count as our memory until then
+_FLOATS = ("F64", "F32", "F16", "BF16")  # names that safetensors uses
+_MOST_MAPPED = 16 << 20  # bytes read of a file before it is reopened; until then they count as our memory
 
 
 def load_decoder(
     config: ModelConfig, dtype: torch.dtype, role: str = "target", max_position: int | None = None
 ) -> Decoder:
-    """The checkpoint folder `config.path` as a Decoder in eval mode, weights cast to `dtype`.
+    """Load the checkpoint folder `config.path` as a Decoder in eval mode, with weights cast to `dtype`.
 
-    `role` is what errors call this model; `max_position` (tokens) bounds the rotary table. Raises WeightsError,
-    CheckpointError or UnsupportedError.
+    role: name of this model in error messages.
+    max_position: tokens that bound the rotary table.
+    Raises WeightsError, CheckpointError or UnsupportedError.
     """
     with unallocated(dtype):
         decoder = Decoder(decoder_spec(config), max_position)
@@ -55,10 +56,10 @@ def load_decoder(
 def describe_decoder(
     config: ModelConfig, dtype: torch.dtype, role: str = "target", max_position: int | None = None
 ) -> Decoder:
-    """The Decoder that `load_decoder` gives, without values: all of it is on torch's meta device and takes no memory.
+    """Return the Decoder of `load_decoder` without values: it is on torch's meta device and takes no memory.
 
-    The folder needs its config.json alone. Where there are weights, their names and shapes are checked by the files'
-    headers. Linears that the checkpoint quantised are packed; one whose inputs it may have sorted counts as sorted.
+    The folder needs only its config.json. If there are weights, the files' headers are read to check their names and
+    shapes. Linears that the checkpoint quantised are packed. A linear whose inputs may be sorted counts as sorted.
     """
     with torch.device("meta"), unallocated(dtype):
         decoder = Decoder(decoder_spec(config), max_position)
@@ -79,10 +80,11 @@ def load_weights(
     role: str,
     quantization: CheckpointQuantization | None = None,
 ) -> None:
-    """Fill `module`, `unallocated` or not, from the tensors; linears that are quantised among them come out packed.
+    """Fill `module`, `unallocated` or not, from the tensors. Quantised linears are packed.
 
-    Beside what is loaded, memory is taken for one tensor, or one linear, at a time. WeightsError names tensors that are
-    missing, unexpected or mis-shaped. For quantised weights that cannot be held as they are, see `QuantizedLinears`.
+    Apart from what is loaded, it takes memory for one tensor, or one linear, at a time. WeightsError names tensors that
+    are missing, unexpected or mis-shaped. `QuantizedLinears` raises the errors for quantised weights that cannot be
+    held as they are.
     """
     quantized = QuantizedLinears(slots, quantization, f"{role} weights in {folder}")
     parameters = dict(module.named_parameters())
@@ -109,7 +111,7 @@ def check_shapes(
     role: str,
     quantization: CheckpointQuantization | None = None,
 ) -> None:
-    """What `load_weights` would say of tensors of these names and shapes: WeightsError; values are not looked at."""
+    """Raise the WeightsError that `load_weights` raises for tensors of these names and shapes, without values."""
     quantized = QuantizedLinears(slots, quantization, f"{role} weights in {folder}")
     expected = _Expected(slots, quantized)
     for name, shape in shapes:
@@ -119,7 +121,7 @@ def check_shapes(
 
 
 class _Expected:
-    """The tensors that there must be, and what was wrong with those that came."""
+    """A record of the tensors that must be there, and of the errors in those that arrived."""
 
     def __init__(self, slots: Mapping[str, Slot], quantized: QuantizedLinears) -> None:
         self.slots = slots
@@ -130,11 +132,11 @@ class _Expected:
         self.misshaped: list[str] = []
 
     def fits(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor is one of those, in its right shape."""
+        """Whether a tensor is one of the expected ones, in its right shape."""
         self.unseen.discard(name)
         expected = self.shapes.get(name, shape)
         if not shape and expected == (1,):
-            shape = expected  # one number; writers differ
+            shape = expected  # one number, which writers store with different shapes
         if shape != expected:
             self.misshaped.append(f"{name} is {shape}, expected {expected}")
         return name in self.shapes and shape == expected
@@ -143,7 +145,7 @@ class _Expected:
         return name not in self.shapes and not _ignorable(name, self.slots)
 
     def check(self, folder: Path, role: str) -> None:
-        """WeightsError unless all came and nothing else did."""
+        """Raise WeightsError unless all expected tensors arrived, and no others."""
         missing = [f"{name} {self.required[name]}" for name in sorted(self.unseen)]
         problems = [
             f"{kind}: {_few(names)}"
@@ -156,7 +158,10 @@ class _Expected:
             )
 
     def _remedy(self) -> str:
-        """Many an EAGLE head calls itself a plain decoder: only its fc tells them apart, quantised or not."""
+        """Advice that ends the error message.
+
+        Many an EAGLE head calls itself a plain decoder. Only its fc, quantised or not, distinguishes them.
+        """
         wanted, found = (
             any(name.removeprefix("model.").startswith("fc.") for name in names)
             for names in (self.required, self.unexpected)
@@ -169,13 +174,13 @@ class _Expected:
 
 
 def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """The decoder's weights under their Hugging Face names, fused matrices taken apart (contiguous copies)."""
+    """Contiguous copies of the decoder's weights under their Hugging Face names, with fused matrices split."""
     return tensors_of(decoder, weight_slots(decoder.spec))
 
 
 @torch.no_grad()
 def tensors_of(module: nn.Module, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
-    """The module's weights by slot name, contiguous copies."""
+    """The module's weights by slot name, as contiguous copies."""
     parameters = dict(module.named_parameters())
     return {
         name: parameters[slot.parameter][slot.start : slot.start + slot.shape[0]].detach().clone()
@@ -184,8 +189,10 @@ def tensors_of(module: nn.Module, slots: Mapping[str, Slot]) -> dict[str, Tensor
 
 
 def weight_files(folder: Path, role: str) -> list[Path]:
-    """The folder's safetensors files, shards in index order, or its GGUF file. Pickle files are refused: loading them
-    runs their code."""
+    """The folder's safetensors files, shards in index order, or its GGUF file.
+
+    Pickle files are refused with UnsupportedError: loading them runs their code.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -212,12 +219,12 @@ def weight_files(folder: Path, role: str) -> list[Path]:
 
 
 def _open(file: Path, role: str, packed: bool = False) -> Any:
-    """What safetensors opens, or a GGUF file that is read like it."""
+    """Open a safetensors file, or a GGUF file that is read like one."""
     return GgufShard.open(file, role, packed) if file.suffix == SUFFIX else safe_open(file, framework="pt")
 
 
 def missing_weights(folder: Path, role: str) -> str | None:
-    """Why there are no weights to load, in a line; None where there are. UnsupportedError for pickle files."""
+    """One-line reason why there are no weights to load; None if there are. UnsupportedError for pickle files."""
     try:
         weight_files(folder, role)
     except CheckpointError as error:
@@ -231,23 +238,28 @@ def checkpoint_bytes(folder: Path, role: str) -> int:
 
 
 def loaded_bytes(config: ModelConfig, role: str = "target") -> int:
-    """Bytes of the weights in memory, in the checkpoint's dtype where they are not quantised, before any padding of
-    floating-point panels. Raises UnsupportedError for quantised weights that `load_decoder` would refuse by shape."""
+    """Bytes of the weights in memory, before any padding of floating-point panels.
+
+    Weights that are not quantised count in the checkpoint's dtype. Raises UnsupportedError for quantised weights that
+    `load_decoder` would refuse by shape.
+    """
     slots = weight_slots(decoder_spec(config))
     where = f"{role} weights in {config.path}"
     return QuantizedLinears(slots, config.quantization, where).num_bytes(DTYPES[config.dtype].itemsize)
 
 
 Wanted = Callable[[str], bool]
-"""Which tensors are to be read, by name."""
+"""A filter of tensors to read, by name."""
 
 
 def checkpoint_tensors(
     folder: Path, role: str, wanted: Wanted = lambda name: True, packed: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every wanted tensor of the folder's safetensors files, in their order, read one at a time. packed: some hold
-    quantised weights; if not, WeightsError for one that does."""
-    shard: Any  # safetensors does not say
+    """Yield every wanted tensor of the folder's weight files, in their order, read one at a time.
+
+    packed: some tensors hold quantised weights. If False, such a tensor is a WeightsError.
+    """
+    shard: Any  # safetensors does not declare its type
     for file in weight_files(folder, role):
         try:
             shard, read = _open(file, role, packed), 0
@@ -267,7 +279,7 @@ def checkpoint_tensors(
 def checkpoint_shapes(
     folder: Path, role: str, wanted: Wanted = lambda name: True, packed: bool = False
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of what `checkpoint_tensors` gives, from the files' headers."""
+    """Yield name and shape of each tensor that `checkpoint_tensors` yields, from the files' headers."""
     shard: Any
     for file in weight_files(folder, role):
         try:
@@ -282,7 +294,7 @@ def checkpoint_shapes(
 
 
 def _check_dtype(shard: Any, name: str, packed: bool, folder: Path, role: str) -> None:
-    """Numbers that are to be scaled would be taken as they are."""
+    """Raise WeightsError for weights that are not floats unless `packed`: they would be used without their scales."""
     dtype = shard.get_slice(name).get_dtype()
     if not packed and dtype not in _FLOATS and name.endswith((".weight", ".bias")):
         raise WeightsError(
@@ -294,8 +306,10 @@ def _check_dtype(shard: Any, name: str, packed: bool, folder: Path, role: str) -
 def renamed(
     found: Iterable[tuple[str, _T]], public_name: Callable[[str], str], folder: Path, role: str
 ) -> Iterator[tuple[str, _T]]:
-    """Tensors, or what else there is one of for each, under the names that `public_name` gives for the checkpoint's.
-    WeightsError where two come to the same."""
+    """Yield tensors, or other values for each, under the names that `public_name` returns for the checkpoint's.
+
+    WeightsError if two names become the same.
+    """
     seen = set()
     for name, tensor in found:
         public = public_name(name)
@@ -308,7 +322,7 @@ def renamed(
 
 
 def same_tensor(one: tuple[Path, str, str], other: tuple[Path, str, str], dtype: torch.dtype) -> bool:
-    """Whether (folder, tensor, role) and another have equal values in `dtype`. False where either is not there."""
+    """Whether (folder, tensor, role) and another one have equal values in `dtype`. False if either does not exist."""
     pairs = itertools.zip_longest(_row_groups(*one), _row_groups(*other))
     equal = (a is not None and b is not None and torch.equal(a.to(dtype), b.to(dtype)) for a, b in pairs)
     first = next(equal, False)
@@ -316,24 +330,24 @@ def same_tensor(one: tuple[Path, str, str], other: tuple[Path, str, str], dtype:
 
 
 def _row_groups(folder: Path, wanted: str, role: str, rows: int = 1024) -> Iterator[Tensor]:
-    """Rows of a tensor, as many at a time; nothing where the folder has no such tensor."""
+    """Yield the rows of a tensor, `rows` at a time; nothing if the folder has no such tensor."""
     shard: Any
     for file in weight_files(folder, role):
         shard = _open(file, role)
         if wanted in shard.keys():  # noqa: SIM118  (not a dict)
             for start in range(0, shard.get_slice(wanted).get_shape()[0], rows):
-                shard = _open(file, role)  # what was read counts as our memory until then
+                shard = _open(file, role)  # reopened: bytes read until now no longer count as our memory
                 yield shard.get_slice(wanted)[start : start + rows]
 
 
 def of_decoder(config: ModelConfig) -> Wanted:
-    """All tensors but those of MTP layers, which the architecture's checkpoints may hold beside it."""
+    """Filter for all tensors but those of MTP layers, which the architecture's checkpoints may hold as well."""
     prefix = ARCHITECTURES[config.architecture].mtp_prefix
     return lambda name: prefix is None or not name.startswith(prefix)
 
 
 def _ignorable(name: str, slots: Mapping[str, Slot]) -> bool:
-    """Tensors that carry nothing: rotary buffers of old exports, and a copy of the embedding as a tied head."""
+    """Whether the tensor carries nothing: a rotary buffer of an old export, or a tied head's copy of the embedding."""
     return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in slots)
 
 

@@ -1,7 +1,8 @@
-"""The whole kernel surface: a few ops, each with a contract, a fake for export and a pure-torch reference.
+"""The complete interface to kernels: a few ops, each with a contract, a fake for export and a pure-torch reference.
 
-Call them as `torch.ops.trtspec.<name>`; the functions exported here are those, typed. References are registered for
-every device under the lowest-priority key, so a plugin that registers the same op for CPU or CUDA simply wins.
+Call the ops as `torch.ops.trtspec.<name>`, or by the typed functions that are exported here. References are registered
+for every device under the key of lowest priority. A plugin that registers the same op for CPU or CUDA therefore takes
+precedence.
 """
 
 from trtspec.ops.accept import spec_accept

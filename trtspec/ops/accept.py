@@ -1,4 +1,4 @@
-"""spec_accept: how many of the drafts the target agrees with, and the tokens that come out."""
+"""spec_accept: the number of drafts that the target agrees with, and the tokens to emit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _reference(
     K = draft_tokens.shape[1]
     offered = torch.arange(K, device=sampled.device) < draft_lens[:, None]  # [B, K]
     miss = (draft_tokens != sampled[:, :K]) | ~offered
-    agreed = (miss.cumsum(1) == 0).sum(1)  # leading run of agreement
+    agreed = (miss.cumsum(1) == 0).sum(1)  # length of the leading run of agreement
     forced = torch.minimum(forced_accept.long(), draft_lens.long())
     accepted = torch.where(forced_accept >= 0, forced, agreed)
     num_tokens = torch.where(emits, accepted + 1, 0)
@@ -41,9 +41,12 @@ def spec_accept(
 ) -> tuple[Tensor, Tensor]:
     """Strict acceptance along a chain: (tokens [B, K+1] int64, -1 past the end; num_tokens [B] int64).
 
-    sampled [B, K+1] int64: the target's own draw at each row; draft_tokens [B, K] int64, of which draft_lens [B] int32
-    are real. num_tokens = 1 + the leading run of draft == sampled; what is emitted are the target's draws, so the text
-    is that of plain decoding. forced_accept [B] int32: -1 off, else min(n, draft_len) drafts count as agreed whatever
-    they are (lossy: for benchmarks and debugging). emits [B] bool: False (a chunk that is not the last) gives 0.
+    num_tokens is 1 + the length of the leading run of draft == sampled. The emitted tokens are the target's own draws,
+    so the text is that of plain decoding.
+    sampled [B, K+1] int64: the target's own draw at each row.
+    draft_tokens [B, K] int64: drafts, of which draft_lens [B] int32 are real.
+    forced_accept [B] int32: -1 = off; else min(n, draft_len) drafts count as agreed whatever they are. This is lossy:
+    it is for benchmarks and debugging.
+    emits [B] bool: False gives 0 tokens. That is so for a chunk that is not the last.
     """
     return cast("tuple[Tensor, Tensor]", _op(sampled, draft_tokens, draft_lens, forced_accept, emits))

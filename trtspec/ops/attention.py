@@ -1,8 +1,8 @@
 """spec_attention: append K/V rows to a paged cache, then multi-token-query attention over it.
 
-The reference works on the whole ragged batch at once. It is written so that a row's bits depend only on its own query
-and the cache rows it sees: KV is cut in tiles of fixed size from position 0, each tile is reduced alone, and the tiles
-are added up in order. A tile past a row's end adds an exact zero, so longer neighbours do not matter.
+The reference works on the whole ragged batch at once. A row's bits depend only on its own query and the cache rows that
+it sees. For this, KV is cut in tiles of fixed size from position 0, each tile is reduced alone, and the tiles are added
+up in order. A tile past a row's end adds an exact zero, so longer neighbours do not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trtspec.ops.dispatch import define
 from trtspec.ops.products import DEPTH_MULTIPLE, ROW_MULTIPLE, products
 
 KV_TILE = 256
-"""Tokens per KV tile of the reference; fixed, because the order of additions follows from it."""
+"""Number of tokens of a KV tile of the reference. It is fixed, because the order of additions follows from it."""
 
 _ARGUMENTS = (
     "Tensor cu_q_lens, Tensor kv_lens, Tensor block_tables, Tensor tree_mask, Tensor sinks, "
@@ -28,7 +28,7 @@ _ARGUMENTS = (
 
 
 def row_slots(block_tables: Tensor, request: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Flat cache slot of (request, position) pairs; positions that no column covers go to scratch block 0."""
+    """Flat cache slot of (request, position) pairs. Positions that no column covers go to scratch block 0."""
     column = positions // block_size
     inside = (column >= 0) & (column < block_tables.shape[1])
     block = block_tables[request, column.clamp(0, block_tables.shape[1] - 1)].long()
@@ -37,22 +37,22 @@ def row_slots(block_tables: Tensor, request: Tensor, positions: Tensor, block_si
 
 @dataclass(frozen=True)
 class _Group:
-    """b requests with about as many rows each, padded to one width Q; S keys, whole tiles."""
+    """A group of b requests with similar numbers of rows, padded to one width Q; S keys, in whole tiles."""
 
-    rows: Tensor  # [t] int64, their packed rows
+    rows: Tensor  # [t] int64, packed rows of these requests
     member: Tensor  # [t] int64, index of the row's request in the group
     local: Tensor  # [t] int64, index of the row within its request
     width: int  # Q
     slots: Tensor  # [b, S] int64, cache slot of each key
     beyond: Tensor  # [b, S] bool, keys past their request's end
-    hidden: Tensor  # [b, Q, S] bool, keys a row does not see; padding rows see key 0, so that nothing is NaN
+    hidden: Tensor  # [b, Q, S] bool, keys that a row does not see; padding rows see key 0, to avoid NaN
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What follows from a step's metadata alone, the same in every layer."""
+    """A plan that follows from a step's metadata alone, the same in every layer."""
 
-    slots: Tensor  # [T] int64, where the new rows go
+    slots: Tensor  # [T] int64, cache slots of the new rows
     groups: list[_Group]
 
 
@@ -61,10 +61,13 @@ _recent: list[tuple[_Metadata, tuple[int, ...], _Plan]] = []
 
 
 def _plan(metadata: _Metadata, num_rows: int, block_size: int, window: int) -> _Plan:
-    """The plan of (cu_q_lens, kv_lens, block_tables, tree_mask). Layers ask one after the other with the same tensors,
-    so the last two plans are kept (two, as windows may alternate); they are held, so `is` cannot mistake them. In-place
-    changes are noticed by torch's version counter; writes behind its back (through numpy, say) are not."""
-    fresh = not any(tensor.is_inference() for tensor in metadata)  # those have no version to tell a change by
+    """Plan for (cu_q_lens, kv_lens, block_tables, tree_mask); one of the last two plans if its tensors are the same.
+
+    Layers ask one after the other with the same tensors, and two plans are kept since windows may alternate. The plans'
+    tensors are kept as well, so that `is` cannot take a new tensor for one of them. torch's version counter shows
+    in-place changes, but not writes that bypass torch (through numpy, say).
+    """
+    fresh = not any(tensor.is_inference() for tensor in metadata)  # inference tensors have no version counter
     key = (num_rows, block_size, window, *(tensor._version for tensor in metadata if fresh))
     for known, known_key, plan in _recent:
         if fresh and known_key == key and all(a is b for a, b in zip(known, metadata, strict=True)):
@@ -86,7 +89,7 @@ def _make_plan(
     request = row_requests(cu_q_lens, num_rows)  # [T]
     position = row_positions(cu_q_lens, kv_lens, request)  # [T]
     local = torch.arange(num_rows, device=cu_q_lens.device) - cu_q_lens.long()[request]  # [T]
-    # Requests with about as many rows go together, so that a long prompt does not pad its generating neighbours.
+    # Requests with similar numbers of rows form a group, so that a long prompt does not pad generation requests.
     widths = _row_widths(cu_q_lens)  # [B]
     groups = []
     for width in sorted(set(widths.tolist())):
@@ -105,16 +108,16 @@ def _make_plan(
 
 
 def _row_widths(cu_q_lens: Tensor) -> Tensor:
-    """Rows of each request rounded up to ROW_MULTIPLE * 2^n, [B] int64."""
+    """Number of rows of each request rounded up to ROW_MULTIPLE * 2^n, [B] int64."""
     fours = -(-(cu_q_lens[1:] - cu_q_lens[:-1]) // ROW_MULTIPLE)
     return ROW_MULTIPLE * 2 ** torch.ceil(torch.log2(fours.double())).long()
 
 
 def _seen(keys: Tensor, position: Tensor, local: Tensor, ends: Tensor, window: int, tree_mask: Tensor | None) -> Tensor:
-    """Which of the keys [S] each row sees, [t, S] bool: position, local and ends (its request's kv_len) are [t]."""
+    """Keys [S] that each row sees, [t, S] bool. position, local and ends (kv_len of the row's request) are [t]."""
     seen = keys <= position[:, None]
     if tree_mask is not None:
-        # Bit j of a row's mask is the request's new row j; what is before those is committed and always seen.
+        # Bit j of a row's mask is the request's new row j. Keys before the new rows are committed and always seen.
         index = keys - (position - local)[:, None]  # [t, S] new row of each key, negative if committed
         word = (index.clamp(min=0) // 32).clamp(max=tree_mask.shape[1] - 1)
         allowed = (tree_mask.long().gather(1, word) >> (index.clamp(min=0) % 32)) & 1 == 1
@@ -142,15 +145,15 @@ def _reference_(
 
 
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _Group, sinks: Tensor, softcap: float) -> Tensor:
-    """Scaled queries [b, Q, Hq, D] fp32 against their requests' cached keys: [b, Q, Hq, D] fp32."""
+    """Attend with scaled queries [b, Q, Hq, D] fp32 to the cached keys of their requests: [b, Q, Hq, D] fp32."""
     b, Q, Hq, D = q.shape
     Hkv, S = k_cache.shape[2], group.slots.shape[1]
     G, tiles = Hq // Hkv, S // KV_TILE
-    missing = -D % DEPTH_MULTIPLE  # of head elements; common models have none
+    missing = -D % DEPTH_MULTIPLE  # head elements; 0 for common models
     slots = group.slots.flatten()  # index_select copies whole rows, several times faster than [slots] does
     keys = k_cache.view(-1, Hkv, D).index_select(0, slots).view(b, S, Hkv, D).float()
     values = v_cache.view(-1, Hkv, D).index_select(0, slots).view(b, S, Hkv, D).float()
-    # 0 * NaN is NaN, so what lies past a request's end is cleared in V; scores there are replaced below.
+    # 0 * NaN is NaN, so V is cleared past a request's end. Scores there are replaced below.
     values.masked_fill_(group.beyond[:, :, None, None], 0.0)
     if missing:
         q, keys, values = F.pad(q, (0, missing)), F.pad(keys, (0, missing)), F.pad(values, (0, missing))
@@ -164,12 +167,12 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _Group, sinks: T
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.view(b, Hkv, tiles, G, Q, KV_TILE).masked_fill_(hidden, float("-inf"))
-    top = scores.amax(-1).clamp(min=-1e30)  # [b, Hkv, tiles, G, Q]; a tile nobody sees stays finite
+    top = scores.amax(-1).clamp(min=-1e30)  # [b, Hkv, tiles, G, Q]; finite also for a tile that no row sees
     weights = torch.exp(scores - top[..., None])
     total = weights.sum(-1)
     weights = weights.view(b, Hkv, tiles, G * Q, KV_TILE)
     partial = products(weights, values.mT).view(b, Hkv, tiles, G, Q, D)
-    if not partial.isfinite().all():  # what a later row, perhaps a rejected draft, holds must not reach this one
+    if not partial.isfinite().all():  # values of a later row, perhaps a rejected draft, must not reach this one
         broken = ~values.isfinite().all(-1, keepdim=True)  # [b, Hkv, tiles, tile, 1]
         partial = products(weights, values.masked_fill(broken, 0.0).mT).view(b, Hkv, tiles, G, Q, D)
         sees_broken = (~hidden & broken[:, :, :, None].mT).any(-1, keepdim=True)  # [b, Hkv, tiles, 1, Q, 1]
@@ -225,14 +228,18 @@ def spec_attention_(
     cu_q_lens: Tensor, kv_lens: Tensor, block_tables: Tensor, tree_mask: Tensor, sinks: Tensor,
     scale: float, window: int = 0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Append K/V of T packed rows of B requests, attend, return [T, Hq, D]; the caches are changed in place.
+    """Append K/V of T packed rows of B requests, attend, and return [T, Hq, D]. The caches are changed in place.
 
-    q [T, Hq, D]; k, v [T, Hkv, D], same dtype as the caches [num_blocks, block_size, Hkv, D]; Hq % Hkv == 0.
-    cu_q_lens [B+1] int32: request b owns rows cu_q_lens[b]..cu_q_lens[b+1]-1, which are the last of its
-    kv_lens[b] (int32, counted after the append) tokens. block_tables [B, M] int32; block 0 is scratch.
-    tree_mask [T, W] int32, or zero-size for causal: bit j of row t = may attend the request's new row j (itself
-    included); committed keys are always seen. sinks [Hq] logits added to the denominator, or zero-size.
-    window > 0: a row sees the last `window` positions, its own included. softcap > 0: c * tanh(score / c).
+    q: [T, Hq, D]; Hq % Hkv == 0.
+    k, v: [T, Hkv, D], of the dtype of the caches [num_blocks, block_size, Hkv, D].
+    cu_q_lens [B+1] int32: request b owns rows cu_q_lens[b]..cu_q_lens[b+1]-1. They are the last of its tokens.
+    kv_lens [B] int32: number of tokens of each request, counted after the append.
+    block_tables: [B, M] int32; block 0 is scratch.
+    tree_mask [T, W] int32, or zero-size for causal: bit j of row t = it may attend the request's new row j (itself
+    included). Committed keys are always seen.
+    sinks: [Hq] logits that are added to the denominator, or zero-size.
+    window > 0: a row sees the last `window` positions, its own included.
+    softcap > 0: scores become c * tanh(score / c).
     """
     return cast(
         Tensor,
@@ -245,7 +252,7 @@ def spec_attention(
     cu_q_lens: Tensor, kv_lens: Tensor, block_tables: Tensor, tree_mask: Tensor, sinks: Tensor,
     scale: float, window: int = 0, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`spec_attention_` without side effects: returns (out, new k_cache, new v_cache). For ONNX and TensorRT graphs."""
+    """Return (out, new k_cache, new v_cache): `spec_attention_` without side effects, for ONNX and TensorRT graphs."""
     return cast(
         "tuple[Tensor, Tensor, Tensor]",
         _op(q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks, scale, window, softcap),

@@ -18,10 +18,10 @@ def _reference_(k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, starts: 
     start = starts.long()[:, None]
     source = row_slots(block_tables, request, start + path.clamp(min=0), k_cache.shape[1])
     target = row_slots(block_tables, request, start + torch.arange(L, device=path.device), k_cache.shape[1])
-    target = torch.where(real, target, 0)  # padding lands in scratch
+    target = torch.where(real, target, 0)  # padding goes to scratch
     for cache in (k_cache, v_cache):
         rows = cache.view(-1, *cache.shape[2:])
-        rows[target] = rows[source]  # gathered before it is scattered: source and target may overlap
+        rows[target] = rows[source]  # a gather, then a scatter: source and target may overlap
 
 
 def _fake_(*_: object) -> None:
@@ -53,10 +53,12 @@ _op = define(
 
 
 def kv_compact_(k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, starts: Tensor, path: Tensor) -> None:
-    """Row starts[b] + path[b, i] moves to row starts[b] + i, for every request b and i < L, in place.
+    """Move row starts[b] + path[b, i] to row starts[b] + i, for every request b and i < L, in place.
 
-    Caches [num_blocks, block_size, Hkv, D]; block_tables [B, M] int32; starts [B] int32: first row of the step in each
-    sequence; path [B, L] int64: accepted tree rows in order, -1 padded.
+    Caches are [num_blocks, block_size, Hkv, D].
+    block_tables: [B, M] int32.
+    starts [B] int32: first row of the step in each sequence.
+    path [B, L] int64: accepted tree rows in order, padded with -1.
     """
     _op_(k_cache, v_cache, block_tables, starts, path)
 
@@ -64,5 +66,5 @@ def kv_compact_(k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, starts: 
 def kv_compact(
     k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, starts: Tensor, path: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`kv_compact_` without side effects: returns the new (k_cache, v_cache)."""
+    """Return the new (k_cache, v_cache): `kv_compact_` without side effects."""
     return cast("tuple[Tensor, Tensor]", _op(k_cache, v_cache, block_tables, starts, path))

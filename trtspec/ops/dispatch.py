@@ -1,4 +1,4 @@
-"""One torch library named `trtspec`: contracts are defined here, references fill them, plugins override them."""
+"""The torch library `trtspec`: contracts are defined here, references implement them, plugins override references."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _library = torch.library.Library("trtspec", "DEF")  # type: ignore[no-untyped-ca
 PLUGIN_GROUP = "trtspec.plugins"
 GRAPH_CALL_GROUP = "trtspec.graph_calls"
 LOADED_LAST = ("flashinfer",)
-"""They take some calls, and hand the others to the kernels that are registered when they load."""
+"""Plugins that load last: they handle some calls, and pass the others to the kernels registered before them."""
 
 
 def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define `trtspec::<schema>` with its reference (any device) and its fake (shapes only); returns the overload."""
+    """Define `trtspec::<schema>` with its reference (any device) and its fake (shapes only). Returns the overload."""
     name = schema.split("(", 1)[0]
     _library.define(schema)  # type: ignore[no-untyped-call]
     _library.impl(name, reference, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -35,12 +35,14 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any])
 
 @functools.cache
 def load_plugins() -> dict[str, str]:
-    """Load installed kernel packages (entry points of group `trtspec.plugins`): name -> what it says of itself.
+    """Load installed kernel packages (entry points of group `trtspec.plugins`): name -> its description of itself.
 
-    An entry point names a function that registers kernels for a dispatch key and says which they are, or registers
-    none and returns "" where there is nothing for them to run on. One that fails is reported, in one line, and skipped:
-    the references serve. TRTSPEC_PLUGINS in the environment has the names of those to load ("cpu,triton"), or is 0 for
-    none; all are loaded if it is not set.
+    An entry point names a function that registers kernels for a dispatch key and returns a description of them. It
+    registers none and returns "" where no device can run them. A failing entry point is reported, in one line, and
+    skipped; the references then serve.
+
+    TRTSPEC_PLUGINS in the environment has the names to load ("cpu,triton"), or is 0 for none. If it is not set, all are
+    loaded.
     """
     found = {entry_point.name: entry_point for entry_point in importlib.metadata.entry_points(group=PLUGIN_GROUP)}
     asked = os.environ.get("TRTSPEC_PLUGINS")
@@ -60,20 +62,24 @@ def load_plugins() -> dict[str, str]:
 
 
 def has_op(library: str, name: str) -> bool:
-    """Whether kernels have loaded that bring the op `name` in a torch library of their own."""
+    """Whether loaded kernels provide the op `name` in the torch library `library`, which is their own."""
     return hasattr(getattr(torch.ops, library), name)
 
 
 def kernel_interface() -> str:
-    """A digest of what compiled graphs rely on in the kernels that have loaded: how they are called, and how weights
-    are packed. Empty where graphs call none."""
+    """Digest of what compiled graphs rely on in the loaded kernels: how graphs call them, and how weights are packed.
+
+    It is empty if graphs call none.
+    """
     calls = sorted(line for lines in graph_calls().values() for line in lines)
     return hashlib.sha256(repr((LAYOUT, calls)).encode()).hexdigest()[:16] if calls else ""
 
 
 def graph_calls() -> dict[Any, list[str]]:
-    """Op overload -> C declaration of a function that a compiled graph may call in its place (entry points of group
-    `trtspec.graph_calls`), of the kernel packages that have loaded."""
+    """Op overload -> C declarations of functions that a compiled graph may call instead, of the loaded kernel packages.
+
+    They come from entry points of group `trtspec.graph_calls`.
+    """
     calls: dict[Any, list[str]] = {}
     for entry_point in importlib.metadata.entry_points(group=GRAPH_CALL_GROUP):
         if entry_point.name in load_plugins():

@@ -1,4 +1,4 @@
-"""packed_embedding: rows of a packed matrix, for decoders whose embedding is their lm_head's matrix."""
+"""packed_embedding: rows of a packed matrix, for decoders whose embedding is the matrix of their lm_head."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _op = define(
 def packed_embedding(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_features: int) -> Tensor:
     """Rows `ids` [n] int64 of a matrix [N, K = in_features] in one of the layouts of `trtspec.ops.packing`: [n, K].
 
-    In the weight's dtype, or fp32 where that is quantised. Ids are 0..N-1; those up to the end of the last panel
-    give zeros, and the kernel raises for any other.
+    The result has the weight's dtype, or fp32 if the weight is quantised. Ids are 0..N-1. Ids up to the end of the last
+    panel give zeros, and the kernel raises for any other.
 
-    An op of its own, since a row of a panel is spread over as many cache lines as it has words: compilers would read
-    them anew in every loop that wants the row.
+    It is an op of its own since a row of a panel is spread over as many cache lines as it has words. Compilers would
+    read these lines again in every loop that uses the row.
     """
     return cast(Tensor, _op(ids, weight, scales, zeros, in_features))

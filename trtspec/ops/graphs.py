@@ -1,4 +1,4 @@
-"""Compiled graphs: run in a row by the CPU kernels' library, without Python between them; and what they keep."""
+"""Compiled graphs that the CPU kernels' library runs in sequence, without Python in between, and their memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from trtspec.ops.dispatch import has_op
 
 @dataclass(frozen=True)
 class GraphUse:
-    """A graph on its own weights.
+    """A graph together with its own weights.
 
-    library: what AOTInductor compiled, an .so. constant: the graph's constant of a name, of the shape and dtype that it
-    was exported with, on memory that the caller keeps. memory: inputs that follow those of each run, which the graph
-    may write: k and v of each of its layers, of kv.pool's shapes.
+    library: the .so that AOTInductor compiled.
+    constant: returns the graph's constant of a name, in the shape and dtype of its export, on memory that the caller
+    keeps.
+    memory: inputs that follow those of each run, which the graph may write: k and v of each of its layers, in kv.pool's
+    shapes.
     """
 
     library: Path
@@ -29,45 +31,45 @@ class GraphUse:
 
 
 class Lent:
-    """Constants as a graph is given them: tensors of its own on the memory of others.
+    """A set of constants as a graph gets them: tensors of its own on the memory of others.
 
-    AOTInductor never lets go of a tensor that it is given as a user-managed constant, so the memory would stay until
-    the process ends. These are emptied once `borrower`, which runs the graph, is gone.
+    AOTInductor never releases a tensor that it gets as a user-managed constant, so the memory would stay until the
+    process ends. These tensors are emptied once `borrower`, which runs the graph, is gone.
     """
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
 
     def lend(self, tensor: Tensor) -> Tensor:
-        """On the memory of `tensor`, in its shape and dtype."""
+        """Return a tensor on the memory of `tensor`, in its shape and dtype."""
         storage, place = tensor.untyped_storage(), tensor.storage_offset()
-        lent = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # not a view, which would keep what it is of
+        lent = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # no view: a view would keep its base
         lent.set_(storage, place, tensor.shape, tensor.stride())
         self._tensors.append(lent)
         return lent
 
     def until_gone(self, borrower: object) -> None:
-        """What was lent is taken back when nobody has `borrower` any more."""
-        # not at exit, when a thread may still run it
+        """Take back all lent tensors once no reference to `borrower` is left."""
+        # not at exit, when a thread may still run the graph
         weakref.finalize(borrower, self.take_back).atexit = False  # type: ignore[misc]
 
     def take_back(self) -> None:
-        """Empty what was lent. The graph must not run again."""
+        """Empty all lent tensors. The graph must not run again."""
         for tensor in self._tensors:
             tensor.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device).untyped_storage())
 
 
 def runs_graphs() -> bool:
-    """Whether kernels that can do it have loaded."""
+    """Whether kernels that can run graphs have loaded."""
     return has_op("trtspec_graphs", "run_graphs")
 
 
 def open_row(uses: Sequence[GraphUse]) -> Callable[[list[Tensor]], list[Tensor]]:
-    """A function that runs them in a row.
+    """Return a function that runs the graphs in sequence.
 
-    It takes the first graph's x [T, H] and the tensors that all of them take after it, and returns what all of them
-    give, in order: the last that a graph gives is the next one's x. The libraries' files are no longer needed then.
-    RuntimeError: one could not be loaded, or failed.
+    The function takes the first graph's x [T, H] and the tensors that every graph takes after x. It returns the outputs
+    of all graphs, in order. The last output of a graph is the x of the next one.
+    The libraries' files are no longer needed once this returns. RuntimeError: a graph could not be loaded, or failed.
     """
     ops, numbers, lent = torch.ops.trtspec_graphs, [], Lent()
     names = {library: ops.graph_constants(str(library)) for library in {use.library for use in uses}}

@@ -1,4 +1,4 @@
-"""packed_linear: a linear layer for few rows whose result for a row does not depend on the other rows."""
+"""packed_linear: a linear layer for few rows in which the result of a row does not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trtspec.ops.packing import unpack_groups, unpack_values
 from trtspec.ops.products import product
 
 TINY = 1e-30
-"""Rows (or groups) of x whose largest magnitude is below this count as zero when x is quantised."""
+"""Limit for rows (or groups) of x: one whose largest magnitude is below it counts as zero when x is quantised."""
 
 E4M3_LARGEST = 448.0
-"""Of torch.float8_e4m3fn."""
+"""The largest number of torch.float8_e4m3fn."""
 
 _EXACT_DEPTH = 1024
-"""Sums of this many products of two int8 are below 2^24, so that fp32 holds them exactly in whatever order."""
+"""Number of products of two int8 whose sum is below 2^24, so that fp32 holds it exactly in any order."""
 
 
 def _reference(
@@ -49,7 +49,7 @@ def _reference(
 
 
 def _int8(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tensor | None) -> Tensor:
-    """[T, 32 P] fp32. Only the last line rounds: integer sums are exact."""
+    """Product with int8 weights, [T, 32 P] fp32. Only the last line rounds, as integer sums are exact."""
     if scales.ndim == 3:
         return _groups(x, weight, scales, zeros, x_scale)
     values = unpack_values(weight)
@@ -62,7 +62,7 @@ def _int8(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Ten
 
 
 def _groups(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tensor | None) -> Tensor:
-    """[T, 32 P] fp32. Groups are added one after the other, as the kernels do it."""
+    """Product with weights in groups, [T, 32 P] fp32. It adds groups one after the other, as the kernels do."""
     scale, zero = unpack_groups(weight, scales, zeros)  # [32 P, K/g]
     groups = scale.shape[1]
     values = unpack_values(weight).float().reshape(*scale.shape, -1)
@@ -76,7 +76,7 @@ def _groups(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: T
 
 
 def _fp8(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tensor | None) -> Tensor:
-    """[T, 32 P] fp32: a product in fp32 of what is stored, scaled by both scales at once."""
+    """Product with fp8 weights, [T, 32 P] fp32: an fp32 product of the stored values, scaled by both scales at once."""
     values = unpack_values(weight).float()
     x, scale = x.float(), scales.flatten()
     if x_scale is not None and x_scale.numel():
@@ -85,9 +85,9 @@ def _fp8(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, x_scale: Tens
 
 
 def round_e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale [1] in fp32, held within +-448 and rounded to the nearest e4m3, ties to even: multiples of the scale.
+    """x / scale [1] in fp32, clamped to +-448 and rounded to the nearest e4m3, ties to even: a multiple of the scale.
 
-    Infinities are held, too; NaN stays.
+    Infinities are clamped too; NaN stays.
     """
     return (x.float() / scale).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).float()
 
@@ -97,17 +97,17 @@ _QUANTISED: dict[torch.dtype, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor |
     torch.uint8: _groups,
     torch.float8_e4m3fn: _fp8,
 }
-"""By the weight's dtype: (x, weight, scales, zeros, x_scale) -> [T, 32 P] fp32."""
+"""Product for each dtype of a quantised weight: (x, weight, scales, zeros, x_scale) -> [T, 32 P] fp32."""
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, groups, g] -> (integers -127..127 as fp32, scales [T, groups]), symmetric in each group, ties to even.
 
-    A group with an infinity or a NaN has integers 0 and a scale that is not finite, so that its results are NaN.
+    A group with an infinity or a NaN gets integers 0 and a scale that is not finite, so that its results are NaN.
     """
     x = x.float()
     largest = x.abs().amax(dim=2, keepdim=True)
-    # Tensor by tensor, as dividing by a Python number rounds twice on some devices.
+    # Tensors only: on some devices, a division by a Python number rounds twice.
     limit = torch.full_like(largest, 127.0)
     fits = (largest >= TINY) & largest.isfinite()
     integers = torch.where(fits, (x * (limit / largest)).round(), 0.0)
@@ -148,15 +148,17 @@ def packed_linear(
 ) -> Tensor:
     """x [T, K] @ weight^T + bias [N] -> [T, N] in x's dtype, or fp32. Row t depends on x[t] alone, bit for bit.
 
-    weight, scales, zeros: one of the layouts of `trtspec.ops.packing`, which the weight's shape and dtype tell; where
-    there are none, scales and zeros are None or have no elements. A weight that is not quantised and the bias have x's
-    dtype. x_scale: [1] fp32 for fp8 weights whose x is rounded, too; None or of no elements: x as it is.
-    out_features: N, needed for a packed weight, whose panels are padded.
-    float_out: fp32 results as they were accumulated, not rounded to x's dtype.
+    weight, scales, zeros: one of the layouts of `trtspec.ops.packing`; the weight's shape and dtype say which. Scales
+    and zeros that a layout does not have are None or have no elements. A weight that is not quantised has x's dtype.
+    bias: has x's dtype.
+    x_scale: [1] fp32 for fp8 weights whose x is rounded too; None or no elements = x as it is.
+    out_features: N. It is needed for a packed weight, whose panels are padded.
+    float_out: results are fp32 as accumulated, not rounded to x's dtype.
 
-    int8 and int4 weights multiply rows of x rounded to int8, with one scale a row or, where weights are in groups, a
-    row and group. Sums are exact integers within a group; groups are added, scaled in fp32, in order. fp8 weights
-    multiply x in fp32, or `round_e4m3(x, x_scale)`; the sum in fp32 is scaled by scales and x_scale.
+    int8 and int4 weights multiply rows of x that are rounded to int8. x then has one scale for each row or, if weights
+    are in groups, for each row and group. Sums within a group are exact integers. Groups are scaled in fp32 and added
+    in order.
+    fp8 weights multiply x in fp32, or `round_e4m3(x, x_scale)`. The fp32 sum is scaled by scales and x_scale.
     """
     if out_features is None:
         if weight.ndim != 2:

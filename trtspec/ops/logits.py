@@ -1,4 +1,4 @@
-"""process_logits: everything between lm_head and the draw, per row, in one fixed order."""
+"""process_logits: all steps between the lm_head and the draw, for each row, in one fixed order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtspec.ops.dispatch import define
 
 
 def penalise(logits: Tensor, history: Tensor, prompt_lens: Tensor, penalties: Tensor) -> Tensor:
-    """Logits [R, V] after repetition, presence and frequency penalties; arguments as in `process_logits`."""
+    """Logits [R, V] after repetition, presence and frequency penalties. Arguments are those of `process_logits`."""
     repetition, presence, frequency = penalties.unbind(1)
     real = history >= 0
     columns = history.clamp(min=0).long()
@@ -25,14 +25,14 @@ def penalise(logits: Tensor, history: Tensor, prompt_lens: Tensor, penalties: Te
 
 
 def add_bias(logits: Tensor, bias_ids: Tensor, bias_values: Tensor) -> Tensor:
-    """Logits [R, V] with bias_values [R, M] added at bias_ids [R, M], of which -1 is padding."""
+    """Logits [R, V] with bias_values [R, M] added at bias_ids [R, M]; -1 is padding."""
     values = bias_values.masked_fill(bias_ids < 0, 0.0)
     return logits.scatter_add(1, bias_ids.clamp(min=0).long(), values)
 
 
 def _ban(logits: Tensor, ban_ids: Tensor, ban_until: Tensor, positions: Tensor) -> Tensor:
     active = (ban_ids >= 0) & (positions[:, None] < ban_until)
-    # Inactive entries fall into an extra column that is cut off again.
+    # Inactive entries go to an extra column, which is cut off afterwards.
     target = torch.where(active, ban_ids.long(), logits.shape[1])
     banned = torch.zeros(logits.shape[0], logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
     return logits.masked_fill(banned.scatter_(1, target, True)[:, :-1], float("-inf"))
@@ -109,17 +109,28 @@ def process_logits(
     bias_ids: Tensor, bias_values: Tensor, ban_ids: Tensor, ban_until: Tensor, allow_mask: Tensor,
     temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Bias, penalties, bans, mask -> temperature -> top-k -> top-p -> min-p; what is removed is -inf. Returns [R, V].
+    """Bias, penalties, bans, mask -> temperature -> top-k -> top-p -> min-p. Removed tokens are -inf. Returns [R, V].
 
-    logits [R, V] fp32; positions [R] int64, absolute index of the token each row draws. Any group below may be
-    zero-size (unused):
-    history [R, L] int32 (-1 padded), all tokens before the row's draw, drafts included; prompt_lens [R]: how many of
-    them are prompt; penalties [R, 3] fp32: repetition (1 = off; over all), presence, frequency (over output only).
-    bias_ids [R, M] int32 (-1 padded), bias_values [R, M] fp32. ban_ids [R, M] int32 (-1 padded), ban_until [R, M]
-    int64: banned while positions < ban_until (min_tokens for stop ids; a huge value for ever).
+    logits: [R, V] fp32.
+    positions [R] int64: absolute index of the token that each row draws.
+    Any group below may be zero-size (unused).
+
+    history [R, L] int32, padded with -1: all tokens before the row's draw, drafts included.
+    prompt_lens [R]: number of these tokens that belong to the prompt.
+    penalties [R, 3] fp32: repetition (1 = off; over all tokens), presence and frequency (both over the output only).
+
+    bias_ids: [R, M] int32, padded with -1.
+    bias_values: [R, M] fp32.
+
+    ban_ids: [R, M] int32, padded with -1.
+    ban_until [R, M] int64: a token is banned while positions < ban_until. This serves min_tokens for stop ids; a huge
+    value bans for ever.
+
     allow_mask [R, ceil(V/32)] int32: bit v % 32 of word v // 32 set = allowed.
-    temperatures [R] fp32: divides; <= 0 = greedy row, undivided. top_ks [R] int32: <= 0 = off; ties with the k-th stay.
-    top_ps [R] fp32: 1 = off; transformers' rule (drop the tail whose mass is <= 1 - p), ties stay, at least one stays.
+    temperatures [R] fp32: divides the logits; <= 0 = greedy row, undivided.
+    top_ks [R] int32: <= 0 = off; ties with the k-th logit stay.
+    top_ps [R] fp32: 1 = off. The rule is transformers': drop the tail whose mass is <= 1 - p. Ties stay, and at least
+    one token stays.
     min_ps [R] fp32: 0 = off; drops p < min_p * p_max.
     """
     return cast(

@@ -1,8 +1,8 @@
-"""rms_norm: the one sum of floats in a model that is neither a linear nor attention.
+"""rms_norm: the only sum of floats in a model that is neither a linear nor attention.
 
-Steps that are compiled keep it open for the compiler to fuse, and eager ones on the CPU have rows of a fixed layout
-either way. On a GPU run op by op, torch would cut a row's sum by how many rows there are: there it is an op with a
-kernel.
+Compiled steps leave it as torch operations, for the compiler to fuse. Eager steps on the CPU do so too, as their rows
+have a fixed layout in any case. A GPU that runs op by op needs an op with a kernel: there, torch would split a row's
+sum by the number of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trtspec.ops.dispatch import define
 
 
 def rms_norm_inline(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` as torch operations."""
+    """Compute `rms_norm` as torch operations."""
     x32 = x.float()
     x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     return weight * x32.to(x.dtype)
@@ -32,6 +32,7 @@ _op = define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm_
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension: x [..., H], weight [H] -> [..., H], all of one dtype.
 
-    Computed in fp32, rounded to x's dtype before it is weighted, and after. A row's bits depend on the row alone.
+    It is computed in fp32, and rounded to x's dtype before and after the multiplication by the weight. A row's bits
+    depend on the row alone.
     """
     return cast(Tensor, _op(x, weight, eps))

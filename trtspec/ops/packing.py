@@ -1,10 +1,10 @@
 """The packed layouts of `packed_linear`: matrices [N, K] rearranged so that few rows of x cost one pass over them.
 
-Every layout is made of 32-bit words. A word holds one output column's next few inputs: one fp32, two bf16 or fp16,
-four int8 or fp8, or eight 4-bit values. Words of 32 neighbouring columns lie side by side (128 bytes, a *step*), and
-all steps of these 32 columns follow each other (a *panel*). So a kernel reads memory straight ahead, broadcasts a word
-of x and multiplies it with a vector of columns. P = ceil(N / 32) panels; columns and inputs that do not exist are
-zeros.
+Every layout is made of 32-bit words. A word holds the next few inputs of one output column: one fp32, two bf16 or fp16,
+four int8 or fp8, or eight 4-bit values. Words of 32 neighbouring columns lie next to each other (128 bytes, a *step*).
+All steps of these 32 columns follow each other (a *panel*). So a kernel reads memory in ascending order, broadcasts a
+word of x and multiplies it with a vector of columns. P = ceil(N / 32) is the number of panels. Columns and inputs that
+do not exist are zeros.
 
     layout    weight                              scales                zeros
     plain     [N, K] of x's dtype                 none                  none
@@ -15,9 +15,9 @@ zeros.
     int4      [P, K/8, 32, 4] uint8               [P, K/g, 32] fp16     [P, K/g, 32] uint8, or none: 8 everywhere
     fp8       [P, ceil(K/4), 32, 4] float8_e4m3fn [P, 32] fp32          none
 
-"none" is a tensor of no elements. Byte j of an int4 word s holds input 8s + j in its low and 8s + 4 + j in its high
-four bits; a value q stands for scale * (q - zero), with a scale and a zero for every g inputs of a column. int8 has a
-scale for each column, or for every g inputs of one: its scales tell.
+"none" is a tensor of no elements. Byte j of an int4 word s holds input 8s + j in its low four bits and input 8s + 4 + j
+in its high four bits. A value q stands for scale * (q - zero), with a scale and a zero for every g inputs of a column.
+int8 has a scale for each column, or for every g inputs of a column: the shape of its scales tells.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LAYOUT = 1
-"""Of all of the above; it changes when packed weights can no longer be read."""
+"""Version of all these layouts. It changes when packed weights can no longer be read."""
 
 PANEL = 32
-"""Output columns of a panel."""
+"""Number of output columns of a panel."""
 
 GROUP_SIZES = (32, 64, 128)
-"""Inputs that share a scale in int4, and in int8 in groups."""
+"""Numbers of inputs that may share a scale in int4, and in int8 in groups."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Weights that are not quantised."""
+"""Dtypes of weights that are not quantised."""
 
 _SMALLEST_HALF = 2.0**-14  # the smallest normal fp16: smaller scales would lose bits
 _BYTES_PER_WORD = 4
@@ -59,7 +59,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_int8(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights that are 8-bit already: values [N, K] int8, scales [N], or [N, K/g] in groups.
+    """Pack weights that are 8-bit already: values [N, K] int8, scales [N], or [N, K/g] in groups.
 
     Returns (panels [P, ceil(K/4), 32, 4] int8, scales [P, 32] fp32 or, in groups, [P, K/g, 32] fp16).
     """
@@ -70,18 +70,19 @@ def pack_int8(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_fp8(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """values [N, K] float8_e4m3fn, scales [N].
+    """Pack fp8 weights: values [N, K] float8_e4m3fn, scales [N].
 
     Returns (panels [P, ceil(K/4), 32, 4] float8_e4m3fn, scales [P, 32] fp32).
     """
-    # as bytes: torch pads and copies few dtypes of 8 bits
+    # as bytes, since torch pads and copies few 8-bit dtypes
     return _to_panels(values.view(torch.uint8)).view(values.dtype), _columns_to_panels(scales.float())
 
 
 def quantize_int4(weight: Tensor, group_size: int, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """weight [N, K] -> (panels uint8, scales fp16, zeros uint8), each group spread from its minimum to its maximum.
+    """weight [N, K] -> (panels uint8, scales fp16, zeros uint8); each group spreads from its minimum to its maximum.
 
-    symmetric: to as much on both sides of 0, without zero points: zeros has no elements, as in `pack_int4`.
+    symmetric: a group spreads equally far on both sides of 0, without zero points. zeros then has no elements, as in
+    `pack_int4`.
     """
     _check_group_size(weight.shape[1], group_size)
     groups = weight.detach().float().reshape(weight.shape[0], -1, group_size)  # [N, K/g, g]
@@ -89,7 +90,7 @@ def quantize_int4(weight: Tensor, group_size: int, symmetric: bool = False) -> t
         scales = (groups.abs().amax(dim=2) / 7).clamp(min=_SMALLEST_HALF).to(torch.float16)
         values = (groups / scales.float()[:, :, None]).round_().add_(8).clamp_(0, 15)
         return pack_int4(values.to(torch.uint8).flatten(1), scales, None)
-    low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)  # 0 is always a value of its own
+    low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)  # 0 is always representable
     scales = ((high - low) / 15).clamp(min=_SMALLEST_HALF).to(torch.float16)
     zeros = (-low / scales.float()).round_().clamp_(0, 15)
     values = (groups / scales.float()[:, :, None]).round_().add_(zeros[:, :, None]).clamp_(0, 15)
@@ -97,8 +98,9 @@ def quantize_int4(weight: Tensor, group_size: int, symmetric: bool = False) -> t
 
 
 def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights that are 4-bit already: values [N, K] uint8 0..15, scales [N, K/g], zeros [N, K/g] 0..15 or None (8).
+    """Pack weights that are 4-bit already.
 
+    values [N, K] uint8 0..15, scales [N, K/g], zeros [N, K/g] 0..15 or None (8).
     Returns (panels [P, K/8, 32, 4] uint8, scales [P, K/g, 32] fp16, zeros [P, K/g, 32] uint8 or of no elements).
     """
     _check_group_size(values.shape[1], values.shape[1] // max(scales.shape[1], 1))
@@ -111,7 +113,7 @@ def pack_int4(values: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Ten
 
 
 def unpack(weight: Tensor, scales: Tensor, zeros: Tensor, out_features: int, in_features: int) -> Tensor:
-    """Any layout -> the matrix it stands for, [N, K] fp32."""
+    """Matrix [N, K] fp32 that a weight in any layout stands for."""
     if weight.ndim == 2:
         return weight.float()
     values = unpack_values(weight)[:out_features, :in_features].float()
@@ -124,7 +126,7 @@ def unpack(weight: Tensor, scales: Tensor, zeros: Tensor, out_features: int, in_
 
 
 def packed_rows(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_features: int) -> Tensor:
-    """Rows `ids` [n] of the matrix [N, K] in any layout, [n, K]: the reference of `packed_embedding`."""
+    """Rows `ids` [n] of the matrix [N, K] in any layout, [n, K]. This is the reference of `packed_embedding`."""
     if weight.ndim == 2:
         return weight[ids]
     panel, column = ids // PANEL, ids % PANEL
@@ -141,7 +143,7 @@ def packed_rows(ids: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, in_f
 
 
 def unpack_values(weight: Tensor) -> Tensor:
-    """Panels -> the numbers in them, [32 P, K rounded up to whole words], of the weight's dtype (int4: 0..15)."""
+    """Numbers stored in panels, [32 P, K rounded up to whole words], in the weight's dtype (int4: 0..15)."""
     columns = weight.transpose(1, 2).flatten(0, 1)  # [32 P, steps] or [32 P, steps, values of a word]
     return _nibbles(columns) if weight.dtype == torch.uint8 else columns.flatten(1)
 
@@ -155,7 +157,7 @@ def unpack_groups(weight: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor
 
 
 def _to_panels(rows: Tensor) -> Tensor:
-    """rows [N, K] of 1, 2 or 4 bytes an element -> [P, steps, 32, elements of a word], zeros where there is nothing."""
+    """rows [N, K] of 1, 2 or 4 bytes an element -> [P, steps, 32, elements of a word], padded with zeros."""
     per_word = _BYTES_PER_WORD // rows.element_size()
     missing_columns, missing_inputs = -rows.shape[0] % PANEL, -rows.shape[1] % per_word
     if missing_columns or missing_inputs:
@@ -166,13 +168,13 @@ def _to_panels(rows: Tensor) -> Tensor:
 
 
 def _columns_to_panels(per_column: Tensor) -> Tensor:
-    """[N, ...] -> [P, 32, ...], zeros where there is nothing."""
+    """[N, ...] -> [P, 32, ...], padded with zeros."""
     padding = (0, 0) * (per_column.ndim - 1) + (0, -per_column.shape[0] % PANEL)
     return F.pad(per_column, padding).reshape(-1, PANEL, *per_column.shape[1:])
 
 
 def _groups_to_panels(per_group: Tensor) -> Tensor:
-    """[N, K/g] -> [P, K/g, 32], likewise."""
+    """[N, K/g] -> [P, K/g, 32], padded with zeros."""
     return _columns_to_panels(per_group).transpose(1, 2).contiguous()
 
 
@@ -183,7 +185,7 @@ def _dequantize(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """[n, steps, 4] uint8 -> [n, 8 * steps] uint8, low halves of a word before its high halves."""
+    """[n, steps, 4] uint8 -> [n, 8 * steps] uint8; the low halves of a word come before its high halves."""
     return torch.stack((words & 15, words >> 4), dim=2).flatten(1)
 
 

@@ -1,8 +1,8 @@
-"""Products of matrices in which a row's bits are its own. The references of linears and attention are made of them.
+"""Products of matrices in which a row's bits depend on that row alone.
 
-How a GEMM adds up a row depends on how many rows there are: MKL chooses by that on Intel's CPUs, oneDNN in half
-precision. oneDNN's inner product in fp32 has one order for two rows and more, whatever the CPU and the number of
-threads: tests hold it to that.
+The references of linears and attention use them. How a GEMM adds up a row depends on the number of rows: MKL chooses by
+it on Intel's CPUs, and so does oneDNN in half precision. oneDNN's inner product in fp32 has one order for two rows and
+more, whatever the CPU and the number of threads. Tests verify this.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW_MULTIPLE = 4
-"""Rows are padded to whole fours: stock CPU GEMMs, where there is no oneDNN, round 1-3 leftover rows differently."""
+"""Multiple to which rows are padded. Without oneDNN, stock CPU GEMMs round 1-3 leftover rows differently."""
 
 DEPTH_MULTIPLE = 16
-"""fp32 GEMMs sum a row in an order that depends on its alignment; whole cache lines (of 4-byte numbers) align all."""
+"""Multiple to which the depth is padded: whole cache lines of 4-byte numbers, which align all rows.
+
+fp32 GEMMs sum a row in an order that depends on its alignment.
+"""
 
 _ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -29,8 +32,10 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def products(x: Tensor, y: Tensor) -> Tensor:
-    """x [..., M, K], y [..., N, K] fp32 -> x @ y^T [..., M, N] fp32, each as if it were the only one. M and K are whole
-    multiples of the above. Dimensions before these two are broadcast."""
+    """x [..., M, K], y [..., N, K] fp32 -> x @ y^T [..., M, N] fp32, each product as if it were the only one.
+
+    M is a multiple of ROW_MULTIPLE, K of DEPTH_MULTIPLE. Dimensions before the last two are broadcast.
+    """
     if not (_ONEDNN and x.device.type == "cpu" and x.numel() and y.numel()):
         return torch.matmul(x, y.mT)
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])  # type: ignore[no-untyped-call]

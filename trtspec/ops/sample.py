@@ -1,11 +1,12 @@
 """spec_sample: the drafter-invariant draw, arg-max of processed logits + counter-based Gumbel noise.
 
-The noise is a pure function G(seed, t, v) of the request's seed, the absolute index t of the token being drawn and its
-id v in the *target's* vocabulary. So what is drawn depends on prompt, seed and parameters alone, never on the batch, on
-K or on the mode; and a draft that draws with the same G agrees with the target as often as their distributions allow
+The noise is a pure function G(seed, t, v): seed is the request's, t is the absolute index of the token being drawn, and
+v is its id in the *target's* vocabulary. So the draw depends on prompt, seed and parameters alone, never on the batch,
+on K or on the mode. A draft that draws with the same G agrees with the target as often as their distributions allow
 (Gumbel coupling; Daliri et al., "Coupling without communication and drafter-invariant speculative decoding").
 
 Layout, the same in every kernel:
+
     Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3")
     key     = (seed & 0xffffffff, seed >> 32)
     counter = (v >> 2, t & 0xffffffff, t >> 32, 0); the fourth word tells uses apart (0 = this draw)
@@ -36,12 +37,13 @@ LOG_COEFFICIENTS = (
 def philox(seeds: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, use: int = 0) -> Tensor:
     """Philox4x32-10. seeds and counters int64 (any shapes that broadcast) -> [..., 4] int64 words in [0, 2^32).
 
-    A round multiplies words 0 and 2, keeps the low halves as words 3 and 1, and mixes the high halves with the old
-    words 3 and 1 into words 2 and 0. Both at once: `even` is words (0, 2) before even rounds, (2, 0) before odd ones.
+    A round multiplies words 0 and 2 and keeps the low halves as words 3 and 1. It mixes the high halves with the old
+    words 3 and 1 into words 2 and 0. Both products are computed at once: `even` is words (0, 2) before even rounds, (2,
+    0) before odd ones.
     """
     shape = (seeds + c0 + c1 + c2).shape
     even = torch.stack((c0.expand(shape), c2.expand(shape)))
-    odd = torch.stack((torch.full_like(c0, use).expand(shape), c1.expand(shape)))  # what each row is mixed with
+    odd = torch.stack((torch.full_like(c0, use).expand(shape), c1.expand(shape)))  # words that each row is mixed with
     rounds = torch.arange(10, device=seeds.device)
     key0 = ((seeds & _MASK)[..., None] + rounds * W0) & _MASK
     key1 = (((seeds >> 32) & _MASK)[..., None] + rounds * W1) & _MASK
@@ -74,7 +76,7 @@ def _log(x: Tensor) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_ids: Tensor) -> Tensor:
-    """G(seed, t, v): seeds [R] int64, positions t [R] int64, vocab_ids v [V] int64 -> [R, V] fp32, standard Gumbel."""
+    """Standard Gumbel noise G(seed, t, v): seeds [R], positions t [R], vocab_ids v [V], all int64 -> [R, V] fp32."""
     t = positions[:, None]
     words = philox(seeds[:, None], (vocab_ids >> 2)[None, :], t & _MASK, (t >> 32) & _MASK)  # [R, V, 4]
     lane = (vocab_ids & 3).expand(words.shape[0], -1)
@@ -84,7 +86,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_ids: Tensor) -> Tensor:
 
 
 def _dense_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """`gumbel_noise` for ids 0..V-1, four ids a counter instead of one."""
+    """`gumbel_noise` for ids 0..V-1, with one counter for four ids instead of one for each."""
     quads = torch.arange(-(-vocab_size // 4), device=seeds.device)
     t = positions[:, None]
     words = philox(seeds[:, None], quads[None, :], t & _MASK, (t >> 32) & _MASK)
@@ -102,7 +104,7 @@ def _reference(logits: Tensor, greedy: Tensor, seeds: Tensor, positions: Tensor,
     ids = vocab_ids if vocab_ids.numel() else torch.arange(V, device=logits.device)
     top = logits.amax(1, keepdim=True)
     best = (logits == top) & (top > float("-inf"))
-    # Ties go to the lowest target id. A row of NaNs, or with every token removed, has no best: it yields the
+    # Ties go to the lowest target id. A row of NaNs, or with every token removed, has no best token. It gives the
     # out-of-range id that the host refuses.
     return torch.where(best, ids, torch.iinfo(torch.int64).max).amin(1)
 
@@ -119,11 +121,13 @@ _op = define(
 
 
 def spec_sample(logits: Tensor, greedy: Tensor, seeds: Tensor, positions: Tensor, vocab_ids: Tensor) -> Tensor:
-    """Draw one token a row: logits [R, V] fp32 (processed) -> [R] int64, ids in the target's vocabulary.
+    """Draw one token for each row: logits [R, V] fp32 (processed) -> [R] int64, ids in the target's vocabulary.
 
-    greedy [R] bool: rows without noise. seeds [R] int64, or zero-size when every row is greedy. positions [R] int64:
-    absolute index of the token being drawn. vocab_ids [V] int64: target id of each column (i + d2t[i] of a draft with
-    its own vocabulary), or zero-size when they are the same. A row with NaN logits, or nothing but -inf,
-    returns 2^63 - 1.
+    greedy [R] bool: rows without noise.
+    seeds: [R] int64, or zero-size when every row is greedy.
+    positions [R] int64: absolute index of the token being drawn.
+    vocab_ids [V] int64: target id of each column, or zero-size when the vocabularies are the same. A draft with its own
+    vocabulary has i + d2t[i].
+    A row with NaN logits, or nothing but -inf, returns 2^63 - 1.
     """
     return cast(Tensor, _op(logits, greedy, seeds, positions, vocab_ids))

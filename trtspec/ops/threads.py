@@ -1,4 +1,4 @@
-"""Threads of the kernels beside torch's."""
+"""The CPU kernels' own threads, which exist next to torch's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from trtspec.ops.dispatch import has_op
 
 @contextmanager
 def kernel_threads() -> Iterator[None]:
-    """Within it the CPU kernels that this thread calls share their work out as in compiled graphs: among threads of
-    their own, as many as torch.get_num_threads(). Torch's own ops run in the calling thread alone.
+    """Within this context, the CPU kernels that this thread calls use their own threads, as in compiled graphs.
 
-    OpenMP's threads, which they would wake, spin beside the kernels' own, and every op waits for all of them: with
-    another busy process on the machine a step takes many times as long. Without those kernels it does nothing.
+    The kernels use torch.get_num_threads() threads. Torch's own ops run in the calling thread alone. Otherwise they
+    would wake OpenMP's threads, which spin while the kernels' threads work, and every op waits for all of these. With
+    another busy process on the machine, a step then takes many times as long.
+
+    Without these kernels the context does nothing.
     """
     threads = torch.get_num_threads()
     if threads == 1 or not has_op("trtspec_threads", "use_own"):

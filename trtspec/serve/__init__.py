@@ -1,1 +1,1 @@
-"""Serving: an OpenAI-compatible front in one process, the engine in another; and model repositories for Triton."""
+"""Serving: an OpenAI-compatible front in one process and the engine in another, and model repositories for Triton."""

@@ -1,4 +1,4 @@
-"""What the server writes to stderr: one line an event, as text or as JSON, whatever is in it."""
+"""The server's log on stderr: one line per event, as text or as JSON, whatever the event contains."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure(log_format: str, level: str, stream: TextIO | None = None) -> None:
-    """Send all of this process's log to a stream (stderr), in place of where it went before. log_format: one of
-    FORMATS; level: one of LEVELS, the least that is written.
+    """Send all of this process's log to a stream (stderr by default), instead of its former destination.
 
-    An event's own fields are `extra={"fields": {...}}` of a logging call; their values are JSON's.
+    log_format: one of FORMATS. level: one of LEVELS, the lowest that is written.
+    A logging call passes an event's own fields as `extra={"fields": {...}}`, with JSON values.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
@@ -24,16 +24,21 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> None
 
 
 def one_line(text: str) -> str:
-    """With every character that could end a line, move a terminal's cursor or change its colours written as \\n, \\x1b,
-    \\u2028."""
+    """Return a text whose non-printable characters are written as escapes such as \\n, \\x1b, \\u2028.
+
+    Such a character could end a line, move a terminal's cursor or change its colours.
+    """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class JsonFormatter(logging.Formatter):
-    """{"time": "2026-01-31T12:00:00.123Z", "level", "logger", "message", [fields], ["exception": "traceback"]}."""
+    """A formatter of events as JSON objects:
+
+    {"time": "2026-01-31T12:00:00.123Z", "level", "logger", "message", [fields], ["exception": "traceback"]}.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
+        """Return a record as one line of JSON."""
         event: dict[str, Any] = {
             "time": _time(record),
             "level": record.levelname.lower(),
@@ -43,15 +48,18 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
-        # JSON escapes control characters, ensure_ascii the rest that could end a line (U+2028)
+        # JSON escapes control characters; ensure_ascii escapes the others that could end a line (U+2028)
         return json.dumps(event, ensure_ascii=True, default=str, separators=(",", ":"))
 
 
 class TextFormatter(logging.Formatter):
-    """`time LEVEL logger message key=value ...`; a traceback follows on lines of its own, which begin with `    | `."""
+    """A formatter of events as `time LEVEL logger message key=value ...`.
+
+    A traceback follows on lines of its own, which begin with `    | `.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
+        """Return a record as one line of text, and one line for each line of a traceback."""
         words = [_time(record), record.levelname, record.name, record.getMessage()]
         words += [f"{name}={_plain(value)}" for name, value in _fields(record).items()]
         lines = [one_line(" ".join(words))]
@@ -61,7 +69,7 @@ class TextFormatter(logging.Formatter):
 
 
 def _plain(value: Any) -> str:
-    """A value that a blank or a sign of ours would make two of is quoted."""
+    """Text of a field's value; a string that is empty or contains a blank, an equals sign or a quote is quoted."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return json.dumps(text) if isinstance(value, str) and (not text or set(text) & set(' ="')) else text
 

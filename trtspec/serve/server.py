@@ -1,4 +1,4 @@
-"""Run it: the front in this process, the engine in another."""
+"""Run the server: the front in this process, the engine in another."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ from trtspec.text import Tokenizer
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS = 2
-"""Seconds for clients to take the error that their request ends with when the server stops."""
+"""Seconds for clients to receive the error with which their request ends when the server stops."""
 _SPARE = 256
-"""Connections beyond those whose samples run or wait: of clients that will be told 429, viewers, probes."""
+"""Connections beyond those whose samples run or wait: clients that will get 429, viewers, probes."""
 
 
 def serve(settings: ServeSettings, options: dict[str, Any]) -> int:
-    """Serve until told to stop (SIGTERM, SIGINT); exit status. options: arguments of LLM, as JSON can write them.
-    The log says where it listens, once requests can run; connections are refused until then.
+    """Serve until SIGTERM or SIGINT; return the exit status.
 
-    ConfigError, EngineError if the model cannot be loaded; OSError if the address is taken.
+    Once requests can run, the log names the address; connections are refused until then.
+    options: arguments of LLM, as values that JSON can represent.
+    Raises ConfigError or EngineError if the model cannot be loaded, OSError if the address is taken.
     """
     logs.configure(settings.log_format, settings.log_level)
     tracing = from_environment()
     with _bound(settings.host, settings.port) as listener:
         try:
             return asyncio.run(_serve(settings, options, listener, tracing))
-        except asyncio.CancelledError:  # told to stop while the model was loaded
+        except asyncio.CancelledError:  # stopped while the model was loading
             return 0
 
 
@@ -58,10 +59,11 @@ async def _serve(
 ) -> int:
     task = asyncio.current_task()
     assert task is not None
-    # until the HTTP server has its own; process 1 of a container has none at all, which would be no way to stop it
+    # This handler applies until the HTTP server installs its own. Process 1 of a container has no default handler,
+    # so SIGTERM could not stop it otherwise.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     client = EngineClient(options, (settings.log_format, settings.log_level), settings.engine_timeout)
-    starting = asyncio.create_task(client.start())  # beside what follows: both take a second
+    starting = asyncio.create_task(client.start())  # in parallel with the lines below: both take a second
     try:
         await asyncio.sleep(0)
         tokenizer = Tokenizer.from_folder(
@@ -93,8 +95,10 @@ async def _serve(
 
 
 class _Server(uvicorn.Server):
-    """SIGTERM and SIGINT: no new requests, those in flight may end; a second one: at once. Other than its parent's,
-    the process goes on afterwards, to end the engine."""
+    """A uvicorn server that stops gracefully on SIGTERM and SIGINT: no new requests, and those in flight may end.
+
+    A second signal stops it at once. Unlike with uvicorn.Server, the process goes on afterwards, to end the engine.
+    """
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -102,14 +106,14 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """See uvicorn.Server."""
+        """Handle SIGTERM and SIGINT on the event loop; overrides uvicorn.Server."""
         loop = asyncio.get_running_loop()
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, self.handle_exit, sign, None)
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See uvicorn.Server."""
+        """Begin to stop, or stop at once on a second signal; overrides uvicorn.Server."""
         if not self.should_exit:
             asyncio.get_running_loop().call_later(self._service.settings.drain, self._service.client.end_all)
         self.force_exit = self.should_exit
@@ -119,18 +123,18 @@ class _Server(uvicorn.Server):
 def _config(service: Service, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        log_config=None,  # its events go where ours go
+        log_config=None,  # uvicorn's events go to the server's own log
         log_level="warning",
         access_log=False,
         lifespan="off",
-        # then streams are ended with an error; what still runs a while later is cut off
+        # After the drain, streams end with an error. Requests that still run _LAST_WORDS seconds later are cut off.
         timeout_graceful_shutdown=math.ceil(service.settings.drain) + _LAST_WORDS,
         server_header=False,
     )
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that does not listen yet: who asks whether the server is ready is refused rather than left waiting."""
+    """A bound socket that does not listen yet, so that readiness probes are refused rather than left waiting."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -144,13 +148,13 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def warn_if_open(host: str, settings: ServeSettings) -> None:
-    """A line in the log where others can reach this address, and need no key."""
+    """Log a warning if others can reach this address and need no key."""
     if not settings.api_keys and not ipaddress.ip_address(host).is_loopback:
         logger.warning("there is no API key: whoever reaches %s can generate", host)
 
 
 def guarded(service: Service, tracing: Tracing | None = None) -> ASGIApp:
-    """The app behind its gate, and before that the records of all that comes."""
+    """The app inside its gate, and outermost the log that records every request."""
     settings = service.settings
     app: ASGIApp = Gate(
         build_app(service), settings.api_keys, settings.max_body, settings.client_timeout, service.metrics

@@ -1,4 +1,4 @@
-"""What the server is told when it starts."""
+"""Settings with which the server starts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trtspec.serve.logs import FORMATS, LEVELS
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Raises ConfigError naming the field.
+    """The settings of a server. Raises ConfigError naming the field.
 
-    model: checkpoint or engine folder; served_name: what clients call it, None = the folder's name. api_keys: any of
-    them opens /v1; none = open to all who reach the address. max_queue: samples that may wait beyond those that run,
-    then 429. max_body: bytes. timeout: seconds for a request that names none. client_timeout: seconds for a client to
-    send a body, and to take each 64 KiB of an answer. engine_timeout: seconds without a word from an engine that has
-    work, after which it is replaced; loading the model does not count, the first steps and grammars that are compiled
-    do. drain: seconds that requests in flight are given when the server is told to stop. cors: origins that browsers
-    may call from.
-    log_format: "text" or "json"; log_level: one of trtspec.serve.logs.LEVELS. disable_log_stats: no line of acceptance
-    and throughput every 10 seconds.
+    model: checkpoint or engine folder. served_name: the model's name for clients; None = the folder's name.
+    api_keys: any of them opens /v1; none = open to all who reach the address. max_queue: number of samples that may
+    wait in addition to those that run; further requests get 429. max_body: bytes.
+    timeout: seconds for a request that names none. client_timeout: seconds for a client to send a body, and to take
+    each 64 KiB of an answer. engine_timeout: seconds; an engine that has work and sends no message for so long is
+    replaced. Loading the model does not count, but the first steps and the compilation of grammars do.
+    drain: seconds for requests in flight to finish when the server is told to stop. cors: origins from which browsers
+    may call. log_format: "text" or "json". log_level: one of trtspec.serve.logs.LEVELS.
+    disable_log_stats: True = no line of acceptance and throughput every 10 seconds.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Chat templates in the Jinja environment that transformers gives them."""
+"""Chat templates, in the Jinja environment that transformers gives them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["TemplateSyntaxError", "compile_template"]
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text for training; here its body is just printed."""
+    """The tag `{% generation %}...{% endgeneration %}`, which marks assistant text for training; it prints its body."""
 
     tags = {"generation"}  # noqa: RUF012  (the type its base class declares)
 
@@ -29,7 +29,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 @lru_cache(maxsize=64)
 def compile_template(source: str) -> jinja2.Template:
-    """A chat template in the environment that transformers gives it."""
+    """Compile a chat template in the environment that transformers gives it."""
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )

@@ -1,4 +1,4 @@
-"""Token ids to text as they come: incremental detokenizer, stop strings."""
+"""Incremental conversion of token ids to text: detokenizer and stop strings."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from trtspec.errors import RequestError
 from trtspec.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# An unfinished UTF-8 character is at most 3 bytes, hence 3 tokens; UTF-8 is back in step 4 tokens after any cut.
+# An unfinished UTF-8 character is at most 3 bytes, hence 3 tokens. UTF-8 is in step again 4 tokens after any cut.
 _MAX_PENDING = 8
 
 
 class IncrementalDetokenizer:
-    """Token ids in, text out as soon as it can no longer change.
+    """A detokenizer: token ids in, text out as soon as the text can no longer change.
 
-    Law: what push() and a final flush() return, joined, equals `tokenizer.decode(all ids, skip_special_tokens)`.
-    What may still change is held back: an unfinished UTF-8 character, and with byte-fallback tokenizers a whole run of
-    byte tokens, which decodes to characters or to U+FFFD depending on its last byte.
+    Law: the joined results of push() and a final flush() equal `tokenizer.decode(all ids, skip_special_tokens)`.
+    Text that may still change is held back: an unfinished UTF-8 character, and with byte-fallback tokenizers a whole
+    run of byte tokens. Such a run decodes to characters or to U+FFFD, depending on its last byte.
 
-    Decoding depends on the left neighbour (a leading space is dropped at the start of a text only), so new ids are
-    decoded behind those of the previous delta. The window holds a few ids, however long the text.
+    Decoding depends on the left neighbour: a leading space is dropped only at the start of a text. So new ids are
+    decoded after those of the previous delta. The window holds a few ids, however long the text is.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []  # ids of the previous delta, then the ids since
-        self._num_context = 0  # ids of the previous delta
-        self._num_sent = 0  # characters of decode(window) already returned
+        self._num_context = 0  # number of ids of the previous delta
+        self._num_sent = 0  # number of characters of decode(window) already returned
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Appends ids; returns the text that became certain, often ""."""
+        """Append ids; return the text that became certain, often ""."""
         return "".join([self._push_one(token) for token in token_ids])
 
     def flush(self) -> str:
-        """Ends the text: returns what was held back."""
+        """End the text; return the text that was held back."""
         text = self._decode_window()[self._num_sent :]
         self._window, self._num_context, self._num_sent = [], 0, 0
         return text
@@ -59,7 +59,7 @@ class IncrementalDetokenizer:
             self._num_context = len(self._window)
             self._num_sent = len(self._decode_window())
         elif len(self._window) - self._num_context > _MAX_PENDING:
-            # Endless invalid bytes: only the last U+FFFD is open, and few ids are enough to tell what becomes of it
+            # Endless invalid bytes: only the last U+FFFD is open, and a few ids are enough to determine its character
             num_open = len(text) - self._num_sent
             self._window = self._window[-_MAX_PENDING // 2 :]
             self._num_context = 0
@@ -68,14 +68,14 @@ class IncrementalDetokenizer:
 
 
 class StopMatcher:
-    """Cuts a stream of text at the first stop string; text that may begin one is held back.
+    """A matcher that cuts a stream of text at the first stop string; it holds back text that may begin one.
 
-    The stop string that ends first wins; of those ending together, the longest. What was emitted therefore never
-    contains a stop string, nor the beginning of one that is completed later, however the text is divided.
+    The stop string that ends first wins; of those that end together, the longest wins. So emitted text never contains a
+    stop string, nor the beginning of one that is completed later, however the text is divided.
     """
 
     def __init__(self, stop: Sequence[str] = (), include_stop_str_in_output: bool = False) -> None:
-        """RequestError for an empty stop string."""
+        """Raises RequestError for an empty stop string."""
         self._stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(self._stops):
             raise RequestError(f"stop = {list(self._stops)}: a stop string must not be empty; remove it")
@@ -86,7 +86,7 @@ class StopMatcher:
         self.matched: str | None = None  # the stop string found; nothing is emitted after it
 
     def push(self, text: str, armed: bool = True) -> str:
-        """Appends text; returns what may be shown. Stop strings that end in this text count only when `armed`."""
+        """Append text; return the text that may be shown. Stop strings that end in this text count only if `armed`."""
         if self.matched is not None or not text:
             return ""
         if not self._stops:
@@ -104,12 +104,12 @@ class StopMatcher:
         return buffer[:cut]
 
     def flush(self) -> str:
-        """Ends the text: returns what was held back."""
+        """End the text; return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
     def _first_stop(self, buffer: str, num_old: int) -> tuple[int, int, str] | None:
-        """(start, end, stop) of the first stop string ending after the `num_old` characters already looked at."""
+        """(start, end, stop) of the first stop string that ends after the `num_old` characters already searched."""
         found = []
         for stop in self._stops:
             start = buffer.find(stop, max(0, num_old - len(stop) + 1))
@@ -122,11 +122,11 @@ class StopMatcher:
 
 
 class TextStream:
-    """One request's text: detokenizer, then stop strings.
+    """The text of one request: a detokenizer, then stop strings.
 
-    `text` is all that push() and flush() returned so far. After a stop string, `matched_stop` names it and
-    `num_tokens` is the number of pushed ids up to and including the one that completed it: ids behind it in the same
-    step are to be cut. Token by token, so that the result does not depend on how many ids a step brought.
+    `text` is all text that push() and flush() returned so far. After a stop string, `matched_stop` names it, and
+    `num_tokens` is the number of pushed ids up to and including the one that completed it. The caller must cut later
+    ids of the same step. Ids are processed one by one, so the result does not depend on the number of ids per step.
     """
 
     def __init__(
@@ -150,12 +150,14 @@ class TextStream:
         return self._matcher.matched
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Appends ids; returns the text that may be shown. Ids after a stop string are ignored and not counted."""
+        """Append ids; return the text that may be shown. Ids after a stop string are ignored and not counted."""
         return self._emit(self._push(token_ids))
 
     def flush(self) -> str:
-        """Ends the text (end of sequence, length, abort): returns what was held back. May still find a stop string
-        in an unfinished run of byte tokens."""
+        """End the text (end of sequence, length, abort); return the text that was held back.
+
+        It may still find a stop string in an unfinished run of byte tokens.
+        """
         tail = self._matcher.push(self._detokenizer.flush(), self._armed)
         return self._emit([tail, self._matcher.flush()])
 

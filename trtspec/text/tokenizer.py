@@ -13,7 +13,7 @@ from trtspec.errors import CheckpointError, RequestError
 from trtspec.hub.folders import checkpoint_folder
 
 if TYPE_CHECKING:
-    import tokenizers  # at run time only by who has a tokenizer.json: it is the largest import after torch
+    import tokenizers  # at run time only if there is a tokenizer.json: it is the largest import after torch
 
 Message = Mapping[str, Any]
 
@@ -21,7 +21,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.json, with the special tokens and chat template beside it.
+    """A checkpoint's tokenizer.json, together with the special tokens and chat templates of its folder.
 
     Token ids are ints in [0, vocab_size). Instances hold no request state and may be shared between threads.
     """
@@ -33,7 +33,7 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         name: str = "tokenizer",
     ) -> None:
-        """`special_tokens` maps names such as "eos_token" to their text; `chat_templates` name to Jinja source."""
+        """special_tokens: name, such as "eos_token" -> text. chat_templates: name -> Jinja source."""
         # A tokenizer.json may carry the padding and truncation of its training run; here they would lose text
         backend.no_padding()
         backend.no_truncation()
@@ -41,7 +41,7 @@ class Tokenizer:
         self._special_ids = frozenset(
             token for token, added in backend.get_added_tokens_decoder().items() if added.special
         )
-        decoder = backend.decoder  # its state is its part of tokenizer.json; to_str() would write the vocabulary, too
+        decoder = backend.decoder  # its state is its part of tokenizer.json; to_str() would include the vocabulary
         state = b"" if decoder is None else decoder.__getstate__()
         self._has_byte_fallback = b'"ByteFallback"' in state
         self._is_byte_level = b'"ByteLevel"' in state
@@ -51,9 +51,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str]) -> Tokenizer | None:
-        """The tokenizer of a checkpoint folder, or None where there is no tokenizer.json (token ids only).
+        """Tokenizer of a checkpoint folder; None if there is no tokenizer.json (token ids only).
 
-        CheckpointError names the file that is damaged.
+        Raises CheckpointError naming the file that is damaged.
         """
         folder = checkpoint_folder(path)
         file = folder / "tokenizer.json"
@@ -78,18 +78,20 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Every token as the tokenizer spells it -> its id."""
+        """Each token as the tokenizer spells it -> its id."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @property
     def spelling(self) -> str:
-        """How it spells tokens: "byte_level" (a character for each byte), "byte_fallback" (a marker for a blank, <0x0A>
-        for a byte that is no character) or "raw", as their text."""
+        """The tokenizer's spelling of tokens: "byte_level", "byte_fallback" or "raw".
+
+        "byte_level" has a character for each byte. "byte_fallback" has a marker for a blank, and <0x0A> for a byte that
+        is no character. "raw" is the token's text.
+        """
         return "byte_level" if self._is_byte_level else "byte_fallback" if self._has_byte_fallback else "raw"
 
     def spelled(self, size: int) -> list[str]:
-        """Ids 0 .. size - 1 as it spells them; "" for those that are no text: special tokens, and ids it does not
-        have."""
+        """Spellings of ids 0 .. size - 1; "" for ids that are no text: special tokens, and ids that do not exist."""
         found = [""] * size
         for text, token in self.vocabulary.items():
             if token < size and token not in self._special_ids:
@@ -102,31 +104,31 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """End of sequence by tokenizer_config.json; a checkpoint's other files may name more."""
+        """End-of-sequence id by tokenizer_config.json; a checkpoint's other files may name more."""
         return self._special_id("eos_token")
 
     @property
     def unk_token_id(self) -> int | None:
-        """What stands for text that has no token."""
+        """Id that stands for text without a token."""
         return self._special_id("unk_token")
 
     def token(self, token_id: int) -> str | None:
-        """A token as the tokenizer spells it; None if there is no such id."""
+        """Spelling of a token in the tokenizer; None if there is no such id."""
         return self._backend.id_to_token(token_id)
 
     def token_id(self, text: str) -> int | None:
-        """Of the token that it spells so."""
+        """Id of the token with this spelling; None if there is none."""
         found = self._backend.token_to_id(text)
         return None if found is None else int(found)
 
     def is_special(self, token: int) -> bool:
-        """Whether texts leave it out unless they are asked to keep special tokens."""
+        """Whether a text leaves out this token unless special tokens are to be kept."""
         return token in self._special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Other threads run meanwhile. RequestError where it is not valid Unicode text."""
+        """Token ids of `text`. Other threads run meanwhile. RequestError if `text` is not valid Unicode text."""
         try:
-            # the library's encode() would hold the interpreter's lock, for a second where the text is a megabyte
+            # the library's encode() would hold the interpreter's lock, for a second if the text is a megabyte
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (TypeError, UnicodeError) as error:
             raise RequestError(
@@ -147,19 +149,19 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation, as transformers' apply_chat_template renders it.
+        """Prompt text of a conversation, as transformers' apply_chat_template renders it.
 
-        `chat_template` is the name of one of the checkpoint's templates or Jinja source; `tools` are JSON schemas;
-        further keywords reach the template. RequestError for messages that are not plain JSON, for a conversation
-        that the template refuses, and where there is no template.
+        chat_template: the name of one of the checkpoint's templates, or Jinja source. tools: JSON schemas. The template
+        receives further keywords. Raises RequestError for messages that are not plain JSON, for a conversation that the
+        template refuses, and if there is no template.
         """
-        from trtspec.text import chat_template as templates  # Jinja is for those who chat
+        from trtspec.text import chat_template as templates  # only chat imports Jinja
 
         if not messages:
             raise RequestError("the conversation is empty; pass at least one message, as {'role': ..., 'content': ...}")
         source = self._template_source(chat_template, bool(tools))
-        # The template is somebody else's code: it sees plain JSON values, never our callers' objects. Keys that are
-        # None are dropped because templates would print them (transformers does the same).
+        # The template is foreign code: it gets plain JSON values, never our callers' objects. Keys whose value is None
+        # are dropped because templates would print them (transformers does the same).
         chat = _plain("messages", list(messages))
         if not all(isinstance(message, dict) for message in chat):
             raise RequestError("messages must be objects, as {'role': ..., 'content': ...}")
@@ -175,7 +177,7 @@ class Tokenizer:
                 f"the chat template of {self.name} is not valid Jinja (line {error.lineno}: {error}); "
                 "correct it or pass chat_template="
             ) from error
-        except Exception as error:  # whatever a template does wrong concerns this request alone
+        except Exception as error:  # any error of a template concerns this request alone
             raise RequestError(
                 f"the chat template of {self.name} refuses this conversation: {error}; change the messages or pass "
                 "chat_template="
@@ -186,13 +188,13 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def is_visible(self, token: int, skip_special_tokens: bool) -> bool:
-        """Whether decode looks at this id at all: not when unknown to the tokenizer, nor when special and skipped."""
+        """Whether decode uses this id: not if the tokenizer does not have it, nor if it is special and skipped."""
         if skip_special_tokens and token in self._special_ids:
             return False
         return self._backend.id_to_token(token) is not None
 
     def is_byte_token(self, token: int) -> bool:
-        """Whether this id is one raw byte of a run that the decoder can only judge as a whole (byte fallback)."""
+        """Whether this id is one raw byte of a run that can only be decoded as a whole (byte fallback)."""
         return self._has_byte_fallback and _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token) or "") is not None
 
     def _special_id(self, name: str) -> int | None:
@@ -236,14 +238,17 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """Special tokens are written as text or as {"content": text, ...}."""
+    """Text of a special token, which is written as text or as {"content": text, ...}; None for anything else."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Template files win over tokenizer_config.json, which holds one template or a list of named ones."""
+    """Name -> source of the chat templates of a folder.
+
+    Template files take precedence over tokenizer_config.json, which holds one template or a list of named ones.
+    """
     files = {"default": folder / "chat_template.jinja"}
     files.update({file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))})
     templates = {name: _read_text(file) for name, file in files.items() if file.is_file()}

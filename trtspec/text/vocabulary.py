@@ -1,8 +1,8 @@
-"""Which tokens two tokenizers have in common, for a draft model of another vocabulary than its target's.
+"""The tokens that two tokenizers have in common, for a draft model whose vocabulary is not its target's.
 
-Tokens are the same if their texts are. A blank at the beginning of a token is written as a marker, U+0120 by byte-level
-tokenizers and U+2581 by those of sentencepiece, so there the marker counts as a blank. Nothing else is made equal:
-bytes and line ends stay as each tokenizer spells them.
+Tokens are the same if their texts are the same. Tokenizers write a blank at the beginning of a token as a marker:
+U+0120 in byte-level tokenizers, U+2581 in those of sentencepiece. So a marker there counts as a blank. Nothing else is
+made equal: bytes and line ends stay as each tokenizer spells them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MARKERS = ("\u0120", "\u2581")
 
 @dataclass(frozen=True, eq=False)
 class VocabularyMap:
-    """One to one between the tokens that a target of Vt ids and a draft of Vd ids have in common."""
+    """A one-to-one map between the tokens that a target of Vt ids and a draft of Vd ids have in common."""
 
     target_to_draft: Tensor  # [Vt] int64, -1 = the draft has no such token
-    draft_to_target: Tensor  # [Vd] int64, the way back
-    unknown: int  # the draft's id that stands for all tokens it does not have
+    draft_to_target: Tensor  # [Vd] int64, the reverse; -1 = the target has no such token
+    unknown: int  # draft id that stands for all tokens that the draft does not have
 
     @property
     def num_common(self) -> int:
@@ -35,10 +35,11 @@ class VocabularyMap:
 def map_vocabularies(
     target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int, draft_ends: Collection[int] = ()
 ) -> VocabularyMap:
-    """The map between models of `target_size` and `draft_size` ids, either of which may differ from its tokenizer's.
+    """Map between models of `target_size` and `draft_size` ids; each size may differ from its tokenizer's.
 
-    A token that a tokenizer has twice counts as the one of the lower id. For what the draft does not have stands its
-    unk_token, else its eos_token, else the lowest of `draft_ends`, ids that end a text; ConfigError where it has none.
+    If a tokenizer has a token twice, the lower id counts. Tokens that the draft does not have are represented by its
+    unk_token, else its eos_token, else the lowest of `draft_ends`, ids that end a text. Raises ConfigError if it has
+    none of these.
     """
     ours, theirs = _ids_by_text(target, target_size), _ids_by_text(draft, draft_size)
     common = [text for text in ours if text in theirs]
@@ -51,7 +52,7 @@ def map_vocabularies(
 
 
 def _ids_by_text(tokenizer: Tokenizer, size: int) -> dict[str, int]:
-    """Text -> id, of the ids that a model of `size` ids has."""
+    """Text -> id, for the ids that a model of `size` ids has."""
     markers, found = _space_markers(tokenizer), dict[str, int]()
     for token, text in sorted((token, text) for text, token in tokenizer.vocabulary.items() if token < size):
         marker = next((marker for marker in markers if text.startswith(marker)), None)
@@ -60,10 +61,10 @@ def _ids_by_text(tokenizer: Tokenizer, size: int) -> dict[str, int]:
 
 
 def _space_markers(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """What the tokenizer writes for a blank; any that is known, if it does not show that."""
+    """Markers that the tokenizer may write for a blank: its own, or all known ones if an example does not show it."""
     try:
         ids = tokenizer.encode(" a", add_special_tokens=False)
-    except Exception:  # the tokenizers library raises bare ones where a vocabulary has no such text
+    except Exception:  # the tokenizers library raises bare Exception if a vocabulary has no such text
         return _MARKERS
     first = tokenizer.token(ids[0]) if ids else None
     if first is not None and len(first) == 2 and first[1] == "a" and not first[0].isspace():

@@ -11,5 +11,8 @@ BF16_INSTRUCTIONS = ("avx512_bf16", "amx")
 
 
 def fast_dtype() -> torch.dtype:
-    """bfloat16 where torch's products of it are faster than those of fp32, by the instruction set of our kernels."""
+    """Return bfloat16 if torch multiplies it faster than float32 on this CPU, else float32.
+
+    The instruction set of our kernels decides.
+    """
     return torch.bfloat16 if load_plugins().get("cpu") in BF16_INSTRUCTIONS else torch.float32

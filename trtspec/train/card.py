@@ -1,4 +1,4 @@
-"""MODEL_CARD.md of a trained pair, written from what was measured and nothing else."""
+"""MODEL_CARD.md of a trained pair, written from measurements alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtspec.train.evaluate import Acceptance
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """One checkpoint. `loss` is the training loss (nats per token) averaged over about the last 20 steps."""
+    """A checkpoint's figures. `loss` is the training loss (nats per token), averaged over about the last 20 steps."""
 
     layers: int
     hidden: int
@@ -25,24 +25,24 @@ class ModelSummary:
 
 @dataclass(frozen=True)
 class CardContents:
-    """Everything a card says."""
+    """A record of everything that a card states."""
 
     data: dict[str, int | str]
     target: ModelSummary
     draft: ModelSummary
     acceptance: Acceptance
-    prompts: tuple[int, int, int]  # how many, their length, new tokens of each
+    prompts: tuple[int, int, int]  # number of prompts, tokens and new tokens of each
     command: str
     torch_version: str
     stage: str
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for evaluation.json."""
+        """Return plain data for evaluation.json."""
         return asdict(self)
 
 
 def model_card(facts: CardContents) -> str:
-    """The card as Markdown."""
+    """Return the card as Markdown."""
     data, acceptance = facts.data, facts.acceptance
     pair = (facts.target, facts.draft)
 

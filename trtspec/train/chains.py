@@ -1,4 +1,4 @@
-"""How far a draft head guesses its target's text, without an engine: what greedy chains would keep."""
+"""Acceptance of a draft head, simulated without an engine: the drafts that greedy chains along a text would keep."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trtspec.train.unrolled import unroll
 
 
 class Chains(nn.Module):
-    """Guesses of the chains that start at every row of a known text.
+    """A module that marks the correct drafts of the chains that start at every row of a known text.
 
-    While a chain is right its tokens are the text's; once it is wrong the rest is rejected. So all chains can be
-    unrolled at once over the text itself, as in training.
+    While a chain is correct, its tokens are those of the text. After its first wrong draft, the rest is rejected. So
+    all chains can be unrolled at once over the text itself, as in training.
     """
 
     def __init__(self, head: DraftHead, num_passes: int, moving: bool) -> None:
@@ -28,8 +28,11 @@ class Chains(nn.Module):
         self.head, self.num_passes, self.moving = head, num_passes, moving
 
     def forward(self, text: Tensor, captured: Tensor) -> Tensor:
-        """text [B, S], captured [B * S, n * Ht] -> [B, S, K] bool: draft j of the chain at row p is the text's token at
-        p + 2 + j (False past the end)."""
+        """Return which drafts are correct: text [B, S], captured [B * S, n * Ht] -> [B, S, K] bool.
+
+        Draft j of the chain at row p is correct if it is the text's token at p + 2 + j. Drafts past the end of the text
+        are False.
+        """
         batch, seq = text.shape
         right = torch.zeros(batch, seq, self.num_passes, dtype=torch.bool)
         places = torch.arange(seq, device=text.device).expand(batch, -1)
@@ -41,10 +44,12 @@ class Chains(nn.Module):
 
 
 class HeldOut:
-    """Greedy chains of K drafts along `texts`, the target's greedy words: of each its ids, and how many of them are the
-    prompt. The target computes once, in its own dtype.
+    """A measurement of a head's acceptance: greedy chains of K drafts along `texts`, the target's greedy outputs.
 
-    moving: see unrolled.unroll. ConfigError where no text is long enough for one step.
+    The target runs once, in its own dtype. ConfigError if no text is long enough for one step.
+
+    texts: for each text its ids and the number of them that are the prompt. moving: whether each pass's rows are one
+    position after those of the previous pass; unrolled.unroll explains it.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class HeldOut:
         self.num_draft_tokens, self.moving, self.dtype = num_draft_tokens, moving, target.norm.weight.dtype
         if all(prompt_len + num_draft_tokens + 1 >= len(ids) for ids, prompt_len in texts):
             raise ConfigError(f"what the target says is too short to check {num_draft_tokens} drafts; use longer words")
-        ordered = sorted(texts, key=lambda text: len(text[0]))  # so that little is padded
+        ordered = sorted(texts, key=lambda text: len(text[0]))  # for little padding
         self.batches: list[tuple[Sequence[tuple[Sequence[int], int]], Tensor, Tensor]] = []  # texts, ids, captured
         for start in range(0, len(ordered), batch_size):
             some = ordered[start : start + batch_size]
@@ -70,15 +75,18 @@ class HeldOut:
 
     @torch.no_grad()
     def acceptance(self, head: DraftHead) -> Acceptance:
-        """What a head's chains keep. It computes in the target's dtype, whatever its weights are kept in."""
+        """Return the acceptance of the head's chains.
+
+        The head computes in the target's dtype, whatever dtype its weights are kept in.
+        """
         chains = Chains(head, self.num_draft_tokens, self.moving)
         weights = {name: parameter.to(self.dtype) for name, parameter in chains.named_parameters()}
         accepted: list[int] = []
         for some, ids, captured in self.batches:
             right = torch.func.functional_call(chains, weights, (ids, captured))
-            kept = right.long().cumprod(-1).sum(-1).tolist()  # [B, S] drafts that the chain at each row keeps
+            kept = right.long().cumprod(-1).sum(-1).tolist()  # [B, S]: number of drafts kept by the chain at each row
             for of_rows, (own, prompt_len) in zip(kept, some, strict=True):
-                place = prompt_len - 1  # the prompt's step gives the first token; the next step checks these drafts
+                place = prompt_len - 1  # prefill gives the first token; the next step verifies these drafts
                 while place + self.num_draft_tokens + 2 < len(own):
                     accepted.append(of_rows[place])
                     place += of_rows[place] + 1
@@ -88,7 +96,7 @@ class HeldOut:
 
 
 class Watch:
-    """Measures a head POINTS times along its training, evenly."""
+    """A measurement of a head's acceptance length at POINTS evenly spaced times of its training."""
 
     POINTS = 16
 
@@ -98,11 +106,11 @@ class Watch:
         self._next = 1 / self.POINTS
 
     def begin(self, progress: float) -> None:
-        """A step begins, with this share of the training over, 0 to 1."""
+        """Measure the head if the next point is reached. progress: share of the training that is over, 0 to 1."""
         if progress >= self._next:
             self._last = self.held_out.acceptance(self.head).length
             self._next = (int(progress * self.POINTS) + 1) / self.POINTS
 
     def metrics(self) -> dict[str, float]:
-        """The last one, once there is one."""
+        """Return the last measurement; {} before the first."""
         return {} if self._last is None else {"held_out_acceptance_length": self._last}

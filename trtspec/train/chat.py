@@ -1,8 +1,8 @@
-"""Conversations as training_batches: which of their tokens are the assistant's, and windows packed with them.
+"""Training data from conversations: which tokens belong to the assistant, and windows packed with conversations.
 
-A file has a JSON object on each line: {"messages": [{"role": ..., "content": ...}, ...]}, as fine-tuning data usually
-has it, or ShareGPT's {"conversations": [{"from": "human" | "gpt" | "system", "value": ...}, ...]}. The target's chat
-template writes the prompts. What is taught is what the assistant says, up to the token that ends its turn.
+A file has one JSON object per line. Fine-tuning data usually has the form {"messages": [{"role": ..., "content": ...},
+...]}. ShareGPT has the form {"conversations": [{"from": "human" | "gpt" | "system", "value": ...}, ...]}. The target's
+chat template renders the prompts. A head learns what the assistant says, up to the token that ends its turn.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ _SHARE_GPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": 
 _ROW = np.dtype([("id", np.uint32), ("place", np.uint32), ("taught", np.bool_)])
 
 Chat = list[dict[str, Any]]
-"""Messages as chat templates read them."""
+"""Messages in the form that chat templates read."""
 
 
 @dataclass
 class TaughtText:
-    """A text's ids, and for each whether it belongs to an answer: then the row before it is taught to say it."""
+    """A text's ids, with a flag for each: whether it belongs to an answer.
+
+    The row before an id of an answer is taught to predict it.
+    """
 
     ids: list[int] = field(default_factory=list)
     is_answer: list[bool] = field(default_factory=list)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Continue by a turn, if `prompt` begins with all that there is; False if it does not."""
+        """Append a turn if `prompt` begins with the whole text so far; return False if it does not."""
         if list(prompt[: len(self.ids)]) != self.ids:
             return False
         new = prompt[len(self.ids) :]
@@ -48,15 +51,18 @@ class TaughtText:
 
 
 def add_turn(texts: list[TaughtText], prompt: Sequence[int], answer: Sequence[int]) -> None:
-    """Continue the last text by a turn. Where the template writes earlier turns in another way than they were said
-    (some leave out what was thought), the turn begins a text of its own."""
+    """Append a turn to the last text, or begin a new text with it.
+
+    Some templates render earlier turns differently from how they were said; for example, they leave out the reasoning.
+    The turn then begins a text of its own.
+    """
     if not texts or not texts[-1].add(prompt, answer):
         texts.append(TaughtText())
         texts[-1].add(prompt, answer)
 
 
 def read_chats(path: Path) -> list[Chat]:
-    """The conversations of a file, in their order. ConfigError names the first line that is none."""
+    """Return the conversations of a file, in their order. ConfigError names the first line without one."""
     chats = []
     try:
         with open(path, encoding="utf-8") as file:
@@ -92,17 +98,20 @@ def _chat(line: str, where: str) -> Chat:
 
 
 def taught_texts(chat: Chat, tokenizer: Tokenizer, ends: Collection[int]) -> list[TaughtText]:
-    """A conversation as it is in the data. ends: ids that end the target's turns, the one that it says first."""
+    """Return the texts of a conversation, with its answers as they are in the data.
+
+    ends: ids that end the target's turns; the first of them is the one that the target generates.
+    """
     texts: list[TaughtText] = []
     for i, message in enumerate(chat):
-        if message["role"] != "assistant" or i == 0:  # what is said before anybody asks has no prompt
+        if message["role"] != "assistant" or i == 0:  # a message of the assistant at the beginning has no prompt
             continue
         prompt, whole = encode(tokenizer, chat[:i], to_come=True), encode(tokenizer, chat[: i + 1], to_come=False)
         if whole[: len(prompt)] == prompt:
             answer = whole[len(prompt) :]
             last = max((place for place, token in enumerate(answer) if token in ends), default=len(answer) - 1)
-            answer = answer[: last + 1]  # templates write a line break after the turn, which nobody says
-        else:  # the template begins an answer that it has in another way than one that is to come
+            answer = answer[: last + 1]  # drops the line break that templates write after a turn
+        else:  # the template begins a given answer differently from one that is to come
             answer = tokenizer.encode(message["content"], add_special_tokens=False) + list(ends)[:1]
         if answer:
             add_turn(texts, prompt, answer)
@@ -110,8 +119,10 @@ def taught_texts(chat: Chat, tokenizer: Tokenizer, ends: Collection[int]) -> lis
 
 
 def encode(tokenizer: Tokenizer, chat: Chat, to_come: bool) -> list[int]:
-    """A conversation's ids by the chat template. to_come: it ends where an answer is to begin. ConfigError where the
-    template refuses it."""
+    """Return a conversation's ids, rendered by the chat template. ConfigError if the template refuses it.
+
+    to_come: whether the ids end where the next answer begins.
+    """
     try:
         return tokenizer.encode_chat(chat, add_generation_prompt=to_come)
     except RequestError as error:
@@ -120,10 +131,12 @@ def encode(tokenizer: Tokenizer, chat: Chat, to_come: bool) -> list[int]:
 
 
 def pack(texts: Sequence[TaughtText], seq_len: int) -> tuple[npt.NDArray[Any], int]:
-    """Windows [N, seq_len] of rows (id, place, taught), each of as many whole texts as fit, the longest first; texts
-    are cut at seq_len. Returns the number of answers' tokens that this loses, too.
+    """Pack texts into windows [N, seq_len] of rows (id, place, taught); also return the number of answer tokens lost.
 
-    What is left of a window is rows of place 0, texts of their own, which nothing is taught at.
+    Each window holds as many whole texts as fit; the longest texts are placed first. Texts are cut at seq_len, and the
+    answer tokens after the cut are lost.
+
+    The rest of a window is rows of place 0. Each of them is a text of its own, and none is taught.
     """
     windows: list[list[TaughtText]] = []
     room: list[tuple[int, int]] = []  # (rows left, window), ascending
@@ -152,7 +165,7 @@ def pack(texts: Sequence[TaughtText], seq_len: int) -> tuple[npt.NDArray[Any], i
 
 @dataclass(frozen=True)
 class PackedWindows:
-    """Windows as `pack` makes them: rows [N, S] of (id, place, taught)."""
+    """A sequence of windows as `pack` makes them: rows [N, S] of (id, place, taught)."""
 
     rows: npt.NDArray[Any]
 
@@ -169,13 +182,13 @@ class PackedWindows:
         return Window(ids, places, torch.from_numpy(row["taught"].copy()))
 
     def answers(self) -> npt.NDArray[Any]:
-        """Ids [M] of all answers within the windows, in their order."""
+        """Return the ids [M] of all answers within the windows, in their order."""
         said = np.roll(self.rows["id"], -1, axis=1)[self.rows["taught"]]
         return np.asarray(said)
 
 
 def turns(chat: Chat) -> Iterator[Chat]:
-    """What is said before each answer that is to be: the messages since the answer before it."""
+    """Yield the messages before each answer that is to be generated: those since the previous answer."""
     part: Chat = []
     for message in chat:
         if message["role"] != "assistant":

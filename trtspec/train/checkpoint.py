@@ -1,4 +1,4 @@
-"""Checkpoints of a run in progress, made so that a kill at any moment costs at most the steps since the last one."""
+"""Checkpoints of a run in progress. A kill at any moment costs at most the steps since the last checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trtspec.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 KEPT = 2
-"""The newest may be damaged by a failing disk; then the one before it serves."""
+"""Number of checkpoints kept. If a failing disk damages the newest one, the one before it is loaded."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Whole file or none: written beside `path`, flushed to disk, renamed over it."""
+    """Write the whole file or nothing: write it next to `path`, flush it to disk, rename it over `path`."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
         file.write(data)
@@ -28,7 +28,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> None:
-    """Writes `folder/step-XXXXXXXX.pt` whole or not at all, then drops all but the newest KEPT."""
+    """Write `folder/step-XXXXXXXX.pt` whole or not at all, then delete all but the newest KEPT checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
     temporary = path.with_suffix(".tmp")
@@ -42,17 +42,17 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """The newest readable state, or None where there is no checkpoint yet.
+    """Return the newest readable state, or None if there is no checkpoint yet.
 
-    A damaged one is reported and skipped. Raises CheckpointError when checkpoints exist and none can be read: starting
-    over silently would throw a run away.
+    A damaged checkpoint is reported and skipped. Raises CheckpointError if checkpoints exist and none can be read,
+    because starting over silently would throw a run away.
     """
     candidates = _newest_first(folder)
     for path in candidates:
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             return state
-        except Exception as error:  # torch.load raises many kinds for a damaged file
+        except Exception as error:  # torch.load raises many kinds of errors for a damaged file
             logger.warning("checkpoint %s is damaged (%s); trying the one before it", path, error)
     if candidates:
         raise CheckpointError(

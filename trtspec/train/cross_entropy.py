@@ -1,8 +1,8 @@
-"""A loss over large vocabularies in blocks of rows, so that no tensor is [all rows, vocabulary].
+"""A loss over large vocabularies, computed in blocks of rows, so that no tensor is [all rows, vocabulary].
 
-A block's logits, loss and gradients are made one after another and forgotten. What stays is a gradient for each row's
-input and one for each weight, summed in fp32. The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et
-al., arXiv 2410.10989).
+Blocks are computed one after another: each makes its logits, loss and gradients, and then frees them. What stays is the
+gradient of each row's input, and the gradient of each weight, summed in fp32. The idea is that of Liger Kernel's fused
+linear cross-entropy (Hsu et al., arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ import torch
 from torch import Tensor
 
 MOST_ROWS = 256
-"""Rows of logits at a time: 8 MiB in fp32 of a vocabulary of 8,192."""
+"""Most rows of logits at a time: 8 MiB in fp32 for a vocabulary of 8,192."""
 
-_BLOCK_BYTES = 24 << 20  # below the 32 MiB from which glibc asks the kernel for every tensor anew
+_BLOCK_BYTES = 24 << 20  # below 32 MiB, from which on glibc requests memory from the kernel for every tensor
 
 BlockLoss = Callable[[Tensor, Sequence[Tensor], Mapping[str, Tensor]], Tensor]
-"""rows [b] int64 (which rows these are), inputs of these rows [b, W] each, weights -> this block's part of the loss."""
+"""A function that returns one block's part of the loss: (rows, inputs, weights) -> scalar.
+
+rows [b] int64: indices of the block's rows. inputs [b, W] each: the inputs of these rows.
+"""
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """logits [b, V] fp32, probs [b, V] fp32 (rows of sum 1), goal [b] int64 -> cross-entropy [b], `hard` of it with
-    the id `goal`, the rest with `probs`; and whether no logit is above the goal's, [b]. The logits get gradients."""
+    """A cross-entropy per row, of which `hard` is with the id `goal` and the rest with `probs`.
+
+    logits [b, V] fp32; probs [b, V] fp32, rows of sum 1; goal [b] int64. Returns the cross-entropy [b], and whether no
+    logit is above the goal's, [b]. Only the logits get gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, probs: Tensor, goal: Tensor, hard: float) -> tuple[Tensor, Tensor]:
@@ -84,16 +90,17 @@ class _InBlocks(torch.autograd.Function):
 
 
 def rows_of_logits(vocab_size: int) -> int:
-    """How many rows of logits to make at a time."""
+    """Number of rows of logits to compute at a time."""
     return max(1, min(MOST_ROWS, _BLOCK_BYTES // (4 * vocab_size)))
 
 
 def in_blocks(
     loss: BlockLoss, rows: Tensor, inputs: Sequence[Tensor], weights: Mapping[str, Tensor], size: int
 ) -> Tensor:
-    """The sum of `loss` over blocks of `size` of `rows` [n] int64 (each at most once); a scalar, fp32.
+    """Return the sum of `loss` over blocks of `size` rows; a scalar, fp32.
 
-    inputs [R, W]: a block is given its rows of each. Gradients reach inputs and weights, once.
+    rows [n] int64: the rows to cover, each at most once. inputs [R, W]: each block gets its rows of each input.
+    Gradients reach inputs and weights; backward runs only once.
     """
     blocks = torch.split(rows, size) if len(rows) else ()
     total: Tensor = _InBlocks.apply(  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""The corpus and what becomes of it: files, a held-out split, a tokenizer, token shards, batches.
+"""The corpus and its products: files, a held-out split, a tokenizer, token shards, batches.
 
-The corpus is the source of the running Python's standard library, so it is on every machine that can run us. Which
-files are held out depends on their names alone: nobody has to ship a list.
+The corpus is the source of the running Python's standard library, so every machine that can run trtspec has it. A
+file's name alone decides whether it is held out, so no list has to be shipped.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from trtspec.errors import CheckpointError, ConfigError
 from trtspec.train.checkpoint import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
-"""Separates files in the shards; its id is 0 and it is both BOS and EOS of the checkpoints."""
+"""Separator of files in the shards. Its id is 0, and it is both BOS and EOS of the checkpoints."""
 
 HELD_OUT_ONE_IN = 10
 MAX_FILE_BYTES = 512 * 1024
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "lib-dynload"})
-"""Other people's packages, and folders of generated tables (code pages, help topics): not code anyone would write."""
+"""Folders of other people's packages and of generated tables (code pages, help topics): not hand-written code."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of the corpus; `name` is its path relative to the library's root, with forward slashes."""
+    """A file of the corpus; `name` is its path relative to the library's root, with forward slashes."""
 
     name: str
     text: str
 
     @property
     def held_out(self) -> bool:
-        """True for a fixed tenth of all names."""
+        """Whether the file is held out: true for a fixed tenth of all names."""
         digest = hashlib.sha256(self.name.encode("utf-8")).digest()
         return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def standard_library(root: Path | None = None) -> list[SourceFile]:
-    """Every .py file of the standard library (or below `root`), sorted by name.
+    """Return every .py file of the standard library (or below `root`), sorted by name.
 
-    Left out: SKIPPED_FOLDERS, files over MAX_FILE_BYTES, files that are not UTF-8 (they test decoders) or are empty,
-    and copies of a file already seen. Raises ConfigError where nothing is left.
+    It leaves out SKIPPED_FOLDERS, files over MAX_FILE_BYTES, empty files, and copies of a file already seen. It also
+    leaves out files that are not UTF-8, because these test decoders. Raises ConfigError if no file is left.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files, seen = [], set()
@@ -73,10 +73,11 @@ def standard_library(root: Path | None = None) -> list[SourceFile]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of exactly the bytes and merges of `texts`: any text round-trips, none is unknown.
+    """Return a byte-level BPE tokenizer of exactly the bytes and merges of `texts`.
 
-    The GPT-2 word pattern keeps a line break and the indentation after it in one word, all but the space that joins the
-    next word; so `"\\n        "` + `" return"` are two tokens, which is what makes Python cheap.
+    Any text round-trips, and no token is unknown. The GPT-2 word pattern keeps a line break and the indentation after
+    it in one word, except for the last space, which joins the next word. So `"\\n        "` + `" return"` are two
+    tokens, which is what makes Python cheap.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -92,7 +93,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Reads a tokenizer.json; CheckpointError where it is missing or damaged."""
+    """Read a tokenizer.json; CheckpointError if it is missing or damaged."""
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
@@ -100,7 +101,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """The id of END_OF_TEXT; CheckpointError where the tokenizer is not one of ours."""
+    """Return the id of END_OF_TEXT; CheckpointError if the tokenizer has none and so is not one of ours."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is None:
         raise CheckpointError(f"the tokenizer has no {END_OF_TEXT}; use one made by train_tokenizer")
@@ -111,7 +112,7 @@ Tokens = npt.NDArray[Any]
 
 
 def encode(tokenizer: Tokenizer, files: Sequence[SourceFile]) -> Tokens:
-    """All files as one row of ids [N] uint16, END_OF_TEXT before each file and after the last."""
+    """Return all files as one row of ids [N] uint16, with END_OF_TEXT before each file and after the last."""
     end = end_of_text_id(tokenizer)
     ids = [end]
     for encoding in tokenizer.encode_batch([file.text for file in files], add_special_tokens=False):
@@ -130,12 +131,13 @@ class Shards:
 
 
 def prepare(folder: Path, vocab_size: int, root: Path | None = None) -> Shards:
-    """Builds tokenizer.json, train.npy and held_out.npy in `folder`, or opens them when they are complete.
+    """Build tokenizer.json, train.npy and held_out.npy in `folder`, or open them if they are complete.
 
-    The tokenizer sees training files only. `facts` counts files, characters and tokens of both parts.
+    The tokenizer is trained on training files only. `facts` has the numbers of files, characters and tokens of both
+    parts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    facts_file = folder / "facts.json"  # written last: its presence says that the rest is complete
+    facts_file = folder / "facts.json"  # written last: its presence shows that the rest is complete
     if not facts_file.is_file():
         files = standard_library(root)
         parts = {
@@ -168,9 +170,10 @@ def prepare(folder: Path, vocab_size: int, root: Path | None = None) -> Shards:
 
 @dataclass(frozen=True)
 class Windows:
-    """Batches of equally long windows over `tokens`: every epoch sees all of them, ordered and (if `shifted`) cut anew.
+    """A source of batches of equally long windows over `tokens`.
 
-    A batch depends on (seed, index) alone, so a resumed run sees what an uninterrupted one would have seen.
+    Every epoch covers all windows, in a new order and (if `shifted`) with new cuts. A batch depends on (seed, index)
+    alone, so a resumed run gets the same batches as an uninterrupted one.
     """
 
     tokens: Tokens
@@ -193,7 +196,7 @@ class Windows:
         return ((len(self.tokens) - 1) // self.seq_len - 1) // self.batch_size
 
     def batch(self, index: int) -> tuple[Tensor, Tensor]:
-        """Batch number `index` -> inputs and next tokens, [batch_size, seq_len] int64 each."""
+        """Return the inputs and next tokens of batch number `index`, [batch_size, seq_len] int64 each."""
         epoch, place = divmod(index, self.batches_per_epoch)
         rng = np.random.default_rng([self.seed, self.seq_len, epoch])
         shift = int(rng.integers(self.seq_len)) if self.shifted else 0

@@ -1,4 +1,4 @@
-"""What a pair of checkpoints is worth on held-out files: perplexity, and how far the draft guesses the target."""
+"""Quality of a pair of checkpoints on held-out files: perplexity, and the acceptance of the draft by the target."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from trtspec.train.language_model import LanguageModel
 
 @torch.inference_mode()
 def perplexity(decoder: Decoder, tokens: Tokens, seq_len: int, max_tokens: int) -> float:
-    """exp of the mean loss per token over the first `max_tokens` of `tokens`, in windows of `seq_len` without overlap.
+    """Return exp of the mean loss per token over the first `max_tokens` of `tokens`.
 
-    A window's first tokens are predicted from little context; longer windows therefore give lower values.
+    The loss is computed in windows of `seq_len` without overlap. A window's first tokens are predicted from little
+    context, so longer windows give lower values.
     """
     model = LanguageModel(decoder).eval()
     count = min(max_tokens, len(tokens) - 1) // seq_len
@@ -36,8 +37,11 @@ def perplexity(decoder: Decoder, tokens: Tokens, seq_len: int, max_tokens: int) 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """`length`: mean tokens per step, the target's own included, 1 to K+1. `per_position[j]`: share of steps that keep
-    more than j drafts."""
+    """A draft's acceptance, measured over `steps` steps.
+
+    length: mean tokens per step, the target's own included, 1 to K+1. per_position[j]: share of steps that keep more
+    than j drafts.
+    """
 
     length: float
     per_position: tuple[float, ...]
@@ -45,7 +49,7 @@ class Acceptance:
 
 
 def held_out_prompts(tokens: Tokens, count: int, prompt_len: int, seed: int = 0) -> Tensor:
-    """`count` prompts [count, prompt_len] int64, cut from anywhere in `tokens`."""
+    """Return `count` prompts [count, prompt_len] int64, cut from anywhere in `tokens`."""
     rows, _ = Windows(tokens, prompt_len, count, seed).batch(0)
     return rows
 
@@ -54,10 +58,10 @@ def held_out_prompts(tokens: Tokens, count: int, prompt_len: int, seed: int = 0)
 def greedy_acceptance(
     target: Decoder, draft: Decoder, prompts: Tensor, new_tokens: int, num_draft_tokens: int = 3
 ) -> Acceptance:
-    """Acceptance of chained greedy guesses along the target's greedy continuation of `prompts` [B, P].
+    """Return the acceptance of chained greedy drafts along the target's greedy continuation of `prompts` [B, P].
 
-    No engine runs: while the draft is right, its own guesses are the target's text, and once it is wrong the rest of
-    the chain is rejected. So one pass of the draft over the target's text tells where every chain would break.
+    No engine runs. While the draft is right, its own drafts are the target's text. Once it is wrong, the rest of the
+    chain is rejected. So one pass of the draft over the target's text shows where every chain would break.
     """
     text = greedy(target, prompts, new_tokens)
     batch, length = text.shape
@@ -65,7 +69,7 @@ def greedy_acceptance(
     right = (guesses == text[:, 1:])[:, prompts.shape[1] - 1 :].tolist()  # [B, new_tokens]
     accepted: list[int] = []
     for row in right:
-        # the prompt's own step gives token 0; each later step checks K guesses and adds the target's token
+        # prefill gives token 0; each later step verifies K drafts and adds the target's token
         place = 1
         while place + num_draft_tokens < new_tokens:
             run = row[place : place + num_draft_tokens]

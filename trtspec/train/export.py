@@ -1,4 +1,4 @@
-"""A trained decoder as a Hugging Face folder that transformers, vLLM and we load unchanged."""
+"""Export of a trained decoder as a Hugging Face folder that transformers, vLLM and trtspec load unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtspec.train.data import END_OF_TEXT, end_of_text_id, load_tokenizer
 
 
 def llama_config(spec: DecoderSpec, end_of_text: int, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of a LlamaForCausalLM; `end_of_text` is both BOS and EOS."""
+    """Return the config.json of a LlamaForCausalLM; `end_of_text` is both BOS and EOS."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -47,9 +47,10 @@ def llama_config(spec: DecoderSpec, end_of_text: int, dtype: torch.dtype) -> dic
 
 
 def export(decoder: Decoder, tokenizer_file: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes config, generation config, weights (as `dtype`) and tokenizer to `folder`, replacing older files.
+    """Write config, generation config, weights (as `dtype`) and tokenizer to `folder`, replacing older files.
 
-    Every file is written beside the folder and then renamed into it: a reader sees old or new, never half a file.
+    Every file is written next to the folder and then renamed into it. A reader sees an old or a new file, never half a
+    file.
     """
     tokenizer = load_tokenizer(tokenizer_file)
     end = end_of_text_id(tokenizer)

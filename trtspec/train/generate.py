@@ -1,4 +1,4 @@
-"""Greedy continuation of many equally long prompts at once, with a plain KV cache: training data and evaluation."""
+"""Greedy continuation of many equally long prompts at once, with a plain KV cache, for training data and evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtspec.train.report import Report
 
 
 class CachedAttend:
-    """Attention of the newest rows of `batch` sequences over all their rows so far, kept here."""
+    """A KV cache with its attention: the newest rows of `batch` sequences attend to all their rows so far."""
 
     def __init__(self, decoder: Decoder, batch: int, capacity: int) -> None:
         spec = decoder.spec
@@ -36,7 +36,7 @@ class CachedAttend:
             heads_first(q, self.batch),
             self.keys[layer, :, :, :end],
             self.values[layer, :, :, :end],
-            is_causal=new > 1,  # several rows at once only as a prompt, where the cache is empty
+            is_causal=new > 1,  # several rows only in prefill, when the cache is empty
             enable_gqa=True,
         )
         return out.transpose(1, 2).reshape(q.shape)
@@ -46,8 +46,10 @@ class CachedAttend:
 def greedy(
     decoder: Decoder, prompts: Tensor, new_tokens: int, step: Callable[[int], None] = lambda made: None
 ) -> Tensor:
-    """prompts [B, P] -> [B, P + new_tokens]; END_OF_TEXT is a token like any other here. step: hears how many tokens
-    of each there are."""
+    """Return prompts [B, P] with their greedy continuations, [B, P + new_tokens].
+
+    END_OF_TEXT is a token like any other here. step: called with the number of new tokens that each prompt has so far.
+    """
     batch, length = prompts.shape
     attend = CachedAttend(decoder, batch, length + new_tokens)
     rows, ids = prompts, [prompts]
@@ -63,7 +65,10 @@ def greedy(
 
 
 def continue_windows(decoder: Decoder, prompts: Tensor, new_tokens: int, batch: int = 128) -> Tokens:
-    """Greedy continuations of all `prompts` [N, P], one after another: [N * (P + new_tokens)], the smallest uint."""
+    """Return greedy continuations of all `prompts` [N, P], one after another: [N * (P + new_tokens)].
+
+    The dtype is uint16 if all ids of the vocabulary fit, else uint32.
+    """
     rows, total, begin = [], len(prompts) * new_tokens, time.monotonic()
     with Report("target's own words") as report:
 

@@ -1,4 +1,4 @@
-"""What all kinds of draft heads have in common in training: their options, how they begin, how they are written."""
+"""Common parts of training for all kinds of draft heads: their options, their initialisation, their export."""
 
 from __future__ import annotations
 
@@ -33,32 +33,45 @@ Head = TypeVar("Head", bound=DraftHead)
 
 
 def setting(default: Any, text: str) -> Any:
-    """A field of HeadOptions that the command line has, too; `text` is its help. Of a switch that is on by default it
-    says what turning it off does."""
+    """Return a field of HeadOptions that is an option of the command line, too; `text` is its help.
+
+    For a switch that is on by default, the help says what turning it off does.
+    """
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(ABC):
-    """What makes a run, and what is particular to a kind of head: the methods that subclasses have.
+    """Options of a training run, with the methods in which kinds of heads differ; subclasses define these.
 
-    The same options continue the run in `run`, others are refused there once it has a checkpoint (those in
-    run.MAY_CHANGE are free).
+    The same options continue the run in `run`. Other options are refused there once the run has a checkpoint, except
+    those in run.MAY_CHANGE.
 
-    data: text files or folders of them, or .npy files of token ids; or .jsonl files of conversations, of which the
-    answers are taught (see train.chat); or shards of hidden states (.safetensors), or folders of them, from which the
-    head learns as they are: nothing is regenerated, and the target does not run.
-    regenerate: how many prompts the target answers before the training, as the head will be used on the target's words
-    and not on people's. Where the data is text, prompts are cut from it, and the target continues each by
-    `regenerate_len` tokens; the head learns from both, half and half. Where it is conversations, so many of them get
-    the target's answers, of up to `regenerate_len` tokens each, and the head learns from these alone. unroll: passes
-    per training batch, the drafts per step that the head is made for. single_pass: the first share of the run, in which
-    only the first pass is trained; where one head makes all drafts, the others then need little.
-    dtype: of the arithmetic; weights are kept in fp32; "auto" = bfloat16 where the CPU has instructions for it.
-    held_out: text, ids or conversations as in `data`, on which the head is measured, along the training and at its end
-    (see chains; run/metrics.jsonl, run/evaluation.json). checkpoint_seconds: a kill costs at most the training of so
-    long. states_gib: of what the target made of the data, kept in `run` so that epochs after the first need not compute
-    it again; never more than half of what is free.
+    data: paths of one of these kinds.
+    - Text files, folders of them, or .npy files of token ids.
+    - .jsonl files of conversations, whose answers are taught; train.chat has the format.
+    - Shards of hidden states (.safetensors), or folders of them. The head learns from shards as they are: nothing is
+      regenerated, and the target does not run.
+
+    regenerate: number of prompts that the target answers before the training, because the head will be used on the
+    target's words and not on people's.
+    - If `data` is text, prompts are cut from it, and the target continues each by `regenerate_len` tokens. The head
+      learns from both, half and half.
+    - If `data` is conversations, this number of them get the target's answers, of at most `regenerate_len` tokens
+      each. The head learns from these alone.
+
+    unroll: passes per training batch, which is the number of drafts per step that the head is made for. single_pass:
+    the first share of the run, in which only the first pass is trained. Where one head makes all drafts, the other
+    passes need little training after that.
+
+    dtype: dtype of the arithmetic; weights are kept in fp32. "auto" is bfloat16 where the CPU has instructions for it.
+
+    held_out: text, ids or conversations as in `data`, on which the head is measured during the training and at its end.
+    The results are in run/metrics.jsonl and run/evaluation.json; chains explains the measurement.
+
+    checkpoint_seconds: seconds between checkpoints; a kill costs at most the training of this time. states_gib: GiB of
+    disk for the target's states of the data. They are kept in `run`, so that epochs after the first need not compute
+    them again. They take at most half of the free space.
     """
 
     target: Path
@@ -72,7 +85,7 @@ class HeadOptions(ABC):
     )
     regenerate_len: int = setting(192, "tokens of each such answer, at most")
     regenerate_temperature: float = setting(0.0, "at which the target answers; 0: greedily")
-    unroll: int = setting(4, "passes per training_batch: the drafts per step it is made for")
+    unroll: int = setting(4, "passes per training batch: the drafts per step it is made for")
     single_pass: float = setting(
         0.0, "a share of the run, its beginning, in which the first draft alone is taught: several times as fast"
     )
@@ -86,7 +99,7 @@ class HeadOptions(ABC):
     states_gib: float = setting(8.0, "GiB of disk for what the target made of the data, for later epochs; 0: none")
 
     method: ClassVar[str]
-    """Of speculative_config, that runs such a head; and the name of the kind."""
+    """The method of speculative_config that runs such a head; also the name of the kind."""
 
     objective: ClassVar[Objective] = Objective()
 
@@ -135,13 +148,13 @@ class HeadOptions(ABC):
         self.train_config()
 
     def check_sizes(self, *names: str) -> None:
-        """ConfigError for the first of these that is given and below 1."""
+        """Raise ConfigError for the first of these options that is set and below 1."""
         for name in names:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; leave it out for the default")
 
     def train_config(self) -> TrainConfig:
-        """Length and learning rates of the run."""
+        """Return the length and the learning rates of the run."""
         return TrainConfig(
             steps=self.steps,
             minutes=self.minutes,
@@ -151,46 +164,54 @@ class HeadOptions(ABC):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What has to stay the same when a run is continued."""
+        """Return the kind and all options as plain data.
+
+        When a run is continued, all but run.MAY_CHANGE must be the same.
+        """
         return json.loads(json.dumps({"kind": self.method, **asdict(self)}, default=str))  # type: ignore[no-any-return]
 
-    # -- what kinds differ in -----------------------------------------------------------------------------------------
+    # -- differences between kinds -------------------------------------------------------------------------------------
 
     def check_target(self, config: ModelConfig) -> None:  # noqa: B027 - most kinds take any target
-        """ConfigError or UnsupportedError where such a head cannot be made for the target, or not with these
-        options."""
+        """Raise ConfigError or UnsupportedError if the target, or these options, do not allow such a head."""
 
     def layers_read(self, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
-        """What the head reads of the target, "after layer i". saved: what shards hold, None = there are no shards."""
+        """Return the layers of the target whose states the head reads, "after layer i".
+
+        saved: layers that the shards hold; None: there are no shards.
+        """
         return LAST_STATE
 
     @property
     def moving(self) -> bool:
-        """See unrolled.unroll."""
+        """Whether each pass's rows are one position after those of the previous pass, as unrolled.unroll explains."""
         return True
 
     @property
     def one_head(self) -> bool:
-        """Whether one head makes all drafts, each from what it made of the one before."""
+        """Whether one head makes all drafts, each from its own output for the draft before."""
         return False
 
     def loss(self, head: DraftHead, target: Decoder, capture: tuple[int, ...]) -> TrainingLoss:
-        """What the head is taught; unrolled over passes, unless a kind drafts in another way."""
+        """Return the loss that trains the head: unrolled over passes, unless a kind drafts in another way."""
         dtype = DTYPES[self.dtype]
         return HeadLoss(head, target, self.unroll, dtype, self.objective, capture, self.moving, self.single_pass)
 
     @abstractmethod
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> DraftHead:
-        """An untrained head in fp32, seeded by torch's generator, that shares what it does not learn with the target;
-        the target is frozen. tokens: ids like those the head is to say."""
+        """Return an untrained head in fp32, seeded by torch's generator.
+
+        The head shares what it does not learn with the target, which is frozen. tokens: ids like those that the head
+        will predict.
+        """
 
     @abstractmethod
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
-        """To `out`, in the public layout; config: of the target."""
+        """Write the head to `out`, in the public layout. config: the target's."""
 
     @property
     def usage(self) -> str:
-        """Options of `trtspec generate` that use what was trained."""
+        """Options of `trtspec generate` that use the trained head."""
         return f"--model {self.target} --spec-method {self.method} --spec-model {self.out} --spec-tokens {self.unroll}"
 
 
@@ -198,7 +219,7 @@ class HeadOptions(ABC):
 class CapturingOptions(HeadOptions):
     """Options of a head that reads the states of several layers.
 
-    capture_layers: "after layer i", None = the shards', or EAGLE3's default.
+    capture_layers: "after layer i"; None = the layers of the shards, or EAGLE3's default.
     """
 
     capture_layers: tuple[int, ...] | None = setting(
@@ -206,7 +227,7 @@ class CapturingOptions(HeadOptions):
     )
 
     def layers_read(self, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
-        """See HeadOptions. ConfigError for layers that there are not."""
+        """Return the layers that the head reads. ConfigError for layers that the target does not have."""
         capture = self.capture_layers
         if capture is None:
             capture = default_capture_layers(config.num_layers) if saved is None else saved
@@ -219,8 +240,10 @@ class CapturingOptions(HeadOptions):
 
 
 def attached(head: Head, target: Decoder) -> Head:
-    """The head, which shares what it does not learn with the target; the target is frozen. UnsupportedError where
-    nothing can be learnt through what they share."""
+    """Freeze the target, and return the head, which shares what it does not learn with the target.
+
+    UnsupportedError if the head would learn through the target's lm_head and this is quantised.
+    """
     head.share(target.embedding, target.head)
     if target.head.is_packed and any(module is target.head for module in head.modules()):
         raise UnsupportedError(
@@ -232,20 +255,26 @@ def attached(head: Head, target: Decoder) -> Head:
 
 
 def plain_head(target: Decoder) -> Tensor:
-    """The weight of the target's lm_head, [V, Ht] fp32; a packed one is unpacked."""
+    """Return the weight of the target's lm_head, [V, Ht] fp32; a packed weight is unpacked."""
     head = target.head
     return unpack(head.weight.detach(), head.scales, head.zeros, head.out_features, head.in_features)
 
 
 def one_layer(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
-    """A draft layer of the target's shape, without biases or windows; `changes` are fields of it."""
+    """Return the spec of a draft layer of the target's shape, without biases or windows.
+
+    changes: fields of the spec that have other values.
+    """
     plain = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False}
     return replace(spec, num_layers=1, windows=(None,), tie_word_embeddings=False, **{**plain, **changes})
 
 
 @torch.no_grad()
 def initialise_head(head: nn.Module) -> None:
-    """Matrices normal with 1/sqrt(inputs), half of that where they write to the residual stream; norms 1, biases 0."""
+    """Initialise the parameters: matrices are normal, norms 1, biases 0.
+
+    The standard deviation of a matrix is 1/sqrt(inputs), and half of that if the matrix writes to the residual stream.
+    """
     for name, parameter in head.named_parameters():
         if parameter.ndim == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -255,7 +284,7 @@ def initialise_head(head: nn.Module) -> None:
 
 
 def layer_config(spec: DecoderSpec, target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json says of a head of one Llama layer, rotary positions as the target has them."""
+    """Return the config.json of a head of one Llama layer, with the target's rotary positions."""
     return {
         "model_type": "llama",
         "vocab_size": spec.vocab_size,
@@ -279,14 +308,17 @@ def layer_config(spec: DecoderSpec, target: ModelConfig, dtype: torch.dtype) -> 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As config.json writes it."""
+    """Name of a dtype in config.json."""
     return str(dtype).removeprefix("torch.")
 
 
 def write_head(
     folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype | None
 ) -> None:
-    """Weights (as `dtype`, None = as they are) and config.json, old or new but never half of one of them."""
+    """Write weights (as `dtype`, None = as they are) and config.json to `folder`.
+
+    Each file is old or new, never half of one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     saved = {
         name: (tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor).contiguous()

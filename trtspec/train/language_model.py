@@ -1,4 +1,4 @@
-"""A decoder seen as a trainable language model over whole windows, and the two losses it is trained with."""
+"""A decoder as a trainable language model over whole windows, and the two losses that train it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from trtspec.models.decoder import Decoder
 from trtspec.models.specs import DecoderSpec
 
 LossFn = Callable[..., Tensor]
-"""What a source's batch holds, first of all inputs [B, S] and next tokens [B, S] -> mean loss per token in nats."""
+"""A function from the tensors of a source's batch to the mean loss per token in nats.
+
+The first tensor is inputs [B, S]; a language model's second is next tokens [B, S].
+"""
 
 
 def llama_spec(
@@ -29,7 +32,7 @@ def llama_spec(
     head_dim: int = 64,
     max_positions: int = 2048,
 ) -> DecoderSpec:
-    """A Llama-shaped decoder with tied embeddings; the defaults are the demo's."""
+    """Return the spec of a Llama-shaped decoder with tied embeddings; the defaults are the demo's."""
     return DecoderSpec(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -47,14 +50,15 @@ def llama_spec(
 
 
 def heads_first(x: Tensor, batch: int) -> Tensor:
-    """Packed rows [batch * S, heads, D] -> [batch, heads, S, D]."""
+    """Return packed rows [batch * S, heads, D] as [batch, heads, S, D]."""
     return x.view(batch, -1, x.shape[-2], x.shape[-1]).transpose(1, 2)
 
 
 class CausalAttend:
-    """Causal attention of `batch` windows of equal length, packed one after another into T = batch * seq rows.
+    """A causal attention over `batch` windows of equal length, packed one after another into T = batch * seq rows.
 
-    texts [B, S]: which text of its window a row belongs to, and sees; None = every window is one.
+    texts [B, S]: number of the text, within its window, that a row belongs to. A row attends only to rows of its own
+    text. None: every window is one text.
     """
 
     def __init__(self, batch: int, texts: Tensor | None = None) -> None:
@@ -62,14 +66,14 @@ class CausalAttend:
         self.mask = None if texts is None or not texts.any() else self.seen()
 
     def seen(self) -> Tensor:
-        """[B, 1, S, S] bool: which rows a row sees."""
+        """Mask [B, 1, S, S] bool of the rows that each row attends to."""
         assert self.texts is not None
         same = self.texts[:, None, :, None] == self.texts[:, None, None, :]
         return same & torch.ones_like(same[0, 0]).tril()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
-        # repeated by hand: with enable_gqa the CPU kernel has no fused backward
+        # repeat explicitly: with enable_gqa the CPU kernel has no fused backward
         keys, values = (heads_first(x.repeat_interleave(groups, dim=1), self.batch) for x in (k, v))
         whole = self.mask is None
         out = F.scaled_dot_product_attention(
@@ -79,7 +83,7 @@ class CausalAttend:
 
 
 class LanguageModel(nn.Module):
-    """input ids [B, S] -> logits [B * S, V] fp32."""
+    """A decoder as a module: input ids [B, S] -> logits [B * S, V] fp32."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -94,7 +98,10 @@ class LanguageModel(nn.Module):
 
 @torch.no_grad()
 def initialise(decoder: Decoder, seed: int) -> Decoder:
-    """Fresh weights: normal(0, 0.02), matrices that write to the residual stream smaller by sqrt(2 * layers)."""
+    """Set fresh weights of normal(0, 0.02), and return the decoder.
+
+    Matrices that write to the residual stream are smaller by sqrt(2 * layers).
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in decoder.named_parameters():
         if parameter.ndim == 1:
@@ -107,10 +114,11 @@ def initialise(decoder: Decoder, seed: int) -> Decoder:
 
 
 def logits_in(model: LanguageModel, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    """The model's logits computed with its weights cast to `dtype`; gradients reach the uncast (fp32) weights.
+    """Return the model's logits, computed with its weights cast to `dtype`.
 
-    Why not autocast: with every weight and activation in bf16 training sees the arithmetic that inference will use, and
-    a CPU, which spends much of the time moving activations, moves half the bytes.
+    Gradients reach the uncast (fp32) weights. Autocast would not do. With every weight and activation in bf16, training
+    sees the arithmetic that inference will use. And a CPU, which spends much of the time moving activations, moves half
+    the bytes.
     """
     weights = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
     logits: Tensor = torch.func.functional_call(model, weights, (ids,))
@@ -118,7 +126,7 @@ def logits_in(model: LanguageModel, dtype: torch.dtype, ids: Tensor) -> Tensor:
 
 
 def next_token_loss(model: LanguageModel, dtype: torch.dtype) -> LossFn:
-    """Cross-entropy with the corpus."""
+    """Return a loss: cross-entropy with the corpus."""
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits_in(model, dtype, inputs), targets.reshape(-1))
@@ -127,9 +135,10 @@ def next_token_loss(model: LanguageModel, dtype: torch.dtype) -> LossFn:
 
 
 def distillation_loss(student: LanguageModel, teacher: LanguageModel, dtype: torch.dtype, hard: float = 0.5) -> LossFn:
-    """Cross-entropy with the teacher: `hard` of it against its arg-max, the rest against its distribution.
+    """Return a loss: cross-entropy with the teacher.
 
-    The arg-max is what counts when a draft is checked greedily; the distribution teaches more per token.
+    `hard` of it is against the teacher's arg-max, the rest against its distribution. The arg-max is what counts when a
+    draft is verified greedily; the distribution teaches more per token.
     """
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -146,7 +155,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(loss: Function) -> Function:
-    """`loss` through torch.compile where a C++ compiler is at hand, else as it is. The first call takes a minute."""
+    """Return `loss` through torch.compile if there is a C++ compiler, else `loss` itself.
+
+    The first call of a compiled loss takes a minute.
+    """
     if not any(shutil.which(name) for name in ("g++", "clang++")):
         return loss
     return cast(Function, torch.compile(loss, dynamic=False))

@@ -1,5 +1,8 @@
-"""Muon in the arithmetic that the CPU is fast with: torch's always takes bf16, which without instructions for it makes
-a step cost more than all of the training around it."""
+"""Muon in the dtype that the CPU computes fast in.
+
+torch's Muon always computes in bf16. Without CPU instructions for bf16, its step then costs more than all the rest of
+the training.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ import torch
 from torch import Tensor
 
 STEPS = 5
-"""Newton-Schulz iterations."""
+"""Number of Newton-Schulz iterations."""
 
 
 class Muon(torch.optim.Muon):
-    """torch's, with updates of the size of AdamW's ("match_rms_adamw"); `dtype`: of the Newton-Schulz iterations."""
+    """A Muon optimizer: torch's, with updates of the size of AdamW's ("match_rms_adamw").
+
+    dtype: dtype of the Newton-Schulz iterations.
+    """
 
     def __init__(self, params: list[torch.nn.Parameter], lr: float, weight_decay: float, dtype: torch.dtype) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw", ns_steps=STEPS)
@@ -23,7 +29,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of Muon on the gradients that are there. closure: as torch's, in bf16 only."""
+        """Make one step of Muon on the present gradients. closure: as for torch's Muon, in bf16 only."""
         if self.dtype == torch.bfloat16:
             found: Any = super().step(closure)  # type: ignore[no-untyped-call]
             return None if found is None else float(found)
@@ -47,7 +53,10 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
-    """[N, M] -> about U V^T of its singular value decomposition, by Newton-Schulz iterations of the fifth order."""
+    """Return about U V^T of the singular value decomposition of `matrix` [N, M].
+
+    It is computed by Newton-Schulz iterations of the fifth order.
+    """
     a, b, c = coefficients
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x: Tensor = wide / wide.norm().clamp(min=1e-7)

@@ -1,4 +1,4 @@
-"""The curve of a run, for people: loss and acceptance length over steps."""
+"""Plot of a training run: loss and acceptance length over steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtspec.plotting import new_figure, save_png
 
 
 def plot_metrics(metrics: Path, png: Path) -> None:
-    """Draws a run's metrics.jsonl (see Trainer) to `png`. Raises DependencyError where matplotlib is missing."""
+    """Draw a run's metrics.jsonl, as Trainer writes it, to `png`. Raises DependencyError if matplotlib is missing."""
     figure = new_figure(8, 6)
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     panels = [

@@ -1,4 +1,4 @@
-"""How far a stage of training is, on stderr: a bar on a terminal, else a line now and then."""
+"""Progress of a training stage on stderr: a bar on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 
 class Report:
-    """Used with `with`. every: seconds between two lines, the first of which comes at once."""
+    """A progress report, used as a context manager. every: seconds between two lines; the first is printed at once."""
 
     def __init__(self, label: str, every: float = 10.0) -> None:
         self.label, self.every = label, every
@@ -35,7 +35,7 @@ class Report:
             self._bar.stop()
 
     def at(self, done: float, state: str) -> None:
-        """done: a fraction of the stage; 1 is always said."""
+        """Report progress. done: fraction of the stage; 1 is always printed."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, state=state)
             return

@@ -1,4 +1,7 @@
-"""`trtspec train`: a target and data in, a draft head in its public layout out. A killed run goes on."""
+"""`trtspec train`: trains a draft head for a target on data, and writes it in its public layout.
+
+A killed run can be continued.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +39,20 @@ from trtspec.train.unrolled import TrainingLoss
 KINDS: dict[str, type[HeadOptions]] = {
     name: row.trainer.open() for name, row in METHODS.items() if row.trainer is not None
 }
-"""Method -> the heads that can be trained for it."""
+"""Method -> options of the heads that can be trained for it."""
 
 MAY_CHANGE = ("out", "held_out", "checkpoint_seconds", "states_gib", "minutes", "steps")
-"""Options that a continued run need not share with its beginning: a longer one goes on where a run has ended."""
+"""Options in which a continued run may differ from its beginning: a longer run continues where a run has ended."""
 
 _STATES = "states"
-"""A folder of a run: what the target made of its windows."""
+"""Folder of a run: the target's states of the run's windows."""
 
 
 def train_head(options: HeadOptions) -> Trainer:
     """Run (or continue) the training, export the head to `options.out` and measure it on `options.held_out`.
 
-    Raises ConfigError, CheckpointError, UnsupportedError or OSError before anything is trained where the options, the
-    target or the data cannot be used. KeyboardInterrupt comes through; what was trained is then saved in `options.run`.
+    Raises ConfigError, CheckpointError, UnsupportedError or OSError before any training if the options, the target or
+    the data cannot be used. KeyboardInterrupt is passed on; what was trained is then saved in `options.run`.
     """
     config = ModelConfig.from_folder(options.target)
     options.check_target(config)
@@ -59,11 +62,11 @@ def train_head(options: HeadOptions) -> Trainer:
     shards = open_shards(files, config.hidden_size, config.vocab_size) if files else []
     capture = _capture_layers(options, config, shards[0].metadata.capture_layers if shards else None)
     _check_positions(options, config, from_text=not shards)
-    options.out.mkdir(parents=True, exist_ok=True)  # now, rather than after hours of training
-    material = None if shards else material_of(options, config)  # the target's engine is gone when the target is loaded
+    options.out.mkdir(parents=True, exist_ok=True)  # fails now, rather than after hours of training
+    material = None if shards else material_of(options, config)  # its engine closes before the target is loaded
     held_out = _held_out_of_shards(options, config) if material is None else material.held_out
     target = load_decoder(config, dtype)
-    # its states by torch's own products; of bf16 without instructions for it, ours are much faster
+    # training mode computes its states by torch's products; ours are much faster in bf16 without instructions for it
     target.train(dtype in (torch.float32, fast_dtype()))
     training_batches: tuple[Source, ...]
     if material is None:
@@ -116,7 +119,10 @@ def _held_out_of_shards(options: HeadOptions, config: ModelConfig) -> list[tuple
 def _training_batches(
     options: HeadOptions, sources: Sequence[Windows], target: Decoder, capture: tuple[int, ...]
 ) -> list[TrainingBatches]:
-    """A source of training batches for each kind of windows. They share what may be kept on disk, in their order."""
+    """Return a source of training batches for each kind of windows.
+
+    The sources share the disk space for kept states; each takes what the sources before it leave.
+    """
     widths = (len(capture) * target.spec.hidden_size, target.spec.hidden_size)
     dtype = DTYPES[options.dtype]
     folder = options.run / _STATES
@@ -134,7 +140,10 @@ def _training_batches(
 
 
 def _capture_layers(options: HeadOptions, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
-    """What the head reads. Any shards hold the target's last states; other layers they have or have not."""
+    """Return the layers that the head reads. ConfigError for layers that the shards do not hold.
+
+    All shards hold the target's last states; other layers are in some of them.
+    """
     capture = options.layers_read(config, saved)
     if saved not in (None, capture) and capture != LAST_STATE:
         raise ConfigError(
@@ -144,7 +153,7 @@ def _capture_layers(options: HeadOptions, config: ModelConfig, saved: tuple[int,
 
 
 def _check_positions(options: HeadOptions, config: ModelConfig, from_text: bool) -> None:
-    """ConfigError where windows, or the target's own words, are longer than the target can read."""
+    """Raise ConfigError if windows, or the target's own outputs, exceed the positions of the target."""
     continues = options.held_out is not None or (options.regenerate and from_text)
     longest = max(options.seq_len, continues * (PROMPT_LEN + options.regenerate_len)) + options.unroll
     if longest > config.max_position_embeddings:
@@ -155,14 +164,16 @@ def _check_positions(options: HeadOptions, config: ModelConfig, from_text: bool)
 
 
 def _remember(options: HeadOptions) -> HeadOptions:
-    """A run folder belongs to one set of options, from its first checkpoint on. Returns them, with what is decided
-    once: the dtype."""
+    """Write the options to the run folder, and return them with what is decided once: the dtype.
+
+    A run folder belongs to one set of options, from its first checkpoint on.
+    """
     options.run.mkdir(parents=True, exist_ok=True)
     file = options.run / "options.json"
     theirs = {}
     if file.is_file():
         try:
-            theirs = {"kind": "eagle3", **json.loads(file.read_text())}  # without a word, it is EAGLE3's
+            theirs = {"kind": "eagle3", **json.loads(file.read_text())}  # a file without a kind is EAGLE3's
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{file} is damaged ({error}); delete {options.run} to start over") from error
     if options.dtype == "auto":
@@ -170,7 +181,7 @@ def _remember(options: HeadOptions) -> HeadOptions:
     ours = options.as_json()
     if theirs:
         changed = [name for name in ours if ours[name] != theirs.get(name) and name not in MAY_CHANGE]
-        if changed and not any(options.run.glob("step-*.pt")):  # nothing is trained yet: only the data is made anew
+        if changed and not any(options.run.glob("step-*.pt")):  # nothing is trained yet: only the data is made again
             forget_data(options.run)
             shutil.rmtree(options.run / _STATES, ignore_errors=True)
         elif changed:

@@ -1,5 +1,7 @@
-"""What a run learns from and is measured on: text, ids, conversations or shards in, made once per run and kept in its
-folder."""
+"""Data that a run learns from and is measured on: text, ids, conversations or shards.
+
+It is prepared once per run and kept in the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +29,25 @@ from trtspec.train.training_batches import TextWindows, Windows
 logger = logging.getLogger(__name__)
 
 PROMPT_LEN = 64
-"""Tokens of the data that the target's own words continue."""
+"""Tokens of a prompt that is cut from the data for the target to continue."""
 
 _HELD_OUT = 64
-"""Prompts on which a head is measured."""
+"""Most prompts on which a head is measured."""
 
 _MADE_ONCE = ("tokens.npy", "regenerated.npy", "conversations.npy", "held_out.json", "shards.json")
-"""Files of a run that hold what was made of its data."""
+"""Files of a run with the data prepared for it."""
 
 _PIECES = "regenerate"
-"""A folder of a run: the target's own words so far, until all are made."""
+"""Folder of a run: the target's outputs so far, until all are generated."""
 
 
 @dataclass(frozen=True)
 class Material:
-    """What a run learns from. said: ids like those that the head is to say, [N]. held_out: texts of the target, of each
-    its ids and how many of them are the prompt."""
+    """A run's data.
+
+    said: ids [N] like those that the head will predict. held_out: texts of the target; for each its ids and the number
+    of them that are the prompt.
+    """
 
     windows: tuple[Windows, ...]
     said: Tokens
@@ -50,29 +55,34 @@ class Material:
 
 
 def material_of(options: HeadOptions, config: ModelConfig) -> Material:
-    """Make, or read again, what a run on text, ids or conversations learns from. ConfigError or CheckpointError where
-    these cannot be used."""
+    """Prepare, or read again, the data of a run on text, ids or conversations.
+
+    ConfigError or CheckpointError if the data cannot be used.
+    """
     chats = [path for path in options.data if path.suffix == chat.SUFFIX]
     if chats and len(chats) < len(options.data):
         other = next(path for path in options.data if path not in chats)
         raise ConfigError(f"data: {other} holds no conversations, {chats[0]} does; train on one kind")
-    prompts = held_out_prompts(options, config.vocab_size)  # what is wrong with them is said before the work
+    prompts = held_out_prompts(options, config.vocab_size)  # raises for bad held-out data before the work
     with speaker_of(options) as speaker:
         windows, said = _conversations(options, config, speaker) if chats else _texts(options, config, speaker)
         held_out = held_out_texts(options, prompts, speaker)
-    forget(options.run / _PIECES)  # what was said is in files of its own now
+    forget(options.run / _PIECES)  # the outputs are in files of their own now
     return Material(windows, said, held_out)
 
 
 def forget_data(run: Path) -> None:
-    """Make the data of a run anew when it is next needed."""
+    """Delete the prepared data of a run, so that it is made again when it is next needed."""
     for name in _MADE_ONCE:
         (run / name).unlink(missing_ok=True)
     forget(run / _PIECES)
 
 
 def read_shard_files(options: HeadOptions) -> list[Path]:
-    """The shards of hidden states in `data`, [] where it is text. Listed once per run: the folder may be growing."""
+    """Return the shards of hidden states in `data`; [] if `data` is text.
+
+    The shards are listed once per run, because the folder may be growing.
+    """
     listing = options.run / "shards.json"
     if listing.is_file():
         return [Path(name) for name in json.loads(listing.read_text())]
@@ -83,12 +93,12 @@ def read_shard_files(options: HeadOptions) -> list[Path]:
 
 
 def held_out_texts(options: HeadOptions, prompts: list[list[int]], speaker: Speaker) -> list[tuple[list[int], int]]:
-    """The target's greedy words on what `held_out_prompts` gives."""
+    """Return the prompts of `held_out_prompts` with the target's greedy outputs; each text has its prompt's length."""
     if not prompts:
         return []
     file = options.run / "held_out.json"
     texts: list[tuple[list[int], int]] = json.loads(file.read_text()) if file.is_file() else []
-    if [ids[:size] for ids, size in texts] != prompts:  # held_out may be another than before
+    if [ids[:size] for ids, size in texts] != prompts:  # held_out may have changed
         assert options.held_out is not None
         manner = Manner(ignore_eos=options.held_out.suffix != chat.SUFFIX)
         room = [min(options.regenerate_len, speaker.max_seq_len - len(prompt)) for prompt in prompts]
@@ -99,7 +109,7 @@ def held_out_texts(options: HeadOptions, prompts: list[list[int]], speaker: Spea
 
 
 def held_out_prompts(options: HeadOptions, vocab_size: int) -> list[list[int]]:
-    """Up to 64 prompts spread over the held-out data; [] without such data."""
+    """Return at most 64 prompts spread over the held-out data; [] without such data."""
     if options.held_out is None:
         return []
     is_chat = options.held_out.suffix == chat.SUFFIX
@@ -107,13 +117,13 @@ def held_out_prompts(options: HeadOptions, vocab_size: int) -> list[list[int]]:
 
 
 def speaker_of(options: HeadOptions) -> Speaker:
-    """The target, for texts as long as this run needs them."""
+    """Return the target's Speaker, for the longest texts that this run needs."""
     longest = max(options.seq_len, PROMPT_LEN + options.regenerate_len)
     return Speaker(options.target, options.run / _PIECES, longest)
 
 
 def read_tokens(options: HeadOptions, vocab_size: int) -> Tokens:
-    """All data as one row of ids [N], made once per run. Text is encoded by the target's tokenizer."""
+    """Return all data as one row of ids [N], made once per run. The target's tokenizer encodes text."""
     shard = options.run / "tokens.npy"
     if not shard.is_file():
         parts = [_tokens_of(path, options.target, vocab_size) for path in options.data]
@@ -133,7 +143,10 @@ def _texts(options: HeadOptions, config: ModelConfig, speaker: Speaker) -> tuple
 
 
 def _continuations(options: HeadOptions, tokens: Tokens, speaker: Speaker) -> Tokens:
-    """What the target says after prompts of 64 tokens cut from the data, with them, [count, length]; made once."""
+    """Return prompts cut from the data with the target's outputs after them, [count, length]; made once.
+
+    Prompts have 64 tokens, or seq_len if that is less.
+    """
     file = options.run / "regenerated.npy"
     if not file.is_file():
         prompt_len = min(PROMPT_LEN, options.seq_len)
@@ -187,13 +200,13 @@ def _conversations(options: HeadOptions, config: ModelConfig, speaker: Speaker) 
 
 
 def _ends(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
-    """Ids that end the target's turns, the tokenizer's own first."""
+    """Return the ids that end the target's turns, the tokenizer's own first."""
     own = tokenizer.eos_token_id
     return [*([] if own is None else [own]), *(token for token in sorted(config.eos_token_ids) if token != own)]
 
 
 def _first_turns(options: HeadOptions) -> list[list[int]]:
-    """Prompts of held-out conversations, up to the first answer."""
+    """Return the prompts of held-out conversations: the messages up to the first answer."""
     assert options.held_out is not None
     tokenizer, chats = _chat_tokenizer(options.target), chat.read_chats(options.held_out)
     first = [part for one in chats for part in [next(chat.turns(one), None)] if part]
@@ -207,7 +220,7 @@ def _first_turns(options: HeadOptions) -> list[list[int]]:
 
 
 def _cut_prompts(options: HeadOptions, vocab_size: int) -> list[list[int]]:
-    """Prompts of held-out text, of 64 tokens each."""
+    """Return prompts of 64 tokens each, cut from held-out text."""
     assert options.held_out is not None
     tokens = _tokens_of(options.held_out, options.target, vocab_size)
     count = min(_HELD_OUT, len(tokens) // PROMPT_LEN)
@@ -261,7 +274,7 @@ def _text_of(file: Path) -> str | None:
 
 
 def _save(path: Path, rows: npt.NDArray[Any]) -> None:
-    """All of it or nothing."""
+    """Write the whole file or nothing."""
     partial = path.with_suffix(".tmp.npy")
     np.save(partial, rows)
     partial.replace(path)

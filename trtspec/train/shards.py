@@ -1,4 +1,7 @@
-"""Training batches from files of hidden states (methods/hidden_states/shards.py), without the target's forward pass."""
+"""Training batches from files of hidden states (methods/hidden_states/shards.py).
+
+The batches need no forward pass of the target.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ from trtspec.train.training_batches import TrainingBatch, best_ids
 
 
 def shard_files(data: Sequence[Path]) -> list[Path]:
-    """The shards that `data` names, files or folders of them; [] where it is text or ids. ConfigError for a mixture."""
+    """Return the shards that `data` names as files or folders of them; [] if `data` is text or ids.
+
+    ConfigError for a mixture.
+    """
     found = {path: [path] if path.suffix == SUFFIX else shards_of(path) if path.is_dir() else [] for path in data}
     without = [path for path in data if not found[path]]
     if without and len(without) < len(data):
@@ -30,7 +36,10 @@ def shard_files(data: Sequence[Path]) -> list[Path]:
 
 
 def open_shards(files: Sequence[Path], hidden_size: int, vocab_size: int) -> list[ShardReader]:
-    """Raises ConfigError where they differ from each other or from the target, CheckpointError for a damaged one."""
+    """Open the shards of `files`.
+
+    Raises ConfigError if they differ from each other or from the target, CheckpointError for a damaged one.
+    """
     readers = [ShardReader(file) for file in files]
     first = readers[0].metadata
     for file, reader in zip(files, readers, strict=True):
@@ -50,17 +59,18 @@ def open_shards(files: Sequence[Path], hidden_size: int, vocab_size: int) -> lis
 
 
 def shard_tokens(shards: Sequence[ShardReader]) -> Tokens:
-    """The tokens of all requests, one after another, [N] int64."""
+    """Return the tokens of all requests, one after another, [N] int64."""
     tokens: Tokens = torch.cat([shard.ids() for shard in shards]).numpy()
     return tokens
 
 
 class ShardBatches:
-    """Batches of windows of requests that lie end to end: every epoch sees all rows, but for what is left of a batch,
-    in an order and with cuts of its own. A request that a window cuts begins anew in the next.
+    """A source of batches of windows over the requests of the shards, which are laid end to end.
 
-    A batch depends on (seed, index) alone. target: whose states they are, in whose dtype they are handed out.
-    ConfigError where the requests make no batch.
+    Every epoch has its own order and its own cuts. It covers all rows, except the rest that does not fill a batch. A
+    request that a window cuts begins anew in the next window. A batch depends on (seed, index) alone.
+
+    target: the model that made the states; batches have its dtype. ConfigError if the requests make no batch.
     """
 
     def __init__(
@@ -77,11 +87,11 @@ class ShardBatches:
                 f"{len(self.requests)} requests in the shards make {self.num_windows} windows of seq_len={seq_len}, "
                 f"less than batch_size={batch_size}; use more data, or lower one of them"
             )
-        self._starts = np.cumsum(self.lengths) - self.lengths  # the first row of each request, among the rows of all
-        self._best = torch.full((self.num_rows,), -1, dtype=torch.int32)  # TrainingBatch.best by row, -1: not made yet
+        self._starts = np.cumsum(self.lengths) - self.lengths  # first row of each request, among all rows
+        self._best = torch.full((self.num_rows,), -1, dtype=torch.int32)  # TrainingBatch.best by row; -1: not computed
 
     def batch(self, index: int) -> TrainingBatch:
-        """See trainer.Source."""
+        """Return batch number `index` of the run, counted through all epochs."""
         epoch, place = divmod(index, self.num_windows // self.batch_size)
         rng = np.random.default_rng([self.seed, self.seq_len, epoch])
         order = rng.permutation(len(self.requests))
@@ -97,8 +107,10 @@ class ShardBatches:
         return TrainingBatch(inputs, places, torch.ones_like(inputs, dtype=torch.bool), best, captured, last)
 
     def _window(self, order: npt.NDArray[Any], ends: npt.NDArray[Any], start: int) -> tuple[Tensor, ...]:
-        """Rows [start, start + S) of the requests in this order, which end there: their States, their places, and which
-        rows of all they are."""
+        """Return the rows [start, start + S): their States, their places, and their indices among all rows.
+
+        The rows are numbered through the requests in `order`. ends: end of each request in this numbering.
+        """
         parts: list[tuple[Tensor, ...]] = []
         number, end = int(np.searchsorted(ends, start, side="right")), start + self.seq_len
         while start < end:

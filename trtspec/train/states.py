@@ -1,4 +1,4 @@
-"""What the target made of a run's windows, kept on disk: the epochs after the first need not compute it again."""
+"""The target's states of a run's windows, kept on disk, so that epochs after the first need not compute them again."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 States = tuple[Tensor, Tensor, Tensor]
-"""A window's best [S] int64, captured [S, n * Ht] and last [S, Ht] (see training_batches.TrainingBatch)."""
+"""A window's best [S] int64, captured [S, n * Ht] and last [S, Ht], as in training_batches.TrainingBatch."""
 
-_PRESENT = 1 << 32  # in a window's mark, above the checksum of its bytes
+_PRESENT = 1 << 32  # bit of a window's mark, above the checksum of its bytes
 
 
 class KeptStates:
-    """The states of up to `count` windows of S rows, in `folder`: `{name}.bin` has their bytes, `{name}.crc` a mark for
-    each. A window that is torn or damaged does not match its mark, and is absent.
+    """A store of the states of at most `count` windows of S rows, in `folder`.
 
-    A disk that is full or fails costs no more than the time to compute: from then on nothing more is kept, with a
-    warning.
+    `{name}.bin` has their bytes, `{name}.crc` a mark for each window. A torn or damaged window does not match its mark,
+    and counts as absent.
+
+    A full or failing disk costs only the time to compute states: from then on nothing more is kept, with a warning.
     """
 
     def __init__(
         self, folder: Path, name: str, count: int, seq_len: int, widths: tuple[int, int], dtype: torch.dtype
     ) -> None:
-        """widths: n * Ht and Ht."""
+        """Open the files, or create them. widths: n * Ht and Ht."""
         self.count, self.seq_len, self.widths, self.dtype = count, seq_len, widths, dtype
         self.num_bytes = bytes_per_window(seq_len, widths, dtype)
         self._writable = True
@@ -49,7 +50,7 @@ class KeptStates:
             self._give_up(error)
 
     def get(self, index: int) -> States | None:
-        """The states of window `index`; None where they are not kept."""
+        """Return the states of window `index`; None if they are not kept."""
         if index >= self.count or not self._marks[index]:
             return None
         try:
@@ -93,7 +94,7 @@ class KeptStates:
 
 
 def bytes_per_window(seq_len: int, widths: tuple[int, int], dtype: torch.dtype) -> int:
-    """Bytes that the states of a window of S rows take on disk. widths: n * Ht and Ht."""
+    """Number of bytes that the states of a window of S rows take on disk. widths: n * Ht and Ht."""
     return seq_len * (4 + dtype.itemsize * sum(widths))
 
 

@@ -26,18 +26,18 @@ from trtspec.train.threads import Threads
 
 
 class Source(Protocol):
-    """Where batches come from; a batch depends on its index alone, so that a run can be resumed."""
+    """A source of batches. A batch depends on its index alone, so that a run can be resumed."""
 
     def batch(self, index: int) -> tuple[Tensor, ...]:
-        """The loss function's arguments, inputs [B, S] first."""
+        """Return the loss function's arguments, inputs [B, S] first."""
         ...
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What is fed until `until` (a fraction of the run): one batch of each of `sources` per step, in turn.
+    """A part of a run, up to `until` (a fraction of the run), with its sources of batches.
 
-    `micro_batches` batches make one optimizer step.
+    The sources supply one batch each, in turn. `micro_batches` batches make one optimizer step.
     """
 
     until: float
@@ -47,10 +47,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run. Exactly one of `steps` (optimizer steps) and `minutes` (time spent training) says how long it is.
+    """Settings of one run.
 
-    Learning rates warm up over the first `warmup_steps`, stay, and fall linearly to a twentieth from `decay_from` (a
-    fraction of the run) on. Muon trains the matrices with `matrix_lr`, AdamW embeddings and norms with `other_lr`.
+    Exactly one of `steps` (optimizer steps) and `minutes` (time spent training) sets the length of the run.
+
+    Learning rates warm up over the first `warmup_steps` and then stay. From `decay_from` (a fraction of the run) on,
+    they fall linearly to a twentieth. Muon trains the matrices with `matrix_lr`, AdamW embeddings and norms with
+    `other_lr`.
     """
 
     steps: int | None = None
@@ -72,21 +75,21 @@ class TrainConfig:
             raise ConfigError(f"steps={self.steps}, minutes={self.minutes}: the run's length must be positive")
 
     def progress(self, step: int, seconds: float) -> float:
-        """How much of the run is over, 0 to 1, after `step` steps and `seconds` of training."""
+        """Fraction of the run that is over, 0 to 1, after `step` steps and `seconds` of training."""
         done = step / self.steps if self.steps is not None else seconds / (60.0 * (self.minutes or 1.0))
         return min(done, 1.0)
 
     def lr_scale(self, step: int, progress: float) -> float:
-        """The learning rates' common factor for the step after `step` steps, (0, 1]."""
+        """Common factor of the learning rates for the step after `step` steps, (0, 1]."""
         rise = (step + 1) / self.warmup_steps if step < self.warmup_steps else 1.0
         fall = min(1.0, (1.0 - progress) / (1.0 - self.decay_from)) if self.decay_from < 1 else 1.0
         return min(rise, max(fall, 0.05))
 
 
 class Trainer:
-    """Trains `model` on `loss_fn` over `stages`; everything it must remember lies in `folder`.
+    """A trainer of `model` on `loss_fn` over `stages`; its whole persistent state is in `folder`.
 
-    `before_step(progress)` is called before every optimizer step, `after_step(step, loss)` after it; `metrics()` adds
+    `before_step(progress)` is called before every optimizer step, `after_step(step, loss)` after it. `metrics()` adds
     fields to the log's lines and to the bar.
     """
 
@@ -128,9 +131,9 @@ class Trainer:
         return self.config.progress(self.step, self.seconds)
 
     def run(self, pause_at: float = 1.0) -> None:
-        """Trains until `progress` reaches `pause_at`, then saves. Returns at once where it already has.
+        """Train until `progress` reaches `pause_at`, then save. Return at once if it has reached this already.
 
-        Ctrl-C ends the step in progress, saves, and only then raises KeyboardInterrupt.
+        After Ctrl-C, the step in progress ends, the state is saved, and only then KeyboardInterrupt is raised.
         """
         if self.progress >= pause_at:
             return
@@ -161,7 +164,7 @@ class Trainer:
             raise KeyboardInterrupt
 
     def save(self) -> None:
-        """Writes everything a restart needs."""
+        """Write everything that a restart needs."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -175,8 +178,10 @@ class Trainer:
         save_checkpoint(self.folder, self.step, state)
 
     def _step(self, progress: float) -> tuple[float, float]:
-        """Returns the loss, and the seconds of what not all steps do: `before_step`, and batches that are not there
-        yet."""
+        """Make one optimizer step; return its loss, and the seconds of work that not all steps have.
+
+        This work is `before_step`, and batches that are not there yet.
+        """
         begin = time.monotonic()
         self.before_step(progress)
         waited = time.monotonic() - begin
@@ -212,7 +217,7 @@ class Trainer:
             torch.set_rng_state(state["rng"])
             self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
             self.batches_drawn, self.loss = state["batches_drawn"], state["loss"]
-        if self.metrics_file.is_file():  # forget the steps after the checkpoint: they will be done, and logged, again
+        if self.metrics_file.is_file():  # drop the steps after the checkpoint: they will run, and be logged, again
             kept = [line for line in self.metrics_file.read_text().splitlines() if _step_of(line) <= self.step]
             write_atomically(self.metrics_file, "".join(line + "\n" for line in kept).encode())
 
@@ -242,14 +247,14 @@ def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return 2**63  # a line torn by a kill goes
+        return 2**63  # drops a line torn by a kill
 
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; the second raises KeyboardInterrupt as usual.
+    """Yield an event that the first Ctrl-C sets; the second raises KeyboardInterrupt as usual.
 
-    An interrupt in the middle of an optimizer step would leave half of the weights updated, which must not be saved.
+    An interrupt in the middle of an optimizer step would leave half of the weights updated; these must not be saved.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals

@@ -1,4 +1,4 @@
-"""What draft heads learn from: windows of text, and what the target makes of them."""
+"""Training data of draft heads: windows of text, and the target's states of these windows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from trtspec.train.states import KeptStates
 
 
 class Window(NamedTuple):
-    """S rows of one or more texts, one after another. inputs [S] int64; places [S] int64: of each in its text, from 0;
-    taught [S] bool: whether what follows the row is something to learn."""
+    """A window of S rows, from one or more texts, one after another.
+
+    inputs [S] int64: ids. places [S] int64: position of each row in its text, from 0. taught [S] bool: whether a head
+    is taught what follows the row.
+    """
 
     inputs: Tensor
     places: Tensor
@@ -29,8 +32,12 @@ class Window(NamedTuple):
 
 
 class TrainingBatch(NamedTuple):
-    """B windows of S rows. best [B, S] int64: the id that the target would say after each row; captured [B, S, n * Ht]:
-    its states at the layers that the head reads; last [B, S, Ht]: those that its lm_head reads."""
+    """A batch of B windows of S rows, with what the target computes for them.
+
+    inputs, places, taught [B, S]: as in Window. best [B, S] int64: the target's arg-max id after each row.
+    captured [B, S, n * Ht]: its states at the layers that the head reads. last [B, S, Ht]: its states that its lm_head
+    reads.
+    """
 
     inputs: Tensor
     places: Tensor
@@ -41,15 +48,15 @@ class TrainingBatch(NamedTuple):
 
 
 LAST_STATE = (-1,)
-"""The capture layers of a head that reads what the target's lm_head does: the state after its last norm."""
+"""Capture layers of a head that reads the same state as the target's lm_head: that after the target's last norm."""
 
 
 class Windows(Protocol):
-    """Windows by number, all of one length."""
+    """A sequence of windows, all of one length."""
 
     @property
     def seq_len(self) -> int:
-        """S."""
+        """Number of rows of a window, S."""
         ...
 
     def __len__(self) -> int: ...
@@ -59,7 +66,7 @@ class Windows(Protocol):
 
 @dataclass(frozen=True)
 class TextWindows:
-    """`tokens` [N] cut into windows, all of which is to learn; what is left at the end is dropped."""
+    """A sequence of windows cut from `tokens` [N], all of which is taught; the rest at the end is dropped."""
 
     tokens: Tokens
     seq_len: int
@@ -73,11 +80,11 @@ class TextWindows:
 
 
 class TrainingBatches:
-    """Batches of windows, and what the target makes of them: computed when asked, or read where `kept` has it.
+    """A source of batches of windows, with the target's states of them, which are computed unless `kept` has them.
 
-    Every epoch sees every window once, but for what is left of a batch, in an order of its own. A batch depends on
-    (seed, index) alone, so a resumed run sees what an uninterrupted one would have seen. ConfigError where the windows
-    make no batch.
+    Every epoch has its own order, and covers every window once, except the rest that does not fill a batch. A batch
+    depends on (seed, index) alone, so a resumed run gets the same batches as an uninterrupted one. ConfigError if the
+    windows make no batch.
     """
 
     def __init__(
@@ -98,7 +105,7 @@ class TrainingBatches:
         self.batch_size, self.seed, self.kept = batch_size, seed, kept
 
     def batch(self, index: int) -> TrainingBatch:
-        """TrainingBatch number `index` of the run, counted through all epochs (see trainer.Source)."""
+        """Return batch number `index` of the run, counted through all epochs."""
         epoch, place = divmod(index, len(self.windows) // self.batch_size)
         order = np.random.default_rng([self.seed, self.windows.seq_len, epoch]).permutation(len(self.windows))
         chosen = [int(i) for i in order[place * self.batch_size : (place + 1) * self.batch_size]]
@@ -121,12 +128,12 @@ class TrainingBatches:
 
 
 def texts_of(places: Tensor) -> Tensor:
-    """places [B, S] -> which text of its window a row belongs to, [B, S] from 0."""
+    """Number of the text, within its window, of each row: places [B, S] -> [B, S], from 0."""
     return F.pad((places[:, 1:] == 0).cumsum(1), (1, 0))
 
 
 def taught_ahead(training_batch: TrainingBatch, steps: int) -> Tensor:
-    """[B, S] bool: rows whose text and window have a row `steps` further on, which is taught."""
+    """Mask [B, S] bool of the rows whose text and window have a taught row `steps` further on."""
     texts, size = texts_of(training_batch.places), training_batch.places.shape[1]
     within = torch.arange(size, device=texts.device) < size - steps
     return within & (texts.roll(-steps, dims=1) == texts) & training_batch.taught.roll(-steps, dims=1)
@@ -135,8 +142,10 @@ def taught_ahead(training_batch: TrainingBatch, steps: int) -> Tensor:
 def observe(
     target: Decoder, capture_layers: Sequence[int], inputs: Tensor, places: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """inputs, places [B, S] (see Window; None = one text each) -> captured [B, S, n * Ht], last hidden states
-    [B, S, Ht]."""
+    """Run the target; return its captured states [B, S, n * Ht] and last hidden states [B, S, Ht].
+
+    inputs, places [B, S]: as in Window; places None = each window is one text.
+    """
     batch, seq = inputs.shape
     if places is None:
         places = torch.arange(seq).expand(batch, -1)
@@ -148,16 +157,19 @@ def observe(
 
 @torch.no_grad()
 def best_ids(target: Decoder, last: Tensor) -> Tensor:
-    """last [B, S, Ht] -> the id that the target would say after each row, [B, S] int64."""
+    """Return the target's arg-max id after each row: last [B, S, Ht] -> [B, S] int64."""
     head, blocks = target.head, torch.split(last.flatten(0, 1), rows_of_logits(target.spec.vocab_size))
-    # without what `logits` makes of bf16, which orders alike; and argmax takes several times as long as max
+    # without the cast of `logits` to fp32, which keeps the order; and max is several times as fast as argmax
     plain = head.training and not head.is_packed
     logits = (F.linear(block, head.weight, head.bias) if plain else target.logits(block) for block in blocks)
     return torch.cat([block.max(-1).indices for block in logits]).view(last.shape[:2])
 
 
 def frequent_tokens(tokens: Tokens, vocab_size: int, count: int) -> Tensor:
-    """The `count` most frequent ids of `tokens`, ascending, [count] int64; rarer ties go to the lower id."""
+    """Return the `count` most frequent ids of `tokens`, ascending, [count] int64.
+
+    Of equally frequent ids, the lower one is taken.
+    """
     if not 0 < count <= vocab_size:
         raise ConfigError(f"draft_vocab_size={count}: the target's vocabulary has {vocab_size} ids; use 1 to that many")
     occurrences = np.bincount(np.asarray(tokens, dtype=np.int64), minlength=vocab_size)

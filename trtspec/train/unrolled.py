@@ -1,10 +1,12 @@
-"""A draft head as it is trained: unrolled over K passes, as inference chains them, on whole windows of text.
+"""Training of a draft head unrolled over K passes, as inference chains them, on whole windows of text.
 
-Training-time test (Li et al., "EAGLE-3", arXiv 2503.01840, section 3.2): the head learns to read its own output in
-place of the target's hidden states. At pass j row p holds the token at p + 1 + j and the output of pass j - 1; it
-attends to pass 0 of the rows up to p, as the cache holds them when a chain starts, and to its own earlier passes. What
-it should say is the target's distribution of the token at p + 2 + j. Heads without attention unroll alike; where every
-pass is a module with a cache of its own (MTP with K modules), it attends to its own rows up to p.
+This is training-time test (Li et al., "EAGLE-3", arXiv 2503.01840, section 3.2): the head learns to read its own output
+in place of the target's hidden states. At pass j, row p holds the token at p + 1 + j and the output of pass j - 1. The
+row attends to pass 0 of the rows up to p, as the cache holds them when a chain starts. It also attends to its own
+earlier passes. Its goal is the target's distribution of the token at p + 2 + j.
+
+Heads without attention unroll alike. Where every pass is a module with its own cache (MTP with K modules), row p of a
+pass attends to the rows up to p of that pass.
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ from trtspec.train.language_model import CausalAttend, heads_first
 from trtspec.train.training_batches import LAST_STATE, TrainingBatch, taught_ahead, texts_of
 
 STEP_WEIGHT = 0.8
-"""Each pass counts this much of the one before it: later drafts are reached less often."""
+"""Weight of each pass relative to the one before it: later drafts are reached less often."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What one pass is taught, as weights of: cross-entropy with the target's next token, of which `hard` is against
-    its arg-max and the rest against its distribution; smooth L1 between the pass's output and the target's last hidden
-    state at the position that the output stands for."""
+    """A training goal of one pass, as weights of its losses.
+
+    tokens: weight of the cross-entropy with the target's next token. `hard` of that is against the target's arg-max,
+    the rest against its distribution. features: weight of the smooth L1 loss between the pass's output and the target's
+    last hidden state at the position that the output stands for.
+    """
 
     tokens: float = 1.0
     hard: float = 0.5
@@ -39,7 +44,10 @@ class Objective:
 
 
 class UnrolledAttend:
-    """Attention of the unrolled passes over windows, packed; one call a pass and layer. texts [B, S]: see texts_of."""
+    """An attention of the unrolled passes over packed windows, called once per pass and layer.
+
+    texts [B, S]: as texts_of returns it.
+    """
 
     def __init__(self, texts: Tensor) -> None:
         self.batch, self.first = texts.shape[0], CausalAttend(texts.shape[0], texts)
@@ -58,7 +66,7 @@ class UnrolledAttend:
         return self._later(heads_first(q, self.batch), keys, values).transpose(1, 2).reshape(q.shape)
 
     def _later(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Pass 0 causally, later passes at the row itself: [B, Hq, S, D]."""
+        """Attend to pass 0 causally, and to later passes at the row itself: [B, Hq, S, D]."""
         S = q.shape[2]
         scores: Tensor = q @ keys[0].transpose(-1, -2)  # [B, Hq, S, S]
         own = [(q * key).sum(-1, keepdim=True) for key in keys[1:]]
@@ -89,56 +97,57 @@ def unroll(
 
 
 class Passes(nn.Module):
-    """All passes of a head, as one module: so that torch.func.functional_call can lend it other weights."""
+    """A module of all passes of a head, so that torch.func.functional_call can run them with other weights."""
 
     def __init__(self, head: DraftHead, num_passes: int, moving: bool) -> None:
         super().__init__()
         self.head, self.num_passes, self.moving = head, num_passes, moving
 
     def forward(self, inputs: Tensor, places: Tensor, captured: Tensor) -> list[Tensor]:
-        """inputs, places [B, S], captured [B * S, n * Ht] -> the output of each pass, [B * S, W] (see unroll)."""
+        """Return the output of each pass, [B * S, W]. inputs, places [B, S], captured [B * S, n * Ht]: as in unroll."""
         return list(unroll(self.head, inputs, places, captured, self.num_passes, self.moving))
 
 
 class _Logits(nn.Module):
-    """The logits of all passes, as one module like Passes."""
+    """A module of the logits of all passes, for the same purpose as Passes."""
 
     def __init__(self, head: DraftHead) -> None:
         super().__init__()
         self.head = head
 
     def forward(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """outputs [b, W] of each pass -> logits [b, Vd] fp32 of each."""
+        """Return the logits [b, Vd] fp32 of each pass. outputs: output [b, W] of each pass."""
         return [self.head.logits(y, j) for j, y in enumerate(outputs)]
 
 
 class TrainingLoss(Protocol):
-    """The loss of one training batch, and what the log says of the last one."""
+    """A loss of one training batch, with metrics of the last one for the log."""
 
     def begin(self, progress: float) -> None:
-        """A step begins; progress: how much of the run is over, 0 to 1."""
+        """Prepare for a step that begins now. progress: fraction of the run that is over, 0 to 1."""
         ...
 
     def __call__(self, *training_batch: Tensor) -> Tensor:
-        """training_batch: the fields of a TrainingBatch."""
+        """Return the loss. training_batch: the fields of a TrainingBatch."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Numbers by name."""
+        """Return the metrics by name."""
         ...
 
 
 class HeadLoss:
-    """The loss of one training batch.
+    """A draft head's loss of one training batch.
 
-    capture_layers: LAST_STATE = the head reads the last hidden states, else the captured ones. moving: as for
-    unroll. dtype: of the arithmetic; gradients accumulate in the head's fp32 weights. single_pass: the first share of
-    the run, in which only pass 0 runs and is trained (K = 1).
+    capture_layers: LAST_STATE = the head reads the last hidden states, else the captured ones. moving: as for unroll.
+    dtype: dtype of the arithmetic; gradients accumulate in the head's fp32 weights. single_pass: the first share of the
+    run, in which only pass 0 runs and is trained (K = 1).
 
-    Pass j has a label at row p if the token at p + 1 + j belongs to the row's text and window, the token after it has
-    `taught`, and the draft vocabulary contains the target's choice. After a call `agreement` [K] is the rate at which
-    passes 0..j all equal the target's arg-max, over the rows where all K have labels. An id outside the draft
-    vocabulary counts as a miss.
+    Pass j has a label at row p under three conditions. The row at p + 1 + j belongs to the same text and window; that
+    row is `taught`; the draft vocabulary contains the target's choice after it.
+
+    After a call `agreement` [K] is the rate at which passes 0..j all equal the target's arg-max. The rate is over the
+    rows where all K passes are taught; an id outside the draft vocabulary counts as a miss.
     """
 
     def __init__(
@@ -158,17 +167,17 @@ class HeadLoss:
         self.reads_last = tuple(capture_layers) == LAST_STATE
         self.moving, self.logits = moving, _Logits(head)
         self.begin(0.0)
-        # the rows of the target's lm_head that stand for draft ids, once; packed ones cannot be picked
+        # rows of the target's lm_head for the draft ids, gathered once; packed rows cannot be gathered
         whole = len(head.target_ids) == target.spec.vocab_size
         self.says = None if whole or target.head.is_packed else target.head.weight.detach()[head.target_ids]
 
     def begin(self, progress: float) -> None:
-        """Choose the passes of a step that begins after this share of the run, 0 to 1."""
+        """Choose the passes of the next step. progress: share of the run that is over, 0 to 1."""
         self.num_passes = 1 if progress < self.single_pass else self.most_passes
         self.passes = Passes(self.head, self.num_passes, self.moving)
 
     def __call__(self, *training_batch: Tensor) -> Tensor:
-        """The loss, a scalar in fp32. training_batch: the fields of a TrainingBatch."""
+        """Return the loss, a scalar in fp32. training_batch: the fields of a TrainingBatch."""
         one, weight = TrainingBatch(*training_batch), self.objective
         weights = {name: parameter.to(self.dtype) for name, parameter in self.head.named_parameters(prefix="head")}
         states = (one.last if self.reads_last else one.captured).flatten(0, 1).to(self.dtype)
@@ -180,11 +189,11 @@ class HeadLoss:
         known = taught & (goals >= 0)
         shares = torch.tensor([STEP_WEIGHT**j for j in range(self.num_passes)])
         shares = shares / shares.sum()
-        counts = weight.tokens * shares / known.sum(1).clamp(min=1)  # of one row of pass j
+        counts = weight.tokens * shares / known.sum(1).clamp(min=1)  # weight of one row of pass j
         hits = torch.zeros_like(known)
 
         def block(rows: Tensor, outputs: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
-            ahead = rows[:, None] + 1 + torch.arange(self.num_passes)  # [b, K], past the end where nothing is known
+            ahead = rows[:, None] + 1 + torch.arange(self.num_passes)  # [b, K], past the end where there is no label
             ahead = ahead.clamp(max=len(last) - 1)
             ahead, place = torch.unique(ahead, return_inverse=True)
             probs, part = self._probs(last[ahead]), torch.zeros(())
@@ -210,12 +219,12 @@ class HeadLoss:
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Simulated greedy acceptance length of chains of K along the last training batch's text."""
+        """Return the simulated greedy acceptance length of chains of K along the last training batch's text."""
         return {"acceptance_length": 1.0 + float(self.agreement.sum())}
 
     @torch.no_grad()
     def _probs(self, last: Tensor) -> Tensor:
-        """The target's hidden states [n, Ht] -> its distribution over the draft vocabulary, [n, Vd] fp32."""
+        """Return the target's distribution over the draft vocabulary, [n, Vd] fp32, for its hidden states [n, Ht]."""
         if self.says is not None:
             return F.linear(last, self.says).float().softmax(-1)
         logits = self.target.logits(last)

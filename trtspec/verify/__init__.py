@@ -1,1 +1,1 @@
-"""Which drafts are kept."""
+"""Verification: which drafts are kept."""

@@ -1,7 +1,7 @@
-"""Texts that must be of some form: which tokens may come next, as xgrammar has it. Its only home.
+"""Structured outputs: which tokens may come next, according to xgrammar. Only this module uses xgrammar.
 
-A request has a `Guide`, which stands behind the tokens that the request was given. To verify drafts it walks along
-them and back again, so that nothing has happened if the step fails.
+A request has a `Guide`, whose state follows the tokens of the request. To verify drafts, the guide accepts them and
+then rolls back, so that its state is unchanged if the step fails.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from trtspec.sampling_params import StructuredOutputs
 from trtspec.text import Tokenizer
 
 _CACHE_BYTES = 256 * 2**20
-"""Of compiled grammars, which xgrammar keeps by their text."""
+"""Size of the cache of compiled grammars, which xgrammar keeps by their text."""
 
 
 class Guide:
-    """Where in its grammar one sample is; `matcher`: an xgrammar.GrammarMatcher. num_words: of a row of masks."""
+    """Position of one sample in its grammar. matcher: an xgrammar.GrammarMatcher. num_words: words of a mask row."""
 
     def __init__(self, matcher: Any, num_words: int) -> None:
         self._matcher = matcher
         self.num_words = num_words
 
     def fill(self, allow_mask: Tensor, drafts: Sequence[int]) -> None:
-        """allow_mask [1 + len(drafts), ceil(V/32)] int32, all bits set: row j becomes what may follow the first j
-        drafts. Rows behind a draft that may not be there, or that ends the text, stay: no step reaches them."""
+        """Fill allow_mask [1 + len(drafts), ceil(V/32)] int32, whose bits are all set.
+
+        Row j becomes the mask of tokens that may follow the first j drafts. Rows after a draft that is not allowed, or
+        that ends the text, do not change: no step reaches them.
+        """
         walked = 0
         try:
             self._matcher.fill_next_token_bitmask(allow_mask, 0)
@@ -46,7 +49,7 @@ class Guide:
                 self._matcher.rollback(walked)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """The request was given these. EngineError for one that may not be there, which forced acceptance may give."""
+        """Advance by the request's new tokens. EngineError if one is not allowed, which forced acceptance may cause."""
         for token in tokens:
             if not self._matcher.accept_token(token):
                 raise EngineError(
@@ -56,7 +59,7 @@ class Guide:
 
 
 class GrammarCompiler:
-    """Makes guides for a model whose V ids `tokenizer` spells. DependencyError where xgrammar is missing."""
+    """A compiler of guides for a model whose V ids `tokenizer` spells. DependencyError if xgrammar is missing."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         try:
@@ -76,8 +79,11 @@ class GrammarCompiler:
         self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=threads, cache_limit_bytes=_CACHE_BYTES)
 
     def guides(self, wanted: StructuredOutputs, end_ids: Collection[int], count: int) -> list[Guide]:
-        """So many, at the beginning of what is wanted; end_ids may be drawn where the text may end. RequestError, in
-        xgrammar's words, if that cannot be compiled."""
+        """Return `count` guides at the beginning of a text of the wanted form.
+
+        end_ids: ids that may be drawn where the text may end. RequestError, in xgrammar's words, if `wanted` cannot be
+        compiled.
+        """
         if not end_ids:
             raise RequestError(
                 "structured_outputs needs an id that ends the text, and this model folder names none; give "
@@ -88,7 +94,7 @@ class GrammarCompiler:
             make = self._xgrammar.GrammarMatcher
             ends = sorted(end_ids)
             return [Guide(make(compiled, override_stop_tokens=ends), self._num_words) for _ in range(count)]
-        except Exception as error:  # it raises whatever its C++ does
+        except Exception as error:  # xgrammar raises whatever its C++ code does
             raise RequestError(f"structured_outputs: {str(error).strip() or type(error).__name__}") from error
 
     def _compiled(self, wanted: StructuredOutputs) -> Any:

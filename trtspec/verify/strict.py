@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def accept(outputs: StepOutputs, spec: SpecMetadata) -> Verdict:
-    """The leading run of drafts that equal the target's own draws, plus the draw after it."""
+    """Return the leading drafts that equal the target's own draws, plus the draw after them."""
     if spec.num_contexts > 0:
         emits = spec.next_prompt_token < 0
         sampled, drafts = spec.per_request(outputs.tokens), spec.drafts_per_request()
@@ -32,14 +32,14 @@ def accept(outputs: StepOutputs, spec: SpecMetadata) -> Verdict:
 
 @functools.lru_cache(maxsize=64)
 def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Shared by all steps: read only."""
+    """A tensor of ones, [count]. All steps share it: read only."""
     return torch.ones(count, dtype=dtype, device=device)
 
 
 def get_force_num_accepted_tokens() -> int:
-    """Drafts to count as accepted per generation step, from the environment; 0 = off, as is (with a warning) junk.
+    """Number of drafts per generation step that count as accepted, from the environment; 0 = off.
 
-    Lossy: the output is not the target's. For benchmarks and debugging.
+    Junk is off too, with a warning. Lossy: the output is not the target's. For benchmarks and debugging.
     """
     text = os.environ.get(FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, "0")
     try:

@@ -1,1 +1,1 @@
-"""AOTInductor, on the CPU."""
+"""The AOTInductor backend for the CPU."""

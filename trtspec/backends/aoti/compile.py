@@ -30,13 +30,13 @@ from trtspec.methods.step import DecodeStep, Step
 from trtspec.ops import graph_calls, kernel_interface
 
 OF_DECODER = "step.decoder."
-OF_TABLES = "step.decoder.rotary."  # as long as max_seq_len
+OF_TABLES = "step.decoder.rotary."  # tables whose length depends on max_seq_len
 
 Report = Callable[[str], None]
 
 
 def require() -> None:
-    """DependencyError where there is no C++ compiler."""
+    """Raise DependencyError if there is no C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -57,10 +57,11 @@ def compile_step(
     report: Report = lambda what: None,
     constraints: bool = False,
 ) -> CompiledStep:
-    """Compile the graphs of these (K, uniform), ragged where the decoder is cut, into `folder` (it must exist).
+    """Compile the graphs of these (K, uniform) into `folder`, which must exist.
 
-    They call the kernels' C functions, where these are built, else torch's dispatcher. `report` hears what is being
-    done. constraints: graphs take constraints on logits, and give these.
+    All graphs are ragged if the decoder is cut. Graphs call the kernels' C functions if these are built, else torch's
+    dispatcher. report: is called with what is being done. constraints: graphs take constraints on the logits and return
+    the logits.
     """
     programs: dict[str, ExportedProgram] = {}
     with GraphCompiler(graph_calls()) as compiler:
@@ -107,36 +108,36 @@ def _add_blocks(
     add: Callable[[ExportedProgram, str], None],
     report: Report,
 ) -> Lookup | None:
-    """The graphs of layers, and what comes before them; none where the decoder is not cut."""
+    """Add the graphs of layers and return the lookup before them; None if the decoder is not cut."""
     if not isinstance(step, DecodeStep) or not blocks:
         return None
     names, example = input_names(step, constraints=constraints), example_for(step, 0, block_size, False, constraints)
     kv = example_kv(step, example, block_size)
-    for block in {block.file: block for block in reversed(blocks)}.values():  # the first of each
+    for block in {block.file: block for block in reversed(blocks)}.values():  # the first block of each file
         report(f"graph of {block.count} layers")
         add(export_block(step, example, names, kv, block, gives_all_streams(step, blocks)), block.file)
     return lookup_of(step)
 
 
 class Constants:
-    """Those of all graphs of a step, once."""
+    """The constants of all graphs of a step, each once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
 
     def add(self, file: Path, tensors: Mapping[str, Any], name_of: Callable[[str], str] = str) -> None:
-        """Those that the graph in `file` wants; name_of: what `tensors` calls the graph's constant of a name."""
+        """Add the constants of the graph in `file`. name_of: maps a constant's name to its name in `tensors`."""
         for own in torch._inductor.aoti_load_package(str(file)).get_constant_fqns():
             self.hold(name_of(own), tensors[name_of(own)].detach())
 
     def hold(self, name: str, tensor: Tensor) -> None:
-        """EngineError if there is another of that name."""
+        """Add one constant. EngineError if there is a different constant of the same name."""
         held = self.tensors.setdefault(name, tensor)
         if held.data_ptr() != tensor.data_ptr() and not torch.equal(held, tensor):
             raise EngineError(f"graphs differ in their constant {name}, and share one set; please report this")
 
     def save(self, folder: Path) -> None:
-        """As executable.load_constants wants them."""
+        """Write the constants to the two files that executable.load_constants reads."""
         files: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, CONSTANTS: {}}
         for name, tensor in self.tensors.items():
             shared = name.startswith(OF_DECODER) and not name.startswith(OF_TABLES)

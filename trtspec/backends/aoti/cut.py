@@ -1,8 +1,8 @@
-"""Cut a step at its residual stream, so that equal layers are compiled once, however many there are.
+"""Cut a step at its residual stream, so that equal layers are compiled once, whatever their number.
 
-Runs of equal layers are blocks: one graph, which is run with the weights and KV of each. The lookup of token ids before
-them is no graph; what comes behind the last layer is an epilogue, one for each K. All arithmetic is in the order of one
-whole graph, and so bits are the same.
+Runs of layers are blocks. Equal blocks share one graph, which runs with the weights and KV of each block. The embedding
+lookup before the blocks is not a graph. The part after the last layer is an epilogue, one graph for each K. All
+arithmetic is in the order of one whole graph, so results have the same bits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from trtspec.models.attention import Attend
 from trtspec.models.layers import PackedEmbedding
 
 LEAST_LAYERS = 12
-"""A decoder with fewer layers is not cut: whole it compiles nearly as fast, and calls of blocks would cost
-a small model's steps time."""
-_SIZES = range(2, 9)  # layers of a block
+"""Number of layers from which a decoder is cut.
+
+A smaller decoder compiles nearly as fast as a whole, and calls of blocks would slow down a small model's steps.
+"""
+_SIZES = range(2, 9)  # possible numbers of layers in a block
 
 
 def blocks_of(step: Step) -> tuple[Block, ...]:
-    """How a step's decoder is cut; () where it is not."""
+    """Return the blocks into which a step's decoder is cut; () if it is not cut."""
     if not isinstance(step, DecodeStep) or len(step.decoder.layers) < LEAST_LAYERS or step.reads_target_kv:
         return ()
     kinds = [_kind(step, layer) for layer in range(len(step.decoder.layers))]
@@ -43,7 +45,7 @@ def blocks_of(step: Step) -> tuple[Block, ...]:
 
 
 def lookup_of(step: DecodeStep) -> Lookup:
-    """How token ids become the first layer's x."""
+    """Return the lookup that turns token ids into the first layer's x."""
     embedding, table = step.decoder.embedding, step.id_table
     read_as = "" if table is None else next(name for name, tensor in tensors_of(step).items() if tensor is table)
     if isinstance(embedding, PackedEmbedding):
@@ -53,30 +55,32 @@ def lookup_of(step: DecodeStep) -> Lookup:
 
 
 def tensors_of(step: DecodeStep) -> dict[str, Tensor]:
-    """Everything that graphs of a step may have for a constant, as these name it."""
+    """Return all tensors that may be constants of a step's graphs, by their names in the graphs."""
     own = [*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False)]
     return {f"step.{name}": tensor for name, tensor in own if tensor.numel()}
 
 
 def gives_all_streams(step: DecodeStep, blocks: Sequence[Block]) -> bool:
-    """Whether blocks give the residual stream after each of their layers: where one inside of them is read."""
+    """Whether blocks return the residual stream after each layer, because one inside a block is read."""
     return not {block.first + block.count - 1 for block in blocks}.issuperset(read_layers(step))
 
 
 def read_layers(step: DecodeStep) -> tuple[int, ...]:
-    """Layers whose residual streams an epilogue takes, in rising order."""
+    """Layers whose residual streams an epilogue takes, ascending."""
     return tuple(sorted({layer for layer in step.read_layers if layer >= 0} | {len(step.decoder.layers) - 1}))
 
 
 def _cost(kinds: Sequence[Any], size: int) -> float:
-    """What blocks of `size` layers cost, in layers to be compiled: a graph costs 1.5 more, and a call of a block in
-    each step 0.4."""
+    """Cost of blocks of `size` layers, in units of one compiled layer.
+
+    Each graph costs 1.5 in addition to its layers. Each call of a block in a step costs 0.4.
+    """
     runs = [tuple(kinds[first : first + size]) for first in range(0, len(kinds), size)]
     return sum(len(run) + 1.5 for run in set(runs)) + 0.4 * len(runs)
 
 
 def _kind(step: DecodeStep, layer: int) -> Any:
-    """What the graph of a layer depends on: equal for layers that differ in the values of their weights alone."""
+    """Properties on which a layer's graph depends. They are equal for layers that differ only in weight values."""
     parts = []
     for name, module in step.decoder.layers[layer].named_modules():
         facts = {key: value for key, value in vars(module).items() if not key.startswith("_") and key != "layer"}
@@ -89,8 +93,10 @@ def _kind(step: DecodeStep, layer: int) -> Any:
 def export_block(
     step: DecodeStep, example: StepInputs, names: Sequence[str], kv: Sequence[KVLayer], block: Block, all_streams: bool
 ) -> ExportedProgram:
-    """x [T, H], tensors of layer_inputs, KV -> the residual stream after its last layer, or after each. names: of the
-    inputs of a ragged graph, which `example` is for."""
+    """Export a block: x [T, H], tensors of layer_inputs, KV -> the residual stream after its last layer.
+
+    all_streams: return the stream after each layer. names: input names of a ragged graph, for which `example` is made.
+    """
     dims, own = open_sizes(), list(kv[block.first : block.first + block.count])
     rows = graph_inputs(example, layer_inputs(names))
     shapes = ({0: dims["T"]}, open_shapes(rows, {**dims, STARTS: dims["B"] + 1}), kv_shapes(len(own)))
@@ -100,7 +106,7 @@ def export_block(
 def export_epilogue(
     step: DecodeStep, example: StepInputs, names: Sequence[str], kv: Sequence[KVLayer]
 ) -> ExportedProgram:
-    """tensors of `names`, the streams after read_layers, KV of draft layers -> what the step gives."""
+    """Export the epilogue: tensors of `names`, streams after read_layers, KV of draft layers -> the step's outputs."""
     tensors, dims = graph_inputs(example, names), open_sizes()
     streams = [_stream(step, example) for _ in read_layers(step)]
     own = list(kv[len(step.decoder.layers) :])
@@ -113,7 +119,10 @@ def _stream(step: DecodeStep, example: StepInputs) -> Tensor:
 
 
 class _Given(nn.Module):
-    """In the place of a layer: the residual stream that it is told; none is told of layers that nothing else reads."""
+    """A replacement for a layer, which returns the residual stream given to it.
+
+    It returns its input if `stream` is None, as for layers whose stream only the next layer reads.
+    """
 
     stream: Tensor | None = None
 
@@ -126,7 +135,7 @@ class _Layers(nn.Module):
         super().__init__()
         self.layers = step.decoder.layers[block.first : block.first + block.count]
         self.rotary = step.decoder.rotary
-        self.before: list[Any] = [None] * block.first  # KV of other layers
+        self.before: list[Any] = [None] * block.first  # KV of the layers before the block
         self.attend = step.attend
         self.all_streams = all_streams
 
@@ -147,7 +156,7 @@ class _Epilogue(nn.Module):
         self.given = [_Given() for _ in step.decoder.layers]
         self.read = [self.given[layer] for layer in read_layers(step)]
         self.step = _with_layers(step, self.given)
-        self.before: list[Any] = [None] * len(self.given)  # KV of the layers
+        self.before: list[Any] = [None] * len(self.given)  # KV of the decoder's layers
         self.next_draft_len = next_draft_len
 
     def forward(self, tensors: dict[str, Tensor], streams: list[Tensor], kv: list[KVLayer]) -> dict[str, Tensor]:
@@ -161,7 +170,7 @@ class _Epilogue(nn.Module):
 
 
 def _with_layers(step: DecodeStep, layers: Sequence[nn.Module]) -> DecodeStep:
-    """The same step with other layers, on the same weights."""
+    """Return a copy of the step with other layers, on the same weights."""
     made: DecodeStep = _shallow(step)
     decoder = _shallow(step.decoder)
     decoder.layers = nn.ModuleList(layers)

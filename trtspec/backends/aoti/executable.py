@@ -1,5 +1,7 @@
-"""Run AOTInductor graphs (.pt2) with the weights outside them, once for all graphs of a step. backends/aoti/compile.py
-makes them."""
+"""Run AOTInductor graphs (.pt2), with the weights outside them, once for all graphs of a step.
+
+backends/aoti/compile.py makes the graphs.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ _ALONE = 2**15  # elements that torch copies in the calling thread, without waki
 
 
 def load_constants(folder: Path) -> dict[str, Tensor]:
-    """Every constant of the graphs in a folder, by name."""
+    """Load every constant of the graphs in a folder: name -> tensor."""
     weights = load_weight_file(folder / WEIGHTS)
     return weights | load_weight_file(folder / CONSTANTS, weights)
 
 
 class AotiExecutable(CompiledExecutable):
-    """AOTInductor graphs on the CPU: whole ones, or a lookup, blocks of layers and an epilogue in a row."""
+    """AOTInductor graphs on the CPU: whole graphs, or a sequence of a lookup, blocks of layers and an epilogue."""
 
     def _load(self, folder: Path) -> Mapping[Graph, Run]:
         keep_freed_memory()
-        self._weights = load_constants(folder)  # the graphs point into these
+        self._weights = load_constants(folder)  # graphs point into this memory
         if self.compiled.blocks:
             self._layers = self._load_layers(folder)
         load = self._load_cut if self.compiled.blocks else self._load_whole
@@ -41,7 +43,7 @@ class AotiExecutable(CompiledExecutable):
         return load_graph(folder / graph.file, self._weights, self._flat_kv)
 
     def _load_layers(self, folder: Path) -> Run:
-        """x, tensors of layer_inputs -> the streams that blocks give."""
+        """Return a function that runs all blocks: x, tensors of layer_inputs -> residual streams from the blocks."""
         if (row := self._open_row(folder)) is not None:
             return row
         runs = [
@@ -60,7 +62,7 @@ class AotiExecutable(CompiledExecutable):
         return run
 
     def _open_row(self, folder: Path) -> Run | None:
-        """The same by the kernels' library, which costs less; None where that cannot be."""
+        """Return the same function through the kernels' library, at less cost; None if that is not possible."""
         if not runs_graphs():
             return None
         files = [folder / block.file for block in self.compiled.blocks]
@@ -80,7 +82,7 @@ class AotiExecutable(CompiledExecutable):
         return self._flat_kv[2 * block.first : 2 * (block.first + block.count)]  # k and v of each layer
 
     def _load_cut(self, folder: Path, graph: Graph) -> Run:
-        """Lookup, blocks of layers and epilogue in a row."""
+        """Return a function that runs the lookup, the blocks of layers and the epilogue, one after the other."""
         lookup, layers, read = self._lookup(), self._layers, self.compiled.read_layers
         last = self.compiled.blocks[-1]
         epilogue = load_graph(folder / graph.file, self._weights, self._flat_kv[2 * (last.first + last.count) :])
@@ -90,7 +92,7 @@ class AotiExecutable(CompiledExecutable):
         assert graph.inputs[: len(alone)] == tuple(alone)
         after = slice(len(alone), None)
         ends = [block.first + block.count - 1 for block in self.compiled.blocks]
-        places = [ends.index(layer) for layer in read] if set(read) <= set(ends) else read  # else all streams are given
+        places = [ends.index(layer) for layer in read] if set(read) <= set(ends) else read  # else all streams exist
 
         def run(tensors: list[Tensor]) -> list[Tensor]:
             streams = layers([lookup(tensors[ids]), *(tensors[i] for i in rows)])
@@ -99,7 +101,7 @@ class AotiExecutable(CompiledExecutable):
         return run
 
     def _lookup(self) -> Callable[[Tensor], Tensor]:
-        """Token ids [T] -> x [T, H]."""
+        """Return a function that looks up token ids [T] -> x [T, H]."""
         names, weights, none = self.compiled.lookup, self._weights, torch.empty(0)
         assert names is not None
         weight, dtype, size = weights[names.weight], self.kv[0][0].dtype, names.in_features

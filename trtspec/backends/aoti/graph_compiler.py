@@ -1,6 +1,7 @@
-"""From exported programs to .pt2 files: Inductor writes C++ in this thread, compilers run beside it.
+"""Compile exported programs to .pt2 files: Inductor writes C++ in this thread while compilers run in parallel.
 
-Inductor alone would compile one graph after the other, and AOTInductor's runtime in each. Here that is compiled once.
+Inductor alone would compile one graph after the other, and AOTInductor's runtime with each graph. Here the runtime is
+compiled once.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ from trtspec.backends.aoti.loops import MARKING, share_loops
 from trtspec.errors import EngineError
 
 INDUCTOR = {
-    "aot_inductor.package_constants_in_so": False,  # weights once, beside all graphs
+    "aot_inductor.package_constants_in_so": False,  # weights are stored once, outside the graphs
     "emulate_precision_casts": True,  # round to bf16 where eager does
-    "pattern_matcher": False,  # it looks for what these graphs do not have
-    "cpp.vec_isa_ok": True,  # compilers know the processor's vectors: that takes as long to try as a graph
-    "cpp.threads": 1,  # else loops would wake OpenMP's; where the kernels are built, see loops.py
+    "pattern_matcher": False,  # its patterns do not occur in these graphs
+    "cpp.vec_isa_ok": True,  # compilers know the processor's vectors; a probe costs as much as a graph
+    "cpp.threads": 1,  # else loops wake OpenMP's threads; loops.py overrides it if the kernels are built
 }
 _VECTORS = {"cpp.vec_isa_ok": INDUCTOR["cpp.vec_isa_ok"]}
-_NOT_FOR_US = {"g1", "fno-omit-frame-pointer", "O3", "Wall", "pedantic"}  # what Inductor compiles with
-# Inductor puts the runtime's text into each graph's source. Its base class is compiled with it, not with each graph.
+_NOT_FOR_US = {"g1", "fno-omit-frame-pointer", "O3", "Wall", "pedantic"}  # Inductor's flags to leave out
+# Inductor puts the runtime's text into each graph's source. We compile the runtime and its base class once.
 _BASE = "template class torch::aot_inductor::AOTInductorModelBase<torch::aot_inductor::AOTInductorModel>;\n"
 _INCLUDE = "#include <torch/csrc/inductor/aoti_include/cpu.h>\n"
-# Behind what calls them come the kernels, each of which begins so.
+# In a source the kernels come after the code that calls them. Each kernel begins with the include _KERNEL.
 _KERNEL, _BEFORE_KERNELS = "#include <torch/csrc/inductor/cpp_prefix.h>\n", "} // namespace torch::aot_inductor"
 _INSTEAD = f"#include <torch/csrc/inductor/aoti_runtime/model.h>\n#include <sstream>\nextern {_BASE}"
 
 
 @dataclass(frozen=True)
 class _Written:
-    """What Inductor wrote of a graph. files: that go into the package besides the library."""
+    """The files that Inductor wrote for a graph. files: those that go into the package in addition to the library."""
 
     source: Path
     objects: tuple[Path, ...]
@@ -59,10 +60,10 @@ class _Written:
 
 
 class GraphCompiler:
-    """Compiles programs while it is open; at its end all are there. For the CPU.
+    """A context manager that compiles programs for the CPU. All files are complete when it exits.
 
-    direct: op overload -> declarations of C functions that graphs call in its place; with them loops share the plugin's
-    threads. EngineError: a compiler failed.
+    direct: op overload -> declarations of C functions that graphs call instead; loops then run on the plugin's threads.
+    EngineError if a compiler fails.
     """
 
     def __init__(self, direct: Mapping[Any, list[str]]) -> None:
@@ -75,7 +76,7 @@ class GraphCompiler:
         }
         self._share = share_loops if direct else str
         self._pool = ThreadPoolExecutor(max(2, os.cpu_count() or 1))
-        self._linker = ThreadPoolExecutor(1)  # waits for what the others compile
+        self._linker = ThreadPoolExecutor(1)  # waits for the compilers
         self._scratch = tempfile.TemporaryDirectory(prefix="trtspec-")
         self._folder = Path(self._scratch.name)
         self._jobs: list[Future[None]] = []
@@ -85,14 +86,14 @@ class GraphCompiler:
         self._common: Future[Path] | None = None
 
     def __enter__(self) -> Self:
-        # what _probe_compiler imports, which no two threads may do at once
+        # imports of _probe_compiler, which two threads must not run at the same time
         from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
 
-        self._probes = self._pool.submit(_probe_compiler)  # while the first program is made
+        self._probes = self._pool.submit(_probe_compiler)  # runs while the first program is made
         return self
 
     def add(self, program: ExportedProgram, file: Path) -> None:
-        """`program` is to be `file`, whose folder exists. EngineError: a compiler failed on one that came before."""
+        """Compile `program` to `file`, whose folder exists. EngineError if a compiler failed on an earlier program."""
         self._probes.result()
         for job in self._jobs:
             if job.done():
@@ -105,7 +106,7 @@ class GraphCompiler:
         source = source.replace(self._runtime, _INSTEAD, 1) if parts else source
         calls, mark, kernels = source.partition(_KERNEL)
         kernels = self._share(mark + kernels) if mark else ""
-        if mark and calls.rstrip().endswith(_BEFORE_KERNELS):  # two files, at the same time
+        if mark and calls.rstrip().endswith(_BEFORE_KERNELS):  # two files, compiled at the same time
             parts += [self._compile(calls, written, "-O1"), self._compile(kernels, written)]
         else:
             parts.append(self._compile(calls + kernels, written))
@@ -124,7 +125,7 @@ class GraphCompiler:
             self._scratch.cleanup()
 
     def _write(self, program: ExportedProgram) -> _Written:
-        """Its C++, by Inductor, which has the compiler assemble an empty file of weights."""
+        """Let Inductor write the C++ of a program. Inductor calls the compiler to assemble an empty file of weights."""
         arguments, keywords = program.example_inputs
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -139,12 +140,12 @@ class GraphCompiler:
         return _Written(of[".cpp"][0], tuple(of[".o"]), rest, compiling, linking)
 
     def _compile_runtime(self) -> Future[Path]:
-        """How it is compiled, a graph of one addition shows."""
+        """Compile AOTInductor's runtime, with the flags that Inductor uses for a graph of one addition."""
         written = self._write(torch.export.export(_One(), (torch.zeros(2),), strict=False))
         return self._compile(_INCLUDE + self._runtime + _BASE, written, "-O1")
 
     def _compile(self, source: str, written: _Written, *flags: str) -> Future[Path]:
-        """An object file, with the graph's flags and these."""
+        """Compile `source` to an object file, with the graph's flags and `flags`."""
         file = self._folder / f"{self._sources}.cpp"
         self._sources += 1
         file.write_text(source, encoding="utf-8")
@@ -158,7 +159,7 @@ class GraphCompiler:
         return self._pool.submit(compile_it)
 
     def _link(self, written: _Written, parts: Sequence[Future[Path]], file: Path) -> None:
-        """Link and package it."""
+        """Link a graph's objects and package the library into `file`."""
         objects = [*written.objects, *(part.result() for part in parts)]
         with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
             library = Path(scratch) / f"{written.source.stem}.so"
@@ -169,7 +170,7 @@ class GraphCompiler:
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """It would look a tenth of the time for what a compiler, which ends soon, leaves behind."""
+    """Disable garbage collection, which would spend a tenth of the time on garbage of a compiler that ends soon."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -180,7 +181,7 @@ def _without_gc() -> Iterator[None]:
 
 
 def _probe_compiler() -> None:
-    """Inductor tries, with the compiler, what else the processor may have, and remembers it."""
+    """Let Inductor probe with the compiler what other vector sets the processor has, and cache the result."""
     with torch._inductor.config.patch(_VECTORS):
         torch._inductor.cpu_vec_isa.valid_vec_isa_list()
 
@@ -213,7 +214,7 @@ def _run(command: list[str]) -> None:
 
 @contextmanager
 def _compiler_failures() -> Iterator[None]:
-    """Within it Inductor runs the compiler. EngineError where that fails."""
+    """Raise EngineError if a compiler fails that Inductor runs within this context."""
     from torch._inductor.exc import CppCompileError, InductorError
 
     try:

@@ -1,8 +1,9 @@
-"""Loops of Inductor's C++ that may run in parallel, shared out among our own threads.
+"""Run parallel loops of Inductor's C++ on our own threads.
 
-Inductor would have OpenMP's threads do it, which wait for each other at every loop, and beside which ours fight for the
-cores. It marks the loops with OpenMP's pragmas. Those are taken out here, and what they mark is handed to the plugin,
-which takes threads where a loop is long enough to pay for it: for a prompt's rows, and the widest of decoding.
+Inductor would run these loops on OpenMP's threads. OpenMP's threads wait for each other at every loop, and compete with
+ours for the cores. Inductor marks the loops with OpenMP's pragmas. This module removes the pragmas and hands the marked
+loops to the plugin. The plugin uses threads where a loop is long enough to pay for them: for the rows of a prefill, and
+for the widest loops of decode.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import math
 import re
 
 MARKING = {"cpp.threads": 2, "cpp.min_chunk_size": 1}
-"""Has Inductor mark loops: all of them, however short; how many threads there are, the plugin knows."""
+"""Options that make Inductor mark all loops, however short. The plugin knows the real number of threads."""
 
 _LEAST = 1 << 12
-"""Elements in a chunk: some microseconds."""
+"""Least number of elements in a chunk, which takes some microseconds."""
 
 _HELPER = f"""
 extern "C" void trtspec_share_loop(int64_t, int64_t, void (*)(const void*, int64_t, int64_t), const void*);
@@ -37,8 +38,10 @@ _INNER = re.compile(rf"for\(int64_t (\w+)={_INT}; \1<static_cast<int64_t>\((\d+)
 
 
 def share_loops(kernels: str) -> str:
-    """The same kernels, which begin with an #include, without OpenMP. A loop whose result depends on how many threads
-    there are stays in one."""
+    """Return the same kernels without OpenMP. The source of the kernels begins with an #include.
+
+    A loop whose result depends on the number of threads runs in one thread.
+    """
     text = _REGION.sub("", kernels).replace("int tid = omp_get_thread_num();", "const int tid = 0;")
     include, text = text.split("\n", 1)
     done, at = [f"{include}\n{_HELPER}"], 0
@@ -60,7 +63,7 @@ def share_loops(kernels: str) -> str:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Behind the brace that closes the one at `opening`."""
+    """Index after the brace that closes the one at `opening`."""
     depth = 0
     for brace in re.finditer(r"[{}]", text[opening:]):
         depth += 1 if brace[0] == "{" else -1

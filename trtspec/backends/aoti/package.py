@@ -1,4 +1,4 @@
-"""Packages of AOTInductor graphs (.pt2): loaded by torch, or unpacked for the kernels' library."""
+"""Packages of AOTInductor graphs (.pt2), which torch loads or which are unpacked for the kernels' library."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ def load_graph(
     device: int = -1,
     name_of: Callable[[str], str] = str,
 ) -> Run:
-    """The graph in `file`, on the memory of `weights`, which the caller keeps. It takes the tensors before the caches
-    `kv`. alone: without the events that guard it against other threads, which a CUDA graph would not take. device:
-    index of the GPU, -1 = the current one, or the CPU. name_of: what `weights` calls the graph's constant of a name.
-    CheckpointError for a damaged file, EngineError where it cannot be loaded."""
+    """Return a function that runs the graph in `file` on the memory of `weights`, which the caller keeps alive.
+
+    The function takes the tensors that come before the caches `kv`. alone: run without the events that guard the graph
+    against other threads, because a CUDA graph cannot contain them. device: index of the GPU; -1 = the current GPU, or
+    the CPU. name_of: maps the name of a graph's constant to its name in `weights`. CheckpointError for a damaged file,
+    EngineError if the graph cannot be loaded.
+    """
     with loading(file):
-        # not torch._inductor.aoti_load_package: importing that module, which is for compiling, takes two seconds
+        # not torch._inductor.aoti_load_package: to import that module, which is for compiling, takes two seconds
         model = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", alone, 1, device)
     lent = Lent()
     constants = {name: lent.lend(weights[name_of(name)]) for name in model.get_constant_fqns()}
-    model.load_constants(constants, False, True, True)  # all of them, user-managed: the graph keeps our memory
+    model.load_constants(constants, False, True, True)  # all constants, user-managed: the graph uses our memory
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
         return model.run([*tensors, *kv])
@@ -45,7 +48,7 @@ def load_graph(
 
 
 def unpack(file: Path, into: Path) -> Path | None:
-    """The library of the graph in `file`, in a folder; None where it calls ops by way of torch's loader."""
+    """Unpack the library of the graph in `file` into a folder; None if the graph calls ops through torch's loader."""
     with zipfile.ZipFile(file) as archive:
         names = archive.namelist()
         library = _library(names)
@@ -57,7 +60,7 @@ def unpack(file: Path, into: Path) -> Path | None:
 
 
 def _library(names: Sequence[str]) -> str:
-    """The name of the library in a .pt2 file. BadZipFile where there is none."""
+    """Name of the library in a .pt2 file. BadZipFile if there is none."""
     for name in names:
         if name.endswith(".so"):
             return name
@@ -66,8 +69,11 @@ def _library(names: Sequence[str]) -> str:
 
 @contextmanager
 def loading(*files: Path) -> Iterator[None]:
-    """Within it graphs are loaded. CheckpointError where one of `files` is damaged; EngineError where none is, which
-    leaves the folder for temporary files, from which they are loaded."""
+    """Turn failures to load graphs into CheckpointError or EngineError.
+
+    CheckpointError if one of `files` is damaged. EngineError if none is: the cause is then the folder for temporary
+    files, from which graphs are loaded.
+    """
     try:
         yield
     except _FAILURES as error:
@@ -81,7 +87,7 @@ def loading(*files: Path) -> Iterator[None]:
 
 
 def _damage(file: Path) -> str:
-    """What is wrong with it; "" where nothing is."""
+    """Description of what is wrong with a package; "" if it is intact."""
     try:
         with zipfile.ZipFile(file) as archive:
             _library(archive.namelist())

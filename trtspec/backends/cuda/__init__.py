@@ -1,1 +1,1 @@
-"""An NVIDIA GPU by way of torch: Triton kernels, CUDA graphs, AOTInductor."""
+"""The backend for NVIDIA GPUs through torch: Triton kernels, CUDA graphs, AOTInductor."""

@@ -1,6 +1,6 @@
-"""Engine folders for a GPU: AOTInductor's graphs of the same step, whose elementwise work is fused, run as CUDA graphs.
+"""Engine folders for a GPU: AOTInductor compiles the same step with fused elementwise work, run as CUDA graphs.
 
-Tests compile and run them for the CPU alone: they do not show that a step compiles for a GPU.
+Tests compile and run these graphs only for the CPU. The tests do not show that a step compiles for a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trtspec.methods.step import Step
 
 
 def require() -> None:
-    """DependencyError or UnsupportedError where there is no GPU to compile for."""
+    """Raise DependencyError or UnsupportedError if there is no GPU to compile for."""
     open_gpu()
 
 
@@ -37,7 +37,7 @@ def compile_step(
     report: Callable[[str], None] = lambda what: None,
     constraints: bool = False,
 ) -> CompiledStep:
-    """As aoti.compile.compile_step, for the GPU: whole graphs, which call torch's dispatcher."""
+    """Compile graphs as aoti.compile.compile_step does, but for the GPU: whole graphs that call torch's dispatcher."""
     step = step.to(open_gpu())
     constants, graphs = Constants(), []
     for K, uniform in wanted:
@@ -58,11 +58,11 @@ def compile_step(
 
 
 class AotiOnCuda(CudaExecutable):
-    """AOTInductor graphs, whose weights lie on the GPU once for all of them."""
+    """AOTInductor graphs that share one copy of the weights on the GPU."""
 
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
         device = self._work.device
-        constants = load_constants(folder)  # an EAGLE3 head may have a tensor of its target
+        constants = load_constants(folder)  # an EAGLE3 head may share a tensor with its target
         there = {id(tensor): tensor.to(device) for tensor in constants.values()}
         self._weights = {name: there[id(tensor)] for name, tensor in constants.items()}
         index = -1 if device.index is None else device.index

@@ -1,4 +1,4 @@
-"""All passes of a draft model's chain as one CUDA graph: between two of them nothing goes by way of the host."""
+"""All passes of a draft model's chain as one CUDA graph, so that no data passes through the host between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _INPUTS = ("input_ids", "kv_lens", "block_tables", *_SAMPLING)
 
 
 class ChainOnCuda:
-    """See methods.drafter.ChainExecutable. A graph for each batch size, K and kind of sampling; longest: K at most."""
+    """A methods.drafter.ChainExecutable with one CUDA graph for each batch size, K and kind of sampling.
+
+    longest: the largest K.
+    """
 
     def __init__(self, draft: CudaExecutable, work: WorkQueue, limits: LaunchLimits, longest: int) -> None:
         self._draft, self._work, self._limits, self._longest = draft, work, limits, longest
@@ -31,15 +34,17 @@ class ChainOnCuda:
         self._memory = GraphMemory(work, inputs.nbytes, outputs.nbytes)
 
     def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture the graphs that most steps need, those of the longest chains. The rest is captured when it is asked
-        for. `report` hears how many are done."""
+        """Capture the graphs that most steps need: those of the longest chains.
+
+        The other graphs are captured on first use. report: is called with the number done and the total.
+        """
         todo = [(size, kind) for size in self._limits.buckets[::-1] for kind in self._draft.most_kinds]
         for done, (size, kind) in enumerate(todo):
             report(done, len(todo))
             self._graph(size, self._longest, kind)
 
     def run_chain(self, inputs: StepInputs, num_tokens: int) -> Tensor | None:
-        """See methods.drafter.ChainExecutable: None where requests ban more ids than graphs have room for."""
+        """Run the chain and return its drafts [B, K]; None if requests ban more ids than graphs have columns for."""
         batch, sampling = inputs.attn.batch_size, inputs.spec.sampling
         if sampling.ban_ids.shape[1] > BAN_COLUMNS:
             return None
@@ -74,14 +79,17 @@ class ChainOnCuda:
 
 @torch.no_grad()
 def chain_step(tensors: Mapping[str, Tensor], num_tokens: int, run_pass: Pass, vocab_size: int) -> Tensor:
-    """The drafts [B, K] int64, on the device as `tensors` are: those of _INPUTS, with CHAIN_ROWS rows a request. An id
-    past the vocabulary stands where nothing could be drawn; the host refuses it."""
+    """Return the drafts [B, K] int64, on the device.
+
+    Where nothing could be drawn, the id is past the vocabulary, and the host refuses it. tensors: those of _INPUTS, on
+    the device, with CHAIN_ROWS rows per request.
+    """
     lens = tensors["kv_lens"]
     starts = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=lens.device) * CHAIN_ROWS
     attn = AttnMetadata(starts, lens, tensors["block_tables"], lens.new_empty(0), CHAIN_ROWS)
     sampling = SamplingTensors(**{name: tensors[name] for name in _SAMPLING})
 
-    def run(inputs: StepInputs) -> Tensor:  # which may read in what was drawn from nothing: any id will do
+    def run(inputs: StepInputs) -> Tensor:  # its input may be an id past the vocabulary: any other id will do
         return run_pass(replace(inputs, input_ids=inputs.input_ids.clamp(max=vocab_size - 1)))
 
     inputs = StepInputs(tensors["input_ids"], attn, SpecMetadata.plain((), attn, sampling))

@@ -1,4 +1,4 @@
-"""A GPU's queue of work through torch: one stream, CUDA graphs, events; and what is said where there is none."""
+"""A GPU's queue of work through torch (one stream, CUDA graphs, events), and error messages where no GPU works."""
 
 from __future__ import annotations
 
@@ -12,72 +12,74 @@ from torch import Tensor
 from trtspec.errors import CapacityError, DependencyError, DeviceError, UnsupportedError
 
 LEAST_CAPABILITY = (8, 0)
-"""What the kernels want of a GPU: bf16 on tensor cores, and asynchronous copies."""
+"""Least compute capability for the kernels, which need bf16 on tensor cores and asynchronous copies."""
 
-_WARM_UPS = 2  # before a capture: the first run compiles kernels, and makes the workspaces of libraries
+_WARM_UPS = 2  # runs before a capture; the first compiles kernels and allocates workspaces of libraries
 
 
 class Mark(Protocol):
-    """A place in a queue."""
+    """A point in a queue of work."""
 
     def wait(self) -> None:
-        """Until all that was queued before it is done. DeviceError if the device failed."""
+        """Wait until all work queued before the mark is done. DeviceError if the device failed."""
         ...
 
 
 class WorkQueue(Protocol):
-    """Work that a device does one piece after the other, while the host goes on.
+    """A queue of work items that a device does one after the other, while the host goes on.
 
-    A piece of work is a function that changes tensors on the device, or copies to or from pinned memory. What it reads
-    of the host's memory must stay as it is until a mark behind it is reached.
+    A work item is a function that changes tensors on the device, or copies to or from pinned memory. Host memory that
+    the item reads must not change until a mark after the item is reached.
     """
 
     @property
     def device(self) -> torch.device: ...
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Queue it."""
+        """Queue a work item."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Do it once or more, and return work that does the same on the same memory, at less cost to the host."""
+        """Run `work` at least once; return a work item that does the same on the same memory at less host cost."""
         ...
 
     def mark(self) -> Mark:
-        """The present end of the queue."""
+        """Return a mark at the present end of the queue."""
         ...
 
     def pinned(self, nbytes: int) -> Tensor:
-        """[nbytes] uint8 of the host's memory, which the device can copy to and from by itself."""
+        """Allocate [nbytes] uint8 of host memory, which the device can copy to and from by itself."""
         ...
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """Within a piece of work: a copy on the device. The host's tensor may be written to once work was submitted."""
+        """Inside a work item: return a copy on the device. After its submit, the host may write to `tensor`."""
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Within a piece of work: a copy in the host's memory, which is there once a mark behind it is reached."""
+        """Inside a work item: return a copy in host memory, which is complete when a mark after the item is reached."""
         ...
 
 
 class CudaQueue:
-    """A WorkQueue on a stream of the current GPU. The tests in tests/gpu alone run it; others have a thread of the CPU
-    in its place."""
+    """A WorkQueue on a stream of the current GPU.
+
+    Only the tests in tests/gpu run it; other tests replace it by a thread of the CPU.
+    """
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._pool: Any = None  # of memory, which all graphs share: they never run at the same time
+        self._pool: Any = None  # memory pool that all graphs share, as they never run at the same time
 
     def submit(self, work: Callable[[], None]) -> None:
-        """See WorkQueue. What the caller has queued on its own stream (weights, zeros) comes first."""
+        """Queue work on the stream, after what the caller has queued on its own stream (weights, zeros)."""
         with device_errors():
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 work()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See WorkQueue."""
+        """Run work as warm-up, capture it as a CUDA graph, and return the function that replays the graph."""
         for _ in range(_WARM_UPS):
             self.submit(work)
         self.mark().wait()
@@ -91,22 +93,22 @@ class CudaQueue:
         return graph.replay
 
     def mark(self) -> Mark:
-        """See WorkQueue."""
+        """Record an event at the end of the stream and return it as a mark."""
         with device_errors():
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return _CudaMark(event)
 
     def pinned(self, nbytes: int) -> Tensor:
-        """See WorkQueue."""
+        """Allocate [nbytes] uint8 of pinned host memory, zeroed."""
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """See WorkQueue."""
+        """Copy a host tensor to the GPU through pinned memory, without waiting."""
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """See WorkQueue."""
+        """Copy a tensor of the GPU to pinned host memory, without waiting."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
@@ -121,7 +123,10 @@ class _CudaMark:
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Memory that is not there is a CapacityError, all else that CUDA reports a DeviceError: nothing runs after it."""
+    """Turn out-of-memory errors into CapacityError and all other errors of CUDA into DeviceError.
+
+    After a DeviceError nothing more runs on the GPU.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -139,7 +144,7 @@ def device_errors() -> Iterator[None]:
 
 
 def open_gpu() -> torch.device:
-    """The current GPU. DependencyError where torch has none to work with, UnsupportedError for one that is too old."""
+    """Return the current GPU. DependencyError if torch has no usable GPU, UnsupportedError if the GPU is too old."""
     if torch.version.cuda is None:
         raise DependencyError(
             f"torch {torch.__version__} is built without CUDA; install the build for your driver: "
@@ -166,7 +171,7 @@ def open_gpu() -> torch.device:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of the GPU's memory that nobody has."""
+    """Bytes of the GPU's memory that are free."""
     return int(torch.cuda.mem_get_info(device)[0])
 
 
@@ -177,14 +182,14 @@ def runs_on(capability: tuple[int, int], built_for: list[str]) -> bool:
         digits = number.rstrip("af")
         major, minor = int(digits[:-1]), int(digits[-1])
         if number != digits and (major, minor) != capability:
-            continue  # for that one alone
+            continue  # this code runs only on that capability
         if (major, minor) <= capability and (major == capability[0] or kind == "compute"):
             return True
     return False
 
 
 def driver_version() -> int | None:
-    """What CUDA version the driver serves, 1000 * major + 10 * minor; None where there is no driver."""
+    """CUDA version that the driver supports, 1000 * major + 10 * minor; None if there is no driver."""
     try:
         version = int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -193,7 +198,7 @@ def driver_version() -> int | None:
 
 
 def no_gpu(toolkit: str, driver: int | None) -> str:
-    """Why torch, built with CUDA `toolkit` ("13.0"), sees no GPU, and what to do."""
+    """Text of why torch, built with CUDA `toolkit` ("13.0"), sees no GPU, and of what to do."""
     if driver is None:
         return "there is no NVIDIA driver here, and so no GPU; install the driver, or use the backend aoti"
     major, minor = driver // 1000, driver % 1000 // 10

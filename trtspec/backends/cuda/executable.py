@@ -1,12 +1,12 @@
-"""Steps on a GPU through torch: queued rather than waited for, and generation steps as CUDA graphs.
+"""Steps on a GPU through torch: the host queues them without waiting, and generation steps run as CUDA graphs.
 
 A CUDA graph runs the same kernels on the same memory again, at next to no cost to the host. So steps of generations
-alone are captured for a few batch sizes (buckets); a smaller batch is filled up with rows that write to scratch. Where
-their inputs and outputs are: static_graph.py. Steps with a context row run kernel by kernel, and so do all steps that
-give or take hidden states, of rows whose number changes with what was accepted.
+alone are captured for a few batch sizes (buckets). A smaller batch is padded with rows that write to scratch.
+static_graph.py has the memory of inputs and outputs. Steps with a context row run kernel by kernel. So do all steps
+that return or take hidden states, because the number of their rows depends on what was accepted.
 
-What a step draws is kept on the device, where the step after it can read it (core.Carry). Hidden states are given and
-taken there, and not copied.
+Tokens that a step draws stay on the device, where the next step can read them (core.Carry). Hidden states are taken and
+returned on the device, without a copy.
 """
 
 from __future__ import annotations
@@ -43,42 +43,45 @@ from trtspec.methods.step import Step
 
 @dataclass(frozen=True)
 class LaunchLimits:
-    """Of every launch."""
+    """Limits that hold for every launch."""
 
     max_batch_size: int
-    max_columns: int  # of block tables
+    max_columns: int  # width of block tables
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Batch sizes of graphs: 1, 2, 4, then every 8th up to 64, every 32nd from there, and the largest."""
+        """Batch sizes of graphs: 1, 2, 4, multiples of 8 up to 64, then multiples of 32, and the largest."""
         sizes = {1, 2, 4, *range(8, 65, 8), *range(96, self.max_batch_size, 32), self.max_batch_size}
         return tuple(sorted(size for size in sizes if size <= self.max_batch_size))
 
     def bucket(self, batch: int) -> int:
-        """The smallest that holds so many requests."""
+        """Smallest bucket that holds `batch` requests."""
         return next(size for size in self.buckets if size >= batch)
 
 
 _ON_DEVICE = "hidden_states"
-"""The input, and the output, that the host does not see."""
+"""Input and output that stay on the device."""
 _LOGITS = "logits"
-"""The output that the host sees of batches with constraints alone."""
+"""Output that is copied to the host only for batches with constraints."""
 
 
 class DeviceLaunch:
-    """See protocols.Launch."""
+    """A launched step on the device, as a protocols.Launch."""
 
     def __init__(self, mark: Mark, read: Callable[[], StepOutputs]) -> None:
         self._mark, self._read = mark, read
 
     def wait(self) -> StepOutputs:
-        """See protocols.Launch. DeviceError if the device failed."""
+        """Wait for the step and return its outputs. DeviceError if the device failed."""
         self._mark.wait()
         return self._read()
 
 
 class CudaExecutable(CompiledExecutable):
-    """See protocols.AsyncExecutable. `takes_all`: graphs take every sampling input, whether a row uses it or not."""
+    """A protocols.AsyncExecutable that runs graphs on a GPU.
+
+    takes_all: graphs take every sampling input, even if no row uses it.
+    """
 
     takes_all = True
 
@@ -87,7 +90,7 @@ class CudaExecutable(CompiledExecutable):
     ) -> None:
         self._work, self._limits = work, limits
         super().__init__(compiled, folder, kv)
-        self._width = max(compiled.draft_lens) + 1  # of what is kept for each request
+        self._width = max(compiled.draft_lens) + 1  # number of tokens kept for each request
         self._captured: dict[tuple[int, int, Kind], StaticGraph] = {}
         taken = {name for graph in self._graphs if graph.uniform for name in graph.names}
         largest = self._input_region(self._width - 1, limits.buckets[-1], EVERY_KIND, taken)
@@ -100,14 +103,14 @@ class CudaExecutable(CompiledExecutable):
 
     @abstractmethod
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
-        """As the base class, with tensors on the device."""
+        """Return functions as in the base class, but for tensors on the device."""
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """See protocols.Executable."""
+        """Launch a step and wait for its outputs."""
         return self.launch(inputs).wait()
 
     def launch(self, inputs: StepInputs, carry: Carry | None = None) -> DeviceLaunch:
-        """See protocols.AsyncExecutable. EngineError for inputs a graph would misread."""
+        """Queue a step, as protocols.AsyncExecutable says. EngineError for inputs that a graph would misread."""
         graph, tensors = self._checked(inputs)
         spec = inputs.spec
         kind = self.kind(spec.sampling)
@@ -122,8 +125,10 @@ class CudaExecutable(CompiledExecutable):
         return self._run_kernels(graph, tensors, carry, spec)
 
     def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture the graphs that most steps need: greedy ones, and those with every filter. The rest is captured when
-        it is asked for. `report` hears how many are done."""
+        """Capture the graphs that most steps need: greedy graphs, and graphs with every filter.
+
+        The other graphs are captured on first use. report: is called with the number done and the total.
+        """
         lengths = (0, self._width - 1)
         uniform = [
             graph
@@ -140,18 +145,18 @@ class CudaExecutable(CompiledExecutable):
     # -- a step as a CUDA graph ---------------------------------------------------------------------------------------
 
     def kind(self, sampling: SamplingTensors) -> Kind:
-        """Of a graph for such rows."""
+        """Kind of a graph for such rows."""
         return EVERY_KIND if self.takes_all else kind_of(sampling)
 
     @property
     def most_kinds(self) -> tuple[Kind, ...]:
-        """Those of graphs that most steps need."""
+        """Kinds of the graphs that most steps need."""
         if self.takes_all:
             return (EVERY_KIND,)
         return frozenset(), EVERY_KIND - {"bans"}
 
     def _input_region(self, draft_len: int, batch: int, kind: Kind, names: Iterable[str]) -> Region:
-        """Of a uniform graph with these inputs."""
+        """Return the layout of the inputs of a uniform graph."""
         sizes = {**dict.fromkeys("TR", batch * (draft_len + 1)), "B": batch, "0": 0}
         sizes |= {"columns": self._limits.max_columns, "bans": BAN_COLUMNS}
         return Region.of_inputs(kind, (*names, *CARRY), sizes)
@@ -160,7 +165,7 @@ class CudaExecutable(CompiledExecutable):
         sizes = {"R": batch * (draft_len + 1), "B": batch, "K": draft_len, "K + 1": draft_len + 1}
         parts: Parts = {}
         for name in self.compiled.outputs:
-            if name not in (_ON_DEVICE, _LOGITS):  # which graphs do not give
+            if name not in (_ON_DEVICE, _LOGITS):  # CUDA graphs do not return these
                 row = OUTPUTS[name]
                 parts[name] = tuple(sizes[dim] for dim in row.dims), cast("torch.dtype", row.dtype)
         return Region(parts)
@@ -178,7 +183,7 @@ class CudaExecutable(CompiledExecutable):
         kept: list[Tensor] = []
 
         def keep() -> None:
-            kept.extend((self._new_tokens.clone(), self._kept_lens.clone()))  # of the last step, for the next
+            kept.extend((self._new_tokens.clone(), self._kept_lens.clone()))  # outputs of the last step, for the next
 
         def step(there: dict[str, Tensor]) -> Mapping[str, Tensor]:
             named = {**there, **unused}
@@ -240,14 +245,14 @@ class CudaExecutable(CompiledExecutable):
     # -- on the device ------------------------------------------------------------------------------------------------
 
     def run_pass(self, inputs: StepInputs) -> Tensor:
-        """What a step without drafts draws, [R] int64, as part of other work: inputs and outputs are on the device."""
+        """Return the tokens [R] int64 of a step without drafts, inside a work item; all tensors are on the device."""
         graph = next(graph for graph in self._graphs if graph.uniform == (inputs.attn.width == 1))
         named = dict(zip(self.compiled.outputs, graph.run(list(graph.read(inputs))), strict=True))
         return named["tokens"]
 
     @torch.no_grad()
     def _step(self, graph: LoadedGraph, tensors: list[Tensor], carry: Carry | None) -> list[Tensor]:
-        """`tensors` are on the device, as are the outputs."""
+        """Run a graph on tensors on the device and keep what the next step needs; outputs are on the device, too."""
         if carry is not None:
             tensors = self._carried(graph, tensors, carry)
         outputs = graph.run(tensors)
@@ -256,7 +261,7 @@ class CudaExecutable(CompiledExecutable):
 
     def _carried(self, graph: LoadedGraph, tensors: list[Tensor], carry: Carry) -> list[Tensor]:
         named, vocab_size = dict(zip(graph.names, tensors, strict=True)), self.compiled.vocab_size
-        if graph.uniform:  # which computes the rest from these
+        if graph.uniform:  # a uniform graph computes the rest from these inputs
             named["input_ids"] = carry.read_ids(named["input_ids"], self._new_tokens, vocab_size)
             named["kv_lens"] = carry.read_lens(named["kv_lens"], self._kept_lens, graph.draft_len + 1)
             if graph.draft_len and self.compiled.verifies_drafts:
@@ -267,8 +272,10 @@ class CudaExecutable(CompiledExecutable):
         return list(graph.read(inputs))
 
     def _keep(self, outputs: list[Tensor], kv_lens: Tensor) -> None:
-        """For the next step: the tokens it reads in, and how many are kept before them. Nothing is kept of a batch with
-        drafts from the host, which has more rows than requests."""
+        """Keep the next step's input tokens, and the number of tokens kept before them.
+
+        Nothing is kept of a batch with drafts from the host, which has more rows than requests.
+        """
         named = dict(zip(self.compiled.outputs, outputs, strict=True))
         if self.compiled.verifies_drafts:
             tokens, kept = named["next_new_tokens"], named["next_kv_lens"]
@@ -282,7 +289,7 @@ class CudaExecutable(CompiledExecutable):
 
 
 class ModuleOnCuda(CudaExecutable):
-    """A step module that is on the device, without an engine folder."""
+    """A CudaExecutable for a step module on the device, without an engine folder."""
 
     takes_all = False
 
@@ -296,7 +303,7 @@ class ModuleOnCuda(CudaExecutable):
         return {graph: self._runner(graph) for graph in self.compiled.graphs}
 
     def run_pass(self, inputs: StepInputs) -> Tensor:
-        """See CudaExecutable; no graph stands between."""
+        """Return the tokens as CudaExecutable.run_pass does, from the step module itself instead of a graph."""
         return self.step(inputs, self.kv).tokens  # type: ignore[no-any-return]
 
     def _runner(self, graph: Graph) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -313,9 +320,10 @@ class ModuleOnCuda(CudaExecutable):
 def module_graphs(
     step: Step, draft_lens: Sequence[int], uniform: bool = True, constraints: bool = False
 ) -> CompiledStep:
-    """The graphs that `ModuleOnCuda` runs: one per K for any batch and, if `uniform`, one per K for generations only.
+    """Describe the graphs of `ModuleOnCuda`: one per K for any batch and, if `uniform`, one per K for generations only.
 
-    draft_lens: every K that a step may verify, and may make for the next step. constraints: see graph_io.input_names.
+    draft_lens: every K that a step may verify, or may make for the next step. constraints: same meaning as in
+    graph_io.input_names.
     """
     wanted = [one for one in launch_graphs(step, draft_lens) if uniform or not one[1]]
     graphs = [
@@ -325,12 +333,12 @@ def module_graphs(
 
 
 def launch_graphs(step: Step, draft_lens: Sequence[int]) -> list[tuple[int, bool]]:
-    """(K, whether it is uniform) of the graphs that launches with these K need."""
-    ragged = draft_lens if step.makes_drafts else (max(draft_lens),)  # else one takes every K
+    """Return (K, whether it is uniform) of each graph that launches with these K need."""
+    ragged = draft_lens if step.makes_drafts else (max(draft_lens),)  # else one graph takes every K
     uniform = draft_lens if has_uniform_graphs(step) else ()
     return [*((K, False) for K in ragged), *((K, True) for K in uniform)]
 
 
 def has_uniform_graphs(step: Step) -> bool:
-    """Whether it can be captured: hidden states are as many as a batch has rows."""
+    """Whether steps can be captured: they have no hidden states, whose number varies with the rows of a batch."""
     return step.hidden_width == 0 and not step.gives_hidden_states

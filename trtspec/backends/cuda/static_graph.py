@@ -1,9 +1,9 @@
-"""Work as a CUDA graph: the memory that it reads its inputs from and leaves its outputs in, on the device and the host.
+"""Memory of CUDA graphs: where a graph reads its inputs and writes its outputs, on the device and on the host.
 
-A graph works on the same memory every time. Its inputs lie side by side in one region of the device's memory, to which
-one copy brings all of them, and its outputs in another, from which one copy takes them. Graphs that never run at the
-same time share both. On the host's side there are two regions of each that take turns, for the launch in flight and the
-one after it.
+A graph works on the same memory every time. Its inputs lie next to each other in one region of device memory, and one
+copy brings all of them there. Its outputs lie in a second region, and one copy takes all of them away. Graphs that
+never run at the same time share both regions. The host has two regions for inputs and two for outputs, which alternate:
+one is for the launch in flight, the other for the next launch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ CARRY = {
     "carry_tokens": GraphInput("carry_tokens", ("T",), torch.int64, fill=-1),
     "carry_kept": GraphInput("carry_kept", ("B",), torch.int64, fill=-1),
 }
-"""Inputs of CUDA graphs beside those of the step: core.Carry."""
+"""Inputs of CUDA graphs in addition to the step's: the fields of core.Carry."""
 
 _ROWS = {**INPUTS, **CARRY}
-BAN_COLUMNS = 8  # of a graph, where there are any; who bans more runs kernel by kernel
-_ALIGNMENT = 16  # bytes: what kernels load at once
+BAN_COLUMNS = 8  # in a graph that has bans; batches with more bans run kernel by kernel
+_ALIGNMENT = 16  # bytes that kernels load at once
 
 Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Tensors by name: shape and dtype."""
+"""Shape and dtype of tensors by name."""
 
 Kind = frozenset[User]
-"""Sampling options that a graph has inputs for; an option that it lacks costs no kernels.
+"""Sampling options that a graph has inputs for. An option without inputs costs no kernels.
 
 No graph has inputs for logit constraints: batches with constraints run kernel by kernel.
 """
@@ -44,23 +44,23 @@ _OPTIONAL = [(row.name, row.user) for row in INPUTS.values() if row.user in EVER
 
 
 def kind_of(sampling: SamplingTensors) -> Kind:
-    """Of a graph that takes no more than such rows use."""
+    """Kind of a graph that takes no more inputs than such rows use."""
     return frozenset(user for name, user in _OPTIONAL if getattr(sampling, name).numel())
 
 
 def leaves_out(kind: Kind, name: str) -> bool:
-    """Whether graphs of that kind do not take the input."""
+    """Whether graphs of a kind leave out an input."""
     user = _ROWS[name].user
     return user != "" and user not in kind
 
 
 def left_out(kind: Kind, names: Iterable[str], rows: int, device: torch.device) -> dict[str, Tensor]:
-    """What stands for those of the inputs that graphs of that kind do not take."""
+    """Return empty tensors for those of the inputs that graphs of a kind leave out."""
     return {name: _ROWS[name].left_out(rows, device) for name in names if leaves_out(kind, name)}
 
 
 class Region:
-    """Named tensors side by side, so that one copy moves all of them."""
+    """Layout of named tensors in one region of memory, so that one copy moves all of them."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -73,12 +73,12 @@ class Region:
 
     @classmethod
     def of_inputs(cls, kind: Kind, names: Iterable[str], sizes: Mapping[str, int]) -> Region:
-        """Those of the inputs that graphs of that kind take; sizes: of their dims, by name."""
+        """Return the layout of those inputs that graphs of a kind take. sizes: sizes of their dims, by name."""
         rows = [_ROWS[name] for name in names if not leaves_out(kind, name)]
         return cls({row.name: (row.shape(sizes), cast("torch.dtype", row.dtype)) for row in rows})
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The tensors in `memory` [nbytes or more] uint8."""
+        """Return the tensors as views of `memory` [nbytes or more] uint8."""
         return {
             name: memory[self.starts[name] :][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for name, (shape, dtype) in self.parts.items()
@@ -87,9 +87,9 @@ class Region:
 
 @dataclass(frozen=True)
 class StaticGraph:
-    """Views of its inputs and outputs in both regions of the host, and what queues it."""
+    """A captured graph: views of its inputs and outputs in the host's regions, and the function that replays it."""
 
-    width: int  # rows of each request
+    width: int  # rows per request
     in_bytes: int
     out_bytes: int
     staged: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
@@ -98,7 +98,7 @@ class StaticGraph:
 
 
 class GraphMemory:
-    """What graphs with up to so many bytes of inputs and outputs share."""
+    """Memory that graphs share. in_bytes and out_bytes: the largest size of a graph's inputs and outputs."""
 
     def __init__(self, work: WorkQueue, in_bytes: int, out_bytes: int) -> None:
         self._work = work
@@ -111,8 +111,10 @@ class GraphMemory:
     def capture(
         self, inputs: Region, outputs: Region, width: int, step: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
     ) -> StaticGraph:
-        """step: inputs on the device -> outputs there. It runs with padding alone, which changes nothing but scratch.
-        Nothing is in flight meanwhile."""
+        """Capture `step`, a function of inputs on the device -> outputs on the device.
+
+        The step runs on padding alone, which changes nothing but scratch. No launch is in flight meanwhile.
+        """
         self._work.mark().wait()
         staged = inputs.views(self._staging[0]), inputs.views(self._staging[1])
         host_outputs = outputs.views(self._readback[0]), outputs.views(self._readback[1])
@@ -132,8 +134,10 @@ class GraphMemory:
         return StaticGraph(width, inputs.nbytes, outputs.nbytes, staged, host_outputs, replay)
 
     def replay(self, graph: StaticGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Queue it for these inputs. Where its outputs will be once it is done, padding behind them, until the replay
-        after the next."""
+        """Queue the graph for these inputs and return views of its outputs in host memory, with padding after them.
+
+        The outputs are there when the graph is done, and stay until the replay after the next.
+        """
         slot = self._slot = 1 - self._slot
         _fill(graph.staged[slot], graph.width, tensors)
         staging, readback = self._staging[slot][: graph.in_bytes], self._readback[slot][: graph.out_bytes]
@@ -148,14 +152,14 @@ class GraphMemory:
 
 
 def _fill(views: Mapping[str, Tensor], width: int, tensors: Mapping[str, Tensor]) -> None:
-    """Bring the inputs of requests with `width` rows each into a graph's, and padding behind them."""
+    """Copy inputs of requests with `width` rows each into a graph's inputs, and fill the rest with padding."""
     for name, view in views.items():
         fill = _ROWS[name].fill
         padding = width if fill is None else fill
         source = tensors.get(name)
         count = 0 if source is None else len(source)
         if source is not None and source.ndim == 2:
-            columns = min(source.shape[1], view.shape[1])  # the table's others are scratch
+            columns = min(source.shape[1], view.shape[1])  # the other columns of a table are scratch
             view[:count, :columns] = source[:, :columns]
             view[:count, columns:] = padding
         elif source is not None:

@@ -1,1 +1,1 @@
-"""ONNX graphs, and ONNX Runtime to run them."""
+"""The ONNX backend: ONNX graphs, and ONNX Runtime to run them."""

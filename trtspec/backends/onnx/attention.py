@@ -1,14 +1,14 @@
-"""What SpecAttention and KvCompact do, as ONNX functions: the ops of `trtspec.ops`, over caches that stay in place.
+"""SpecAttention and KvCompact as ONNX functions: the ops of `trtspec.ops`, over caches that stay in place.
 
-The new cache is the result of one ScatterND on the old one: a runtime that gives both the same memory copies nothing.
+The new cache is the result of one ScatterND on the old cache. A runtime that gives both the same memory copies nothing.
 
-Attention goes over *runs*: requests that follow each other with as many rows each are computed at once, except that a
-long prompt is always alone. A step of generating requests is a single run; in others a `Loop` takes one run after the
-other, each with its own number of rows and keys, so that a long prompt does not pad its generating neighbours.
+Attention works on *runs*. A run is a sequence of consecutive requests with the same number of rows, which are computed
+at once. A long prompt is always a run of its own. A step of generations is a single run. In other steps a `Loop` takes
+one run after the other, each with its own number of rows and keys. So a long prompt does not pad the generations.
 
-As in the reference, keys are cut in tiles of fixed size, each is reduced alone, and the tiles are added in order. So in
-ONNX Runtime a row has the same bits in any batch, for heads of up to 128; longer ones sum in an order that depends on
-how many rows there are.
+As in the reference, keys are cut into tiles of fixed size. Each tile is reduced alone, and the tiles are added in
+order. So in ONNX Runtime a row has the same bits in any batch, for heads of up to 128. Longer heads are summed in an
+order that depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from onnx import AttributeProto, FunctionProto, TensorProto
 from trtspec.backends.onnx.builder import Body, Results, Value
 
 TILE = 128
-"""Keys of a tile, at least: it is a whole number of cache blocks. ONNX Runtime's GEMM does not split sums so short."""
+"""Least number of keys in a tile, a whole number of cache blocks. ONNX Runtime's GEMM does not split sums so short."""
 
 LONGEST_IN_RUN = 32
-"""Rows of a request up to which it is computed together with others."""
+"""Largest number of rows of a request that is computed together with others."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What is the same for all rows. N requests that have rows, T rows, S keys of the longest request, whole tiles."""
+    """Values that all rows share. Sizes: N requests with rows, T rows, S keys of the longest request in whole tiles."""
 
     body: Body
     queries: Value  # [T, Hq, D]
-    k_cache: Value  # with the new rows
+    k_cache: Value  # including the new rows
     v_cache: Value
     scale: Value
     softcap: Value
@@ -45,15 +45,18 @@ class _Step:
 
 
 def spec_attention(absent: Collection[str] = ()) -> FunctionProto:
-    """SpecAttention(q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks; scale, window,
-    softcap) -> (out, new_k_cache, new_v_cache). tree_mask and sinks may be absent, or zero-size."""
+    """Return the function SpecAttention. tree_mask and sinks may be absent, or zero-size.
+
+    SpecAttention(q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks; scale, window, softcap)
+    -> (out, new_k_cache, new_v_cache).
+    """
     names = ("q", "k", "v", "k_cache", "v_cache", "cu_q_lens", "kv_lens", "block_tables", "tree_mask", "sinks")
     body = Body("SpecAttention", names, ("scale", "window", "softcap"), absent)
     q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks = body.inputs
     scale, softcap = (body.attribute(name, AttributeProto.FLOAT) for name in ("scale", "softcap"))
     window = body.attribute("window", AttributeProto.INT)
 
-    # What follows from the step's metadata alone comes first: ONNX Runtime does most of it once for all layers.
+    # First comes what depends only on the step's metadata. ONNX Runtime computes most of it once for all layers.
     bounds, lens, tables = cu_q_lens.int64(), kv_lens.int64(), block_tables.int64()
     starts, stops = bounds.slice(0, -1, axis=0), bounds.slice(1, 2**62, axis=0)  # [B]
     row = body.arange(bounds.slice(-1, 2**62, axis=0))  # [T]
@@ -66,7 +69,7 @@ def spec_attention(absent: Collection[str] = ()) -> FunctionProto:
     new_k = body.ScatterND(k_cache, slots, k)
     new_v = body.ScatterND(v_cache, slots, v)
 
-    present = _one(body.NonZero(stops > starts))  # [N] requests that have rows; N is B but for odd batches
+    present = _one(body.NonZero(stops > starts))  # [N] requests that have rows; N is B except in odd batches
     widths, ends = body.Gather(stops - starts, present), body.Gather(lens, present)  # [N]
     blocks, tile = _tile_size(block_size)
     tiles = _tiles(body.Max(body.ReduceMax(lens, keepdims=0), 1), tile)
@@ -85,8 +88,8 @@ def spec_attention(absent: Collection[str] = ()) -> FunctionProto:
 
     before, after = widths.slice(0, -1, axis=0), widths.slice(1, 2**62, axis=0)
     breaks = ~body.Equal(before, after) | (after > LONGEST_IN_RUN)
-    first = _one(body.NonZero(body.Concat([1], breaks.int64(), axis=0)))  # [runs] where each begins
-    first = body.Compress(first, first < widths.dim(0), axis=0)  # none where there are no rows
+    first = _one(body.NonZero(body.Concat([1], breaks.int64(), axis=0)))  # [runs] first request of each
+    first = body.Compress(first, first < widths.dim(0), axis=0)  # no runs if there are no rows
     stop = body.Concat(first.slice(1, 2**62, axis=0), widths.dim(0), axis=0)
 
     def run(i: Value, done: Value) -> Value:
@@ -114,7 +117,7 @@ def spec_attention(absent: Collection[str] = ()) -> FunctionProto:
 
 
 def kv_compact() -> FunctionProto:
-    """KvCompact(k_cache, v_cache, block_tables, starts, path) -> (new_k_cache, new_v_cache)."""
+    """Return the function KvCompact(k_cache, v_cache, block_tables, starts, path) -> (new_k_cache, new_v_cache)."""
     body = Body("KvCompact", ("k_cache", "v_cache", "block_tables", "starts", "path"))
     k_cache, v_cache, block_tables, starts, path = body.inputs
     tables, start, block_size = block_tables.int64(), starts.int64().at(1), k_cache.inner_dim(1)
@@ -128,7 +131,7 @@ def kv_compact() -> FunctionProto:
 
 
 def _slots(body: Body, tables: Value, request: Value, position: Value, block_size: Value) -> Value:
-    """(block, offset) of each token, [..., 2]; where no column of the table covers it, in scratch block 0."""
+    """Return (block, offset) of each token, [..., 2]; in scratch block 0 if no column of the table covers the token."""
     column = body.Div(position, block_size)
     last = tables.dim(1) - 1
     inside = (position >= 0) & (column <= last)
@@ -138,7 +141,7 @@ def _slots(body: Body, tables: Value, request: Value, position: Value, block_siz
 
 
 def _tile_size(block_size: Value) -> tuple[Value, Value]:
-    """Blocks and keys of a tile. Branches compute it anew (see `Body.constant`): it becomes a constant in each."""
+    """Number of blocks and keys in a tile. Each branch computes it anew, as a constant of its own (`Body.constant`)."""
     blocks = (block_size + (TILE - 1)) // block_size
     return blocks, blocks * block_size
 
@@ -148,18 +151,18 @@ def _tiles(longest: Value, tile: Value) -> Value:
 
 
 def _widened(body: Body, tables: Value, columns: Value) -> Value:
-    """Tables of exactly so many columns; what is missing is scratch, what is cut off nobody sees."""
+    """Return tables with exactly `columns` columns. Added columns are scratch; no row attends to those cut off."""
     missing = body.Max(columns - tables.dim(1), 0)
     scratch = body.Expand(0, body.Concat(tables.dim(0), missing, axis=0))
     return body.Concat(tables, scratch, axis=1).slice(0, columns, axis=1)
 
 
 def _seen(body: Body, key: Value, position: Value, local: Value, end: Value, window: Value, tree_mask: Value) -> Value:
-    """Which of the keys [1, S] each row sees, [T, S] bool; the others are [T, 1]."""
+    """Return which keys each row attends to, [T, S] bool. `key` is [1, S]; position, local and end are [T, 1]."""
 
     def tree() -> Value:
-        # Bit j of a row's mask is the request's new row j; what is before those is committed and always seen.
-        index = key - (position - local)  # [T, S] new row of each key, negative if committed
+        # Bit j of a row's mask is the request's new row j. All tokens before the new rows are committed and visible.
+        index = key - (position - local)  # [T, S] index of each key among the new rows, negative if committed
         new = body.Max(index, 0)
         word = body.Min(new // 32, tree_mask.dim(1) - 1)
         bits = body.GatherElements(tree_mask.int64(), word, axis=1)
@@ -173,7 +176,7 @@ def _seen(body: Body, key: Value, position: Value, local: Value, end: Value, win
 
 
 def _bit(body: Body, words: Value, index: Value) -> Value:
-    """Bit `index` of int64 words, as a boolean."""
+    """Return bit `index` of int64 words, as a boolean."""
     shifted = body.BitShift(words.to(TensorProto.UINT64), index.to(TensorProto.UINT64), direction="RIGHT")
     return body.BitwiseAnd(shifted.int64(), 1) > 0
 
@@ -186,9 +189,9 @@ def _sinks(body: Body, sinks: Value, k_cache: Value) -> Value:
 
 
 def _attend(step: _Step) -> Value:
-    """Attention of n requests with W rows each, [n * W, Hq, D].
+    """Return the attention of n requests with W rows each, [n * W, Hq, D].
 
-    G = Hq / Hkv query heads share a key head; a request's W * G of them are rows of one matrix.
+    G = Hq / Hkv query heads share a key head. The W * G query heads of a request are the rows of one matrix.
     """
     body = step.body
     block_size, kv_heads, depth = (step.k_cache.inner_dim(axis) for axis in (1, 2, 3))
@@ -197,7 +200,7 @@ def _attend(step: _Step) -> Value:
     group = step.queries.inner_dim(1) // kv_heads
     queries = (step.queries.float32() * step.scale).reshape(n, -1, kv_heads, group, depth)
     seen = step.seen.reshape(n, -1, tiles, tile)
-    # A product with a single column is summed in another order than the same column beside others.
+    # MatMul sums a single column in another order than a column among others, so the first row is added once more.
     lonely = body.Equal(group, 1)
     queries, seen = (body.maybe(lonely, x, functools.partial(_with_first_again, x)) for x in (queries, seen))
     width = queries.dim(1)
@@ -216,14 +219,14 @@ def _attend(step: _Step) -> Value:
     scores = body.maybe(step.softcap > 0.0, scores, lambda: body.Tanh(scores / step.softcap) * step.softcap)
     scores = scores.permute(0, 1, 2, 4, 3).reshape(*per_tile, width, group, tile)
     scores = body.Where(seen, scores, float("-inf"))
-    top = body.Max(scores.max(-1, keep=True), -1e30)  # [n, Hkv, tiles, W, G, 1]; a tile nobody sees stays finite
+    top = body.Max(scores.max(-1, keep=True), -1e30)  # [n, Hkv, tiles, W, G, 1], finite even if no key is visible
     weights = body.Exp(scores - top)
     total = weights.sum(-1, keep=True)
     weights = weights.reshape(*per_tile, -1, tile)
     partial = body.MatMul(weights, values)  # [n, Hkv, tiles, W * G, D]
 
     def without_strangers() -> Results:
-        # 0 * NaN is NaN: what lies past a request's end, or what a later row holds, must not reach this row.
+        # 0 * NaN is NaN. Values past a request's end, or of a later row, must not reach this row.
         broken = body.IsNaN((values - values).sum(-1))  # [n, Hkv, tiles, tile]
         clean = body.MatMul(weights, body.Where(broken.at(4), 0.0, values))
         sees = (broken.at(3, 4) & seen).int64().max(-1, keep=True) > 0  # [n, Hkv, tiles, W, 1, 1]
@@ -244,12 +247,12 @@ def _attend(step: _Step) -> Value:
 
 
 def _with_first_again(rows: Value) -> Value:
-    """[n, W, ...] -> [n, W + 1, ...]: each request's first row once more behind its last."""
+    """Append each request's first row after its last: [n, W, ...] -> [n, W + 1, ...]."""
     return rows.body.Concat(rows, rows.slice(0, 1, axis=1), axis=1)
 
 
 def _in_order(body: Body, parts: Value) -> Value:
-    """Sum over tiles, one after the other: additions must not depend on how many tiles follow."""
+    """Sum tiles one after the other, because the order of additions must not depend on the number of tiles."""
     return body.Gather(body.CumSum(parts, 2), [-1], axis=2)
 
 

@@ -1,7 +1,7 @@
-"""Writes the body of an ONNX function: `body.Gather(table, rows, axis=0)` appends a node and returns its result.
+"""A writer of ONNX functions: `body.Gather(table, rows, axis=0)` appends a node to a body and returns its result.
 
-Why not onnxscript's decorator: it reads Python source, so one body cannot be put together from typed Python functions.
-Here a helper is a Python function that appends its nodes to whatever body, or branch of an `If`, is being written.
+onnxscript's decorator reads Python source, so it cannot assemble one body from several typed Python functions. Here a
+helper is a Python function that appends nodes to the body, or the branch of an `If`, that is being written.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorPro
 
 DOMAIN = "trtspec"
 OPSET = 21
-"""Of the main domain: the oldest that bodies are written for. What they use has not changed meaning since."""
+"""Oldest opset of the main domain for the bodies. The operators that they use have not changed meaning since."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A result in a body. Python numbers beside it become constants: an int is an int64, a float is a float32."""
+    """A result in a body. Python numbers as other operands become constants: an int is int64, a float is float32."""
 
     body: Body
     name: str
@@ -41,11 +41,11 @@ class Value:
         return self.body.Div(self, other)
 
     def __floordiv__(self, other: Value | int) -> Value:
-        """Of integers that are not negative: ONNX rounds towards zero."""
+        """Divide integers that are not negative, because ONNX rounds towards zero."""
         return self.body.Div(self, other)
 
     def __mod__(self, other: Value | int) -> Value:
-        """Python's: the sign is the divisor's."""
+        """Remainder as in Python, with the sign of the divisor."""
         return self.body.Mod(self, other)
 
     def __neg__(self) -> Value:
@@ -64,7 +64,7 @@ class Value:
         return self.body.GreaterOrEqual(self, other)
 
     def __and__(self, other: Value) -> Value:
-        """Of booleans; integers take `BitwiseAnd`."""
+        """Logical and of booleans; `BitwiseAnd` is for integers."""
         return self.body.And(self, other)
 
     def __or__(self, other: Value) -> Value:
@@ -74,7 +74,7 @@ class Value:
         return self.body.Not(self)
 
     def to(self, dtype: int) -> Value:
-        """Cast to a TensorProto data type; float16 and the like count as numbers, not as bits."""
+        """Cast to a TensorProto data type; the values of float16 and similar types are converted, not their bits."""
         return self.body.Cast(self, to=dtype)
 
     def int64(self) -> Value:
@@ -88,16 +88,19 @@ class Value:
         return self.body.Shape(self, start=axis, end=axis + 1)
 
     def inner_dim(self, axis: int) -> Value:
-        """Size of an axis that is not the first, [1] int64; the first must not be empty. ONNX Runtime makes a constant
-        of it only where it knows all sizes of what it is asked about, hence without the first."""
+        """Size of an axis other than the first, [1] int64. The first axis must not be empty.
+
+        ONNX Runtime turns the size into a constant only if it knows all sizes of the tensor. So the first axis is
+        removed before.
+        """
         return self.body.Gather(self, 0, axis=0).dim(axis - 1)
 
     def at(self, *axes: int) -> Value:
-        """With axes of size 1 put in, where they are in the result."""
+        """Insert axes of size 1. axes: their indices in the result."""
         return self.body.Unsqueeze(self, list(axes))
 
     def reshape(self, *sizes: Value | int) -> Value:
-        """Sizes are [1] int64 values or numbers, of which one may be -1."""
+        """Reshape to sizes that are [1] int64 values or numbers; one of them may be -1."""
         if all(isinstance(size, int) for size in sizes):
             return self.body.Reshape(self, list(sizes))
         parts = [[size] if isinstance(size, int) else size for size in sizes]
@@ -107,7 +110,7 @@ class Value:
         return self.body.Transpose(self, perm=list(axes))
 
     def slice(self, start: Value | int, end: Value | int, axis: int) -> Value:
-        """Bounds are [1] int64 values or numbers."""
+        """Slice one axis; the bounds are [1] int64 values or numbers."""
         bounds = [[bound] if isinstance(bound, int) else bound for bound in (start, end)]
         return self.body.Slice(self, *bounds, [axis])
 
@@ -118,7 +121,7 @@ class Value:
         return self.body.ReduceMax(self, [axis], keepdims=int(keep))
 
     def any(self) -> Value:
-        """Whether some boolean of it is true, a scalar; false where there are none."""
+        """Whether at least one of its booleans is true, a scalar; false if there are none."""
         return self.body.ReduceSum(self.int64(), keepdims=0) > 0
 
 
@@ -127,22 +130,22 @@ Results = tuple[Value, ...]
 
 
 class Body:
-    """An ONNX function being written, in domain `trtspec`. Any op of the main domain is a method of its name."""
+    """An ONNX function being written, in domain `trtspec`. Each op of the main domain is a method with its name."""
 
     def __init__(
         self, name: str, inputs: Sequence[str], attributes: Sequence[str] = (), absent: Collection[str] = ()
     ) -> None:
-        """absent: inputs that this body does without; a function cannot ask whether it was given one."""
+        """Begin a body. absent: inputs that the body lacks, as a function cannot test for the presence of an input."""
         self.name = name
         self.inputs = tuple(Value(self, one) for one in inputs)
         self._absent = absent
         self._attributes = attributes
         self._constants: dict[tuple[str, bytes, tuple[int, ...]], tuple[Value, NodeProto]] = {}
-        self._nodes: list[NodeProto] = []  # of the innermost branch that is being written
+        self._nodes: list[NodeProto] = []  # nodes of the innermost branch that is being written
         self._count = 0
 
     def has(self, value: Value) -> bool:
-        """Whether an input is there."""
+        """Whether the body has this input."""
         return value.name not in self._absent
 
     def __getattr__(self, op_type: str) -> Callable[..., Value]:
@@ -155,7 +158,7 @@ class Body:
         return append
 
     def op(self, op_type: str, *operands: Operand, outputs: int = 1, **attributes: Any) -> Results:
-        """Append a node of the main domain."""
+        """Append a node of the main domain and return its results."""
         results = tuple(self._value(op_type) for _ in range(outputs))
         inputs = [self.value(operand).name for operand in operands]
         node = helper.make_node(op_type, inputs, [result.name for result in results], **attributes)
@@ -163,17 +166,17 @@ class Body:
         return results
 
     def value(self, operand: Operand) -> Value:
-        """An operand as a value: a number or a list of ints becomes a constant."""
+        """Return an operand as a value; a number or a list of ints becomes a constant."""
         if isinstance(operand, Value):
             return operand
         dtype = np.float32 if isinstance(operand, float) else np.int64
         return self.constant(np.array(operand, dtype))
 
     def constant(self, array: np.ndarray) -> Value:
-        """A constant of the array's shape and dtype; equal ones of a branch are one.
+        """Return a constant of the array's shape and dtype. Equal constants of a branch are one value.
 
-        Branches have their own: ONNX Runtime does the same work of two functions once only if it finds out that their
-        constants are the same, which it tries for single numbers that no branch uses.
+        Each branch has its own constants. ONNX Runtime merges equal work of two functions only if it detects that their
+        constants are equal. It tries this only for single numbers that no branch uses.
         """
         key = (array.dtype.str, array.tobytes(), array.shape)
         if key not in self._constants:
@@ -183,7 +186,7 @@ class Body:
         return self._constants[key][0]
 
     def attribute(self, name: str, kind: AttributeProto.AttributeType) -> Value:
-        """The function's attribute FLOAT or INT as a scalar, float32 or int64."""
+        """Return an attribute of the function, FLOAT or INT, as a scalar, float32 or int64."""
         field = {AttributeProto.FLOAT: "value_float", AttributeProto.INT: "value_int"}[kind]
         value = self._value(name)
         node = helper.make_node("Constant", [], [value.name])
@@ -192,24 +195,24 @@ class Body:
         return value
 
     def arange(self, count: Value) -> Value:
-        """0 .. count - 1, int64; count is [1] int64."""
+        """Return 0 .. count - 1, int64; count is [1] int64."""
         return self.Range(0, self.Squeeze(count, [0]), 1)
 
     def when(self, condition: Value, then: Callable[[], Results], otherwise: Callable[[], Results]) -> Results:
-        """`If`: the condition is one boolean, of shape [] or [1]; both branches write as many results."""
+        """Append an `If` on one boolean of shape [] or [1]. Both branches return the same number of results."""
         branches = [self._branch(kind, then if kind == "then" else otherwise) for kind in ("then", "else")]
         return self.op(
             "If", condition, outputs=len(branches[0].output), then_branch=branches[0], else_branch=branches[1]
         )
 
     def maybe(self, condition: Value, value: Value, change: Callable[[], Value]) -> Value:
-        """change() where the condition holds, else the value as it is."""
+        """Return change() if the condition holds, else `value` unchanged."""
         return self.when(condition, lambda: (change(),), lambda: (value,))[0]
 
     def loop(self, count: Value, carried: Value, step: Callable[[Value, Value], Value]) -> Value:
-        """`Loop`: carried = step(i, carried) for every i < count, both int64 scalars; its last value."""
+        """Append a `Loop`: carried = step(i, carried) for i < count, int64 scalars. Return the last carried."""
         index, old, going = self._value("i"), self._value("carried"), self._value("going")
-        # ONNX Runtime wants to know that two of the inputs are scalars; what is carried may change its shape.
+        # ONNX Runtime requires that two of the inputs are declared as scalars. `carried` may change its shape.
         inputs = [
             helper.make_tensor_value_info(index.name, TensorProto.INT64, []),
             helper.make_tensor_value_info(going.name, TensorProto.BOOL, []),
@@ -219,7 +222,7 @@ class Body:
         return self.op("Loop", count, self.constant(np.array(True)), carried, body=graph)[0]
 
     def function(self, outputs: Sequence[Value], names: Sequence[str]) -> FunctionProto:
-        """The finished function; names are its outputs'."""
+        """Return the finished function. names: names of its outputs."""
         for value, name in zip(outputs, names, strict=True):
             _rename(self._nodes, value.name, name)
         return helper.make_function(
@@ -237,11 +240,11 @@ class Body:
         return Value(self, f"{hint.lower()}_{self._count}")
 
     def _written(self) -> list[NodeProto]:
-        """The innermost branch's nodes, constants first."""
+        """Nodes of the innermost branch, constants first."""
         return [*(node for _, node in self._constants.values()), *self._nodes]
 
     def _branch(self, name: str, write: Callable[[], Results], inputs: Sequence[ValueInfoProto] = ()) -> GraphProto:
-        """A subgraph of what `write` appends. Its results must be its own, so what comes from outside is copied."""
+        """Return a subgraph of what `write` appends. Its results are copies, because they must be values of its own."""
         outer, self._nodes, self._constants = (self._nodes, self._constants), [], {}
         results = [self.Identity(value) for value in write()]
         nodes = self._written()
@@ -251,7 +254,7 @@ class Body:
 
 
 def _rename(nodes: Sequence[NodeProto], old: str, new: str) -> None:
-    """One value, wherever nodes and their branches name it."""
+    """Rename a value wherever nodes and their branches name it."""
     for node in nodes:
         for names in (node.input, node.output):
             for i, name in enumerate(names):

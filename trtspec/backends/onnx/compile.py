@@ -1,5 +1,7 @@
-"""Write a step's ONNX graphs and, next to them, their weights once for all: what backends/onnx/executable.py
-runs."""
+"""Write a step's ONNX graphs and, next to them, one file with the weights of all graphs.
+
+backends/onnx/executable.py runs them.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from trtspec.errors import EngineError
 from trtspec.methods.step import Step
 
 _INLINE = 1024
-"""Bytes up to which a constant stays in its graph's file."""
+"""Largest size in bytes of a constant that stays in its graph's file."""
 
 
 def require() -> None:
-    """Nothing: what exporting needs has been imported."""
+    """Do nothing: the packages that the export needs are imported already."""
 
 
 def compile_step(
@@ -37,8 +39,10 @@ def compile_step(
     report: Callable[[str], None] = lambda what: None,
     constraints: bool = False,
 ) -> CompiledStep:
-    """Export the graphs of these (K, uniform) of a functional `step` into `folder` (it must exist). `report` hears what
-    is being done. constraints: as of graph_io.input_names."""
+    """Export the graphs of these (K, uniform) of a functional `step` into `folder`, which must exist.
+
+    report: is called with what is being done. constraints: same meaning as in graph_io.input_names.
+    """
     models: dict[str, ir.Model] = {}
     graphs = []
     for K, uniform in wanted:
@@ -57,8 +61,11 @@ def compile_step(
 
 
 def save_models(models: dict[str, ir.Model], folder: Path) -> None:
-    """File names and their models, whose constants of one name are one: all of them go into WEIGHTS, as safetensors,
-    which the graphs refer to as ONNX external data."""
+    """Write models to their files, and their constants to the safetensors file WEIGHTS, each name once.
+
+    The graphs refer to WEIGHTS as ONNX external data. models: file name -> model; constants of the same name must be
+    equal in all models. EngineError if two differ.
+    """
     tensors: dict[str, ir.TensorProtocol] = {}
     for model in models.values():
         _name_made_constants(model)
@@ -74,7 +81,7 @@ def save_models(models: dict[str, ir.Model], folder: Path) -> None:
     for file, model in models.items():
         for name, value in model.graph.initializers.items():
             small = cast(ir.TensorProtocol, value.const_value)
-            if small.nbytes > _INLINE:  # a small one may have the name of another graph's large one
+            if small.nbytes > _INLINE:  # a small constant may share its name with a large one of another graph
                 offset, length = places[name]
                 held = tensors[name]
                 shape = cast(ir.Shape, held.shape)
@@ -91,7 +98,10 @@ def save_models(models: dict[str, ir.Model], folder: Path) -> None:
 
 
 def _name_made_constants(model: ir.Model) -> None:
-    """Call constants that the exporter made after what they hold: it counts them (val_59), in every graph anew."""
+    """Name constants that the exporter made by a hash of their content.
+
+    The exporter numbers them (val_59) anew in every graph.
+    """
     constants = model.graph.initializers
     for name, value in list(constants.items()):
         held = value.const_value
@@ -111,7 +121,7 @@ def _name_made_constants(model: ir.Model) -> None:
 
 
 def _places(file: Path) -> dict[str, tuple[int, int]]:
-    """Name -> offset and bytes of each tensor in a safetensors file."""
+    """Return name -> (offset, number of bytes) of each tensor in a safetensors file."""
     with file.open("rb") as source:
         size = int.from_bytes(source.read(8), "little")
         header = json.loads(source.read(size))

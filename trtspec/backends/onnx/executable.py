@@ -1,12 +1,14 @@
-"""Run ONNX graphs on ONNX Runtime's CPU provider, in fp32: the very graphs that TensorRT is given, with bodies for our
-ops (functions.py), and a backend where no C++ compiler is. What is in a folder, compile.py says.
+"""Run ONNX graphs on ONNX Runtime's CPU provider, in fp32.
 
-Caches are bound as input and as output, the same memory: a graph's new cache is the old one with the step's rows
-written, and ONNX Runtime's ScatterND copies nothing where both are one buffer. A draft layer that runs several times
-writes its cache as often; what it writes in between is made an output, too, and bound to that memory.
+The graphs are the same as TensorRT's, with bodies for our ops (functions.py). The backend also works where there is no
+C++ compiler. compile.py describes the content of a folder.
 
-Memory: ONNX Runtime repacks the matrices of every graph that it loads, each for itself. With EAGLE3 and one K, two
-graphs, they are held twice; a schedule of draft lengths adds two more for each K.
+Each cache is bound to the same memory as input and as output. A graph's new cache is the old one with the step's rows
+written. ONNX Runtime's ScatterND copies nothing if both are one buffer. A draft layer that runs several times writes
+its cache several times. The states in between are made outputs, too, and bound to the same memory.
+
+Memory: ONNX Runtime repacks the matrices of each graph that it loads, separately. EAGLE3 with one K has two graphs and
+so holds the matrices twice. Each further K of a schedule of draft lengths adds two more copies.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from trtspec.core import StepInputs, StepOutputs
 from trtspec.errors import CheckpointError, DependencyError
 
 _OLDEST = (1, 22)
-"""ONNX Runtime: the first whose MatMulNBits takes 8 bits."""
+"""Oldest version of ONNX Runtime whose MatMulNBits takes 8 bits."""
 
 _NUMPY = {
     torch.int64: np.int64,
@@ -38,10 +40,10 @@ _NUMPY = {
 
 
 class OnnxExecutable(CompiledExecutable):
-    """See compiled.CompiledExecutable."""
+    """A CompiledExecutable that runs ONNX graphs in ONNX Runtime."""
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """See protocols.Executable. What leaves ONNX Runtime is copied, so logits do only where they are asked for."""
+        """Run a step. Logits are returned only for a batch with constraints, as ONNX Runtime's outputs are copied."""
         for bound in self._bound:
             bound.gives_logits = inputs.spec.constraints is not None
         return super().run(inputs)
@@ -60,9 +62,9 @@ class OnnxExecutable(CompiledExecutable):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3  # errors
-        # Each graph has threads of its own: those of the last one must not spin while another runs, or the host works.
+        # Each graph has its own threads. They must not spin while another graph runs or the host works.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        # May be a link, in a download cache say: ONNX Runtime follows none out of the folder that it is given.
+        # The file may be a link, for example in a download cache. ONNX Runtime follows no link out of its folder.
         weights = (folder / WEIGHTS).resolve()
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights.parent))
         try:
@@ -73,7 +75,7 @@ class OnnxExecutable(CompiledExecutable):
             session = onnxruntime.InferenceSession(
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
-        except Exception as error:  # ONNX Runtime raises types of its own, and a damaged file other ones
+        except Exception as error:  # ONNX Runtime raises its own types, a damaged file others
             raise CheckpointError(f"{folder / graph.file} cannot be loaded ({error}); rebuild the engine") from error
         if len(set(caches.values())) != len(self._flat_kv):
             raise CheckpointError(
@@ -84,15 +86,16 @@ class OnnxExecutable(CompiledExecutable):
 
 
 _CACHES = {"SpecAttention": {3: 1, 4: 2}, "KvCompact": {0: 0, 1: 1}, "ScatterND": {0: 0}}
-"""Op -> which input is the cache before, if it is one, and which output the cache after."""
+"""Op -> {index of the input that may be a cache: index of the output that is then the new cache}."""
 
 
 def name_caches(model: onnx.ModelProto) -> dict[str, str]:
-    """Every state of every cache -> the graph's input that it begins as, inputs included. States in between are made
-    outputs of the graph, in place, so that they can be bound to memory.
+    """Map the name of each state of each cache to the graph's input that is its first state, inputs included.
 
-    All states may share memory: what reads one has a result that the rows of the next state depend on, or there is no
-    next, so it has read before they are written.
+    The model is changed: states in between become outputs of the graph, so that they can be bound to memory.
+
+    All states of a cache may share memory. If a state has a next state, the rows of the next state depend on the
+    results of all nodes that read the first. So these nodes have read it before the next state is written.
     """
     graph = model.graph
     known = {value.name: value for value in graph.output}
@@ -117,16 +120,16 @@ def _read_weights_from(model: onnx.ModelProto, file_name: str) -> None:
 
 
 class _BoundGraph:
-    """A session whose caches are bound for good."""
+    """A session of ONNX Runtime whose caches stay bound to memory."""
 
     def __init__(
         self, session: Any, graph: Graph, outputs: tuple[str, ...], caches: dict[str, str], flat_kv: list[Tensor]
     ) -> None:
-        """caches: see name_caches."""
+        """Bind the caches. caches: the result of name_caches."""
         self.session = session
         self.inputs = graph.inputs
         self.outputs = outputs
-        self.gives_logits = True  # False: of no elements
+        self.gives_logits = True  # False: they have no elements
         self.binding = session.io_binding()
         memory = {f"{'kv'[i % 2]}_cache_{i // 2}": tensor for i, tensor in enumerate(flat_kv)}
         for state, name in caches.items():
@@ -135,12 +138,12 @@ class _BoundGraph:
             bind(state, "cpu", 0, _NUMPY[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        """graph.inputs -> the step's outputs; the bound caches are changed."""
+        """Run the graph: graph.inputs -> the step's outputs. It changes the bound caches."""
         binding = self.binding
         for name, tensor in zip(self.inputs, tensors, strict=True):
             binding.bind_input(name, "cpu", 0, _NUMPY[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
         for name in self.outputs:
-            binding.bind_output(name, "cpu")  # anew: it forgets the last shape
+            binding.bind_output(name, "cpu")  # again, so that the last shape is forgotten
         self.session.run_with_iobinding(binding)
         results = binding.get_outputs()[-len(self.outputs) :]  # in the order in which they were first bound
         return [

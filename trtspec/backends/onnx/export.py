@@ -1,11 +1,11 @@
 """A step as an ONNX graph: standard operators, and nodes of the domain `trtspec` where the step calls one of our ops.
 
-An op becomes a node by rule: CamelCase of its name, its tensors as inputs in the order of the op's schema, its numbers
-as attributes; a tensor that the step leaves unused, of no elements, is an input left out. What a node does is the op's
-contract in `trtspec.ops`. TensorRT's parser finds a plugin for each; ONNX Runtime gets the bodies of functions.py.
-Linears are written with standard operators, as each runtime likes them (linear.py).
+An op becomes a node whose name is the op's name in CamelCase. Its tensors are inputs in the order of the op's schema,
+and its numbers are attributes. A tensor that the step leaves unused (no elements) is left out as an input. The contract
+of a node is that of the op in `trtspec.ops`. TensorRT's parser finds a plugin for each node. ONNX Runtime gets the
+bodies of functions.py. Linears are written with standard operators, in the form that suits each runtime (linear.py).
 
-The step must be a functional one: its new KV tensors are outputs, `new_k_cache_<layer>` beside `k_cache_<layer>`.
+The step must be functional: its new KV tensors are outputs, `new_k_cache_<layer>` for the input `k_cache_<layer>`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from trtspec.methods.step import Step
 
 DOMAIN = "trtspec"
 OWN = "step."
-"""How names of a step's own constants begin (GraphStep.step): the same in all its graphs."""
+"""Prefix of the names of a step's own constants (GraphStep.step), which are the same in all its graphs."""
 OPSET = 21
-"""Of the standard operators: the first whose DequantizeLinear takes blocks of 4-bit weights."""
+"""Opset of the standard operators: the first whose DequantizeLinear takes blocks of 4-bit weights."""
 
 OPS = (
     "spec_attention", "kv_compact", "process_logits", "spec_sample", "spec_accept", "packed_linear", "packed_embedding",
@@ -44,14 +44,14 @@ _IR_TYPES = {
     torch.int64: ir.DataType.INT64,
 }
 _NEEDED = ("draft_tokens",)
-"""Inputs that stay though they never have elements: [B, 0] of a step without drafts says B."""
+"""Inputs that are kept even if they never have elements: [B, 0] of a step without drafts provides B."""
 _TYPES = ("float", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "float8e4m3fn", "bool")
 
 
 def export_onnx(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform: bool = False) -> ir.Model:
-    """What `export_step` gives, as ONNX. Inputs that nothing in the graph reads (a tree mask) are left out.
+    """Return the graph of `export_step` as ONNX. Inputs that no node reads (a tree mask) are left out.
 
-    Constants are named as in the step's state_dict and hold torch's memory: nothing is copied.
+    Constants have the names of the step's state_dict and refer to torch's memory without a copy.
     """
     program = export_step(step, example, kv, uniform)
     constraints = example.spec.constraints is not None
@@ -82,7 +82,7 @@ def export_onnx(step: Step, example: StepInputs, kv: Sequence[KVLayer], uniform:
 
 @functools.cache
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Torch overload -> what writes its node."""
+    """Return torch overload -> function that writes its ONNX node, for each of our ops."""
     table: dict[Callable[..., Any], Callable[..., Any]] = {}
     for name in OPS:
         overload = getattr(torch.ops.trtspec, name).default
@@ -91,7 +91,7 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def node_type(op: str) -> str:
-    """spec_attention -> SpecAttention"""
+    """Name of the node type of an op: spec_attention -> SpecAttention."""
     return op.title().replace("_", "")
 
 
@@ -114,7 +114,7 @@ def _translation(kind: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
 
 
 def _register(kind: str, tensors: Sequence[Any], numbers: Sequence[Any], num_outputs: int) -> None:
-    """Tell onnx of the node, once in a process."""
+    """Register the schema of a node with onnx, once per process."""
     if onnx.defs.has(kind, domain=DOMAIN):
         return
     Schema = onnx.defs.OpSchema
@@ -140,13 +140,13 @@ def _register(kind: str, tensors: Sequence[Any], numbers: Sequence[Any], num_out
 
 
 def _unless_empty(value: Any) -> Any:
-    """None for a tensor that has no elements whatever the batch."""
+    """Return `value`, or None for a tensor that has no elements in any batch."""
     shape = getattr(value, "shape", None)
     return None if shape is not None and any(size == 0 for size in shape) else value
 
 
 def _type_results(model: ir.Model, program: ExportedProgram) -> None:
-    """Say what our nodes' results are made of, as torch traced them: the exporter cannot know."""
+    """Set the dtypes of our nodes' results, as torch traced them, because the exporter cannot know them."""
     calls = {getattr(torch.ops.trtspec, name).default: [] for name in OPS}  # type: dict[Any, list[Any]]
     for traced in program.graph.nodes:
         if traced.target in calls:
@@ -162,7 +162,7 @@ def _type_results(model: ir.Model, program: ExportedProgram) -> None:
 
 
 def _name_sizes(model: ir.Model) -> None:
-    """Call open sizes what INPUTS does, B, T, R, ..., instead of s17."""
+    """Give dynamic sizes the names that they have in INPUTS (B, T, R, ...) instead of names such as s17."""
     names: dict[str, str] = {}
     for value in model.graph.inputs:
         wanted = INPUTS[value.name].dims if value.name in INPUTS else ("blocks",)
@@ -182,7 +182,7 @@ def _name_sizes(model: ir.Model) -> None:
 
 
 class _quiet:
-    """Only errors of a logger and those below it."""
+    """A context manager that lets only errors through a logger and its child loggers."""
 
     def __init__(self, name: str) -> None:
         self.logger = logging.getLogger(name)

@@ -1,9 +1,9 @@
 """Model-local ONNX functions: reference bodies of trtspec's ops, so that ONNX Runtime runs a step's graph on any CPU.
 
-A node of domain `trtspec` may leave optional inputs out, and a function cannot ask whether it was given one. So a body
-is written for each set of absent inputs that occurs: `SpecSample_without_seeds`, say, to which the node is renamed.
-(ONNX has overloads for this, but ONNX Runtime 1.31 does not find them from within other functions.) An optional input
-that is there but zero-size counts as absent, as it does for the ops.
+A node of domain `trtspec` may leave out optional inputs, but a function cannot test whether it was given an input. So
+a body is written for each set of absent inputs that occurs, such as `SpecSample_without_seeds`, and the node is renamed
+to it. (ONNX has overloads for this, but ONNX Runtime 1.31 does not find them from within other functions.) An optional
+input that is present but zero-size counts as absent, as it does for the ops.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trtspec.backends.onnx.sampling import process_logits, spec_accept, spec_sam
 from trtspec.errors import UnsupportedError
 
 VERSION = 1
-"""Of domain `trtspec`."""
+"""Version of domain `trtspec`."""
 
 _WRITERS: dict[str, Callable[..., FunctionProto]] = {
     "SpecAttention": spec_attention,
@@ -43,22 +43,22 @@ _GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "SpecSample": (("seeds",), ("vocab_ids",)),
 }
-"""Op -> its optional inputs; those of a group are there together or not at all."""
+"""Op -> its optional inputs in groups. The inputs of a group are all present or all absent."""
 
 
 @functools.cache
 def function(op_type: str, absent: frozenset[str] = frozenset()) -> FunctionProto:
-    """The body of an op for nodes without the inputs `absent`. Do not change it: it is made once."""
+    """Return the body of an op for nodes without the inputs `absent`. It is cached, so callers must not change it."""
     return _WRITERS[op_type](absent) if absent else _WRITERS[op_type]()
 
 
 def functions() -> list[FunctionProto]:
-    """The body of every op with all its inputs: SpecAttention, KvCompact, ProcessLogits, SpecSample, SpecAccept."""
+    """Return a body, with all inputs, of SpecAttention, KvCompact, ProcessLogits, SpecSample and SpecAccept."""
     return [function(op_type) for op_type in _WRITERS]
 
 
 def with_bodies(model: ModelProto) -> ModelProto:
-    """A copy of a model in which every node of domain `trtspec` has a body: ready for onnxruntime.InferenceSession.
+    """Return a copy of a model with a body for every node of domain `trtspec`, for onnxruntime.InferenceSession.
 
     Weights in external files stay there. Raises UnsupportedError for a node that has no body or lacks an input, and for
     a main opset below 21.
@@ -79,14 +79,14 @@ def with_bodies(model: ModelProto) -> ModelProto:
     for key in sorted(bodies):
         body = out.functions.add()
         body.CopyFrom(bodies[key])
-        body.opset_import[0].version = opset  # bodies become part of a graph, which has one
+        body.opset_import[0].version = opset  # bodies become part of a graph, which has one opset
     if bodies and not any(one.domain == DOMAIN for one in out.opset_import):
         out.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
     return out
 
 
 def _choose(node: NodeProto) -> FunctionProto:
-    """The body for a node, which is changed to name it and to list only the inputs that are there."""
+    """Return the body for a node. The node is changed to name the body and to list only the inputs that are present."""
     where = f"ONNX functions: node {node.name!r} ({node.op_type})"
     if node.op_type not in _WRITERS:
         raise UnsupportedError(f"{where} of domain {DOMAIN} has no body here; known are {', '.join(_WRITERS)}")
@@ -105,7 +105,7 @@ def _choose(node: NodeProto) -> FunctionProto:
 
 
 def _of_domain(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """The trtspec nodes among these and in their subgraphs."""
+    """Yield the nodes of domain `trtspec` among `nodes` and in their subgraphs."""
     for node in nodes:
         if node.domain == DOMAIN:
             yield node

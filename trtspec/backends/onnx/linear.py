@@ -1,12 +1,12 @@
 """PackedLinear and PackedEmbedding as standard ONNX, from every layout of ops.packing.
 
-plain weights     Gemm with the matrix [N, K] as it is
-int8, int4        for ONNX Runtime: MatMulNBits (com.microsoft), which rounds rows of x to int8 per block of inputs
-                  for TensorRT: DequantizeLinear and Gemm, with x as it is. TensorRT has no zero points, and no
-                  groups of int8: weights whose zeros are not in the middle are refused, and int8 in groups
-fp8               DequantizeLinear and Gemm; where x is rounded, it goes through QuantizeLinear and DequantizeLinear
+- Plain weights become Gemm with the matrix [N, K] as it is.
+- int8 and int4 for ONNX Runtime become MatMulNBits (com.microsoft), which rounds rows of x to int8 per block of inputs.
+- int8 and int4 for TensorRT become DequantizeLinear and Gemm, with x as it is. TensorRT has no zero points and no int8
+  in groups. So weights whose zeros are not in the middle are refused, and so is int8 in groups.
+- fp8 becomes DequantizeLinear and Gemm. Where x is rounded, x goes through QuantizeLinear and DequantizeLinear.
 
-A packed matrix is unpacked here, at export: files hold what the runtime reads.
+A packed matrix is unpacked here, at export, so files hold what the runtime reads.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from trtspec.errors import UnsupportedError
 from trtspec.ops.packing import FLOATS, unpack_groups, unpack_values
 
 _INT8_BLOCK = 32
-"""MatMulNBits wants a scale per block of inputs, also where a column has one for all."""
+"""Inputs of a block for MatMulNBits, which takes a scale per block even if a column has one scale for all inputs."""
 
 
 def write_linears(model: ir.Model, runtime: str = "onnxruntime") -> None:
     """Rewrite, in place, each PackedLinear and PackedEmbedding for a runtime: "onnxruntime" or "tensorrt".
-    UnsupportedError for weights that it does not take."""
+
+    UnsupportedError for weights that the runtime does not take.
+    """
     matrices = _RUNTIMES[runtime](model)
     rewrites: dict[str, Callable[[ir.Node], list[ir.Node]]] = {
         "PackedLinear": matrices.linear,
@@ -46,13 +48,13 @@ def write_linears(model: ir.Model, runtime: str = "onnxruntime") -> None:
 
 
 class _Matrices:
-    """The constants of a model's linears; what is made of them is made once and named after them."""
+    """The constants of a model's linears. A constant derived from another is made once and named after it."""
 
     def __init__(self, model: ir.Model) -> None:
         self.graph = model.graph
 
     def linear(self, node: ir.Node) -> list[ir.Node]:
-        """PackedLinear(x, weight, scales?, zeros?, bias?, x_scale?) -> nodes, the last of which gives its result."""
+        """Return nodes for PackedLinear(x, weight, scales?, zeros?, bias?, x_scale?); the last returns its result."""
         x, weight, scales, zeros, bias, x_scale = (*node.inputs, *[None] * 4)[:6]
         assert x is not None
         assert weight is not None
@@ -71,8 +73,11 @@ class _Matrices:
         return self.quantised(node, held, scale, zero)
 
     def fp8(self, node: ir.Node, held: Tensor, scale: Tensor, x_scale: Tensor | None) -> list[ir.Node]:
-        """DequantizeLinear of [N, K] with one scale, or one a row where they differ, and Gemm in x's dtype. x is first
-        rounded to multiples of x_scale, if there is one. Scales are rounded to x's dtype, as the operators want."""
+        """Return DequantizeLinear of [N, K], with one scale or, if scales differ, one per row, and Gemm in x's dtype.
+
+        If there is an x_scale, x is first rounded to multiples of it. Scales are rounded to x's dtype, as the operators
+        require.
+        """
         x, weight, bias = node.inputs[0], node.inputs[1], (*node.inputs, *[None] * 3)[4]
         assert x is not None
         assert weight is not None
@@ -94,13 +99,13 @@ class _Matrices:
         return [*written, whole, out, *self._as_float(node, out, dtype)]
 
     def _as_float(self, node: ir.Node, out: ir.Node, dtype: torch.dtype) -> list[ir.Node]:
-        """What follows a linear that computes in `dtype` where its result is to be fp32."""
+        """Return the cast to fp32 after a linear that computes in `dtype`, or no node if it is not needed."""
         if node.attributes["float_out"].as_int() and dtype != torch.float32:
             return [ir.node("Cast", [out.outputs[0]], {"to": ir.DataType.FLOAT})]
         return []
 
     def quantised(self, node: ir.Node, held: Tensor, scale: Tensor, zero: Tensor) -> list[ir.Node]:
-        """A linear of integers, for ONNX Runtime."""
+        """Return the nodes of a linear with int8 or int4 weights, for ONNX Runtime."""
         x, weight, bias = node.inputs[0], node.inputs[1], (*node.inputs, None, None, None)[4]
         assert x is not None
         assert weight is not None
@@ -123,7 +128,7 @@ class _Matrices:
         return [out]
 
     def embedding(self, node: ir.Node) -> list[ir.Node]:
-        """PackedEmbedding(ids, weight, ...) -> Gather."""
+        """Return the Gather that replaces PackedEmbedding(ids, weight, ...)."""
         ids, weight = node.inputs[:2]
         assert weight is not None
         held, K = _tensor(weight), node.attributes["in_features"].as_int()
@@ -138,7 +143,7 @@ class _Matrices:
         return [ir.node("Gather", [matrix, ids], {"axis": 0})]
 
     def _rows(self, weight: ir.Value) -> int:
-        """N of a packed matrix: what the linear that holds it says."""
+        """N of a packed matrix, from the linear that shares it if there is one."""
         for use in weight.uses():
             if use.node.op_type == "PackedLinear":
                 return int(use.node.attributes["out_features"].as_int())
@@ -157,20 +162,21 @@ class _Matrices:
         self.graph.register_initializer(value)
 
     def drop_unread(self) -> None:
-        """Constants that no node reads any more."""
+        """Remove constants that no node reads any more."""
         for name, value in list(self.graph.initializers.items()):
             if not value.uses():
                 del self.graph.initializers[name]
 
 
 class _TensorRTMatrices(_Matrices):
-    """For TensorRT."""
+    """The constants of a model's linears, in the form for TensorRT."""
 
     def quantised(self, node: ir.Node, held: Tensor, scale: Tensor, zero: Tensor) -> list[ir.Node]:
-        """DequantizeLinear of [N, K] in x's dtype, with a scale a row (int8) or a row and group (int4), and Gemm.
+        """Return DequantizeLinear of [N, K] in x's dtype and Gemm; one scale per row (int8) or row and group (int4).
 
-        int4 scales are rounded to x's dtype. A scale of 0, of a row or group of zeros, becomes 1: TensorRT wants them
-        positive."""
+        Scales are rounded to x's dtype. A scale of 0, for a row or group of zeros, becomes 1, because TensorRT requires
+        positive scales.
+        """
         x, weight, bias = node.inputs[0], node.inputs[1], (*node.inputs, None, None, None)[4]
         assert x is not None
         assert weight is not None
@@ -222,7 +228,7 @@ _TORCH = {
 
 
 def _eight_bits(held: Tensor, scales: Tensor, N: int, K: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int8 panels, and a scale per column or block of inputs -> MatMulNBits' B, scales and zero points, by block."""
+    """Convert int8 panels, and scales per column or block, to MatMulNBits' B, scales and zero points per block."""
     values = F.pad(unpack_values(held)[:N, :K], (0, -K % block))
     blocks = values.shape[1] // block
     unsigned = (values.to(torch.int16) + 128).to(torch.uint8).view(N, blocks, block)
@@ -232,7 +238,7 @@ def _eight_bits(held: Tensor, scales: Tensor, N: int, K: int, block: int) -> tup
 
 
 def _four_bits(held: Tensor, scales: Tensor, zeros: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor]:
-    """int4 panels, scales and zeros of groups -> MatMulNBits' B, scales and zero points."""
+    """Convert int4 panels, and scales and zeros of groups, to MatMulNBits' B, scales and zero points."""
     scale, zero = (part[:N] for part in unpack_groups(held, scales, zeros))  # [N, K/g]
     values = unpack_values(held)[:N].view(N, scale.shape[1], -1)
     zero = F.pad(zero.to(torch.uint8), (0, scale.shape[1] % 2))
@@ -240,13 +246,13 @@ def _four_bits(held: Tensor, scales: Tensor, zeros: Tensor, N: int) -> tuple[Ten
 
 
 def _pairs(values: Tensor) -> Tensor:
-    """uint8 0..15 [..., n] -> two to a byte, the first in the low half, [..., n / 2]."""
+    """Pack uint8 values 0..15 [..., n] two to a byte, the first in the low half: [..., n / 2]."""
     pairs = values.reshape(*values.shape[:-1], -1, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
 
 
 def _rounded(scale: Tensor, dtype: torch.dtype, weight: ir.Value) -> Tensor:
-    """A scale in x's dtype. UnsupportedError where that is too far from it: of fp16, for very small or large ones."""
+    """Round a scale to x's dtype. UnsupportedError if the error is too large, as for extreme scales in fp16."""
     rounded = scale.to(dtype)
     if ((rounded.float() - scale).abs() > scale * 2.0**-8).any():
         raise UnsupportedError(f"{weight.name}: its fp8 scales do not fit {dtype}; use dtype bfloat16 or float32")
@@ -266,7 +272,9 @@ def _tensor(value: ir.Value) -> Tensor:
 
 
 def as_torch(held: ir.TensorProtocol) -> Tensor:
-    """A constant as a torch tensor of its shape and dtype, over the same memory: the step's own, where it is one of
-    its weights."""
+    """Return a constant as a torch tensor of its shape and dtype, over the same memory.
+
+    For a weight of the step, this is the memory of the step's own tensor.
+    """
     raw = getattr(held, "raw", None)
     return raw.detach() if isinstance(raw, Tensor) else torch.from_numpy(np.asarray(held.numpy()))

@@ -1,6 +1,6 @@
-"""What ProcessLogits, SpecSample and SpecAccept do, as ONNX functions: the ops of `trtspec.ops`.
+"""ProcessLogits, SpecSample and SpecAccept as ONNX functions: the ops of `trtspec.ops`.
 
-Whatever no row asks for is skipped: each part is in an `If`. A zero-size input is one that no row asks for.
+Each part is in an `If` and is skipped if no row requests it. A zero-size input means that no row requests its part.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from trtspec.ops.sample import LOG_COEFFICIENTS, M0, M1, W0, W1
 
 INF = float("inf")
 NO_TOKEN = 2**63 - 1
-"""What a row that has no best token draws; the host refuses it."""
+"""Token of a row that has no best token; the host refuses it."""
 Operation = tuple[Value, Callable[[], Value], Callable[[Value], Value]]
 
 
 def spec_accept() -> FunctionProto:
-    """SpecAccept(sampled, draft_tokens, draft_lens, forced_accept, emits) -> (tokens, num_tokens)."""
+    """Return SpecAccept(sampled, draft_tokens, draft_lens, forced_accept, emits) -> (tokens, num_tokens)."""
     body = Body("SpecAccept", ("sampled", "draft_tokens", "draft_lens", "forced_accept", "emits"))
     sampled, drafts, draft_lens, forced_accept, emits = body.inputs
     lens, forced = draft_lens.int64(), forced_accept.int64()
     offered = body.arange(drafts.dim(1)) < lens.at(1)  # [B, K]
     agree = body.Equal(drafts, sampled.slice(0, drafts.dim(1), axis=1)) & offered
     misses = body.CumSum((~agree).int64(), 1)
-    agreed = body.Equal(misses, 0).int64().sum(1)  # leading run of agreement
+    agreed = body.Equal(misses, 0).int64().sum(1)  # length of the leading run of agreement
     accepted = body.Where(forced >= 0, body.Min(forced, lens), agreed)
     num_tokens = body.Where(emits, accepted + 1, 0)
     kept = body.arange(sampled.dim(1)) < num_tokens.at(1)
@@ -36,10 +36,9 @@ def spec_accept() -> FunctionProto:
 
 
 def process_logits(absent: Collection[str] = ()) -> FunctionProto:
-    """ProcessLogits(logits, positions, history, ..., min_ps) -> logits; inputs as those of the op. Any group may be
-    absent, or zero-size.
+    """Return ProcessLogits(logits, positions, history, ..., min_ps) -> logits, with the inputs of the op.
 
-    Rows with a NaN go through top-k and what follows as they are.
+    Any group of inputs may be absent, or zero-size. Top-k and the filters after it do not change rows with a NaN.
     """
     names = (
         "logits", "positions", "history", "prompt_lens", "penalties", "bias_ids", "bias_values", "ban_ids",
@@ -51,7 +50,7 @@ def process_logits(absent: Collection[str] = ()) -> FunctionProto:
         temperatures, top_ks, top_ps, min_ps,
     ) = body.inputs  # fmt: skip
     V = out.dim(1)
-    # What a step needs of the inputs, whether a row asks for it, and the step.
+    # For each part: an input that it needs, whether a row requests it, and the function that applies it.
     constraints: list[Operation] = [
         (bias_ids, lambda: (bias_ids.int64() >= 0).any(), lambda x: _bias(x, bias_ids, bias_values)),
         (penalties, lambda: body.Size(penalties) > 0, lambda x: _penalise(x, history, prompt_lens, penalties)),
@@ -73,7 +72,7 @@ def process_logits(absent: Collection[str] = ()) -> FunctionProto:
 
     if (
         len(asked_constraints) > 1
-    ):  # a step that is skipped copies its logits: with one around them all, they are copied once
+    ):  # a skipped part copies the logits; with one `If` around all parts, they are copied once
         any_constraint = functools.reduce(Value.__or__, (asked for asked, _ in asked_constraints))
         out = body.maybe(any_constraint, out, functools.partial(edited, out))
     else:
@@ -143,10 +142,10 @@ def _top_k(logits: Value, top_ks: Value) -> Value:
 
 def _top_p(logits: Value, top_ps: Value) -> Value:
     body, p = logits.body, top_ps.at(1)
-    left = (logits > -INF).int64().sum(1).max(0, keep=True)  # what -inf has removed has no mass and need not be sorted
+    left = (logits > -INF).int64().sum(1).max(0, keep=True)  # logits of -inf have no mass and need no sort
     descending, _ = body.op("TopK", _comparable(logits), body.Max(left, 1), outputs=2, axis=1)
     ascending = body.Slice(descending, [-1], [-(2**62)], [1], [-1])  # [R, n]
-    # Summed one by one from the least likely on, in doubles as torch does: the -inf before it add nothing.
+    # The sum goes from the least likely token on, in doubles as in torch. Logits of -inf before it add nothing.
     sums = body.CumSum(body.Exp(ascending - ascending.slice(-1, 2**62, axis=1)).to(TensorProto.DOUBLE), 1)
     mass = (sums / sums.slice(-1, 2**62, axis=1)).float32()
     dropped = ((mass <= (1.0 - p)) & (p < 1.0)).int64().sum(1)
@@ -162,17 +161,17 @@ def _min_p(logits: Value, min_ps: Value) -> Value:
 
 
 def _has_nan(logits: Value) -> Value:
-    """Whether each row has a NaN, [R, 1]. ONNX Runtime's ReduceMax does not tell."""
+    """Return whether each row has a NaN, [R, 1]. ONNX Runtime's ReduceMax does not show it."""
     return logits.body.IsNaN(logits).to(TensorProto.INT32).max(1, keep=True).int64() > 0
 
 
 def _comparable(logits: Value) -> Value:
-    """Without NaN, of which a sort can make nothing."""
+    """Replace NaN by -inf, because NaN cannot be sorted."""
     return logits.body.Where(logits.body.IsNaN(logits), -INF, logits)
 
 
 def spec_sample(absent: Collection[str] = ()) -> FunctionProto:
-    """SpecSample(logits, greedy, seeds, positions, vocab_ids) -> tokens [R] int64, those of the op bit for bit.
+    """Return SpecSample(logits, greedy, seeds, positions, vocab_ids) -> tokens [R] int64, bit for bit those of the op.
 
     seeds and vocab_ids may be absent, or zero-size.
     """
@@ -185,7 +184,7 @@ def spec_sample(absent: Collection[str] = ()) -> FunctionProto:
         noisy = body.maybe(asked, logits, lambda: _noisy(logits, draws.at(1), seeds, positions, vocab_ids))
     top = noisy.max(1, keep=True)
     exists = (top > -INF) & ~_has_nan(noisy)  # [R, 1]
-    # Ties go to the lowest target id: ArgMax gives the first of the equals.
+    # Ties go to the lowest target id: ArgMax returns the first of equal values.
     best = body.ArgMax(noisy, axis=1, keepdims=0)
     if body.has(vocab_ids):
 
@@ -198,7 +197,7 @@ def spec_sample(absent: Collection[str] = ()) -> FunctionProto:
 
 
 def _noisy(logits: Value, draws: Value, seeds: Value, positions: Value, vocab_ids: Value) -> Value:
-    """Logits with Gumbel noise in the rows that draw, [R, V]. Filters leave few candidates: then only those get any."""
+    """Add Gumbel noise to logits [R, V] of rows that draw. If filters leave few candidates, only these get noise."""
     body = logits.body
     candidate = (logits > -INF) & draws
 
@@ -215,7 +214,7 @@ def _noisy(logits: Value, draws: Value, seeds: Value, positions: Value, vocab_id
         noise = _noise(body.Gather(seeds, row), body.Gather(positions, row), ids)
         return body.ScatterND(logits, cells, body.GatherND(logits, cells) + noise)
 
-    # A counter gives four ids their noise at once, but not if they are picked.
+    # One counter yields the noise of four ids at once, but only if the ids are not picked one by one.
     dense = body.ReduceSum(candidate.int64(), keepdims=0) * 4 > body.Size(logits)
     if body.has(vocab_ids):
         dense = dense & body.Equal(body.Size(vocab_ids), 0)
@@ -223,7 +222,7 @@ def _noisy(logits: Value, draws: Value, seeds: Value, positions: Value, vocab_id
 
 
 def _noise(seeds: Value, positions: Value, ids: Value) -> Value:
-    """G(seed, t, v) of n triples, [n] fp32."""
+    """Return the noise G(seed, t, v) of n triples, [n] fp32."""
     body = seeds.body
     words = _philox(seeds, _shift_right(ids, 2), positions)
     lane = body.BitwiseAnd(ids, 3)
@@ -234,7 +233,7 @@ def _noise(seeds: Value, positions: Value, ids: Value) -> Value:
 
 
 def _dense_noise(seeds: Value, positions: Value, V: Value) -> Value:
-    """G of ids 0 .. V - 1: seeds and positions are [R, 1], the result is [R, V]."""
+    """Return the noise G of ids 0 .. V - 1, [R, V]; seeds and positions are [R, 1]."""
     body = seeds.body
     words = _philox(seeds, body.arange((V + 3) // 4).at(0), positions)
     word = body.Concat(*(one.at(2) for one in words), axis=2).reshape(positions.dim(0), -1)
@@ -242,7 +241,7 @@ def _dense_noise(seeds: Value, positions: Value, V: Value) -> Value:
 
 
 def _philox(seeds: Value, quads: Value, positions: Value) -> tuple[Value, Value, Value, Value]:
-    """Philox4x32-10 with counters (quad, low and high half of the position, 0): four words, int64 in [0, 2^32)."""
+    """Philox4x32-10 of counters (quad, low and high half of the position, 0): four words, int64 in [0, 2^32)."""
     body = seeds.body
     low, high = _half(seeds), _shift_right(seeds, 32)
     c0, c1, c2 = quads, _half(positions), _shift_right(positions, 32)
@@ -250,7 +249,7 @@ def _philox(seeds: Value, quads: Value, positions: Value) -> tuple[Value, Value,
     for r in range(10):
         if r:
             low, high = _half(low + W0), _half(high + W1)
-        product0, product1 = c0 * M0, c2 * M1  # int64 wraps, which leaves all 64 bits right
+        product0, product1 = c0 * M0, c2 * M1  # int64 wraps, so all 64 bits are right
         c0 = body.BitwiseXor(body.BitwiseXor(_shift_right(product1, 32), c1), low)
         c2 = body.BitwiseXor(body.BitwiseXor(_shift_right(product0, 32), c3), high)
         c1, c3 = _half(product1), _half(product0)
@@ -263,22 +262,22 @@ def _half(words: Value) -> Value:
 
 
 def _shift_right(words: Value, bits: int) -> Value:
-    """Of int64 as if they were unsigned."""
+    """Shift int64 words right by `bits`, as unsigned numbers."""
     body, by = words.body, words.body.constant(np.array(bits, np.uint64))
     return body.BitShift(words.to(TensorProto.UINT64), by, direction="RIGHT").int64()
 
 
 def _gumbel(words: Value) -> Value:
-    """-log(-log(u)) with u = ((x >> 9) + 0.5) * 2^-23."""
+    """Gumbel noise -log(-log(u)) with u = ((x >> 9) + 0.5) * 2^-23, for the words x."""
     u = (_shift_right(words, 9).float32() + 0.5) * 2.0**-23
     return -_log(-_log(u))
 
 
 def _log(x: Value) -> Value:
-    """`_log` of ops/sample.py for 2^-31 < x < 32, by the same single fp32 operations in the same order.
+    """Logarithm for 2^-31 < x < 32, with the same fp32 operations in the same order as `_log` of ops/sample.py.
 
-    ONNX has no way to a float's bits before opset 26, so its exponent is found by exact multiplications with powers of
-    two, which leave a mantissa in [0.5, 1).
+    Before opset 26, ONNX cannot access the bits of a float. So the exponent is found by exact multiplications with
+    powers of two, which leave a mantissa in [0.5, 1).
     """
     body = x.body
     mantissa = x * 2.0**-5

@@ -1,1 +1,1 @@
-"""TensorRT plans."""
+"""The TensorRT backend: build and run TensorRT plans."""

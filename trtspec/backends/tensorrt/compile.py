@@ -1,14 +1,15 @@
 """Build TensorRT engines of a step: `rank0.engine`, and `rank0_k<K>.engine` for further draft lengths.
 
-One network takes every batch of a K; its second optimisation profile is for batches of generations alone
-(profiles.py). Weights are inside the engines or, of stripped ones, once next to them. Networks of TensorRT 11
+One network takes every batch of a K. Its second optimisation profile is for batches of generations alone (profiles.py).
+Weights are inside the engines. For stripped engines they are in one file next to the engines. Networks of TensorRT 11
 are always strongly typed: each layer computes in the dtype that the step has there.
 
-Tests without a GPU show which calls are made, with the signatures of TensorRT 11.4's Python bindings; that the network
-computes what the step does, layer by layer as documented; that the bindings' own plugin registry makes the plugins.
-They do not show that TensorRT's builder takes the network and the chain of aliased caches in it, how long a build
-takes, what an engine costs to run, and whether a row's result is the same in batches of different sizes, for which
-TensorRT may pick different kernels.
+Tests without a GPU show three things. The calls fit the signatures of TensorRT 11.4's Python bindings. The network
+computes what the step does, if each layer works as documented. The bindings' own plugin registry makes the plugins.
+
+The tests do not show that TensorRT's builder takes the network and the chain of aliased caches in it. They do not show
+the time of a build, or the cost of running an engine. Nor do they show whether a row's result is the same in batches of
+different sizes, for which TensorRT may pick different kernels.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _BITS = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.BFL
 
 
 def require() -> None:
-    """DependencyError where TensorRT, its driver or a GPU is missing, or too old."""
+    """Raise DependencyError if TensorRT, its driver or a GPU is missing, or too old."""
     load_tensorrt()
     open_cuda()
 
 
 def registered_plugins(trt: Any) -> PluginOf:
-    """Makes plugins by TensorRT's registry, in which ours are registered: their AOT form."""
+    """Return a function that makes our plugins, in their AOT form, through TensorRT's plugin registry."""
     from trtspec_plugins.tensorrt import register
     from trtspec_plugins.tensorrt.signatures import PLUGINS, plugin_of
 
@@ -56,7 +57,7 @@ def registered_plugins(trt: Any) -> PluginOf:
     def make(op: str, present: Collection[str], attributes: Attributes) -> tuple[Any, tuple[str, ...]]:
         name = plugin_of(op, present)
         creator = registry.get_creator(name, "1", "trtspec")
-        fields = [_field(trt, one, attributes[one]) for one in PLUGINS[name].attributes]  # alive until copied
+        fields = [_field(trt, one, attributes[one]) for one in PLUGINS[name].attributes]  # must live until copied
         prefers = trt.QuickPluginCreationRequest.PREFER_AOT
         collection = trt.PluginFieldCollection(fields)
         plugin = creator.create_plugin(name, "trtspec", collection, trt.TensorRTPhase.BUILD, prefers)
@@ -76,7 +77,7 @@ def _field(trt: Any, name: str, value: float) -> Any:
 
 
 def check_kernels(model: ir.Model, native: bool = False) -> None:
-    """DependencyError, with the command that compiles it, where a kernel of the plugins is missing for the GPU."""
+    """Raise DependencyError, with the command that compiles it, if a plugin's kernel is missing for this GPU."""
     from trtspec_plugins.tensorrt.build import compiled_for
     from trtspec_plugins.tensorrt.device import architecture
 
@@ -88,8 +89,10 @@ def check_kernels(model: ir.Model, native: bool = False) -> None:
 
 
 def aot_kernels(model: ir.Model, native: bool = False) -> set[str]:
-    """Names, as build_scripts/build_plugins.py has them, of the kernels that a network of this graph calls. native:
-    attention is TensorRT's own."""
+    """Names, as in build_scripts/build_plugins.py, of the kernels that a network of this graph calls.
+
+    native: attention is TensorRT's own.
+    """
     found = set()
     for node in model.graph:
         if node.domain == DOMAIN and node.op_type == "SpecAttention":
@@ -113,17 +116,17 @@ def build_plan(
     plugin_of: PluginOf,
     linear: tuple[int, int] | None = None,
 ) -> tuple[bytes, dict[str, torch.Tensor]]:
-    """The plan of an engine, what the file of an engine holds, and the weights that it can be refitted with, by name.
-    `shapes` may name inputs that the graph does not read. linear: see write_network.
+    """Return the plan of an engine, which is the content of its file, and the weights for a refit, by name.
 
-    EngineError where TensorRT does not build it; ConfigError for a timing cache that is of another TensorRT or GPU.
+    `shapes` may name inputs that the graph does not read. linear: same meaning as in write_network. EngineError if
+    TensorRT does not build the plan, ConfigError for a timing cache of another TensorRT or GPU.
     """
     builder = trt.Builder(trt.Logger(trt.Logger.WARNING))
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS))
     written = write_network(trt, network, model, plugin_of, linear)
     if options.refit or options.strip_plan:
         for name in written.weights:
-            network.mark_weights_refittable(name)  # and no sizes and indices, which TensorRT has to know when it builds
+            network.mark_weights_refittable(name)  # not sizes and indices, which TensorRT must know at build time
     config = builder.create_builder_config()
     _set_flags(trt, config, options)
     inputs = [str(value.name) for value in model.graph.inputs]
@@ -139,12 +142,12 @@ def build_plan(
         raise EngineError("TensorRT did not build the engine; its log says why")
     if options.output_timing_cache is not None:
         _write(Path(options.output_timing_cache), bytes(config.get_timing_cache().serialize()))
-    return bytes(plan), written.weights  # only now may the other constants' memory go
+    return bytes(plan), written.weights  # memory of the other constants is not needed any more
 
 
 def _set_flags(trt: Any, config: Any, options: TensorRTOptions) -> None:
     flag = trt.BuilderFlag
-    config.clear_flag(flag.TF32)  # which would round the factors of fp32 products to 10 bits
+    config.clear_flag(flag.TF32)  # TF32 would round the factors of fp32 products to 10 bits
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)  # caches are changed in place
     for wanted, one in (
         (options.weight_streaming, flag.WEIGHT_STREAMING),
@@ -172,7 +175,7 @@ def _read_timing_cache(config: Any, options: TensorRTOptions) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """So that nobody reads half a file."""
+    """Write a file by renaming a complete one, so that a reader never sees a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)
@@ -193,24 +196,25 @@ def compile_step(
     cuda: Cuda | None = None,
     plugin_of: PluginOf | None = None,
 ) -> CompiledStep:
-    """Build the graphs of these (K, uniform), which are all ragged, of a functional `step` into `folder` (it must
-    exist): an engine of the longest as rank0.engine, of others as rank0_k<K>.engine. `report` hears what is being done.
+    """Build the graphs of these (K, uniform), all of them ragged, of a functional `step` into `folder`.
 
-    sizes: the largest that the engines must take, whose draft_len holds for a step that makes no drafts. `trt`, `cuda`
-    and `plugin_of` are TensorRT, the GPU and TensorRT's registry, unless given. DependencyError where a plugin's kernel
-    is not compiled, UnsupportedError for weights that TensorRT does not take, EngineError where it does not build the
-    engine.
+    `folder` must exist. The engine of the longest K is rank0.engine, the others are rank0_k<K>.engine.
+
+    report: is called with what is being done. sizes: largest sizes that the engines must take; its draft_len is used
+    only for a step that does not verify drafts in its graph. trt, cuda, plugin_of: by default TensorRT, the GPU and
+    TensorRT's registry. DependencyError if a plugin's kernel is not compiled, UnsupportedError for weights that
+    TensorRT does not take, EngineError if TensorRT does not build an engine.
     """
     options = options or TensorRTOptions()
     real = plugin_of is None
     trt, cuda = trt or load_tensorrt(), cuda or open_cuda()
     plugin_of = plugin_of or registered_plugins(trt)
     graphs = []
-    weights: dict[str, torch.Tensor] = {}  # of all graphs, which share them
+    weights: dict[str, torch.Tensor] = {}  # weights that all graphs share
     for i, (K, _) in enumerate(sorted(wanted, reverse=True)):
         report(f"graph for K = {K}: exporting")
         if sizes.linear:
-            block_size = 16  # of the example: the network's caches are others, and need not be allocated here
+            block_size = 16  # for the example alone: caches of the network's shape need not be allocated here
         example = example_for(step, K, block_size)
         model = export_onnx(step, example, example_kv(step, example, block_size))
         write_linears(model, "tensorrt")
@@ -236,7 +240,7 @@ def compile_step(
 
 
 def _needs(here: Mapping[str, str], options: TensorRTOptions) -> dict[str, str]:
-    """What of this machine a plan needs where it runs."""
+    """Return the properties of this machine that a plan requires of the machine that runs it."""
     free = {"tensorrt" if options.version_compatible else "tensorrt major version"}
     if options.hardware_compatibility != "none":
         free.add("gpu")

@@ -1,7 +1,7 @@
-"""Device memory, streams and CUDA graphs by way of cuda-python, every call checked.
+"""Device memory, streams and CUDA graphs through cuda-python, with a check of every call.
 
-Tests run `Cuda.open` on cuda-python, and the rest on a stand-in that keeps device memory on the host: they do not show
-that a GPU does what is asked of it.
+Tests run `Cuda.open` on cuda-python, and the rest on a stand-in that keeps device memory on the host. The tests do not
+show that a GPU behaves as expected.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from trtspec.errors import CapacityError, DependencyError, EngineError
 
 LEAST_DRIVER = 13000
-"""What CUDA 13's runtime, which TensorRT 11 is built with, wants of the driver: 1000 * major + 10 * minor."""
+"""Least driver version, 1000 * major + 10 * minor, for CUDA 13's runtime, with which TensorRT 11 is built."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device, given back when the object goes."""
+    """A range of device memory, which is freed when the object is collected."""
 
     address: int
     nbytes: int
@@ -33,7 +33,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class DeviceTensor:
-    """A contiguous tensor on the device; as much of torch.Tensor as caches are asked for."""
+    """A contiguous tensor on the device, with the part of torch.Tensor's interface that caches need."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,14 +48,14 @@ class DeviceTensor:
 
 
 class Cuda:
-    """The first GPU, through `runtime`: cuda.bindings.runtime, or what has its functions."""
+    """The first GPU. `runtime` is cuda.bindings.runtime, or a replacement with the same functions."""
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
 
     @classmethod
     def open(cls) -> Cuda:
-        """DependencyError where cuda-python, a driver that is new enough, or a GPU is missing."""
+        """Open the first GPU. DependencyError if cuda-python, a recent enough driver, or a GPU is missing."""
         try:
             from cuda.bindings import runtime
         except ImportError as error:
@@ -81,17 +81,17 @@ class Cuda:
 
     @property
     def driver_version(self) -> int:
-        """1000 * major + 10 * minor; 0 where there is no driver."""
+        """Version of the driver, 1000 * major + 10 * minor; 0 if there is no driver."""
         return int(self._call("cudaDriverGetVersion"))
 
     def device(self) -> dict[str, str]:
-        """Name and compute capability."""
+        """Return the GPU's name and compute capability."""
         properties = self._call("cudaGetDeviceProperties", 0)
         name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
         return {"gpu": name.rstrip("\0"), "compute_capability": f"{properties.major}.{properties.minor}"}
 
     def allocate(self, nbytes: int) -> Memory:
-        """CapacityError where there is not so much."""
+        """Allocate device memory. CapacityError if there is not enough."""
         error, address = self._runtime.cudaMalloc(max(nbytes, 1))
         if int(error) != 0:
             raise CapacityError(
@@ -103,7 +103,7 @@ class Cuda:
         return memory
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, stream: int) -> DeviceTensor:
-        """A tensor of zeros."""
+        """Allocate a tensor and queue its fill with zeros."""
         count = 1
         for size in shape:
             count *= size
@@ -112,27 +112,27 @@ class Cuda:
         return tensor
 
     def stream(self) -> int:
-        """A new stream, which lives as long as the process."""
+        """Create a stream, which lives as long as the process."""
         return int(self._call("cudaStreamCreateWithFlags", self._runtime.cudaStreamNonBlocking))
 
     def to_device(self, address: int, tensor: Tensor, stream: int) -> None:
-        """Queue a copy of a contiguous host tensor, which must stay as it is until the stream is through."""
+        """Queue a copy of a contiguous host tensor to the device. `tensor` must not change until the stream is done."""
         if tensor.nbytes:
             kind = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
             self._call("cudaMemcpyAsync", address, tensor.data_ptr(), tensor.nbytes, kind, stream)
 
     def to_host(self, tensor: Tensor, address: int, stream: int) -> None:
-        """Queue a copy into a contiguous host tensor."""
+        """Queue a copy from the device into a contiguous host tensor."""
         if tensor.nbytes:
             kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
             self._call("cudaMemcpyAsync", tensor.data_ptr(), address, tensor.nbytes, kind, stream)
 
     def synchronize(self, stream: int) -> None:
-        """Wait for all that was queued."""
+        """Wait for all work queued on the stream."""
         self._call("cudaStreamSynchronize", stream)
 
     def capture(self, stream: int, launch: Callable[[], None]) -> Callable[[], None]:
-        """What `launch` queues, as a CUDA graph: a function that queues it again. Nothing runs meanwhile."""
+        """Capture what `launch` queues as a CUDA graph; return a function that queues it. Nothing else may run."""
         mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", stream, mode)
         try:
@@ -144,7 +144,7 @@ class Cuda:
         return lambda: self._call("cudaGraphLaunch", executable, stream)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """EngineError that names the function; else what it gives beside the error code."""
+        """Call a runtime function and return its results without the error code. EngineError names the function."""
         error, *values = getattr(self._runtime, name)(*arguments)
         if int(error) != 0:
             raise EngineError(f"{name}: {self._said(error)}")
@@ -156,5 +156,5 @@ class Cuda:
 
 
 def cuda_version(version: int) -> str:
-    """13000 -> "13.0": of 1000 * major + 10 * minor, as the driver counts."""
+    """Text of a driver's version 1000 * major + 10 * minor: 13000 -> "13.0"."""
     return f"{version // 1000}.{version % 1000 // 10}"

@@ -1,12 +1,12 @@
-"""Run TensorRT plans: an execution context for each of their two profiles, two sets of buffers that take turns.
+"""Run TensorRT plans, with an execution context for each of their two profiles and two alternating sets of buffers.
 
-Caches lie on the device; a plan's new caches are bound to the addresses of the old ones, which its plugins alias.
-Inputs are copied in and outputs out, on one stream. Steps of generations alone are captured as CUDA graphs, by their
-shapes and buffers, when a shape comes for the second time; where that fails, as with plugins that call Python, they
-are queued call by call.
+Caches lie on the device. A plan's new caches are bound to the addresses of the old caches, which its plugins alias.
+Inputs are copied to the device and outputs to the host, on one stream. Steps of generations alone are captured as CUDA
+graphs by shapes and buffers, the second time that they occur. If a capture fails, as with plugins that call Python,
+steps are queued call by call.
 
-tests/e2e/test_tensorrt_runtime.py runs this file on stand-ins for TensorRT and CUDA, which do not show that a plan
-runs; tests/gpu/test_tensorrt.py shows it where both are.
+tests/e2e/test_tensorrt_runtime.py runs this file on stand-ins for TensorRT and CUDA, which does not show that a plan
+runs. tests/gpu/test_tensorrt.py shows that on machines with both.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from trtspec.errors import CheckpointError, DependencyError, EngineError
 logger = logging.getLogger(__name__)
 
 MIXED, GENERATION = 0, 1
-"""Profiles, in the order of profiles.profiles."""
+"""Indices of the profiles, in the order of profiles.profiles."""
 
 _MOST_GRAPHS = 64
-"""CUDA graphs that a plan keeps."""
+"""Largest number of CUDA graphs that a plan keeps."""
 
-_RAISE = {  # last size of an input -> option of trtspec build that it grows with
+_RAISE = {  # name of an input's last size -> option of `trtspec build` that raises its limit
     "T": "--max_num_tokens",
     "columns": "--max_batch_size or --max_seq_len",
     "bans": "--max_batch_size, or ask for fewer stop ids with min_tokens",
@@ -46,12 +46,12 @@ _RAISE = {  # last size of an input -> option of trtspec build that it grows wit
 
 
 OLDEST = 11
-"""Major version of TensorRT whose API this is written for."""
+"""Oldest major version of TensorRT: this module uses its API."""
 
 
 @functools.cache
 def load_tensorrt() -> Any:
-    """The module. DependencyError where it is not installed, or too old."""
+    """Import the module tensorrt. DependencyError if it is not installed, or too old."""
     try:
         trt = importlib.import_module("tensorrt")
     except ImportError as error:
@@ -65,19 +65,21 @@ def load_tensorrt() -> Any:
 
 @functools.cache
 def open_cuda() -> Cuda:
-    """The GPU, once for all engines. See cuda.Cuda.open."""
+    """Open the GPU with cuda.Cuda.open, once for all engines."""
     return Cuda.open()
 
 
 def made_for(trt: Any, cuda: Cuda) -> dict[str, str]:
-    """What a plan may depend on: version of TensorRT, name and compute capability of the card."""
+    """Return what a plan may depend on: version of TensorRT, name and compute capability of the GPU."""
     version = str(trt.__version__)
     return {"tensorrt": version, "tensorrt major version": version.split(".")[0], **cuda.device()}
 
 
 class TensorRTExecutable(CompiledExecutable):
-    """See compiled.CompiledExecutable. CheckpointError for plans that were made for another TensorRT or card,
-    EngineError for inputs larger than a plan was built for."""
+    """A CompiledExecutable that runs TensorRT plans.
+
+    CheckpointError for plans made for another TensorRT or GPU, EngineError for inputs larger than a plan was built for.
+    """
 
     def __init__(self, compiled: CompiledStep, folder: Path, kv: Sequence[KVLayer]) -> None:
         self._trt, self._cuda = load_tensorrt(), open_cuda()
@@ -85,7 +87,7 @@ class TensorRTExecutable(CompiledExecutable):
 
     @classmethod
     def check(cls, compiled: CompiledStep) -> None:
-        """See compiled.CompiledExecutable."""
+        """Raise CheckpointError if the plans are for another TensorRT or GPU, DependencyError if one is missing."""
         here = made_for(load_tensorrt(), open_cuda())
         for what, value in compiled.made_for.items():
             if value != here.get(what):
@@ -98,7 +100,7 @@ class TensorRTExecutable(CompiledExecutable):
     def allocate_kv(
         cls, compiled: CompiledStep, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> Sequence[KVLayer]:
-        """Zeros on the device. See compiled.CompiledExecutable."""
+        """Allocate the step's KV layers on the device, zeroed."""
         cuda = open_cuda()
         stream = cuda.stream()
         sizes = [cache_shape(num_blocks, block_size, heads, size, compiled.linear) for heads, size, _ in compiled.kv]
@@ -110,7 +112,7 @@ class TensorRTExecutable(CompiledExecutable):
         trt, cuda = self._trt, self._cuda
         runtime, stream = trt.Runtime(trt.Logger(trt.Logger.WARNING)), cuda.stream()
         if "tensorrt" not in self.compiled.made_for:
-            runtime.engine_host_code_allowed = True  # plans for later versions, too, bring a runtime of their own
+            runtime.engine_host_code_allowed = True  # version-compatible plans contain a runtime of their own
         caches = {f"{'kv'[i % 2]}_cache_{i // 2}": cast(DeviceTensor, kv) for i, kv in enumerate(self._flat_kv)}
         stripped = (folder / WEIGHTS).is_file()
         weights = load_file(folder / WEIGHTS) if stripped else {}
@@ -124,15 +126,15 @@ class TensorRTExecutable(CompiledExecutable):
                 )
             if weights:
                 _refit(trt, engine, weights, folder / graph.file)
-            if engine.streamable_weights_size:  # weights that the device has no room for stay on the host
+            if engine.streamable_weights_size:  # weights that do not fit on the device stay on the host
                 engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
             found[graph] = _Plan(trt, cuda, engine, graph, self.compiled.outputs, caches, stream).run
-        self._runtime = runtime  # engines need it as long as they are there
+        self._runtime = runtime  # must live as long as the engines
         return found
 
 
 def _refit(trt: Any, engine: Any, weights: Mapping[str, Tensor], file: Path) -> None:
-    """Give a stripped plan the weights that lie beside it."""
+    """Set the weights of a stripped plan, from the file next to it. CheckpointError if weights are missing."""
     refitter = trt.Refitter(engine, trt.Logger(trt.Logger.WARNING))
     for name in refitter.get_missing_weights():
         wanted = refitter.get_weights_prototype(name)
@@ -145,7 +147,7 @@ def _refit(trt: Any, engine: Any, weights: Mapping[str, Tensor], file: Path) -> 
 
 
 class _Plan:
-    """One plan, its contexts and buffers."""
+    """A plan with its execution contexts and buffers."""
 
     def __init__(
         self, trt: Any, cuda: Cuda, engine: Any, graph: Graph, outputs: Sequence[str],
@@ -167,14 +169,14 @@ class _Plan:
             for profile in (MIXED, GENERATION)
         ]
         self.contexts = [self._context(trt, profile, caches) for profile in (MIXED, GENERATION)]
-        self.sets = [self._buffers() for _ in range(2)]  # a step's inputs are not written over those of the last
+        self.sets = [self._buffers() for _ in range(2)]  # so inputs do not overwrite those of the last step
         self.turn = 0
         self.seen: set[tuple[Any, ...]] = set()
         self.captured: dict[tuple[Any, ...], Callable[[], None]] = {}
         self.may_capture = True
 
     def _context(self, trt: Any, profile: int, caches: Mapping[str, DeviceTensor]) -> Any:
-        """Of a profile, its caches bound. Both work in the same memory, as they never do at once."""
+        """Create the context of a profile, with caches bound. Both share work memory, as they never run at once."""
         strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self.engine.create_execution_context(strategy)
         if context is None or not context.set_optimization_profile_async(profile, self.stream):
@@ -191,26 +193,26 @@ class _Plan:
         return context
 
     def _buffers(self) -> dict[str, Memory]:
-        """For every input and output, as large as the larger profile wants it."""
+        """Allocate a buffer for every input and output, with the size of the larger profile."""
         sizes = dict.fromkeys((*self.graph.inputs, *self.outputs), 0)
         for context, largest in zip(self.contexts, self.largest, strict=True):
             for name, shape in largest.items():
                 context.set_input_shape(name, shape)
                 elements = functools.reduce(int.__mul__, shape, 1)
-                sizes[name] = max(sizes[name], elements * 8)  # int64, at most
+                sizes[name] = max(sizes[name], elements * 8)  # at most int64
             for name in self.outputs:
                 sizes[name] = max(sizes[name], int(context.get_max_output_size(name)))
         return {name: self.cuda.allocate(size) for name, size in sizes.items()}
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        """graph.inputs -> the step's outputs, on the host; the caches are changed."""
+        """Run the plan: graph.inputs -> the step's outputs, on the host. It changes the caches."""
         i = self.graph.inputs.index("block_tables")
         tables, columns = tensors[i], self.largest[MIXED]["block_tables"][1]
-        if not tables[:, columns:].any():  # columns to grow into
+        if not tables[:, columns:].any():  # these columns are reserved for growth
             tables = tables[:, :columns].contiguous()
         tensors = [*tensors[:i], tables, *tensors[i + 1 :]]
         profile = self._profile([tuple(tensor.shape) for tensor in tensors])
-        if profile == GENERATION:  # tables grow with sequences, and shapes are what CUDA graphs are kept by
+        if profile == GENERATION:  # tables grow with sequences, but CUDA graphs are kept by shape
             tensors[i] = F.pad(tables, (0, columns - tables.shape[1]))
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         buffers, self.turn = self.sets[self.turn], 1 - self.turn
@@ -227,7 +229,7 @@ class _Plan:
         return results
 
     def _profile(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """The generation profile where a batch fits it: prompts of a few tokens do, too. EngineError if none does."""
+        """Return the generation profile if a batch fits, as short prompts may, else mixed. EngineError if none fits."""
         if all(map(_within, shapes, self.largest[GENERATION].values())):
             return GENERATION
         for (name, most), shape in zip(self.largest[MIXED].items(), shapes, strict=True):
@@ -250,10 +252,10 @@ class _Plan:
         return context
 
     def _queue(self, context: Any, key: tuple[Any, ...]) -> None:
-        """One launch. key: profile, buffers and shapes, which a CUDA graph is made for."""
+        """Queue one launch. key: profile, buffers and shapes for which a CUDA graph is made."""
         launch = self.captured.get(key)
         if launch is None:
-            self._enqueue(context)  # also what TensorRT wants to have done once before a capture
+            self._enqueue(context)  # TensorRT also requires one such run before a capture
             if self.may_capture and key[0] == GENERATION and key in self.seen and len(self.captured) < _MOST_GRAPHS:
                 self._capture(context, key)
             self.seen.add(key)

@@ -1,14 +1,17 @@
-"""SpecAttention by layers of TensorRT's own, KVCacheUpdate and IAttention, for networks without our attention plugin.
+"""SpecAttention as TensorRT's own layers, KVCacheUpdate and IAttention, for networks without our attention plugin.
 
-Their cache is linear: [slots, kv heads, tokens, head size], a slot for each request that can run. KV block s + 1 is
-slot s, and holds a whole sequence, so that a block table of one column says which slot is a request's. Both layers go
-by the cache's slots, not by requests: rows are put in the order of their slots, packed, and back; slots whose request
-is not in the batch have no rows.
+Their cache is linear: [slots, kv heads, tokens, head size], with a slot for each request that can run. KV block s + 1
+is slot s and holds a whole sequence, so a block table of one column names the slot of a request. Both layers work by
+slots, not by requests. So rows are packed in the order of their slots before the layers, and put back in their own
+order after them. Slots whose request is not in the batch have no rows.
 
-What is assumed, of what the operator reference and the bindings of TensorRT 11.4 say (nothing has run): rows of q and
-of updates may be packed (AttentionIOForm.PACKED_NHD) beside a padded cache, with numbers of rows of 0; LOWER_RIGHT is
-the corner of a slot's own key_value_lengths; softmax(q k) is not scaled, so q is. A cache must be an input of the
-network and its update an output: a graph that writes one twice, as draft layers do for K > 1, cannot be built so.
+The code assumes the following, from the operator reference and the bindings of TensorRT 11.4. None of it has run.
+
+- Rows of q and of updates may be packed (AttentionIOForm.PACKED_NHD) while the cache is padded; a slot may have 0 rows.
+- LOWER_RIGHT is the corner of a slot's own key_value_lengths.
+- The layer does not scale softmax(q k), so q is scaled before.
+- A cache must be an input of the network, and its update an output. So a graph that writes a cache twice, as draft
+  layers do for K > 1, cannot be built with these layers.
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ from trtspec.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class _Rows:
-    """A step's rows by slot. int32 tensors of the network."""
+    """The order of a step's rows by slot, as int32 tensors of the network."""
 
-    order: Any  # [T] the row at each place, when sorted by slot
-    place: Any  # [T] the place of each row
-    ends: Any  # [slots + 1] rows before each slot
-    lengths: Any  # [slots] tokens in the cache after the step, 0 where no request is in the batch
-    starts: Any  # [slots] where the new ones go
+    order: Any  # [T] row at each place in the order of slots
+    place: Any  # [T] place of each row in the order of slots
+    ends: Any  # [slots + 1] number of rows before each slot
+    lengths: Any  # [slots] tokens in the cache after the step; 0 for a slot without a request in the batch
+    starts: Any  # [slots] position in the cache of the first new token
 
 
 class NativeAttention:
-    """Writes SpecAttention nodes of one network, whose caches have `slots` slots."""
+    """A writer of the SpecAttention nodes of one network. slots: number of slots in its caches."""
 
     def __init__(self, w: Writer, slots: int) -> None:
         self.w = w
@@ -43,7 +46,7 @@ class NativeAttention:
         self._known: dict[tuple[ir.Value, ...], _Rows] = {}
 
     def write(self, node: ir.Node) -> None:
-        """UnsupportedError for attention that is more than causal."""
+        """Write a SpecAttention node. UnsupportedError for attention that is more than causal."""
         w, trt = self.w, self.w.trt
         w.node = node.name or node.op_type
         values = [value for value in node.inputs[:8] if value is not None]
@@ -68,12 +71,12 @@ class NativeAttention:
         out = w.out(layer)
         layer.query_form = trt.AttentionIOForm.PACKED_NHD
         layer.query_lengths, layer.key_value_lengths = rows.ends, rows.lengths
-        layer.decomposable = True  # where there is no fused kernel
+        layer.decomposable = True  # for cases without a fused kernel
         for value, tensor in zip(node.outputs, (w.gather(out, rows.place), *caches), strict=True):
             w.set(value, tensor)
 
     def _rows(self, num_rows: Size, *metadata: ir.Value) -> _Rows:
-        """Of (cu_q_lens, kv_lens, block_tables): layers share them."""
+        """Return the _Rows of (cu_q_lens, kv_lens, block_tables), written once and shared by all layers."""
         if metadata not in self._known:
             self._known[metadata] = self._write_rows(num_rows, *(self.w.get(value) for value in metadata))
         return self._known[metadata]
@@ -87,14 +90,14 @@ class NativeAttention:
         owns = w.binary("EQUAL", slot, slots)  # [B, slots]
 
         def by_slot(x: Any) -> Any:
-            """[B] -> [slots]"""
+            """Rearrange values of requests by slot: [B] -> [slots]."""
             return w.sum(w.out(w.network.add_select(owns, w.unsqueeze(x, [1]), w.number(0, x, 2))), 0)
 
         counts, lengths = by_slot(w.binary("SUB", ends, begins)), by_slot(kv_lens)
         before = w.concat([w.number(0, kv_lens, 1), w.cumulative_sum(counts)], 0)
         row = w.count(num_rows, kv_lens)
         is_past = w.unary("NOT", w.binary("LESS", w.unsqueeze(row, [1]), ends))  # [T, B]
-        owner = w.sum(w.cast(is_past, kv_lens.dtype), 1)  # the number of requests that have ended
+        owner = w.sum(w.cast(is_past, kv_lens.dtype), 1)  # number of requests that end at or before each row
         place = w.gather(before, w.gather(w.squeeze(slot, [1]), owner))
         place = w.binary("SUM", place, w.binary("SUB", row, w.gather(begins, owner)))
         order = w.network.add_scatter(w.binary("SUB", row, row), place, row, w.trt.ScatterMode.ELEMENT)

@@ -1,14 +1,14 @@
 """A step's ONNX graph as a TensorRT network, written layer by layer through INetworkDefinition.
 
-Why not TensorRT's ONNX parser: what it makes of our nodes, whose optional inputs may be empty, of int64 sizes and of
-plugin namespaces is nowhere promised. The graphs come from export_onnx, with linears by write_linears(model,
-"tensorrt"): a small closed set of operators, so that this is a table (ops.py).
+TensorRT's ONNX parser is not used. Its documentation does not promise how it treats int64 sizes, plugin namespaces, and
+our nodes, whose optional inputs may be empty. The graphs come from export_onnx, with linears by write_linears(model,
+"tensorrt"). They have a small closed set of operators, so a table of operators (ops.py) is enough.
 
 A node of domain `trtspec` becomes a plugin layer. New KV caches are outputs `new_k_cache_<layer>` that alias the inputs
-`k_cache_<layer>`: bind both to one address.
+`k_cache_<layer>`, so both must be bound to one address.
 
-No GPU and no TensorRT builder has seen such a network: tests write it into a stand-in that has the signatures of
-TensorRT 11.4's Python bindings, and compute what each layer is documented to. That TensorRT takes it is not shown.
+No GPU and no TensorRT builder has run such a network. Tests write it into a stand-in with the signatures of TensorRT
+11.4's Python bindings, and compute each layer as documented. The tests do not show that TensorRT takes the network.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from trtspec.errors import EngineError, UnsupportedError
 
 Attributes = Mapping[str, int | float]
 PluginOf = Callable[[str, Collection[str], Attributes], tuple[Any, tuple[str, ...]]]
-"""(op_type, the names of the inputs that are there, attributes) -> an IPluginV3 and the names of its inputs in order.
-LookupError where there is no plugin for that."""
+"""A function (op_type, names of the inputs present, attributes) -> (IPluginV3, names of its inputs in order).
+
+LookupError if there is no plugin for them.
+"""
 
 
 def write_network(
     trt: Any, network: Any, model: ir.Model, plugin_of: PluginOf, linear: tuple[int, int] | None = None
 ) -> Writer:
-    """Write `model` into `network`, an empty INetworkDefinition of the module `trt`. linear: with TensorRT's own
-    attention instead of our plugin, over caches of that many (slots, tokens).
+    """Write `model` into `network`, an empty INetworkDefinition of the module `trt`.
 
-    Returns what holds the memory of its constants: keep it until the engine is built. UnsupportedError for an operator
-    that is not known or an op that has no plugin, EngineError where TensorRT refuses a layer.
+    Return the Writer, which holds the memory of the network's constants: keep it until the engine is built. linear: use
+    TensorRT's own attention instead of our plugin, over caches with these numbers of (slots, tokens). UnsupportedError
+    for an unknown operator or an op without a plugin, EngineError if TensorRT refuses a layer.
     """
     w = Writer(trt, network)
     native = NativeAttention(w, linear[0]) if linear is not None else None
@@ -58,7 +60,7 @@ def write_network(
 
 
 def _input(w: Writer, value: ir.Value, linear: tuple[int, int] | None) -> Any:
-    """Open sizes are -1; those of one name are equal, which TensorRT is told. Linear caches have none."""
+    """Add an input. Its dynamic sizes are -1, with names that mark equal sizes. Linear caches have fixed sizes."""
     assert value.shape is not None
     dims = list(value.shape)
     if linear is not None and "_cache_" in str(value.name):

@@ -1,7 +1,8 @@
-"""What each operator of an exported step becomes in a TensorRT network: `OPS`, op_type -> function(writer, node).
+"""Layers of a TensorRT network for each operator of an exported step: `OPS`, op_type -> function(writer, node).
 
-The operators are those that export_onnx and write_linears give for any step, no more: another one is an error that
-names it. Dtypes that TensorRT's operators take are from its operator reference (docs.nvidia.com, TensorRT operators).
+The operators are exactly those that export_onnx and write_linears write for any step. Any other operator is an error
+that names it. The dtypes that TensorRT's operators take are from its operator reference (docs.nvidia.com, TensorRT
+operators).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from trtspec.errors import UnsupportedError
 
 Op = Callable[[Writer, ir.Node], list[Any]]
 _FAR = 2**31
-"""An end of a slice from here on means: all that there is."""
+"""Least end of a slice that means: up to the end of the dimension."""
 
 
 def write_node(w: Writer, node: ir.Node) -> None:
@@ -65,7 +66,7 @@ def _or_equal(operation: str, w: Writer, node: ir.Node) -> list[Any]:
 
 
 def _mod(w: Writer, node: ir.Node) -> list[Any]:
-    """Of integers, with the sign of the divisor: a - floor(a / b) * b."""
+    """Write Mod of integers, with the sign of the divisor: a - floor(a / b) * b."""
     a, b = w.get_all(node.inputs)
     if _number(node, "fmod"):
         raise UnsupportedError(f"TensorRT: node {w.node!r} is a Mod of floating-point numbers; please report this")
@@ -134,8 +135,10 @@ def _split(w: Writer, node: ir.Node) -> list[Any]:
 
 
 def _slice(w: Writer, node: ir.Node) -> list[Any]:
-    """Starts and ends that are computed are sizes and remainders of sizes, not negative; fixed ones may count from the
-    end."""
+    """Write Slice. Fixed starts and ends may count from the end of the dimension.
+
+    Computed starts and ends are sizes or remainders of sizes, so not negative.
+    """
     x = w.get(node.inputs[0])
     rank = len(x.shape)
     starts, ends, axes, steps = (*node.inputs[1:], None, None)[:4]
@@ -166,7 +169,7 @@ def _bounds(w: Writer, value: ir.Value | None, along: list[int]) -> list[Size]:
 
 
 def _within(w: Writer, bound: Size, length: Size) -> Size:
-    """A bound of a slice as a place 0..length."""
+    """Return a bound of a slice as an index 0..length."""
     if isinstance(bound, int) and bound < 0:
         return w.combine("MAX", w.combine("SUM", length, bound), 0)
     if isinstance(bound, int) and bound == 0:
@@ -175,7 +178,7 @@ def _within(w: Writer, bound: Size, length: Size) -> Size:
 
 
 def _pad(w: Writer, node: ir.Node) -> list[Any]:
-    """A slice that begins before the tensor and ends after it."""
+    """Write Pad as a slice that begins before the tensor and ends after it."""
     x = w.get(node.inputs[0])
     rank = len(x.shape)
     if len(node.inputs) > 3 and node.inputs[3] is not None:
@@ -188,7 +191,7 @@ def _pad(w: Writer, node: ir.Node) -> list[Any]:
 
 
 def _expand(w: Writer, node: ir.Node) -> list[Any]:
-    """A slice that stands still (stride 0) along dimensions of 1."""
+    """Write Expand as a slice with stride 0 along dimensions of 1."""
     if w.rank(node.inputs[1]) != 1:
         raise UnsupportedError(f"TensorRT: node {w.node!r} expands to a shape that is no vector; please report this")
     shape = w.get(node.inputs[1])
@@ -206,7 +209,7 @@ def _constant_of_shape(w: Writer, node: ir.Node) -> list[Any]:
 
 
 def _repeated(w: Writer, x: Any, shape: Any) -> Any:
-    """One number, with as many dimensions as `shape` says, everywhere in that shape."""
+    """Return a tensor of `shape` filled with one number, which has the same number of dimensions."""
     rank = len(x.shape)
     layer = w.network.add_slice(x, (0,) * rank, (0,) * rank, (0,) * rank)
     out = w.out(layer)
@@ -247,7 +250,7 @@ def _shape(w: Writer, node: ir.Node) -> list[Any]:
 
 
 def _range(w: Writer, node: ir.Node) -> list[Any]:
-    """start, start + 1, ... before limit."""
+    """Write Range with step 1: start, start + 1, ... before limit."""
     start, limit = (w.get(value) for value in node.inputs[:2])
     if w.known(node.inputs[2], "step") != [1]:
         raise UnsupportedError(f"TensorRT: node {w.node!r} counts by other than 1; please report this")
@@ -260,7 +263,7 @@ def _range(w: Writer, node: ir.Node) -> list[Any]:
     return [out]
 
 
-# --- gathers: an index must lie within its dimension, and may not be negative
+# --- gathers: an index must be within its dimension and not negative
 
 
 def _gather(w: Writer, node: ir.Node) -> list[Any]:
@@ -287,7 +290,7 @@ def _gather_mode(mode: str, w: Writer, node: ir.Node) -> list[Any]:
 
 
 def _gemm(w: Writer, node: ir.Node) -> list[Any]:
-    """x @ W^T + bias"""
+    """Write Gemm: x @ W^T + bias."""
     if _number(node, "transA") or any(
         name in node.attributes and node.attributes[name].as_float() != 1 for name in ("alpha", "beta")
     ):
@@ -302,13 +305,13 @@ def _gemm(w: Writer, node: ir.Node) -> list[Any]:
 
 
 def _quantize(w: Writer, node: ir.Node) -> list[Any]:
-    """With one scale."""
+    """Write QuantizeLinear with one scale."""
     x, scale = (w.get(value) for value in node.inputs)
     return [w.out(w.network.add_quantize(x, scale, w.dtype(ir.DataType(_number(node, "output_dtype")))))]
 
 
 def _dequantize(w: Writer, node: ir.Node) -> list[Any]:
-    """Of symmetric numbers: one scale, one a row, or one for every block of a row's inputs."""
+    """Write DequantizeLinear of symmetric numbers, with one scale in all, per row, or per block of a row's inputs."""
     x, scale = (w.get(value) for value in node.inputs[:2])
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         raise UnsupportedError(f"TensorRT: node {w.node!r} has zero points; quantise symmetrically")
@@ -367,4 +370,4 @@ OPS: dict[str, Op] = {
     "Unsqueeze": _unsqueeze,
     "Where": _where,
 }  # fmt: skip
-"""ONNX op_type -> what writes it."""
+"""ONNX op_type -> function that writes the operator."""

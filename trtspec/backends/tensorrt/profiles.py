@@ -1,7 +1,7 @@
-"""What a TensorRT engine is built for: its options, and the shapes of its inputs. Nothing here needs TensorRT.
+"""Options of a TensorRT engine and the shapes of its inputs. This module does not need TensorRT.
 
-One network has two optimisation profiles: `mixed` takes any batch, `generation` batches of generations alone, for which
-kernels are picked at max_batch_size requests of K + 1 rows.
+A network has two optimisation profiles. `mixed` takes any batch. `generation` takes batches of generations alone, and
+its kernels are picked for max_batch_size requests of K + 1 rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trtspec.core import KVSpec
 from trtspec.errors import ConfigError, UnsupportedError
 
 MAX_BANS = 64
-"""Ids that a row may have banned at a time (stop ids before min_tokens)."""
+"""Largest number of ids that are banned in a row at a time (stop ids before min_tokens)."""
 
 ATTENTIONS = ("plugin", "native")
 HARDWARE = ("none", "ampere_plus", "same_compute_capability")
@@ -25,12 +25,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRTOptions:
-    """Beside EngineConfig, what `trtspec build --backend tensorrt` takes; names are those of trtllm-build where it has
-    them. ConfigError for values that are none of those, UnsupportedError for several workers.
+    """Options of `trtspec build --backend tensorrt` in addition to EngineConfig.
 
-    opt_num_tokens: rows that the mixed profile is tuned for, None = half of max_num_tokens. workers: ranks built at a
-    time, of which an engine has one. attention: our "plugin" over the paged cache, or "native", TensorRT's own over a
-    linear one (see native.py).
+    Options that trtllm-build also has carry its names. ConfigError for invalid values, UnsupportedError for several
+    workers.
+
+    opt_num_tokens: rows for which the mixed profile is tuned; None = half of max_num_tokens. workers: number of ranks
+    built at a time; an engine has one rank. attention: "plugin" for our plugin over the paged cache, or "native" for
+    TensorRT's own attention over a linear cache (native.py).
     """
 
     opt_num_tokens: int | None = None
@@ -62,13 +64,13 @@ class TensorRTOptions:
 
 
 def cache_shape(blocks: int, block_size: int, heads: int, width: int, linear: bool) -> Shape:
-    """Of a cache; a linear one has a slot for each block but the scratch."""
+    """Shape of a cache; a linear cache has a slot for each block except scratch."""
     return (blocks - 1, heads, block_size, width) if linear else (blocks, block_size, heads, width)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Input -> its least, usual and largest shape."""
+    """An optimisation profile. shapes: input -> its least, usual and largest shape."""
 
     name: str
     shapes: Mapping[str, tuple[Shape, Shape, Shape]]
@@ -81,8 +83,10 @@ def profiles(
     opt_num_tokens: int | None = None,
     hidden_width: int = 0,
 ) -> tuple[Profile, Profile]:
-    """The two profiles of a ragged graph with these inputs, hidden_states of that width among them if it takes any and
-    these KV layers."""
+    """Return the two profiles of a ragged graph with these inputs and KV layers.
+
+    hidden_width: width of the input hidden_states, if the graph takes it.
+    """
     B, K = sizes.batch_size, sizes.draft_len
     draws = B * (K + 1)
     usual_rows = min(opt_num_tokens or max(sizes.rows // 2, 1), sizes.rows)

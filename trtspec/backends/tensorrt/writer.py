@@ -1,8 +1,8 @@
-"""Small steps of writing a TensorRT network: constants, equal ranks, sizes that are known only at run time.
+"""Basic steps of writing a TensorRT network: constants, equal ranks, sizes that are known only at run time.
 
-TensorRT's elementwise layers want operands of one rank and one dtype, its slices want a size rather than an end, and
-what a size is at run time is itself a tensor of the network ([1] int64 here). `Writer` has these conversions; what an
-ONNX operator becomes is in ops.py.
+TensorRT's elementwise layers require operands of one rank and one dtype. Its slices take a size instead of an end. A
+size that is known only at run time is itself a tensor of the network ([1] int64 here). `Writer` has these conversions.
+ops.py maps ONNX operators to layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trtspec.backends.onnx.export import OWN
 from trtspec.errors import EngineError, UnsupportedError
 
 Size = Any
-"""An int, or a [1] int64 tensor of the network."""
+"""A size of a dimension: an int, or a [1] int64 tensor of the network."""
 
 _DTYPES = {
     "FLOAT": "FLOAT",
@@ -31,20 +31,20 @@ _DTYPES = {
     "FLOAT8E4M3FN": "FP8",
     "BOOL": "BOOL",
 }
-"""ONNX's name of a dtype -> TensorRT's."""
+"""ONNX's name of a dtype -> TensorRT's name."""
 
 
 _FLOATS = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
 _NUMBERS = {**_FLOATS, "INT64": torch.int64, "INT32": torch.int32}
 _WEIGHTS = {**_FLOATS, "INT8": torch.int8, "FLOAT8E4M3FN": torch.float8_e4m3fn, "INT4": torch.uint8}
-"""Of constants that may be the step's own. INT4: two to a byte."""
+"""ONNX's name of a dtype -> torch dtype, for constants that may be the step's own. INT4: two values to a byte."""
 
 
 class Writer:
-    """Writes into one INetworkDefinition. `trt` is the module `tensorrt`.
+    """A writer of layers into one INetworkDefinition. `trt` is the module `tensorrt`.
 
-    `kept` holds the memory that the network's constants refer to: TensorRT copies it only when an engine is built, so
-    it has to live until then. `weights`: those of it that are the step's own, by the names that a refit knows them by.
+    `kept` holds the memory to which the network's constants refer. TensorRT copies it only when an engine is built, so
+    it must live until then. `weights` holds the constants that are the step's own, by their names for a refit.
     """
 
     def __init__(self, trt: Any, network: Any) -> None:
@@ -52,20 +52,20 @@ class Writer:
         self.network = network
         self.kept: list[Any] = []
         self.weights: dict[str, torch.Tensor] = {}
-        self.node = ""  # whose layers are being written, for their names and for complaints
+        self.node = ""  # whose layers are being written, for their names and for errors
         self._tensors: dict[ir.Value, Any] = {}
         self._constants: dict[tuple[str, int], Any] = {}
-        self._shapes: dict[int, tuple[Any, Any]] = {}  # by id of a tensor, which is kept with it
+        self._shapes: dict[int, tuple[Any, Any]] = {}  # by id of a tensor, with the tensor itself
         self._names: dict[str, int] = {}
 
     # --- values of the ONNX graph
 
     def set(self, value: ir.Value, tensor: Any) -> None:
-        """From here on `value` is this tensor of the network."""
+        """Set the tensor of the network that stands for `value` from here on."""
         self._tensors[value] = tensor
 
     def get(self, value: ir.Value | None, rank: int | None = None) -> Any:
-        """The tensor that stands for a value; lifted to `rank` by leading dimensions of 1, if given."""
+        """Return the tensor that stands for a value, with leading dimensions of 1 up to `rank` if that is given."""
         assert value is not None, f"{self.node}: an input is missing"
         if value in self._tensors:
             return self.lift(self._tensors[value], rank)
@@ -80,7 +80,7 @@ class Writer:
         return self._constants[key]
 
     def get_all(self, values: Sequence[ir.Value | None]) -> list[Any]:
-        """The tensors of several values, all of the largest rank among them."""
+        """Return the tensors of several values, all lifted to the largest rank among them."""
         rank = max(self.rank(value) for value in values)
         return [self.get(value, rank) for value in values]
 
@@ -91,7 +91,7 @@ class Writer:
         return len(self.get(value).shape)
 
     def known(self, value: ir.Value | None, what: str) -> list[int]:
-        """The integers of a constant. UnsupportedError, which says `what` they are, if it is none."""
+        """Return the integers of a constant. UnsupportedError, which names `what`, if the value is not constant."""
         if value is None or value.const_value is None:
             raise UnsupportedError(f"TensorRT: {what} of node {self.node!r} is not a constant; please report this")
         return [int(number) for number in np.atleast_1d(value.const_value.numpy()).tolist()]
@@ -99,14 +99,14 @@ class Writer:
     # --- constants
 
     def integers(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> Any:
-        """A [n] tensor."""
+        """Return a constant tensor [n] of these numbers."""
         key = (f"{dtype}{list(numbers)}", 1)
         if key not in self._constants:
             self._constants[key] = self._constant(torch.tensor(list(numbers), dtype=dtype), (len(numbers),))
         return self._constants[key]
 
     def number(self, number: float, like: Any, rank: int = 0) -> Any:
-        """One number, with `rank` dimensions of 1, of the dtype of `like`."""
+        """Return one number as a constant with `rank` dimensions of 1 and the dtype of `like`."""
         names = {name: getattr(self.trt.DataType, _DTYPES[name]) for name in _NUMBERS}
         dtype = next((_NUMBERS[name] for name, kind in names.items() if kind == like.dtype), None)
         if dtype is None:
@@ -125,7 +125,7 @@ class Writer:
     def _constant_of(self, value: ir.Value, held: ir.TensorProtocol, shape: tuple[int, ...]) -> Any:
         raw = getattr(held, "raw", None)
         if not (isinstance(raw, torch.Tensor) and raw.is_contiguous()):
-            raw = torch.frombuffer(bytearray(held.tobytes()), dtype=torch.uint8)  # INT4: the first in the low half
+            raw = torch.frombuffer(bytearray(held.tobytes()), dtype=torch.uint8)  # INT4: first value in the low half
         self.kept.append(raw)
         weights = self.trt.Weights(self.dtype(held.dtype), raw.data_ptr(), int(np.prod(shape, dtype=np.int64)))
         lifted = len(shape) > len(held.shape)
@@ -137,7 +137,7 @@ class Writer:
         return tensor
 
     def dtype(self, dtype: Any) -> Any:
-        """ONNX's dtype as TensorRT's. UnsupportedError where there is none."""
+        """Return TensorRT's dtype for one of ONNX. UnsupportedError if there is none."""
         if dtype is None or dtype.name not in _DTYPES:
             raise UnsupportedError(f"TensorRT: node {self.node!r} has a tensor of {dtype}; please report this")
         return getattr(self.trt.DataType, _DTYPES[dtype.name])
@@ -145,8 +145,10 @@ class Writer:
     # --- layers
 
     def out(self, layer: Any, name: str | None = None) -> Any:
-        """The first output of a layer just added, which is named after the node, unless it has a `name` of its own.
-        EngineError where TensorRT refused it."""
+        """Name a layer just added and return its first output. EngineError if TensorRT refused the layer.
+
+        name: name of the layer; None = the name of the current node.
+        """
         if layer is None:
             raise EngineError(f"TensorRT refused a layer for node {self.node!r}; its log says why. Please report this")
         if name is None:
@@ -156,7 +158,7 @@ class Writer:
         return layer.get_output(0)
 
     def binary(self, operation: str, a: Any, b: Any) -> Any:
-        """Of two tensors, the smaller rank of which is lifted to the other's."""
+        """Write an elementwise layer on two tensors, and lift the smaller rank to the other."""
         rank = max(len(a.shape), len(b.shape))
         kind = getattr(self.trt.ElementWiseOperation, operation)
         return self.out(self.network.add_elementwise(self.lift(a, rank), self.lift(b, rank), kind))
@@ -168,25 +170,25 @@ class Writer:
         return x if x.dtype == dtype else self.out(self.network.add_cast(x, dtype))
 
     def lift(self, x: Any, rank: int | None) -> Any:
-        """With leading dimensions of 1 up to `rank`."""
+        """Return a tensor with leading dimensions of 1 up to `rank`."""
         missing = 0 if rank is None else rank - len(x.shape)
         return x if missing <= 0 else self.unsqueeze(x, range(missing))
 
     def gather(self, x: Any, indices: Any) -> Any:
-        """Along the first dimension."""
+        """Gather along the first dimension."""
         return self.out(self.network.add_gather(x, indices, 0))
 
     def sum(self, x: Any, axis: int) -> Any:
-        """Over one dimension, which goes."""
+        """Sum over one dimension, which is removed."""
         return self.out(self.network.add_reduce(x, self.trt.ReduceOperation.SUM, 1 << axis, False))
 
     def cumulative_sum(self, x: Any) -> Any:
-        """Of [n] integers."""
+        """Cumulative sum of [n] integers."""
         kind = self.trt.CumulativeOperation.SUM
         return self.out(self.network.add_cumulative(x, self.number(0, x), kind, False, False))
 
     def count(self, size: Size, like: Any) -> Any:
-        """0, 1, ... [size] integers of the dtype of `like`."""
+        """Return the integers 0, 1, ... as a tensor [size] with the dtype of `like`."""
         given = self.vector([size]), self.number(0, like), self.number(1, like, 1)
         layer = self.network.add_fill((0,), self.trt.FillOperation.LINSPACE, like.dtype)
         out = self.out(layer)
@@ -203,13 +205,13 @@ class Writer:
     # --- sizes
 
     def shape(self, x: Any) -> Any:
-        """[rank] int64"""
+        """Return the shape of a tensor, [rank] int64."""
         if id(x) not in self._shapes:
             self._shapes[id(x)] = x, self.out(self.network.add_shape(x))
         return self._shapes[id(x)][1]
 
     def size(self, x: Any, axis: int) -> Size:
-        """Of a dimension: a number if it is fixed."""
+        """Size of a dimension; an int if the size is fixed."""
         if x.shape[axis] >= 0:
             return int(x.shape[axis])
         return self.out(self.network.add_slice(self.shape(x), (axis,), (1,), (1,)))
@@ -218,7 +220,7 @@ class Writer:
         return [self.size(x, axis) for axis in range(len(x.shape))]
 
     def vector(self, sizes: Sequence[Size]) -> Any:
-        """Sizes in one tensor [n] int64."""
+        """Return sizes as one tensor [n] int64."""
         parts: list[Any] = []
         numbers: list[int] = []
         for size in (*sizes, None):
@@ -233,7 +235,7 @@ class Writer:
         return parts[0] if len(parts) == 1 else self.concat(parts, 0)
 
     def combine(self, operation: str, a: Size, b: Size) -> Size:
-        """SUM, SUB, MAX or MIN of two sizes."""
+        """Return SUM, SUB, MAX or MIN of two sizes."""
         if isinstance(a, int) and isinstance(b, int):
             number: dict[str, Callable[[int, int], int]] = {
                 "SUM": int.__add__, "SUB": int.__sub__, "MAX": max, "MIN": min,
@@ -250,8 +252,10 @@ class Writer:
     def slice(
         self, x: Any, start: Sequence[Size], size: Sequence[Size], stride: Sequence[int], fill: Any = None
     ) -> Any:
-        """Elements start + i * stride for i < size, along every dimension; with `fill`, a scalar, where there are
-        none."""
+        """Return the elements start + i * stride for i < size, along every dimension.
+
+        fill: a scalar for elements outside `x`.
+        """
 
         zeros = (0,) * len(x.shape)
         open_at = [i for i, sizes in ((1, start), (2, size)) if not all(isinstance(one, int) for one in sizes)]

@@ -1,1 +1,1 @@
-"""What the config.json of a checkpoint says."""
+"""Readers of a checkpoint's config.json."""

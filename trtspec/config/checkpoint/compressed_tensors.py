@@ -1,4 +1,4 @@
-"""`quantization_config` of quant_method compressed-tensors."""
+"""Reader of `quantization_config` with quant_method compressed-tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trtspec.config.checkpoint.weight_schemes import (
 )
 
 _FORMATS = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float", "naive-quantized": "float"}
-"""And the type of their weights."""
+"""Format -> type of its weights."""
 
 
 def compressed_tensors(read: Reader) -> tuple[Rule, ...]:
@@ -41,7 +41,7 @@ def compressed_tensors(read: Reader) -> tuple[Rule, ...]:
         one = named.sub(name, group)
         scheme = _scheme(one, _format(one) if one.get("format") is not None else _format(read))
         rules += [_rule(one, "targets", target, scheme) for target in strings(one, "targets")]
-    # a name wins over an expression, that over the class
+    # a name wins over an expression, and an expression over the class
     return (*ignored, *sorted(rules, key=lambda rule: ("name", "re", "all").index(rule.kind)))
 
 
@@ -64,7 +64,7 @@ def _rule(read: Reader, key: str, target: str, scheme: WeightScheme | None) -> R
 
 
 def _scheme(read: Reader, layout: str) -> WeightScheme:
-    """Of one of config_groups."""
+    """Weight scheme of one of config_groups."""
     weights = read.sub("weights", read.object("weights") or {})
     if weights.string("type", "int") != _FORMATS[layout]:
         raise weights.unsupported("type", f"weights in format {layout} are of type {_FORMATS[layout]}")
@@ -94,7 +94,7 @@ def _integers(read: Reader, weights: Reader, strategy: str, layout: str) -> Weig
 
 
 def _check_integer_inputs(read: Reader) -> None:
-    """Only what happens anyway: each row is rounded to int8 with a scale of its own."""
+    """Raise UnsupportedError for inputs that are rounded otherwise than here: each row to int8 with its own scale."""
     inputs = read.object("input_activations")
     if inputs is None:
         return
@@ -114,8 +114,11 @@ def _check_integer_inputs(read: Reader) -> None:
 
 
 def _fp8(read: Reader, weights: Reader, strategy: str, layout: str) -> WeightScheme:
-    """Inputs may be rounded to multiples of a stored scale; where they were meant to be rounded as they come, they are
-    left as they are."""
+    """Scheme of float8_e4m3fn weights.
+
+    Inputs may be rounded to multiples of a stored scale. Inputs that were meant to be rounded dynamically stay
+    unrounded.
+    """
     inputs = read.object("input_activations")
     given = read.sub("input_activations", inputs or {})
     for reader, strategies in ((weights, (strategy,)), *([(given, ("tensor", "token"))] if inputs else [])):
@@ -138,4 +141,4 @@ _TYPES: dict[str, tuple[tuple[str, ...], Callable[[Reader, Reader, str, str], We
     "int": (("group", "channel"), _integers),
     "float": (("tensor", "channel"), _fp8),
 }
-"""Type of weights -> its strategies, and what makes the scheme of (group, its weights, strategy, layout)."""
+"""Type of weights -> (its strategies, the function that makes a scheme of (group, its weights, strategy, layout))."""

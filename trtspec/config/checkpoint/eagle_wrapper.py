@@ -6,10 +6,10 @@ from trtspec.config.checkpoint.reader import Reader
 
 
 def unwrapped(read: Reader) -> Reader:
-    """The plain config of a wrapped one; any other as it is.
+    """Return the plain config inside a wrapped one; any other config as it is.
 
-    As in vLLM, fields beside `model` win over those in it, except for what it is: model_type stays, and an architecture
-    A becomes EagleA. Raises CheckpointError where `model` is no object.
+    As in vLLM, fields next to `model` win over those in it, except for those that say what it is. There, model_type
+    stays, and an architecture A becomes EagleA. Raises CheckpointError if `model` is no object.
     """
     if read.get("model_type") != "eagle":
         return read

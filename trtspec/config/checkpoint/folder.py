@@ -1,5 +1,7 @@
-"""What any checkpoint folder says, whatever is in it: a decoder's says more (config/checkpoint/model.py), a
-draft head's less."""
+"""The config that all checkpoint folders have, whatever is in them.
+
+A decoder's config has more fields (config/checkpoint/model.py), a draft head's has fewer.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ from trtspec.hub.folders import checkpoint_folder
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """`model_type` is "" where config.json does not say. `raw` is config.json as read, an EAGLE head's without its
-    wrapper, and that of the speculators package in the words of other heads. `quantization` says which weights are
-    quantised already."""
+    """The config of a checkpoint folder.
+
+    model_type: "" if config.json does not say. raw: config.json as read. An EAGLE head's is without its wrapper, and
+    one of the speculators package has the field names of other heads. quantization: which weights are quantised
+    already.
+    """
 
     path: Path
     model_type: str
@@ -30,8 +35,10 @@ class CheckpointConfig:
 
 
 def read_checkpoint(path: str | os.PathLike[str], role: str) -> CheckpointConfig:
-    """Of a folder that need not be a decoder's. Raises CheckpointError; UnsupportedError for a kind of quantised
-    weights."""
+    """Read the config of a folder that need not be a decoder's.
+
+    Raises CheckpointError, and UnsupportedError for a kind of quantised weights.
+    """
     read = plain_config(unwrapped(checkpoint_reader(path, role)))
     return CheckpointConfig(
         path=read.file.parent,
@@ -42,13 +49,16 @@ def read_checkpoint(path: str | os.PathLike[str], role: str) -> CheckpointConfig
 
 
 def architecture_of(checkpoint: CheckpointConfig) -> str:
-    """The first of its architectures, "" where config.json names none."""
+    """The first of the checkpoint's architectures, "" if config.json names none."""
     names = checkpoint.raw.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def checkpoint_reader(path: str | os.PathLike[str], role: str) -> Reader:
-    """The folder's config.json; `role` ("target", "draft") is what errors call the model. Raises CheckpointError."""
+    """Reader of the folder's config.json. Raises CheckpointError.
+
+    role: "target" or "draft", the name of the model in errors.
+    """
     folder = checkpoint_folder(path, role)
     if not folder.is_dir():
         raise CheckpointError(
@@ -59,14 +69,17 @@ def checkpoint_reader(path: str | os.PathLike[str], role: str) -> Reader:
 
 
 def checkpoint_quantization(config: Reader) -> CheckpointQuantization | None:
-    """What config.json, or the file beside it, says of quantised weights."""
+    """Quantisation of the weights as config.json states it, or hf_quant_config.json next to it."""
     beside = config.file.with_name("hf_quant_config.json")
     found = Reader(read_json(beside, config.role, required=False), beside, config.role)
     return CheckpointQuantization.read(config, found)
 
 
 def head_reader(config: CheckpointConfig, model_type: str, what: str) -> Reader:
-    """The config.json of a draft head that is no decoder. UnsupportedError for a checkpoint of another kind."""
+    """Reader of the config.json of a draft head that is no decoder.
+
+    UnsupportedError for a checkpoint of another kind.
+    """
     if config.model_type not in ("", model_type):
         raise UnsupportedError(
             f"draft model {config.path}: model_type {config.model_type!r} is no {what}, whose model_type is "

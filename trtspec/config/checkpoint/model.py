@@ -1,8 +1,8 @@
 """A checkpoint's config.json and generation_config.json, read once, checked, and normalised.
 
-Hugging Face spells the same facts in several ways: `rope_scaling` + `rope_theta` or `rope_parameters`, `torch_dtype` or
-`dtype`, a window for all layers, for the layers from `max_window_layers` on, or for those named in `layer_types`.
-Everything behind this file sees one spelling.
+Hugging Face spells the same facts in several ways. Rotary parameters are in `rope_scaling` + `rope_theta` or in
+`rope_parameters`. The dtype is `torch_dtype` or `dtype`. A window is for all layers, for the layers from
+`max_window_layers` on, or for those named in `layer_types`. All other code sees one spelling.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _SAMPLING_KEYS = {"temperature": float, "top_k": int, "top_p": float, "min_p": f
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions as transformers understands them, defaults filled in.
+    """Rotary positions as in transformers, with defaults filled in.
 
-    `original_max_position_embeddings` is in tokens; for `dynamic` it is max_position_embeddings, as in transformers.
-    `attention_factor` multiplies cos and sin; for `yarn` it is already derived from factor and mscale, otherwise 1.
+    `original_max_position_embeddings` is in tokens. For `dynamic` it is max_position_embeddings, as in transformers.
+    `attention_factor` multiplies cos and sin. For `yarn` it is already derived from factor and mscale, otherwise it
+    is 1.
     """
 
     rope_type: str = "default"
@@ -47,11 +48,12 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig(CheckpointConfig):
-    """One decoder's facts. Dimensions in elements, `windows[i]` in tokens (None = layer i attends to everything).
+    """The config of one decoder.
 
-    `eos_token_ids` is the union of config.json and generation_config.json; the tokenizer may add its own.
-    `generation_defaults` holds those of temperature, top_k, top_p, min_p that generation_config.json sets with
-    `do_sample`, and its repetition_penalty.
+    Dimensions are in elements, `windows[i]` in tokens (None = layer i attends to everything). `eos_token_ids` is the
+    union of config.json's and generation_config.json's; the tokenizer may add its own. `generation_defaults` holds
+    those of temperature, top_k, top_p and min_p that generation_config.json sets with `do_sample`, and its
+    repetition_penalty.
     """
 
     architecture: str
@@ -78,15 +80,15 @@ class ModelConfig(CheckpointConfig):
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str], role: str = "target") -> ModelConfig:
-        """Reads `path`; `role` ("target", "draft") is what errors call this model. See `of`."""
+        """Read the folder `path`, then as `of`. role: "target" or "draft", the name of this model in errors."""
         return cls.of(read_checkpoint(path, role), role)
 
     @classmethod
     def of(cls, checkpoint: CheckpointConfig, role: str = "target") -> ModelConfig:
-        """A checkpoint whose config.json has been read, as a decoder's; generation_config.json is read here.
+        """Config of a decoder whose config.json has been read as `checkpoint`; generation_config.json is read here.
 
-        Raises CheckpointError for a missing or damaged file and for missing or ill-typed fields, UnsupportedError for
-        what we know but have not built (rope type, activation, kind of quantised weights).
+        Raises CheckpointError for a missing or damaged file and for missing or ill-typed fields. Raises
+        UnsupportedError for what is known but not built (rope type, activation, kind of quantised weights).
         """
         folder = checkpoint.path
         read = Reader(dict(checkpoint.raw), folder / "config.json", role)
@@ -99,7 +101,7 @@ class ModelConfig(CheckpointConfig):
         num_layers = read.positive_int("num_hidden_layers")
         num_heads = read.positive_int("num_attention_heads")
         num_kv_heads = read.positive_int("num_key_value_heads", num_heads)
-        # Qwen3 alone fixes head_dim by class; for the others a missing one follows from hidden_size
+        # only Qwen3's class fixes head_dim; in other models a missing head_dim follows from hidden_size
         head_dim = read.positive_int("head_dim", 128 if model_type == "qwen3" else max(hidden_size // num_heads, 1))
         max_positions = read.positive_int("max_position_embeddings")
         if num_heads % num_kv_heads:
@@ -138,8 +140,11 @@ class ModelConfig(CheckpointConfig):
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens the checkpoint is meant for: rope scaling stretches max_position_embeddings, unless that is already
-        the stretched length (llama3 by convention, yarn when it names a shorter original length)."""
+        """Number of tokens that the checkpoint is meant for.
+
+        Rope scaling stretches max_position_embeddings, unless that is the stretched length already. It is for llama3 by
+        convention, and for yarn if that names a shorter original length.
+        """
         rope = self.rope
         if rope.rope_type == "yarn":
             return max(self.max_position_embeddings, int(rope.original_max_position_embeddings * rope.factor))
@@ -157,7 +162,7 @@ def _hidden_act(read: Reader) -> str:
 
 
 def _dtype(read: Reader) -> str:
-    # transformers before 5 wrote torch_dtype; without either, its own default is float32
+    # transformers before 5 wrote torch_dtype; without either field its default is float32
     key = "dtype" if read.get("dtype") is not None else "torch_dtype"
     dtype = read.string(key, "float32").removeprefix("torch.")
     if dtype not in DTYPES:
@@ -181,13 +186,13 @@ def _windows(read: Reader, model_type: str, num_layers: int) -> tuple[int | None
         window = read.positive_int("sliding_window")
         return tuple(window if name == "sliding_attention" else None for name in layer_types)
     if model_type in ("qwen2", "qwen3", "mimo"):
-        # Qwen's classes, and so MiMo's, ignore sliding_window unless the switch is on, and then spare the first layers
+        # Qwen's classes, and so MiMo's, ignore sliding_window unless the switch is on; the first layers have none then
         if not read.boolean("use_sliding_window", False):
             return full
         window, first = read.positive_int("sliding_window", 4096), read.integer("max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if model_type == "mistral":
-        # absent means the class default, 4096 (v0.1); null means none (v0.2 and later)
+        # an absent field means the class default, 4096 (v0.1); null means no window (v0.2 and later)
         if "sliding_window" in read.data and read.get("sliding_window") is None:
             return full
         return (read.positive_int("sliding_window", 4096),) * num_layers
@@ -195,7 +200,7 @@ def _windows(read: Reader, model_type: str, num_layers: int) -> tuple[int | None
 
 
 def _rope(read: Reader, max_positions: int) -> RopeConfig:
-    # as transformers: a non-empty rope_scaling wins over rope_parameters
+    # as in transformers, a non-empty rope_scaling wins over rope_parameters
     key = "rope_scaling" if read.object("rope_scaling") else "rope_parameters"
     scaling = read.sub(key, _one_rope(read, key, read.object(key) or {}))
     kind_key = "rope_type" if scaling.get("rope_type") is not None else "type"
@@ -213,7 +218,7 @@ def _rope(read: Reader, max_positions: int) -> RopeConfig:
     if kind in ("llama3", "yarn"):
         inner = scaling.positive_int("original_max_position_embeddings", max_positions)
         original = read.positive_int("original_max_position_embeddings", inner)
-    # yarn alone may leave the factor to be the ratio of the two lengths
+    # only yarn may omit the factor, which then is the ratio of the two lengths
     factor = scaling.number("factor", max_positions / original if kind == "yarn" else None, minimum=0.0)
     if kind in ("linear", "dynamic"):
         return RopeConfig(kind, theta, factor, original)
@@ -243,7 +248,7 @@ def _rope(read: Reader, max_positions: int) -> RopeConfig:
 
 
 def _one_rope(read: Reader, key: str, scaling: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 may nest the parameters by layer type; one rope for all layers is what we run."""
+    """Rope parameters of all layers. transformers 5 may nest them by layer type; only equal ones are supported."""
     nested = [value for value in scaling.values() if isinstance(value, dict)]
     if not nested:
         return scaling
@@ -263,13 +268,13 @@ def _eos(read: Reader, vocab_size: int) -> frozenset[int]:
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
             raise read.error("eos_token_id", f"= {short(value)} is not a token id or a list of them; correct the file")
-    # -1 stands for none, and an id past the vocabulary can never be generated
+    # -1 means none, and an id outside the vocabulary can never be generated
     return frozenset(token for token in ids if 0 <= token < vocab_size)
 
 
 def _token_id(config: Reader, generation: Reader, key: str) -> int | None:
     for read in (config, generation):
-        # some files write -1 for "none"; a list (several pad ids) has no single answer
+        # some files write -1 for "none"; a list of several pad ids names no single id
         if read.get(key) is not None and not isinstance(read.get(key), list):
             token = read.integer(key)
             return token if token >= 0 else None
@@ -282,6 +287,6 @@ def _generation_defaults(read: Reader) -> Mapping[str, float | int]:
         for key, kind in _SAMPLING_KEYS.items():
             if read.get(key) is not None:
                 values[key] = read.integer(key) if kind is int else read.number(key)
-    if read.get("repetition_penalty") is not None:  # which greedy decoding heeds, too
+    if read.get("repetition_penalty") is not None:  # it applies to greedy decoding, too
         values["repetition_penalty"] = read.number("repetition_penalty", minimum=0.0)
     return values

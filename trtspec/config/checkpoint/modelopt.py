@@ -1,4 +1,4 @@
-"""`quantization_config` of quant_method modelopt, and hf_quant_config.json: NVIDIA's Model Optimizer."""
+"""Reader of `quantization_config` with quant_method modelopt, and of hf_quant_config.json: NVIDIA's Model Optimizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trtspec.config.checkpoint.reader import Reader
 from trtspec.config.checkpoint.weight_schemes import Fp8Scheme, Rule, strings
 
 _SCHEMES = {"FP8": Fp8Scheme(0, static=True), "FP8_PER_CHANNEL_PER_TOKEN": Fp8Scheme(1, static=False)}
-"""By quant_algo."""
+"""quant_algo -> scheme of the weights."""
 
 
 def modelopt(read: Reader) -> tuple[Rule, ...]:
@@ -16,5 +16,6 @@ def modelopt(read: Reader) -> tuple[Rule, ...]:
             "quant_algo",
             f"this is not supported; supported: {', '.join(_SCHEMES)}; or use the bf16, fp16 or fp32 checkpoint",
         )
-    kept = [name for key in ("ignore", "exclude_modules") for name in strings(read, key)]  # config.json's, the other's
+    # config.json calls the key "ignore", hf_quant_config.json "exclude_modules"
+    kept = [name for key in ("ignore", "exclude_modules") for name in strings(read, key)]
     return (*(Rule("glob", name, None) for name in kept), Rule("all", "", scheme))

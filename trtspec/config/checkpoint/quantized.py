@@ -1,15 +1,16 @@
-"""`quantization_config` of a checkpoint's config.json: which linears are quantised, in which public layout.
+"""`quantization_config` of a checkpoint's config.json: which linears are quantised, and in which public layout.
 
     quant_method         format               weights
     compressed-tensors   pack-quantized       4 or 8 bits, in int32 words along the inputs
                          int-quantized        4 or 8 bits, an int8 each
-                         float-quantized      float8_e4m3fn, as naive-quantized
+                         float-quantized      float8_e4m3fn; naive-quantized is the same
     gptq                 gptq, gptq_v2        4 or 8 bits, in int32 words along the inputs
     awq                  gemm                 4 bits, in int32 words along the outputs, interleaved
     modelopt             FP8, and per channel float8_e4m3fn; may be said in hf_quant_config.json alone
 
-4-bit weights may share a scale (and a zero point) in groups of inputs, 8-bit ones only in whole output channels and
-without zero point: what `packed_linear` computes with. Everything else is refused here, by the field that asks for it.
+Integer weights share a scale in groups of inputs or in whole output channels. 4-bit weights may also share a zero
+point; 8-bit weights have none. This is what `packed_linear` computes with. Everything else is refused here, and the
+error names the field that asks for it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from trtspec.errors import ConfigError
 
 @dataclass(frozen=True)
 class CheckpointQuantization:
-    """What config.json says of the weights: the first rule that fits a linear decides.
+    """The quantisation of the weights, as config.json states it. The first rule that fits a linear decides.
 
-    kv_scales: there may be scales of keys and values, for a KV cache in fp8. Ours is in the model's dtype.
+    kv_scales: there may be scales of keys and values, for a KV cache in fp8. trtspec's cache is in the model's dtype.
     """
 
     method: str
@@ -37,9 +38,12 @@ class CheckpointQuantization:
 
     @classmethod
     def read(cls, config: Reader, beside: Reader | None = None) -> CheckpointQuantization | None:
-        """Of config.json, or where that does not say, hf_quant_config.json `beside` it; None for a checkpoint of
-        floating-point weights. Raises UnsupportedError, CheckpointError."""
-        # early versions of compressed-tensors had a name of their own
+        """Read the quantisation from config.json; None for a checkpoint of floating-point weights.
+
+        If config.json does not state it, hf_quant_config.json next to it does, the second argument. Raises
+        UnsupportedError, CheckpointError.
+        """
+        # early versions of compressed-tensors had their own name for the key
         key = "quantization_config" if config.get("quantization_config") is not None else "compression_config"
         fields, default = config.object(key), "compressed-tensors" if key == "compression_config" else None
         if fields is not None:
@@ -66,30 +70,32 @@ class CheckpointQuantization:
         return found
 
     def scheme(self, module: str) -> WeightScheme | None:
-        """Of a linear by its name in the checkpoint ("model.layers.0.mlp.down_proj"); None = floating point."""
+        """Scheme of a linear by its name in the checkpoint ("model.layers.0.mlp.down_proj"); None = floating point."""
         return next((rule.scheme for rule in self.rules if rule.fits(module)), None)
 
     def renamed(self, modules: Mapping[str, str]) -> CheckpointQuantization:
-        """The same of linears that go by other names: those, and the checkpoint's of each."""
+        """The same quantisation for linears with other names. modules: other name -> the checkpoint's name."""
         rules = [Rule("name", ours, self.scheme(theirs)) for ours, theirs in modules.items() if ours != theirs]
         return replace(self, rules=(*rules, *self.rules))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What users call it: the method, and what its weights are."""
+        """Names that users give to it: the method, and the kinds of its weights."""
         return (self.method, *dict.fromkeys(scheme.kind for scheme in self.schemes))
 
     @property
     def schemes(self) -> tuple[WeightScheme, ...]:
-        """Each once."""
+        """Schemes of all rules, each once."""
         return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))
 
     def __str__(self) -> str:
         return f"{self.method}, {' and '.join(map(str, self.schemes))}"
 
     def check_request(self, kind: str | None, role: str) -> None:
-        """`quantization` = `kind` goes for the linears that the checkpoint left in floating point; one that the
-        quantised ones do not have is a ConfigError, as they are not quantised again."""
+        """Raise ConfigError if quantization = `kind` is asked for and the quantised linears are of another kind.
+
+        `kind` is for the linears that the checkpoint left in floating point. The others are not quantised again.
+        """
         allowed = list(dict.fromkeys(word for scheme in self.schemes for word in scheme.requests))
         if kind is not None and kind not in allowed:
             words = (
@@ -158,7 +164,7 @@ def _fp8(read: Reader) -> tuple[Rule, ...]:
 
 
 def _has_kv_scales(read: Reader) -> bool:
-    """Whether the config means a KV cache in fp8. UnsupportedError for another one that is quantised."""
+    """Whether the config is for a KV cache in fp8. UnsupportedError for a KV cache that is quantised otherwise."""
     algorithm = read.get("kv_cache_quant_algo")  # modelopt's name in hf_quant_config.json
     if algorithm is not None and algorithm not in ("FP8", "fp8"):
         raise read.unsupported(

@@ -1,4 +1,4 @@
-"""Reading the JSON files of a checkpoint: typed access, and errors that name the role, the file and the field."""
+"""Reader of a checkpoint's JSON files: typed access, and errors that name the role, the file and the field."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trtspec.errors import CheckpointError, UnsupportedError
 
 
 class Reader:
-    """Typed access to one JSON object; every error names the role, the file, the field and the remedy."""
+    """Typed access to one JSON object. Every error names the role, the file, the field and the remedy."""
 
     def __init__(self, data: dict[str, Any], file: Path, role: str, prefix: str = ""):
         self.data, self.file, self.role, self.prefix = data, file, role, prefix
 
     def sub(self, key: str, data: dict[str, Any]) -> Reader:
-        """The object at `key`, read with the same care."""
+        """Reader of `data`, the object at `key`; its errors name the field by its whole path."""
         return Reader(data, self.file, self.role, f"{self.prefix}{key}.")
 
     def get(self, key: str) -> Any:
@@ -95,13 +95,13 @@ class Reader:
 
 
 def short(value: Any) -> str:
-    """As JSON, at most 80 characters."""
+    """The value as JSON, cut to at most 80 characters."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def read_json(file: Path, role: str, required: bool) -> dict[str, Any]:
-    """The object in `file`; {} where there is none and none is `required`. Raises CheckpointError."""
+    """The object in `file`; {} if the file is missing and not `required`. Raises CheckpointError."""
     if not file.is_file():
         if not required:
             return {}

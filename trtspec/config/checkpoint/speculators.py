@@ -1,6 +1,7 @@
-"""config.json as the speculators package writes it: the head's layer is described in `transformer_layer_config`.
+"""Reader of config.json as the speculators package writes it, with the head's layer in `transformer_layer_config`.
 
-Source: vllm-project/speculators, models/*/config.py; which fields may be missing, vLLM's transformers_utils/configs.
+Source: vllm-project/speculators, models/*/config.py. Source for the fields that may be missing: vLLM's
+transformers_utils/configs.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ _ARCHITECTURES = {
     ("eagle3", "qwen3"): "Qwen3ForCausalLMEagle3",
     ("peagle", "llama"): "PeagleLlamaForCausalLM",
     ("dflash", "qwen3"): "DFlashDraftModel",
-    ("dflash", "llama"): "DFlashDraftModel",  # its layers are Qwen3's all the same
+    ("dflash", "llama"): "DFlashDraftModel",  # its layers are Qwen3's nevertheless
 }
-"""Kind of speculator, model_type of its layer -> what public heads of that kind call themselves."""
+"""(kind of speculator, model_type of its layer) -> architecture that public heads of that kind name."""
 _READ_ELSEWHERE = ("dspark", "mtp")
-"""Kinds whose rooms read this layout by themselves."""
+"""Kinds whose own readers in methods/ read this layout."""
 _FIELDS = (
     _KIND,
     "draft_vocab_size",
@@ -39,7 +40,7 @@ _FIELDS = (
     "quantization_config",
     "compression_config",
 )
-"""What is said beside the layer, and means what it does in other heads' files."""
+"""Fields next to the layer that mean the same in the files of other heads."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -51,14 +52,14 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-6,
     },
 }  # fmt: skip
-"""transformers' own, by model_type: some versions leave out of the layer what is equal to them."""
+"""Defaults of transformers by model_type. Some versions omit fields of the layer that equal them."""
 
 
 def plain_config(read: Reader) -> Reader:
-    """The config of such a file in the words of other heads; any other as it is, also of a speculator whose room reads
-    this layout by itself.
+    """Return the config of such a file with the field names of other heads; any other config as it is.
 
-    Raises CheckpointError where there is no layer, UnsupportedError for a layer or a speculator of another kind.
+    A speculator of _READ_ELSEWHERE also stays as it is. Raises CheckpointError if there is no layer, UnsupportedError
+    for a layer or a speculator of another kind.
     """
     kinds = dict.fromkeys(kind for kind, _ in _ARCHITECTURES)
     if read.get(_KIND) not in kinds:
@@ -78,7 +79,7 @@ def plain_config(read: Reader) -> Reader:
     plain = {
         **_DEFAULTS[model_type],
         **{name: value for name, value in layer.items() if value is not None and name != "quantization_config"},
-        "norm_before_residual": kind == "eagle3",  # as vLLM takes a file that does not say
+        "norm_before_residual": kind == "eagle3",  # vLLM's default if the file does not say
         **said,
         "architectures": [_ARCHITECTURES[kind, model_type]],
         "model_type": model_type,

@@ -1,4 +1,4 @@
-"""How a quantised checkpoint stores the weight of a linear, and which linears it is about."""
+"""Storage of a linear's weight in a quantised checkpoint, and rules for which linears are quantised."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, ClassVar, TypeAlias
 from trtspec.config.checkpoint.reader import Reader, short
 
 GROUP_MULTIPLE = 32
-"""Groups of any multiple of this many inputs are groups of 32, 64 or 128 whose scales repeat."""
+"""A group of any multiple of this number of inputs is held as groups of 32, 64 or 128 whose scales repeat."""
 
 
 @dataclass(frozen=True)
 class IntegerScheme:
-    """How the weight of one linear is stored, as integers.
+    """The storage of one linear's weight as integers.
 
-    layout: "pack-quantized", "int-quantized", "gptq" or "awq". group_size: inputs that share a scale, None = all.
-    symmetric: the zero point is the middle of the range and not stored (gptq stores it all the same). ordered: there
-    is a g_idx, the group of each input. zero_offset: what to add to a stored zero point.
+    layout: "pack-quantized", "int-quantized", "gptq" or "awq". group_size: number of inputs that share a scale, None =
+    all. symmetric: the zero point is the middle of the range and is not stored (gptq stores it nevertheless). ordered:
+    there is a g_idx, the group of each input. zero_offset: number to add to a stored zero point.
     """
 
     kind: ClassVar[str] = "int"
@@ -39,7 +39,7 @@ class IntegerScheme:
 
     @property
     def requests(self) -> tuple[str, ...]:
-        """Values of EngineConfig.quantization that mean the same bits and, with 4 bits, groups."""
+        """Values of EngineConfig.quantization that mean the same bits and, for 4 bits, the same groups."""
         if self.bits == 8:
             return ("int8",)
         words = {128: "int4_g128", 64: "int4_g64", 32: "int4"}
@@ -49,21 +49,22 @@ class IntegerScheme:
 
     @property
     def int8_groups(self) -> bool:
-        """Whether these are 8-bit weights with more scales than one per output channel."""
+        """Whether the weights have 8 bits, and more than one scale per output channel."""
         return self.bits == 8 and self.group_size is not None
 
     @property
     def held(self) -> Hashable:
-        """What linears must agree in to be one matrix here."""
+        """Properties in which linears must agree to be held as one matrix."""
         return self.bits, self.int8_groups
 
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """How the weight of one linear is stored, as float8_e4m3fn.
+    """The storage of one linear's weight as float8_e4m3fn.
 
-    scale_dims: of the weight's scale: 0 = one number, 1 = [N], 2 = [N, 1]. static: its inputs are rounded, too, to
-    multiples of one stored scale; otherwise, also where inputs were meant to be rounded as they come, they are not.
+    scale_dims: dimensions of the weight's scale: 0 = one number, 1 = [N], 2 = [N, 1]. static: inputs are rounded, too,
+    to multiples of one stored scale. Otherwise inputs are not rounded, even if they were meant to be rounded
+    dynamically.
     """
 
     kind: ClassVar[str] = "fp8"
@@ -77,12 +78,12 @@ class Fp8Scheme:
 
     @property
     def requests(self) -> tuple[str, ...]:
-        """Values of EngineConfig.quantization that mean the same: none."""
+        """Values of EngineConfig.quantization that mean the same: there are none."""
         return ()
 
     @property
     def held(self) -> Hashable:
-        """What linears must agree in to be one matrix here."""
+        """Properties in which linears must agree to be held as one matrix."""
         return "fp8", self.static
 
 
@@ -91,10 +92,10 @@ WeightScheme: TypeAlias = IntegerScheme | Fp8Scheme
 
 @dataclass(frozen=True)
 class Rule:
-    """Linears whose name in the checkpoint fits `pattern`, and their scheme; None = not quantised.
+    """The scheme of the linears whose name in the checkpoint fits `pattern`; None = not quantised.
 
-    kind: "name" (equal), "re" (a regular expression that fits its beginning), "part" (is in it), "suffix",
-    "glob" (with wildcards, of it or of what it is in), "all".
+    kind says how the pattern fits a name: "name" (equal), "re" (a regular expression for its beginning), "part" (a part
+    of it), "suffix", "glob" (wildcards, for the name or for a module that contains it), "all".
     """
 
     kind: str
@@ -102,7 +103,7 @@ class Rule:
     scheme: WeightScheme | None
 
     def fits(self, module: str) -> bool:
-        """Whether this rule is about the linear."""
+        """Whether this rule applies to the linear."""
         if self.kind == "re":
             return re.match(self.pattern, module) is not None
         if self.kind == "part":
@@ -117,7 +118,7 @@ class Rule:
 def check_integers(
     read: Reader, bits: tuple[str, int], size: tuple[str, int | None], symmetric: tuple[str, bool]
 ) -> None:
-    """What the kernels hold; each given as (field, value)."""
+    """Raise UnsupportedError for what the kernels cannot hold. Each argument is (field, value)."""
     if bits[1] not in (4, 8):
         raise read.unsupported(bits[0], "only 4 and 8 bits are supported")
     if bits[1] == 8 and not symmetric[1]:
@@ -135,7 +136,7 @@ def check_integers(
 
 
 def strings(read: Reader, key: str) -> list[str]:
-    """A list of strings, or of lists of strings, or nothing."""
+    """The strings at `key` in one list. The field may be a list of strings, or of lists of strings, or missing."""
     value = read.get(key) or []
     flat: list[Any] = []
     for entry in value if isinstance(value, list) else [value]:

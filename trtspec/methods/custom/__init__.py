@@ -1,1 +1,1 @@
-"""A drafter of the user's own."""
+"""A drafter that the user provides."""

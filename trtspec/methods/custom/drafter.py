@@ -1,4 +1,4 @@
-"""A drafter of the user's own, as a name, a class or an object."""
+"""A drafter that the user provides: as a name, a class or an object."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from trtspec.protocols import Drafter
 
 
 class CustomDrafter:
-    """Where the user's drafter comes from."""
+    """A factory for the user's drafter."""
 
     @staticmethod
     def of(speculation: SpeculationPlan, model: DraftModel | None = None, max_num_tokens: int = 0) -> Drafter:
-        """From "package.module:Class", a class, or an object; ConfigError if it is no drafter, or its own code
-        fails."""
+        """Return the drafter that the options give as "package.module:Class", as a class, or as an object.
+
+        Raises ConfigError if this is no drafter, or if its own code fails.
+        """
         own = cast("CustomOptions", speculation.options).drafter
         try:
             found: Any = _opened(own) if isinstance(own, str) else own

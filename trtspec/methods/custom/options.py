@@ -1,4 +1,4 @@
-"""Which drafter the user brings."""
+"""The option that gives the user's drafter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from trtspec.methods.options import MethodOptions
 
 @dataclass(frozen=True, kw_only=True)
 class CustomOptions(MethodOptions):
-    """drafter: "package.module:Class", a class, or an object with the methods of protocols.Drafter."""
+    """Options of the method "custom".
+
+    drafter: "package.module:Class", a class, or an object with the methods of protocols.Drafter.
+    """
 
     drafter: Any

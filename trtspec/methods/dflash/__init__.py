@@ -1,1 +1,1 @@
-"""DFlash: a block of masks, drafted in one pass over the target's states."""
+"""DFlash: drafts a block of mask tokens in one pass, from the target's hidden states."""

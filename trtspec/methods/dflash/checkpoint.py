@@ -1,19 +1,20 @@
-"""What config.json of a DFlash draft says, in either of its layouts.
+"""The config.json of a DFlash draft, in either of its two layouts.
 
-z-lab's, which vLLM reads the same, is a Qwen3 config with fields added:
+The layout of z-lab, which vLLM reads the same way, is a Qwen3 config with these fields added:
 
-    block_size                        rows of a block it was trained on: the next token and block_size - 1 masks
-    num_target_layers                 of the target it was trained for
-    dflash_config.target_layer_ids    whose outputs it reads: L = after layer L, as everywhere in trtspec
-    dflash_config.mask_token_id       what the rows of masks read
+    block_size                        rows of a block in training: the next token and block_size - 1 masks
+    num_target_layers                 number of layers of the target it was trained for
+    dflash_config.target_layer_ids    layers whose outputs the draft reads: L = after layer L, as everywhere in trtspec
+    dflash_config.mask_token_id       token id of the mask rows
 
-Newer files have block_size within dflash_config. That of the package `speculators` (models/dflash/config.py), once
-config.checkpoint.speculators has made its layer's config the outer one, has beside block_size
+Newer files have block_size within dflash_config. The other layout is that of the package `speculators`
+(models/dflash/config.py). config.checkpoint.speculators first makes the config of its layer the outer one. Then, next
+to block_size, this layout has
 
     mask_token_id                     the same
-    aux_hidden_state_layer_ids        whose outputs it reads, as vLLM counts: L = what enters layer L
-    sample_from_anchor                whether the row of the next token guesses, too; such a draft is not built
-    draft_vocab_size                  ids that are drafted, in either layout; fewer than the target's come with d2t
+    aux_hidden_state_layer_ids        layers whose outputs the draft reads, as vLLM counts: L = the input of layer L
+    sample_from_anchor                whether the row of the next token guesses, too; such a draft is not supported
+    draft_vocab_size                  number of drafted ids, in either layout; if fewer than the target's, d2t is needed
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ from trtspec.methods.mask_token import mask_token_id
 DFLASH = "dflash"
 DFLASH_ARCHITECTURE = "DFlashDraftModel"
 
-# dflash_config switches whose other value is a draft we do not run
+# Switches of dflash_config, each with the only value that is supported.
 _FIXED = {"causal": False, "use_swa": False, "attention_sink_bias": False, "use_aux_hidden_state": True}
 
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """target_layer_ids: "after layer i". num_target_layers, mask_token_id: None where the file does not say.
-    of_speculators: it is in that package's layout."""
+    """The fields of config.json that are specific to a DFlash draft.
+
+    target_layer_ids: "after layer i". num_target_layers, mask_token_id: None if the file does not say. of_speculators:
+    whether the file has the layout of the package `speculators`.
+    """
 
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
@@ -50,7 +54,10 @@ class DFlashConfig:
 
     @classmethod
     def of(cls, config: ModelConfig) -> DFlashConfig:
-        """Raises UnsupportedError for drafts of another kind, CheckpointError for fields that make no sense."""
+        """Return the fields of a draft's config.
+
+        Raises UnsupportedError for drafts of another kind, CheckpointError for fields that make no sense.
+        """
         where = f"draft model {config.path}: "
         if config.architecture != DFLASH_ARCHITECTURE:
             raise UnsupportedError(
@@ -98,12 +105,12 @@ class DFlashConfig:
 
 
 def recognises(checkpoint: CheckpointConfig) -> bool:
-    """Whether it says that it is a DFlash draft."""
+    """Whether the checkpoint's config says that it is a DFlash draft."""
     return architecture_of(checkpoint) == DFLASH_ARCHITECTURE
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises as DFlashConfig.of does."""
+    """Return what planning needs to know of the draft. Raises the errors of DFlashConfig.of."""
     model = ModelConfig.of(checkpoint, "draft")
     head_config = DFlashConfig.of(model)
     return DraftInfo(

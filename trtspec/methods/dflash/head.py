@@ -1,12 +1,14 @@
-"""DFlash drafts (Chen et al., "DFlash: block diffusion for flash speculative decoding"; z-lab/dflash dflash/model.py,
-vllm/model_executor/models/qwen3_dflash.py): layers shaped like Qwen3's over a block of the next token and masks, which
-see the text before it through keys and values alone, and these are made of the target's states.
+"""The DFlash draft head: layers of Qwen3's shape over a block of the next token and masks.
 
-Of each position p of the text, with the states s_p of the target after the layers that config.json names:
+The block sees the text before it only through keys and values, which are computed from the target's states. References:
+Chen et al., "DFlash: block diffusion for flash speculative decoding"; z-lab/dflash dflash/model.py;
+vllm/model_executor/models/qwen3_dflash.py.
+
+For each position p of the text, s_p are the target's states after the layers that config.json names:
 
     c_p = hidden_norm(fc(s_p));  in layer l  K_p = rope_p(k_norm(Wk c_p)), V_p = Wv c_p,  no input_layernorm
 
-Of the block, rows j = 0 .. K at the positions P + j, P the position of the next token n, ids [n, mask x K]:
+The block has the ids [n, mask x K]; n is the next token and P its position. Rows j = 0 .. K are at positions P + j:
 
     x = embedding(id), the target's;  in layer l  q, k, v of input_layernorm(x) with the same weights, then attention
     over K, V of all positions before P and of *all* rows of the block, residual, MLP, residual, as in Qwen3
@@ -30,8 +32,12 @@ from trtspec.models.specs import DecoderSpec
 
 @dataclass(frozen=True)
 class DFlashSpec:
-    """`decoder` describes its layers; its width and vocabulary are the target's. num_captured: states that fc reads.
-    draft_vocab_size: ids that it drafts. own_head: an lm_head over those, False = the target's serves."""
+    """The shape of a DFlash head.
+
+    decoder: its layers; their width and vocabulary are the target's. num_captured: number of states that fc reads.
+    draft_vocab_size: number of ids that the head drafts. own_head: whether it has an lm_head over those; False = it
+    uses the target's.
+    """
 
     decoder: DecoderSpec
     num_captured: int
@@ -40,8 +46,11 @@ class DFlashSpec:
 
 
 class DFlashHead(DraftHead):
-    """`first_layer` is the index under which its first attention asks for KV. `share` gives it what it has not: an
-    embedding and an lm_head."""
+    """The draft layers of DFlash.
+
+    first_layer: index under which the first attention layer asks for KV. `share` provides what the head lacks: an
+    embedding and an lm_head.
+    """
 
     def __init__(self, spec: DFlashSpec, first_layer: int = 0, max_position: int | None = None) -> None:
         decoder = spec.decoder
@@ -60,24 +69,28 @@ class DFlashHead(DraftHead):
             self.head = Linear(H, spec.draft_vocab_size, bias=False, float_out=True)
 
     def share(self, embedding: nn.Module, head: nn.Module) -> None:
-        """Use the target's embedding, and its lm_head unless there is one."""
+        """Use the target's embedding, and its lm_head unless the head has its own."""
         self.embedding, self.head = embedding, self.head if self.spec.own_head else head
 
     def fuse(self, captured: Tensor) -> Tensor:
-        """See DraftHead: c [T, H]."""
+        """Return c [T, H], the fused states of captured [T, n * Ht]."""
         return self.hidden_norm(self.fc(captured))  # type: ignore[no-any-return]
 
     def read_in(self, c: Tensor, positions: Tensor, attend: Attend) -> None:
-        """KV of the text, c [T, H] at positions [T]. What the rows would attend to is computed and not looked at: the
-        op that appends is the one that attends."""
+        """Append KV of the text to the cache: c [T, H] at positions [T].
+
+        The attention output of these rows is computed but not used, because the op that appends also attends.
+        """
         cos, sin = self.rotary(positions, c.dtype)
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             attend(layer.attention.layer, *layer.attention.heads(c, cos, sin))
 
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
-        """The rows of blocks: input_ids [n] the token *of* each, positions [n] -> y [n, H]. h is not read. That the
-        rows of a block see each other is for `attend` to arrange."""
+        """Return y [n, H] of the rows of blocks; input_ids [n] is the token *of* each row, positions [n].
+
+        h is not read. `attend` must let the rows of a block see each other.
+        """
         x = self.embedding(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
         for layer in self.layers:
@@ -85,11 +98,14 @@ class DFlashHead(DraftHead):
         return x  # type: ignore[no-any-return]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
-        """See DraftHead."""
+        """Logits [R, Vd] fp32 of y [R, H]; the last norm is applied first."""
         return self.head(self.norm(y))  # type: ignore[no-any-return]
 
     def weight_bytes_for(self, num_passes: int) -> int:
-        """See DraftHead; `read_in` reads what makes heads of the text, and each pass reads it again."""
+        """Bytes of weights that the first `num_passes` passes read, together with `read_in`.
+
+        `read_in` reads the weights that compute q, k and v of the text, and each pass reads these again.
+        """
         attentions = [cast(DecoderLayer, layer).attention for layer in self.layers]
         text = [part for one in attentions for part in (one.qkv, one.q_norm, one.k_norm)]
         passes = num_passes * weight_bytes(self.layers, self.norm, self.head)

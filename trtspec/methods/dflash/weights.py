@@ -1,10 +1,12 @@
-"""DFlash checkpoints: strict loading of z-lab's layout, and of that of speculators, whose tensors have the same names.
+"""DFlash checkpoints: strict loading of z-lab's layout and of that of speculators, which have the same tensor names.
 
-The layout: `fc.weight` [H, n * H], `hidden_norm.weight`, `norm.weight` [H], `layers.{i}.*` as in Qwen3; some exporters
-put `model.` before everything. The target's embedding serves, and its lm_head, unless there is a vocabulary of Vd ids,
-fewer than the target's: then `lm_head.weight` [Vd, H], `d2t` [Vd] and `t2d` [V], as EAGLE3 has them. Files of
-speculators may hold a frozen copy of the target's embedding, or lm_head, which is passed over; another file that brings
-an embedding is refused for it, as for sinks (attention_sink_bias).
+The layout is `fc.weight` [H, n * H], `hidden_norm.weight`, `norm.weight` [H], and `layers.{i}.*` as in Qwen3. Some
+exporters put `model.` before every name. The draft uses the target's embedding and lm_head. Only a draft with a
+vocabulary of Vd ids, fewer than the target's, has its own `lm_head.weight` [Vd, H], `d2t` [Vd] and `t2d` [V], as EAGLE3
+does.
+
+Files of speculators may hold a frozen copy of the target's embedding or lm_head, which is ignored. Any other file with
+an embedding is refused, as is one with sinks (attention_sink_bias).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from trtspec.models.specs import ARCHITECTURES, dense_spec
 
 
 class DFlashWeights(HeadWeights[DFlashSpec]):
-    """The draft's own layers; nothing in them depends on the tensors that there are."""
+    """The weights of the draft's own layers; which ones there are does not depend on the tensors in the files."""
 
     prefix = "model."
     tables = TABLES
@@ -61,11 +63,11 @@ class DFlashWeights(HeadWeights[DFlashSpec]):
         return DFlashHead(spec, self.first_layer, self.source.max_seq_len)
 
     def held(self, spec: DFlashSpec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
-        """All but tables, and the copies that speculators writes."""
+        """Return the tensor, or None for tables and for the copies that speculators writes."""
         copied = name == "embed_tokens.weight" or (module_of(name) == "lm_head" and not spec.own_head)
         return None if (copied and self.head_config.of_speculators) or name in self.tables else tensor
 
     def target_ids(self, spec: DFlashSpec, tables: Mapping[str, Tensor]) -> Tensor | None:
-        """From d2t, which t2d must agree with."""
+        """Return the target id of each draft id, from d2t; t2d must agree with it."""
         size, vocab = spec.draft_vocab_size, spec.decoder.vocab_size
         return ids_of_tables(tables, size, vocab, self.where, self.source.reads_weights)

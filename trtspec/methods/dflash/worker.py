@@ -1,12 +1,14 @@
-"""DFlash inside the target's graph; see methods/dflash/head.py for what it computes.
+"""DFlash inside the target's graph; methods/dflash/head.py explains what the head computes.
 
-A step appends K and V of the text's new positions to the layers' caches, those of its rejected rows too. Then comes the
-block, [n, mask x K'] of every request, behind what is kept: its rows take the place of the rejected ones, and stand
-where the next step's text will take theirs. That its rows see each other is a tree mask of ops.spec_attention, all bits
-set: what stands before a request's rows of a launch is always seen, and of those rows the ones whose bits are set.
+A step appends K and V of the text's new positions to the layers' caches, those of its rejected rows too. Then the block
+of every request, [n, mask x K'], runs after the tokens that are kept. Its rows overwrite the rejected ones; the text of
+the next step will overwrite the block's rows.
 
-A row whose place no block of the cache covers, at the very end of a request or where blocks run short, is hidden from
-the others: all such rows of a launch are written to one place.
+A tree mask of ops.spec_attention with all bits set lets the rows of a block see each other. In a launch, a row always
+sees the tokens before its request's rows; of the request's rows it sees those whose bits are set.
+
+At the very end of a request, or where KV blocks run short, a row can have a position that no KV block covers. Such a
+row is hidden from the others, because all such rows of a launch are written to one place, the scratch block.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ from trtspec.methods.parallel.worker import MaskWorker
 from trtspec.models.attention import PagedAttend
 from trtspec.ops.attention import row_slots
 
-_BITS = 32  # of a word of a tree mask
+_BITS = 32  # per word of a tree mask
 
 
 class DFlashWorker(MaskWorker):
-    """A block for every request."""
+    """A worker that drafts one block for every request."""
 
     head: DFlashHead
 
     def read_in(
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
-        """See base -> [B * K', H] of the rows of masks, and the blocks."""
+        """Append the text's KV and run the blocks -> output [B * K', H] of the mask rows, and the blocks' rows."""
         c = self.read_text(inputs, captured, attend)
         K = inputs.spec.next_draft_len
         if K == 0:
@@ -50,15 +52,20 @@ class DFlashWorker(MaskWorker):
         return c
 
     def last_tokens(self, accepted: Tensor, counts: Tensor) -> Tensor:
-        """accepted [B, K+1], -1 past their number counts [B] -> the token that each request's block begins with, [B]
-        int64, any where there is none."""
+        """Token that each request's block begins with, [B] int64; any id where there is none.
+
+        accepted: [B, K+1], -1 after the counts [B] accepted tokens of each request.
+        """
         last = accepted.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         return last.clamp(0, self.draft_ids.shape[0] - 1)
 
     def block(
         self, inputs: StepInputs, last: Tensor, counts: Tensor, width: int, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
-        """`width` rows of each request: last [B] and masks, behind what is kept -> y [B, width, H], and the blocks."""
+        """Run the head on a block for each request -> y [B, width, H], and the blocks' rows.
+
+        A block has `width` rows: the token last [B], then masks. It follows the tokens that the request keeps.
+        """
         attn, spec = inputs.attn, inputs.spec
         kept = attn.kv_lens - spec.draft_lens + (counts - 1).clamp(min=0).int()  # [B]
         masks = last.new_full((1, 1), self.mask_token_id).expand(spec.batch_size, width - 1)
@@ -69,13 +76,16 @@ class DFlashWorker(MaskWorker):
         return y.view(spec.batch_size, width, -1), block
 
     def drafting_rows(self, hidden: Tensor, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
-        """All: those of masks."""
+        """Return all rows of `hidden`: the mask rows."""
         return hidden
 
 
 def blocks_behind(attn: AttnMetadata, kept: Tensor, width: int, tables: Tensor, block_size: int) -> AttnMetadata:
-    """`width` rows of every request behind kept [B] int32 tokens, which see each other as far as the request's blocks
-    reach: those of the draft layers' tables [B, M], of block_size tokens each."""
+    """Return metadata of `width` rows for every request, after its kept [B] int32 tokens.
+
+    The rows of a request see each other as far as its KV blocks reach. tables: block tables [B, M] of the draft layers.
+    block_size: tokens of a KV block.
+    """
     B, device = attn.batch_size, kept.device
     request = torch.arange(B, device=device)[:, None]
     positions = kept.long()[:, None] + torch.arange(width, device=device)  # [B, width]

@@ -1,4 +1,4 @@
-"""A whole decoder that drafts: what its config.json says, and which targets it can draft for."""
+"""The config.json of a whole decoder that drafts, and the targets that it can draft for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DRAFT_MODEL = "draft_model"
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises as ModelConfig.of does."""
+    """Return what planning needs to know of the draft. Raises the errors of ModelConfig.of."""
     model = ModelConfig.of(checkpoint, "draft")
     return DraftInfo(
         method=DRAFT_MODEL,
@@ -25,7 +25,7 @@ def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
 
 
 def check(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> None:
-    """ConfigError for a vocabulary that is not the target's, unless it is to be translated, and can be."""
+    """Raise ConfigError for a vocabulary that is not the target's, unless ids are to be translated and can be."""
     if config.use_heterogeneous_vocab:
         if config.draft_sample_method == "probabilistic":
             raise ConfigError(

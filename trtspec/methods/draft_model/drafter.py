@@ -17,13 +17,15 @@ from trtspec.protocols import DraftRequest, Executable
 
 
 class ChainDrafter:
-    """Drafts with a smaller model whose KV lives under the target's block ids. It speaks the target's ids: if its own
-    are others, that is for the model to know (methods.draft_model.translated).
+    """A drafter that runs a smaller model whose KV lies under the target's block ids.
 
-    The first pass covers all known tokens whose draft KV is missing: the whole prompt at first, later the last one or
-    two tokens, or everything since speculation last ran. It draws the first draft; each further pass feeds the previous
-    draft back. Draws use the request's own sampling and noise, so that target and draft agree as often as they can;
-    `greedy` takes the arg-max instead. With `chain`, the same passes are one launch.
+    The model takes and returns the target's ids; a model with other ids translates them itself
+    (methods.draft_model.translated).
+
+    The first pass covers all known tokens whose draft KV is missing. These are the whole prompt at first, and later the
+    last one or two tokens, or all tokens since speculation last ran. The first pass draws the first draft; each further
+    pass feeds the previous draft back. Draws use the request's own sampling and noise, so that target and draft agree
+    as often as they can; `greedy` takes the arg-max instead. With `chain`, the same passes are one launch.
     """
 
     def __init__(
@@ -36,17 +38,17 @@ class ChainDrafter:
 
     @classmethod
     def of(cls, speculation: SpeculationPlan, model: DraftModel | None, max_num_tokens: int) -> ChainDrafter:
-        """Of the draft model that was loaded."""
+        """Return the drafter of the draft model that was loaded."""
         assert model is not None
         greedy = speculation.draft_sample_method == "greedy"
         return cls(model.executable, max_num_tokens, greedy, model.chain)
 
     def forget(self, request_id: int) -> None:
-        """Nothing is kept outside the cache."""
+        """Do nothing: the drafter keeps no state outside the KV cache."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See protocols.Drafter."""
-        # A request that wants fewer than K runs along: what it writes past its blocks lands in scratch.
+        """Return max_draft_len drafts for each request, in order."""
+        # A request that wants fewer than K drafts runs all passes, too; the KV past its blocks goes to scratch.
         K = max(request.max_draft_len for request in requests)
         drafts = self._in_one_launch(requests, K)
         if drafts is None:
@@ -56,8 +58,11 @@ class ChainDrafter:
         return Proposal(drafts, draft_lens, draft_kv_lens=known + draft_lens - 1)  # the last draft was never fed back
 
     def _in_one_launch(self, requests: Sequence[DraftRequest], num_tokens: int) -> Tensor | None:
-        """The drafts [B, K], None where there is no launch for these. What is missing before its rows is read in first:
-        a prompt, or what was said while nobody speculated."""
+        """Drafts [B, K], or None if there is no single launch for these requests.
+
+        Tokens before the launch's rows whose draft KV is missing are prefilled first: a prompt, or what was generated
+        without speculation.
+        """
         lens = [len(request.tokens) for request in requests]
         if self.chain is None or min(lens) < CHAIN_ROWS:
             return None
@@ -67,25 +72,28 @@ class ChainDrafter:
         return self.chain.run_chain(replace(inputs, input_ids=torch.tensor(ids)), num_tokens)
 
     def _pass_by_pass(self, requests: Sequence[DraftRequest], num_tokens: int) -> Tensor:
-        """The drafts, [B, K]."""
+        """Drafts [B, K], with a launch for each pass."""
         lens = [len(request.tokens) for request in requests]
         first = self._read_in(requests, lens)
         inputs = self._inputs(requests, [1] * len(requests), lens)
         return run_chain(lambda inputs: self.model.run(inputs).tokens, inputs, num_tokens, first)
 
     def _read_in(self, requests: Sequence[DraftRequest], ends: Sequence[int]) -> Tensor:
-        """Bring every request's draft KV up to `ends` and draw there, [B] int64; anything where it is there already."""
+        """Prefill every request's draft KV up to `ends` and return the tokens drawn there, [B] int64.
+
+        The value is arbitrary for a request whose KV already reaches its end.
+        """
         first = torch.empty(len(requests), dtype=torch.int64)
         for pieces in pack_rows([request.draft_kv_len for request in requests], ends, self.max_num_tokens):
             owners = [requests[b] for b, _, _ in pieces]
             ids = [token for b, start, end in pieces for token in requests[b].tokens[start:end]]
             inputs = self._inputs(owners, [end - start for _, start, end in pieces], [end for _, _, end in pieces])
-            # A piece that ends before its request does draws too, and is overwritten by the request's last piece.
+            # A piece that ends before its request does draws a token, too; the request's last piece overwrites it.
             first[[b for b, _, _ in pieces]] = self.model.run(replace(inputs, input_ids=torch.tensor(ids))).tokens
         return first
 
     def _inputs(self, requests: Sequence[DraftRequest], q_lens: list[int], kv_lens: list[int]) -> StepInputs:
-        """Rows up to kv_lens[b], drawing token kv_lens[b] of each request; input ids are left to the caller."""
+        """Inputs of q_lens[b] rows up to kv_lens[b] that draw token kv_lens[b] of each request, without input ids."""
         rows = [replace(r.sampling, greedy=True, temperature=0.0) if self.greedy else r.sampling for r in requests]
         attn = AttnMetadata.of(q_lens, kv_lens, [request.block_table for request in requests])
         spec = SpecMetadata.plain([r.request_id for r in requests], attn, SamplingTensors.of(rows, kv_lens))

@@ -1,4 +1,4 @@
-"""A whole smaller decoder as a draft head: it reads tokens alone, and nothing of the target."""
+"""A whole smaller decoder as a draft head, which reads only tokens and nothing of the target."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from trtspec.models.weights import Wanted, of_decoder
 
 
 class DecoderHead(DraftHead):
-    """`decoder`, of the target's vocabulary. first_layer: the index under which its first layer asks for KV.
+    """A draft head that is a whole decoder, with the target's vocabulary.
 
-    Unlike other heads it is given the token *of* each row, and h is not read; y are its states after its last norm.
+    Unlike other heads it takes the token *of* each row, and does not read h. Its output y is the decoder's state after
+    the last norm. first_layer: index under which the decoder's first layer asks for KV.
     """
 
     def __init__(self, decoder: Decoder, first_layer: int) -> None:
@@ -28,7 +29,7 @@ class DecoderHead(DraftHead):
         self.first_layer = first_layer
 
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
-        """See the class."""
+        """Return y [T, H], the decoder's states of input_ids [T], the token *of* each row; h is not read."""
 
         def attend_behind(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(self.first_layer + layer, q, k, v)
@@ -36,17 +37,20 @@ class DecoderHead(DraftHead):
         return self.decoder(input_ids, positions, attend_behind)  # type: ignore[no-any-return]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
-        """See DraftHead."""
+        """Logits [R, V] fp32 of y [R, H]."""
         return self.decoder.logits(y)
 
     def weight_bytes_for(self, num_passes: int) -> int:
-        """See DraftHead."""
+        """Bytes of weights that `num_passes` passes read: each pass is a step of the decoder."""
         return num_passes * self.decoder.weight_bytes_per_step
 
 
 class DecoderWeights(HeadWeights[DecoderSpec]):
-    """A decoder's checkpoint. The draft computes in the target's dtype, whatever its own: they share a launch, and KV
-    layers of one dtype. A draft that is rounded by that guesses a little worse, which changes no output."""
+    """The weights of a decoder's checkpoint.
+
+    The draft computes in the target's dtype, whatever its own, because both share a launch and KV layers of one dtype.
+    The rounding may make the draft guess a little worse, but it changes no output.
+    """
 
     def __init__(self, source: HeadSource, target: Decoder) -> None:
         super().__init__(source, target)

@@ -1,4 +1,4 @@
-"""A draft model of another vocabulary, spoken to in the target's ids."""
+"""A draft model with a vocabulary of its own that takes and returns the target's ids."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from trtspec.text.vocabulary import VocabularyMap
 
 
 class TranslatedStep(DecodeStep):
-    """As DecodeStep: the ids it is given and those it draws are the target's, whatever the decoder's own are.
+    """A DecodeStep whose input ids and drawn ids are the target's, whatever the decoder's own ids are.
 
-    What the decoder does not have it reads as its unknown token. It draws among the n tokens that both have, in the
-    order of the target's ids and with their noise, as the target will: equal distributions draw equal tokens.
+    The decoder reads a token that it does not have as its unknown token. It draws among the n tokens that both
+    vocabularies have, in the order of the target's ids and with their noise, as the target will. So equal distributions
+    draw equal tokens.
     """
 
     def __init__(self, decoder: Decoder, vocabulary: VocabularyMap, functional: bool = False) -> None:
@@ -30,9 +31,9 @@ class TranslatedStep(DecodeStep):
         device = decoder.norm.weight.device
         for name, table in (
             ("read_as", torch.where(to_draft >= 0, to_draft, vocabulary.unknown)),  # [Vt] the decoder's ids
-            ("columns", to_draft[common]),  # [n] of its logits
-            ("target_ids", common),  # [n] what they stand for
-            ("places", places),  # [Vt] where each of the target's ids is among them, or -1
+            ("columns", to_draft[common]),  # [n] columns of the decoder's logits
+            ("target_ids", common),  # [n] target id of each column
+            ("places", places),  # [Vt] index of each target id among these, or -1
         ):
             self.register_buffer(name, table.to(device), persistent=False)
         self.read_as: Tensor
@@ -41,7 +42,7 @@ class TranslatedStep(DecodeStep):
         self.places: Tensor
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
-        """See DecodeStep."""
+        """Draw one of the common tokens at each of the R rows inputs.spec.gather_ids; ids are the target's."""
         attend = self.attend(inputs.attn, kv)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
         hidden = self.decoder(self.read_as[inputs.input_ids], positions, attend)  # [T, H]
@@ -50,15 +51,15 @@ class TranslatedStep(DecodeStep):
 
     @property
     def id_table(self) -> Tensor:
-        """See DecodeStep."""
+        """[Vt] int64, the decoder's id of each target id."""
         return self.read_as
 
     @property
     def vocab_size(self) -> int:
-        """See Step."""
+        """Number of the target's ids."""
         return len(self.read_as)
 
     @property
     def draft_vocab_size(self) -> int:
-        """See Step."""
+        """Number of the decoder's own ids."""
         return self.decoder.spec.vocab_size

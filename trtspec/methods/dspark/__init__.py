@@ -1,1 +1,1 @@
-"""DSpark: a block of masks whose drafts know the draft before them, cut where the draft doubts itself."""
+"""DSpark: a block of masks. Each draft depends on the one before, and the block is cut where confidence is low."""

@@ -1,19 +1,21 @@
-"""What config.json of a DSpark draft says, in either of its two layouts.
+"""The config.json of a DSpark draft, in either of its two layouts.
 
-DeepSpec's (deepseek-ai/DeepSpec, deepspec/modeling/dspark/qwen3/config.py) is a Qwen3 config with fields added; that of
-the package `speculators` (speculators/models/dspark/config.py) has the Qwen3 config in `transformer_layer_config`:
+The layout of DeepSpec (deepseek-ai/DeepSpec, deepspec/modeling/dspark/qwen3/config.py) is a Qwen3 config with fields
+added. That of the package `speculators` (speculators/models/dspark/config.py) has the Qwen3 config in
+`transformer_layer_config`. The fields:
 
-    block_size                          rows of a block it was trained on
-    mask_token_id                       what the rows of masks read
-    target_layer_ids                    DeepSpec: whose outputs it reads, L = after layer L, as everywhere in trtspec
-    aux_hidden_state_layer_ids          speculators: the same as vLLM counts, L = what enters layer L
-    num_target_layers                   DeepSpec: of the target it was trained for
-    sample_from_anchor                  whether the row of the next token guesses, too: DeepSpec's always does;
-                                        missing from a file of speculators, it does not, as in vLLM
-    draft_vocab_size                    speculators: ids that are drafted; fewer than the target's come with d2t
+    block_size                          rows of a block in training
+    mask_token_id                       token id of the mask rows
+    target_layer_ids                    DeepSpec: layers whose outputs the draft reads, L = after layer L, as everywhere
+                                        in trtspec
+    aux_hidden_state_layer_ids          speculators: the same as vLLM counts, L = the input of layer L
+    num_target_layers                   DeepSpec: number of layers of the target it was trained for
+    sample_from_anchor                  whether the row of the next token guesses, too. DeepSpec's always does;
+                                        if a file of speculators does not say, it does not, as in vLLM
+    draft_vocab_size                    speculators: number of drafted ids; if fewer than the target's, d2t is needed
     markov_rank, markov_head_type       width of the head that reads the draft before (0 = none); vanilla, gated or rnn
-    enable_confidence_head              whether it guesses how likely each draft is accepted
-    confidence_head_with_markov         whether that reads the draft before, too
+    enable_confidence_head              whether a head guesses how likely each draft is accepted
+    confidence_head_with_markov         whether that head reads the draft before, too
 """
 
 from __future__ import annotations
@@ -35,16 +37,19 @@ DSPARK = "dspark"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 _DEEPSPEC = "Qwen3DSparkModel"
-_ARCHITECTURES = (_DEEPSPEC, "Gemma4DSparkModel", "DSparkDraftModel")  # of which not all run
+_ARCHITECTURES = (_DEEPSPEC, "Gemma4DSparkModel", "DSparkDraftModel")  # not all are supported
 _NESTED = "transformer_layer_config"
-_LAYER_IDS = {True: ("aux_hidden_state_layer_ids", 1), False: ("target_layer_ids", 0)}  # of a nested config or not
+_LAYER_IDS = {True: ("aux_hidden_state_layer_ids", 1), False: ("target_layer_ids", 0)}  # key: nested or not
 
 
 @dataclass(frozen=True)
 class DSparkConfig:
-    """target_layer_ids: "after layer i". num_target_layers, mask_token_id: None where the file does not say.
-    from_anchor: all rows of a block guess the token behind them; else all but the first guess their own. markov: its
-    kind, "" without."""
+    """The fields of config.json that are specific to a DSpark draft.
+
+    target_layer_ids: "after layer i". num_target_layers, mask_token_id: None if the file does not say. from_anchor:
+    True = all rows of a block guess the token after them; False = all but the first guess their own. markov: kind of
+    the Markov head, "" if there is none.
+    """
 
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
@@ -59,8 +64,10 @@ class DSparkConfig:
 
     @classmethod
     def of(cls, config: ModelConfig) -> DSparkConfig:
-        """Of what `as_decoder` gives. Raises UnsupportedError for drafts of another kind, CheckpointError for fields
-        that make no sense."""
+        """Return the fields of a config that `as_decoder` returned.
+
+        Raises UnsupportedError for drafts of another kind, CheckpointError for fields that make no sense.
+        """
         read = Reader(dict(config.raw), config.path / "config.json", "draft")
         _refuse_others(read, config)
         nested = read.get(_NESTED) is not None
@@ -98,7 +105,7 @@ class DSparkConfig:
 
     @property
     def most_drafts(self) -> int:
-        """Drafts of a block."""
+        """Number of drafts of a block."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
 
@@ -127,12 +134,12 @@ def _refuse_others(read: Reader, config: ModelConfig) -> None:
 
 
 def as_decoder(checkpoint: CheckpointConfig) -> ModelConfig:
-    """Either layout as a decoder's. Raises as ModelConfig.of does."""
+    """Return the config of either layout as a decoder's. Raises the errors of ModelConfig.of."""
     read = Reader(dict(checkpoint.raw), checkpoint.path / "config.json", "draft")
     layers = read.object(_NESTED)
     if layers is None:
         return ModelConfig.of(checkpoint, "draft")
-    # what both say is said of the layers by the inner one, except for what the draft is
+    # Of fields in both configs the inner one counts, except for those that describe the draft as a whole.
     flat: dict[str, Any] = {**read.data, **layers, "quantization_config": read.get("quantization_config")}
     flat |= {name: read.get(name) for name in ("architectures", "tie_word_embeddings", "dtype") if name in read.data}
     kind = read.sub(_NESTED, layers).string("model_type")
@@ -140,12 +147,12 @@ def as_decoder(checkpoint: CheckpointConfig) -> ModelConfig:
 
 
 def recognises(checkpoint: CheckpointConfig) -> bool:
-    """Whether it says that it is a DSpark draft."""
+    """Whether the checkpoint's config says that it is a DSpark draft."""
     return checkpoint.raw.get("speculators_model_type") == DSPARK or architecture_of(checkpoint) in _ARCHITECTURES
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises as DSparkConfig.of does."""
+    """Return what planning needs to know of the draft. Raises the errors of DSparkConfig.of."""
     model = as_decoder(checkpoint)
     head_config = DSparkConfig.of(model)
     return DraftInfo(
@@ -160,7 +167,7 @@ def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
 
 
 def check(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> None:
-    """ConfigError for a threshold without a head that it is of."""
+    """Raise ConfigError for a confidence threshold if the draft has no confidence head."""
     threshold = config.draft_confidence_threshold
     if threshold is None or draft is None or not isinstance(draft.checkpoint, ModelConfig):
         return

@@ -1,4 +1,4 @@
-"""Where a block is cut."""
+"""The option that says where a block is cut."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from trtspec.methods.options import MethodOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkOptions(MethodOptions):
-    """draft_confidence_threshold: drafts before the first whose confidence is below it are verified; None = all."""
+    """Options of the method "dspark".
+
+    draft_confidence_threshold: only the drafts before the first with a lower confidence are verified; None = all are.
+    """
 
     draft_confidence_threshold: float | None

@@ -1,10 +1,11 @@
-"""Training of DSpark drafts (see methods.dspark.head): Cheng et al., arXiv 2607.05147, equations 9 to 12.
+"""Training of DSpark drafts (methods.dspark.head): Cheng et al., arXiv 2607.05147, equations 9 to 12.
 
-Blocks begin at anchors P of a window and read the target's states before P. Draft k is given the text's own token
-before it. Its distribution q_k is taught 0.1 of cross-entropy with the text's next token, and 0.9 of |q_k - p_k|
-summed, p_k being the target's. The confidence is taught 1 - |q_k - p_k| / 2, the probability of acceptance.
-Later drafts count less, by exp(-(k - 1) / 4). With rank 0 and no confidence head it is a DFlash draft, but that rows
-guess from the anchor on.
+Blocks begin at anchors P of a window and read the target's states before P. Draft k reads the text's own token before
+it. q_k is the draft's distribution, p_k the target's. The loss of a draft is 0.1 times the cross-entropy of q_k with
+the text's next token, plus 0.9 times sum |q_k - p_k|. The confidence learns 1 - sum |q_k - p_k| / 2, the probability of
+acceptance. Later drafts count less, by exp(-(k - 1) / 4).
+
+With rank 0 and no confidence head, the draft is a DFlash draft, except that its rows guess from the anchor on.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ from trtspec.train.training_batches import TrainingBatch, taught_ahead, texts_of
 from trtspec.train.unrolled import TrainingLoss
 
 DECAY = 4.0
-"""Drafts until a draft counts 1 / e of the first."""
+"""Number of drafts after which a draft counts 1 / e of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkTraining(CapturingOptions):
-    """num_layers: of the block. rank, markov: of the head that reads the draft before, 0 = none. mask_token_id: None =
-    the last id of the vocabulary. anchors: blocks in a window. unroll is the block's size."""
+    """Options of the training of a DSpark draft.
+
+    num_layers: decoder layers of the draft. rank, markov: width (0 = none) and kind of the head that reads the draft
+    before. mask_token_id: None = the last id of the vocabulary. anchors: blocks in a window. unroll: the block's size.
+    """
 
     method: ClassVar[str] = "dspark"
 
@@ -67,7 +71,7 @@ class DSparkTraining(CapturingOptions):
             )
 
     def check_target(self, config: ModelConfig) -> None:
-        """See HeadOptions."""
+        """Raise ConfigError if the mask token is not in the target's vocabulary."""
         if not 0 <= self.mask(config.vocab_size) < config.vocab_size:
             raise ConfigError(
                 f"mask_token_id={self.mask_token_id} is not in the target's vocabulary; use an id in "
@@ -76,7 +80,7 @@ class DSparkTraining(CapturingOptions):
 
     @torch.no_grad()
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> DSparkHead:
-        """See HeadOptions. It says all ids; its last norm begins as the target's."""
+        """Return an untrained head that drafts all ids; its last norm begins as a copy of the target's."""
         layers = replace(one_layer(target.spec, qk_norm=True), num_layers=self.num_layers)
         spec = DSparkSpec(
             decoder=replace(layers, windows=(None,) * self.num_layers),
@@ -93,15 +97,15 @@ class DSparkTraining(CapturingOptions):
         initialise_head(head)
         head.norm.weight.copy_(target.norm.weight.float())
         if self.rank:
-            cast(Tensor, head.markov["embedding"].weight).normal_(0.0, 0.01)  # so that nothing is biased at first
+            cast(Tensor, head.markov["embedding"].weight).normal_(0.0, 0.01)  # almost no bias at first
         return attached(head, target)
 
     def mask(self, vocab_size: int) -> int:
-        """What rows of masks read."""
+        """Token id of the mask rows."""
         return vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
 
     def loss(self, head: DraftHead, target: Decoder, capture: tuple[int, ...]) -> TrainingLoss:
-        """See HeadOptions."""
+        """Return the loss over blocks at the anchors of each window."""
         assert isinstance(head, DSparkHead)
         return BlockLoss(
             Blocks(head, self.unroll, self.mask(target.spec.vocab_size)),
@@ -111,13 +115,13 @@ class DSparkTraining(CapturingOptions):
         )
 
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
-        """See HeadOptions; in bf16, in the layout of the package speculators."""
+        """Write the head to `out` in bf16, in the layout of the package `speculators`."""
         assert isinstance(head, DSparkHead)
         layers = layer_config(head.spec.decoder, config, torch.bfloat16)
         facts = {
             "architectures": ["DSparkDraftModel"],
             "speculators_model_type": self.method,
-            "aux_hidden_state_layer_ids": [i + 1 for i in capture],  # there, an id is the layer entered
+            "aux_hidden_state_layer_ids": [i + 1 for i in capture],  # in this layout an id is the layer entered
             "block_size": self.unroll,
             "mask_token_id": self.mask(config.vocab_size),
             "draft_vocab_size": config.vocab_size,
@@ -134,9 +138,10 @@ class DSparkTraining(CapturingOptions):
 
 
 class BlockAttend:
-    """Attention of a layer's two calls: first the window's keys and values, then blocks of `width` rows at the anchors.
+    """Attention in training, which each layer calls twice: first for the window's rows, then for the rows of blocks.
 
-    anchors [B, A]. A block attends to itself and to the part of its text before its anchor. texts [B, S] is the output
+    The first call stores keys and values of the window. The second attends from blocks of `width` rows at the anchors.
+    A block attends to itself and to the part of its text before its anchor. anchors: [B, A]. texts: [B, S], the output
     of training_batches.texts_of.
     """
 
@@ -156,7 +161,7 @@ class BlockAttend:
         return out.transpose(1, 2).reshape(q.shape)
 
     def _seen(self, rows: int) -> Tensor:
-        """[B, 1, A * width, S + A * width] bool."""
+        """Keys that each row of the blocks attends to, [B, 1, A * width, S + A * width] bool."""
         device = self.anchors.device
         starts = self.anchors.repeat_interleave(self.width, dim=1)  # [B, A * width]
         before = torch.arange(self.texts.shape[1], device=device) < starts[..., None]
@@ -167,15 +172,18 @@ class BlockAttend:
 
 
 class Blocks(nn.Module):
-    """A draft as it is trained: blocks of `width` rows, which all guess."""
+    """A module that runs a draft in training, on blocks of `width` rows that all guess."""
 
     def __init__(self, head: DSparkHead, width: int, mask_token_id: int) -> None:
         super().__init__()
         self.head, self.width, self.mask_token_id = head, width, mask_token_id
 
     def forward(self, inputs: Tensor, places: Tensor, captured: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """inputs, places [B, S], captured [B * S, n * Ht], anchors [B, A] -> of each block its rows' outputs
-        [B * A, width * H], and what the head knows of the tokens before them, [B * A, width * R]."""
+        """Return the rows' outputs h [B * A, width * H] of each block, and e [B * A, width * R].
+
+        e is what the head knows of the tokens before the rows' drafts. inputs, places: [B, S]. captured:
+        [B * S, n * Ht]. anchors: [B, A].
+        """
         head, width = self.head, self.width
         attend = BlockAttend(anchors, width, texts_of(places))
         c = head.fuse(captured)
@@ -190,15 +198,17 @@ class Blocks(nn.Module):
 
 
 class _Said(nn.Module):
-    """The logits of blocks, as one module like Blocks."""
+    """A module, like Blocks, that computes the logits of blocks."""
 
     def __init__(self, head: DSparkHead, width: int) -> None:
         super().__init__()
         self.head, self.width = head, width
 
     def forward(self, h: Tensor, e: Tensor) -> tuple[Tensor, Tensor | None]:
-        """h, e of n blocks as Blocks gives them -> logits [n, width, V] fp32, and the confidence head's probabilities
-        [n, width], None without one."""
+        """Return logits [n, width, V] fp32 and the confidence head's probabilities [n, width], None without that head.
+
+        h, e: outputs of Blocks for n blocks.
+        """
         head, width, n = self.head, self.width, len(h)
         h, e = h.view(n * width, -1), e.view(n * width, -1)
         base = head.logits(h).view(n, width, -1)
@@ -215,7 +225,7 @@ class BlockLoss:
     """The loss of one training batch at `number` anchors per window; every row of their blocks has a label.
 
     The anchors are evenly spaced. Their offset depends only on the window, so a resumed run learns the same. After a
-    call `agreement` [width] is the rate at which drafts 1..k all equal the target's arg-max.
+    call, `agreement` [width] has for each k the rate at which drafts 1..k all equal the target's arg-max.
     """
 
     def __init__(self, blocks: Blocks, target: Decoder, number: int, dtype: torch.dtype) -> None:
@@ -224,10 +234,10 @@ class BlockLoss:
         self.said = _Said(blocks.head, blocks.width)
 
     def begin(self, progress: float) -> None:
-        """A step begins; what it is taught does not depend on how much of the run is over."""
+        """Begin a step. The loss does not depend on `progress`, the share of the run that is over."""
 
     def __call__(self, *training_batch: Tensor) -> Tensor:
-        """training_batch: the fields of a train.training_batches.TrainingBatch -> the loss, a scalar in fp32."""
+        """Return the loss, a scalar in fp32. training_batch: the fields of a train.training_batches.TrainingBatch."""
         one, width, head = TrainingBatch(*training_batch), self.blocks.width, self.blocks.head
         anchors, usable = anchors_of(one, width, self.number)
         weights = {name: parameter.to(self.dtype) for name, parameter in head.named_parameters(prefix="head")}
@@ -261,26 +271,27 @@ class BlockLoss:
         return total
 
     def metrics(self) -> dict[str, float]:
-        """Acceptance length along the last training batch's text, each draft given that text's token before it."""
+        """Acceptance length along the text of the last training batch; each draft reads the text's token before it."""
         return {"acceptance_length": 1.0 + float(self.agreement.sum())}
 
 
 def rows_at(anchors: Tensor, width: int) -> Tensor:
-    """anchors [B, A] -> the rows of their blocks, [B, A * width]."""
+    """Rows [B, A * width] of the blocks at anchors [B, A]."""
     return (anchors[..., None] + torch.arange(width, device=anchors.device)).flatten(1)
 
 
 def anchors_of(training_batch: TrainingBatch, width: int, number: int) -> tuple[Tensor, Tensor]:
-    """Anchors [B, A] of `number` blocks a window, and which of them can be taught, [B, A] bool.
+    """Return anchors [B, A] of `number` blocks per window, and which of the blocks can be taught, [B, A] bool.
 
-    A block can be where something of its text is before it, all of its rows are of one text and taught, and what
-    follows them is in the window. Anchors are spread evenly over such places; where there are fewer, fewer are usable.
+    A block can begin at any row but the first of a text. All rows of the block must be of one text and taught, and the
+    row after them must be in the window. Anchors are spread evenly over such rows. If there are fewer than `number`,
+    fewer anchors are usable.
     """
     size = training_batch.places.shape[1]
     able = (training_batch.places > 0) & (torch.arange(size, device=training_batch.places.device) < size - width)
     for k in range(width):
         able &= taught_ahead(training_batch, k)
-    places = torch.argsort(~able, dim=1, stable=True)  # those that are able, in their order, before the others
+    places = torch.argsort(~able, dim=1, stable=True)  # possible rows, ascending, before the others
     count = able.sum(1, keepdim=True)
     stride = (count // number).clamp(min=1)
     first = training_batch.inputs.sum(1, keepdim=True) % stride

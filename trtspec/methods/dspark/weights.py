@@ -1,15 +1,15 @@
 """DSpark checkpoints: strict loading of both layouts, whose tensors have the same names.
 
-`fc.weight` [H, n * H], `hidden_norm.weight`, `norm.weight` [H], `layers.{i}.*` as in Qwen3, and
+The tensors are `fc.weight` [H, n * H], `hidden_norm.weight`, `norm.weight` [H], `layers.{i}.*` as in Qwen3, and
 
     markov_head.markov_w1.weight [V, R], markov_w2.weight [Vd, R]
     markov_head.gate_proj.weight [R, H + R], .bias [R]              gated
     markov_head.joint_proj.weight [3 R, 2 R + H], .bias [3 R]       rnn
     confidence_head.proj.weight [1, H (+ R)], .bias [1]
-    d2t [Vd], t2d [V], lm_head.weight [Vd, H]                       of a vocabulary of fewer ids
+    d2t [Vd], t2d [V], lm_head.weight [Vd, H]                       if the draft has fewer ids than the target
 
-An embed_tokens.weight, and an lm_head.weight over all ids, are frozen copies of the target's, as both trainers write
-them, and are passed over.
+Both trainers also write an embed_tokens.weight, and an lm_head.weight over all ids. These are frozen copies of the
+target's, and are ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trtspec.models.specs import ARCHITECTURES, dense_spec
 
 
 class DSparkWeights(HeadWeights[DSparkSpec]):
-    """What there is follows from config.json alone."""
+    """The weights of a DSpark draft; which ones there are follows from config.json alone."""
 
     prefix = "model."
     tables = TABLES
@@ -81,11 +81,11 @@ class DSparkWeights(HeadWeights[DSparkSpec]):
         return DSparkHead(spec, self.first_layer, self.source.max_seq_len)
 
     def held(self, spec: DSparkSpec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
-        """All but tables and copies of the target's."""
+        """Return the tensor, or None for tables and for copies of the target's tensors."""
         copied = name == "embed_tokens.weight" or (module_of(name) == "lm_head" and not spec.own_head)
         return None if copied or name in self.tables else tensor
 
     def target_ids(self, spec: DSparkSpec, tables: Mapping[str, Tensor]) -> Tensor | None:
-        """From d2t, which t2d must agree with."""
+        """Return the target id of each draft id, from d2t; t2d must agree with it."""
         size, vocab = self.head_config.draft_vocab_size, spec.decoder.vocab_size
         return ids_of_tables(tables, size, vocab, self.where, self.source.reads_weights)

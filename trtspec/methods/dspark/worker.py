@@ -1,8 +1,9 @@
-"""DSpark inside the target's graph; see methods/dspark/head.py for what it computes.
+"""DSpark inside the target's graph; methods/dspark/head.py explains what the head computes.
 
-The block is DFlash's, and stands where that does. Its rows see each other, so that with fewer rows each gives something
-else. It has the rows of max_draft_len drafts, as vLLM's has, whatever the batch asks for: K' < max_draft_len takes the
-first K' of the same drafts. DeepSpec runs block_size rows and cuts, which is the same at K = block_size.
+The block is that of DFlash, at the same positions. Its rows see each other, so with fewer rows the output of each would
+differ. Therefore the block has the rows of max_draft_len drafts, as in vLLM, whatever the batch asks for. A batch with
+K' < max_draft_len takes the first K' of the same drafts. DeepSpec runs block_size rows and cuts the block, which is the
+same at K = block_size.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from trtspec.models.layers import weight_bytes
 
 
 class DSparkWorker(DFlashWorker):
-    """One pass over the block, then the drafts from left to right. confidence_threshold: see DSparkOptions.
+    """A worker that runs one pass over the block, and then draws the drafts from left to right.
 
-    What the pass gives, `hidden` [B * width, H + R], is h of each row and e of its block's first token.
+    The output of the pass, `hidden` [B * width, H + R], is h of each row and e of the first token of the row's block.
+    confidence_threshold: DSparkOptions.draft_confidence_threshold.
     """
 
     head: DSparkHead
@@ -42,18 +44,18 @@ class DSparkWorker(DFlashWorker):
     ) -> None:
         super().__init__(head, max_draft_len, capture_layers, greedy, mask_token_id=mask_token_id)
         self.confidence_threshold = confidence_threshold
-        self.lead = 0 if head.spec.from_anchor else 1  # rows before that of the first draft
+        self.lead = 0 if head.spec.from_anchor else 1  # number of rows before that of the first draft
 
     @classmethod
     def settings(cls, speculation: SpeculationPlan) -> dict[str, Any]:
-        """See base."""
+        """Keyword arguments of the worker: those of DFlashWorker, and the confidence threshold."""
         threshold = cast("DSparkOptions", speculation.options).draft_confidence_threshold
         return {**super().settings(speculation), "confidence_threshold": threshold}
 
     def read_in(
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
-        """See base -> hidden [B * width, H + R], and the blocks."""
+        """Append the text's KV and run the blocks -> hidden [B * width, H + R], and the blocks' rows."""
         c = self.read_text(inputs, captured, attend)
         if inputs.spec.next_draft_len == 0:
             return c, inputs.attn
@@ -71,7 +73,7 @@ class DSparkWorker(DFlashWorker):
         spec: SpecMetadata,
         attend: PagedAttend,
     ) -> tuple[Tensor, Tensor]:
-        """See base: each draft from its row and the draft before it."""
+        """Draw each draft from its row and the draft before it. Shapes are those of SpecWorker.draft."""
         K, head = spec.next_draft_len, self.head
         if K == 0:
             return self.no_drafts(spec)
@@ -90,14 +92,14 @@ class DSparkWorker(DFlashWorker):
         return chosen, self.draft_lens(chosen, hidden, spec)
 
     def draft_lens(self, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
-        """See base: those before the first whose confidence is below the threshold."""
+        """Number of drafts before the first whose confidence is below the threshold, [B] int32."""
         if self.confidence_threshold is None:
             return super().draft_lens(drafts, hidden, spec)
         doubted = self.confidences(drafts, hidden, spec) < self.confidence_threshold
         return (doubted.int().cumsum(1) == 0).sum(1).int()
 
     def confidences(self, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
-        """drafts [B, K'] int64 -> [B, K'] fp32 in (0, 1), of each given those before it."""
+        """Confidence of each of drafts [B, K'] int64, given the drafts before it: [B, K'] fp32 in (0, 1)."""
         K = drafts.shape[1]
         h, first = self._rows(hidden, spec)
         h = h[:, self.lead : self.lead + K].flatten(0, 1)
@@ -107,15 +109,18 @@ class DSparkWorker(DFlashWorker):
 
     @property
     def weight_bytes_per_step(self) -> int:
-        """See base; and what each draft reads of the Markov head, where a few rows of W1 do not count."""
+        """Bytes of weights that one step reads.
+
+        Each draft also reads the Markov head, of which the few rows of W1 do not count.
+        """
         markov = self.head.markov
         each = weight_bytes(*(part for name, part in markov.items() if name != "embedding"))
-        first = weight_bytes(markov["joint"]) if self.lead and "joint" in markov else 0  # of the row without a draft
+        first = weight_bytes(markov["joint"]) if self.lead and "joint" in markov else 0  # for the row without a draft
         judged = 0 if self.confidence_threshold is None else weight_bytes(self.head.confidence)
         return super().weight_bytes_per_step + self.max_draft_len * each + first + judged
 
     def _rows(self, hidden: Tensor, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
-        """What `read_in` gave -> h [B, width, H] and e [B, R] of the first token."""
+        """Split the `hidden` of `read_in` into h [B, width, H] and e [B, R] of the first token."""
         R = self.head.spec.rank
         rows = hidden.view(spec.batch_size, -1, hidden.shape[-1])
         return rows[..., : rows.shape[-1] - R], rows[:, 0, rows.shape[-1] - R :]

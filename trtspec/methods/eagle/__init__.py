@@ -1,1 +1,1 @@
-"""The original EAGLE: a layer that reads the target's last states."""
+"""The original EAGLE: a draft layer that reads the target's last states."""

@@ -1,4 +1,4 @@
-"""What the config.json of a head of the original EAGLE says beyond a decoder's."""
+"""The fields in config.json of an original EAGLE head that a decoder's config.json does not have."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ EAGLE = "eagle"
 
 @dataclass(frozen=True)
 class EagleHeadConfig:
-    """Of a head of the original EAGLE. fc_bias: whether `fc` has a bias, None where config.json does not say; those who
-    published the first heads then built one with a bias."""
+    """The config of a head of the original EAGLE.
+
+    fc_bias: whether `fc` has a bias, None where config.json does not say. In that case the publishers of the first
+    heads built `fc` with a bias.
+    """
 
     fc_bias: bool | None
 
     @classmethod
     def of(cls, config: ModelConfig) -> EagleHeadConfig:
-        """Raises UnsupportedError for heads of another kind, CheckpointError for fields that make no sense."""
+        """Read the config. Raises UnsupportedError for heads of another kind, CheckpointError for invalid fields."""
         if is_eagle3(config.architecture):
             raise UnsupportedError(
                 f"draft model {config.path}: architecture {config.architecture!r} is an EAGLE3 head, method='eagle' "
@@ -34,19 +37,19 @@ class EagleHeadConfig:
                 raise UnsupportedError(
                     f"draft model {config.path}: {name} = {config.raw[name]!r} is not built; only {only} is"
                 )
-        for name in ("eagle_fc_bias", "bias"):  # vLLM's word, and the original's
+        for name in ("eagle_fc_bias", "bias"):  # vLLM's name, and the original's
             if config.raw.get(name) is not None:
                 return cls(switch(config, config.raw, name))
         return cls(None)
 
 
 def recognises(checkpoint: CheckpointConfig) -> bool:
-    """Whether its architecture says that it is such a head. Most public ones call themselves plain decoders."""
+    """Whether the architecture names an original EAGLE head. Most public heads name a plain decoder instead."""
     name = architecture_of(checkpoint)
     return name.startswith("Eagle") and not is_eagle3(name)
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises CheckpointError for fields that make no sense."""
+    """Return the facts about the head that planning needs. Raises CheckpointError for invalid fields."""
     model = ModelConfig.of(checkpoint, "draft")
     return DraftInfo(method=EAGLE, vocab_size=model.vocab_size, max_model_len=model.max_seq_len, checkpoint=model)

@@ -1,6 +1,7 @@
-"""EAGLE heads (Li et al., "EAGLE: Speculative sampling requires rethinking feature uncertainty", arXiv 2401.15077). The
-vector for position p is at first the target's last hidden state, the one its lm_head reads, later the head's own guess
-of it.
+"""EAGLE heads (Li et al., "EAGLE: Speculative sampling requires rethinking feature uncertainty", arXiv 2401.15077).
+
+The vector for position p is at first the target's last hidden state, which its lm_head reads. Later it is the head's
+own guess of that state.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from trtspec.models.specs import DecoderSpec
 
 @dataclass(frozen=True)
 class EagleSpec:
-    """Shapes and switches of an EAGLE head. `decoder` describes its layers; its width and vocabulary are the target's.
+    """Shapes and switches of an EAGLE head.
 
-    own_embedding, own_head: False = the target's serves.
+    decoder: describes the head's layers; its width and vocabulary are the target's. own_embedding, own_head: False =
+    the head uses the target's.
     """
 
     decoder: DecoderSpec
@@ -31,11 +33,13 @@ class EagleSpec:
 
 
 class EagleHead(DraftHead):
-    """fc([e ; h]), then decoder layers, all of them in every pass. The first has no norm before its attention, and
-    there is none behind the last: what comes out stands for a hidden state, and goes to the lm_head as it is.
+    """A head of fc([e ; h]) and decoder layers, all of which run in every pass.
 
-    `first_layer` is the index under which its first attention asks for KV. Where the checkpoint has no embedding or
-    lm_head of its own, `share` puts the target's in their place.
+    The first layer has no norm before its attention, and there is no norm after the last layer. The output stands for a
+    hidden state, and goes to the lm_head as it is.
+
+    first_layer: the index under which its first attention asks for KV. Where the checkpoint has no embedding or lm_head
+    of its own, `share` puts the target's in their place.
     """
 
     def __init__(self, spec: EagleSpec, first_layer: int = 0, max_position: int | None = None) -> None:
@@ -48,7 +52,7 @@ class EagleHead(DraftHead):
         self.layers = nn.ModuleList(
             DecoderLayer(decoder, first_layer + i, input_norm=i > 0) for i in range(decoder.num_layers)
         )
-        self.embedding: nn.Module = nn.Identity()  # share() fills what the checkpoint leaves out
+        self.embedding: nn.Module = nn.Identity()  # share() fills in what the checkpoint leaves out
         self.head: nn.Module = nn.Identity()
         if spec.own_embedding:
             self.embedding = nn.Embedding(V, H, _weight=_unloaded(V, H))
@@ -63,7 +67,7 @@ class EagleHead(DraftHead):
             self.head = head
 
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
-        """See DraftHead; y is the last layer's output."""
+        """Run fc and all layers, with the arguments of DraftHead; y is the last layer's output."""
         x = self.fc(torch.cat((self.embedding(input_ids), h), dim=-1))  # [T, H]
         cos, sin = self.rotary(positions, x.dtype)
         for layer in self.layers:
@@ -71,9 +75,9 @@ class EagleHead(DraftHead):
         return x  # type: ignore[no-any-return]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
-        """See DraftHead."""
+        """Return the lm_head's logits for y."""
         return self.head(y)  # type: ignore[no-any-return]
 
     def weight_bytes_for(self, num_passes: int) -> int:
-        """See DraftHead."""
+        """Bytes of weights that num_passes passes read: fc, the layers and the lm_head in each."""
         return num_passes * weight_bytes(self.fc, self.layers, self.head)

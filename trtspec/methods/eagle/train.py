@@ -1,10 +1,12 @@
-"""Training of EAGLE heads (see methods.eagle.head): Li et al., arXiv 2401.15077, section 4.2.
+"""Training of EAGLE heads (methods.eagle.head): Li et al., arXiv 2401.15077, section 4.2.
 
-The loss is the paper's: smooth L1 between the head's output and the feature that it guesses, the target's last hidden
-state one position on, and a tenth of cross-entropy with the target's distribution. The paper's head sees the target's
-features alone (teacher forcing), with noise on them against its own errors. That, without the noise, is unroll=1. Later
-passes read the head's own features instead, as in inference; Zhang et al., "Learning harmonized representations for
-speculative sampling" (HASS, arXiv 2408.15766), train EAGLE so.
+The loss is the paper's: smooth L1 between the head's output and the feature that it guesses, plus a tenth of
+cross-entropy with the target's distribution. The feature is the target's last hidden state one position further on.
+
+The paper's head reads only the target's features (teacher forcing), with noise on them against its own errors. Here
+unroll=1 is the same without the noise. With a larger unroll, later passes read the head's own features, as in
+inference. Zhang et al., "Learning harmonized representations for speculative sampling" (HASS, arXiv 2408.15766), train
+EAGLE so.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from trtspec.train.unrolled import Objective
 
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions(HeadOptions):
-    """intermediate_size: of the layer's MLP, None = the target's."""
+    """Options for training an EAGLE head. intermediate_size: width of the layer's MLP, None = the target's."""
 
     method: ClassVar[str] = "eagle"
     objective: ClassVar[Objective] = Objective(tokens=0.1, hard=0.0, features=1.0)
@@ -40,18 +42,18 @@ class EagleOptions(HeadOptions):
 
     @property
     def one_head(self) -> bool:
-        """True: pass j reads what pass j - 1 made."""
+        """Return True: pass j reads the output of pass j - 1."""
         return True
 
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> EagleHead:
-        """See HeadOptions. Without biases: vLLM reads none of fc's."""
+        """Return an untrained head without biases, because vLLM reads no bias of fc."""
         size = self.intermediate_size or target.spec.intermediate_size
         head = EagleHead(EagleSpec(one_layer(target.spec, intermediate_size=size)))
         initialise_head(head)
         return attached(head, target)
 
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
-        """See HeadOptions; in bf16. vLLM tells such a folder from a draft model by method="eagle"."""
+        """Write the head to `out` in bf16. vLLM tells such a folder from a draft model by method="eagle"."""
         assert isinstance(head, EagleHead)
         facts = {
             "architectures": ["LlamaForCausalLM"],

@@ -1,9 +1,14 @@
 """EAGLE checkpoints: strict loading of the public layout.
 
-The layout: `fc.weight` [H, 2H], whose columns read [embedding ; hidden state], `fc.bias` [H] or none, `layers.{i}.*` as
-in Llama, `layers.0` without input_layernorm; some exporters put `model.` before everything. `embed_tokens.weight` and
-`lm_head.weight` [V, H] may be there, as published files have the target's embedding. Where they equal the target's, or
-are missing, the target's serve and are held once; others are used (vLLM takes the target's whatever the file has).
+The layout:
+
+- `fc.weight` [H, 2H], whose columns read [embedding ; hidden state]
+- `fc.bias` [H], or none
+- `layers.{i}.*` as in Llama, `layers.0` without input_layernorm
+- `embed_tokens.weight` and `lm_head.weight` [V, H], both optional; published files have the target's embedding
+
+Some exporters put `model.` before every name. Where an embedding or lm_head is missing or equals the target's, the
+target's is used, and is held once. Others are used as they are; vLLM uses the target's, whatever the file has.
 """
 
 from __future__ import annotations
@@ -26,10 +31,11 @@ _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class EagleWeights(HeadWeights[EagleSpec]):
-    """Which biases and norms a head has, its tensors say, as that does not follow from the name of its architecture.
+    """The layout of EAGLE heads. The tensors decide which biases and norms a head has.
 
-    Without weights it counts as having a bias of fc unless config.json says no, other biases as that says, no norms of
-    queries and keys, and the target's embedding and lm_head.
+    The name of its architecture does not determine them. Without weights, fc has a bias unless config.json says no, and
+    other biases are as config.json says. There are then no norms of queries and keys, and the embedding and lm_head are
+    the target's.
     """
 
     prefix = "model."
@@ -71,11 +77,11 @@ class EagleWeights(HeadWeights[EagleSpec]):
         return EagleHead(spec, self.first_layer, self.source.max_seq_len)
 
     def held(self, spec: EagleSpec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
-        """All but an embedding or lm_head in whose place the target's is used."""
+        """Return the tensor; None for an embedding or lm_head in whose place the target's is used."""
         return None if name in (_EMBEDDING, _HEAD) and name not in self.slots(spec) else tensor
 
     def _decoder(self, names: Mapping[str, Tensor]) -> DecoderSpec:
-        """Its layers."""
+        """Return the spec of the head's layers, with the biases and norms that the tensors show."""
         config = self.source.decoder
         if config.architecture.removeprefix("Eagle") not in ARCHITECTURES:
             raise UnsupportedError(
@@ -96,7 +102,7 @@ class EagleWeights(HeadWeights[EagleSpec]):
         )
 
     def _differs(self, name: str) -> bool:
-        """Whether an embedding or lm_head that is there is not the target's. False if the target has no weights."""
+        """Whether a given embedding or lm_head differs from the target's. False if the target has no weights."""
         path, owner, target = self.source.checkpoint.path, self.source.owner.path, self.target
         if missing_weights(owner, "target"):
             return False

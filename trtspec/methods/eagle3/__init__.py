@@ -1,1 +1,1 @@
-"""EAGLE3: a layer that reads three of the target's residual streams."""
+"""EAGLE3: a draft layer that reads three of the target's residual streams."""

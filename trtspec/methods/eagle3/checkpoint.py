@@ -1,4 +1,4 @@
-"""What the config.json of an EAGLE3 head says beyond a decoder's: the public layouts, in their spellings."""
+"""The fields in config.json of an EAGLE3 head beyond a decoder's, in the spellings of the public layouts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trtspec.models.specs import ARCHITECTURES
 EAGLE3 = "eagle3"
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Qwen3ForCausalLMEagle3")
 
-# What vLLM calls heads for parallel drafting; others of them have a name of the above.
+# vLLM's name for heads for parallel drafting; other such heads have one of the names above.
 P_EAGLE_ARCHITECTURES = ("PeagleLlamaForCausalLM",)
 
-# Targets whose residual stream is known to be captured as EAGLE3 drafts expect.
+# Targets, by parts of their model_type, whose residual stream is known to be captured as EAGLE3 drafts expect.
 EAGLE3_TARGETS = ("llama", "qwen", "minicpm", "gpt_oss")
 
-# eagle_config switches whose other value is a head we do not run
+# eagle_config switches and the one value that runs; a head with another value is not supported
 _FIXED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -36,10 +36,11 @@ _FIXED = {
 
 @dataclass(frozen=True)
 class Eagle3HeadConfig:
-    """`capture_layers` are ids "after layer i", None where the checkpoint leaves the choice to the default.
+    """The config of an EAGLE3 or P-EAGLE head.
 
-    norm_before_fc: of all captured states of a row as one vector; fc_norm: of each by itself. norm_output: a pass reads
-    the normed output of the one before.
+    norm_before_fc: a norm of all captured states of a row as one vector. fc_norm: a norm of each captured state by
+    itself. norm_output: a pass reads the normed output of the previous pass. capture_layers: ids "after layer i", None
+    where the checkpoint leaves the choice to the default.
     """
 
     target_hidden_size: int
@@ -52,8 +53,10 @@ class Eagle3HeadConfig:
 
     @classmethod
     def of(cls, config: ModelConfig, parallel: bool = False) -> Eagle3HeadConfig:
-        """parallel: of a P-EAGLE head. Raises UnsupportedError for heads of another kind, CheckpointError for fields
-        that make no sense."""
+        """Read the config. Raises UnsupportedError for heads of another kind, CheckpointError for invalid fields.
+
+        parallel: the head is a P-EAGLE head.
+        """
         remedy = "" if parallel else "; P-EAGLE heads want parallel_drafting=True"
         supported = (*EAGLE3_ARCHITECTURES, *(P_EAGLE_ARCHITECTURES if parallel else ()))
         if config.architecture not in supported:
@@ -100,7 +103,7 @@ def _nested(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def _capture_layers(config: ModelConfig, nested: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """From vLLM's ids, which every public checkpoint that says anything uses."""
+    """Convert the layers from vLLM's ids, which every public checkpoint that names layers uses."""
     name = "eagle_aux_hidden_state_layer_ids"
     ids = nested.get(name, config.raw.get(name))
     if ids is None:
@@ -128,17 +131,17 @@ def switch(config: ModelConfig, raw: Mapping[str, Any], name: str) -> bool:
 
 
 def is_eagle3(architecture: str) -> bool:
-    """Whether an EAGLE3 or P-EAGLE head is called so, one that runs or another."""
+    """Whether the architecture names an EAGLE3 or P-EAGLE head, whether it runs here or not."""
     return architecture.startswith("Eagle3") or architecture in (*EAGLE3_ARCHITECTURES, *P_EAGLE_ARCHITECTURES)
 
 
 def recognises(checkpoint: CheckpointConfig) -> bool:
-    """Whether its architecture is an EAGLE3 or P-EAGLE head's."""
+    """Whether the checkpoint's architecture is that of an EAGLE3 or P-EAGLE head."""
     return is_eagle3(architecture_of(checkpoint))
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises as Eagle3HeadConfig.of does."""
+    """Return the facts about the head that planning needs. Raises as Eagle3HeadConfig.of does."""
     model, parallel = ModelConfig.of(checkpoint, "draft"), config.parallel_drafting
     return DraftInfo(
         method=EAGLE3,
@@ -151,7 +154,7 @@ def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
 
 
 def check_target(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> None:
-    """ConfigError for a target whose states no EAGLE3 head reads."""
+    """Raise ConfigError for a target whose states no EAGLE3 head reads."""
     if not any(kind in target.model_type for kind in EAGLE3_TARGETS):
         families = [name.removesuffix("ForCausalLM").lower() for name in ARCHITECTURES]
         loadable = [name for name in families if any(kind in name for kind in EAGLE3_TARGETS)]

@@ -1,9 +1,12 @@
-"""EAGLE3 heads (Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time
-test", arXiv 2503.01840). The vector for position p is at first the target's captured hidden states fused by `fc`, later
-its own output there.
+"""EAGLE3 heads and P-EAGLE heads.
+
+EAGLE3 (Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time test", arXiv
+2503.01840): the vector for position p is at first the target's captured hidden states, fused by `fc`. Later it is the
+head's own output there.
 
 P-EAGLE heads draft in parallel (methods/parallel/worker.py): no pass reads their output. They may have further layers,
-plain ones of width H on the residual stream alone, and have a `mask_hidden` for rows that have no states of the target:
+which are plain layers of width H on the residual stream alone. They have a `mask_hidden` for rows that have no states
+of the target:
 
     f = fc(states, or mask_hidden); x = layer 0 of (embedding(id), f), as in EAGLE3; x = layer i(x); lm_head(norm(x))
 
@@ -30,7 +33,7 @@ class Eagle3Spec:
 
     layer: spec of its layers (P-EAGLE has several), with the target's vocabulary. num_captured: number of hidden states
     that the head fuses. norm_before_fc, fc_norm, norm_output: as in Eagle3HeadConfig. own_embedding, own_head: False =
-    it uses the target's. parallel: it is a P-EAGLE head.
+    the head uses the target's. parallel: the head is a P-EAGLE head.
     """
 
     layer: DecoderSpec
@@ -47,13 +50,13 @@ class Eagle3Spec:
 
 
 class Eagle3Layer(nn.Module):
-    """One decoder layer over [norm(e); norm(h)]; the residual stream is h, before its norm or after."""
+    """A decoder layer over [norm(e); norm(h)]; the residual stream is h, before or after its norm."""
 
     def __init__(self, spec: Eagle3Spec, layer: int) -> None:
         super().__init__()
         H, eps = spec.layer.hidden_size, spec.layer.rms_norm_eps
         self.norm_before_residual = spec.norm_before_residual
-        self.attention_norm = RMSNorm(H, eps)  # of e
+        self.attention_norm = RMSNorm(H, eps)  # norm of e
         self.hidden_norm = RMSNorm(H, eps)
         self.attention = Attention(spec.layer, layer, in_features=2 * H)
         self.mlp_norm = RMSNorm(H, eps)
@@ -67,10 +70,10 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(DraftHead):
-    """The whole head, run in every pass. `layer` is the index under which its first attention asks for KV (the target's
-    layers come first).
+    """An EAGLE3 or P-EAGLE head, all layers of which run in every pass.
 
-    Where the checkpoint has no embedding or lm_head of its own, `share` puts the target's in their place.
+    layer: the index under which its first attention asks for KV; the target's layers come first. Where the checkpoint
+    has no embedding or lm_head of its own, `share` puts the target's in their place.
     """
 
     def __init__(self, spec: Eagle3Spec, layer: int = 0, max_position: int | None = None) -> None:
@@ -91,7 +94,7 @@ class Eagle3Head(DraftHead):
         if spec.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(spec.target_hidden_size, eps) for _ in range(spec.num_captured))
         shape = (spec.layer.vocab_size, H)
-        self.embedding: nn.Module = nn.Identity()  # share() fills what the checkpoint leaves out
+        self.embedding: nn.Module = nn.Identity()  # share() fills in what the checkpoint leaves out
         self.head: nn.Module = nn.Identity()
         if spec.own_embedding:
             self.embedding = nn.Embedding(*shape, _weight=_unloaded(*shape))
@@ -106,7 +109,7 @@ class Eagle3Head(DraftHead):
             self.head = head
 
     def fuse(self, captured: Tensor) -> Tensor:
-        """See DraftHead; n = num_captured."""
+        """Return fc of the captured states, normed if the spec says so: [T, n * Ht] -> [T, H]; n = num_captured."""
         if self.spec.norm_before_fc:
             captured = self.input_norm(captured)
         if self.spec.fc_norm:
@@ -115,7 +118,10 @@ class Eagle3Head(DraftHead):
         return self.fc(captured)  # type: ignore[no-any-return]
 
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
-        """See DraftHead; y is the last layer's output, before the norm unless norm_output."""
+        """Run all layers, with the arguments of DraftHead.
+
+        y is the last layer's output, before the last norm unless norm_output.
+        """
         e = self.embedding(input_ids)
         cos, sin = self.rotary(positions, e.dtype)
         x: Tensor = self.midlayer(e, h, cos, sin, attend)
@@ -124,9 +130,9 @@ class Eagle3Head(DraftHead):
         return self.norm(x) if self.spec.norm_output else x
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
-        """See DraftHead."""
+        """Return the lm_head's logits for y, normed first unless norm_output."""
         return self.head(y if self.spec.norm_output else self.norm(y))  # type: ignore[no-any-return]
 
     def weight_bytes_for(self, num_passes: int) -> int:
-        """See DraftHead."""
+        """Bytes of weights that num_passes passes read: fc once; the layers, norm and lm_head in each."""
         return weight_bytes(self.fc) + num_passes * weight_bytes(self.midlayer, self.layers, self.norm, self.head)

@@ -1,4 +1,4 @@
-"""EAGLE3 heads (see methods.eagle3.head): new ones for a given target, and in the public layout."""
+"""Training of EAGLE3 heads (methods.eagle3.head): new heads for a given target, and export in the public layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ from trtspec.train.training_batches import frequent_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Options(CapturingOptions):
-    """draft_vocab_size: ids the head can say, None = all. intermediate_size: of its MLP, None = the target's."""
+    """Options for training an EAGLE3 head.
+
+    draft_vocab_size: number of ids that the head can draft, None = all. intermediate_size: width of its MLP, None = the
+    target's.
+    """
 
     method: ClassVar[str] = "eagle3"
 
@@ -44,7 +48,7 @@ class Eagle3Options(CapturingOptions):
         self.check_sizes("draft_vocab_size", "intermediate_size")
 
     def check_target(self, config: ModelConfig) -> None:
-        """See HeadOptions."""
+        """Raise ConfigError if draft_vocab_size exceeds the target's vocabulary."""
         if (self.draft_vocab_size or 0) > config.vocab_size:
             raise ConfigError(
                 f"draft_vocab_size={self.draft_vocab_size}: the target's vocabulary has {config.vocab_size} ids"
@@ -52,17 +56,17 @@ class Eagle3Options(CapturingOptions):
 
     @property
     def one_head(self) -> bool:
-        """True: pass j reads what pass j - 1 made."""
+        """Return True: pass j reads the output of pass j - 1."""
         return True
 
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> Eagle3Head:
-        """See HeadOptions."""
+        """Return an untrained head whose draft vocabulary is the most frequent ids in `tokens`."""
         vocab_size = target.spec.vocab_size
         ids = frequent_tokens(tokens, vocab_size, self.draft_vocab_size or vocab_size)
         return new_head(target, capture, ids, self.intermediate_size)
 
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
-        """See HeadOptions."""
+        """Write the head to `out` in the public layout."""
         assert isinstance(head, Eagle3Head)
         export_eagle3(head, config, capture, self.out)
 
@@ -71,10 +75,10 @@ class Eagle3Options(CapturingOptions):
 def new_head(
     target: Decoder, capture_layers: Sequence[int], target_ids: Tensor, intermediate_size: int | None = None
 ) -> Eagle3Head:
-    """An untrained head of the target's shape, fp32, seeded by torch's generator.
+    """Return an untrained head of the target's shape, in fp32, seeded by torch's generator.
 
-    target_ids [Vd]: its draft vocabulary. Its lm_head and norm begin as the target's, for the draft ids; the embedding
-    is the target's and stays it.
+    target_ids: [Vd], its draft vocabulary. Its lm_head and norm start as the target's, the lm_head with the rows of the
+    draft ids. The embedding is the target's and stays so.
     """
     head = Eagle3Head(
         Eagle3Spec(
@@ -94,12 +98,12 @@ def new_head(
 def export_eagle3(
     head: Eagle3Head, target: ModelConfig, capture: Sequence[int], folder: Path, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Config and weights (as `dtype`) in the public layout."""
+    """Write config and weights (as `dtype`) to `folder` in the public layout."""
     write_head(folder, eagle3_tensors(head), eagle3_config(head, target, capture, dtype), dtype)
 
 
 def eagle3_config(head: Eagle3Head, target: ModelConfig, capture: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the public layout."""
+    """Return config.json in the public layout. ConfigError if the head reads the stream after the last norm."""
     if any(i < 0 for i in capture):
         raise ConfigError(f"capture_layers={tuple(capture)}: the public layout cannot name the stream after the norm")
     return {

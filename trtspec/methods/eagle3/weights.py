@@ -1,10 +1,15 @@
-"""EAGLE3 checkpoints: strict loading of the public layout, and back into it.
+"""EAGLE3 checkpoints: strict loading of the public layout, and export in it.
 
-The layout: `midlayer.*` (some exporters write `layers.0.*`, some put `model.` before everything), `fc.weight`
-[H, n * Ht], `norm.weight`, `lm_head.weight` [Vd, H], `d2t` [Vd] (target id = draft id + d2t), `t2d` [V] bool, and an
-`embed_tokens.weight` only where it differs from the target's; of some heads a norm before `fc`, `input_norm.weight`
-[n * Ht] or `fc_norm.{0, 1, ...}.weight` [Ht]. What a checkpoint leaves out, the target provides.
-P-EAGLE has `layers.{1, 2, ...}.*` as in Llama besides, and `mask_hidden`, n * Ht elements in any shape.
+The layout:
+
+- `midlayer.*`; some exporters write `layers.0.*`
+- `fc.weight` [H, n * Ht], `norm.weight`, `lm_head.weight` [Vd, H]
+- `d2t` [Vd] (target id = draft id + d2t), `t2d` [V] bool
+- `embed_tokens.weight`, only where it differs from the target's
+- in some heads a norm before `fc`: `input_norm.weight` [n * Ht] or `fc_norm.{0, 1, ...}.weight` [Ht]
+- in P-EAGLE also `layers.{1, 2, ...}.*` as in Llama, and `mask_hidden`, n * Ht elements in any shape
+
+Some exporters put `model.` before every name. The target provides what a checkpoint leaves out.
 """
 
 from __future__ import annotations
@@ -29,8 +34,11 @@ _MASK = "mask_hidden"
 
 
 class Eagle3Weights(HeadWeights[Eagle3Spec]):
-    """Heads of EAGLE3 and P-EAGLE. Without weights a head counts as having an lm_head of its own, as public ones have,
-    no norms of queries and keys, and an embedding only if it must."""
+    """The layout of EAGLE3 and P-EAGLE heads.
+
+    Without weights, a head counts as having an lm_head of its own, as public heads do. It counts as having no norms of
+    queries and keys, and an embedding only if it needs one.
+    """
 
     prefix = "model."
     tables = TABLES
@@ -95,18 +103,22 @@ class Eagle3Weights(HeadWeights[Eagle3Spec]):
         return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
 
     def held(self, spec: Eagle3Spec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
-        """All but d2t and t2d; the mask as a vector."""
+        """Return the tensor, the mask as a vector; None for d2t and t2d."""
         if name in self.tables:
             return None
         return tensor.flatten() if name == _MASK else tensor
 
     def target_ids(self, spec: Eagle3Spec, tables: Mapping[str, Tensor]) -> Tensor | None:
-        """From d2t, which t2d must agree with; the shapes of both come first."""
+        """Return the target ids from d2t, with which t2d must agree; the shapes of both are checked first."""
         size, vocab = spec.draft_vocab_size, spec.layer.vocab_size
         return ids_of_tables(tables, size, vocab, self.where, self.source.reads_weights)
 
     def _check_fused(self, fc: tuple[int, ...]) -> None:
-        """Apart from other shapes, as the remedy is another: it is the number of captured layers that is wrong."""
+        """Raise WeightsError if fc.weight fuses another number of states than are captured.
+
+        This is apart from the check of other shapes because its remedy is another: the number of captured layers is
+        wrong.
+        """
         size, num_captured = self.head_config.target_hidden_size, self.source.num_captured
         if len(fc) != 2 or fc[1] % size or fc[1] == num_captured * size:
             return
@@ -119,7 +131,7 @@ class Eagle3Weights(HeadWeights[Eagle3Spec]):
 
 
 def eagle3_tensors(head: Eagle3Head) -> dict[str, Tensor]:
-    """The head in the public layout, contiguous copies."""
+    """Return the head's tensors in the public layout, as contiguous copies."""
     tensors = tensors_of(head, Eagle3Weights.slots(head.spec))
     tensors["d2t"] = head.target_ids - torch.arange(len(head.target_ids))
     tensors["t2d"] = head.draft_ids >= 0

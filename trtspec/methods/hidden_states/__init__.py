@@ -1,1 +1,1 @@
-"""No drafts: the target's hidden states, kept for training."""
+"""No drafts: stores the target's hidden states for training."""

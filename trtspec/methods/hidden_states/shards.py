@@ -1,9 +1,14 @@
-"""Files of hidden states: what the target computed for whole requests, to train draft heads on.
+"""Files of hidden states that the target computed for whole requests, to train draft heads on.
 
-A shard is one safetensors file `{prefix}-{index:05d}.safetensors` of some requests, numbered i from 0. For each, over
-its L rows: `{i}.input_ids` [L] int64, `{i}.hidden_states` [L, n * H], the residual streams after the captured layers
-side by side, and `{i}.last_hidden_state` [L, H], after the last norm; both in the target's dtype. The metadata
-(strings, as safetensors has them) is ShardMetadata, the number of requests, and the format with its version.
+A shard is one safetensors file `{prefix}-{index:05d}.safetensors` of some requests, numbered i from 0. For the L rows
+of each request it has
+
+    {i}.input_ids            [L] int64
+    {i}.hidden_states        [L, n * H], the residual streams after the captured layers, side by side
+    {i}.last_hidden_state    [L, H], after the last norm
+
+The hidden states are in the target's dtype. The metadata, strings as in all safetensors files, is ShardMetadata, the
+number of requests, and the format with its version.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ TEMPORARY = ".tmp"
 
 
 class States(NamedTuple):
-    """One request: see the module."""
+    """The tensors of one request, as the module describes them."""
 
     input_ids: Tensor
     hidden_states: Tensor
@@ -38,7 +43,10 @@ class States(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMetadata:
-    """What all shards of a folder share. capture_layers: "after layer i", -1 = after the last norm; hidden_size: H."""
+    """The metadata that all shards of a folder share.
+
+    capture_layers: "after layer i", -1 = after the last norm. hidden_size: H.
+    """
 
     capture_layers: tuple[int, ...]
     hidden_size: int
@@ -46,7 +54,10 @@ class ShardMetadata:
 
     @classmethod
     def of(cls, shard: Path) -> tuple[ShardMetadata, int]:
-        """The metadata of a shard and its number of requests. Raises CheckpointError where it is none or is damaged."""
+        """Return the metadata of a shard and its number of requests.
+
+        Raises CheckpointError if the file is no shard or is damaged.
+        """
         try:
             with safe_open(shard, framework="pt") as file:
                 found = file.metadata() or {}
@@ -67,7 +78,7 @@ class ShardMetadata:
         return metadata, count
 
     def as_metadata(self, requests: int) -> dict[str, str]:
-        """What `of` reads."""
+        """Return the strings that `of` reads."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -79,7 +90,10 @@ class ShardMetadata:
 
 
 def write_shard(path: Path, metadata: ShardMetadata, requests: Sequence[States]) -> None:
-    """Whole or not at all: written beside `path`, flushed to disk, renamed. Raises OSError; then nothing is left."""
+    """Write a shard whole or not at all: to a file next to `path`, flushed to disk, then renamed.
+
+    Raises OSError; then nothing is left.
+    """
     tensors = {
         f"{i}.{name}": tensor.contiguous()
         for i, states in enumerate(requests)
@@ -89,7 +103,7 @@ def write_shard(path: Path, metadata: ShardMetadata, requests: Sequence[States])
     try:
         try:
             save_file(tensors, temporary, metadata.as_metadata(len(requests)))
-        except SafetensorError as error:  # what it makes of a full disk
+        except SafetensorError as error:  # raised for a full disk
             raise OSError(str(error)) from error
         temporary.chmod(0o644)  # save_file makes its file private
         with open(temporary, "rb+") as file:
@@ -101,12 +115,12 @@ def write_shard(path: Path, metadata: ShardMetadata, requests: Sequence[States])
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """The finished shards of a folder, by name."""
+    """Finished shards of a folder, sorted by name."""
     return sorted(folder.glob("*" + SUFFIX))
 
 
 def shard_path(folder: Path, prefix: str, index: int) -> Path:
-    """Where shard `index` belongs."""
+    """Path of shard `index`."""
     return folder / f"{prefix}-{index:05d}{SUFFIX}"
 
 
@@ -118,15 +132,15 @@ def next_index(folder: Path, prefix: str) -> int:
 
 
 def leftovers(folder: Path, prefix: str) -> Iterable[Path]:
-    """Temporaries of writers that were killed."""
+    """Temporary files of writers that were killed."""
     return folder.glob(f"{prefix}-*{SUFFIX}{TEMPORARY}")
 
 
 class ShardReader:
-    """One finished shard, read as asked: rows of a request come from disk, the rest stays there."""
+    """A reader of one finished shard, which loads only the rows that are asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError; see ShardMetadata.of."""
+        """Open the shard at `path`. Raises the CheckpointError of ShardMetadata.of."""
         self.metadata, count = ShardMetadata.of(path)
         self._file = safe_open(path, framework="pt")
         self.lengths = [int(self._slice(i, "input_ids").get_shape()[0]) for i in range(count)]
@@ -136,7 +150,7 @@ class ShardReader:
         return States(*(self._slice(request, name)[start:end] for name in States._fields))
 
     def ids(self) -> Tensor:
-        """The tokens of all its requests, one after another, [sum of lengths] int64."""
+        """Tokens of all requests of the shard, one after another, [sum of lengths] int64."""
         ids = [self._slice(i, "input_ids")[:] for i in range(len(self.lengths))]
         return torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
 

@@ -1,7 +1,7 @@
-"""What config.json of Medusa heads says: vLLM's layout, and that of FasterDecoding, who published them.
+"""The config.json of Medusa heads, in vLLM's layout and in that of FasterDecoding, which published the heads.
 
-vLLM's names every field; a field at its default may be left out. FasterDecoding's has `medusa_num_heads` and
-`medusa_num_layers`, no model_type, and none of the target's sizes.
+vLLM's layout names every field; a field at its default may be left out. FasterDecoding's layout has `medusa_num_heads`
+and `medusa_num_layers`, no model_type, and none of the target's sizes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ MEDUSA = "medusa"
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """num_layers: residual blocks of each head. hidden_size, vocab_size: None = the target's. draft_vocab_size: None =
-    all of the target's ids. fc_bias: of the blocks, None = the tensors say. shared_head: one lm_head for all heads."""
+    """The config of a set of Medusa heads.
+
+    num_layers: residual blocks of each head. hidden_size, vocab_size: None = the target's. draft_vocab_size: None = all
+    of the target's ids. fc_bias: whether the blocks have biases, None = the tensors decide. shared_head: all heads
+    share one lm_head.
+    """
 
     num_heads: int
     num_layers: int
@@ -31,7 +35,7 @@ class MedusaConfig:
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> MedusaConfig:
-        """Raises UnsupportedError for checkpoints of another kind, CheckpointError for fields that make no sense."""
+        """Read the config. UnsupportedError for checkpoints of another kind, CheckpointError for invalid fields."""
         read = head_reader(config, MEDUSA, "set of Medusa heads")
         heads, layers = (
             theirs if read.get(theirs) is not None else ours
@@ -50,12 +54,12 @@ class MedusaConfig:
 
 
 def recognises(checkpoint: CheckpointConfig) -> bool:
-    """Whether it says that it is a set of Medusa heads."""
+    """Whether config.json declares a set of Medusa heads."""
     return checkpoint.model_type == MEDUSA or (not checkpoint.model_type and "medusa_num_heads" in checkpoint.raw)
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises as MedusaConfig.of does."""
+    """Return the facts about the heads that planning needs. Raises as MedusaConfig.of does."""
     head_config = MedusaConfig.of(checkpoint)
     return DraftInfo(
         method=MEDUSA, vocab_size=head_config.vocab_size, n_predict=head_config.num_heads, checkpoint=checkpoint

@@ -1,11 +1,11 @@
 """Medusa (Cai et al., arXiv 2401.10774): heads side by side, all of which read one hidden state of the target.
 
-From the target's state h of the last accepted token, after its final norm, head i guesses the token i + 1 places after
-the one that the target itself draws there:
+The state h is the target's state of the last accepted token, after its final norm. The target itself samples the next
+token from h. Head i guesses the token i + 1 places after that next token:
 
     x = h;  x = x + silu(W_l x [+ b_l]) for each of its blocks;  logits = lm_head_i(x)
 
-No head reads a token, or what another one guessed.
+No head reads a token, or the guess of another head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from trtspec.models.layers import Linear, silu, weight_bytes
 
 @dataclass(frozen=True)
 class MedusaSpec:
-    """num_layers: blocks of each of the num_heads heads. num_lm_heads: num_heads, 1 = one for all, 0 = the target's."""
+    """Shapes and switches of a set of Medusa heads.
+
+    num_layers: number of blocks in each of the num_heads heads. num_lm_heads: num_heads, 1 = one for all heads, 0 = the
+    target's.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -34,7 +38,10 @@ class MedusaSpec:
 
 
 class MedusaHead(DraftHead):
-    """All heads; pass i runs head i. Where the checkpoint has no lm_head, `share` puts the target's in its place."""
+    """A set of Medusa heads; pass i runs head i.
+
+    Where the checkpoint has no lm_head, `share` puts the target's in its place.
+    """
 
     def __init__(self, spec: MedusaSpec) -> None:
         super().__init__(spec.vocab_size, spec.draft_vocab_size)
@@ -53,11 +60,11 @@ class MedusaHead(DraftHead):
             self.heads = nn.ModuleList([head])
 
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
-        """See DraftHead: h as it is, for every head reads the same."""
+        """Return h as it is, because every head reads the same state."""
         return h
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
-        """See DraftHead: of head `step`."""
+        """Return the logits of head `step` for y."""
         for block in self._blocks(step):
             y = y + silu(block(y))
         logits: Tensor = self._lm_head(step)(y)
@@ -72,5 +79,5 @@ class MedusaHead(DraftHead):
         return self.heads[min(step, len(self.heads) - 1)]
 
     def weight_bytes_for(self, num_passes: int) -> int:
-        """See DraftHead."""
+        """Bytes of weights that the first num_passes heads read."""
         return sum(weight_bytes(self._blocks(step), self._lm_head(step)) for step in range(num_passes))

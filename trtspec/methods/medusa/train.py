@@ -1,8 +1,8 @@
-"""Training of Medusa heads (see methods.medusa.head): Cai et al., arXiv 2401.10774.
+"""Training of Medusa heads (methods.medusa.head): Cai et al., arXiv 2401.10774.
 
-The paper's loss for a frozen target (section 2.2.1, Medusa-1): cross-entropy of head k with the token that it guesses,
-weighted by 0.8^k; here with what the target says there (its section 2.3.2, self-distillation), half its arg-max, half
-its distribution. Heads begin as the target's lm_head: blocks of zeros are the identity.
+The paper's loss for a frozen target (section 2.2.1, Medusa-1) is cross-entropy of head k with the token that it
+guesses, weighted by 0.8^k. Here the label is the target's own output there (section 2.3.2, self-distillation): half its
+arg-max, half its distribution. Heads start as the target's lm_head, because blocks of zeros are the identity.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trtspec.train.head import HeadOptions, attached, dtype_name, plain_head, se
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions(HeadOptions):
-    """unroll: how many heads. num_layers: residual blocks of each."""
+    """Options for training Medusa heads. unroll: number of heads. num_layers: residual blocks of each."""
 
     method: ClassVar[str] = MEDUSA
 
@@ -39,7 +39,7 @@ class MedusaOptions(HeadOptions):
 
     @torch.no_grad()
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> MedusaHead:
-        """See HeadOptions."""
+        """Return untrained heads, whose blocks are zeros and whose lm_heads are copies of the target's."""
         H, V = target.spec.hidden_size, target.spec.vocab_size
         head = MedusaHead(MedusaSpec(H, V, V, self.unroll, self.num_layers, num_lm_heads=self.unroll))
         for parameter in head.blocks.parameters():
@@ -49,7 +49,7 @@ class MedusaOptions(HeadOptions):
         return attached(head, target)
 
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
-        """See HeadOptions; vLLM's layout, in bf16."""
+        """Write the heads to `out` in vLLM's layout, in bf16."""
         assert isinstance(head, MedusaHead)
         facts = {
             "architectures": ["MedusaModel"],

@@ -1,12 +1,16 @@
 """Medusa checkpoints: strict loading of the two public layouts.
 
-vLLM's: `blocks.{head}.layers.{layer}.weight` [H, H] and `.bias` [H], `lm_heads.{head}.weight` [Vd, H], and where the
-heads know fewer ids than the target, `token_map` [Vd], the target's id of each (the lm_heads may still have a row for
-each of the target's). With `original_lm_head`, one lm_head for all heads, as `lm_head.weight` or `lm_heads.0.weight`;
-the target's, if there is neither.
+vLLM's layout:
 
-FasterDecoding's: `{head}.{layer}.linear.weight` and `.bias`, `{head}.{layers}.weight` for the lm_head. Names of both
-may begin with `medusa_heads.` or `medusa_head.`
+- `blocks.{head}.layers.{layer}.weight` [H, H] and `.bias` [H]
+- `lm_heads.{head}.weight` [Vd, H]; with `token_map` it may still have a row for each of the target's ids
+- `token_map` [Vd], where the heads know fewer ids than the target: the target's id of each draft id
+
+With `original_lm_head`, all heads share one lm_head, named `lm_head.weight` or `lm_heads.0.weight`. If there is
+neither, they use the target's.
+
+FasterDecoding's layout: `{head}.{layer}.linear.weight` and `.bias`, `{head}.{layers}.weight` for the lm_head, where
+{layers} is the number of blocks. Names in both layouts may begin with `medusa_heads.` or `medusa_head.`
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from trtspec.models.slots import Slot
 
 
 class MedusaWeights(HeadWeights[MedusaSpec]):
-    """Any of the layouts as vLLM's. Tensors of all heads are checked; those of the heads that are kept are held.
+    """The layout of Medusa heads; both public layouts are read as vLLM's.
 
-    Without weights there is an lm_head for each head, or one where config.json says so, and biases only if it says so.
+    Tensors of all heads are checked, and those of the kept heads are held. Without weights, there is one lm_head for
+    each head, or a single one where config.json says so. There are biases only if config.json says so.
     """
 
     prefix = "medusa_heads."
@@ -95,7 +100,11 @@ class MedusaWeights(HeadWeights[MedusaSpec]):
         return name
 
     def held(self, spec: MedusaSpec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
-        """Of a vocabulary of fewer ids: the rows of an lm_head that has one for each of the target's."""
+        """Return the tensor; None for the token_map of a draft vocabulary with fewer ids than the target's.
+
+        With such a vocabulary, an lm_head that has a row for each of the target's ids is cut to the rows of the draft
+        ids.
+        """
         size = spec.draft_vocab_size
         if size == spec.vocab_size:
             return tensor

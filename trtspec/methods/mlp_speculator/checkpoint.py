@@ -1,4 +1,4 @@
-"""What config.json of an MLP speculator says: the layout of IBM's fms-extras, which vLLM reads too."""
+"""The config.json of an MLP speculator, in the layout of IBM's fms-extras, which vLLM reads too."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ MLP_SPECULATOR = "mlp_speculator"
 
 @dataclass(frozen=True)
 class MLPSpeculatorConfig:
-    """n_predict: stages, each of which drafts one token. hidden_size (`emb_dim`), vocab_size: None = the target's.
-    inner_size: of the state, None = hidden_size. tie_weights: the stages share what fits. scale_input: the target's
-    state is normalised first."""
+    """The config of an MLP speculator.
+
+    n_predict: number of stages, each of which drafts one token. hidden_size (`emb_dim`), vocab_size: None = the
+    target's. inner_size: width of the state, None = hidden_size. tie_weights: the stages share the weights whose shapes
+    fit. scale_input: the target's state is normalised first.
+    """
 
     n_predict: int
     hidden_size: int | None
@@ -27,10 +30,10 @@ class MLPSpeculatorConfig:
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> MLPSpeculatorConfig:
-        """Raises UnsupportedError for checkpoints of another kind, CheckpointError for fields that make no sense.
+        """Read the config. UnsupportedError for checkpoints of another kind, CheckpointError for invalid fields.
 
-        top_k_tokens_per_head and n_candidates, which shape upstream's tree of candidates, are not used: drafts are a
-        chain.
+        top_k_tokens_per_head and n_candidates shape upstream's tree of candidates. They are not used here, because
+        drafts are a chain.
         """
         read = head_reader(config, MLP_SPECULATOR, "MLP speculator")
         n_predict, widths = read.positive_int("n_predict", 3), read.get("top_k_tokens_per_head")
@@ -52,12 +55,12 @@ class MLPSpeculatorConfig:
 
 
 def recognises(checkpoint: CheckpointConfig) -> bool:
-    """Whether it says that it is an MLP speculator."""
+    """Whether config.json declares an MLP speculator."""
     return checkpoint.model_type == MLP_SPECULATOR
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of it. Raises as MLPSpeculatorConfig.of does."""
+    """Return the facts about the speculator that planning needs. Raises as MLPSpeculatorConfig.of does."""
     head_config = MLPSpeculatorConfig.of(checkpoint)
     return DraftInfo(
         method=MLP_SPECULATOR, vocab_size=head_config.vocab_size, n_predict=head_config.n_predict, checkpoint=checkpoint

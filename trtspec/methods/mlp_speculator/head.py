@@ -1,13 +1,13 @@
 """MLP speculator (Wertheimer et al., arXiv 2404.19124): stages in a row, each a layer over a state and a token.
 
-The state starts as the target's hidden state of the last accepted token, after its final norm; stage i reads the last
-token (of stage 0 the one that the target drew, later the one just drafted) and guesses the next:
+The state starts as the target's hidden state of the last accepted token, after its final norm. Stage i reads the last
+token and guesses the next one. For stage 0 the last token is the one that the target sampled, later the latest draft:
 
     state = gelu(norm_i(proj_i state + (ew / sw) emb_i[token]));  logits = head_i state
     sw = 0.5^(0.5 / n_predict),  ew = sqrt((1 - sw^2) inner / 2)
 
-norm_i is an RMS norm with weight and bias, gelu the exact one. With scale_input the first state is normed and divided
-by sqrt 2.
+norm_i is an RMS norm with weight and bias, and gelu is the exact one. With scale_input the first state is normed and
+divided by sqrt 2.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class MLPSpeculatorSpec:
-    """num_stages: those there are, of the n_predict that were trained together. tied: one embedding, norm and head for
-    all of them, and one proj for all but the first."""
+    """Shapes and switches of an MLP speculator.
+
+    num_stages: number of stages present, of the n_predict stages that were trained together. tied: all stages share one
+    embedding, norm and head, and all but the first share one proj.
+    """
 
     hidden_size: int
     inner_size: int
@@ -39,13 +42,13 @@ class MLPSpeculatorSpec:
 
     @property
     def token_scale(self) -> float:
-        """ew / sw."""
+        """ew / sw, the factor of the token's embedding."""
         kept = 0.5 ** (1.0 / self.n_predict)  # sw squared
         return float(((1.0 - kept) * self.inner_size / 2 / kept) ** 0.5)
 
     @property
     def num_shared(self) -> int:
-        """Embeddings, norms and heads there are."""
+        """Number of embeddings, of norms and of heads."""
         return 1 if self.tied else self.num_stages
 
     @property
@@ -66,8 +69,11 @@ class ShiftedNorm(nn.Module):
 
 
 class MLPSpeculatorHead(DraftHead):
-    """All stages; pass i runs stage i. Pass 0 runs over all rows of a step though only the last of each request is of
-    use: one small linear, where the target runs all its layers."""
+    """A set of stages; pass i runs stage i.
+
+    Pass 0 runs over all rows of a step, although only the last row of each request is of use. This costs one small
+    linear, while the target runs all its layers.
+    """
 
     def __init__(self, spec: MLPSpeculatorSpec) -> None:
         super().__init__(spec.vocab_size)
@@ -81,20 +87,23 @@ class MLPSpeculatorHead(DraftHead):
         self.input_norm: nn.Module = RMSNorm(H, _EPS, 0.5**0.5) if spec.scale_input else nn.Identity()
 
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
-        """See DraftHead: h [T, H] in pass 0, then [T, I]; y [T, I] is the state."""
+        """Run stage `step`; y [T, I] is the new state.
+
+        h: the state before, [T, H] in pass 0, then [T, I].
+        """
         state = h if step else self.input_norm(h)
         tokens = self._of(self.embeddings, step)(input_ids)  # [T, I]
         x = self._of(self.projs, step)(state) + self.spec.token_scale * tokens
         return F.gelu(self._of(self.norms, step)(x))
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
-        """See DraftHead."""
+        """Return the logits of stage `step` for y."""
         return self._of(self.heads, step)(y)  # type: ignore[no-any-return]
 
     def _of(self, modules: nn.ModuleList, step: int) -> nn.Module:
-        return modules[min(step, len(modules) - 1)]  # the last serves all further stages if tied
+        return modules[min(step, len(modules) - 1)]  # if tied, the last one serves all further stages
 
     def weight_bytes_for(self, num_passes: int) -> int:
-        """See DraftHead; of an embedding a few rows are read, which do not count."""
+        """Bytes of weights that the first num_passes stages read, without the few rows of the embeddings."""
         parts = (self.projs, self.norms, self.heads)
         return sum(weight_bytes(*(self._of(part, step) for part in parts)) for step in range(num_passes))

@@ -1,9 +1,10 @@
-"""Training of MLP speculators (see methods.mlp_speculator.head): Wertheimer et al., arXiv 2404.19124; IBM's fms-extras.
+"""Training of MLP speculators (methods.mlp_speculator.head): Wertheimer et al., arXiv 2404.19124; IBM's fms-extras.
 
-The paper's first phase learns from text, its second from the target's own continuations: both at once here, as for all
-kinds. The loss is cross-entropy of stage i with the token that it guesses, here with what the target says there. As in
-fms-extras matrices and embeddings begin normal with 1/sqrt(inner size), and the public speculators normalise the state
-that they are given (scale_input).
+The paper's first phase learns from text, its second from the target's own continuations. Here both happen at once, as
+for all kinds of heads. The loss is cross-entropy of stage i with the token that it guesses; here the label is the
+target's own output. As in fms-extras, matrices and embeddings start normal, with 1/sqrt(inner size). The first proj
+starts with 1/sqrt(hidden size). The state that the stages read is normalised (scale_input), as in the public
+speculators.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from trtspec.train.head import HeadOptions, attached, dtype_name, initialise_hea
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpeculatorOptions(HeadOptions):
-    """unroll: how many stages. inner_size: of their state, None = the target's hidden size. tie_weights: one embedding,
-    norm and lm_head for all stages, one matrix for all but the first."""
+    """Options for training an MLP speculator.
+
+    unroll: number of stages. inner_size: width of their state, None = the target's hidden size. tie_weights: all stages
+    share one embedding, norm and lm_head, and all but the first share one matrix.
+    """
 
     method: ClassVar[str] = MLP_SPECULATOR
 
@@ -43,7 +47,7 @@ class MLPSpeculatorOptions(HeadOptions):
             raise ConfigError("tie_weights=True with unroll=1: one stage shares nothing; leave it out")
 
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> MLPSpeculatorHead:
-        """See HeadOptions."""
+        """Return an untrained speculator with `unroll` stages and scale_input."""
         H, V, n = target.spec.hidden_size, target.spec.vocab_size, self.unroll
         spec = MLPSpeculatorSpec(H, self.inner_size or H, V, n, n, tied=self.tie_weights, scale_input=True)
         head = MLPSpeculatorHead(spec)
@@ -51,7 +55,7 @@ class MLPSpeculatorOptions(HeadOptions):
         return attached(head, target)
 
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
-        """See HeadOptions; in bf16. What stages share is there once."""
+        """Write the speculator to `out` in bf16; weights that stages share are written once."""
         assert isinstance(head, MLPSpeculatorHead)
         spec = head.spec
         facts = {

@@ -1,9 +1,13 @@
 """MLP speculator checkpoints: strict loading of the public layout.
 
-Every name begins with `speculator.`, or none does: `emb.{i}.weight` [V, I], `proj.{i}.weight` [I, H] (i = 0) or [I, I],
-`head.{i}.weight` [V, I], `ln.{i}.weight` and `ln.{i}.bias` [I], of the stages i = 0..n_predict-1. Where stages share
-weights (tie_weights), what is shared may be there under any one of their numbers, or several: emb, head and ln are one
-for all stages, proj for those from 1 on.
+The tensors of stages i = 0..n_predict-1:
+
+- `emb.{i}.weight` and `head.{i}.weight` [V, I]
+- `proj.{i}.weight` [I, H] (i = 0) or [I, I]
+- `ln.{i}.weight` and `ln.{i}.bias` [I]
+
+Either every name begins with `speculator.`, or none does. With tie_weights, all stages share emb, head and ln, and the
+stages from 1 on share proj. A shared tensor may be present under any one of its stages' numbers, or under several.
 """
 
 from __future__ import annotations
@@ -25,8 +29,11 @@ from trtspec.models.weights import Wanted
 
 
 class MLPSpeculatorWeights(HeadWeights[MLPSpeculatorSpec]):
-    """Tensors of all stages are checked; those of the stages that are kept are held. What stages share has the first
-    number that it may have as its public name."""
+    """The layout of MLP speculators.
+
+    Tensors of all stages are checked, and those of the kept stages are held. The public name of a shared tensor has the
+    first number that it may have.
+    """
 
     prefix = "speculator."
 
@@ -68,7 +75,7 @@ class MLPSpeculatorWeights(HeadWeights[MLPSpeculatorSpec]):
         return MLPSpeculatorHead(spec)
 
     def wanted(self, spec: MLPSpeculatorSpec | None = None) -> Wanted:
-        """All, where stages share weights: copies are compared."""
+        """Return a filter on tensor names: all tensors where stages share weights, because copies are compared."""
         return super().wanted(None if self.head_config.tie_weights else spec)
 
     def tensors(self, found: Named) -> Named:
@@ -76,11 +83,11 @@ class MLPSpeculatorWeights(HeadWeights[MLPSpeculatorSpec]):
         return self._shared_once(found) if self.head_config.tie_weights else found
 
     def held(self, spec: MLPSpeculatorSpec, name: str, tensor: Tensor, ids: Tensor | None) -> Tensor | None:
-        """Of values that were read, those of the stages that run."""
+        """Return the tensor; None if its values were read and its stage does not run."""
         return tensor if tensor.is_meta or name in self.slots(spec) else None
 
     def _shared_once(self, found: Named) -> Iterator[tuple[str, Tensor]]:
-        """WeightsError where stages have different values of what they share."""
+        """Yield the tensors, shared ones once. WeightsError if stages have different values of a shared tensor."""
         first: dict[str, Tensor] = {}
         for name, tensor in found:
             own, parts = name, re.fullmatch(r"(emb|head|ln|proj)\.(\d+)\.(weight|bias)", name)

@@ -1,1 +1,1 @@
-"""Multi-token prediction: draft layers of the target's checkpoint, or of one of their own."""
+"""Multi-token prediction: draft layers from the target's checkpoint, or from a checkpoint of their own."""

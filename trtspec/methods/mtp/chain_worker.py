@@ -1,9 +1,10 @@
-"""MTP modules that make more drafts than there are modules: pass i of the chain is module i modulo their number, as in
-vLLM. One module thus makes all drafts.
+"""MTP modules that make more drafts than there are modules.
 
-A module reads its own KV of all positions before, also where another one drafted; vLLM reads there what it finds. Here
-each row that a module drafts from runs on through the modules that draft after it, each on the same token and what the
-one before it put out. So a draft depends on the text alone.
+Pass i of the chain is module i modulo the number of modules, as in vLLM. A single module thus makes all drafts.
+
+A module reads its own KV of all earlier positions, also where another module drafted. vLLM reads whatever the cache
+contains there. Here each row that a module drafts from also runs through the modules that draft after it. Each of them
+reads the same token and the output of the module before it. So a draft depends on the text alone.
 """
 
 from __future__ import annotations
@@ -17,34 +18,34 @@ from trtspec.models.layers import weight_bytes
 
 
 class MtpChainWorker(SpecWorker):
-    """K drafts of n <= K modules."""
+    """A worker that makes K drafts with n <= K modules."""
 
     head: MtpHead
 
     def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        """See base; of module 0."""
+        """Run module 0 over all rows, then write the rows' KV for the modules of later passes."""
         y = super().first_pass(next_ids, captured, positions, attend)
         self._run_on(0, next_ids, y, positions, attend)
         return y
 
     def next_pass(self, step: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        """See base."""
+        """Run pass `step`, then write its rows' KV for the modules of later passes."""
         y = super().next_pass(step, tokens, hidden, positions, attend)
         self._run_on(step, tokens, y, positions, attend)
         return y
 
     def _run_on(self, step: int, tokens: Tensor, y: Tensor, positions: Tensor, attend: Attend) -> None:
-        """Write the KV of the rows of pass `step`, which put out y, for the modules of later passes."""
+        """Write the KV of the rows of pass `step`, whose output is y, for the modules of later passes."""
         for later in self._later(step):
             y = self.head(tokens, self.head.feedback(y, later - 1), positions, attend, later)
 
     def _later(self, step: int) -> range:
-        """The passes after `step`, the first of each other module."""
+        """Passes after `step`: the first pass of each other module."""
         return range(step + 1, min(step + self.head.spec.num_modules, self.max_draft_len))
 
     @property
     def weight_bytes_per_step(self) -> int:
-        """See base; and of what rows run on through."""
+        """Bytes of weights that one step reads, including modules that run only to write KV for later passes."""
         modules, num = self.head.mtp, self.head.spec.num_modules
         more = [modules[later % num] for step in range(self.max_draft_len) for later in self._later(step)]
         return super().weight_bytes_per_step + sum(map(weight_bytes, more))

@@ -1,4 +1,4 @@
-"""Checkpoints with MTP layers (multi-token prediction), a target's or their own: how many, and how they look."""
+"""Checkpoints with MTP layers (multi-token prediction), a target's or their own: number and structure of the layers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ MTP = "mtp"
 
 @dataclass(frozen=True)
 class MtpFamily:
-    """What the modules of a family have in common: x = projection([norm(h); norm(e)]), a decoder layer of the target's
-    shapes, a last norm, whose output goes to an lm_head and to the next pass.
+    """The structure that the modules of a family have in common.
 
-    token_norm, hidden_norm, projection, norm: what the parts are called in a checkpoint, behind the module's own name.
+    A module computes x = projection([norm(h); norm(e)]), then a decoder layer of the target's shapes, then a last norm.
+    The last norm's output goes to an lm_head and to the next pass.
+
+    token_norm, hidden_norm, projection, norm: names of the parts in a checkpoint, after the module's own name.
     hidden_first: False = [norm(e); norm(h)]. zero_first: the embedding counts as zeros at position 0. before_norm: h is
-    the target's state before its last norm, not after it. head: the part that is its own lm_head, None = the target's
-    serves.
+    the target's state before its last norm, not after it. head: name of the module's own lm_head, None = the target's
+    is used.
     """
 
     token_norm: str
@@ -37,8 +39,9 @@ class MtpFamily:
     head: str | None = None
 
 
-# Names and order as in vLLM's mimo_mtp.py and Xiaomi's modeling_mimo.py; only vLLM, which runs them, zeroes. There
-# mimo.py, by Xiaomi too, hands out states as they leave the last layer: its norm belongs to the logits.
+# Names and order are those of vLLM's mimo_mtp.py and Xiaomi's modeling_mimo.py. Only vLLM, which runs the modules,
+# zeroes the embedding at position 0. In vLLM, mimo.py, also by Xiaomi, returns states as they leave the last layer; the
+# last norm belongs to the logits.
 MIMO = MtpFamily(
     token_norm="token_layernorm",
     hidden_norm="hidden_layernorm",
@@ -52,8 +55,11 @@ MIMO = MtpFamily(
 
 @dataclass(frozen=True)
 class MtpRow:
-    """MTP layers of a model_type: the draft architecture, the config.json key that counts them, and their family, None
-    = not built."""
+    """The MTP layers of a model_type.
+
+    architecture: the draft architecture. key: the config.json key that counts the layers. default: their number where
+    config.json lacks the key. family: their family, None = not built.
+    """
 
     architecture: str
     key: str = "num_nextn_predict_layers"
@@ -84,33 +90,39 @@ def mtp_layers(config: Mapping[str, Any]) -> int | None:
 
 
 def mtp_capture_layers(model_type: str, num_hidden_layers: int) -> tuple[int, ...]:
-    """What the modules of such a target read of it, "after layer i", -1 = after its last norm."""
+    """Return the target's layers that its modules read, "after layer i", -1 = after the last norm."""
     row = MTP_TARGETS.get(model_type)
     return (num_hidden_layers - 1,) if row is not None and row.family is not None and row.family.before_norm else (-1,)
 
 
 def recognises(checkpoint: CheckpointConfig) -> bool:
-    """Whether its family has MTP layers, or it is such layers alone."""
+    """Whether the checkpoint's family has MTP layers, or the checkpoint consists of such layers alone."""
     alone = checkpoint.model_type.endswith("_mtp") or _of_speculators(checkpoint.raw)
     return alone or checkpoint.model_type in MTP_TARGETS
 
 
 def _of_speculators(config: Mapping[str, Any]) -> bool:
-    """Whether the package `speculators` wrote it (models/mtp/config.py). That has Qwen3, Qwen3-Next and Qwen3.5, whose
-    model_type is in transformer_layer_config; of version 0.9 no family whose MTP layers run here."""
+    """Whether the package `speculators` wrote this config (models/mtp/config.py).
+
+    That package has Qwen3, Qwen3-Next and Qwen3.5, whose model_type is in transformer_layer_config. Its version 0.9 has
+    no family whose MTP layers run here.
+    """
     return config.get("speculators_model_type") == MTP
 
 
 def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
-    """What resolution needs to know of the modules in a checkpoint: the target's, or one of their own, which is
-    described like a target. Raises as require_mtp does, and as ModelConfig.of."""
+    """Return the facts about the modules in a checkpoint that planning needs.
+
+    The checkpoint is the target's, or one of the modules' own, which is described like a target. Raises as require_mtp
+    and ModelConfig.of do.
+    """
     _, count = require_mtp(checkpoint.raw, checkpoint.path)
     model = checkpoint if isinstance(checkpoint, ModelConfig) else ModelConfig.of(checkpoint, "draft")
     return DraftInfo(method=MTP, max_model_len=model.max_seq_len, n_predict=count, checkpoint=model)
 
 
 def check(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> None:
-    """ConfigError for modules of a checkpoint of their own that is of another family than the target."""
+    """Raise ConfigError if the modules have a checkpoint of their own and it is of another family than the target."""
     own = None if draft is None else draft.checkpoint
     if own is not None and own.model_type != target.model_type:
         raise ConfigError(
@@ -121,15 +133,15 @@ def check(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None
 
 
 def capture_layers(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> tuple[int, ...]:
-    """As the target's family has it."""
+    """Return the layers that the modules of the target's family read."""
     return mtp_capture_layers(target.model_type, target.num_hidden_layers)
 
 
 def require_mtp(config: Mapping[str, Any], folder: Path) -> tuple[MtpFamily, int]:
-    """Family and number of the modules of the checkpoint in `folder`, whose config.json is `config`.
+    """Return family and number of the modules of the checkpoint in `folder`, whose config.json is `config`.
 
-    Raises UnsupportedError for modules that are not built, ConfigError where it has none, CheckpointError for a number
-    that is none.
+    Raises UnsupportedError for modules that are not built, ConfigError if there are none, CheckpointError for an
+    invalid number.
     """
     foreign, layer = _of_speculators(config), config.get("transformer_layer_config")
     kind = str((layer if foreign and isinstance(layer, dict) else config).get("model_type"))

@@ -1,8 +1,9 @@
-"""Multi-token prediction: draft modules of the target's checkpoint, or of one of their own (DeepSeek-AI, "DeepSeek-V3
-technical report", arXiv 2412.19437, section 2.2; Xiaomi, "MiMo", arXiv 2505.07608).
+"""Multi-token prediction: draft modules from the target's checkpoint, or from a checkpoint of their own.
 
-Module i at position p reads the token at p + i + 1 and a vector for p: at first the target's state there, later what a
-module put out there. What differs between families is a row of methods/mtp/checkpoint.py.
+Papers: DeepSeek-AI, "DeepSeek-V3 technical report", arXiv 2412.19437, section 2.2; Xiaomi, "MiMo", arXiv 2505.07608.
+
+Module i at position p reads the token at p + i + 1 and a vector for p. At first the vector is the target's state there,
+later a module's output there. The differences between families are in the rows of methods/mtp/checkpoint.py.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from trtspec.models.specs import DecoderSpec
 
 @dataclass(frozen=True)
 class MtpSpec:
-    """Shapes and switches of MTP modules. `layer` describes the one decoder layer of each; the rest is the target's.
-    prefix: how names in a checkpoint begin, module i's with it and "i." (models.specs.ArchitectureRow.mtp_prefix)."""
+    """Shapes and switches of MTP modules.
+
+    layer: describes the one decoder layer of each module; the rest is the target's. prefix: the beginning of the
+    modules' names in a checkpoint, followed by "i." for module i (models.specs.ArchitectureRow.mtp_prefix).
+    """
 
     layer: DecoderSpec
     family: MtpFamily
@@ -33,7 +37,7 @@ class MtpSpec:
 
 
 class MtpModule(nn.Module):
-    """norm(layer(projection([norm(h); norm(e)]))), in the order that the family has."""
+    """A module norm(layer(projection([norm(h); norm(e)]))), in the order of its family."""
 
     def __init__(self, spec: MtpSpec, layer: int) -> None:
         super().__init__()
@@ -47,15 +51,17 @@ class MtpModule(nn.Module):
         self.head = nn.Identity() if spec.family.head is None else Linear(H, V, bias=False, float_out=True)
 
     def forward(self, e: Tensor, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """e, h [T, H] -> [T, H], for the lm_head and for the next pass."""
+        """Return the output [T, H] for e, h [T, H]; the lm_head and the next pass read it."""
         e, h = self.token_norm(e), self.hidden_norm(h)
         x = self.projection(torch.cat((h, e) if self.hidden_first else (e, h), dim=-1))
         return self.norm(self.layer(x, cos, sin, attend))  # type: ignore[no-any-return]
 
 
 class MtpHead(DraftHead):
-    """A target's modules over its embedding: pass i is module i, from the first again after the last. `layer` is the
-    index under which the first one's attention asks for KV."""
+    """A target's modules over its embedding; pass i runs module i, and after the last module the first again.
+
+    layer: the index under which the first module's attention asks for KV.
+    """
 
     def __init__(self, spec: MtpSpec, layer: int = 0, max_position: int | None = None) -> None:
         super().__init__(spec.layer.vocab_size, kv_layers=spec.layer.kv_layers * spec.num_modules)
@@ -75,7 +81,7 @@ class MtpHead(DraftHead):
             self.head = head
 
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
-        """See DraftHead; y is normed already."""
+        """Run the module of pass `step`, with the arguments of DraftHead; y is normed already."""
         e = self.embedding(input_ids)  # [T, H]
         if self.spec.family.zero_first:
             e = e.masked_fill((positions == 0)[:, None], 0.0)
@@ -83,11 +89,11 @@ class MtpHead(DraftHead):
         return self._module(step)(e, h, cos, sin, attend)  # type: ignore[no-any-return]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
-        """See DraftHead."""
+        """Return the logits of the module's own lm_head, or of the target's, for y."""
         return self._lm_head(step)(y)  # type: ignore[no-any-return]
 
     def weight_bytes_for(self, num_passes: int) -> int:
-        """See DraftHead."""
+        """Bytes of weights that the modules and lm_heads of the first num_passes passes read."""
         return sum(weight_bytes(self._module(step), self._lm_head(step)) for step in range(num_passes))
 
     def _module(self, step: int) -> MtpModule:

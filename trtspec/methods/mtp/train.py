@@ -1,14 +1,17 @@
-"""Training of MTP modules (see methods.mtp.head) for a target that was trained without: DeepSeek-AI, arXiv 2412.19437,
-section 2.2; Xiaomi, arXiv 2505.07608. The target is frozen, and so are the embedding and lm_head that modules share.
+"""Training of MTP modules (methods.mtp.head) for a target that was trained without them.
 
-The papers' loss is cross-entropy of module i with the token that it guesses, here with what the target says there. One
-module that makes all drafts is unrolled as EAGLE3 heads are, so that it learns to read what it put out itself. With a
-module for every draft, module i reads what module i - 1 put out at the same position, as in DeepSeek's training.
+Papers: DeepSeek-AI, arXiv 2412.19437, section 2.2; Xiaomi, arXiv 2505.07608. The target is frozen, and so are the
+embedding and lm_head that modules share.
 
-What comes out is a whole checkpoint: the target and its modules in MiMo's layout (Qwen2's, with
-`model.mtp_layers.{i}.*`). Qwen2's layers are Llama's with biases of q, k and v; a target without has biases of zeros
-there, and x + 0 is x: the folder says what the target says. Its lm_head is written out even if the target ties it to
-its embedding, as public MiMo checkpoints have it.
+The papers' loss is cross-entropy of module i with the token that it guesses; here the label is the target's own output
+there. A single module that makes all drafts is unrolled as EAGLE3 heads are, so that it learns to read its own output.
+With a module for every draft, module i reads the output of module i - 1 at the same position, as in DeepSeek's
+training.
+
+The result is a whole checkpoint: the target and its modules in MiMo's layout, which is Qwen2's with
+`model.mtp_layers.{i}.*`. Qwen2's layers are Llama's with biases of q, k and v. If the target has none, they are written
+as zeros; x + 0 is x, so the checkpoint computes what the target computes. Its lm_head is written out even if the target
+ties it to its embedding, as in public MiMo checkpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from trtspec.train.head import HeadOptions, attached, initialise_head, one_layer
 
 ARCHITECTURE = "MiMoForCausalLM"
 NOT_COPIED = ("config.json", "MODEL_CARD.md", "README.md")
-"""Files of a target that are not those of the checkpoint made of it."""
+"""Files of a target's folder that are not copied to the checkpoint made of it."""
 
 CONFIGURATION = '''\
 """What transformers needs to read this folder's config.json: Qwen2's fields, and how many MTP layers there are."""
@@ -56,7 +59,7 @@ class MiMoConfig(Qwen2Config):
 
 @dataclass(frozen=True, kw_only=True)
 class MtpOptions(HeadOptions):
-    """modules: 1, which makes all drafts, or one for each: as many as `unroll`."""
+    """Options for training MTP modules. modules: 1, which makes all drafts, or `unroll`, one for each draft."""
 
     method: ClassVar[str] = "mtp"
 
@@ -70,7 +73,7 @@ class MtpOptions(HeadOptions):
             )
 
     def check_target(self, config: ModelConfig) -> None:
-        """See HeadOptions. UnsupportedError for targets that MiMo's layout has no room for."""
+        """Raise UnsupportedError for targets that MiMo's layout cannot hold."""
         spec = decoder_spec(config)
         wrong = {
             "quantised weights": config.quantization is not None,
@@ -88,12 +91,12 @@ class MtpOptions(HeadOptions):
             )
 
     def layers_read(self, config: ModelConfig, saved: tuple[int, ...] | None) -> tuple[int, ...]:
-        """See HeadOptions."""
+        """Return the layers of the target that modules of MiMo's family read."""
         return mtp_capture_layers("mimo", config.num_layers)
 
     @property
     def moving(self) -> bool:
-        """See HeadOptions."""
+        """Whether each pass's rows are one position further (train.unrolled.unroll): with a single module."""
         return self.modules == 1
 
     @property
@@ -102,14 +105,14 @@ class MtpOptions(HeadOptions):
         return self.modules == 1
 
     def new_head(self, target: Decoder, capture: tuple[int, ...], tokens: Tokens) -> MtpHead:
-        """See HeadOptions."""
+        """Return untrained modules for the target."""
         layer = one_layer(target.spec, qkv_bias=True)
         head = MtpHead(MtpSpec(layer, MIMO, self.modules, mtp_prefix(ARCHITECTURE, self.out)))
         initialise_head(head)
         return attached(head, target)
 
     def export(self, head: DraftHead, config: ModelConfig, capture: tuple[int, ...]) -> None:
-        """See HeadOptions; weights in the target's dtype, and the target's other files beside them."""
+        """Write the whole checkpoint to `out`: weights in the target's dtype, and the target's other files."""
         assert isinstance(head, MtpHead)
         tensors = _as_qwen2(config)
         dtype = tensors["model.norm.weight"].dtype
@@ -126,12 +129,12 @@ class MtpOptions(HeadOptions):
 
     @property
     def usage(self) -> str:
-        """See HeadOptions."""
+        """Options of `trtspec generate` that use the trained checkpoint."""
         return f"--model {self.out} --spec-method mtp --spec-tokens {self.unroll}"
 
 
 def _as_qwen2(config: ModelConfig) -> dict[str, Tensor]:
-    """The target's weights, as they are in its folder, under the names of an untied Qwen2."""
+    """Return the target's weights, as they are in its folder, under the names of an untied Qwen2."""
     spec = decoder_spec(config)
     slots = weight_slots(dataclasses.replace(spec, qkv_bias=True, tie_word_embeddings=False))
     own = weight_slots(spec)
@@ -146,7 +149,7 @@ def _as_qwen2(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _mimo_config(config: ModelConfig, modules: int) -> dict[str, Any]:
-    """The target's config.json as MiMo's."""
+    """Return the target's config.json in MiMo's layout."""
     dropped = ("layer_types", "mlp_bias", "sliding_window", "max_window_layers")
     return {
         **{key: value for key, value in config.raw.items() if key not in dropped},

@@ -1,4 +1,4 @@
-"""MTP modules of a target's checkpoint, or of one of their own: strict loading of what is theirs, and of that alone."""
+"""MTP modules from a target's checkpoint, or from one of their own: strict loading of their tensors, and no others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from trtspec.models.weights import Wanted
 
 
 class MtpWeights(HeadWeights[MtpSpec]):
-    """Modules that attend as the last layer of their checkpoint's decoder. Tensors of all of them are checked; those
-    that are kept are read. Without modules: the errors of methods.mtp.checkpoint.require_mtp."""
+    """The layout of MTP modules, which attend as the last layer of their checkpoint's decoder does.
+
+    Tensors of all modules are checked, and those of the kept modules are read. Without modules, the errors are those of
+    methods.mtp.checkpoint.require_mtp.
+    """
 
     role = "MTP"
 
@@ -58,7 +61,7 @@ class MtpWeights(HeadWeights[MtpSpec]):
         return slots
 
     def wanted(self, spec: MtpSpec | None = None) -> Wanted:
-        """By prefix, as linears that are quantised have tensors of other names than their slots."""
+        """Return a filter by prefix, because tensors of quantised linears have other names than their slots."""
         prefixes = (self.names,) if spec is None else tuple(f"{self.names}{i}." for i in range(spec.num_modules))
         return lambda name: name.startswith(prefixes)
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last n tokens when they occurred before is likely to follow them again."""
+"""Prompt lookup: tokens that followed an earlier occurrence of the last n tokens are likely to follow again."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from trtspec.protocols import Drafter, DraftRequest
 
 
 class NGramDrafter:
-    """Longest n in [smallest, largest] first; of its occurrences the earliest, or the latest if `latest`.
+    """A drafter that copies the tokens after an earlier occurrence of the last n tokens.
 
-    An occurrence may overlap the suffix it equals. Up to K tokens behind it are copied, cut where the context ends.
+    It takes the longest n in [smallest, largest] that has an occurrence, and the earliest of these, or the latest if
+    `latest`. An occurrence may overlap the suffix it equals. Up to K tokens after it are copied, or fewer where the
+    context ends.
     """
 
     def __init__(self, smallest: int, largest: int, latest: bool = False) -> None:
@@ -29,7 +31,7 @@ class NGramDrafter:
 
     @classmethod
     def of(cls, speculation: SpeculationPlan, model: DraftModel | None = None, max_num_tokens: int = 0) -> Drafter:
-        """As the settings say. A pool, where they ask for one, has a drafter of its own."""
+        """Return the drafter of these options: an NGramPoolDrafter if they ask for a pool."""
         options = cast("NGramOptions", speculation.options)
         if options.is_public_pool is not None:
             return NGramPoolDrafter.of(options, speculation.num_speculative_tokens)
@@ -40,11 +42,11 @@ class NGramDrafter:
         self._history.forget(request_id)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See protocols.Drafter."""
+        """Return for each request, in order, the tokens that were looked up, at most max_draft_len."""
         return proposal_of(requests, [self.lookup(self._history.update(request)) for request in requests])
 
     def lookup(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """All tokens behind the chosen earlier occurrence of the suffix of `tokens` [L]; empty where there is none."""
+        """All tokens after the chosen earlier occurrence of the suffix of `tokens` [L]; empty if there is none."""
         L = len(tokens)
         ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # last index of every occurrence of the suffix, n = 1
         best = ends[:0]

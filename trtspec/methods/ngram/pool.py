@@ -1,16 +1,18 @@
-"""N-gram lookup in a pool of what followed each n-gram before, in this request or (public) in any.
+"""N-gram lookup in a pool of tokens that followed each n-gram before, in this request or (public) in any.
 
-The pool is that of TensorRT-LLM's NGramDecodingConfig (tensorrt_llm/_torch/speculative/ngram.py): it maps a pattern of
-n tokens to matches, the up to K tokens that followed it, in the order in which they were found. With each call the new
-tokens of a request are scanned, from K + n - 1 tokens before the end of what was known last, so that a match which the
-end of the text had cut is found again at full length; a new match drives out the shorter ones of its pattern. Drafts
-are the oldest (or newest) match of the last n tokens, for the greatest n that has one.
+The pool is that of TensorRT-LLM's NGramDecodingConfig (tensorrt_llm/_torch/speculative/ngram.py). It maps a pattern of
+n tokens to its matches, in the order in which they were found. A match is the up to K tokens that followed the pattern.
+
+Each call scans the new tokens of a request. The scan begins K + n - 1 tokens before the end of the text of the last
+call, n being the greatest length. So a match that the end of the text had cut is found again at full length. A new
+match removes the shorter ones of its pattern. Drafts are the oldest (or newest) match of the last n tokens, for the
+greatest n that has one.
 
 Without keep_all a pattern has one match, which only a longer one replaces. That is what upstream's documentation says;
-its code adds others all the same, which nobody sees where the oldest is used. Nor does a pool grow for ever here: it
-holds at most `size` matches, and what is too much leaves it with its pattern, the first that came first. A match of 4
-tokens takes some 450 bytes where no pattern comes twice, less elsewhere: 90 MB for the 200,000 of the default
-(benchmarks/suffix.py).
+its code adds others nevertheless, which makes no difference where the oldest is used. As a second difference, a pool
+here has a limit of `size` matches. Above the limit, the oldest patterns leave the pool with all their matches. A match
+of 4 tokens takes some 450 bytes if no pattern occurs twice, and less otherwise. The default of 200,000 matches takes
+90 MB (benchmarks/suffix.py).
 """
 
 from __future__ import annotations
@@ -27,23 +29,23 @@ Tokens = tuple[int, ...]
 
 
 class NGramPool:
-    """Pattern -> matches, in order of age. A match is 1 to K tokens.
+    """A map from each pattern to its matches, oldest first. A match is 1 to K tokens.
 
-    As a new match drives out those shorter than itself, none is longer than one before it: the oldest is the longest.
+    A new match removes those shorter than itself. So none is longer than one before it: the oldest is the longest.
     """
 
     def __init__(self, size: int, keep_all: bool) -> None:
         self.size, self.keep_all = size, keep_all
         self._matches: dict[Tokens, dict[Tokens, None]] = {}  # a dict without values is an ordered set
-        self._patterns: deque[Tokens] = deque()  # in order of age
+        self._patterns: deque[Tokens] = deque()  # oldest first
         self._used = 0
 
     def __len__(self) -> int:
-        """Matches in the pool."""
+        """Number of matches in the pool."""
         return self._used
 
     def add(self, pattern: Tokens, match: Tokens) -> None:
-        """Note that `match` followed `pattern`."""
+        """Record that `match` followed `pattern`."""
         known = self._matches.get(pattern)
         if known is None:
             known = self._matches[pattern] = {}
@@ -59,13 +61,16 @@ class NGramPool:
             self._used -= len(self._matches.pop(self._patterns.popleft()))
 
     def find(self, pattern: Tokens, oldest: bool) -> Tokens:
-        """Its oldest or newest match, () if there is none."""
+        """Oldest or newest match of `pattern`, () if there is none."""
         known = self._matches.get(pattern)
         return () if known is None else next(iter(known) if oldest else reversed(known))
 
 
 class NGramPoolDrafter:
-    """Patterns of `smallest` to `largest` tokens in one pool for all requests, or (not `public`) in one for each."""
+    """A drafter that looks up patterns of `smallest` to `largest` tokens in a pool.
+
+    All requests share one pool or, if not `public`, each has its own.
+    """
 
     def __init__(
         self,
@@ -82,11 +87,11 @@ class NGramPoolDrafter:
         self.oldest, self.keep_all, self.public, self.size = oldest, keep_all, public, size
         self._public = NGramPool(size, keep_all)
         self._private: dict[int, NGramPool] = {}  # request id -> pool
-        self._scanned: dict[int, int] = {}  # request id -> where its next scan begins
+        self._scanned: dict[int, int] = {}  # request id -> index at which its next scan begins
 
     @classmethod
     def of(cls, options: NGramOptions, num_drafts: int) -> NGramPoolDrafter:
-        """As the settings say, for `num_drafts` drafts a step."""
+        """Return the drafter of these options, for `num_drafts` drafts a step."""
         return cls(
             options.prompt_lookup_min,
             options.prompt_lookup_max,
@@ -98,12 +103,12 @@ class NGramPoolDrafter:
         )
 
     def forget(self, request_id: int) -> None:
-        """Drop the request's own pool. What it gave to the public one stays."""
+        """Drop the request's own pool. Matches that the request added to the public one stay."""
         self._private.pop(request_id, None)
         self._scanned.pop(request_id, None)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See protocols.Drafter."""
+        """Return for each request, in order, the match that was found, at most max_draft_len tokens."""
         return proposal_of(requests, [self._lookup(request) for request in requests])
 
     def _lookup(self, request: DraftRequest) -> Tokens:

@@ -1,8 +1,9 @@
 """Parallel drafting inside the target's graph: all drafts from one pass of the draft layers.
 
-A step gives a request v tokens: the prompt's, or what was accepted. The last one, n, is the next to be verified. Its
-rows in the pass are those v tokens, then mask tokens, at consecutive positions, causal. The row of n guesses the token
-after n, the mask behind it the one after that, and so on; K rows, K drafts, none of which has seen the others:
+A step gives a request v tokens: those of the prompt, or those accepted. The last one, n, is the next to be verified.
+The request's rows in the pass are those v tokens, then mask tokens, at consecutive positions, with causal attention.
+The row of n guesses the token after n, the first mask guesses the token after that, and so on. K rows make K drafts,
+none of which depends on the others:
 
             tokens                                  positions of these         drafts are drawn at
     PARD    t_0, t_1 .. t_{v-1}, n, mask x (K-1)    p, p+1 .. p+v, ..          n and the K-1 masks
@@ -10,11 +11,13 @@ after n, the mask behind it the one after that, and so on; K rows, K drafts, non
 
 t_0, at position p, is the request's first row in the step. PARD (An et al., "PARD: accelerating LLM inference with
 low-cost parallel draft model adaptation", arXiv 2504.18583; AMD-AGI/PARD) is a plain causal decoder that was trained to
-do this. P-EAGLE is an EAGLE3 head, which reads with the token after each position the target's states of that position,
-and for a mask a vector of its own, `mask_hidden`, in their place. These rows are those of vLLM's proposers (vllm/v1/
-spec_decode, utils.py and llm_base_proposer.py); where they pad what was rejected with zeros, here are more masks.
+do this. P-EAGLE is an EAGLE3 head. It reads the token after each position together with the target's states of that
+position. For a mask it reads a vector of its own, `mask_hidden`, in place of the states.
 
-KV of masks stands past what is committed, where the next step's tokens overwrite it: nothing has to be undone.
+The rows are those of vLLM's proposers (vllm/v1/spec_decode, utils.py and llm_base_proposer.py). Where vLLM pads
+rejected rows with zeros, there are more masks here.
+
+KV of masks lies after the committed tokens. The next step's tokens overwrite it there, so nothing has to be undone.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from trtspec.models.attention import PagedAttend
 
 
 class MaskWorker(SpecWorker, ABC):
-    """Draft layers that guess at mask tokens, all drafts in one pass; which rows that has is for a subclass to say."""
+    """A worker whose draft layers guess at mask tokens, all drafts in one pass. A subclass defines the pass's rows."""
 
     def __init__(
         self,
@@ -52,14 +55,16 @@ class MaskWorker(SpecWorker, ABC):
 
     @classmethod
     def settings(cls, speculation: SpeculationPlan) -> dict[str, Any]:
-        """See base."""
+        """Keyword arguments of the worker: the id of the mask token."""
         assert speculation.mask_token_id is not None
         return {"mask_token_id": speculation.mask_token_id}
 
     @abstractmethod
     def drafting_rows(self, hidden: Tensor, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
-        """The rows of hidden [N, H], as `read_in` gave them, that drafts are drawn at, K' of each request in order,
-        [B * K', H]."""
+        """Return the rows of hidden [N, H] at which drafts are drawn, K' of each request in order, [B * K', H].
+
+        hidden: the output of `read_in`.
+        """
 
     def draft(
         self,
@@ -70,14 +75,17 @@ class MaskWorker(SpecWorker, ABC):
         spec: SpecMetadata,
         attend: PagedAttend,
     ) -> tuple[Tensor, Tensor]:
-        """All drafts at once, at the rows that `drafting_rows` gives. Shapes are SpecWorker.draft's."""
+        """Draw all drafts at once, at the rows that `drafting_rows` returns. Shapes are those of SpecWorker.draft."""
         if spec.next_draft_len == 0:
             return self.no_drafts(spec)
         drafts = self.draw_all(self.drafting_rows(hidden, counts, attn, spec), counts, spec)
         return drafts, self.draft_lens(drafts, hidden, spec)
 
     def draw_all(self, hidden: Tensor, counts: Tensor, spec: SpecMetadata) -> Tensor:
-        """hidden [B * K', H], K' rows for each request -> its drafts [B, K'] int64; counts [B] tokens it was given."""
+        """Return drafts [B, K'] int64.
+
+        hidden: [B * K', H], K' rows of each request. counts: [B], number of tokens that each request was given.
+        """
         K, B = spec.next_draft_len, spec.batch_size
         one = self.sampling_behind(counts, spec)  # [B]
         request = torch.arange(B, device=counts.device)[:, None].expand(B, K).flatten()  # [B * K']
@@ -86,46 +94,54 @@ class MaskWorker(SpecWorker, ABC):
 
     @staticmethod
     def each(first: Tensor, number: int) -> Tensor:
-        """first [B] int64 -> it and what follows, [B, number]."""
+        """Return first [B] int64 and the integers after it, [B, number]."""
         return first[:, None] + torch.arange(number, device=first.device)
 
     @property
     def draft_rows(self) -> int:
-        """See base."""
+        """Number of rows of draft logits that a pass makes for each request."""
         return self.max_draft_len
 
     @property
     def weight_bytes_per_step(self) -> int:
-        """See base; a single pass."""
+        """Bytes of weights that one step reads, in a single pass."""
         return self.head.weight_bytes_for(1)
 
 
 class ParallelWorker(MaskWorker):
-    """One pass over [tokens, masks]. `lead`: rows before the one that reads the token after a request's first row."""
+    """A worker whose one pass runs over [tokens, masks].
+
+    lead: number of rows before the one that reads the token after a request's first row.
+    """
 
     lead: ClassVar[int]
 
     @abstractmethod
     def states(self, captured: Tensor, source: Tensor, is_mask: Tensor) -> Tensor:
-        """What the N rows are given of the target: captured [T, n * Ht], source [N] the step's row each belongs to,
-        is_mask [N] bool -> [N, n * Ht]."""
+        """Return the target's states that the N rows read, [N, n * Ht].
+
+        captured: [T, n * Ht]. source: [N], the step's row that each row belongs to. is_mask: [N] bool.
+        """
 
     def read_in(
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
-        """See base; T + B * (lead + max(K', 1) - 1) rows. Without drafts to make, tokens are read in all the same."""
+        """Run the pass over T + B * (lead + max(K', 1) - 1) rows -> its output, and these rows.
+
+        With K' = 0 the pass still appends the tokens' KV.
+        """
         attn, spec = inputs.attn, inputs.spec
         T, B = inputs.input_ids.shape[0], attn.batch_size
         more = self.lead + max(spec.next_draft_len, 1) - 1
         rows, N = attn.widen(more), T + B * more
         request = rows.requests(N)  # [N]
-        first = attn.cu_q_lens[:-1].long()  # [B] row of the step
-        last = attn.cu_q_lens[1:].long() - 1 - spec.draft_lens + (counts - 1).clamp(min=0)  # [B] the last that is kept
-        # The row of the step whose next token each row reads; the one before the first is the lead.
+        first = attn.cu_q_lens[:-1].long()  # [B] first row of each request in the step
+        last = attn.cu_q_lens[1:].long() - 1 - spec.draft_lens + (counts - 1).clamp(min=0)  # [B] last row that is kept
+        # Row of the step whose next token each row reads; one before the request's first row marks the lead.
         source = torch.arange(N, device=first.device) - more * request - self.lead  # [N]
         is_mask = source > last[request]
         after = self.prepare_context_input_ids(inputs.input_ids, accepted, attn, spec)  # [T]
-        # One lookup for all kinds of rows, which AOTInductor compiles: several, one in the other, it does not.
+        # One lookup for all kinds of rows: AOTInductor compiles it, but not several nested lookups.
         known = torch.cat((after, inputs.input_ids, after.new_full((1,), self.mask_token_id)))  # [2 T + 1]
         place = source.clamp(0, T - 1)
         if self.lead:
@@ -135,29 +151,31 @@ class ParallelWorker(MaskWorker):
         return self.first_pass(ids, states, rows.positions(N), attend.at(rows)), rows
 
     def drafting_rows(self, hidden: Tensor, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
-        """Those of each request's last token and of its masks."""
+        """Return the rows of each request's last token and of its masks."""
         K, taken = spec.next_draft_len, (counts - 1).clamp(min=0)
         first = attn.cu_q_lens[1:].long() - K - spec.draft_lens + taken  # [B] row of the last token, before the masks
         return hidden[self.each(first, K).flatten()]
 
 
 class PardWorker(ParallelWorker):
-    """A whole decoder (methods.draft_model.head), which reads tokens alone. Its KV at a position is of the token
-    there."""
+    """A worker for a whole decoder (methods.draft_model.head), which reads only tokens.
+
+    The decoder's KV at a position is of the token at that position.
+    """
 
     lead = 1
 
     def states(self, captured: Tensor, source: Tensor, is_mask: Tensor) -> Tensor:
-        """See ParallelWorker; there are none."""
+        """Return `captured` as it is: the decoder reads no states."""
         return captured
 
 
 class PEagleWorker(ParallelWorker):
-    """An EAGLE3 head with a `mask_hidden` (methods.eagle3.head)."""
+    """A worker for an EAGLE3 head with a `mask_hidden` (methods.eagle3.head)."""
 
     lead = 0
     head: Eagle3Head
 
     def states(self, captured: Tensor, source: Tensor, is_mask: Tensor) -> Tensor:
-        """See ParallelWorker."""
+        """Return the captured states of each row, and `mask_hidden` for masks, [N, n * Ht]."""
         return torch.where(is_mask[:, None], self.head.mask_hidden, captured[source])

@@ -1,1 +1,1 @@
-"""Drafts looked up in suffix trees of requests and earlier responses."""
+"""Drafts looked up in the request's own text and in a suffix tree of earlier responses."""

@@ -1,21 +1,23 @@
-"""Suffix decoding: what most often followed the longest matches of the last tokens, weighed by how often it did.
+"""Suffix decoding: drafts what most often followed the longest matches of the last tokens, weighed by its frequency.
 
-Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024); settings, scoring and
-the depth limit are those of Arctic Inference, which vLLM calls for method="suffix".
+The method is that of Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024).
+Settings, scoring and the depth limit are those of Arctic Inference, which vLLM calls for method="suffix".
 
-The last tokens are looked up in two places: the request's own text (prompt and output) and the responses of requests
-that ended before (tree.py). In each, for match lengths m = 1, 2, ... as long as the last m tokens occur there:
-take up to min(K, int(m * max_spec_factor + 1e-6)) drafts, each the token that most often follows (the lowest id of
-equals), while the probability - the share of the match's occurrences that have all these drafts behind them - is at
-least min_token_prob. A match and its drafts are at most max_tree_depth tokens. The guess with the greatest sum of
-probabilities counts; of equal ones the one with the longer match, and of equal ones from the two places the request's
-own. A match at the very end of a text is an occurrence that nothing follows.
+The last tokens are looked up in two sources: the request's own text (prompt and output) and the responses of requests
+that ended before (tree.py). In each source, a guess is made for match lengths m = 1, 2, ... as long as the last m
+tokens occur there. A guess has up to min(K, int(m * max_spec_factor + 1e-6)) drafts. Each draft is the token that most
+often follows, the lowest id of equals. Its probability is the share of the match's occurrences after which all drafts
+up to it follow. A guess ends before the first draft with a probability below min_token_prob. A match and its drafts are
+at most max_tree_depth tokens. A match at the very end of a text is an occurrence that nothing follows.
 
-A response enters the tree when its request ends (Arctic Inference: while it is generated), without what the last step
-accepted, which no drafter is shown. It does so at a pace that keeps long responses from holding up everyone: with each
-call of `propose`, ABSORBED_PER_CALL tokens and a few for each request come in, or leave to make room. At most
-max_cached_requests responses are kept, with TOKENS_PER_RESPONSE times as many tokens; no more may wait. With 0 there is
-no tree.
+The guess with the greatest sum of probabilities is chosen. Of equal guesses from one source it is the one with the
+longer match; of equal guesses from both sources it is the one from the request's own text.
+
+A response enters the tree when its request ends (in Arctic Inference: while it is generated). It lacks what the last
+step accepted, which drafters do not receive. The pace is limited, so that long responses do not delay all requests.
+Each call of `propose` adds ABSORBED_PER_CALL tokens and a few for each request, or removes as many to make room. At
+most max_cached_requests responses are kept, with TOKENS_PER_RESPONSE times as many tokens; no more than that may wait.
+If max_cached_requests is 0, there is no tree.
 """
 
 from __future__ import annotations
@@ -41,19 +43,22 @@ from trtspec.methods.suffix.tree import END, Guess, SuffixTree
 from trtspec.protocols import DraftRequest
 
 TOKENS_PER_RESPONSE = 1024
-"""On average: max_cached_requests times as many are kept, a longer response at the expense of others."""
+"""Average tokens per response: max_cached_requests times as many tokens are kept. A longer one displaces others."""
 ABSORBED_PER_CALL = 256
 ABSORBED_PER_REQUEST = 8
 
 
 class SuffixDrafter:
-    """See above. `tree` is shared by all requests; None: requests look into their own text only."""
+    """A drafter for suffix decoding, as the module describes it.
+
+    tree: shared by all requests; None: the last tokens are looked up in the request's own text only.
+    """
 
     def __init__(self, depth: int, tree: SuffixTree | None, max_spec_factor: float, min_token_prob: float) -> None:
         self.depth, self.tree = depth, tree
         self.max_spec_factor, self.min_token_prob = max_spec_factor, min_token_prob
         self._history = TokenHistory(margin=depth)
-        self._responses: dict[int, array[int]] = {}  # of running requests, as far as they were shown
+        self._responses: dict[int, array[int]] = {}  # request id -> its response, as far as received
         self._ended: deque[array[int]] = deque()
         self._absorbing = self._arrivals()
 
@@ -61,7 +66,7 @@ class SuffixDrafter:
     def of(
         cls, speculation: SpeculationPlan, model: DraftModel | None = None, max_num_tokens: int = 0
     ) -> SuffixDrafter:
-        """As the settings say. CapacityError where there is no memory for the tree."""
+        """Return the drafter of these options. CapacityError if there is no memory for the tree."""
         options = cast("SuffixOptions", speculation.options)
         cached = options.suffix_decoding_max_cached_requests
         depth = min(options.suffix_decoding_max_tree_depth, speculation.max_model_len)  # no text is longer
@@ -75,14 +80,14 @@ class SuffixDrafter:
         return cls(depth, tree, options.suffix_decoding_max_spec_factor, options.suffix_decoding_min_token_prob)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See protocols.Drafter."""
+        """Absorb some of the responses that wait; return the best guess for each request, in order."""
         most = ABSORBED_PER_CALL + ABSORBED_PER_REQUEST * len(requests)
         if sum(1 for _ in islice(self._absorbing, most)) < most:  # nothing waits any more: this iterator is at its end
             self._absorbing = self._arrivals()
         return proposal_of(requests, [self._guess(request).tokens for request in requests])
 
     def forget(self, request_id: int) -> None:
-        """The request's response waits to enter the tree; all else that is kept for it is dropped."""
+        """Queue the request's response for the tree, and drop all else that is kept for the request."""
         self._history.forget(request_id)
         response = self._responses.pop(request_id, None)
         if self.tree is not None and response:
@@ -91,7 +96,7 @@ class SuffixDrafter:
                 self._ended.popleft()
 
     def _arrivals(self) -> Iterator[None]:
-        """The work of taking in the responses that wait, a token that comes or goes with each step."""
+        """Absorb the responses that wait; each step of the iterator adds or removes one token."""
         while self.tree is not None and self._ended:
             yield from self.tree.absorb(self._ended.popleft())
 
@@ -108,27 +113,29 @@ class SuffixDrafter:
 
 
 class MatchSource(Protocol):
-    """Where matches are looked for."""
+    """A source of matches: the request's own text, or the tree of past responses."""
 
     def guess(self, match_len: int, budget: int) -> Guess | None:
-        """What follows the last `match_len` tokens, `budget` tokens at most; None if these do not occur."""
+        """Return what follows the last `match_len` tokens, at most `budget` tokens; None if these do not occur."""
         ...
 
     def longest(self, below: int) -> int:
-        """The greatest length of a match, when it is known that matches are shorter than `below`."""
+        """Greatest length of a match; the caller knows that matches are shorter than `below`."""
         ...
 
 
 @lru_cache(maxsize=64)
 def match_lengths(depth: int, num_drafts: int, factor: float) -> list[tuple[int, int]]:
-    """(drafts that may be made, length of the match): first those that can score highest, of equals the longest."""
+    """Return pairs (maximum drafts, match length). Those that can score highest are first; of equals the longest."""
     pairs = [(min(num_drafts, int(m * factor + 1e-6), depth - m), m) for m in range(1, depth)]
     return sorted((pair for pair in pairs if pair[0] > 0), reverse=True)
 
 
 def choose(place: MatchSource, lengths: Sequence[tuple[int, int]], best: Guess) -> Guess:
-    """The best guess of a place, or `best` where all have lower scores. Scores are compared as fractions, so that equal
-    ones are equal."""
+    """Return the best guess of a source, or `best` if all have lower scores.
+
+    Scores are compared as fractions, so that equal scores compare as equal.
+    """
     longest, best_len = None, 0
     for budget, match_len in lengths:
         if budget * best.total < best.count:
@@ -146,11 +153,11 @@ def choose(place: MatchSource, lengths: Sequence[tuple[int, int]], best: Guess) 
 
 
 class PastResponses:
-    """The tree, asked for the last tokens of one request."""
+    """A MatchSource that looks up the last tokens of one request in the tree."""
 
     def __init__(self, tree: SuffixTree, pattern: array[int], min_prob: float) -> None:
         self.tree, self.pattern, self.min_prob = tree, pattern, min_prob
-        self._found: dict[int, int | None] = {}  # match length -> where it is
+        self._found: dict[int, int | None] = {}  # match length -> child that `SuffixTree.locate` returned
 
     def _locate(self, match_len: int) -> int | None:
         if match_len not in self._found:
@@ -159,42 +166,45 @@ class PastResponses:
         return self._found[match_len]
 
     def longest(self, below: int) -> int:
-        """See MatchSource. Where a match occurs, shorter ones do."""
+        """Greatest length of a match, by bisection: where a match occurs, shorter ones do, too."""
         return bisect_left(range(1, below), True, key=lambda match_len: self._locate(match_len) is None)
 
     def guess(self, match_len: int, budget: int) -> Guess | None:
-        """See MatchSource."""
+        """Return what follows the last `match_len` tokens in the tree, at most `budget` tokens; None if no match."""
         found = self._locate(match_len)
         return None if found is None else self.tree.draft(found, match_len, budget, self.min_prob)
 
 
 class OwnText:
-    """The tokens of one request. They are searched, not kept in a tree: that takes a pass over them with each call, and
-    no time to build one when a long prompt arrives."""
+    """A MatchSource that searches the tokens of one request.
+
+    The tokens are not kept in a tree. The search takes a pass over them with each call, but a long prompt costs no time
+    to build a tree.
+    """
 
     def __init__(self, text: NDArray[np.int64], depth: int, min_prob: float) -> None:
-        """`text`: tokens [L] with `depth` places of -1 on both sides."""
+        """Find all matches. text: tokens [L] with `depth` elements of -1 on both sides."""
         self.text, self.min_prob = text, min_prob
         last = len(text) - depth - 1
-        # Where the last token occurs [N], and where the last two do [M]: all but a few of N need no closer look.
+        # Positions where the last token occurs [N], and where the last two do [M]: most of the N need no closer look.
         self.ends = depth + np.flatnonzero(text[depth:last] == text[last])
         self.near = self.ends[text[self.ends - 1] == text[last - 1]]
         back = np.arange(depth - 1)
         same = text[self.near[:, None] - back] == text[last - back]  # [M, depth - 1]
-        # No row runs past the beginning: it meets -1 where the last tokens, which begin later, still have a token.
-        self.lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)  # [M], of the match that ends there
+        # No match runs past the beginning: there it meets -1, and the last tokens, which begin later, have a token.
+        self.lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)  # [M], length of the match that ends there
 
     def longest(self, below: int) -> int:
-        """See MatchSource. The end of the text itself does not count: nothing follows it."""
+        """Greatest length of a match. The end of the text itself does not count, because nothing follows it."""
         return int(self.lengths.max(initial=min(len(self.ends), 1)))
 
     def guess(self, match_len: int, budget: int) -> Guess | None:
-        """See MatchSource."""
+        """Return what follows the last `match_len` tokens in the text, at most `budget` tokens; None if no match."""
         ends = self.ends if match_len == 1 else self.near[self.lengths >= match_len]
         if not len(ends):
             return None
-        total, drafts, score = len(ends) + 1, list[int](), 0  # total: with the end of the text
-        rows = self.text[ends[:, None] + np.arange(1, budget + 1)].tolist()  # what follows each of them
+        total, drafts, score = len(ends) + 1, list[int](), 0  # total: includes the end of the text
+        rows = self.text[ends[:, None] + np.arange(1, budget + 1)].tolist()  # tokens after each of them
         while len(drafts) < budget:
             column = [row[len(drafts)] for row in rows]
             token, count = column[0], column.count(column[0])

@@ -1,17 +1,19 @@
 """The suffix tree of past responses: how often a string of up to `depth` tokens occurs, and what follows it most often.
 
-Every token of a response begins a *window*: itself and what follows it, `depth` tokens at most, or fewer and the END of
-the response. The tree is the compressed trie of all windows, so that the count of a string (windows that begin with it)
-is the number of its occurrences. Nodes are records in flat arrays. A child that only one window runs through is no
-record but that window's place in the text, as are most children in ordinary text: a record stands where windows part,
-or where equal ones end.
+Every token of a response begins a *window*: the token and what follows it, at most `depth` tokens, or fewer and the END
+of the response. The tree is the compressed trie of all windows. So the count of a string (windows that begin with it)
+is the number of its occurrences.
 
-Responses lie in a ring of tokens and leave it in the order in which they came. What an edge says is therefore read from
-the latest window that runs through it: as long as any of them is left, that one is.
+Nodes are records in flat arrays. A record exists where windows part, or where equal windows end. A child that only one
+window runs through has no record: it is stored as that window's position in the text. Most children in ordinary text
+are of this kind.
 
-Memory: with T = `max_tokens` there are at most T windows and 2 T records, and all arrays together take at most 200 T
-bytes, whatever the text says (pieces of rows that wait for others of their size aside). Measured by
-benchmarks/suffix.py on 10,000 responses of 1,000 tokens: 33 bytes a token, 330 MB. 4 T bytes of it are taken at once.
+Responses lie in a ring buffer of tokens and leave it in the order in which they came. Therefore the tokens of an edge
+are read from the latest window that runs through it: as long as any of these windows is left, the latest is.
+
+Memory: with T = `max_tokens` there are at most T windows and 2 T records. All arrays together take at most 200 T bytes,
+whatever the text is, apart from pieces of rows that wait for other rows of their size. benchmarks/suffix.py measured 33
+bytes a token, 330 MB in all, on 10,000 responses of 1,000 tokens. 4 T bytes of this are allocated at the start.
 """
 
 from __future__ import annotations
@@ -23,40 +25,46 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 END = -1
-"""What follows the last token of a response. It is counted, and never drafted."""
+"""The token after the last one of a response. It is counted, but never drafted."""
 _ROOT = 0
 _STALE = -2
-"""In place of a node's most frequent child: it became rarer, and is to be found again when somebody asks."""
+"""In place of a node's most frequent child: the child became rarer, and the next lookup has to search again."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """Drafts, and the score they are chosen by: the sum of their probabilities, as the exact fraction count / total."""
+    """Drafts and the score by which they are chosen.
+
+    The score is the sum of their probabilities, as the exact fraction count / total.
+    """
 
     tokens: list[int] = field(default_factory=list)
-    count: int = 0  # occurrences of the matched string with the first, the first two, ... drafts behind it, added up
+    count: int = 0  # sum over k of the occurrences of the matched string that the first k drafts follow
     total: int = 1  # occurrences of the matched string
 
 
 class SuffixTree:
-    """Counts of the strings of the last responses. A new one drives out the oldest, whole, until there are at most
-    `max_responses` with `max_tokens` tokens (each with its END) in all; of a longer one the end is kept."""
+    """A suffix tree that counts the strings of the last responses.
+
+    A new response removes whole older ones, oldest first, until there are at most `max_responses` responses with at
+    most `max_tokens` tokens in all (each with its END). Of a response that is longer, only the end is kept.
+    """
 
     def __init__(self, depth: int, max_responses: int, max_tokens: int) -> None:
         self.depth, self.max_responses, self.max_tokens = depth, max_responses, max_tokens
-        # The ring, and its first tokens once more behind it, so that every window can be read in one piece.
+        # The ring, then its first tokens once more, so that every window is contiguous.
         self._text = array("i", [END]) * (max_tokens + depth)
-        self._next = 0  # where the next response begins
+        self._next = 0  # index at which the next response begins
         self._used = 0
-        self._responses: deque[tuple[int, int]] = deque()  # (begin, tokens with END), oldest first
+        self._responses: deque[tuple[int, int]] = deque()  # (begin, number of tokens with END), oldest first
         # One record per node. The string of a node is _text[latest : latest + length].
-        self._count = array("i")  # windows that run through it
-        self._latest = array("i")  # where the latest of them begins
+        self._count = array("i")  # number of windows that run through it
+        self._latest = array("i")  # index at which the latest of these windows begins
         self._length = array("i")
-        self._best = array("i")  # first token of its most frequent child, END if there is none, or _STALE; and then
-        self._top = array("i")  # how often that one occurs, and
-        self._bound = array("i")  # no other child more often than this
-        self._free = array("i")  # records to be used again
+        self._best = array("i")  # first token of its most frequent child, END if there is none, or _STALE
+        self._top = array("i")  # count of that child, unless _STALE
+        self._bound = array("i")  # upper bound of the other children's counts, unless _STALE
+        self._free = array("i")  # records to reuse
         self._rows = Rows()  # children by their first token: a record, or ~(begin of the only window)
         self._record(0, 0, 0)
 
@@ -66,10 +74,10 @@ class SuffixTree:
         records = (self._count, self._latest, self._length, self._best, self._top, self._bound, self._free)
         return sum(len(a) * a.itemsize for a in (self._text, *records)) + self._rows.nbytes
 
-    # -- responses come and go --------------------------------------------------------------------------------------
+    # -- adding and removing responses --------------------------------------------------------------------------------
 
     def absorb(self, response: Sequence[int]) -> Iterator[None]:
-        """Take a response in, a window with each step of the iterator; first the oldest make room, likewise."""
+        """Add a response, one window per step of the iterator; before that, remove the oldest in the same way."""
         response = response[-(self.max_tokens - 1) :]
         size = len(response) + 1
         while len(self._responses) >= self.max_responses or self._used + size > self.max_tokens:
@@ -124,7 +132,7 @@ class SuffixTree:
             node, depth = child, length
 
     def _split(self, child: int, count: int, other: int, window: array[int], begin: int, depth: int) -> int:
-        """A record where the window at `begin` parts from the edge to `child`, which is in the window at `other`."""
+        """Return a new record where the window at `begin` parts from the edge to `child`, in the window at `other`."""
         while window[depth] == self._text[other + depth]:
             depth += 1
         node = self._record(count + 1, begin, depth)
@@ -173,7 +181,7 @@ class SuffixTree:
     # -- the most frequent child --------------------------------------------------------------------------------------
 
     def _raise(self, node: int, token: int, count: int) -> None:
-        """The child that begins with `token` now occurs `count` times, once more than before."""
+        """Update a node whose child that begins with `token` now occurs `count` times, once more than before."""
         best = self._best[node]
         if best == _STALE or token == END:
             return
@@ -186,7 +194,7 @@ class SuffixTree:
             self._bound[node] = count
 
     def _lower(self, node: int, token: int, count: int) -> None:
-        """The child that begins with `token` now occurs `count` times, once less than before."""
+        """Update a node whose child that begins with `token` now occurs `count` times, once less than before."""
         if token == self._best[node]:
             if count > self._bound[node]:
                 self._top[node] = count
@@ -194,7 +202,7 @@ class SuffixTree:
                 self._best[node] = _STALE
 
     def _most_frequent(self, node: int) -> int:
-        """First token of the child that most windows run through, the lowest of equals; END if none has one."""
+        """First token of the child that most windows run through, the lowest of equals; END if there is none."""
         if self._best[node] == _STALE:
             best, top, bound = END, 0, 0
             for token, child in self._rows.items(node):
@@ -206,11 +214,13 @@ class SuffixTree:
             self._best[node], self._top[node], self._bound[node] = best, top, bound
         return self._best[node]
 
-    # -- asking -------------------------------------------------------------------------------------------------------
+    # -- lookup -------------------------------------------------------------------------------------------------------
 
     def locate(self, pattern: array[int]) -> int | None:
-        """The child with the shortest string that begins with `pattern`, of at most `depth` tokens; None if it does not
-        occur."""
+        """Return the child with the shortest string that begins with `pattern`; None if the pattern does not occur.
+
+        pattern: at most `depth` tokens.
+        """
         node, depth = _ROOT, 0
         while True:
             slot = self._rows.find(node, pattern[depth])
@@ -228,8 +238,11 @@ class SuffixTree:
             node, depth = child, length
 
     def draft(self, child: int, depth: int, most: int, min_prob: float) -> Guess:
-        """Up to `most` tokens behind the `depth` ones that `locate` found at `child`: each time the token that most
-        often follows, as long as all of them follow in at least `min_prob` of the occurrences of the match."""
+        """Return up to `most` drafts after the match of `depth` tokens that `locate` found at `child`.
+
+        Each draft is the token that most often follows. The drafts end where all of them together would follow in less
+        than `min_prob` of the match's occurrences.
+        """
         last = min(depth + most, self.depth)
         total = count = 1 if child < 0 else self._count[child]
         drafts: array[int] = array("i")
@@ -239,7 +252,7 @@ class SuffixTree:
             edge = self._text[begin + depth : begin + length]
             if END in edge:
                 edge = edge[: edge.index(END)]
-                last = depth  # nothing comes behind it
+                last = depth  # nothing follows it
             drafts += edge
             score += count * len(edge)
             depth = length
@@ -256,16 +269,19 @@ class SuffixTree:
 
 
 class Rows:
-    """For every node a row of (first token, child), sorted by token. All rows lie in two flat arrays, each in a piece
-    of 2, 4, 8, ... places of which at least a quarter is used; pieces given back wait for rows of their size."""
+    """A table with a row of (first token, child) pairs for every node, sorted by token.
+
+    All rows lie in two flat arrays. Each row has a piece of 2, 4, 8, ... elements, of which at least a quarter is used.
+    Released pieces wait for rows of their size.
+    """
 
     def __init__(self) -> None:
         self.tokens = array("i")
         self.children = array("i")
-        self.start = array("i")  # of the node's row
+        self.start = array("i")  # start of each node's row
         self.size = array("i")
         self._room = array("i")
-        self._free: dict[int, array[int]] = {}  # places -> starts of pieces
+        self._free: dict[int, array[int]] = {}  # size of pieces -> their starts
 
     @property
     def nbytes(self) -> int:
@@ -278,7 +294,7 @@ class Rows:
         return len(self.size) - 1
 
     def find(self, node: int, token: int) -> int:
-        """Where the child is that begins with `token`, -1 if there is none."""
+        """Slot of the child that begins with `token`, -1 if there is none."""
         start = self.start[node]
         end = start + self.size[node]
         slot = bisect_left(self.tokens, token, start, end)

@@ -1,1 +1,1 @@
-"""The engine's own process, and how the front talks to it."""
+"""The engine's own process, and the front's client for it."""

@@ -1,4 +1,4 @@
-"""The front's hold on the engine's process: start it, talk to it, start it again when it dies."""
+"""The front's client of the engine's process: it starts the process, talks to it, and restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "closed"]
 
 FIRST_DELAY, MAX_DELAY = 0.1, 10.0
-"""Seconds between an engine's death and its next start; doubled while engines die young."""
+"""Seconds from an engine's death to the next start: the first and the longest. They double while engines die young."""
 YOUNG = 20.0
-"""Seconds: an engine that was ready for longer died of something else than its start."""
+"""Seconds; an engine that was ready for longer did not die because of its start."""
 
 
 GONE = "the engine has ended; the request is lost, send it again"
@@ -31,7 +31,7 @@ STOPPING = "the server is shutting down; the request is lost, send it again"
 
 
 class RefusedError(Exception):
-    """The engine cannot run a request; `kind` is the name of the error in trtspec.errors that says why."""
+    """An error of a request that the engine cannot run. kind: name of the error in trtspec.errors that says why."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -39,12 +39,14 @@ class RefusedError(Exception):
 
 
 class Stream:
-    """What comes for some prompts that were submitted together, until all of their samples have ended. Nobody waits for
-    a reader."""
+    """A stream of deltas for prompts that were submitted together; it ends when all of their samples have ended.
+
+    Neither the client nor the engine waits for a reader.
+    """
 
     def __init__(self, client: EngineClient, request_ids: range, n: int) -> None:
-        self.request_ids = request_ids  # of the prompts, in order
-        self.n = n  # samples of each
+        self.request_ids = request_ids  # one for each prompt, in order
+        self.n = n  # samples of each prompt
         self.num_samples = self.num_running = len(request_ids) * n
         self._client = client
         self._deltas: list[Delta] = []
@@ -52,9 +54,11 @@ class Stream:
         self._news = asyncio.Event()
 
     async def read(self) -> list[Delta]:
-        """All that has come since the last call; waits while there is nothing, and is empty at the end. EngineError if
-        the engine has gone, RefusedError if it cannot run a prompt, what end() was given; not before what came until
-        then is read."""
+        """Return the deltas that came since the last call, or wait for the next; return none at the end.
+
+        Raises EngineError if the engine has gone, RefusedError if the engine cannot run a prompt, or the error that
+        end() was given. Deltas that came before the error are returned first.
+        """
         await self._news.wait()
         deltas, self._deltas = self._deltas, []
         if not deltas and self._error is not None:
@@ -64,7 +68,7 @@ class Stream:
         return deltas
 
     def choice(self, delta: Delta) -> int:
-        """Which of all samples it is of: prompt by prompt."""
+        """Index of a delta's sample among all samples of the stream, counted prompt by prompt."""
         return (delta.request - self.request_ids.start) * self.n + delta.sample
 
     @property
@@ -72,30 +76,30 @@ class Stream:
         return self.num_running == 0 or self._error is not None
 
     def put(self, delta: Delta) -> None:
-        """For the client."""
+        """Add a delta; only the client calls this."""
         self._deltas.append(delta)
         self.num_running -= delta.finish_reason is not None
         self._news.set()
 
     def end(self, error: Exception) -> None:
-        """Stop it all; readers get what has come, then the error. Ignored once it has ended."""
+        """Stop all requests of the stream; readers get the deltas so far, then the error. Ignored once it has ended."""
         if not self.ended:
             self._error = error
             self._news.set()
             self._client.forget(self)
 
     def close(self) -> None:
-        """What has come is not held any more either."""
+        """End and release the stream: its deltas are no longer held, its samples no longer in flight."""
         self.end(EngineError("closed"))
         self._client.release(self)
 
 
 class EngineClient:
-    """One engine, in a process of its own. All methods are for one event loop.
+    """A client of one engine, which runs in a process of its own. All methods must be called on one event loop.
 
-    options: arguments of LLM, as JSON can write them. log: format and level of the engine's log, see logs.configure.
-    silence_limit: seconds; an engine that has work and sends nothing for so long is killed. on_restart: called after an
-    engine has died.
+    options: arguments of LLM, as values that JSON can represent. log: format and level of the engine's log, as in
+    logs.configure. silence_limit: seconds; an engine that has work and sends nothing for so long is killed.
+    on_restart: called after an engine has died.
     """
 
     command = (sys.executable, "-m", "trtspec.serve.engine.process")
@@ -109,22 +113,26 @@ class EngineClient:
         self.state: State = "starting"
         self.info: EngineInfo | None = None
         self.load = EngineLoad()
-        self.why: str | None = None  # the last engine ended, as anybody may know it; None: none has
+        self.why: str | None = None  # why the last engine ended, in words that clients may see; None: none has ended
         self.pid: int | None = None
         self.on_restart: Callable[[], None] = lambda: None
-        self._last_words: str | None = None  # of the engine that runs, on why it ends: for the log
-        self._ready_since: float | None = None  # the engine that runs; time.monotonic(), as is:
-        self._owes_since: float | None = None  # it a word; None: it does not
-        self._streams: dict[int, Stream] = {}  # that have not ended
-        self._open: set[Stream] = set()  # that are not closed
+        self._last_words: str | None = None  # why the current engine ends, for the log
+        self._ready_since: float | None = None  # time.monotonic() when the current engine became ready
+        self._owes_since: float | None = (
+            None  # time.monotonic() since when the engine owes a message; None: it owes none
+        )
+        self._streams: dict[int, Stream] = {}  # streams that have not ended, by request id
+        self._open: set[Stream] = set()  # streams that are not closed
         self._next_id = 0
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._first_start: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
-        """Returns when requests can be submitted. ConfigError if the model cannot be loaded, EngineError if the engine
-        dies before it is ready."""
+        """Start the engine; return when requests can be submitted.
+
+        Raises ConfigError if the model cannot be loaded, EngineError if the engine dies before it is ready.
+        """
         self._first_start = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise())
         try:
@@ -134,7 +142,10 @@ class EngineClient:
             raise
 
     def submit(self, prompts: Sequence[Sequence[int]], params: dict[str, Any]) -> Stream:
-        """Start a request; params: fields of SamplingParams, for each prompt. EngineError while there is no engine."""
+        """Start a request for several prompts. params: fields of SamplingParams, which apply to each prompt.
+
+        Raises EngineError while there is no engine.
+        """
         if self._writer is None or self.state != "ready":
             raise EngineError(f"the engine is {self.state}; try again in a moment")
         ids = range(self._next_id, self._next_id + len(prompts))
@@ -147,48 +158,48 @@ class EngineClient:
         return stream
 
     def forget(self, stream: Stream) -> None:
-        """Nobody waits for it any more: the engine ends what is left of it."""
+        """Stop delivering to a stream that no reader needs any more; the engine aborts its unfinished requests."""
         for request_id in stream.request_ids:
             if self._streams.pop(request_id, None) is not None and self.state == "ready":
                 self._tell({"abort": request_id})
 
     def release(self, stream: Stream) -> None:
-        """It does not count any more."""
+        """Stop counting a stream's samples as in flight."""
         self._open.discard(stream)
 
     @property
     def num_samples(self) -> int:
-        """In flight: that run, wait, or belong to a request whose client has not got all of the answer."""
+        """Samples in flight: those that run, wait, or belong to a request whose client lacks part of the answer."""
         return sum(stream.num_samples for stream in self._open)
 
     @property
     def silence(self) -> float:
-        """Seconds since the engine's last word, if it has work."""
+        """Seconds since the engine's last message if it has work, else 0."""
         return 0.0 if self._owes_since is None else time.monotonic() - self._owes_since
 
     def end_all(self) -> None:
-        """What runs has had its time."""
+        """End all running streams with EngineError, because the server is shutting down."""
         for stream in set(self._streams.values()):
             stream.end(EngineError(STOPPING))
 
     async def close(self) -> None:
-        """End the engine, and what it runs."""
+        """End the engine and all requests that it runs."""
         self.state = "closed"
         if self._supervisor is None:
             return
         if self._writer is not None:
             self._writer.close()
-        else:  # it waits to start an engine, or is about to
+        else:  # the supervisor waits to start an engine, or is about to start one
             self._supervisor.cancel()
         await asyncio.wait([self._supervisor])
 
     @property
     def _age(self) -> float:
-        """Seconds since the engine that runs, or ran last, was ready; 0 if it has never been."""
+        """Seconds since the current or last engine became ready; 0 if it was never ready."""
         return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
 
     def _tell(self, message: dict[str, Any]) -> None:
-        """The engine answers whatever it is told, be it with a step that gave nothing."""
+        """Send a message to the engine. It answers every message, if need be with a step without deltas."""
         assert self._writer is not None
         self._writer.write(encode(message))
         if self._owes_since is None:
@@ -217,10 +228,10 @@ class EngineClient:
             delay = min(2 * delay, MAX_DELAY)
 
     async def _run(self) -> int:
-        """One life of an engine's process; its exit status."""
+        """Run an engine's process until it ends; return its exit status."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # in a session of its own: Ctrl-C in a terminal is for the front alone
+            # in a session of its own, so that Ctrl-C in a terminal reaches only the front
             process = await asyncio.create_subprocess_exec(
                 *self.command, str(theirs.fileno()), *self.log,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
@@ -230,12 +241,12 @@ class EngineClient:
         watch = asyncio.create_task(self._watch(process))
         try:
             self._writer.write(encode(self.options))
-            # the engine may die with a line half written, which is no message
+            # the engine may die in the middle of a line; half a line is not a message
             with suppress(ConnectionError):
                 while (line := await reader.readline()).endswith(b"\n"):
                     self._take(json.loads(line))
         finally:
-            # at once: until the process itself has gone, seconds may pass
+            # do this at once, because the process itself may take seconds to end
             watch.cancel()
             self._writer.close()
             if self.state != "closed":
@@ -243,7 +254,7 @@ class EngineClient:
             self.load, self._owes_since = EngineLoad(), None
             for stream in set(self._streams.values()):
                 stream.end(EngineError(STOPPING if self.state == "closed" else GONE))
-            # one that is still loading does not see that nobody wants it any more
+            # an engine that is still loading does not notice that the socket is closed
             seconds = 0 if self.state == "closed" and not self._age else 10
             try:
                 await asyncio.wait_for(process.wait(), seconds)
@@ -254,7 +265,7 @@ class EngineClient:
         return status
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Kills an engine that hangs; what follows is as if it had died."""
+        """Kill an engine that hangs; it is then handled like one that died."""
         while self.silence < self.silence_limit:
             await asyncio.sleep(min(self.silence_limit / 8, 1.0))
         self._last_words = f"it had work and said nothing for {self.silence:.1f} s"

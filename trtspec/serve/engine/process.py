@@ -1,8 +1,9 @@
-"""The engine's process: `python -m trtspec.serve.engine.process FD FORMAT LEVEL`. It talks to the front through the
-socket FD and logs as told, see logs.configure.
+"""The engine's process: `python -m trtspec.serve.engine.process FD FORMAT LEVEL`.
 
-One thread: between two steps it reads what the front has sent, and after each it sends what the step gave. So nobody
-waits for a lock, and what a request costs the engine is what it costs here.
+It talks to the front through the socket FD. FORMAT and LEVEL are those of its log, as in logs.configure.
+
+The process has one thread. Between two steps it reads the front's messages, and after each step it sends the deltas.
+So no thread waits for a lock, and a request costs the engine only the time that it takes in this thread.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 class EngineServer:
-    """Runs the requests that come through the channel until it is closed."""
+    """A server that runs the requests from its channel until the channel is closed."""
 
     def __init__(self, engine: EngineCore, channel: Channel, model: str) -> None:
         self.engine = engine
         self.channel = channel
         self.model = model
-        self._samples: dict[int, list[Request]] = {}  # by the front's id; those that have not ended
-        self._places: dict[int, tuple[int, int]] = {}  # sample's id -> front's id, index
+        self._samples: dict[int, list[Request]] = {}  # front's id -> samples that have not ended
+        self._places: dict[int, tuple[int, int]] = {}  # sample's id -> (front's id, sample index)
 
     def run(self) -> NoReturn:
-        """EOFError or OSError when the front is gone; anything else is a fault of the engine."""
+        """Serve until the front is gone: EOFError or OSError. Any other exception is a fault of the engine."""
         self.channel.send({"ready": dataclasses.asdict(self.info())})
         while True:
             emissions: list[Emission] = []
@@ -53,7 +54,7 @@ class EngineServer:
             self.channel.send({"deltas": deltas, "load": dataclasses.asdict(self.load())})
 
     def submit(self, front_id: int, prompt_ids: list[int], params: dict[str, Any]) -> None:
-        """Queue a request, or refuse it."""
+        """Queue a request, or send a refusal."""
         try:
             samples = self.engine.add_request(prompt_ids, sampling_params(params))
         except TrtSpecError as error:
@@ -63,12 +64,12 @@ class EngineServer:
         self._places.update((sample.request_id, (front_id, index)) for index, sample in enumerate(samples))
 
     def abort(self, front_id: int) -> list[Emission]:
-        """End a request, all its samples; unknown and finished ones are ignored."""
+        """End all samples of a request; unknown and finished requests are ignored."""
         ended = [self.engine.abort(sample.request_id) for sample in self._samples.get(front_id, ())]
         return [emission for emission in ended if emission is not None]
 
     def delta(self, emission: Emission) -> Delta:
-        """As the front wants it."""
+        """Return an emission in the front's form; forget the sample if it has finished."""
         request = emission.request
         front_id, index = self._places[request.request_id]
         if emission.finished:
@@ -92,7 +93,7 @@ class EngineServer:
         )
 
     def info(self) -> EngineInfo:
-        """What the front is told once."""
+        """Facts about the engine, which the front receives once."""
         loop = self.engine.loop
         return EngineInfo(
             model=self.model,
@@ -106,7 +107,7 @@ class EngineServer:
         )
 
     def load(self) -> EngineLoad:
-        """As it is after a step."""
+        """The engine's load after a step."""
         scheduler, stats = self.engine.loop.scheduler, self.engine.stats
         return EngineLoad(
             running=len(scheduler.running),
@@ -127,7 +128,7 @@ def _likely(entry: dict[int, Logprob]) -> list[tuple[int, float, int]]:
 
 
 def main() -> int:
-    """The first line that comes is what LLM() is called with."""
+    """Run the engine; return the exit status. The first line from the front holds the arguments of LLM()."""
     configure(sys.argv[2], sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which then closes the socket
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))

@@ -1,14 +1,18 @@
-"""What the front and the engine's process say to each other: a JSON object a line, over a socket pair.
+"""Messages between the front and the engine's process: one JSON object per line, over a socket pair.
 
 Front to engine:
+
     {"submit": id, "prompt": [token ids], "params": {...}}    params: fields of SamplingParams; id: the front's own
     {"abort": id}
+
 Engine to front:
-    {"ready": {...}}                                          once, see EngineInfo
-    {"unusable": "message"}                                   instead, if the model cannot be loaded; then it ends
+
+    {"ready": {...}}                                          once; fields of EngineInfo
+    {"unusable": "message"}                                   instead, if the model cannot be loaded; the engine ends
     {"refused": id, "kind": "RequestError", "why": "..."}     the request cannot run
-    {"deltas": [[...], ...], "load": {...}}                   what a step gave, see Delta; and EngineLoad after it
-    {"failed": "message"}                                     a fault that is nobody's own; then it ends
+    {"deltas": [[...], ...], "load": {...}}                   a step's output: fields of Delta; EngineLoad after it
+    {"failed": "message"}                                     a fault of no single request; the engine ends
+
 Closing the socket ends the engine.
 """
 
@@ -25,18 +29,18 @@ from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import SamplingParams, StructuredOutputs
 
 MAX_LINE = 1 << 28
-"""Bytes; a line that is longer is a fault."""
+"""Bytes; a longer line is a fault."""
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the front must know of an engine."""
+    """The facts about an engine that the front needs."""
 
     model: str  # folder
     vocab_size: int
     max_seq_len: int
     max_batch_size: int
-    kv_tokens: int  # that the cache holds
+    kv_tokens: int  # capacity of the KV cache
     mode: str  # SpeculativeDecodingMode
     max_draft_len: int  # K
     lossy: bool  # acceptance is forced
@@ -44,11 +48,11 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Totals since the engine started, and how full it is."""
+    """The totals since the engine started, and its current load."""
 
     running: int = 0  # samples
     waiting: int = 0
-    kv_used: float = 0.0  # share of the cache's blocks
+    kv_used: float = 0.0  # share of the KV cache's blocks
     steps: int = 0
     step_seconds: float = 0.0
     launch_seconds: float = 0.0
@@ -59,20 +63,20 @@ class EngineLoad:
 
 
 class Delta(NamedTuple):
-    """What one step gave to one sample of a request."""
+    """The output of one step for one sample of a request."""
 
     request: int
-    sample: int  # of the prompt's n
+    sample: int  # index among the prompt's n samples
     text: str
     token_ids: list[int]
-    draft_ids: list[int]  # that the step verified
-    num_accepted: int  # so many of those, the first ones, begin token_ids
-    is_context: bool  # the step that read in (the last of) its prompt
+    draft_ids: list[int]  # drafts that the step verified
+    num_accepted: int  # number of accepted drafts, which are the first of draft_ids and of token_ids
+    is_context: bool  # the step that prefilled the prompt, or the last part of it
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    logprobs: list[list[tuple[int, float, int]]] | None = None  # of each token: [id, logprob, rank], itself first
-    num_past_end: int = 0  # drafts that were accepted too, past the token that ends the sample
+    logprobs: list[list[tuple[int, float, int]]] | None = None  # per token: [id, logprob, rank], its own first
+    num_past_end: int = 0  # drafts accepted past the token that ends the sample
 
     def add_to(self, stats: SpeculationStats) -> None:
         """Count this step in `stats`, unless it is a prefill step."""
@@ -81,7 +85,7 @@ class Delta(NamedTuple):
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """From JSON, where keys are strings and there are no classes. RequestError for what cannot be asked."""
+    """SamplingParams from JSON, which has string keys and no classes. RequestError for values that are not allowed."""
     fields = dict(fields)
     if "logit_bias" in fields:
         try:
@@ -95,13 +99,13 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
 
 @dataclass
 class Channel:
-    """The engine's end of the socket: lines in, lines out. Not thread-safe."""
+    """The engine's end of the socket, which receives and sends lines. Not thread-safe."""
 
     connection: socket.socket
     _pending: bytearray = field(default_factory=bytearray)
 
     def receive(self, wait: bool) -> Iterator[dict[str, Any]]:
-        """The messages that are there; if asked to, waits for one. EOFError where the other end is closed."""
+        """Yield the messages that have arrived; if `wait`, wait for one. EOFError if the other end is closed."""
         while True:
             self.connection.setblocking(wait)
             try:
@@ -117,11 +121,11 @@ class Channel:
         yield from map(json.loads, lines)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Waits until it is taken. OSError where the other end is closed."""
+        """Send a message; return when the socket has taken it. OSError if the other end is closed."""
         self.connection.setblocking(True)
         self.connection.sendall(encode(message))
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """As a line."""
+    """Return a message as one line of JSON."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""From the engine's deltas to what an endpoint answers, in one piece or as a stream of events."""
+"""Conversion of the engine's deltas to an endpoint's answer, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Answer(ABC):
-    """Of one request. `body` is what was asked, `generation` what runs for it."""
+    """An answer to one request. body: the request. generation: the generation that runs for it."""
 
     kind: str
 
@@ -33,30 +33,30 @@ class Answer(ABC):
         self.reply = Reply(self.kind, generation.service.name)
 
     def opening(self) -> list[dict[str, Any]]:
-        """Choices that a stream begins with, a chunk each."""
+        """Choices with which a stream begins, one chunk each."""
         return []
 
     @abstractmethod
     def part(self, choice: int, delta: Delta) -> dict[str, Any]:
-        """What a step adds to a choice of a stream."""
+        """Part of a choice that a step adds to a stream."""
 
     @abstractmethod
     def whole(self, choice: int) -> dict[str, Any]:
-        """A choice of an answer in one piece, once all of its deltas were given to `part`."""
+        """Choice of a whole answer, after all of its deltas were passed to `part`."""
 
     def ids(self, ids: list[int]) -> dict[str, Any]:
-        """token_ids, where they are asked for."""
+        """Field token_ids, if the request asks for it."""
         return {"token_ids": ids} if self.body.return_token_ids else {}
 
     def ending(self, choice: int) -> dict[str, Any]:
-        """Why a choice ended; null while it has not."""
+        """Why a choice ended; null while it runs."""
         tally = self.generation.tallies[choice]
         return {"finish_reason": tally.finish_reason, "stop_reason": tally.stop_reason}
 
-    # -- both ways to send it -----------------------------------------------------------------------------------------
+    # -- send it, whole or as a stream --------------------------------------------------------------------------------
 
     async def respond(self, http: Request) -> Response:
-        """Errors that come before anything is sent have a status of their own; later ones are an event."""
+        """Return the response. An error before anything is sent sets the HTTP status; a later one is an event."""
         if not self.body.stream:
             await unless_gone(http, self.generation, self._collect())
             choices = [self.whole(choice) for choice in range(len(self.generation.tallies))]
@@ -94,7 +94,7 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """Of /v1/completions. prompts: the text of each, where it is to be repeated."""
+    """An answer of /v1/completions. prompts: the text of each prompt if the answer repeats them, else None."""
 
     kind = "text_completion"
     body: CompletionRequest
@@ -105,19 +105,19 @@ class CompletionAnswer(Answer):
         self.logprobs = [CompletionLogprobs(self.tokenizer) for _ in generation.tallies]
 
     def opening(self) -> list[dict[str, Any]]:
-        """See Answer: the prompts, where they are to be repeated."""
+        """Choices that hold the prompts, if the answer repeats them."""
         if self.prompts is None:
             return []
         many = range(len(self.generation.tallies))
         return [{"index": c, "text": self._prompt(c), "logprobs": None, "finish_reason": None} for c in many]
 
     def part(self, choice: int, delta: Delta) -> dict[str, Any]:
-        """See Answer."""
+        """Text and logprobs that a step adds to a choice."""
         text = {"index": choice, "text": delta.text, "logprobs": self.logprobs[choice].add(delta)}
         return {**text, **self.ending(choice), **self.ids(delta.token_ids)}
 
     def whole(self, choice: int) -> dict[str, Any]:
-        """See Answer."""
+        """Choice with its whole text, after the prompt if the answer repeats it."""
         tally = self.generation.tallies[choice]
         logprobs = None if self.body.logprobs is None else self.logprobs[choice].all
         text = {"index": choice, "text": self._prompt(choice) + tally.text, "logprobs": logprobs}
@@ -128,8 +128,11 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """Of /v1/chat/completions. notation: of tool calls, where there are tools and none is demanded; unhidden: the text
-    shows special tokens for the sake of its markers alone."""
+    """An answer of /v1/chat/completions.
+
+    notation: notation of tool calls, if there are tools and no call is demanded, else None. unhidden: the text shows
+    special tokens only because the notation's markers are among them.
+    """
 
     kind = "chat.completion"
     body: ChatCompletionRequest
@@ -146,14 +149,14 @@ class ChatAnswer(Answer):
         self.calls: list[list[dict[str, Any]]] = [[] for _ in many]
 
     def opening(self) -> list[dict[str, Any]]:
-        """See Answer: who speaks."""
+        """Choices that name the role of the speaker."""
         return [
             {"index": c, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
             for c in range(len(self.generation.tallies))
         ]
 
     def part(self, choice: int, delta: Delta) -> dict[str, Any]:
-        """See Answer."""
+        """Content, tool calls and logprobs that a step adds to a choice."""
         content, calls = self._read(choice, delta)
         self.contents[choice] += content
         first = len(self.calls[choice])
@@ -165,7 +168,7 @@ class ChatAnswer(Answer):
         return {"index": choice, "delta": news, "logprobs": self.logprobs[choice].add(delta), **rest}
 
     def whole(self, choice: int) -> dict[str, Any]:
-        """See Answer."""
+        """Choice with its whole message."""
         message: dict[str, Any] = {"role": "assistant", "content": self.contents[choice], "refusal": None}
         if self.calls[choice]:
             message |= {"content": self.contents[choice] or None, "tool_calls": self.calls[choice]}
@@ -174,14 +177,14 @@ class ChatAnswer(Answer):
         return {"index": choice, "message": message, "logprobs": logprobs, **rest}
 
     def ending(self, choice: int) -> dict[str, Any]:
-        """See Answer; "tool_calls" where there are some."""
+        """Why a choice ended; "tool_calls" instead of "stop" if it has tool calls."""
         ending = super().ending(choice)
         if ending["finish_reason"] == "stop" and self.calls[choice]:
             ending["finish_reason"] = "tool_calls"
         return ending
 
     def _read(self, choice: int, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
-        """The content and the tool calls that a step completes."""
+        """Return the content and the tool calls that a step completes."""
         ended = delta.finish_reason is not None
         if self.body.demands_call:
             calls = read_demanded(self.generation.tallies[choice].text) if ended else []
@@ -200,7 +203,7 @@ class ChatAnswer(Answer):
 
 
 async def unless_gone(http: Request, generation: HTTPGeneration, work: Awaitable[T]) -> T:
-    """What work gives; it is cancelled, and with it what runs for it, when the client goes away."""
+    """Return the result of `work`. If the client goes away, cancel `work` and its generation, and raise ApiError."""
     task: asyncio.Future[T] = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(http))
     both: list[asyncio.Future[Any]] = [task, gone]

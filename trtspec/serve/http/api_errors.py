@@ -30,11 +30,11 @@ TYPES = {
 
 
 ONCE = {"x-should-retry": "false"}
-"""Header of an answer that would be the same again: OpenAI's clients repeat 408 and all from 500 on unless told so."""
+"""Header of an answer that a retry would not change. OpenAI's clients retry 408 and >= 500 unless told not to."""
 
 
 class ApiError(HTTPException):
-    """Ends a request with a status. param: the field that is wrong; code: a word for programs."""
+    """An error that ends a request with an HTTP status. param: the field that is wrong. code: a word for programs."""
 
     def __init__(
         self,
@@ -49,22 +49,22 @@ class ApiError(HTTPException):
 
     @property
     def kind(self) -> str:
-        """OpenAI's type of it."""
+        """OpenAI's type of the error."""
         return TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
 
     @property
     def word(self) -> str:
-        """The most telling that there is."""
+        """The most specific word for the error: its code, else its type."""
         return self.code or self.kind
 
     @property
     def body(self) -> dict[str, Any]:
-        """As it is sent."""
+        """The error as the body of the answer."""
         return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an error; what should not have happened is logged, and its words are not shown."""
+    """The error that a client gets for an exception. An unexpected one is logged, and its message is not shown."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (RefusedError, RequestError, CapacityError, UnsupportedError)):
@@ -78,12 +78,12 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _internal() -> ApiError:
-    """A new one each time: whoever raises an exception adds to what it holds."""
+    """A new error for an internal fault; new each time, because raising an exception changes its state."""
     return ApiError(500, "the server failed to handle the request; its log says why", code="internal_error")
 
 
 def install(app: FastAPI) -> None:
-    """Make the app answer with such errors."""
+    """Make the app answer every error in OpenAI's form."""
 
     @app.exception_handler(ApiError)
     async def _api(request: Request, error: ApiError) -> JSONResponse:
@@ -110,14 +110,14 @@ def install(app: FastAPI) -> None:
 
 
 def response(error: ApiError) -> JSONResponse:
-    """As HTTP; its word goes into the request's record."""
+    """HTTP response for an error, whose word goes into the request's record."""
     if (record := current()) is not None:
         record.error = error.word
     return JSONResponse(error.body, error.status_code, error.headers)
 
 
 def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found wrong: the first problem in full, of others their number."""
+    """Error for the problems that pydantic found: the first one in full, and the number of the others."""
     first = problems[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     param = ".".join(place) or None

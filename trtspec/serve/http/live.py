@@ -1,7 +1,7 @@
-"""The live view: a page at /, what it is made of under /dashboard, and at /live a feed of what the engine does.
+"""The live view: a page at /, its files under /dashboard, and at /live a feed of the engine's activity.
 
-None of it wants an API key, as /metrics does not: the page holds nothing, and the feed tells counts alone. What the
-page generates it asks of /v1, with a key where one is needed.
+Like /metrics, none of these needs an API key: the page holds no data, and the feed contains only counts. To generate,
+the page sends requests to /v1, with a key if one is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PERIOD = 0.25
 FOLDER = Path(__file__).parents[1] / "dashboard"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
-    # of this origin alone, nothing inline, in nobody's frame
+    # resources of this origin only, nothing inline, not inside a frame
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'; require-trusted-types-for 'script'",
     "X-Content-Type-Options": "nosniff",
@@ -37,24 +37,24 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Counts:
-    """Totals at a moment, to take differences of."""
+    """The totals at one moment, for taking differences."""
 
     totals: Totals
-    steps: int  # of the engine that runs
+    steps: int  # of the current engine
 
     @staticmethod
     def now(service: Service) -> Counts:
-        """Those of a server."""
+        """The counts of a server at this moment."""
         return Counts(service.metrics.totals(), service.client.load.steps)
 
     def since(self, past: Counts) -> dict[str, Any]:
-        """What has come since an earlier moment; drafts accepted and drafted by position, as far as there were any."""
+        """Counts since an earlier moment; `accepted` and `drafted` are by position, up to the last that had drafts."""
         news = self.totals.since(past.totals)
         seconds = max(news.seconds, 1e-3)
         return {
             "seconds": seconds,
             "tokens_per_second": round(news.generated_tokens / seconds, 1),
-            # an engine that was started anew counts from zero
+            # a restarted engine counts from zero
             "steps_per_second": round(max(self.steps - past.steps, 0) / seconds, 1),
             "drafted": news.speculation.drafted,
             "accepted": news.speculation.accepted,
@@ -62,7 +62,7 @@ class Counts:
 
 
 async def feed(service: Service) -> AsyncIterator[bytes]:
-    """Server-sent events until the reader leaves or the server is told to stop, which waits for nobody who looks on."""
+    """Yield server-sent events until the reader leaves or the server is told to stop, which waits for no viewer."""
     past = Counts.now(service)
     with service.metrics.viewers.track_inprogress():
         while not service.stopping:
@@ -77,7 +77,7 @@ def _state(service: Service) -> dict[str, Any]:
     info = None
     if client.info is not None:
         info = asdict(client.info)
-        del info["model"]  # a path of this machine is nobody's business
+        del info["model"]  # a path of this machine, which viewers must not see
     return {
         "name": service.name,
         "state": client.state,
@@ -89,7 +89,7 @@ def _state(service: Service) -> dict[str, Any]:
 
 
 def live_view(service: Service) -> APIRouter:
-    """The page's routes; not part of the API's schema."""
+    """Routes of the live view, which are not part of the API's schema."""
     router = APIRouter(include_in_schema=False)
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _MEDIA_TYPES}
 

@@ -18,7 +18,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class HTTPMetrics:
-    """One server's, of the model that clients call `name`. Times in seconds."""
+    """The metrics of one server. name: the model's name for clients. Times are in seconds."""
 
     def __init__(self, client: EngineClient, name: str) -> None:
         self.registry = registry = CollectorRegistry()
@@ -28,7 +28,7 @@ class HTTPMetrics:
         self.finished = Counter("trtspec_samples", "samples by finish reason", ("reason",), registry=registry)
         self.prompt_tokens = Counter("trtspec_prompt_tokens", "tokens of prompts", registry=registry)
         self.tokens = Counter("trtspec_generated_tokens", "tokens generated", registry=registry)
-        self.speculation = SpeculationStats()  # of all samples, those that run included
+        self.speculation = SpeculationStats()  # of all samples, running ones included
         self.first_token = Histogram(
             "trtspec_time_to_first_token_seconds", "from request to first token", buckets=_SECONDS, registry=registry
         )
@@ -49,38 +49,38 @@ class HTTPMetrics:
         registry.register(_EngineCollector(client))
 
     def count(self, delta: Delta) -> None:
-        """What a step gave to a sample."""
+        """Count a step's output for a sample."""
         self.tokens.inc(len(delta.token_ids))
         delta.add_to(self.speculation)
         if delta.finish_reason is not None:
             self.finished.labels(delta.finish_reason).inc()
 
     def totals(self) -> Totals:
-        """As they are now."""
+        """The totals now."""
         prompt_tokens, generated = (_total(counter) for counter in (self.prompt_tokens, self.tokens))
         return Totals(time.monotonic(), prompt_tokens, generated, self.speculation.copy())
 
     def text(self) -> bytes:
-        """In Prometheus' exposition format."""
+        """The metrics in Prometheus' exposition format."""
         return generate_latest(self.registry)
 
 
 def _total(counter: Counter) -> int:
-    """Of all its labels."""
+    """Sum of a counter over all its labels."""
     samples = [sample for metric in counter.collect() for sample in metric.samples]
     return int(sum(sample.value for sample in samples if sample.name.endswith("_total")))
 
 
 class _SpeculationCollector(Collector):
-    """Each sample's steps count. Positions are there, with 0, before a draft is.
+    """A collector of speculation counts. Steps count per sample. All K positions are present, with 0 before any draft.
 
-    An engine that speculates has the same counts under vLLM's names, too, for dashboards that ask for these.
+    For an engine that speculates, the same counts also have vLLM's names, for dashboards that ask for these.
     """
 
     def __init__(self, client: EngineClient, stats: SpeculationStats, model_name: str) -> None:
         self._client = client
         self._stats = stats
-        self._labels = {"model_name": model_name, "engine": "0"}  # as vLLM has them
+        self._labels = {"model_name": model_name, "engine": "0"}  # as in vLLM
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats
@@ -99,7 +99,7 @@ class _SpeculationCollector(Collector):
 
     @property
     def _most_drafts(self) -> int:
-        """K; 0 before it is known."""
+        """K of the engine; 0 before it is known."""
         return 0 if self._client.info is None else self._client.info.max_draft_len
 
     def _total(self, name: str, text: str, count: int) -> Metric:
@@ -115,7 +115,7 @@ class _SpeculationCollector(Collector):
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's own counts, which begin anew with every engine."""
+    """A collector of the engine's own counts, which restart from 0 with every engine."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client

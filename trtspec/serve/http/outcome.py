@@ -1,4 +1,4 @@
-"""What a request's handlers tell the record of it (request_log.py), wherever they are."""
+"""The outcome of a request, through which its handlers add to its record (request_log.py) from any function."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ CURRENT: ContextVar[Outcome | None] = ContextVar("request", default=None)
 
 
 def current() -> Outcome | None:
-    """Of the request that is being handled; None outside of one."""
+    """Outcome of the request that is being handled; None outside a request."""
     return CURRENT.get()

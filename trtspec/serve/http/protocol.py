@@ -1,10 +1,10 @@
-"""What clients may send: the fields of OpenAI's completions and chat completions, and of vLLM's server beside them.
+"""Request bodies: the fields of OpenAI's completions and chat completions, and those that vLLM's server adds.
 
-Unknown fields are errors that name them. Known fields that this server cannot honour are refused by name, unless their
-value asks for nothing; null always does: it is as if the field were not there.
+An unknown field is an error that names the field. A known field that this server cannot honour is refused by name,
+unless its value asks for nothing. null always asks for nothing: it is as if the field were absent.
 
-Pydantic tells everything that is wrong, and FastAPI copies it, while all streams wait. So what may be long is bounded,
-or ends at its first error.
+Pydantic reports every error of a body, and FastAPI copies the report, while all streams wait. So fields that may be
+long are bounded, or their validation ends at the first error.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pydantic import (
 )
 
 MAX_SAMPLES = 128
-"""Of one request: prompts times n."""
+"""Maximum number of samples of one request: prompts times n."""
 
 MAX_GRAMMAR = 65_536
-"""Characters of a schema or a grammar: the engine compiles it between two steps, for which everybody waits."""
+"""Maximum number of characters of a schema or a grammar. The engine compiles it between steps; all requests wait."""
 
 MAX_FIELDS = 100
-"""Of an object whose fields we know; there are fewer."""
+"""Maximum number of fields of an object whose fields are known; fewer fields exist."""
 
 MAX_MESSAGES = 4096
-"""Of a conversation; and parts of a message, and calls of one."""
+"""Maximum number of messages of a conversation, of parts of a message, and of tool calls of a message."""
 
 MAX_BIASES = 4096
-"""Tokens in a logit_bias."""
+"""Maximum number of tokens in a logit_bias."""
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
@@ -51,7 +51,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _those_that_ask(cls, value: Any) -> Any:
-        """Without those that are null."""
+        """Drop the fields that are null. ValueError for too many fields."""
         if not isinstance(value, dict):
             return value
         if len(value) > MAX_FIELDS:
@@ -60,7 +60,10 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
-    """include_usage: a last chunk with `usage` and no choices. continuous_usage_stats: usage in every chunk (vLLM)."""
+    """Options of a stream.
+
+    include_usage: a last chunk with `usage` and no choices. continuous_usage_stats: usage in every chunk (vLLM).
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -79,7 +82,10 @@ Biases = Annotated[
 
 
 def _kind(prompt: Any) -> str | None:
-    """Of prompt, by its first item: so an error is told once, and not for each of the forms that were not meant."""
+    """Form of a prompt, by its first item; None if it has none of the forms.
+
+    So an error is reported once, and not for each of the forms that were not meant.
+    """
     if not isinstance(prompt, list):
         return "text" if isinstance(prompt, str) else None
     first = prompt[0] if prompt else 0
@@ -100,7 +106,7 @@ Prompt = Annotated[
 
 
 class JsonSchema(Fields):
-    """OpenAI's wrapping of a schema."""
+    """A JSON schema in OpenAI's wrapper."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -111,7 +117,7 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """type: "text", "json_object", or "json_schema" with a schema."""
+    """The format of an answer. type: "text", "json_object", or "json_schema" with a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -124,7 +130,7 @@ class ResponseFormat(Fields):
 
 
 class GenerationRequest(Fields):
-    """What both endpoints take."""
+    """The fields that both endpoints take."""
 
     model: str | None = Field(default=None, description="a name of /v1/models; unset = the one that is served")
     n: int = Field(default=1, ge=1, le=MAX_SAMPLES)
@@ -146,7 +152,7 @@ class GenerationRequest(Fields):
     prompt_cache_key: str | None = Field(default=None, description="ignored: all prompts share one cache")
     safety_identifier: str | None = Field(default=None, description="ignored")
 
-    # beyond OpenAI's: as vLLM's server has them
+    # fields beyond OpenAI's, as in vLLM's server
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(default=None, gt=0, le=100, allow_inf_nan=False)
@@ -161,7 +167,7 @@ class GenerationRequest(Fields):
     guided_grammar: str | None = Field(default=None, max_length=MAX_GRAMMAR)
     return_token_ids: bool = Field(default=False, description="token_ids in each choice")
 
-    # our own
+    # fields of this server alone
     num_speculative_tokens: int | None = Field(
         default=None, ge=0, description="draft tokens a step, at most the engine's K; 0 = plain decoding"
     )
@@ -178,7 +184,7 @@ class GenerationRequest(Fields):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Prompt
     max_tokens: int | None = Field(default=16, ge=1)
@@ -189,7 +195,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class Function(Fields):
-    """A function that the model may call; parameters: a JSON schema."""
+    """A function that the model may call. parameters: a JSON schema."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
@@ -198,14 +204,14 @@ class Function(Fields):
 
 
 class Tool(Fields):
-    """A tool of the one kind there is."""
+    """A tool. A function is the only kind."""
 
     type: Literal["function"] = "function"
     function: Function
 
 
 class FunctionName(Fields):
-    """Of a tool_choice."""
+    """The function's name in a tool_choice."""
 
     name: str
 
@@ -218,21 +224,21 @@ class NamedTool(Fields):
 
 
 class TextPart(Fields):
-    """Of a message's content; there are no others: the models read text."""
+    """A text part of a message's content. There are no other parts, because the models read only text."""
 
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(Fields):
-    """Of an earlier turn; arguments: JSON text."""
+    """A function call of an earlier turn. arguments: JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Fields):
-    """Of an earlier turn."""
+    """A tool call of an earlier turn."""
 
     id: str
     type: Literal["function"] = "function"
@@ -240,7 +246,7 @@ class ToolCall(Fields):
 
 
 class ChatMessage(Fields):
-    """One turn; the chat template decides which roles there are."""
+    """One turn of a conversation. The chat template decides which roles exist."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: str | Annotated[Many[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
@@ -252,7 +258,7 @@ class ChatMessage(Fields):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Many[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -269,7 +275,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def demands_call(self) -> bool:
-        """A tool is to be called, whatever the model would rather say."""
+        """Whether the answer must be a tool call, whatever the model would answer otherwise."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @model_validator(mode="after")

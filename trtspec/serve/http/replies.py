@@ -1,4 +1,4 @@
-"""What the endpoints answer, as OpenAI's clients expect it."""
+"""The endpoints' answers, in the form that OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Reply:
-    """The frame that all parts of one answer share. kind: "text_completion" or "chat.completion"."""
+    """The fields that all parts of one answer share. kind: "text_completion" or "chat.completion"."""
 
     def __init__(self, kind: str, model: str) -> None:
         self.id = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}"
         self.kind, self.model, self.created = kind, model, int(time.time())
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The body of a whole answer."""
         return {**self._head(self.kind), "choices": list(choices), "usage": usage}
 
     def chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        """A server-sent event."""
+        """A chunk of a stream, as a server-sent event."""
         kind = self.kind if self.kind == "text_completion" else "chat.completion.chunk"
         body = {**self._head(kind), "choices": list(choices), **({} if usage is None else {"usage": usage})}
         return event(body)
@@ -36,12 +36,12 @@ class Reply:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """A server-sent event with JSON in it."""
+    """A server-sent event with a JSON body."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
 
 
 class CompletionLogprobs:
-    """OpenAI's `logprobs` of a completion: of each token its text, its own, those of the likeliest, its place."""
+    """OpenAI's `logprobs` of a completion: for each token its text, its logprob, the likeliest tokens, its offset."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -49,7 +49,7 @@ class CompletionLogprobs:
         self.all: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def add(self, delta: Delta) -> dict[str, list[Any]] | None:
-        """Those of a step's tokens."""
+        """Add a step's tokens; return their logprobs."""
         if delta.logprobs is None:
             return None
         news: dict[str, list[Any]] = {name: [] for name in self.all}
@@ -58,7 +58,7 @@ class CompletionLogprobs:
             news["tokens"].append(words[0])
             news["token_logprobs"].append(entry[0][1])
             likeliest: dict[str, float] = {}
-            for word, one in zip(words, entry, strict=True):  # of tokens with the same text the first: the drawn one's
+            for word, one in zip(words, entry, strict=True):  # among equal texts the first counts, the drawn token's
                 likeliest.setdefault(word, one[1])
             news["top_logprobs"].append(likeliest)
             news["text_offset"].append(self._length)
@@ -69,7 +69,7 @@ class CompletionLogprobs:
 
 
 class ChatLogprobs:
-    """OpenAI's `logprobs` of a chat completion; `top`: how many of the likeliest are wanted of each token."""
+    """OpenAI's `logprobs` of a chat completion. top: number of likeliest tokens that are wanted for each token."""
 
     def __init__(self, tokenizer: Tokenizer | None, top: int) -> None:
         self._tokenizer = tokenizer
@@ -77,7 +77,7 @@ class ChatLogprobs:
         self.all: dict[str, Any] = {"content": [], "refusal": None}
 
     def add(self, delta: Delta) -> dict[str, Any] | None:
-        """Those of a step's tokens."""
+        """Add a step's tokens; return their logprobs."""
         if delta.logprobs is None:
             return None
         news = []
@@ -93,12 +93,12 @@ class ChatLogprobs:
 
 
 def word_of(token: int, tokenizer: Tokenizer | None) -> str:
-    """A token's text alone; half a character is U+FFFD."""
+    """Text of a token by itself; half a character is U+FFFD. Without a tokenizer, its id."""
     return str(token) if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
 
 
 def step_of(delta: Delta, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What a step did, token by token: drafts that were accepted, the token behind them, drafts that were rejected."""
+    """Outcome of a step, token by token: accepted drafts, the token after them, rejected drafts."""
 
     def words(ids: Sequence[int]) -> list[str]:
         return [word_of(token, tokenizer) for token in ids]

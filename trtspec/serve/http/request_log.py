@@ -1,6 +1,6 @@
-"""A record of every request: its id, what came of it and how long it took; no word of a prompt or of an answer.
+"""A record of every request: its id, its outcome and its duration, but no text of a prompt or of an answer.
 
-Whoever handles a request adds to its record through outcome.current().
+The handlers of a request add to its record through outcome.current().
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trtspec.serve.http.outcome import CURRENT, Outcome
 logger = logging.getLogger("trtspec.serve.requests")
 
 ENDPOINTS = {"/v1/completions", "/v1/chat/completions", "/v1/models"}
-"""Those that are told apart by name; a path that a client makes up is written nowhere."""
+"""Endpoints that logs and metrics name; a path that a client makes up is written nowhere."""
 _OPERATORS = {"/health", "/ready", "/metrics", "/version"}
 _TRACE = ("traceparent", "tracestate")
 _GOOD_ID = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
@@ -29,37 +29,37 @@ _GOOD_ID = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
 
 @dataclass
 class Record(Outcome):
-    """Of one request. Times: nanoseconds since 1970 for `began` and `ended`, seconds for the rest."""
+    """A record of one request. Times are nanoseconds since 1970 for `began` and `ended`, seconds for the rest."""
 
     id: str
     method: str
-    endpoint: str  # a path of ours, or "other"
-    trace: dict[str, str]  # the request's headers that say which trace it is of
+    endpoint: str  # one of our paths, or "other"
+    trace: dict[str, str]  # headers of the request that name its trace
     began: int = field(default_factory=time.time_ns)
     ended: int = 0
-    status: int = 499  # of the answer; as it is, none was sent
-    start: float = field(default_factory=time.perf_counter)  # `began` on the clock that measures
+    status: int = 499  # of the answer; 499: none was sent
+    start: float = field(default_factory=time.perf_counter)  # `began` on the clock of durations
 
     @property
     def reason(self) -> str:
-        """Why it ended: finish reasons, or a word for what went wrong."""
+        """Why the request ended: finish reasons, "ok", or a word for what went wrong."""
         if self.generation is not None:
             return str(self.generation.reason)
         return self.error or ("ok" if self.status < 400 else "client_gone" if self.status == 499 else "error")
 
     @property
     def first_token_at(self) -> int | None:
-        """Nanoseconds since 1970; None if there was none."""
+        """Time of the first token in nanoseconds since 1970; None if there was none."""
         if self.generation is None or self.generation.first_token is None:
             return None
         return self.began + int((self.generation.started - self.start + self.generation.first_token) * 1e9)
 
     def finish(self) -> None:
-        """It has been answered, or will not be."""
+        """Set the end of the request, which has been answered or will not be."""
         self.ended = self.began + int((time.perf_counter() - self.start) * 1e9)
 
     def fields(self) -> dict[str, Any]:
-        """What is written of it."""
+        """Fields of the request's line in the log."""
         fields: dict[str, Any] = {"id": self.id, "endpoint": self.endpoint, "status": self.status}
         if self.generation is not None:
             usage, first = self.generation.usage(), self.generation.first_token
@@ -75,7 +75,10 @@ class Record(Outcome):
 
 
 def write(record: Record) -> None:
-    """One line: of what only operators ask for and get as a `debug` event, of what failed here as a `warning`."""
+    """Write a record as one line of the log.
+
+    A failure of the server is a `warning`, a successful request to an operators' endpoint a `debug` event.
+    """
     level = logging.WARNING if record.status >= 500 else logging.INFO
     if record.endpoint in _OPERATORS and record.status < 400:
         level = logging.DEBUG
@@ -83,13 +86,15 @@ def write(record: Record) -> None:
 
 
 def request_id(given: bytes | None) -> str:
-    """The client's X-Request-Id if it is 1 to 128 printable ASCII characters, else a new one."""
+    """The client's X-Request-Id if it is 1 to 128 printable ASCII characters, else a new id."""
     return given.decode("ascii") if given and _GOOD_ID.fullmatch(given) else secrets.token_hex(16)
 
 
 class RequestLog:
-    """ASGI middleware around all others: keeps the record, and tells its listeners of it in the end. The answer has the
-    request's id in X-Request-Id."""
+    """An ASGI middleware around all others except StalledClients; it keeps a request's record.
+
+    At the end it passes the record to its listeners. The answer has the request's id in X-Request-Id.
+    """
 
     def __init__(self, app: ASGIApp, listeners: Sequence[Callable[[Record], None]] = (write,)) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's endpoints, and what operators ask for."""
+"""The HTTP interface: OpenAI's endpoints, and endpoints for operators."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt", "c
 
 
 def build_app(service: Service) -> FastAPI:
-    """The routes over a service."""
+    """The app with all routes of a service."""
     app = FastAPI(
         title="trtspec",
         version=trtspec.__version__,
         description="OpenAI-compatible generation",
-        docs_url=None,  # FastAPI's pages of documentation load scripts from elsewhere
+        docs_url=None,  # FastAPI's documentation pages load scripts from other hosts
         redoc_url=None,
     )
     api_errors.install(app)
@@ -67,7 +67,7 @@ def build_app(service: Service) -> FastAPI:
 
     @app.post("/v1/chat/completions", responses=_ERRORS)
     async def chat_completions(body: ChatCompletionRequest, http: Request) -> Response:
-        """The next message of a conversation, in the words of the checkpoint's chat template."""
+        """Generate the next message of a conversation, with the checkpoint's chat template."""
         started = time.perf_counter()
         service.check_model(body.model)
         service.check_room(1, body.n)
@@ -92,7 +92,7 @@ def build_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
+        """List the one model that is served."""
         info = service.info
         card = {
             "id": service.name,
@@ -106,31 +106,31 @@ def build_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """200 while this process answers."""
+        """Return 200 while this process answers."""
         return {"status": "ok"}
 
     @app.get("/ready", responses={503: {"description": "there is no engine right now"}})
     async def ready() -> Response:
-        """200 while requests can run; the engine's state in any case."""
+        """Return 200 while requests can run, else 503, and the engine's state in both cases."""
         client = service.client
         state = {"state": client.state, "last_engine_ended": client.why}
         return JSONResponse(state, 200 if client.state == "ready" else 503)
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """Of trtspec."""
+        """Version of trtspec."""
         return {"version": trtspec.__version__}
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     return app
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """One or many, each as text or as ids."""
+    """Prompts of a request, one or more, each as text or as token ids."""
     if isinstance(body.prompt, str):
         return [body.prompt]
     ids = [one for one in body.prompt if isinstance(one, int)]
@@ -140,7 +140,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 
 def _constraint(body: GenerationRequest) -> dict[str, Any]:
-    """structured_outputs as response_format or a guided_* field asks for it. ApiError for more than one."""
+    """structured_outputs as response_format or a guided_* field sets it. ApiError if more than one field does."""
     asked: dict[str, Any] = {}
     if body.response_format is not None and body.response_format.type == "json_object":
         asked["json_object"] = True
@@ -156,7 +156,7 @@ def _constraint(body: GenerationRequest) -> dict[str, Any]:
 
 
 def _messages(body: ChatCompletionRequest) -> list[dict[str, Any]]:
-    """As chat templates read them: text in one piece, arguments of calls as objects."""
+    """Messages in the form that chat templates read: content as one text, arguments of tool calls as objects."""
     return [_message(message) for message in body.messages]
 
 

@@ -1,4 +1,4 @@
-"""What every request passes before it is read: who may come in, and how much may be sent."""
+"""Checks that every request passes before it is read: API keys, and limits on its body."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trtspec.serve.http.request_log import ENDPOINTS
 
 
 class Gate:
-    """ASGI middleware: API keys for /v1, limits on bodies (bytes, seconds), and a count of answers by status.
+    """An ASGI middleware: API keys for /v1, limits on bodies (bytes, seconds), and a count of answers by status.
 
-    Keys are compared by their digests, all of them, whatever came before agrees: the time tells nothing.
+    It compares a key's digest with those of all keys, even after a match, so that the time reveals nothing.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Gate:
         return ApiError(408, why, code="body_timeout", headers={"Connection": "close"})
 
     def check_key(self, header: bytes) -> None:
-        """Of an Authorization header; ApiError if it holds none of the keys, where there are keys."""
+        """Check an Authorization header. ApiError if the server has keys and the header holds none of them."""
         if not self._digests:
             return
         scheme, _, key = header.partition(b" ")

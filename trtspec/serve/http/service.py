@@ -1,4 +1,4 @@
-"""One request's way through the front: checks, admission, the engine's deltas, deadlines and counts."""
+"""Handling of a request in the front: checks, admission, the engine's deltas, deadlines and counts."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _PASSED_ON = (
     "logit_bias",
 )  # fmt: skip
 _LONG_TEXT = 20_000
-"""Characters of a request that are tokenized in a thread, as they would hold up everybody's streams."""
+"""Characters; longer texts of a request are tokenized in a thread, because they would hold up all streams."""
 
 
 @dataclass
 class Tally:
-    """What one sample has got so far."""
+    """The output of one sample so far."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    num_accepted: int = 0  # of those, drafts
+    num_accepted: int = 0  # accepted drafts among token_ids
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     def add(self, delta: Delta) -> None:
-        """ApiError if the sample failed."""
+        """Add a step's output. ApiError if the sample failed."""
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.num_accepted += delta.num_accepted
@@ -54,8 +54,11 @@ class Tally:
 
 @dataclass
 class HTTPGeneration:
-    """A request that runs: iterate over what each step gives, as (choice, delta). Leaving ends it. ApiError for
-    whatever ends it early. It counts for admission until close() is called, which its record does in the end."""
+    """A running request: iterate over (choice, delta) of each step. Leaving the iteration ends the request.
+
+    Raises ApiError for any error that ends the request early. The request counts for admission until close() is
+    called; RequestLog does so at the end.
+    """
 
     service: Service
     stream: Stream
@@ -64,12 +67,12 @@ class HTTPGeneration:
     started: float
     tallies: list[Tally]
     request: GenerationRequest
-    first_token: float | None = None  # seconds after it started
+    first_token: float | None = None  # seconds after the request started
     failed: ApiError | None = None
 
     @property
     def reason(self) -> str:
-        """Why it ended, in a word: of its samples, or of what went wrong."""
+        """Why the request ended: the finish reasons of its samples, or a word for what went wrong."""
         if self.failed is not None:
             return self.failed.word
         reasons = {tally.finish_reason for tally in self.tallies}
@@ -103,7 +106,7 @@ class HTTPGeneration:
             self.stream.end(ApiError(499, "the client went away"))
 
     def close(self) -> None:
-        """It has been answered, or will not be."""
+        """Close the stream and finish the counts; the request has been answered, or will not be."""
         unfinished = sum(tally.finish_reason is None for tally in self.tallies)
         self.service.metrics.finished.labels("abort").inc(unfinished)
         if unfinished and self.failed is None:
@@ -112,12 +115,14 @@ class HTTPGeneration:
 
     @property
     def speculation(self) -> SpeculationStats:
-        """Of all samples, so far."""
+        """Speculation counts of all samples so far."""
         return SpeculationStats.total(tally.speculation for tally in self.tallies)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`, and under `speculation` what it leaves out. Drafts that were accepted past a sample's end
-        count there, and not in the completion."""
+        """OpenAI's `usage`, and under `speculation` the figures that it leaves out.
+
+        Drafts that were accepted past a sample's end count under `speculation`, but not in the completion.
+        """
         completion = sum(len(tally.token_ids) for tally in self.tallies)
         accepted, stats = sum(tally.num_accepted for tally in self.tallies), self.speculation
         return {
@@ -138,13 +143,13 @@ class HTTPGeneration:
 
 
 def _name(model: str) -> str:
-    """What clients call it: a folder's or file's own name, or that on the Hub."""
+    """A model's name for clients: the name of its folder or file, or its name on the Hub."""
     path = Path(model)
     return path.resolve().name if path.exists() else model
 
 
 class Service:
-    """What the routes share."""
+    """The state and functions that the routes share."""
 
     def __init__(self, settings: ServeSettings, client: EngineClient, tokenizer: Tokenizer | None) -> None:
         self.settings = settings
@@ -153,24 +158,24 @@ class Service:
         self.name = settings.served_name or _name(settings.model)
         self.metrics = HTTPMetrics(client, self.name)
         if tokenizer is not None:
-            tokenizer.name = self.name  # clients see what it complains of, and have no business with its folder
+            tokenizer.name = self.name  # its errors reach clients, which must not see its folder
         self.created = int(time.time())
-        self.stopping = False  # the server has been told to
+        self.stopping = False  # the server has been told to stop
 
     @property
     def info(self) -> EngineInfo:
-        """EngineError before the first engine is ready."""
+        """Facts about the engine. EngineError before the first engine is ready."""
         if self.client.info is None:
             raise EngineError(f"the engine is {self.client.state}; try again in a moment")
         return self.client.info
 
     def check_model(self, name: str | None) -> None:
-        """ApiError for a model that is not served."""
+        """Raise ApiError for a model that is not served."""
         if name is not None and name != self.name:
             raise ApiError(404, f"there is no model {name!r} here, but {self.name!r}", "model", "model_not_found")
 
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Token ids of prompts, which are texts, or token ids already."""
+        """Token ids of prompts, which are either all texts or all token ids. ApiError for texts without a tokenizer."""
         texts = [one for one in prompts if isinstance(one, str)]
         if not texts:
             return [one for one in prompts if not isinstance(one, str)]
@@ -184,35 +189,37 @@ class Service:
         return await asyncio.to_thread(encoded) if sum(map(len, texts)) > _LONG_TEXT else encoded()
 
     async def encode_chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        """Token ids of a conversation. The template is a program, and may be a slow one: it runs in a thread."""
+        """Token ids of a conversation. The template is a program that may be slow, so it runs in a thread."""
         if self.tokenizer is None:
             raise ApiError(400, "chat needs a tokenizer with a chat template, and the model has none", "messages")
         return await asyncio.to_thread(lambda: self.tokenizer.encode_chat(messages, **options))  # type: ignore[union-attr]
 
     @property
     def chat_template(self) -> str:
-        """Its source."""
+        """Source of the chat template for tools, else of the default one; "" if there is neither."""
         templates = {} if self.tokenizer is None else self.tokenizer.chat_templates
         return templates.get("tool_use", templates.get("default", ""))
 
     def hides(self, words: Sequence[str]) -> bool:
-        """Any of them is a special token, which texts leave out unless they are asked not to."""
+        """Whether any of the words is a special token, which texts leave out unless a request asks for them."""
         if self.tokenizer is None:
             return False
         tokens = map(self.tokenizer.token_id, words)
         return any(token is not None and self.tokenizer.is_special(token) for token in tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Their text."""
+        """Text of token ids; "" without a tokenizer."""
         return "" if self.tokenizer is None else self.tokenizer.decode(ids)
 
     def room(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Tokens that may follow the longest of them; 1 where it is too long, see `start`."""
+        """Number of tokens that may follow the longest prompt; 1 if it is too long, which `start` refuses."""
         return max(self._context - max(map(len, prompts), default=0), 1)
 
     def check_room(self, num_prompts: int, n: int) -> None:
-        """ApiError for more samples than a request may have, or than there is room for now. To ask before the prompts
-        are read: that is work."""
+        """Raise ApiError for more samples than a request may have, or than there is room for now.
+
+        Call it before the prompts are tokenized, because that takes time.
+        """
         num_samples = num_prompts * n
         if num_samples > MAX_SAMPLES:
             raise ApiError(
@@ -229,11 +236,11 @@ class Service:
     def start(
         self, request: GenerationRequest, prompts: Sequence[Sequence[int]], more: Mapping[str, Any], started: float
     ) -> HTTPGeneration:
-        """Hand a request to the engine; `more`: fields of SamplingParams beside those that all endpoints share."""
+        """Submit a request to the engine. more: fields of SamplingParams in addition to those of all endpoints."""
         for prompt in prompts:
             self._check_length(prompt, more.get("max_tokens"))
         params = self._params(request, more)
-        self.check_room(len(prompts), request.n)  # again: others came while the prompts were read
+        self.check_room(len(prompts), request.n)  # again: other requests came while the prompts were tokenized
         stream = self.client.submit(prompts, params)
         num_prompt_tokens = sum(map(len, prompts))
         self.metrics.prompt_tokens.inc(num_prompt_tokens)
@@ -246,7 +253,7 @@ class Service:
 
     @property
     def _context(self) -> int:
-        """Tokens of a prompt and of what follows it."""
+        """Maximum number of tokens of a prompt and its completion together."""
         return min(self.info.max_seq_len, self.info.kv_tokens)
 
     def _check_length(self, prompt: Sequence[int], max_tokens: int | None) -> None:
@@ -264,7 +271,7 @@ class Service:
             )
 
     def _params(self, request: GenerationRequest, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of SamplingParams, those alone that say something. ApiError if they contradict each other."""
+        """Fields of SamplingParams that the request sets. ApiError if they contradict each other."""
         params = {name: getattr(request, name) for name in _PASSED_ON if name in request.model_fields_set}
         params |= more
         if request.num_speculative_tokens is not None:

@@ -1,5 +1,8 @@
-"""Clients that stop in the middle: that connect and ask nothing, or do not read what they asked for. The HTTP server
-would wait for them for ever, and hold what they do not take. (How long a body may take to come: see Gate.)"""
+"""Timeouts for clients that stall: clients that connect and send no request, or that do not read their answer.
+
+The HTTP server would wait for such clients for ever, and hold the data that they do not take. The time for sending a
+body is limited elsewhere, by Gate.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 16
-"""Bytes that are sent at once: what a client must take in time."""
+"""Bytes that are sent at once; a client must take each such piece in time."""
 _SINCE = "trtspec.sending_since"
 
 
 class StalledClients:
-    """ASGI middleware around all others, and what watches over the server's connections: one on which nothing moves for
-    `limit` seconds is cut off. To the app that is a client which has hung up."""
+    """An ASGI middleware around all others, which also watches the server's connections.
+
+    It cuts off a connection on which nothing moves for `limit` seconds. To the app, such a client has hung up.
+    """
 
     def __init__(self, app: ASGIApp, limit: float) -> None:
         self.app = app
         self.limit = limit
-        self._still: dict[Any, tuple[tuple[Any, int], float]] = {}  # connections without a request: how, since when
+        self._still: dict[
+            Any, tuple[tuple[Any, int], float]
+        ] = {}  # connection without a request -> (state, since when)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def timed(message: Message) -> None:
-            """`send` waits for the client to take what it was given before, all but some 64 KiB."""
+            """Note when `send` begins: it waits until the client has taken all earlier data but some 64 KiB."""
             scope[_SINCE] = time.monotonic()
             try:
                 await send(message)
@@ -46,20 +53,20 @@ class StalledClients:
         await self.app(scope, receive, in_pieces)
 
     async def watch(self, connections: Collection[Any]) -> NoReturn:
-        """Until it is cancelled. connections: uvicorn's, as they come and go."""
+        """Sweep until cancelled. connections: uvicorn's own collection, which changes as connections come and go."""
         while True:
             await asyncio.sleep(min(self.limit / 4, 1.0))
             self.sweep(connections, time.monotonic())
 
     def sweep(self, connections: Collection[Any], now: float) -> None:
-        """Cut off those whose time is up."""
+        """Cut off the connections whose time is up."""
         still = {}
         for connection in list(connections):
             cycle, transport = connection.cycle, connection.transport
             if cycle is not None and not cycle.response_complete and not transport.is_closing():
                 since = cycle.scope.get(_SINCE, now)
             else:
-                state = cycle, transport.get_write_buffer_size()  # its last request, what is not taken of the answer
+                state = cycle, transport.get_write_buffer_size()  # its last request, bytes of the answer not taken
                 before, since = self._still.get(connection, (state, now))
                 since = since if state == before else now
                 still[connection] = state, since

@@ -1,4 +1,4 @@
-"""A line of the log every few seconds: how fast the engine is and how many drafts it keeps; no word of a request."""
+"""A line in the log every few seconds: the engine's speed and its accepted drafts, but no text of a request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ logger = logging.getLogger(LOGGER)
 
 
 async def write_stats(service: Service, interval: float = INTERVAL) -> None:
-    """For as long as the server runs, every `interval` seconds in which something ran. The front writes it, whose
-    counts go on when an engine is replaced; the engine's own process is silent."""
+    """Write a line every `interval` seconds in which something ran, for as long as the server runs.
+
+    The front writes it, because the front's counts go on when an engine is replaced. The engine's own process writes
+    no such line.
+    """
     past = service.metrics.totals()
     while True:
         await asyncio.sleep(interval)

@@ -4,10 +4,10 @@
 |---|---|
 | hermes (Hermes, Qwen) | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
 | mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer ones `[TOOL_CALLS]name[ARGS]{...}` |
-| llama3 | the whole text is `{"name": ..., "parameters": {...}}`, more behind `;`, `<|python_tag|>` before it or not |
+| llama3 | the whole text is `{"name": ..., "parameters": {...}}`, more after `;`, `<|python_tag|>` before it or not |
 
-Where a call was demanded (tool_choice "required" or a name), the text is bound to a JSON schema instead, whatever the
-model's notation: see `demanded_schema`.
+If a call is demanded (tool_choice "required" or a name), a JSON schema constrains the text instead, whatever the
+model's notation. `demanded_schema` makes this schema.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _decoder = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class Call:
-    """One call; arguments: JSON text."""
+    """One tool call. arguments: JSON text."""
 
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
     def to_dict(self, index: int | None = None) -> dict[str, Any]:
-        """As OpenAI writes it; with its index in a stream."""
+        """The call in OpenAI's form. index: its index in a stream, None = without."""
         place = {} if index is None else {"index": index}
         return {
             **place,
@@ -44,8 +44,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Notation:
-    """How a template's models write calls: what begins one, where only there the text begins, and how to read what
-    follows. `read` raises ValueError for what is none."""
+    """A notation in which a template's models write tool calls.
+
+    markers: texts that begin a call. only_at_start: a call can only be at the start of the text. read: parses a text
+    from its marker on; raises ValueError for a text that is not a call.
+    """
 
     name: str
     markers: tuple[str, ...]
@@ -54,7 +57,7 @@ class Notation:
 
 
 def _call(value: Any) -> Call:
-    """From {"name": ..., "arguments" or "parameters": {...}}."""
+    """Call from {"name": ..., "arguments" or "parameters": {...}}. ValueError for anything else."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("no call")
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -95,8 +98,7 @@ NOTATIONS = {one.name: one for one in (HERMES, MISTRAL, LLAMA3)}
 
 
 def notation_of(template: str) -> Notation:
-    """The notation of a chat template (its source), by the markers it writes; Hermes', the commonest, if there are
-    none."""
+    """Notation of a chat template, by the markers in its source; Hermes', the most common, if there are none."""
     for one, words in (
         (HERMES, ("<tool_call>",)),
         (MISTRAL, ("[TOOL_CALLS]",)),
@@ -108,21 +110,24 @@ def notation_of(template: str) -> Notation:
 
 
 class CallParser:
-    """Divides a text, as it comes, into content and calls.
+    """A parser that divides a text, as it comes, into content and calls.
 
-    Content is handed on as it comes; from the first marker on the text is kept, and read when it ends. What begins like
-    a call and is none is content; special tokens never are.
+    It returns content as it comes. From the first marker on it holds the text, and parses it when the text ends. Text
+    that begins like a call and is none is content. Special tokens are never content.
     """
 
     def __init__(self, notation: Notation) -> None:
         self._notation = notation
-        self._held = ""  # may become a marker, or is behind one
-        self._specials: set[str] = set()  # that came so far
+        self._held = ""  # text that may become a marker, or begins with one
+        self._specials: set[str] = set()  # special tokens so far
         self._in_call = False
-        self._started = False  # there was text that is not blank
+        self._started = False  # there was non-blank text
 
     def push(self, text: str, specials: Iterable[str] = ()) -> str:
-        """The text that is certainly content; specials: special tokens that the text shows, or is about to."""
+        """Add text; return the part that is certainly content.
+
+        specials: special tokens that the text shows, or is about to show.
+        """
         self._specials.update(specials)
         self._held += text
         for special in self._specials.difference(self._notation.markers):
@@ -138,13 +143,13 @@ class CallParser:
         return self._cut(len(self._held) - self._open_end())
 
     def finish(self) -> tuple[str, list[Call]]:
-        """What is left: content, and the calls."""
+        """End the text: return the rest of the content, and the calls."""
         held, self._held = self._held, ""
         if not self._in_call:
             return held, []
         try:
             return "", self._notation.read(held)
-        except (ValueError, RecursionError):  # JSON's too
+        except (ValueError, RecursionError):  # includes JSON's errors
             for marker in self._specials.intersection(self._notation.markers):
                 held = held.replace(marker, "")
             return held, []
@@ -162,7 +167,7 @@ class CallParser:
         return self._cut(len(self._held))
 
     def _open_end(self) -> int:
-        """Characters at the end that may begin a marker."""
+        """Number of characters at the end that may begin a marker."""
         longest = max(map(len, self._notation.markers)) - 1
         for count in range(min(longest, len(self._held)), 0, -1):
             if any(marker.startswith(self._held[-count:]) for marker in self._notation.markers):
@@ -175,7 +180,10 @@ class CallParser:
 
 
 def demanded_schema(tools: Sequence[Tool], choice: str | NamedTool, parallel: bool) -> dict[str, Any]:
-    """JSON schema of a text that must be calls: a list of {"name", "arguments"}, of one if not parallel."""
+    """JSON schema of a text that must be a list of calls {"name", "arguments"}.
+
+    The list has one call if `parallel` is False, or if `choice` names a function.
+    """
     wanted = [tool.function for tool in tools]
     if isinstance(choice, NamedTool):
         wanted = [function for function in wanted if function.name == choice.function.name]
@@ -201,7 +209,7 @@ def demanded_schema(tools: Sequence[Tool], choice: str | NamedTool, parallel: bo
 
 
 def read_demanded(text: str) -> list[Call]:
-    """The calls of a text under `demanded_schema`; of one that was cut short, those that are whole."""
+    """Calls of a text under `demanded_schema`; only the complete calls if the text was cut short."""
     rest, calls = text.lstrip().removeprefix("["), []
     while rest := rest.lstrip(" ,\n\t"):
         try:

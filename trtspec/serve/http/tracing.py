@@ -1,8 +1,10 @@
-"""OpenTelemetry traces: a span a request. The one home of its packages, which are imported if an endpoint is set.
+"""OpenTelemetry traces: one span per request.
 
-Attributes as in the semantic conventions for generative AI (gen_ai.*, in development:
-https://opentelemetry.io/docs/specs/semconv/gen-ai/) and for HTTP servers; what those have no name for is under
-trtspec.*. No prompt, no answer, no stop string.
+Only this module imports OpenTelemetry's packages, and only if an endpoint is set.
+
+Attributes follow the semantic conventions for HTTP servers and for generative AI (gen_ai.*, in development:
+https://opentelemetry.io/docs/specs/semconv/gen-ai/). Attributes without a name there are under trtspec.*. A span
+contains no prompt, no answer and no stop string.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ ADDRESSES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _TIMEOUTS = ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 _METHODS = {"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"}
-_ASKED = {  # fields of a request, where it has them
+_ASKED = {  # field of a request -> attribute, for fields that it has
     "max_tokens": "gen_ai.request.max_tokens",
     "max_completion_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
@@ -36,7 +38,7 @@ _ASKED = {  # fields of a request, where it has them
 
 
 class Tracing:
-    """A listener of RequestLog: makes each request to /v1 a span, below the caller's if there is a traceparent."""
+    """A listener of RequestLog that makes each request to /v1 a span, a child of the caller's given a traceparent."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -46,7 +48,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def __call__(self, record: Record) -> None:
-        """Written when it is over, with the times that it had."""
+        """Create the span of a request that is over, with the times of its record."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         if record.endpoint not in ENDPOINTS:
@@ -68,14 +70,14 @@ class Tracing:
         span.end(record.ended)
 
     def close(self) -> None:
-        """Send what has not been sent; waits for it."""
+        """Send the spans that have not been sent, and wait until that is done."""
         self._provider.shutdown()
 
 
 def from_environment() -> Tracing | None:
-    """As OpenTelemetry's variables say; None unless one of ADDRESSES is set.
+    """Tracing as OpenTelemetry's environment variables configure it; None unless one of ADDRESSES is set.
 
-    DependencyError if the packages are missing, ConfigError for a protocol other than http/protobuf.
+    Raises DependencyError if the packages are missing, ConfigError for a protocol other than http/protobuf.
     """
     if not any(map(os.environ.get, ADDRESSES)) or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
@@ -92,7 +94,7 @@ def from_environment() -> Tracing | None:
         raise DependencyError(f"{which} is set, and {error.name} missing; pip install 'trtspec[otel]'") from error
     ours = Resource({"service.name": "trtspec", "service.version": trtspec.__version__})
     provider = TracerProvider(resource=Resource.create().merge(ours).merge(OTELResourceDetector().detect()))
-    # a batch is tried for so long; the server waits for the last ones when it stops
+    # time limit for sending a batch; when the server stops, it waits for the last batches
     timeout = None if any(map(os.environ.get, _TIMEOUTS)) else 5.0
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=timeout)))
     return Tracing(provider)

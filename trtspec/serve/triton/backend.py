@@ -1,7 +1,7 @@
-"""What Triton's python backend calls: a model that holds an engine, and the one model of the llmapi layout.
+"""Models that Triton's python backend calls: the base of those with an engine, and the one of the llmapi layout.
 
-All requests in flight share the engine's steps. Triton calls `execute` with new requests, which returns at once; one
-thread of our own hands out what the engine makes of them, and looks for those whose client has gone.
+All requests in flight share the engine's steps. Triton calls `execute` with new requests, and the call returns at once.
+One thread of our own sends the engine's outputs, and checks for requests whose client has gone.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ from trtspec.text import Tokenizer
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY, MAX_DELAY = 1.0, 30.0
-"""Seconds before an engine takes the place of the second that fails in a row, and the most; of the first, at once."""
+"""Seconds from the second failure in a row to the next engine, and the longest such delay. The first has no delay."""
 SOUND_SECONDS = 60.0
-"""What fails after so long fails for the first time in a row."""
+"""Seconds; the failure of an engine that ran for longer counts as the first in a row."""
 MOST_FAILURES = 5
-"""In a row, before an engine that cannot be started ends the server."""
+"""Number of failures in a row after which the server ends if no engine can be started."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one request asks for. Its output begins with prefix_text and prefix_ids: its prompt, where the client wants
-    that, else nothing."""
+    """The work for one request. prefix_text, prefix_ids: its prompt, if the output is to begin with it, else empty."""
 
     prompt: Prompt
     params: SamplingParams
@@ -59,53 +58,53 @@ class Job:
 
 @dataclass(frozen=True)
 class Part:
-    """What one response tells: what a step brought when streaming, else all of it."""
+    """The content of one response: the output of a step when streaming, else the whole output."""
 
     text: str
     token_ids: Sequence[int]
     finish_reason: str | None
     stop_reason: int | str | None
-    speculation: SpeculationStats  # so far
-    logprobs: Sequence[float]  # of its tokens, the prefix left out; empty where the job asks for none
+    speculation: SpeculationStats  # counts so far
+    logprobs: Sequence[float]  # of its tokens without the prefix; empty if the job asks for none
     cumulative_logprob: float  # of all tokens so far
 
 
 @dataclass
 class Running:
-    """One request of Triton in flight."""
+    """A Triton request in flight."""
 
     request_id: str  # the client's, "" if it gave none
     sender: Any
-    outputs: list[TensorSpec]  # that it wants
+    outputs: list[TensorSpec]  # outputs that it wants
     job: Job
     generation: Generation
     cancelled: bool = False
 
 
 class EngineHost:
-    """A Triton model on one trtspec.LLM; subclasses know the tensors of a layout."""
+    """A Triton model that holds one trtspec.LLM; subclasses define the tensors of a layout."""
 
     spec: ClassVar[ModelSpec]
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's call: load the engine. Whatever it raises is why the model is not ready."""
+        """Triton's call: load the engine. An exception is the reason why the model is not ready."""
         self.pb = backend_utils()
         self.decoupled = is_decoupled(args)
         settings = Settings.read(Path(args["model_repository"]) / args["model_version"])
         self.period = settings.cancellation_check_period
         self._options = dict(settings.llm)
-        self._failures = 0  # in a row
+        self._failures = 0  # number in a row
         self._start()
         self.metrics = TritonMetrics(self.pb, args["model_name"])
         self._numbers = itertools.count()
-        self._running: dict[int, Running] = {}  # two threads share it: every operation on it is atomic
+        self._running: dict[int, Running] = {}  # shared by two threads: every operation on it is atomic
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trtspec-triton", daemon=True)
         self._thread.start()
         self._watcher = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Triton's call: start the requests. Each is answered through its response sender, errors as well."""
+        """Triton's call: start the requests. Each is answered through its response sender, also with an error."""
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -128,34 +127,34 @@ class EngineHost:
             asyncio.run_coroutine_threadsafe(self._serve(number), self._loop)
 
     def is_model_ready(self) -> bool:
-        """Triton's call, of servers that ask: whether this model's /ready says so."""
+        """Triton's call, in versions that have it: whether this model's /ready reports ready."""
         return self.ready
 
     def finalize(self) -> None:
-        """Triton's call, when the model is unloaded: end what still runs, and free the engine."""
+        """Triton's call when the model is unloaded: end the requests that still run, and free the engine."""
         self._watcher.cancel()
         self.llm.shutdown()
         asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        # What is the server's must go while it is there to be told: metrics, and senders that wait in cycles.
+        # Metrics, and senders in reference cycles, are the server's: free them while it can still be notified.
         del self.metrics
         gc.collect()
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The engine's."""
+        """The engine's tokenizer."""
         tokenizer = self.llm.tokenizer
         assert tokenizer is not None, "trtspec triton-repo writes no repository without one"
         return tokenizer
 
     def job(self, values: Values) -> Job:
-        """What the inputs ask for. RequestError, UnsupportedError."""
+        """Job that the inputs ask for. Raises RequestError or UnsupportedError."""
         raise NotImplementedError
 
     def outputs(self, job: Job, part: Part) -> Values:
-        """The outputs of one response, but for those that tell of drafts."""
+        """Outputs of one response, except those about drafts."""
         raise NotImplementedError
 
     async def _serve(self, number: int) -> None:
@@ -209,7 +208,7 @@ class EngineHost:
         running.sender.send(response, flags)
 
     async def _watch(self) -> None:
-        """Every now and then: end the requests whose clients have gone, and tell Triton's metrics how it goes."""
+        """Periodically end requests whose clients have gone, update Triton's metrics, and replace a failed engine."""
         while True:
             await asyncio.sleep(self.period)
             for running in list(self._running.values()):
@@ -226,18 +225,21 @@ class EngineHost:
         self._started, self.ready = time.monotonic(), True
 
     async def _restart(self) -> None:
-        """Another engine in the place of one that failed, the later the more have. Where a process cannot have one (its
-        GPU context is broken, say) the server is told to end: it would be ready for ever with a model that is not."""
+        """Replace an engine that failed, after a delay that grows with the number of failures.
+
+        If this process cannot start an engine (its GPU context may be broken), end the server: otherwise it would
+        report ready for ever with a model that is not.
+        """
         self.ready = False
         logger.error("the engine has failed, another is started in its place: %r", self.llm.failure)
         self.metrics.failed()
         if time.monotonic() - self._started > SOUND_SECONDS:
             self._failures = 0
-        while self._running:  # they hear of it in tasks of their own
+        while self._running:  # their own tasks answer them with the error
             await asyncio.sleep(self.period)
-        with contextlib.suppress(EngineError):  # of what it was to write, some was not
+        with contextlib.suppress(EngineError):  # some of its files could not be written
             self.llm.shutdown()
-        gc.collect()  # tracebacks hold the old one's memory
+        gc.collect()  # tracebacks hold the old engine's memory
         while not self.ready:
             await asyncio.sleep(min(FIRST_DELAY * (2**self._failures - 1), MAX_DELAY))
             self._failures += 1
@@ -246,17 +248,17 @@ class EngineHost:
             except Exception:
                 logger.exception("no engine can be started in the place of the one that failed")
                 if self._failures >= MOST_FAILURES:
-                    # Triton 2.51 calls a model ready whose process has ended, so that alone does not do
+                    # Triton 2.51 reports a model as ready after its process has ended, so end the server as well
                     os.kill(os.getppid(), signal.SIGTERM)
                     os._exit(1)
 
     async def _drain(self) -> None:
-        """Wait until every request is answered: with an error, those that shutdown ended."""
+        """Wait until every request is answered; those that shutdown ended are answered with an error."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _stop(self, request_id: str) -> None:
-        """End the requests of this id: they are answered with what they have."""
+        """End the requests with this id; each is answered with its output so far."""
         if not request_id:
             raise RequestError("input stop ends the requests of the same request id, and this one has none; give it")
         for running in list(self._running.values()):
@@ -265,13 +267,13 @@ class EngineHost:
 
 
 def is_decoupled(args: Mapping[str, str]) -> bool:
-    """Whether a request may get several responses; args: of Triton's call of initialize."""
+    """Whether a request may get several responses. args: those of Triton's call of initialize."""
     policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
     return bool(policy.get("decoupled", False))
 
 
 def check_streaming(asked: bool, decoupled: bool) -> None:
-    """RequestError for a stream where a request is answered once."""
+    """Raise RequestError for a stream if each request is answered once."""
     if asked and not decoupled:
         raise RequestError(
             "this model repository answers a request once; write it again with trtspec triton-repo, without "
@@ -280,15 +282,15 @@ def check_streaming(asked: bool, decoupled: bool) -> None:
 
 
 class Restarting(Exception):
-    """There is no engine at the moment."""
+    """An error of a request while there is no engine."""
 
 
 class Cancelled(Exception):
-    """The client does not want the answer any more."""
+    """An error of a request whose client does not want the answer any more."""
 
 
 def backend_utils() -> Any:
-    """The module that the server hands to its python models; there is none elsewhere."""
+    """The module that the server provides to its python models; it exists nowhere else."""
     pb = importlib.import_module("triton_python_backend_utils")
     repair(pb)
     return pb
@@ -314,7 +316,7 @@ def send_error(pb: Any, sender: Any, error: Exception) -> None:
 
 
 def speculation_outputs(stats: SpeculationStats) -> Values:
-    """The outputs that tell of drafts: share accepted, 0.0 where none were offered; accepted; offered."""
+    """Outputs about drafts: share accepted, 0.0 if none were offered; number accepted; number offered."""
     offered, accepted = stats.num_draft_tokens, stats.num_accepted_tokens
     return {
         "acceptance_rate": [accepted / offered if offered else 0.0],
@@ -324,19 +326,21 @@ def speculation_outputs(stats: SpeculationStats) -> Values:
 
 
 def drawn_logprobs(entries: Iterable[Mapping[int, Logprob]] | None) -> list[float]:
-    """Of each token the one that its entry begins with: its own."""
+    """Logprob of each drawn token, with which its entry begins."""
     return [next(iter(entry.values())).logprob for entry in entries or ()]
 
 
 def sampling_params(values: Values, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Keyword arguments of SamplingParams from the tensors that are there. fields: tensor -> field."""
+    """Keyword arguments of SamplingParams from the tensors that are present. fields: tensor -> field."""
     return {name: values[tensor][0] for tensor, name in fields.items() if tensor in values}
 
 
 def stop_fields(tokenizer: Tokenizer, words: Iterable[tuple[str, Sequence[int]]]) -> dict[str, list[Any]]:
-    """What of SamplingParams makes words, each with its token ids, end a text. A word ends it where it begins, however
-    its letters are cut into tokens; a special token, of which no text tells, by its id. RequestError for one in a word
-    of more tokens."""
+    """Fields of SamplingParams that make words end a text. words: each word with its token ids.
+
+    A word ends the text where the word begins, however its letters are tokenized. A special token, which no text shows,
+    ends the text by its id. RequestError for a special token in a word of several tokens.
+    """
     fields: dict[str, list[Any]] = {"stop": [], "stop_token_ids": []}
     for word, ids in words:
         if all(tokenizer.is_visible(token, skip_special_tokens=True) for token in ids):
@@ -361,7 +365,7 @@ class LlmApiModel(EngineHost):
     }
 
     def job(self, values: Values) -> Job:
-        """See EngineHost."""
+        """Job for the one prompt in text_input. RequestError for any other number of prompts."""
         prompts = values["text_input"]
         if len(prompts) != 1:
             raise RequestError(f"input text_input holds {len(prompts)} prompts; send one request for each")
@@ -379,7 +383,7 @@ class LlmApiModel(EngineHost):
         )
 
     def outputs(self, job: Job, part: Part) -> Values:
-        """See EngineHost. finish_reason and stop_reason: "" until there is one."""
+        """Outputs of one response. finish_reason and stop_reason are "" until there is one."""
         outputs: dict[str, list[Any]] = {"text_output": [part.text]}
         if any(job.values.get("return_finish_reason", ())):
             outputs["finish_reason"] = [part.finish_reason or ""]

@@ -46,13 +46,13 @@ logger = logging.getLogger(__name__)
 
 _SPECS: dict[str, ModelSpec] = {model.name: model for model in LAYOUTS["classic"]}
 NUM_BLS_THREADS = 128
-"""Requests that the BLS model carries at once; more wait their turn."""
+"""Number of requests that the BLS model handles at once; further ones wait."""
 KEPT_SECONDS = 5.0
-"""How long it keeps what it was answered, see BlsModel._keep."""
+"""Seconds for which the BLS model keeps the responses that it received; BlsModel._keep says why."""
 
 
 class EngineModel(EngineHost):
-    """tensorrt_llm: token ids in, token ids and text out. Holds the engine."""
+    """The model tensorrt_llm, which holds the engine: token ids in, token ids and text out."""
 
     spec = _SPECS["tensorrt_llm"]
 
@@ -69,7 +69,7 @@ class EngineModel(EngineHost):
     }
 
     def job(self, values: Values) -> Job:
-        """See EngineHost."""
+        """Job for the first input_lengths of input_ids. RequestError for a length outside input_ids."""
         ids, length = values["input_ids"], values["input_lengths"][0]
         if not 0 < length <= len(ids):
             raise RequestError(
@@ -82,7 +82,7 @@ class EngineModel(EngineHost):
         if "end_id" in values:
             end = values["end_id"][0]
             fields["ignore_eos"] = True
-            fields["stop_token_ids"] += [end] if end >= 0 else []  # -1 = nothing ends it
+            fields["stop_token_ids"] += [end] if end >= 0 else []  # -1 = no token ends the text
         if any(values.get("return_log_probs", ())):
             fields["logprobs"] = 0
         echo = not values.get("exclude_input_in_output", [True])[0]
@@ -96,9 +96,11 @@ class EngineModel(EngineHost):
         )
 
     def outputs(self, job: Job, part: Part) -> Values:
-        """See EngineHost. Where there is no token, output_ids holds pad_id or 0, output_log_probs 0.0, and
-        sequence_length says 0: the server refuses some shapes without elements. A prompt that comes first has ids and
-        no log-probabilities."""
+        """Outputs of one response: ids, text and, if the request asks for them, log-probabilities.
+
+        Without tokens, output_ids holds pad_id or 0, output_log_probs holds 0.0, and sequence_length is 0, because the
+        server refuses some shapes without elements. A prompt at the beginning has ids but no log-probabilities.
+        """
         outputs = {
             "output_ids": list(part.token_ids) or job.values.get("pad_id", [0]),
             "sequence_length": [len(part.token_ids)],
@@ -111,8 +113,11 @@ class EngineModel(EngineHost):
 
 
 def packed_words(words: Sequence[Sequence[int]]) -> list[int]:
-    """Words of token ids as TensorRT-LLM's stop_words_list, its two rows in one: all ids, then where each word ends;
-    padded with 0 and -1 to the same length, 1 at least."""
+    """Words of token ids as TensorRT-LLM's stop_words_list, flattened.
+
+    Its first row holds all ids, its second row the end of each word. The rows are padded with 0 and with -1 to the same
+    length, which is at least 1.
+    """
     ids = [token for word in words for token in word]
     ends = list(itertools.accumulate(len(word) for word in words))
     width = max(len(ids), 1)
@@ -120,7 +125,7 @@ def packed_words(words: Sequence[Sequence[int]]) -> list[int]:
 
 
 def unpacked_words(flat: Sequence[int]) -> list[list[int]]:
-    """The words of such a list. RequestError where the ends are not in order."""
+    """Words of a flattened stop_words_list. RequestError if the ends are not in order."""
     width = len(flat) // 2
     ids, ends = flat[:width], [end for end in flat[width:] if end >= 0]
     starts = [0, *ends[:-1]]
@@ -130,12 +135,12 @@ def unpacked_words(flat: Sequence[int]) -> list[list[int]]:
 
 
 class _TextModel:
-    """A model that answers at once and needs the tokenizer alone."""
+    """A model that answers at once and needs only the tokenizer."""
 
     spec: ClassVar[ModelSpec]
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's call."""
+        """Triton's call: load the tokenizer."""
         self.pb = backend_utils()
         config = json.loads(args["model_config"])
         folder = config["parameters"]["tokenizer_dir"]["string_value"]
@@ -145,7 +150,7 @@ class _TextModel:
         self.tokenizer = tokenizer
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Triton's call: one response for each request."""
+        """Triton's call: return one response for each request."""
         return [self._response(request) for request in requests]
 
     def _response(self, request: Any) -> Any:
@@ -157,17 +162,17 @@ class _TextModel:
             return self.pb.InferenceResponse(error=self.pb.TritonError(str(error), self.pb.TritonError.INVALID_ARG))
 
     def outputs(self, values: Values) -> Values:
-        """The outputs to these inputs."""
+        """Outputs for these inputs."""
         raise NotImplementedError
 
 
 class Preprocessing(_TextModel):
-    """Text to token ids."""
+    """The model preprocessing: text to token ids."""
 
     spec = _SPECS["preprocessing"]
 
     def outputs(self, values: Values) -> Values:
-        """See the base class."""
+        """Token ids of the query and of the stop words. RequestError for an empty query."""
         ids = self.tokenizer.encode(values["QUERY"][0])
         if not ids:
             raise RequestError("input QUERY is empty; give at least one token")
@@ -181,12 +186,12 @@ class Preprocessing(_TextModel):
 
 
 class Postprocessing(_TextModel):
-    """Token ids to text; text that the engine made of them already is handed on."""
+    """The model postprocessing: token ids to text. Text that the engine already made of them is passed on."""
 
     spec = _SPECS["postprocessing"]
 
     def outputs(self, values: Values) -> Values:
-        """See the base class."""
+        """Text of the response: the engine's text if present, else that of the token ids."""
         text = values.get("TEXT")
         if text is None:
             text = [self.tokenizer.decode(values["TOKENS_BATCH"][: values["SEQUENCE_LENGTH"][0]])]
@@ -194,7 +199,7 @@ class Postprocessing(_TextModel):
 
 
 class InnerError(Exception):
-    """A model that was called has answered with an error: a pb.TritonError, to be handed on as it is."""
+    """An error from a model that was called: a pb.TritonError, which is passed on unchanged."""
 
     def __init__(self, error: Any) -> None:
         super().__init__(error.message())
@@ -203,26 +208,29 @@ class InnerError(Exception):
 
 @dataclass
 class _Watched:
-    """A request that the engine has, or soon will."""
+    """A request that the engine has, or soon will have."""
 
     sender: Any
-    stop: Values  # what the engine is sent to stop it
-    gone: bool = False  # its client
+    stop: Values  # inputs that make the engine stop it
+    gone: bool = False  # its client has gone
 
 
 class BlsModel:
-    """tensorrt_llm_bls: calls the other models for each request, in a thread of its own. Another looks, every
-    CANCELLATION_CHECK_MS, whose client has gone: also of requests that wait, and where each is answered once."""
+    """The model tensorrt_llm_bls, which calls the other models for each request, each in a thread of its own.
+
+    Another thread checks every CANCELLATION_CHECK_MS for clients that have gone. It also checks requests that wait, and
+    requests that are answered once.
+    """
 
     spec = _SPECS["tensorrt_llm_bls"]
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's call."""
+        """Triton's call: start the threads."""
         self.pb = backend_utils()
         self.decoupled = is_decoupled(args)
         self._threads = ThreadPoolExecutor(NUM_BLS_THREADS, thread_name_prefix="trtspec-bls")
         self._lock = threading.Lock()
-        self._kept: deque[tuple[float, Any]] = deque()  # time, responses
+        self._kept: deque[tuple[float, Any]] = deque()  # (time, responses)
         self._watched: dict[str, _Watched] = {}  # by request id
         self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="trtspec-bls-watch", daemon=True)
@@ -234,12 +242,12 @@ class BlsModel:
             self._threads.submit(self._serve, request, request.get_response_sender())
 
     def finalize(self) -> None:
-        """Triton's call, when the model is unloaded."""
+        """Triton's call when the model is unloaded: end the threads."""
         self._threads.shutdown()
         self._over.set()
         self._watcher.join()
         self._kept.clear()
-        gc.collect()  # as EngineHost.finalize
+        gc.collect()  # for the reason in EngineHost.finalize
 
     def _serve(self, request: Any, sender: Any) -> None:
         final = self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -264,7 +272,7 @@ class BlsModel:
             send_error(self.pb, sender, error)
 
     def _generate(self, values: Values, sender: Any) -> Generator[dict[str, list[Any]], None, None]:
-        """The outputs that the engine gives, of each step or of all. Cancelled when the client has gone."""
+        """Yield the engine's outputs, of each step or of all steps. Raises Cancelled if the client has gone."""
         name = uuid.uuid4().hex
         inputs = {own: values[theirs] for own, theirs in TO_PREPROCESSING if theirs in values}
         [tokens] = self._call("preprocessing", inputs, name)
@@ -275,7 +283,7 @@ class BlsModel:
             self._watched[name] = watched
         steps, ended = self._call("tensorrt_llm", inputs, name), False
         try:
-            # `yield from` would close the steps, which waits for the last of them, before they are stopped
+            # `yield from` would close the steps before they are stopped, and closing waits for the last step
             for outputs in steps:  # noqa: UP028
                 yield outputs
             ended = True
@@ -289,11 +297,13 @@ class BlsModel:
             raise Cancelled("the request was cancelled by its client")
 
     def _watch(self) -> None:
-        """Stop the requests whose clients have gone: again and again, as the engine may not have one yet, until it is
-        answered."""
+        """Stop the requests whose clients have gone.
+
+        Each is stopped again and again until it is answered, because the engine may not have it yet.
+        """
         while not self._over.wait(CANCELLATION_CHECK_MS / 1000):
             for name, watched in list(self._watched.items()):
-                with self._lock:  # a sender must not be asked once it has sent its last
+                with self._lock:  # a sender must not be queried after its last response
                     if name not in self._watched or not watched.sender.is_cancelled():
                         continue
                     watched.gone = True
@@ -303,7 +313,10 @@ class BlsModel:
                     logger.exception("could not stop a request whose client has gone")
 
     def _call(self, model: str, inputs: Values, request_id: str) -> Generator[dict[str, list[Any]], None, None]:
-        """The outputs of each of its responses; closed early, it waits for the last one all the same. InnerError."""
+        """Call a model and yield the outputs of each response. Raises InnerError for an error.
+
+        If the generator is closed early, it still waits for the last response.
+        """
         spec = _SPECS[model]
         request = self.pb.InferenceRequest(
             model_name=model,
@@ -317,7 +330,7 @@ class BlsModel:
             for response in responses:
                 if response.has_error():
                     raise InnerError(response.error())
-                if response.output_tensors():  # the last one of several has none
+                if response.output_tensors():  # the last of several responses has none
                     yield read_tensors(response.output_tensors(), spec.outputs)
         finally:
             for _ in responses:
@@ -325,8 +338,11 @@ class BlsModel:
             self._keep(responses)
 
     def _keep(self, responses: Any) -> None:
-        """Not to be the one who drops them first: the last one frees their tensors, and when that is a thread of
-        tritonserver 2.51's own, which takes some milliseconds, it does so without the interpreter's lock."""
+        """Hold responses for KEPT_SECONDS, so that the server drops them before this model does.
+
+        Whoever drops a response last frees its tensors. A thread of tritonserver 2.51 drops it after some milliseconds,
+        and would free the tensors without the interpreter's lock.
+        """
         now = time.monotonic()
         with self._lock:
             self._kept.append((now, responses))

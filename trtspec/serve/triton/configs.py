@@ -1,4 +1,4 @@
-"""The models of both Triton layouts: their tensors by TensorRT-LLM's names, and the config.pbtxt of each.
+"""The models of both Triton layouts: their tensors with TensorRT-LLM's names, and the config.pbtxt of each model.
 
 Names, types and shapes are those of TensorRT-LLM's triton_backend/all_models (llmapi and inflight_batcher_llm).
 """
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output. dims: of a request, -1 = any; a batch dimension of 1 goes before them where a model has one.
+    """An input or output of a model.
 
-    refused: of an input that we know and cannot serve, what to do instead; None = served. neutral: the values of it
-    that ask for nothing, so that clients which always send it are served.
+    dims: shape for one request, -1 = any. If a model has a batch dimension, it is 1 and comes before `dims`.
+    refused: what to do instead of sending an input that we know and cannot serve; None = served. neutral: values of a
+    refused input that ask for nothing, so that clients which always send this input are served.
     """
 
     name: str
@@ -28,7 +29,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model of a repository. python_class: dotted path of what its model.py hands on; "" for an ensemble."""
+    """A model of a repository. python_class: dotted path of the class that its model.py exports; "" for an ensemble."""
 
     name: str
     inputs: tuple[TensorSpec, ...]
@@ -41,7 +42,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class EnsembleStep:
-    """One model of an ensemble. Pairs: (its tensor, the ensemble's; those that begin with _ are inside)."""
+    """A model of an ensemble. Pairs: (its tensor, the ensemble's tensor, which is internal if it begins with _)."""
 
     model: str
     inputs: tuple[tuple[str, str], ...]
@@ -65,7 +66,7 @@ METRICS = (
     TensorSpec("total_draft_tokens", "INT32"),
 )
 
-# Of the classic layout, in responses to requests that say return_log_probs.
+# Outputs of the classic layout, in responses to requests that set return_log_probs.
 _LOGPROBS = (
     TensorSpec("cum_log_probs", "FP32", (-1,)),
     TensorSpec("output_log_probs", "FP32", (-1, -1)),
@@ -101,7 +102,7 @@ _LLMAPI = ModelSpec(
     python_class="trtspec.serve.triton.backend.LlmApiModel",
 )
 
-# What the ensemble and the BLS model take and hand on under the same name.
+# Inputs that the ensemble and the BLS model take and pass on under the same name.
 _SAMPLING = (
     TensorSpec("temperature", "FP32"),
     TensorSpec("repetition_penalty", "FP32"),
@@ -141,7 +142,7 @@ _CLASSIC_ENGINE = ModelSpec(
     outputs=(
         TensorSpec("output_ids", "INT32", (-1, -1)),
         TensorSpec("sequence_length", "INT32", (-1,)),
-        # Not TensorRT-LLM's: ids of one step do not tell its text (half characters, the start of a stop word).
+        # Not in TensorRT-LLM: the ids of one step do not determine its text (half characters, start of a stop word).
         TensorSpec("text_output", "STRING", (-1,)),
         *_LOGPROBS,
         *METRICS,
@@ -176,7 +177,7 @@ _POSTPROCESSING = ModelSpec(
     inputs=(
         required("TOKENS_BATCH", "INT32", (-1, -1)),
         required("SEQUENCE_LENGTH", "INT32", (-1,)),
-        TensorSpec("TEXT", "STRING", (-1,)),  # not TensorRT-LLM's: see text_output of tensorrt_llm
+        TensorSpec("TEXT", "STRING", (-1,)),  # not in TensorRT-LLM; takes text_output of tensorrt_llm
     ),
     outputs=(TensorSpec("OUTPUT", "STRING", (-1,)),),
     python_class="trtspec.serve.triton.classic.Postprocessing",
@@ -261,14 +262,17 @@ LAYOUTS: dict[str, tuple[ModelSpec, ...]] = {
 
 
 def config_text(model: ModelSpec, streaming: bool, parameters: Mapping[str, str]) -> str:
-    """Its config.pbtxt: a ModelConfig in protobuf's text format. streaming: whether a request may get several
-    responses; Triton calls that decoupled and keeps such models from calls that return one."""
+    """The config.pbtxt of a model: a ModelConfig in protobuf's text format.
+
+    streaming: whether a request may get several responses. Triton calls such a model decoupled, and does not allow
+    calls that return one response to use it.
+    """
     lines = [f'name: "{model.name}"', f"max_batch_size: {model.max_batch_size}"]
     if model.steps:
         lines.append('platform: "ensemble"')
     else:
         lines.append('backend: "python"')
-        lines += _block("instance_group", ["count: 1", "kind: KIND_CPU"])  # the model itself knows of its device
+        lines += _block("instance_group", ["count: 1", "kind: KIND_CPU"])  # the model itself selects its device
         lines += _block("model_transaction_policy", [f"decoupled: {str(model.decoupled and streaming).lower()}"])
     for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
         for tensor in tensors:
@@ -302,5 +306,5 @@ def _block(name: str, lines: Iterable[str]) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """A string of protobuf's text format, whose escapes are those of JSON for everything that a path may hold."""
+    """A string in protobuf's text format. Its escapes are those of JSON for all characters that a path may hold."""
     return json.dumps(text, ensure_ascii=False)

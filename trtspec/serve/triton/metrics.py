@@ -1,4 +1,4 @@
-"""What an engine counts, as metrics of the Triton server that it runs in (its /metrics)."""
+"""An engine's counts, as metrics of the Triton server in which it runs (its /metrics)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GAUGES = {
 
 
 class TritonMetrics:
-    """The figures of one model; each call of update that finds a change tells the server."""
+    """The metrics of one model. A call of update passes each change to the server."""
 
     def __init__(self, pb: Any, model: str) -> None:
         # The server drops a family that is no longer referenced.
@@ -36,14 +36,14 @@ class TritonMetrics:
         self._told = dict.fromkeys(self._metrics, 0)
 
     def failed(self) -> None:
-        """The engine has; the next one that is told of counts from 0 again."""
+        """Count an engine's failure. The counts of the next engine start from 0 again."""
         for name in _GAUGES:
             self._tell(name, 0)
         self._told |= dict.fromkeys(_COUNTERS, 0)
         self._metrics["trtspec_engine_failures_total"].increment(1)
 
     def update(self, llm: LLM, running: int) -> None:
-        """running: requests in flight."""
+        """Pass the engine's counts to the server. running: number of requests in flight."""
         stats = llm.get_metrics()
         now = {
             "trtspec_engine_up": 1,
@@ -62,5 +62,5 @@ class TritonMetrics:
     def _tell(self, name: str, value: int) -> None:
         change = value - self._told[name]
         if change:
-            self._metrics[name].increment(change)  # a gauge takes what is below zero, too
+            self._metrics[name].increment(change)  # a gauge takes negative changes, too
             self._told[name] = value

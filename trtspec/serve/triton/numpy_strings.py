@@ -1,14 +1,16 @@
-"""Makes the python backend's strings work under numpy 2 in servers that were compiled for numpy 1.
+"""Repair of the python backend's strings under numpy 2, in servers that were compiled for numpy 1.
 
 Such a server (tritonserver 2.51, whose pybind11 is older than 2.12) reads a descriptor's item size where numpy 1 had it
-(offset 32, an int). In numpy 2 the low half of its flags is there: 0 for numbers, so that
+(offset 32, an int). In numpy 2, the low half of the descriptor's flags is at this offset. It is 0 for numbers, with two
+effects:
 
-- arrays that the server makes of inputs get strides of 0, and repeat their first element: strings cannot be read, which
-  ends its process;
-- arrays that models make have 0 bytes for it: outputs arrive empty, without an error.
+- Arrays that the server makes of inputs get strides of 0, and repeat their first element. Reading strings fails, which
+  ends the server's process.
+- Arrays that models make have 0 bytes for the server, so outputs arrive empty, without an error.
 
-Numbers pass by DLPack, which knows no strings. For those, this module changes what such a pybind11 sees of numpy, and
-nothing for anybody else: numpy 2 keeps `numpy.core.multiarray._ARRAY_API` for it alone, newer ones look elsewhere.
+Numbers pass by DLPack, which has no strings. For strings, this module changes the part of numpy that such a pybind11
+sees. Nothing changes for other code: numpy 2 keeps `numpy.core.multiarray._ARRAY_API` only for such a pybind11, and
+newer versions look elsewhere.
 """
 
 from __future__ import annotations
@@ -21,20 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NEW_FROM_DESCR = 94  # index of PyArray_NewFromDescr in numpy's table of C functions
-_TABLE_LENGTH = 300  # pybind11 looks up indices to 282; the table is longer
+_TABLE_LENGTH = 300  # pybind11 looks up indices up to 282; the table is longer
 _ITEM_SIZE_OFFSET = 32  # in numpy 1's PyArray_Descr
 _POINTER = ctypes.c_void_p
 # (type, descr, ndim, dims, strides, data, flags, object) -> array
 _NewFromDescr = ctypes.PYFUNCTYPE(
     _POINTER, _POINTER, _POINTER, ctypes.c_int, _POINTER, _POINTER, _POINTER, ctypes.c_int, _POINTER
 )
-_kept: list[Any] = []  # what C code holds pointers to
+_kept: list[Any] = []  # objects to which C code holds pointers
 
 
 def repair(pb: Any) -> None:
-    """To be called before the server makes its first array: when a model is initialised. Does nothing under numpy 1.
+    """Repair strings; call this when a model is initialised, before the server makes its first array.
 
-    pb: triton_python_backend_utils, of which the function that turns strings into bytes is replaced.
+    It does nothing under numpy 1. pb: triton_python_backend_utils, whose function that turns strings into bytes is
+    replaced.
     """
     if np.lib.NumpyVersion(np.__version__) < "2.0.0" or _kept:
         return
@@ -43,9 +46,12 @@ def repair(pb: Any) -> None:
 
 
 def serialize_byte_tensor(strings: NDArray[np.object_]) -> NDArray[np.uint8]:
-    """Each string (bytes) after its length in four bytes, as an array of a dtype of its own: numpy's uint8, but that it
-    says 1 where numpy 1 had the item size. Here that is a flag, of arrays of references, which numpy heeds when it
-    frees an array's memory; this array has none of its own."""
+    """One array of all strings (bytes), each after its length in four bytes.
+
+    The array has a dtype of its own: numpy's uint8, but with 1 where numpy 1 had the item size. In numpy 2, this 1 is a
+    flag of arrays of references. numpy reads the flag when it frees an array's memory, and this array has no memory of
+    its own.
+    """
     dtype = np.dtype(np.uint8, copy=True)
     array = np.frombuffer(b"".join(struct.pack("<I", len(text)) + text for text in strings.ravel()), dtype)
     ctypes.c_int32.from_address(id(array.dtype) + _ITEM_SIZE_OFFSET).value = dtype.itemsize
@@ -53,7 +59,7 @@ def serialize_byte_tensor(strings: NDArray[np.object_]) -> NDArray[np.uint8]:
 
 
 def _repair_inputs() -> None:
-    """Arrays are made with the strides that numpy computes: all that the server asks for are contiguous."""
+    """Make the server's arrays with the strides that numpy computes; all arrays that it asks for are contiguous."""
     import numpy.core.multiarray as kept_for_pybind11
 
     pointer = ctypes.pythonapi.PyCapsule_GetPointer

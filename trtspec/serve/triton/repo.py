@@ -24,9 +24,9 @@ from {module} import {name} as TritonPythonModel
 __all__ = ["TritonPythonModel"]
 '''
 _MODELS = ("model", "speculative_model", "speculative_model_dir")
-"""Fields of a speculative_config, and of TensorRT-LLM's, that name models."""
+"""Fields that name models, in a speculative_config of our form or of TensorRT-LLM's."""
 _NO_FOLDERS = ("ngram", "[ngram]", "suffix")
-"""What `model` may be beside: methods, in vLLM's spelling."""
+"""Values of `model` that are not folders but methods, in vLLM's spelling."""
 _TOKENIZER_ONLY = ("preprocessing", "postprocessing")
 
 
@@ -40,13 +40,13 @@ def write_repository(
     streaming: bool = True,
     **engine_options: Any,
 ) -> list[Path]:
-    """Write a model repository, whole or not at all; returns its models' folders.
+    """Write a model repository, whole or not at all; return the folders of its models.
 
-    model, speculative_config, tokenizer, engine_options: as trtspec.LLM takes them; paths become absolute, and names on
-    the Hub those of their snapshots. layout: "llmapi" or "classic". streaming: False = each request is answered once,
-    also to calls that can take no stream.
-    Raises ConfigError for settings that contradict, a model without tokenizer, or an output folder that is in use;
-    CheckpointError.
+    model, speculative_config, tokenizer, engine_options: as trtspec.LLM takes them. Paths become absolute, and names on
+    the Hub become the paths of their snapshots. layout: "llmapi" or "classic". streaming: False = each request is
+    answered once, so that calls without streams work too.
+    Raises ConfigError for settings that contradict each other, a model without tokenizer, or an output folder that is
+    in use. Raises CheckpointError for a model or tokenizer that cannot be read.
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"layout = {layout!r}; use one of {', '.join(LAYOUTS)}")
@@ -83,14 +83,14 @@ def write_repository(
     try:
         for spec in LAYOUTS[layout]:
             _write_model(half / spec.name, spec, Settings(llm), text_folder, streaming)
-        os.replace(half, target)  # an empty folder gives way
+        os.replace(half, target)  # replaces an empty folder
     finally:
         shutil.rmtree(half, ignore_errors=True)
     return [target / spec.name for spec in LAYOUTS[layout]]
 
 
 def _write_model(folder: Path, spec: ModelSpec, settings: Settings, tokenizer: str, streaming: bool) -> None:
-    version = folder / "1"  # an ensemble's is empty, and must be there
+    version = folder / "1"  # empty for an ensemble, but required
     version.mkdir(parents=True)
     parameters = {"tokenizer_dir": tokenizer} if spec.name in _TOKENIZER_ONLY else {}
     _write(folder / "config.pbtxt", config_text(spec, streaming, parameters))
@@ -106,7 +106,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _folder(path: str | Path, revision: str | None = None) -> str:
-    """Absolute, as the server runs elsewhere; of a name on the Hub, its snapshot."""
+    """Absolute path of a folder, as the server runs elsewhere; for a name on the Hub, the path of its snapshot."""
     found = Path(path)
     if revision is not None or not found.exists():
         found = checkpoint_folder(path, revision=revision)

@@ -1,4 +1,4 @@
-"""model.yaml of a Triton model that holds an engine: how it is written and read."""
+"""Writing and reading model.yaml, the settings of a Triton model that holds an engine."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ CANCELLATION_CHECK_MS = 100
 
 @dataclass(frozen=True)
 class Settings:
-    """llm: the arguments of trtspec.LLM, "model" among them. cancellation_check_period: seconds."""
+    """The settings of a model. llm: arguments of trtspec.LLM, "model" included. cancellation_check_period: seconds."""
 
     llm: Mapping[str, Any]
     cancellation_check_period: float = CANCELLATION_CHECK_MS / 1000
 
     def text(self) -> str:
-        """As YAML, in the words of TensorRT-LLM's file of this name."""
+        """The settings as YAML, with the field names of TensorRT-LLM's file of this name."""
         period = {"cancellation_check_period_ms": round(self.cancellation_check_period * 1000)}
         return to_yaml({**self.llm, "triton_config": period})
 
     @classmethod
     def read(cls, folder: Path) -> Settings:
-        """Of the folder of a model's version. Raises ConfigError naming file and field, DependencyError."""
+        """Settings in the folder of a model's version.
+
+        Raises ConfigError naming file and field, DependencyError without PyYAML.
+        """
         file = folder / FILE
         data = _mapping(file)
         triton = data.pop("triton_config", None) or {}
