@@ -1,7 +1,8 @@
-"""Acceptance length of every draft of the demo for K = 1, 2, ...: a Markdown table, as in examples/demo/MODEL_CARD.md.
+"""Acceptance length of each draft of the demo for K = 1, 2, ...: a Markdown table as in examples/demo/MODEL_CARD.md.
 
-Each draft is one `trtspec bench acceptance`: greedy, held-out files, and output equal to plain decoding or an error.
-Lookups, which have no drafts in many steps, have a second row: tokens per step, those without drafts included.
+Each draft is one run of `trtspec bench acceptance`: greedy, on held-out files. Its output equals plain decoding's, or
+the run is an error. Lookups, which have no drafts in many steps, have a second row: tokens per step, where steps
+without drafts count too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from trtspec.cli.bench import figure
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
 
-# name -> the model that runs, and its speculative_config
+# name -> the target's folder, and its speculative_config
 DRAFTS: dict[str, tuple[Path, dict[str, Any]]] = {
     "n-gram": (DEMO / "target", {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
     "suffix": (DEMO / "target", {"method": "suffix"}),
@@ -29,7 +30,7 @@ DRAFTS: dict[str, tuple[Path, dict[str, Any]]] = {
     "MTP, one module": (DEMO / "mtp", {"method": "mtp"}),
 }
 LOOKUPS = ("n-gram", "suffix")
-"""They have no drafts where nothing like the last tokens came before."""
+"""Methods that have no drafts if nothing like the last tokens came before."""
 FIGURES = ("acceptance_length", "tokens_per_step")
 
 

@@ -1,8 +1,8 @@
-"""spec_attention against torch's own attention, on the same rows: prompts that are read in, drafts that are verified.
+"""spec_attention against torch's own attention, on the same rows: prefill of prompts, and drafts that are verified.
 
-Torch is spared what an engine has to do: its keys and values lie together, request by request, while ours are appended
-to blocks of a cache and found through a table. Both take turns; figures are medians of the rounds, the ratio is the
-median of their ratios. TRTSPEC_CPU_ISA takes another instruction set of the machine.
+Torch does less work than an engine must do. Its keys and values lie together, request by request. Ours are appended to
+the blocks of a cache and found through a block table. The two take turns. Each time is the median of the rounds, and
+the ratio is the median of the rounds' ratios. TRTSPEC_CPU_ISA selects another instruction set of the machine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from trtspec.ops import kernel_threads, load_plugins, spec_attention_
 
-BLOCK = 16  # tokens of a block of the cache
+BLOCK = 16  # tokens of a KV block
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of equal requests: the last `rows` of `tokens` are this step's."""
+    """A batch of equal requests: the last `rows` of each one's `tokens` are the rows of this step."""
 
     name: str
     requests: int
@@ -43,7 +43,7 @@ CASES = (
 
 
 def ours(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """q, k, v: [requests, heads, tokens, D], q of the step's rows alone."""
+    """Return a call of spec_attention. q, k, v: [requests, heads, tokens, D]; q has only the rows of the step."""
     blocks = -(-case.tokens // BLOCK)
     caches = []
     for dense in (k, v):

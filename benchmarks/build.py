@@ -1,11 +1,11 @@
-"""How long engines take to build, by the number of layers, and what cutting the decoder into blocks costs a step.
+"""How long engines take to build, by the number of layers, and what cutting the decoder into blocks costs per step.
 
     python benchmarks/build.py [--layers 30 60] [--whole] [--repeats 7]
 
-The model is a Llama of random weights: hidden size 576, 9 heads, 3 of them for keys and values, 49152 ids, tied, bf16
-(135M parameters with 30 layers). Every build is a process of its own whose compiler keeps nothing from before; seconds
-are those of the build, without Python's imports. With --whole each engine is built once more as whole graphs: steps
-alternate between the two engines, with one request; the ratio is the median of pairs.
+The model is a Llama of random weights: hidden size 576, 9 heads, 3 of them for keys and values, 49152 ids, tied, bf16.
+It has 135M parameters with 30 layers. Every build is a process of its own with an empty compiler cache. The seconds are
+those of the build, without Python's imports. With --whole each engine is built once more as whole graphs. Steps then
+alternate between the two engines, with one request, and the ratio is the median of the pairs' ratios.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ print(time.perf_counter() - begin)
 
 
 def make_model(folder: Path, layers: int) -> Path:
-    """A checkpoint."""
+    """Write a checkpoint with that number of layers, and return its folder."""
     config = transformers.LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=layers,
         vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=2048, bos_token_id=0, eos_token_id=0,
@@ -52,7 +52,7 @@ def make_model(folder: Path, layers: int) -> Path:
 
 
 def build(model: Path, output: Path, speculation: object, whole: bool = False) -> float:
-    """Seconds."""
+    """Build an engine in a process of its own, and return the seconds that it took."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, "-c", CHILD, str(model), str(output), json.dumps(speculation), str(1000 if whole else 0)],
@@ -67,7 +67,7 @@ def build(model: Path, output: Path, speculation: object, whole: bool = False) -
 
 
 def compare_steps(cut: Path, whole: Path, repeats: int) -> tuple[float, float, bool]:
-    """ms of a step of the whole graph, the cut engine's as a multiple of it, and whether their ids agree."""
+    """Return ms of a step of whole graphs, the ratio of the cut engine's to it, and whether their ids agree."""
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     engines = [LLM(folder, max_batch_size=4) for folder in (whole, cut)]
     ids, times = [], []

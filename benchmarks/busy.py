@@ -1,11 +1,12 @@
-"""The demo's modes while other programs want the same cores: what is left of plain decoding, and of each speed-up.
+"""The demo's modes while other programs use the same cores: how much of their speed and of each speed-up is left.
 
     python benchmarks/busy.py
     python benchmarks/busy.py --rounds 9 --busy 0 1 2
 
-With each number of busy processes (a loop that never waits) all modes take turns, so that ratios are of the same
-minutes; the first turn of each warms up. Tables show medians over rounds. "kept" is the share of its own quiet speed,
-"speed-up" the time of plain decoding over the mode's. Text is checked: it is the same whatever the machine does.
+For each number of busy processes (a loop that never waits) all modes take turns, so that ratios are from the same
+minutes. The first turn of each mode warms up. Tables show medians over the rounds. "kept" is a mode's share of its own
+quiet speed. "speed-up" is the time of plain decoding over the mode's. Texts are checked: busy processes do not change
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BUSY = "while True: pass"
 
 
 def turns(engines: dict[str, LLM], params: SamplingParams, rounds: int) -> tuple[dict[str, list[float]], set[str]]:
-    """Tokens per second of each round, the modes taking turns; and modes whose text is not plain decoding's."""
+    """Tokens per second of each round of the modes in turn, and the modes whose text differs from plain decoding's."""
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     different = set()
     for turn in range(rounds + 1):

@@ -1,7 +1,7 @@
-"""Every mode beside plain decoding on the demo models, code completion: `make bench`.
+"""Every mode next to plain decoding on the demo models, code completion: `make bench`.
 
-Each row is one `trtspec bench decode` whose repeats alternate with plain decoding in the same process, so the ratios
-hold on a machine whose speed drifts. Prints a markdown table; the JSON files hold the rest.
+Each row is one `trtspec bench decode`, whose repeats alternate with plain decoding in the same process. So the ratios
+hold on a machine whose speed drifts. It prints a markdown table; the JSON files hold the rest.
 """
 
 from __future__ import annotations

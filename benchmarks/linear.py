@@ -1,12 +1,13 @@
 """packed_linear against the machine's limits: all linears of a 16-layer model, for 1 to 1024 rows.
 
-Before each number of rows a round reads a large buffer; after it, it multiplies in registers for as long (the probes),
-so that all of them see the same machine. Of all rounds the best counts, as other programs only make it slower.
+Before each number of rows a round reads a large buffer; after it, the round multiplies in registers for as long. These
+are the probes, and all of them meet the same machine. The best of all rounds counts, as other programs only make it
+slower.
 
-of memory    bandwidth at which weights were read, as a share of the probe's
-x 1 row      time against one row's
-arithmetic   in which the probe does as many multiplications by the same instructions (groups are scaled, too)
-of limit     time against the longer of one row's and of the arithmetic's at 80 %, below which no such kernel gets far
+- of memory: bandwidth at which weights were read, as a share of the probe's.
+- x 1 row: time over that of one row.
+- arithmetic: time in which the probe does as many multiplications by the same instructions (groups are scaled, too).
+- of limit: time over the longer of one row's time and the arithmetic's at 80 %. No such kernel gets far below that.
 
 The last table is one prefill-sized product against torch's.
 """
@@ -37,7 +38,7 @@ FORMATS = ("bf16", "fp8", "int8", "int8 g=32", "int4 g=32", "int4 g=128")
 
 @dataclass(frozen=True)
 class Layer:
-    """One packed linear."""
+    """A packed linear."""
 
     out_features: int
     in_features: int
@@ -69,7 +70,7 @@ def random_layer(name: str, out_features: int, in_features: int) -> Layer:
 
 
 def in_huge_pages(layers: list[Layer]) -> list[Layer]:
-    """In one piece of memory, as engines hold their weights."""
+    """Move the layers into one memory block, as engines hold their weights."""
     arena, end, moved = huge_pages(sum(layer.nbytes for layer in layers) + len(layers) * 3 * ALIGNMENT), 0, []
     for layer in layers:
         parts = []
@@ -97,7 +98,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def sustained(probe: Callable[[], float], duration: float) -> float:
-    """What `probe`, which gives a rate, reaches on average for so many seconds: in an instant it may reach more."""
+    """Average rate that `probe` returns over `duration` seconds; in an instant it may return more."""
     work = spent = 0.0
     while spent < duration:
         begin = time.perf_counter()
@@ -143,7 +144,7 @@ def bandwidth_table(formats: list[str], row_counts: list[int], rounds: int) -> N
 
 
 def prefill_table(rows: int, rounds: int) -> None:
-    """One product of many rows, packed against torch's F.linear on the same numbers, taking turns."""
+    """Print the time of one product of many rows, packed and by torch's F.linear on the same numbers, taking turns."""
     out_features, in_features = 2 * INTERMEDIATE, HIDDEN
     weight, x = torch.randn(out_features, in_features).bfloat16(), torch.randn(rows, in_features).bfloat16()
     panels, none = pack_panels(weight), torch.empty(0)
@@ -156,7 +157,7 @@ def prefill_table(rows: int, rounds: int) -> None:
     best = dict.fromkeys(work, math.inf)
     for _ in range(rounds):
         for name, call in work.items():
-            time.sleep(0.01)  # until the other's threads have gone to sleep
+            time.sleep(0.01)  # until the threads of the other one sleep
             best[name] = min(best[name], seconds(call))
     print(f"\n| {rows} rows, N={out_features}, K={in_features} | ms | G multiplications/s | speed of torch's |")
     print("|---|---|---|---|")

@@ -1,12 +1,14 @@
-"""Our server beside vLLM's: the same model, draft head, requests and arrivals; each server alone on the machine.
+"""Our server next to vLLM's: the same model, draft head, requests and arrivals; each server alone on the machine.
 
     python benchmarks/serving.py --vllm-python PATH/TO/VLLM/VENV/bin/python
 
-For each rate both get the same requests (Poisson arrivals, seeded). Goodput at an objective TTFT:TPOT counts requests a
-second whose first token came within TTFT ms and whose further tokens took TPOT ms each at most; the best of a server is
-that at the rate which suits it best. vLLM runs in an environment of its own (made as benchmarks/heads_vs_vllm.py says),
-with Intel's OpenMP where that has it, and without CUDA or compile flags of ours. Our server runs an engine folder;
-it is built first, once (build/serving-engine-K).
+For each rate both servers get the same requests (Poisson arrivals, seeded). Goodput at an objective TTFT:TPOT is the
+number of requests a second that meet it. Their first token comes within TTFT ms, and further tokens take at most TPOT
+ms each. The best goodput of a server is that at its best rate.
+
+vLLM runs in an environment of its own, made by the commands in benchmarks/heads_vs_vllm.py. It uses Intel's OpenMP if
+the environment has it, and neither CUDA nor compile flags of ours. Our server runs an engine folder, which is built
+first, once (build/serving-engine-K).
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def main() -> int:
 
 
 def ours(asked: argparse.Namespace) -> tuple[Sequence[str], str, dict[str, str]]:
-    """The command, where it tells that it is ready, and variables."""
+    """Command, URL that answers when the server is ready, and environment variables of our server."""
     K = asked.k
     engine = ROOT / "build" / f"serving-engine-{K}"
     if not engine.exists():
@@ -88,7 +90,7 @@ def ours(asked: argparse.Namespace) -> tuple[Sequence[str], str, dict[str, str]]
 
 
 def theirs(asked: argparse.Namespace) -> tuple[Sequence[str], str, dict[str, str]]:
-    """See `ours`."""
+    """Command, URL that answers when the server is ready, and environment variables of vLLM's server."""
     python, K = asked.vllm_python, asked.k
     speculation = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": K}
     command = [
@@ -103,7 +105,7 @@ def theirs(asked: argparse.Namespace) -> tuple[Sequence[str], str, dict[str, str
 
 @contextlib.contextmanager
 def running(command: Sequence[str], ready: str, variables: dict[str, str], log: Path) -> Iterator[tuple[str, float]]:
-    """Until the block is left: its address, and the seconds until it was ready."""
+    """A server that runs until the block is left: its address, and the seconds until it was ready."""
     start = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -134,7 +136,7 @@ def running(command: Sequence[str], ready: str, variables: dict[str, str], log: 
 def measure(
     url: str, asked: argparse.Namespace, objectives: dict[str, Objective]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What came of each rate, after a round that warms up."""
+    """Results of each rate, after a round that warms up."""
     model, fields = served_model(url, None), {"temperature": 0, "ignore_eos": True}
 
     def once(rate: float, seconds: float, seed: int) -> list[Told]:
@@ -149,7 +151,7 @@ def measure(
 
 
 def show(results: dict[str, Any], slos: Sequence[str]) -> None:
-    """A row for each rate; where both were measured, how many times as good ours is."""
+    """Print a row for each rate; if both servers were measured, also the ratio of ours to vLLM's."""
     times = ("ttft_ms p50", "ttft_ms p99", "tpot_ms p50", "tpot_ms p99")
     rows = (*times, "tokens_s", *(f"goodput_s {slo}" for slo in slos))
     names = [name for name in ("trtspec", "vLLM") if name in results]

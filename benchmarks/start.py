@@ -1,11 +1,11 @@
-"""How long a checkpoint takes to start: the first time, when its engine is compiled; again, out of the cache; op by op.
+"""How long a checkpoint takes to start: the first time, with a compilation; again, from the cache; and op by op.
 
     python benchmarks/start.py MODEL
     python benchmarks/start.py MODEL --spec '{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3}'
 
-Every start is a process of its own, which asks for one token. The cache is a folder of this run, empty at first; files
-are in the system's page cache from the second start on. Seconds from `LLM(...)` to the first token, with imports done,
-and from the process's first line; medians and, in brackets, the longest.
+Every start is a process of its own, which asks for one token. The cache is a folder of this run, empty at first. Files
+are in the system's page cache from the second start on. Seconds count from `LLM(...)` to the first token, with imports
+done, and from the process's first line. Figures are medians, with the longest time in brackets.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def start(model: str, speculation: str, backend: str, cache: str) -> tuple[float
 
 
 def row(name: str, starts: Sequence[tuple[float, float, bool]]) -> str:
-    """Of a Markdown table."""
+    """A row of a Markdown table."""
     cells = []
     for values in list(zip(*starts, strict=True))[:2]:
         most = f" ({max(values):.2f})" if len(values) > 1 else ""

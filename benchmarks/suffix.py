@@ -1,13 +1,15 @@
-"""What suffix decoding costs the host: time per proposal and per token that enters the tree, memory per token.
+"""The host's cost of suffix decoding: time per proposal and per token added to the tree, and memory per token.
 
     python benchmarks/suffix.py --requests 10000 --tokens 1000 --json suffix.json
 
-Responses are drawn: tokens from `--vocab` ids, the frequent ones first as in text (Zipf), and a share of `--copied` of
-them as runs of 4 to 64 tokens out of earlier responses. The tree is filled with --requests of them, which is timed, and
-then again with a tenth more, each of which drives an old one out. Then a request of --tokens tokens, drawn likewise,
-grows by two tokens at a time, and each step's proposal is timed. Times are CPU times of the one thread, and medians
-unless it says otherwise. The last figure is of the pool that n-grams are looked up in (is_public_pool), filled with
-200,000 matches of 4 tokens behind patterns of which none comes twice, which takes the most.
+Responses are made of runs of 4 to 64 tokens. A share of `--copied` of the runs comes from earlier responses. The others
+are random tokens from `--vocab` ids, the frequent ones first as in text (Zipf). The tree is filled with --requests
+responses, which is timed. Adding a tenth more, each of which drives an old one out, is timed, too. Then a request of
+--tokens tokens, random likewise, grows by two tokens at a time, and each step's proposal is timed.
+
+Times are CPU times of the one thread, and medians unless the name says otherwise. The last figure is that of the pool
+for n-gram lookup (is_public_pool). The pool is filled with 200,000 matches of 4 tokens after patterns that are all
+different, which takes the most memory.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p
 
 
 class Writer:
-    """Responses, each of which may quote the last few hundred."""
+    """A writer of responses, each of which may quote the last few hundred."""
 
     def __init__(self, vocab: int, copied: float, seed: int) -> None:
         self.vocab, self.copied = vocab, copied
@@ -79,10 +81,10 @@ def propose(drafter: SuffixDrafter, text: list[int], K: int, steps: int) -> tupl
 
 
 def bytes_per_match(size: int = 200_000) -> float:
-    """Of a pool of so many."""
+    """Bytes per match of a pool of `size` matches."""
     tracemalloc.start()
     pool = NGramPool(size, keep_all=True)
-    text = list(range(1000, 1000 + size + 6))  # ids of which Python keeps no copy, as most of a real vocabulary
+    text = list(range(1000, 1000 + size + 6))  # ids that Python keeps no copy of, like most of a real vocabulary
     for n in range(size):
         pool.add(tuple(text[n : n + 2]), tuple(text[n + 2 : n + 6]))
     del text

@@ -3,11 +3,11 @@
     python benchmarks/training.py MODEL
     python benchmarks/training.py MODEL --dtype float32 --busy
 
-Of the source of Python's standard library, `--prompts` pieces of 64 tokens are continued by the model, 192 tokens each,
-in its engine: regeneration. Then a head of 8,192 draft ids is taught in windows of 256, 8 at a time, 4 passes; the
-first epoch runs the model, later ones read what it said. Tokens a second, medians of steps. The last table compares the
-arithmetic that a step needs with what this machine multiplies in that dtype, measured in the same run, and says what
-torch's profiler finds of a step.
+The model continues `--prompts` pieces of 64 tokens of the source of Python's standard library, by 192 tokens each, in
+its engine: this is regeneration. Then a head of 8,192 draft ids is trained in windows of 256, 8 at a time, 4 passes.
+The first epoch runs the model; later epochs read the kept states. Speeds are tokens a second, medians of steps. The
+last column compares the arithmetic that a step needs with the speed of this machine's products in that dtype, measured
+in the same run. The last table shows what torch's profiler finds in a step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def regeneration(model: Path, tokens: Tokens, prompts: int, folder: Path) -> flo
     """Tokens a second, without the engine's start."""
     given = [tokens[i * PROMPT : (i + 1) * PROMPT].tolist() for i in range(prompts)]
     with Speaker(model, folder / "words", PROMPT + NEW) as speaker:
-        few = min(64, prompts)  # which start the engine of so large a batch
+        few = min(64, prompts)  # prompts that start the engine of so large a batch
         speaker.say("warm-up", given[:few], [Manner(ignore_eos=True).params(2)] * few)
         begin = time.perf_counter()
         words = speaker.say("text", given, [Manner(ignore_eos=True).params(NEW)] * prompts)
@@ -84,7 +84,7 @@ def peak(dtype: torch.dtype) -> float:
 
 
 def flop(target: Decoder, head: torch.nn.Module) -> tuple[float, float]:
-    """Multiplications and additions of a token: of the first epoch, of later ones. Attention's are left out."""
+    """Multiplications and additions per token of the first epoch, and of later ones. Attention's are left out."""
     size = {name: parameter.numel() for name, parameter in head.named_parameters() if parameter.requires_grad}
     once = size["fc.weight"]
     passes = sum(size.values()) - once
@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def shares(training_batches: TrainingBatches, loss: HeadLoss) -> None:
-    """Prints what a step of the first epoch spends its time on."""
+    """Print the shares of time of a step of the first epoch."""
     training_batches.kept = None
     with profile(activities=[ProfilerActivity.CPU]) as found:
         loss(*training_batches.batch(0)).backward()  # type: ignore[no-untyped-call]

@@ -1,8 +1,7 @@
-"""An executable that need not be waited for, on the CPU: a thread runs the launches one after the other, as late as it
-likes.
+"""An asynchronous executable on the CPU: a thread runs the launches one after the other, with any delay.
 
-It sees what a device would see. Inputs are read when a launch is run, not when it is asked for, so that a host that
-writes to them too early spoils them, and is found out.
+It reads what a device would read: inputs are read when a launch runs, not when it is requested. So a host that writes
+to them too early spoils them, and the test detects it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from trtspec.protocols import Executable
 
 
 class ThreadLaunch:
-    """See protocols.Launch."""
+    """A launch (protocols.Launch) whose outputs a thread sets."""
 
     def __init__(self) -> None:
         self.outputs: Future[StepOutputs] = Future()
@@ -34,8 +33,11 @@ class ThreadLaunch:
 
 
 class ThreadedExecutable:
-    """`inner` in a thread of its own. `delay` says how many seconds each launch waits before it starts; `before` is
-    called with the inputs as they are then, and may raise: then the launch fails, and those that read its outputs."""
+    """An executable that runs `inner` in a thread of its own.
+
+    delay: returns the seconds that a launch waits before it starts. before: called with the inputs as they are then. If
+    it raises, the launch fails, as do the launches that read its outputs.
+    """
 
     def __init__(
         self,
@@ -105,14 +107,16 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def random_delay(seed: int, most: float = 0.004) -> Callable[[], float]:
-    """Often none, sometimes long enough that the host is far ahead."""
+    """A random delay in seconds: often none, sometimes long enough that the host is far ahead."""
     rng = random.Random(seed)
     return lambda: rng.choice((0.0, 0.0, rng.random() * most))
 
 
 class HostQueue:
-    """backends.cuda.device.WorkQueue on the CPU: a thread does the pieces of work, each as late as it likes. What fails
-    is reported at the next mark, and once; a graph is work that is done again."""
+    """A backends.cuda.device.WorkQueue on the CPU: a thread does each piece of work with a delay.
+
+    An error is reported at the next mark, once. A graph is work that is done again.
+    """
 
     device = torch.device("cpu")
 

@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 _LLAMA_ROPE: dict[str, dict[str, Any]] = {
-    # Original lengths small enough that scaling matters within 300 tokens; 16-wide heads have 8 wavelengths from 6 to
-    # 20k tokens at theta 10000, so llama3 and yarn each keep some, blend some and stretch some.
+    # Original lengths are small enough that scaling matters within 300 tokens. Heads of width 16 have 8 wavelengths
+    # from 6 to 20k tokens at theta 10000. So llama3 and yarn each keep some, blend some and stretch some.
     "llama31": {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -30,7 +30,7 @@ ARCHS = ("llama", *_LLAMA_ROPE, "mistral_swa", "qwen2", "qwen3")
 
 
 def tiny_config(arch: str, **overrides: Any) -> transformers.PretrainedConfig:
-    """The transformers config of `arch` (one of ARCHS, or mimo, which is Qwen2's); `overrides` are its fields."""
+    """The transformers config of `arch` (one of ARCHS, or mimo, which is Qwen2's). overrides: its fields."""
     fields: dict[str, Any] = {
         "vocab_size": 199,
         "hidden_size": 64,
@@ -70,12 +70,13 @@ def make_checkpoint(
     max_shard_size: str | None = None,
     **overrides: Any,
 ) -> Path:
-    """Writes a checkpoint folder `tmp_path / name` (default: arch) and returns it.
+    """Write a checkpoint folder `tmp_path / name` (default: arch) and return it.
 
-    Weights are wide enough for varied greedy output and narrow enough that transformers agrees with itself within
+    Weights are wide enough for varied greedy output. They are narrow enough that transformers agrees with itself within
     3e-5 (one pass against token by token, fp32). Biases and norm weights are random, so that a forgotten one shows.
-    `max_shard_size` (e.g. "50KB") splits the weights; `overrides` are fields of the transformers config. "mimo": see
-    make_mimo.
+
+    max_shard_size: splits the weights (e.g. "50KB"). overrides: fields of the transformers config. "mimo" is the target
+    of make_mimo.
     """
     config = tiny_config(arch, **overrides)
     with torch.random.fork_rng(devices=[]):
@@ -96,13 +97,15 @@ def make_checkpoint(
 
 
 def make_mimo(tmp_path: Path, num_modules: int = 1, **options: Any) -> Path:
-    """Writes a MiMo target with `num_modules` MTP modules of random weights, in the public layout; options as of
-    make_checkpoint."""
+    """Write a MiMo target with `num_modules` MTP modules of random weights, in the public layout.
+
+    options: those of make_checkpoint.
+    """
     return make_checkpoint(tmp_path, "mimo", num_nextn_predict_layers=num_modules, **options)
 
 
 def _turn_into_mimo(folder: Path, dtype: torch.dtype, seed: int) -> None:
-    """Qwen2's checkpoint as MiMo's, whose config.json does not list layer types."""
+    """Turn Qwen2's checkpoint into MiMo's, whose config.json does not list layer types."""
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     config.pop("layer_types")
@@ -125,14 +128,14 @@ def _turn_into_mimo(folder: Path, dtype: torch.dtype, seed: int) -> None:
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Changes a checkpoint's tensors in place."""
+    """Change a checkpoint's tensors in place."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def edit_config(folder: Path, **fields: Any) -> None:
-    """Changes fields of a checkpoint's config.json in place."""
+    """Change fields of a checkpoint's config.json in place."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **fields}))
 
@@ -150,13 +153,13 @@ def oracle(folder: Path) -> transformers.PreTrainedModel:
 
 
 def oracle_logits(model: transformers.PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """Logits [T, V] of a whole sequence in one pass, without a cache. Not for dynamic rope: see `oracle_decode`."""
+    """Logits [T, V] of a whole sequence in one pass, without a cache. Dynamic rope needs `oracle_decode` instead."""
     with torch.no_grad():
         return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
 def oracle_decode(model: transformers.PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """Logits [T, V] fed one token at a time, as decoding does; the cache knows the config's sliding windows."""
+    """Logits [T, V] of tokens fed one at a time, as in decoding; the cache has the config's sliding windows."""
     cache = transformers.DynamicCache(config=model.config)
     rows = []
     with torch.no_grad():

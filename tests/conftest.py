@@ -1,5 +1,7 @@
-"""For all tests: one thread, as models are tiny and two pools of threads on few cores only wait for each other; no
-cache of engines, no Hub; and what stands in for a GPU."""
+"""Settings of all tests: one thread, no cache of engines, no Hub, and a stand-in for a GPU.
+
+Models are tiny, and two pools of threads on few cores would only wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import torch
 
 from tests.async_stand_in import HostQueue, random_delay
 
-os.environ["TRTSPEC_CACHE"] = "off"  # what starts from a checkpoint runs op by op, unless a test says otherwise
-os.environ["HF_HUB_OFFLINE"] = "1"  # read once, by huggingface_hub: tests ask no server but their own
+os.environ["TRTSPEC_CACHE"] = "off"  # starts from a checkpoint run op by op, unless a test says otherwise
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once; tests use no server but their own
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,7 +32,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> HostQueue:
-    """What backend "cuda" takes for a GPU meanwhile."""
+    """The queue that backend "cuda" uses as its GPU during a test."""
     queue = HostQueue(random_delay(1, 0.002))
     monkeypatch.setattr("trtspec.build.wiring.open_gpu", lambda: queue.device)
     monkeypatch.setattr("trtspec.build.wiring.CudaQueue", lambda: queue)

@@ -31,11 +31,11 @@ def make_dspark(
     deepspec: bool = False,
     **fields: Any,
 ) -> Path:
-    """Writes a random DSpark draft for the checkpoint `target` in the layout of speculators, or of DeepSpec, and
-    returns its folder.
+    """Write a random DSpark draft for the checkpoint `target` in speculators' or DeepSpec's layout; return its folder.
 
     capture: layers "after layer i". mask: its mask token. target_ids: the target's id of each draft id, None = all.
-    `fields` are of config.json. As both do, it holds copies of the target's embedding, and of its lm_head's rows.
+    fields: those of config.json. As in both layouts, the draft holds copies of the target's embedding, and of rows of
+    its lm_head.
     """
     theirs = json.loads((target / "config.json").read_text())
     layers = {

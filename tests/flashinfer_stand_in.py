@@ -1,6 +1,8 @@
-"""FlashInfer for machines without a GPU: each call is bound to the real signature, and what FlashInfer documents is
-computed in plain torch from the very arguments it was given. What they must be is asserted, where its own code would
-stop or read past a tensor."""
+"""FlashInfer for machines without a GPU: its documented results, computed in plain torch from the arguments.
+
+Each call is bound to the real signature. It asserts what arguments must be, where FlashInfer's own code would stop or
+read past a tensor.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tests.contract.flashinfer_api import WRAPPER, signatures
 
 
 class FlashInfer:
-    """The module, as far as we call it; `calls` are the names and bound arguments of all calls, in order."""
+    """The part of the module that we call. calls: names and bound arguments of all calls, in order."""
 
     def __init__(self) -> None:
         self.signatures = signatures()
@@ -50,7 +52,7 @@ class FlashInfer:
         return _Wrapper(self, *arguments, **keywords)
 
     def _top_k_mask_logits(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """What is below the k-th goes."""
+        """Mask the logits below the k-th largest."""
         a = self.bind("sampling.top_k_mask_logits", *arguments, **keywords)
         assert a.top_k.dtype == torch.int32
         assert ((a.top_k > 0) & (a.top_k <= a.logits.shape[1])).all()
@@ -59,7 +61,10 @@ class FlashInfer:
         return a.logits.masked_fill(a.logits < kth, float("-inf"))
 
     def _top_p_renorm_probs(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """What is below the largest probability that has, with those not below it, a mass of p becomes 0."""
+        """Set probabilities outside the top-p set to 0, and renormalise the rest.
+
+        The set has the largest probabilities until their mass reaches p, and all that equal the smallest of them.
+        """
         a = self.bind("sampling.top_p_renorm_probs", *arguments, **keywords)
         assert a.is_deterministic
         assert a.top_p.dtype == a.probs.dtype == torch.float32
@@ -77,7 +82,7 @@ class _Wrapper:
         self.module = module
         a = module.bind(f"{WRAPPER}.__init__", self, *arguments, **keywords)
         assert a.kv_layout == "NHD"
-        assert a.backend == "fa2"  # fa3 takes no masks; "auto" goes on with what it chose first
+        assert a.backend == "fa2"  # fa3 takes no masks; "auto" goes on with its first choice
         assert not a.use_cuda_graph
         assert a.float_workspace_buffer.data_ptr() % 16 == 0
 

@@ -1,5 +1,8 @@
-"""Checkpoints of float8_e4m3fn weights in the layouts of ModelOpt and compressed-tensors, and the floating-point
-checkpoints that they stand for. The scales of inputs are calibrated with transformers, as their writers do."""
+"""Checkpoints of float8_e4m3fn weights, in the layouts of ModelOpt and compressed-tensors.
+
+Next to each is the floating-point checkpoint that it stands for. Scales of inputs are calibrated with transformers, as
+the layouts' own writers do.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ class Fp8Kind:
 
     writer: str  # modelopt, hf_quant_config (modelopt's older file), compressed-tensors
     per_channel: bool = False
-    inputs: str | None = "static"  # or "dynamic", or None: weights alone
+    inputs: str | None = "static"  # or "dynamic", or None: weights only
 
     def __str__(self) -> str:
         return "-".join([self.writer, "channel" if self.per_channel else "tensor", str(self.inputs)])
 
     def config(self, **changes: Any) -> dict[str, Any]:
-        """quantization_config, or what is in hf_quant_config.json, of a checkpoint that leaves lm_head alone."""
+        """Contents of quantization_config or hf_quant_config.json, for a checkpoint that does not quantise lm_head."""
         if self.writer == "compressed-tensors":
             fields = {"config_groups": {"group_0": {"targets": ["Linear"], **self.scheme_fields()}}}
             common = {"quant_method": self.writer, "format": "float-quantized", "quantization_status": "compressed"}
@@ -57,7 +60,7 @@ class Fp8Kind:
     def stored(self, weight: Tensor, input_scale: float) -> dict[str, Tensor]:
         """The tensors of a linear [N, K], by the last part of their names."""
         scale = weight.abs().amax(1) if self.per_channel else weight.abs().amax().expand(len(weight))
-        scale = (scale / 448).bfloat16().float()  # so that it fits any dtype that scales are stored in
+        scale = (scale / 448).bfloat16().float()  # fits any dtype that scales are stored in
         tensors = {"weight": (weight / scale[:, None]).clamp(-448, 448).to(FP8)}
         if self.writer == "compressed-tensors":
             tensors["weight_scale"] = scale.bfloat16()[:, None] if self.per_channel else scale[:1].clone()
@@ -69,7 +72,7 @@ class Fp8Kind:
         return tensors
 
     def matrix(self, stored: dict[str, Tensor]) -> Tensor:
-        """What the tensors of a linear stand for, [N, K] fp32."""
+        """The matrix that the tensors of a linear stand for, [N, K] fp32."""
         return stored["weight"].float() * stored["weight_scale"].float().reshape(-1, 1)
 
 
@@ -81,9 +84,12 @@ def fp8(
     alike: bool = False,
     **changes: Any,
 ) -> tuple[Path, Path, dict[str, float]]:
-    """The fp32 checkpoint `folder` twice, under `output`: with all linears in fp8 but those that end in one of `keep`,
-    and with what they stand for; and the scale of each linear's inputs. Those of linears that read the same x differ,
-    unless `alike`. `changes` are fields of its quantization_config."""
+    """Copy the fp32 checkpoint `folder` in fp8 and in fp32; return both folders and the scale of each linear's inputs.
+
+    The copies are under `output`. The first has all linears in fp8 except those that end in one of `keep`; the second
+    has the values that these stand for. Scales of linears that read the same x differ, unless `alike`. changes: fields
+    of its quantization_config.
+    """
     eighths, floats = output / "fp8", output / "floats"
     for copy in (eighths, floats):
         shutil.copytree(folder, copy)
@@ -113,7 +119,7 @@ def fp8(
 
 
 def _largest_inputs(folder: Path) -> dict[str, float]:
-    """By linear, of 64 tokens that are not the tests' own."""
+    """Largest input of each linear, over 64 tokens that are not the tests' own."""
     model, found = oracle(folder), {}
 
     def measure(name: str) -> Callable[..., None]:
@@ -131,7 +137,10 @@ def _largest_inputs(folder: Path) -> dict[str, float]:
 
 
 def round_inputs(model: torch.nn.Module, scales: dict[str, float]) -> None:
-    """Of all linears but lm_head, by torch's cast to e4m3; of those that read the same x with their largest scale."""
+    """Round the inputs of all linears except lm_head, by torch's cast to e4m3.
+
+    Linears that read the same x use their largest scale.
+    """
 
     def rounded(scale: Tensor) -> Callable[..., Tensor]:
         return lambda _, inputs: (inputs[0] / scale).clamp(-448, 448).to(FP8).float() * scale

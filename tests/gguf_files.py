@@ -42,8 +42,11 @@ def write_gguf(
     tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
     extra: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
-    """A Llama, Qwen2 or Qwen3 folder as a GGUF file whose matrices are of that kind, those in `kinds` of another. Of
-    K quants, which the package does not write, the blocks are random."""
+    """Write a Llama, Qwen2 or Qwen3 folder as a GGUF file.
+
+    kind: that of the matrices. kinds: other kinds, by name of the matrix. The package does not write K quants; their
+    blocks are random.
+    """
     config = json.loads((checkpoint / "config.json").read_text())
     arch, heads = config["model_type"], config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"]
@@ -87,14 +90,14 @@ def write_gguf(
 
 
 def interleaved(values: Any, heads: int) -> Any:
-    """Rows of queries and keys in llama.cpp's order, as its converter puts them."""
+    """Rows of queries and keys in the order in which llama.cpp's converter writes them."""
     return np.ascontiguousarray(
         values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     )
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> Any:
-    """What llama.cpp's converter writes for such a rope scaling, by transformers' own function."""
+    """Factors that llama.cpp's converter writes for such a rope scaling, by transformers' own function."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     class Config:

@@ -1,5 +1,7 @@
-"""Draft heads of random weights for a target's checkpoint, in their public layouts: EAGLE3, EAGLE, DFlash, Medusa and
-MLP speculators."""
+"""Draft heads of random weights for a target's checkpoint, in their public layouts.
+
+They are heads of EAGLE3, EAGLE, DFlash, Medusa and MLP speculators.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,12 @@ def make_eagle3(
     speculators: bool = False,
     **fields: Any,
 ) -> Path:
-    """Writes a random EAGLE3 head for the checkpoint `target` in the public layout, and returns its folder.
+    """Write a random EAGLE3 head for the checkpoint `target` in the public layout, and return its folder.
 
     capture: layers "after layer i", written as vLLM's ids, one higher; None = the config says nothing. target_ids: the
-    target's id of each draft id, None = all, and then neither d2t nor t2d is written. mask: the mask token of a P-EAGLE
-    head, which may have more layers than one. speculators: in the layout of that package. `fields` are of config.json.
+    target's id of each draft id; None = all, and then neither d2t nor t2d is written. mask: the mask token of a P-EAGLE
+    head, which may have more than one layer. speculators: whether the layout is that package's. fields: those of
+    config.json.
     """
     theirs = json.loads((target / "config.json").read_text())
     config = {
@@ -84,7 +87,7 @@ def make_eagle3(
 
 
 def _of_speculators(config: dict[str, Any], mask: int | None) -> dict[str, Any]:
-    """config.json of an EAGLE3 head, or with a mask of a P-EAGLE head, as that package writes it."""
+    """config.json of an EAGLE3 head, or with a mask of a P-EAGLE head, as the package speculators writes it."""
     own = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     config = {key: value for key, value in config.items() if key != "ptd_token_id"}
     return {
@@ -110,10 +113,10 @@ def make_eagle(
     wrapped: bool = False,
     **fields: Any,
 ) -> Path:
-    """Writes a random head of the original EAGLE for the checkpoint `target` in the public layout; returns its folder.
+    """Write a random head of the original EAGLE for the checkpoint `target` in the public layout; return its folder.
 
-    embedding, head: "absent", "own", or "copied" from the target. wrapped: config.json in vLLM's wrapper. `fields` are
-    of the plain config.json; num_hidden_layers is 1 unless given.
+    embedding, head: "absent", "own", or "copied" from the target. wrapped: whether config.json is in vLLM's wrapper.
+    fields: those of the plain config.json; num_hidden_layers is 1 unless given.
     """
     theirs = json.loads((target / "config.json").read_text())
     config = {
@@ -158,9 +161,9 @@ def make_dflash(
     num_layers: int = 2,
     **fields: Any,
 ) -> Path:
-    """Writes a random DFlash draft for the checkpoint `target` in z-lab's layout, and returns its folder.
+    """Write a random DFlash draft for the checkpoint `target` in z-lab's layout, and return its folder.
 
-    capture: layers "after layer i". mask: its mask token. `fields` are of config.json.
+    capture: layers "after layer i". mask: its mask token. fields: those of config.json.
     """
     theirs = json.loads((target / "config.json").read_text())
     config = {
@@ -185,7 +188,7 @@ def make_dflash(
 
 
 def _layer_shapes(config: dict[str, Any], prefix: str, in_features: int) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of one decoder layer but for its input_layernorm; in_features: that q, k and v read."""
+    """Shapes of the tensors of one decoder layer, except input_layernorm. in_features: input width of q, k and v."""
     hidden, inner, width = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
     queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
     shapes: dict[str, tuple[int, ...]] = {
@@ -202,7 +205,7 @@ def _layer_shapes(config: dict[str, Any], prefix: str, in_features: int) -> dict
 
 
 def _random_tensors(shapes: dict[str, tuple[int, ...]], config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Weights of these shapes, and the biases that config.json speaks of."""
+    """Weights of these shapes, and the biases that config.json asks for."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for key, shape in shapes.items():
@@ -230,10 +233,11 @@ def make_medusa(
     fasterdecoding: bool = False,
     **fields: Any,
 ) -> Path:
-    """Writes random Medusa heads for the checkpoint `target`, and returns their folder.
+    """Write random Medusa heads for the checkpoint `target`, and return their folder.
 
-    Layout and config.json are vLLM's, or FasterDecoding's. num_lm_heads: None = one a head; fewer want original_lm_head
-    among the `fields` of config.json. token_map: the target's id of each draft id, None = all of them.
+    Layout and config.json are vLLM's, or FasterDecoding's. num_lm_heads: None = one for each head; a smaller number
+    needs original_lm_head among `fields`. token_map: the target's id of each draft id, None = all of them. fields:
+    those of config.json.
     """
     theirs = json.loads((target / "config.json").read_text())
     hidden, vocab = theirs["hidden_size"], len(token_map) if token_map is not None else theirs["vocab_size"]
@@ -273,10 +277,10 @@ def make_mlp_speculator(
     scale_input: bool = False,
     **fields: Any,
 ) -> Path:
-    """Writes a random MLP speculator for the checkpoint `target` in the public layout, and returns its folder.
+    """Write a random MLP speculator for the checkpoint `target` in the public layout, and return its folder.
 
-    inner_dim: 0 = the target's hidden size. tie_weights: what stages share is there once, under its first number.
-    `fields` are of config.json.
+    inner_dim: 0 = the target's hidden size. tie_weights: whether tensors that stages share are stored once, under the
+    number of the first stage that has them. fields: those of config.json.
     """
     theirs = json.loads((target / "config.json").read_text())
     hidden, vocab = theirs["hidden_size"], theirs["vocab_size"]
@@ -312,7 +316,7 @@ def make_mlp_speculator(
 
 
 def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
-    """A new checkpoint folder."""
+    """Write a new checkpoint folder."""
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

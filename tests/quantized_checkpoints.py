@@ -1,7 +1,7 @@
 """Checkpoints whose weights are integers, in the public layouts, and the floating-point checkpoints they stand for.
 
-compressed-tensors is written and read back by its own package; GPTQ and AWQ, whose packages want a GPU, from the
-formats' description, bit by bit.
+compressed-tensors is written and read back by its own package. GPTQ and AWQ, whose packages need a GPU, are written
+from the formats' description, bit by bit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Kind:
         return self.layout.endswith("-quantized")
 
     def config(self, **changes: Any) -> dict[str, Any]:
-        """quantization_config of a checkpoint that leaves lm_head alone."""
+        """quantization_config of a checkpoint that does not quantise lm_head."""
         if self.is_compressed_tensors:
             data: dict[str, Any] = {
                 "quant_method": "compressed-tensors",
@@ -91,13 +91,13 @@ class Integers:
 
     @property
     def matrix(self) -> Tensor:
-        """What it stands for, fp32."""
+        """The matrix that the integers stand for, fp32."""
         zeros, scales = self.zeros[:, self.groups], self.scales.float()[:, self.groups]
         return (self.values - zeros).float() * scales
 
 
 def rounded(weight: Tensor, kind: Kind, order: Tensor | None = None) -> Integers:
-    """Round to nearest; `order` [K]: the inputs, group after group. Zero points are 1..15: 0 has no place in gptq."""
+    """Round to nearest. order [K]: the inputs, group after group. Zero points are 1..15, as gptq cannot store 0."""
     N, K = weight.shape
     size, top = K if kind.group_size == -1 else kind.group_size, 2**kind.bits - 1
     order = torch.arange(K) if order is None else order
@@ -133,7 +133,7 @@ def stored(integers: Integers, kind: Kind) -> dict[str, Tensor]:
 
 
 def _across(numbers: np.ndarray, bits: int, order: tuple[int, ...]) -> Tensor:
-    """Each row's numbers, so many to a word of 32 bits; place i of a word takes its order[i]-th."""
+    """Pack each row's numbers into words of 32 bits, len(order) a word; place i of a word has its number order[i]."""
     words = np.zeros((numbers.shape[0], numbers.shape[1] // len(order)), dtype=np.uint32)
     for word in range(words.shape[1]):
         for place, which in enumerate(order):
@@ -158,9 +158,9 @@ def _compressed(integers: Integers, kind: Kind) -> dict[str, Tensor]:
         packed = kind.layout == "pack-quantized"
         tensors["weight_zero_point"] = pack_to_int32(zeros, kind.bits, packed_dim=0) if packed else zeros
     if kind.ordered:
-        return {**tensors, "weight_g_idx": integers.groups.int()}  # of older versions; this one reads it no longer
+        return {**tensors, "weight_g_idx": integers.groups.int()}  # of older versions; this one does not read it
     if len(tensors.get("weight_zero_point", values)) == 1:
-        return tensors  # a single row of words of zero points is more than theirs can read
+        return tensors  # their code cannot read a single row of words of zero points
     scheme = QuantizationScheme(targets=["Linear"], **kind.scheme_fields())
     fp32 = {**tensors, "weight_scale": integers.scales.float()}
     theirs = BaseCompressor.get_value_from_registry(kind.layout).decompress(fp32, scheme)
@@ -169,7 +169,7 @@ def _compressed(integers: Integers, kind: Kind) -> dict[str, Tensor]:
 
 
 def linears(weights: dict[str, Tensor]) -> Iterator[str]:
-    """Names of the linears of a Llama-like checkpoint, lm_head among them."""
+    """Names of the linears of a Llama-like checkpoint, lm_head included."""
     for name, tensor in weights.items():
         if tensor.ndim == 2 and "embed" not in name:
             yield name.removesuffix(".weight")
@@ -178,14 +178,17 @@ def linears(weights: dict[str, Tensor]) -> Iterator[str]:
 def quantised(
     folder: Path, output: Path, kind: Kind, keep: tuple[str, ...] = ("lm_head",), **changes: Any
 ) -> tuple[Path, Path]:
-    """The fp32 checkpoint `folder` twice, under `output`: with integers for all linears but those that end in one of
-    `keep`, and with what the integers stand for. `changes` are fields of its quantization_config."""
+    """Copy the fp32 checkpoint `folder` with integers and with floats, and return both folders.
+
+    The copies are under `output`. The first has integers for all linears except those that end in one of `keep`; the
+    second has the values that the integers stand for. changes: fields of its quantization_config.
+    """
     integers, floats = output / "integers", output / "floats"
     for copy in (integers, floats):
         shutil.copytree(folder, copy)
     weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
-    orders: dict[int, Tensor] = {}  # by inputs, as of one Hessian: q, k and v agree
+    orders: dict[int, Tensor] = {}  # by number of inputs, as from one Hessian: q, k and v agree
     saved = dict(weights)
     for name in linears(weights):
         if name.endswith(keep):

@@ -1,9 +1,11 @@
-"""TensorRT's and CUDA's run-time side for machines without a GPU: device memory is host memory, and a "plan" is a
-network of tests/fake_tensorrt that runs on the addresses it is bound to.
+"""The run-time side of TensorRT and CUDA for machines without a GPU.
 
-Methods have the names and parameters of the real bindings (tests/contract/test_tensorrt_runtime_api.py compares them)
-and refuse what those document as wrong: shapes outside the profile, tensors without an address, work that was not
-bound, a capture of what never ran. What is computed is not TensorRT's; who is bound to what, when, is.
+Device memory is host memory. A "plan" is a network of tests/fake_tensorrt that runs on the addresses it is bound to.
+
+Methods have the names and parameters of the real bindings (tests/contract/test_tensorrt_runtime_api.py compares them).
+They refuse what the bindings document as wrong: shapes outside the profile, tensors without an address, work that was
+not bound, a capture before any run. The computation is not TensorRT's; which tensor is bound to which memory, and when,
+is.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from tests.fake_tensorrt.network import FakeNetwork
 
 
 class CudaRuntime:
-    """cuda.bindings.runtime, as far as Cuda asks for it. What is queued runs at once, unless it is captured."""
+    """The part of cuda.bindings.runtime that Cuda calls. Queued work runs at once, unless it is captured."""
 
     cudaStreamNonBlocking = 1
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
@@ -56,7 +58,7 @@ class CudaRuntime:
         if size > self.cudaMemGetInfo()[1]:
             return 2, None
         block = (ctypes.c_char * size)()
-        ctypes.memset(block, 0xA5, size)  # as little use as what a GPU's memory holds
+        ctypes.memset(block, 0xA5, size)  # arbitrary contents, as in a GPU's memory
         self.blocks[ctypes.addressof(block)] = block
         return 0, ctypes.addressof(block)
 
@@ -101,7 +103,7 @@ class CudaRuntime:
         return (0,)
 
     def owns(self, address: int, count: int) -> None:
-        """Fails unless all of that memory was handed out, by one allocation."""
+        """Fail unless all of that memory was handed out, by one allocation."""
         assert any(start <= address and address + count <= start + len(block) for start, block in self.blocks.items())
 
     def queue(self, call: Callable[[], None]) -> None:
@@ -112,7 +114,7 @@ class CudaRuntime:
 
 
 class TensorRT(FakeTensorRT):
-    """The module, builder and all. plans: contents of a plan's file -> what it stands for."""
+    """The module `tensorrt`, builder included. plans: contents of a plan's file -> its network and config."""
 
     int32, int64, float32, float16, bfloat16 = "int32", "int64", "float32", "float16", "bfloat16"
     ExecutionContextAllocationStrategy = SimpleNamespace(STATIC=0, USER_MANAGED=2)
@@ -155,7 +157,7 @@ class Runtime:
 
 
 class Refitter:
-    """Weights that are not in the plan are `missing` until somebody brings the very same."""
+    """A refitter. Weights that are not in the plan are `missing` until the same weights are set."""
 
     def __init__(self, engine: Engine, logger: Any) -> None:
         self.engine = engine
@@ -256,7 +258,7 @@ class Context:
         return self._shape(name, self.shapes)
 
     def _shape(self, name: str, given: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Of an output, for inputs of the shapes given."""
+        """Shape of an output, for inputs of the given shapes."""
         (T,), (B,), K = given["input_ids"], given["kv_lens"], given.get("draft_tokens", (0, 0))[1]
         if name in ("hidden_states", "next_draft_tokens"):
             return T if name == "hidden_states" else B, self.engine.tensors[name].shape[1]

@@ -1,4 +1,4 @@
-"""The GPU as the benchmark sees it: its clock, its copy bandwidth, and a queue that says when each launch ran."""
+"""The GPU of the benchmark: its clock, its copy bandwidth, and a queue that records when each launch ran."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from trtspec.backends.cuda.device import WorkQueue, open_gpu
 
-_HOLD_CYCLES = 400_000  # of an H200 at 2 GHz 0.2 ms: the host queues a step in less
+_HOLD_CYCLES = 400_000  # 0.2 ms on an H200 at 2 GHz; the host queues a step in less
 _WARM_UPS = 3
 
 
@@ -22,28 +22,28 @@ class Stamp(Protocol):
     """A moment on the device."""
 
     def record(self) -> None:
-        """It is when all is done that was queued before on the current stream."""
+        """Set the moment to when all work is done that was queued before on the current stream."""
         ...
 
     def elapsed_time(self, later: Any) -> float:
-        """Milliseconds to another one; both have passed."""
+        """Milliseconds from this moment to a later one; both have passed."""
         ...
 
 
 @dataclass(frozen=True)
 class Card:
-    """What only a GPU can do. Tests have one of the CPU."""
+    """The operations that only a GPU has. Tests use a card of the CPU."""
 
     device: torch.device
     about: dict[str, str]
     stamp: Callable[[], Stamp]
-    hold: Callable[[], None]  # queues work of more time than the host takes to queue a step
+    hold: Callable[[], None]  # queues work that takes longer than the host takes to queue a step
     synchronize: Callable[[], None]
-    release: Callable[[], None]  # give memory that is free back to the driver
+    release: Callable[[], None]  # returns free memory to the driver
 
 
 def open_card() -> Card:
-    """The GPU that torch sees first; errors as open_gpu."""
+    """Return the GPU that torch sees first. Raises open_gpu's errors."""
     device = open_gpu()
     properties = torch.cuda.get_device_properties(device)
     about = {
@@ -72,7 +72,7 @@ def _driver() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what the figures depend on."""
+    """Versions of the packages on which the figures depend."""
     found = {"python": platform.python_version()}
     for name in ("torch", "triton", "transformers"):
         try:
@@ -83,7 +83,7 @@ def versions() -> dict[str, str]:
 
 
 def copy_bandwidth(card: Card, nbytes: int, repeats: int = 20) -> float:
-    """Bytes per second, read and written, of copies of `nbytes` on the device; the median."""
+    """Median bytes per second, read and written, of copies of `nbytes` on the device."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=card.device)
     target = torch.empty_like(source)
     stamps = []
@@ -98,15 +98,15 @@ def copy_bandwidth(card: Card, nbytes: int, repeats: int = 20) -> float:
 
 
 def seconds(stamps: list[tuple[Stamp, Stamp]]) -> list[float]:
-    """From the first to the second of each pair."""
+    """Seconds from the first stamp to the second of each pair."""
     return [first.elapsed_time(last) / 1e3 for first, last in stamps]
 
 
 class TimedQueue:
-    """A queue that keeps the moments at which each piece of work begins and ends on the device.
+    """A queue that keeps the moments at which each launch begins and ends on the device.
 
-    `holds`: the device is kept busy before each, so that the work, once begun, never waits for the host to queue its
-    rest. What is between two pieces of work then says nothing.
+    holds: whether the device is kept busy before each launch. Then a launch that has begun never waits for the host to
+    queue the rest of it. The time between two launches has no meaning then.
     """
 
     def __init__(self, inner: WorkQueue, card: Card) -> None:
@@ -115,10 +115,10 @@ class TimedQueue:
         self.launches: list[tuple[Stamp, Stamp]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)  # all but submit is as it was
+        return getattr(self._inner, name)  # everything but submit is the inner queue's
 
     def submit(self, work: Callable[[], None]) -> None:
-        """See WorkQueue."""
+        """Queue the work, with a stamp before it and one after it."""
         first, last = self._card.stamp(), self._card.stamp()
         self.launches.append((first, last))
 

@@ -1,4 +1,4 @@
-"""Llama-shaped checkpoints and EAGLE3 heads of random weights, which are drawn on the device."""
+"""Llama-shaped checkpoints and EAGLE3 heads of random weights, which are generated on the device."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ SHAPES = {
     "8B": Shape(hidden=4096, layers=32, intermediate=14336, heads=32, kv_heads=8, vocab=128256, head_dim=128),
 }
 DRAFT_VOCAB = 32000
-SHARD_BYTES = 2**31  # of a checkpoint's files, unless a tensor is larger
+SHARD_BYTES = 2**31  # of each file of a checkpoint, unless a tensor is larger
 ITEM_BYTES = 2  # of a bf16 number
 
 Sizes = Mapping[str, tuple[int, ...]]
 
 
 def checkpoint(name: str, work: Path, device: torch.device, report: Callable[[str], None]) -> Path:
-    """The folder of SHAPES[name] under `work`, made unless it is there."""
+    """Return the folder of the checkpoint of SHAPES[name] under `work`; write it unless it is there."""
     return _made(name, SHAPES[name], write_target, work, device, report)
 
 
 def head(name: str, work: Path, device: torch.device, report: Callable[[str], None]) -> Path:
-    """Of an EAGLE3 head for SHAPES[name], likewise."""
+    """Return the folder of an EAGLE3 head for SHAPES[name] under `work`; write it unless it is there."""
     return _made(f"{name}-eagle3", SHAPES[name], write_head, work, device, report)
 
 
@@ -56,7 +56,7 @@ def _made(
 
 
 def write_target(shape: Shape, device: torch.device, folder: Path) -> None:
-    """The model."""
+    """Write the target's checkpoint."""
     sizes = llama_tensors(shape)
     shards = split(sizes, SHARD_BYTES)
     weight_map: dict[str, str] = {}
@@ -71,8 +71,11 @@ def write_target(shape: Shape, device: torch.device, folder: Path) -> None:
 
 
 def write_head(shape: Shape, device: torch.device, folder: Path) -> None:
-    """A head of one layer of the model's shape, in the public layout. Its ids are spread evenly over the model's; it
-    reads three captured states, and where they are captured is left to the default."""
+    """Write a head of one layer of the model's shape, in the public layout.
+
+    The head's ids are spread evenly over the model's. The head reads three captured states; the layers that they are
+    captured from are left to the default.
+    """
     H, draft_vocab = shape.hidden, min(DRAFT_VOCAB, shape.vocab)
     sizes = {
         "fc.weight": (H, 3 * H),
@@ -98,7 +101,7 @@ def write_head(shape: Shape, device: torch.device, folder: Path) -> None:
 
 
 def random_weight(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A tensor of that size in bf16 on the generator's device: of a norm ones, else normal numbers."""
+    """A bf16 tensor of that size on the generator's device: ones for a norm, else normal numbers."""
     tensor = torch.ones(size, dtype=torch.bfloat16, device=generator.device)
     return tensor if len(size) == 1 else tensor.normal_(0.0, 0.02, generator=generator)
 
@@ -117,5 +120,5 @@ def split(sizes: Sizes, most: int) -> list[list[str]]:
 
 
 def num_bytes(size: tuple[int, ...]) -> int:
-    """Of a tensor in bf16."""
+    """Number of bytes of a tensor in bf16."""
     return ITEM_BYTES * math.prod(size)

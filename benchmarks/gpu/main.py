@@ -22,8 +22,10 @@ COPY_BYTES = 2**32
 
 
 def main(description: str, argv: Sequence[str] | None = None, open_: Callable[[], Card] = open_card) -> int:
-    """Measures what is asked for, and writes what there is after each section. 1 where a section failed, or no GPU is
-    there."""
+    """Measure what the command line asks for, and write all results after each section.
+
+    It returns 1 if a section failed or there is no GPU.
+    """
     args = _arguments(description, argv)
     begin = time.perf_counter()
 
@@ -63,7 +65,7 @@ def main(description: str, argv: Sequence[str] | None = None, open_: Callable[[]
 
 
 def measure(bench: Bench, section: str, shape: str, report: Report) -> Result:
-    """What a section found until it ended or failed."""
+    """Return what a section measured until it ended or failed."""
     result, start = Result(section, shape), time.perf_counter()
     report(f"{shape}: {section}")
     try:
@@ -71,7 +73,7 @@ def measure(bench: Bench, section: str, shape: str, report: Report) -> Result:
     except Exception as error:
         result.error = f"{type(error).__name__}: {error}"
         report(f"{shape}: {section} failed: {result.error}")
-    if result.error is not None:  # out of the handler, as what the exception holds is not freed within it
+    if result.error is not None:  # outside the handler, as memory that the exception refers to is not freed within it
         bench.close()
     result.seconds = time.perf_counter() - start
     return result

@@ -14,7 +14,10 @@ from benchmarks.gpu.card import Card
 
 
 class Transformers:
-    """static: with a cache of one size, for which transformers compiles the model first, which takes long."""
+    """A model in transformers.
+
+    static: whether the cache has one fixed size. transformers then compiles the model first, which takes long.
+    """
 
     def __init__(self, folder: Path, card: Card, static: bool) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"  # before the import
@@ -26,7 +29,7 @@ class Transformers:
         self.model.generation_config.eos_token_id = None  # generation goes on past it
 
     def tokens_per_second(self, prompts: Sequence[list[int]], count: int, repeats: int = 3) -> float:
-        """Of `count` tokens of each prompt after its first; the first of the repeats warms up."""
+        """Tokens per second over `count` tokens of each prompt after its first; the first of the repeats warms up."""
         ids = torch.tensor(prompts, device=self.card.device)  # [B, L]
         times = []
         for _ in range(1 + repeats):

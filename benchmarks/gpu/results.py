@@ -1,4 +1,4 @@
-"""What was found, as JSON and as markdown."""
+"""The benchmark's results, as JSON and as markdown."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from benchmarks.steps.results import Figure
 
 @dataclass(frozen=True)
 class Case:
-    """Steps of one kind in figures. Microseconds."""
+    """Steps of one kind in figures. Times are in microseconds."""
 
     shape: str
     mode: str
     batch: int
     step: float  # median time on the device
-    floor: float  # time to move the bytes that the step must move, at the copy's bandwidth
+    floor: float  # time to move the bytes that the step must move, at the bandwidth of a copy
     wall: float  # median
-    gap: float  # on the device between two steps, median
+    gap: float  # median idle time of the device between two steps
     gap_p95: float
     tokens_per_second: float
     steps: int
@@ -32,7 +32,7 @@ class Case:
 
     @classmethod
     def of(cls, shape: str, mode: str, batch: int, steps: Steps, moved: float, bandwidth: float) -> Case:
-        """moved: bytes a step; bandwidth: bytes per second."""
+        """Return the figures of these steps. moved: bytes per step; bandwidth: bytes per second."""
         return cls(
             shape,
             mode,
@@ -52,7 +52,7 @@ class Case:
         return self.step / self.floor
 
     def cells(self) -> list[str]:
-        """For CASES."""
+        """Cells of a row of the table CASES."""
         times = (self.step, self.floor, self.wall)
         return [
             self.shape,
@@ -72,7 +72,10 @@ CASES = ["shape", "mode", "batch", "step", "floor", "step / floor", "wall", "gap
 
 @dataclass(frozen=True)
 class Peer:
-    """transformers' generate(). ratio: our plain tokens/s over its; None where ours was not measured."""
+    """A result of transformers' generate().
+
+    ratio: our plain tokens/s over those of transformers; None if ours was not measured.
+    """
 
     shape: str
     batch: int
@@ -80,7 +83,7 @@ class Peer:
     ratio: float | None
 
     def cells(self) -> list[str]:
-        """For PEERS."""
+        """Cells of a row of the table PEERS."""
         ratio = NONE if self.ratio is None else f"{self.ratio:.2f}x"
         return [self.shape, str(self.batch), f"{self.tokens_per_second:.1f}", ratio]
 
@@ -90,7 +93,7 @@ PEERS = ["shape", "batch", "transformers tokens/s", "trtspec plain / it"]
 
 @dataclass
 class Result:
-    """Of a section for one shape. error: why there is no more."""
+    """The results of a section for one shape. error: the reason why the rest is missing."""
 
     section: str
     shape: str
@@ -101,7 +104,7 @@ class Result:
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """For json."""
+        """The result as a dict for json."""
         figures = [
             {
                 "name": figure.name,
@@ -134,7 +137,7 @@ NOTES = (
 
 
 def report_markdown(about: Mapping[str, str], results: Sequence[Result]) -> str:
-    """Targets first, then all cases, then transformers, what failed, and notes."""
+    """The report: first the targets, then all cases, transformers, failures and notes."""
     lines = [f"# {about['card']}, {about['date']}\n"]
     lines += [f"- {key}: {value}" for key, value in about.items()]
     figures = [[r.shape, r.section, *figure.cells()] for r in results for figure in r.figures]
@@ -151,7 +154,7 @@ def report_markdown(about: Mapping[str, str], results: Sequence[Result]) -> str:
 
 
 def write(folder: Path, about: Mapping[str, str], bandwidth: float, results: Sequence[Result]) -> tuple[Path, Path]:
-    """Both files, in place of those of the same date."""
+    """Write the JSON and the markdown file, and replace those of the same date."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"gpu-{about['date']}.json"
     data = {**about, "copy_bandwidth": bandwidth, "results": [result.to_dict() for result in results]}

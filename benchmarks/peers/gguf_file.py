@@ -1,7 +1,8 @@
-"""A Llama checkpoint as one GGUF file (version 3), weights unchanged. Standard library and numpy only.
+"""Write a Llama checkpoint as one GGUF file (version 3), weights unchanged. Standard library and numpy only.
 
-Layout: magic, version, counts; typed key-value pairs; name, shape (innermost first), type and offset of each tensor;
-then the tensors, each at a multiple of 32 bytes. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The layout begins with magic, version and counts, then typed key-value pairs. Then come name, shape (innermost first),
+type and offset of each tensor. The tensors follow, each at a multiple of 32 bytes.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Array = NDArray[Any]
 
 ALIGNMENT = 32
 _UINT32, _FLOAT32, _STRING = 4, 6, 8  # types of values
-_FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # of the whole file, as llama.cpp names them
+_FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # of the whole file, with llama.cpp's names
 _TENSOR_TYPES = {"F32": 0, "F16": 1, "BF16": 30}
 _NUMPY = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
@@ -40,14 +41,14 @@ _INNER = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """`bits` holds BF16 as uint16."""
+    """A tensor of a checkpoint; `bits` holds BF16 as uint16."""
 
     kind: str  # F32, F16 or BF16
     bits: Array
 
 
 def write_gguf(checkpoint: Path, output: Path) -> None:
-    """`checkpoint`: a Hugging Face folder of a plain Llama. ValueError for what this cannot express."""
+    """Write `checkpoint`, a Hugging Face folder of a plain Llama, as GGUF. ValueError for any other model."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] != "llama" or config.get("rope_scaling") or config.get("attention_bias"):
         raise ValueError(f"{checkpoint}: only a Llama without rope scaling and biases is written as GGUF")
@@ -58,7 +59,7 @@ def write_gguf(checkpoint: Path, output: Path) -> None:
         if new.endswith(("attn_q.weight", "attn_k.weight")):
             tensor = Tensor(tensor.kind, interleave_rope(tensor.bits, heads if "attn_q" in new else kv_heads))
         elif tensor.bits.ndim == 1:
-            tensor = Tensor("F32", to_float32(tensor))  # llama.cpp wants norms so
+            tensor = Tensor("F32", to_float32(tensor))  # the dtype that llama.cpp wants for norms
         tensors[new] = tensor
     kinds = {tensor.kind for tensor in tensors.values() if tensor.bits.ndim == 2}
     if len(kinds) != 1:
@@ -67,7 +68,7 @@ def write_gguf(checkpoint: Path, output: Path) -> None:
 
 
 def metadata(config: dict[str, Any], kind: str) -> dict[str, str | int | float]:
-    """What llama.cpp wants to know of the model. It has no tokenizer: prompts are ids."""
+    """Key-value pairs that llama.cpp needs to load the model. There is no tokenizer: prompts are ids."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {
         "general.architecture": "llama",
@@ -100,20 +101,20 @@ def gguf_name(name: str) -> str:
 
 
 def interleave_rope(weight: Array, heads: int) -> Array:
-    """Rows of a q or k projection as llama.cpp rotates them: pairs (2i, 2i+1) instead of (i, i + head_dim / 2)."""
+    """Rows of a q or k projection in llama.cpp's order: pairs (2i, 2i+1) instead of (i, i + head_dim / 2)."""
     rows = weight.shape[0]
     return weight.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
 def to_float32(tensor: Tensor) -> Array:
-    """The values as float32."""
+    """The tensor's values as float32."""
     if tensor.kind == "BF16":
         return (tensor.bits.astype(np.uint32) << 16).view(np.float32)
     return tensor.bits.astype(np.float32)
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files, mapped. ValueError for types other than F32, F16 and BF16."""
+    """All tensors of a folder's safetensors files, memory-mapped. ValueError for types other than F32, F16 and BF16."""
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as source:
@@ -131,7 +132,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(output: Path, values: dict[str, str | int | float], tensors: dict[str, Tensor]) -> None:
-    """The file, whole or not at all."""
+    """Write the file atomically."""
     head = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)))
     for key, value in values.items():
         head += _string(key)

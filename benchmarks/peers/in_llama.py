@@ -20,14 +20,14 @@ from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.peers.worker import Stopwatch, serve
 
 FILE_TYPES = {"Q8_0": api.LLAMA_FTYPE_MOSTLY_Q8_0, "Q4_0": api.LLAMA_FTYPE_MOSTLY_Q4_0}
-BITS_PER_WEIGHT = {"BF16": 16.0, "Q8_0": 8.5, "Q4_0": 4.5}  # of the embedding; scales included
+BITS_PER_WEIGHT = {"BF16": 16.0, "Q8_0": 8.5, "Q4_0": 4.5}  # of the embedding, scales included
 
-Row = tuple[int, int, int, bool]  # token, sequence, position, whether its logits are wanted
+Row = tuple[int, int, int, bool]  # token, sequence, position, whether its logits are needed
 
 
 class Llama:
     def convert(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint as GGUF, in the format asked for, in a folder that is its own: what is there stays."""
+        """Convert the checkpoint to GGUF, in the format asked for, in a folder of its own. Existing files are kept."""
         checkpoint, folder, kind = Path(request["model"]), Path(request["gguf"]), request["format"]
         folder.mkdir(parents=True, exist_ok=True)
         plain = folder / "BF16.gguf"
@@ -46,7 +46,7 @@ class Llama:
         return {"file": str(file)}
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
-        """From request["file"], which must exist."""
+        """Load request["file"], which must exist."""
         self.max_batch, self.max_num_tokens = request["max_batch"], request["max_num_tokens"]
         self.lookup = None
         if request["speculation"] is not None:
@@ -68,7 +68,7 @@ class Llama:
         self.generate({"prompts": [request["first_prompt"]], "output_len": 1})
         startup_s = time.perf_counter() - start
         weight_bytes = api.llama_model_size(self.model)
-        if not request["tied"]:  # then a step reads but a row of the embedding
+        if not request["tied"]:  # a step then reads only a row of the embedding
             embedding = self.vocab_size * api.llama_model_n_embd(self.model)
             weight_bytes -= int(embedding * BITS_PER_WEIGHT[request["format"]] / 8)
         return {"startup_s": startup_s, "version": api.__version__, "weight_bytes": weight_bytes}
@@ -93,7 +93,7 @@ class Llama:
         return stopwatch.stop()
 
     def _speculate(self, prompt: list[int], output_len: int, stopwatch: Stopwatch) -> None:
-        """The one sequence to its end: verify the drafts, keep what the model draws itself, forget the rest."""
+        """Decode the one sequence to its end: verify drafts, keep the tokens that the model draws, discard the rest."""
         assert self.lookup is not None
         output = stopwatch.timed.outputs[0]
         while len(output) < output_len:
@@ -109,7 +109,7 @@ class Llama:
             stopwatch.give(0, drawn[: kept + 1])
 
     def _run(self, rows: list[Row]) -> list[int]:
-        """One llama_decode; the most likely next token of every row whose logits are wanted."""
+        """Run llama_decode once, and return the most likely next token of every row whose logits are needed."""
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (token, sequence, position, wanted) in enumerate(rows):

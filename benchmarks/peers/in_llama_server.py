@@ -1,7 +1,8 @@
-"""llama.cpp's server, with EAGLE3 or without: a process of its own below this one, asked over HTTP. Standard library.
+"""llama.cpp's server, with EAGLE3 or without, as a child process that is called over HTTP. Standard library only.
 
-"load": server (the program), file (of the target), draft (of the head, or null), num_drafts, p_min, max_batch, max_len.
-"generate": the prompts of a batch at once, one request each. Its own samplers are off but for the temperature.
+The fields of "load" are server (the program), file (of the target), draft (of the head, or null), num_drafts, p_min,
+max_batch and max_len. "generate" sends the prompts of a batch at once, one request each. The server's own samplers are
+off, except for the temperature.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class LlamaServer:
         return reply
 
     def _wait(self) -> None:
-        """Until the model is loaded."""
+        """Wait until the model is loaded."""
         end = time.monotonic() + 300
         while time.monotonic() < end:
             if self.process.poll() is not None:

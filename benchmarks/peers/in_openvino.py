@@ -1,7 +1,7 @@
 """OpenVINO GenAI, with an EAGLE3 head or without. Runs in its own environment.
 
-"load": folder (of the target in OpenVINO's format), draft (of the head, or null), num_drafts, max_batch, max_len,
-max_num_tokens.
+The fields of "load" are folder (of the target in OpenVINO's format), draft (of the head, or null), num_drafts,
+max_batch, max_len and max_num_tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OpenVino:
         timed.outputs = [list(result.m_generation_ids[0]) for result in results]
         timed.first_tokens = len(prompts)
         accepted = 0
-        if self.num_drafts:  # that of each result is of the whole call
+        if self.num_drafts:  # every result has the number of the whole call
             accepted = results[0].extended_perf_metrics.get_num_accepted_tokens()
         timed.request_steps = sum(map(len, timed.outputs)) - accepted - len(prompts)
         return timed.to_dict()

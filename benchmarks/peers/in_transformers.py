@@ -29,7 +29,7 @@ class Transformers:
         lengths = [len(prompt) for prompt in prompts]
 
         class Watch(self.transformers.StoppingCriteria):  # type: ignore[misc, name-defined]
-            """Called after every step with all tokens so far; stops nothing."""
+            """A criterion that is called after every step with all tokens so far; it stops nothing."""
 
             def __call__(criteria, input_ids: Any, scores: Any, **_: Any) -> Any:
                 for b, row in enumerate(input_ids.tolist()):
@@ -76,7 +76,7 @@ def _sampling(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _until(ids: list[int], ends: Collection[int]) -> list[int]:
-    """What is there up to the first of `ends`, which belongs to it."""
+    """The ids up to and including the first of `ends`."""
     return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids)) + 1]
 
 

@@ -22,7 +22,7 @@ from trtspec.interop.reading import read_speculative_config
 
 class Trtspec:
     def build(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The engine folder for a load request; built unless one made of the same is there."""
+        """Return the engine folder for a load request; build it unless one made from the same inputs is there."""
         engines, label, config = Path(request["engines"]), request["label"], _engine_config(request)
         digest = engine_digest(Path(request["model"]), request["speculation"], dataclasses.asdict(config))
         folder = engines / f"{label}-{digest}"
@@ -34,7 +34,7 @@ class Trtspec:
         return {"engine": str(folder)}
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
-        """From request["engine"] if it names a folder, with drafts looked up as request["lookup"] says, else eager."""
+        """Load the folder request["engine"] with the lookup drafts of request["lookup"]; without that folder, eager."""
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         start = time.perf_counter()
         if "engine" in request:
@@ -59,7 +59,7 @@ class Trtspec:
             detokenize=False,
         )
         stopwatch = Stopwatch(len(request["prompts"]))
-        samples = [  # seeds, as texts would else depend on what was asked before
+        samples = [  # seeds, as texts would else depend on earlier requests
             engine.add_request(prompt, dataclasses.replace(params, seed=b))[0]
             for b, prompt in enumerate(request["prompts"])
         ]

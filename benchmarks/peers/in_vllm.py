@@ -1,6 +1,6 @@
-"""vLLM on the CPU, with its defaults: compiled, chunked prefill; prefix caching is off. Runs in its own environment.
+"""vLLM on the CPU, with its defaults: compiled, chunked prefill. Prefix caching is off. Runs in its own environment.
 
-Where its engine core runs is for the environment's variables to say (see environments.vllm_variables).
+The environment's variables decide where its engine core runs (environments.vllm_variables).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KEPT_TO_AVX2 = os.environ.get("TRTSPEC_CPU_ISA") == "avx2"
 
 
 def keep_to_avx2() -> None:
-    """Have torch, which vLLM asks for its choice of kernels, say what it says on a machine without AVX-512."""
+    """Make torch, by which vLLM selects its kernels, report no AVX-512, as on a machine without it."""
     import torch
 
     for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported", "_is_amx_tile_supported"):
@@ -69,7 +69,7 @@ class Vllm:
         return stopwatch.stop()
 
     def close(self) -> None:
-        """Ends vLLM's own processes, if it has any, which takes a long time otherwise."""
+        """End vLLM's own processes, if it has any; otherwise their end takes a long time."""
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
 

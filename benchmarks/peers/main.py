@@ -25,7 +25,7 @@ from benchmarks.peers.runner import Runner
 
 
 def main(description: str, argv: Sequence[str] | None = None) -> int:
-    """Runs everything asked for and shows it. 1 where a contestant failed."""
+    """Run everything asked for and show it. Returns 1 if a contestant failed."""
     args = _arguments(description, argv)
     where = origin("benchmarks/peers.py", sys.argv[1:] if argv is None else argv)
     console = Console(stderr=True)
@@ -51,7 +51,7 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
 
 
 def _pythons(args: argparse.Namespace, report: Callable[[str], None], failures: list[str]) -> dict[str, str]:
-    """Of each peer asked for; one that cannot be had is a failure."""
+    """Python program of each peer asked for; a peer that is not available is a failure."""
     found = {}
     for peer in args.only:
         try:
@@ -66,7 +66,7 @@ def _pythons(args: argparse.Namespace, report: Callable[[str], None], failures: 
 
 
 def _publish(args: argparse.Namespace, runner: Runner, where: dict[str, str]) -> None:
-    """To the terminal and to the files asked for; in all of them with every note, failures included."""
+    """Write the tables to the terminal and to the files asked for, each with every note, failures included."""
     rows = summarise(runner.runs, runner.starts)
     tables: list[tuple[str, list[str], list[list[str]]]] = []
     if rows:

@@ -1,4 +1,4 @@
-"""What must be said beside the figures: how they came about, what they leave out, and where they come from."""
+"""Notes that belong to the figures: how they came about, what they leave out, and where they come from."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WHAT = {
 
 
 def notes(models: Collection[str], what: Collection[str], pythons: Mapping[str, str]) -> list[str]:
-    """All that goes for a run of these models and contests. pythons: of each contestant."""
+    """All notes on a run of these models and contests. pythons: Python program of each contestant."""
     found = [*ALWAYS]
     if "vllm" in pythons:
         intel, _ = openmp(pythons["vllm"])
@@ -64,7 +64,7 @@ def notes(models: Collection[str], what: Collection[str], pythons: Mapping[str, 
 
 
 def origin(script: str, arguments: Sequence[str]) -> dict[str, str]:
-    """Where figures come from: the commit, if this is a git checkout, and the command line."""
+    """Origin of the figures: the commit, if this is a git checkout, and the command line."""
     return {"commit": _commit(), "command": shlex.join(["python", script, *arguments])}
 
 
@@ -75,7 +75,7 @@ def _commit() -> str:
 
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT:
-            return "none"  # a copy inside some other repository
+            return "none"  # a copy inside another repository
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + (", with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):

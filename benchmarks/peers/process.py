@@ -1,4 +1,4 @@
-"""A contestant's process, seen from the benchmark's side."""
+"""A contestant's process, as the benchmark uses it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 
 
 class PeerError(Exception):
-    """What went wrong with a peer, as a sentence."""
+    """An error of a peer; its message is a sentence."""
 
 
 class Worker:
-    """Runs `python -m module`, which serves JSON lines (see worker.py), in a process group of its own.
+    """A process that runs `python -m module`, which serves JSON lines (worker.py), in a process group of its own.
 
-    What it and its libraries print goes to the file `log`.
+    The output of the process and of its libraries goes to the file `log`.
     """
 
     def __init__(self, name: str, python: str, module: str, environment: Mapping[str, str], log: Path) -> None:
@@ -36,17 +36,17 @@ class Worker:
                     stderr=file,
                     env={**os.environ, **environment},
                     text=True,
-                    start_new_session=True,  # Ctrl-C reaches the benchmark, which ends the whole group
+                    start_new_session=True,  # Ctrl-C reaches only the benchmark, which ends the whole group
                 )
             except OSError as error:
                 raise PeerError(f"{name}: {python} does not start ({error.strerror})") from error
 
     def call(self, op: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
-        """The reply. PeerError if it is an error, late, or the process ends instead."""
+        """Send a request and return the reply. PeerError if it is an error or late, or if the process ends instead."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._signal(signal.SIGCONT)
-        with contextlib.suppress(BrokenPipeError):  # it has ended: said below
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; the code below reports it
             self.process.stdin.write(json.dumps({"op": op, **fields}) + "\n")
             self.process.stdin.flush()
         if not select.select([self.process.stdout], [], [], timeout_s)[0]:
@@ -60,9 +60,9 @@ class Worker:
         return reply
 
     def pause(self) -> None:
-        """Let it stand still until the next call: some peers' threads keep a core busy while they wait.
+        """Stop the process until the next call: some peers' threads keep a core busy while they wait.
 
-        Returns once all of the group does, so that what is timed next has the machine to itself.
+        Returns once the whole group stands still, so that the next measurement has the machine to itself.
         """
         self._signal(signal.SIGSTOP)
         deadline = time.monotonic() + 1.0
@@ -70,12 +70,12 @@ class Worker:
             time.sleep(0.001)
 
     def peak_rss(self) -> int:
-        """Bytes, summed over the process and all it started: what they share counts once for each. Linux only."""
+        """Bytes, summed over the process and all its children; memory that they share counts for each. Linux only."""
         lines = [line for status in self._members() for line in status.splitlines()]
         return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
     def close(self) -> None:
-        """End the whole group: politely by closing stdin, and then not."""
+        """End the whole group: first by closing stdin, then by signals."""
         assert self.process.stdin is not None
         self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
@@ -85,10 +85,10 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """End the whole group; whoever has shared memory to remove has a few seconds for it."""
+        """End the whole group. Processes with shared memory to remove have a few seconds for it."""
         for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 0.0)):
             self._signal(number)
-            self._signal(signal.SIGCONT)  # whoever stands still hears it only then
+            self._signal(signal.SIGCONT)  # a stopped process handles the signal only then
             deadline = time.monotonic() + patience_s
             while self._members() and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -99,7 +99,7 @@ class Worker:
             os.killpg(self.process.pid, number)
 
     def _members(self) -> list[str]:
-        """/proc's status of every process of the group that lives."""
+        """Contents of /proc's status file of every live process of the group."""
         found = []
         for status in Path("/proc").glob("[0-9]*/status"):
             with contextlib.suppress(OSError):

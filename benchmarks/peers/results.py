@@ -1,4 +1,4 @@
-"""From runs to figures: medians, ratios, tables, a plot."""
+"""Figures from runs: medians, ratios, tables, a plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = "-"  # in tables: does not apply
 
 @dataclass
 class Run:
-    """One contestant in one repeat of one contest. Seconds from handing over the prompts."""
+    """One contestant in one repeat of one contest. Seconds count from the start of the generation."""
 
     model: str
     contest: Contest
@@ -27,35 +27,35 @@ class Run:
     repeat: int
     seconds: float
     first_s: float  # until every request had a token
-    first_tokens: int  # what the requests' first steps gave
-    request_steps: int  # after a request's first
+    first_tokens: int  # tokens of the requests' first steps
+    request_steps: int  # after each request's first step
     outputs: list[list[int]]
     probes: tuple[float, float] = (math.nan, math.nan)  # read bandwidth right before and after, bytes per second
 
     @property
     def read_bandwidth(self) -> float:
-        """The mean of its probes."""
+        """Mean of its probes."""
         return statistics.mean(self.probes)
 
     @property
     def new_tokens(self) -> int:
-        """After the first step of each request."""
+        """Number of tokens after the first step of each request."""
         return self.contest.batch * self.contest.output_len - self.first_tokens
 
     @property
     def tokens_per_second(self) -> float:
-        """Read in for a prefill, else generated after the first step of each."""
+        """Prompt tokens per second of a prefill, else generated tokens per second after each request's first step."""
         if self.contest.is_prefill:
             return self.contest.batch * self.contest.input_len / self.first_s
         return self.new_tokens / (self.seconds - self.first_s)
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens per request and step after the first; NaN for a prefill."""
+        """Tokens per request and step after the first step; NaN for a prefill."""
         return self.new_tokens / self.request_steps if self.request_steps else math.nan
 
     def bandwidth_share(self, weight_bytes: int) -> float:
-        """Bytes of weights read per second, of what its probes read. Of plain decoding only; NaN otherwise."""
+        """Bytes of weights read per second, as a share of the probes' bandwidth. NaN except for plain decoding."""
         if self.contest.is_prefill or self.contestant.speculation is not None:
             return math.nan
         step_s = (self.seconds - self.first_s) / (self.contest.output_len - 1)
@@ -64,40 +64,43 @@ class Run:
 
 @dataclass
 class Start:
-    """One start of one contestant. startup_s: constructor to first token of a prompt, imports and builds before it."""
+    """One start of one contestant.
+
+    startup_s: seconds from the constructor to the first token of a prompt; imports and builds come before it.
+    """
 
     model: str
     group: str
     contestant: Contestant
     startup_s: float
-    weight_bytes: int  # that a step without drafts reads: as they are kept, scales included, of an embedding but a row
+    weight_bytes: int  # read by a step without drafts: as stored, with scales, of an embedding one row
     peak_rss: int = 0  # bytes, over the whole group's contests
 
     @property
     def step_bytes(self) -> int | None:
-        """weight_bytes; None with speculation, where a step also reads what the drafts come from."""
+        """weight_bytes; None with speculation, as a step then also reads what makes the drafts."""
         return self.weight_bytes if self.contestant.speculation is None else None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A contestant's figures in a contest, medians over the repeats. NaN where one does not apply."""
+    """A contestant's figures in a contest, medians over the repeats. NaN for a figure that does not apply."""
 
     model: str
     contest: str
     contestant: str
     tokens_per_second: float
-    trtspec_ratio: float  # trtspec's compiled engine, same format of weights / this: above 1 trtspec is faster
-    step_bytes: int | None  # see Start
+    trtspec_ratio: float  # speed of trtspec's compiled engine in the same format / this one's
+    step_bytes: int | None  # as in Start
     bandwidth_share: float
-    bandwidth_range: tuple[float, float]  # smallest and largest of it
+    bandwidth_range: tuple[float, float]  # smallest and largest bandwidth_share
     tokens_per_step: float
-    same_outputs: int | None  # requests with the reference's token ids; None where there is no reference
+    same_outputs: int | None  # requests with the reference's token ids; None without a reference
     requests: int
 
 
 def summarise(runs: Sequence[Run], starts: Sequence[Start]) -> list[Row]:
-    """A row per model, contest and contestant, contestants in the order in which they were started."""
+    """A row per model, contest and contestant, with contestants in the order in which they were started."""
     rows = []
     for model, contest in dict.fromkeys((run.model, run.contest) for run in runs):
         here = [run for run in runs if (run.model, run.contest) == (model, contest)]
@@ -115,7 +118,7 @@ def summarise(runs: Sequence[Run], starts: Sequence[Start]) -> list[Row]:
 
 
 def _row(own: dict[int, Run], reference: dict[int, Run], start: Start) -> Row:
-    """Of the runs of one contestant, which `start` started, and of what it is compared with, by repeat."""
+    """Row of a contestant. own, reference: its runs and those that it is compared with, by repeat; start: its start."""
     pairs = [(own[repeat], reference[repeat]) for repeat in sorted(own.keys() & reference.keys())]
     any_run = next(iter(own.values()))
     same = None
@@ -138,7 +141,7 @@ def _row(own: dict[int, Run], reference: dict[int, Run], start: Start) -> Row:
 
 
 def rows_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells."""
+    """Header and cells of the table of rows."""
     header = ["model", "contest", "contestant", "tokens/s", "trtspec / it", "weights/step", "of probe"]
     header += ["tokens per step", "same"]
     cells = [
@@ -159,7 +162,7 @@ def rows_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def starts_table(starts: Sequence[Start]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells."""
+    """Header and cells of the table of starts."""
     header = ["model", "loaded for", "contestant", "constructor to first token", "peak memory", "weights/step"]
     cells = [
         [
@@ -176,13 +179,13 @@ def starts_table(starts: Sequence[Start]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """As a table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def show(console: Console, title: str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """On the terminal. A value that repeats that above is left out in the first two columns."""
+    """Print a table on the terminal. In the first two columns a value that repeats the one above is left out."""
     table = Table(title=title)
     for column, name in enumerate(header):
         table.add_column(name, justify="left" if column < 3 else "right", no_wrap=column < 3)
@@ -198,7 +201,7 @@ def show(console: Console, title: str, header: Sequence[str], cells: Sequence[Se
 
 
 def as_json(runs: Sequence[Run], starts: Sequence[Start], rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything but the token ids, for json; NaN is None."""
+    """Everything except the token ids, for json; NaN becomes None."""
     return {
         "rows": [_plain(asdict(row)) for row in rows],
         "starts": [_plain(asdict(start)) for start in starts],
@@ -209,7 +212,7 @@ def as_json(runs: Sequence[Run], starts: Sequence[Start], rows: Sequence[Row]) -
 
 
 def plot(rows: Sequence[Row], png: Path) -> None:
-    """Tokens per second, one panel per model and contest. DependencyError without matplotlib."""
+    """Plot tokens per second, one panel per model and contest. DependencyError without matplotlib."""
     from trtspec.plotting import new_figure, save_png
 
     panels = list(dict.fromkeys((row.model, row.contest) for row in rows))
@@ -233,7 +236,7 @@ def plot(rows: Sequence[Row], png: Path) -> None:
 
 
 def _median(values: Sequence[float]) -> float:
-    """NaN of nothing, or where a value is."""
+    """Median; NaN for no values or if a value is NaN."""
     return statistics.median(values) if values and not any(map(math.isnan, values)) else math.nan
 
 

@@ -1,4 +1,4 @@
-"""Running a group of contestants in turn. One that fails is left out from there on; the others go on."""
+"""Running a group of contestants in turn. One that fails is left out from then on; the others go on."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from trtspec.kv.memory import huge_pages
 
 PREPARE_S, LOAD_S, GENERATE_S = 3600.0, 1800.0, 900.0  # time limits
 PROBE_BYTES = 2**28
-PROBE_S = 0.1  # for the passes of one probe: it shows the moment, and a machine's bandwidth drifts within minutes
+PROBE_S = 0.1  # for a probe's passes; short, as a probe is of one moment and bandwidth drifts within minutes
 
 
 class Probe:
-    """How fast this machine reads memory right now, bytes per second, with torch's threads."""
+    """A probe of the machine's current read bandwidth, bytes per second, with torch's threads."""
 
     def __init__(self) -> None:
         from trtspec.ops import load_plugins
@@ -38,7 +38,7 @@ class Probe:
         self.has_kernel = hasattr(torch.ops.trtspec_probe, "read_bandwidth")
 
     def __call__(self) -> float:
-        """The median of three to six passes, but the slowest, which wakes the threads."""
+        """Median of three to six passes without the slowest, which wakes the threads."""
         passes: list[float] = []
         begin = time.perf_counter()
         while len(passes) < 3 or (len(passes) < 6 and time.perf_counter() - begin < PROBE_S):
@@ -55,7 +55,10 @@ class Probe:
 
 @dataclass
 class Runner:
-    """pythons: of each peer that can run. report hears what is being done."""
+    """A runner of groups.
+
+    pythons: Python program of each peer that can run. report: called with each thing that is being done.
+    """
 
     work: Path
     pythons: dict[str, str]
@@ -72,7 +75,7 @@ class Runner:
         self.probe = Probe()
 
     def run(self, model: Model, group: Group) -> None:
-        """All contests of a group: results go to runs, starts and failures."""
+        """Run all contests of a group; results go to runs, starts and failures."""
         with self._workers() as workers:
             for contestant in group.contestants:
                 if contestant.peer in self.pythons:
@@ -97,7 +100,7 @@ class Runner:
         repeat: int,
         workers: dict[Contestant, Worker],
     ) -> None:
-        """Every contestant once, in an order that rotates, each between two probes of the bandwidth."""
+        """Run every contestant once, in an order that rotates, each between two probes of the bandwidth."""
         able = [contestant for contestant in workers if contest.batch <= contestant.max_batch]
         shift = repeat % max(len(able), 1)
         before = self.probe()
@@ -114,7 +117,7 @@ class Runner:
             before = after
 
     def _start(self, model: Model, group: Group, contestant: Contestant) -> Worker:
-        """A loaded worker."""
+        """Return a loaded worker."""
         label = f"{model.name}-{group.name}-{contestant.name}".replace(" ", "-")
         request: dict[str, Any] = {
             **LIMITS,
@@ -144,7 +147,7 @@ class Runner:
         return worker
 
     def _gguf(self, model: Model) -> Path:
-        """Where llama.cpp's files of a checkpoint are kept. Those of an older one go."""
+        """Folder of llama.cpp's files of a checkpoint; folders of older versions of it are deleted."""
         files, here = self.work / "gguf", Path(__file__).parent
         made_of = digest(None, [model.folder], [here / "gguf_file.py", here / "in_llama.py"])
         for older in set(files.glob(f"{model.name}-" + "?" * DIGITS)) - {files / f"{model.name}-{made_of}"}:
@@ -152,7 +155,7 @@ class Runner:
         return files / f"{model.name}-{made_of}"
 
     def _prepare(self, contestant: Contestant, label: str, op: str, **request: Any) -> dict[str, Any]:
-        """In a process of its own, whose memory and threads end with it."""
+        """Run an operation in a process of its own, whose memory and threads end with it."""
         worker = self._worker(contestant, f"{label}-{op}")
         try:
             return worker.call(op, PREPARE_S, label=label, **request)
@@ -176,7 +179,7 @@ class Runner:
 
     @contextmanager
     def _workers(self) -> Iterator[dict[Contestant, Worker]]:
-        """To be filled; whatever happens, none is left running."""
+        """A dict for the caller to fill with workers; whatever happens, none is left running."""
         workers: dict[Contestant, Worker] = {}
         try:
             yield workers
@@ -188,7 +191,7 @@ class Runner:
 
     @contextmanager
     def _excused(self, where: str, then: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A PeerError becomes a failure."""
+        """Turn a PeerError into a failure."""
         try:
             yield
         except PeerError as error:

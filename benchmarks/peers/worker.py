@@ -1,7 +1,7 @@
-"""The peers' side of the conversation: JSON lines, one request and one reply, over stdin and stdout.
+"""The peers' side of the protocol: JSON lines, one request and one reply, over stdin and stdout.
 
-{"op": "load", ...} -> {"startup_s": ...}; {"op": "generate", ...} -> {"seconds": ...}; {"error": sentence} when it
-failed. Standard library only.
+{"op": "load", ...} -> {"startup_s": ...}; {"op": "generate", ...} -> {"seconds": ...}; {"error": sentence} for a
+failure. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Timed:
 
     seconds: float = 0.0
     first_s: float = 0.0  # until every request had a token
-    first_tokens: int = 0  # what the requests' first steps gave: several, where drafts are verified with the prompt
-    request_steps: int = 0  # that came after a request's first
+    first_tokens: int = 0  # of the requests' first steps; several each if drafts are verified with the prompt
+    request_steps: int = 0  # after each request's first step
     outputs: list[list[int]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def give(self, request: int, tokens: list[int]) -> None:
-        """What one step gave one request."""
+        """Add the tokens of one step of one request."""
         if not tokens:
             return
         output = self.timed.outputs[request]
@@ -60,7 +60,7 @@ class Stopwatch:
 
 
 def serve(ops: Mapping[str, Op]) -> None:
-    """Answer until stdin ends. What libraries print goes to stderr, which is the log."""
+    """Answer requests until stdin ends. Output of libraries goes to stderr, which is the log."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,6 +1,7 @@
 """The section `peers`: the same model, head and prompts in other engines, each in its best setting, in turns.
 
-First every setting runs alone, for a round of each batch; only each method's fastest of a batch stays loaded.
+First every setting runs alone, for a round of each batch. Then only each method's fastest setting of a batch stays
+loaded.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ LOAD_S, GENERATE_S = 900.0, 900.0
 
 @dataclass(frozen=True)
 class Entry:
-    """A peer in one setting. module: of its worker; request: what it loads, beside what all are asked for; weights: the
-    target's file; draws: whether it draws tokens as it should, or is for greedy decoding alone."""
+    """A peer in one setting.
+
+    module: that of its worker. request: fields of its load request, in addition to those that all have. weights: the
+    target's file. draws: whether it samples correctly; otherwise it runs greedy decoding only.
+    """
 
     peer: str
     method: str
@@ -57,7 +61,7 @@ class Entry:
 
 @dataclass
 class Turn:
-    """A round of one entry: all prompts, a batch at a time. Seconds and tokens add up, reading the prompts included."""
+    """A round of one entry: all prompts, a batch at a time. Its sums of seconds and tokens include the prefill."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -66,7 +70,7 @@ class Turn:
     texts: list[list[int]] = field(default_factory=list)
 
     def add(self, reply: dict[str, Any]) -> None:
-        """What a worker says of a batch."""
+        """Add a worker's reply for a batch."""
         self.seconds += reply["seconds"]
         self.tokens += sum(map(len, reply["outputs"]))
         self.first_tokens += reply["first_tokens"]
@@ -84,7 +88,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked of everybody: `prompts`, `batch` of them at a time."""
+    """The same task for all entries: `prompts`, `batch` of them at a time."""
 
     prompts: list[list[int]]
     batch: int
@@ -94,8 +98,11 @@ class Task:
 
 @dataclass
 class Contest:
-    """pythons: of the peers that can run. schedule: of drafts by batch, for those that have such a setting. failures:
-    sentences."""
+    """A contest of engines.
+
+    schedule: drafts by batch size, for engines that have such a setting. pythons: Python program of each peer that can
+    run. failures: sentences.
+    """
 
     shop: Workshop
     threads: int
@@ -107,8 +114,10 @@ class Contest:
     def entries(
         self, peers: list[str], format: str, head_formats: Sequence[str], ks: list[int], p_mins: list[float]
     ) -> list[Entry]:
-        """Ours and those of `peers`, with drafts and without; a peer that cannot be had is a failure. head_formats: of
-        ours; peers have the first."""
+        """Our entries and those of `peers`, with drafts and without; a peer that is not available is a failure.
+
+        head_formats: formats of our heads; peers have the first one.
+        """
         found = [self._own("plain", 0, format)]
         found += [self._own(method, K, format) for method, K in product(("ngram", "suffix"), ks)]
         for head_format in head_formats:
@@ -144,8 +153,8 @@ class Contest:
                 values = f"K={K}, p_min={p_min:g}"
                 yield Entry("llama.cpp", "EAGLE3", values, "in_llama_server", format, own, target)
 
-    # With drafts 2026.4 keeps tokens that the target would not draw: at temperature 0.8 its texts are nonsense, and it
-    # keeps fewer drafts of greedy ones that come later.
+    # With drafts, OpenVINO 2026.4 keeps tokens that the target would not draw: at temperature 0.8 its texts are
+    # nonsense. It also keeps fewer drafts of greedy requests that come later.
     def _openvino(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         self.pythons["openvino"] = python = self._python("openvino")
         target, head = folders_of(python, self.shop.work / "openvino", format, head_format, self.report)
@@ -155,7 +164,7 @@ class Contest:
             own = {**request, "draft": str(head), "num_drafts": K}
             yield Entry("openvino", "EAGLE3", f"K={K}", "in_openvino", format, own, weights, draws=False)
 
-    # With drafts 0.32 draws at temperatures that nobody has set: its CPU kernel writes them to a copy.
+    # With drafts, vLLM 0.32 samples at temperatures that were never set: its CPU kernel writes them to a copy.
     def _vllm(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         if (format, head_format) != ("bf16", "bf16"):
             return
@@ -187,8 +196,10 @@ class Contest:
 
     @contextmanager
     def workers(self, entries: list[Entry], tasks: list[Task]) -> Iterator[tuple[dict[Entry, Worker], Sweep]]:
-        """The entries that are the fastest of their peer's method in one of `tasks`, loaded, and the turn that each
-        entry had alone in each, by its batch. Whatever happens, none is left running."""
+        """Workers by entry, loaded, and the turn that each entry had alone, by entry and batch.
+
+        The workers are the fastest of each peer's method in one of `tasks`. Whatever happens, none is left running.
+        """
         workers: dict[Entry, Worker] = {}
         sweep: Sweep = {}
         most = max(task.batch for task in tasks)
@@ -213,8 +224,11 @@ class Contest:
     def measure(
         self, workers: dict[Entry, Worker], entries: list[Entry], task: Task, rounds: int
     ) -> dict[Entry, list[Turn]]:
-        """Each of the entries that take the task once a round, in an order that rotates, while the others stand still.
-        One that fails is out of `workers`."""
+        """Return `rounds` turns of each entry that takes the task.
+
+        Entries run once a round, in an order that rotates, while the others stand still. An entry that fails is removed
+        from `workers`.
+        """
         able = [entry for entry in entries if entry in workers and entry.takes(task.batch, task.temperature)]
         turns: dict[Entry, list[Turn]] = {entry: [] for entry in able}
         for number in range(rounds + 1):
@@ -230,7 +244,7 @@ class Contest:
         return {entry: own for entry, own in turns.items() if len(own) == rounds}
 
     def _turn(self, worker: Worker, task: Task) -> Turn:
-        """All of the task's prompts; then the worker stands still."""
+        """Run all of the task's prompts, then pause the worker."""
         turn = Turn()
         for start in range(0, len(task.prompts), task.batch):
             turn.add(
@@ -269,7 +283,7 @@ class Contest:
 
     @contextmanager
     def _excused(self, then: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A PeerError becomes a failure."""
+        """Turn a PeerError into a failure."""
         try:
             yield
         except PeerError as error:
@@ -282,7 +296,7 @@ Sweep = dict[tuple[Entry, int], Turn]
 
 
 def fastest(sweep: Sweep, batch: int) -> list[Entry]:
-    """Each peer's fastest setting of each method, of those that ran with this batch."""
+    """Each peer's fastest setting of each method, among those that ran with this batch."""
     best: dict[tuple[str, str], Entry] = {}
     for (entry, ran), turn in sweep.items():
         if ran == batch:
@@ -293,36 +307,36 @@ def fastest(sweep: Sweep, batch: int) -> list[Entry]:
 
 
 def by_batch(schedule: Schedule) -> str:
-    """{2: 3, 8: 1} -> "K=3 up to 2, 1 up to 8"."""
+    """The schedule as text: {2: 3, 8: 1} -> "K=3 up to 2, 1 up to 8"."""
     return "K=" + ", ".join(f"{K} up to {batch}" for batch, K in schedule.items())
 
 
 def ranges(schedule: Schedule) -> list[tuple[int, int, int]]:
-    """{2: 3, 8: 1} as vLLM has it: [(1, 2, 3), (3, 8, 1)]."""
+    """The schedule in vLLM's form: {2: 3, 8: 1} -> [(1, 2, 3), (3, 8, 1)]."""
     starts = [1, *(batch + 1 for batch in schedule)]
     return [(start, batch, K) for start, (batch, K) in zip(starts, schedule.items(), strict=False)]
 
 
 def _without_engine(K: int) -> dict[str, Any]:
-    """The speculative_config as vLLM has it."""
+    """The speculative_config in vLLM's form."""
     config = speculation_of("eagle3", K)
     assert config is not None
     return {name: value for name, value in config.items() if name != "one_engine"}
 
 
 def _checkpoint() -> Path:
-    """The target's weights as they come, bf16."""
+    """File of the target's original weights, bf16."""
     return model_folder() / "model.safetensors"
 
 
 def ends_of(folder: Path) -> list[int]:
-    """Ids that end the model's answers, of config.json."""
+    """Ids that end the model's answers, from config.json."""
     ids = json.loads((folder / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
     return ids if isinstance(ids, list) else [ids]
 
 
 def figures(turns: dict[Entry, list[Turn]]) -> list[dict[str, Any]]:
-    """Each entry's tokens a second, and the fastest of ours over it, round by round."""
+    """Each entry's tokens a second, and the ratio of our fastest entry to it, as the median over the rounds."""
 
     def speed(entry: Entry) -> float:
         return statistics.median(turn.tokens_per_second for turn in turns[entry])

@@ -1,4 +1,4 @@
-"""What llama.cpp needs: its server, compiled from the sources that llama-cpp-python brings, and files of the models."""
+"""llama.cpp's server, compiled from the sources that llama-cpp-python brings, and its files of the models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ LLAMA = RECIPES["llama"].steps[-1][-1]
 
 
 def llama_source() -> Path:
-    """llama.cpp's sources, as llama-cpp-python's sdist has them, with what its converter imports in `packages`."""
+    """Return the folder of llama.cpp's sources, from llama-cpp-python's sdist.
+
+    Its folder `packages` has what the converter imports.
+    """
     folder = FOLDER / "llama.cpp"
     if not folder.is_dir():
         pip, part = [sys.executable, "-m", "pip"], FOLDER / "part.cpp"
@@ -46,8 +49,10 @@ def llama_source() -> Path:
 
 
 def server_of(source: Path, folder: Path, jobs: int, report: Callable[[str], None]) -> Path:
-    """The folder of llama-server and llama-quantize; compiled once, which takes many minutes. PeerError where that
-    fails."""
+    """Return the folder of llama-server and llama-quantize.
+
+    They are compiled once, which takes many minutes. PeerError if that fails.
+    """
     programs = folder / "bin"
     if not (programs / "made.txt").is_file():
         report(f"llama.cpp: compiling {programs}")
@@ -62,7 +67,7 @@ def server_of(source: Path, folder: Path, jobs: int, report: Callable[[str], Non
 
 
 def files_of(source: Path, programs: Path, folder: Path, format: str, head_format: str) -> tuple[Path, Path]:
-    """The target and the head as GGUF, written by llama.cpp's converter and quantiser unless they are there."""
+    """Return the target and the head as GGUF; llama.cpp's converter and quantiser write them unless they are there."""
     made = folder / digest(None, [model_folder(), HEAD], [])
     made.mkdir(parents=True, exist_ok=True)
     found = []
@@ -80,7 +85,7 @@ def files_of(source: Path, programs: Path, folder: Path, format: str, head_forma
 
 
 def _make(file: Path, command: list[str], path: Path | None = None) -> None:
-    """All of the file or nothing: the command writes to _PART."""
+    """Write the file atomically: the command writes to _PART."""
     part = file.with_name("part-" + file.name)
     _run([str(part) if word == _PART else word for word in command], file.with_suffix(".log"), path)
     part.replace(file)

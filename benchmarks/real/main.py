@@ -31,10 +31,12 @@ Rows = list[dict[str, Any]]
 
 
 def main(description: str, argv: Sequence[str] | None = None) -> int:
-    """Measures what is asked for, prints Markdown; raw rows go to --json as they come. 1 where a text differs from
-    plain's."""
+    """Measure what is asked for, and print Markdown. Returns 1 if a text differs from plain decoding's or a peer fails.
+
+    Raw rows go to --json as they are measured.
+    """
     args = _arguments(description, argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # peers' processes end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the peers' processes, too
     begin = time.perf_counter()
 
     def report(what: str) -> None:
@@ -68,7 +70,7 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
 def acceptance(
     args: argparse.Namespace, shop: Workshop, report: Callable[[str], None], keep: Callable[[Rows], None]
 ) -> tuple[Table, Rows]:
-    """Each method in turn over all prompts, eight at a time."""
+    """Run each method in turn over all prompts, eight at a time."""
     rows: Rows = []
     with open_engine(shop, "plain", 0, "bf16") as llm:
         asked = {name: _asked(llm, name, args.prompts, 1) for name in args.sets}
@@ -105,7 +107,7 @@ def acceptance(
 def speed(
     args: argparse.Namespace, shop: Workshop, report: Callable[[str], None], keep: Callable[[Rows], None]
 ) -> tuple[Table, Rows]:
-    """A cell is a format, a batch, a set of prompts and a temperature; its engines take turns."""
+    """Measure cells: a cell is a format, a batch, a set of prompts and a temperature. Its engines take turns."""
     (K,) = args.k[:1]
     rows = []
     wanted = [Own("plain"), Own("rows"), *(Own(method) for method in args.methods if method != "eagle3")]
@@ -116,7 +118,7 @@ def speed(
             engines = {own: stack.enter_context(open_engine(shop, own.method, K, format, own.head)) for own in wanted}
             for batch, name, T in product(args.batches, args.sets, args.temperatures):
                 where = f"{format}, batch {batch}, {name}, T = {T:g}"
-                prompts = _asked(engines[wanted[0]], name, args.prompts, 2 * batch)  # or few steps are full
+                prompts = _asked(engines[wanted[0]], name, args.prompts, 2 * batch)  # else few steps are full
                 runs = _rounds(args, engines, prompts, batch, T, lambda what, w=where: report(f"{w}: {what}"))
                 cell = {"format": format, "batch": batch, "set": name, "temperature": T, "k": K}
                 found = [{**cell, **row} for row in _figures(runs)]
@@ -138,8 +140,11 @@ def speed(
 
 
 def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None]) -> tuple[Table, Rows]:
-    """A cell is a format, a batch, a set of prompts and a temperature; the fastest setting of each method takes turns
-    with those of the others. Which is fastest is found with the first set and the lowest temperature."""
+    """Measure cells: a cell is a format, a batch, a set of prompts and a temperature.
+
+    The fastest setting of each method takes turns with those of the others. The first set and the lowest temperature
+    decide which setting is fastest.
+    """
     tokenizer = Tokenizer.from_folder(model_folder())
     assert tokenizer is not None
     rows: Rows = []
@@ -189,7 +194,7 @@ def _rounds(
     temperature: float,
     report: Callable[[str], None],
 ) -> dict[Own, list[Run]]:
-    """Every engine once a round, in an order that rotates."""
+    """Run every engine once a round, in an order that rotates."""
     names = list(engines)
     runs: dict[Own, list[Run]] = {name: [] for name in names}
     for number in range(args.rounds + 1):
@@ -203,7 +208,7 @@ def _rounds(
 
 
 def _figures(runs: dict[Own, list[Run]]) -> list[dict[str, Any]]:
-    """A row for plain decoding and for each method."""
+    """A row for plain decoding and one for each method."""
 
     def median(of: Callable[[dict[Own, Run]], float]) -> float:
         return statistics.median(of(dict(zip(runs, each, strict=True))) for each in zip(*runs.values(), strict=True))
@@ -240,7 +245,7 @@ def _figures(runs: dict[Own, list[Run]]) -> list[dict[str, Any]]:
 
 
 def _asked(llm: LLM, name: str, count: int | None, least: int) -> list[list[int]]:
-    """The prompts of a set, `least` of them at least."""
+    """Prompts of a set, at least `least` of them."""
     assert llm.tokenizer is not None
     return prompts_of(name, llm.tokenizer, count and max(count, least))
 

@@ -1,4 +1,4 @@
-"""What OpenVINO GenAI needs: the models in its format, written by optimum-intel."""
+"""The models in the format of OpenVINO GenAI, written by optimum-intel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from examples.smollm2.__main__ import HEAD, model_folder
 from trtspec.build.sources import digest
 
 WEIGHTS = {
-    "bf16": ("fp16",),  # as many bytes; the CPU computes in bf16 where it has instructions for it
+    "bf16": ("fp16",),  # as many bytes; the CPU computes in bf16 if it has instructions for it
     "int8": ("int8",),
     "int4": ("int4", "--sym", "--group-size", "32", "--ratio", "1.0"),
 }
@@ -22,7 +22,7 @@ WEIGHTS = {
 def folders_of(
     python: str, folder: Path, format: str, head_format: str, report: Callable[[str], None]
 ) -> tuple[Path, Path]:
-    """The target and the head, converted unless they are there. PeerError where that fails."""
+    """Return the folders of target and head; convert the models unless that was done. PeerError if that fails."""
     made = folder / digest(None, [model_folder(), HEAD], [])
     found = []
     for name, checkpoint, kind in (("target", model_folder(), format), ("head", HEAD, head_format)):

@@ -1,4 +1,4 @@
-"""This engine's own contestants: engine folders, and how fast a queue of prompts goes through one."""
+"""This engine's own contestants: engine folders, and the speed of one with a queue of prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trtspec import LLM, SamplingParams
 from trtspec.outputs import SpeculationStats
 
 METHODS = ("plain", "ngram", "suffix", "eagle3", "rows", "two-engine")
-"""rows: K drafts that are wrong, which cost nothing to make. two-engine: EAGLE3 with the head beside the target."""
+"""rows: K wrong drafts, which cost nothing to make. two-engine: EAGLE3 with the head in an engine of its own."""
 
 NAMES = {"plain": "plain", "ngram": "n-gram", "suffix": "suffix", "eagle3": "EAGLE3"}
 
@@ -32,23 +32,23 @@ LIMITS = {"max_batch_size": 8, "max_seq_len": 1024}
 
 
 Schedule = dict[int, int]
-"""Largest batch size: drafts a step."""
+"""Number of drafts a step by largest batch size."""
 
 
 def speculation_of(
     method: str, K: int, head_format: str = "bf16", schedule: Schedule | None = None
 ) -> dict[str, Any] | None:
-    """The speculative_config of one of METHODS. schedule: of EAGLE3; its first K is `K`."""
+    """The speculative_config of one of METHODS. schedule: that of EAGLE3, or None; its first K is `K`."""
     if method == "plain":
         return None
     if method == "rows":
-        guesses = Guesses(2**14)  # ids that any vocabulary has; none comes true but by chance
+        guesses = Guesses(2**14)  # ids that any vocabulary has; none is right except by chance
         guesses.use(K)
         return {"method": "custom_class", "drafter": guesses, "num_speculative_tokens": K}
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": K}
     if method == "ngram":
         config |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    elif method == "suffix":  # prompts come more than once here: earlier answers would be the same
+    elif method == "suffix":  # prompts repeat here, and earlier answers would be the same
         config |= {"suffix_decoding_max_cached_requests": 0}
     elif method in ("eagle3", "two-engine"):
         config |= {"method": "eagle3", "model": str(HEAD), "one_engine": method == "eagle3"}
@@ -60,8 +60,10 @@ def speculation_of(
 def engine_of(
     shop: Workshop, method: str, K: int, format: str, head_format: str = "bf16", schedule: Schedule | None = None
 ) -> tuple[Path, dict[str, Any] | None]:
-    """A compiled folder, which is built unless it is there, and what to load it with: lookups run on the engine of
-    plain decoding."""
+    """A compiled folder, built unless it is there, and the speculative_config to load it with.
+
+    Lookups run on the engine of plain decoding.
+    """
     quantised: dict[str, Any] = {} if format == "bf16" else {"quantization": format}
     own = speculation_of(method, K, head_format, schedule)
     in_graph = own if method in ("eagle3", "two-engine") else None
@@ -71,16 +73,16 @@ def engine_of(
 
 
 def open_engine(shop: Workshop, method: str, K: int, format: str, head_format: str = "bf16") -> LLM:
-    """Loaded from such a folder."""
+    """Load an LLM from the folder of `engine_of`."""
     folder, lookup = engine_of(shop, method, K, format, head_format)
     return LLM(folder, lookup, generation_config="off", enable_prefix_caching=False)
 
 
 @dataclass
 class Run:
-    """What a queue of prompts took, in steps without context rows in which the batch was full. Times in seconds.
+    """The result of a queue of prompts: its steps without context rows and with a full batch. Times are in seconds.
 
-    launches: of each executable, in those steps. texts: ids of all answers.
+    launches: time of each executable in those steps. texts: ids of all answers.
     """
 
     tokens: int = 0
@@ -102,7 +104,7 @@ class Run:
 
 
 def run_queue(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], batch: int) -> Run:
-    """Answer all prompts, `batch` at a time; one that is done makes room for the next."""
+    """Answer all prompts, `batch` at a time; the next prompt starts when a request is done."""
     engine, run = llm.engine, Run()
     waiting = list(zip(prompts, params, strict=True))[::-1]
     samples = []
@@ -136,7 +138,7 @@ def run_queue(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Sampl
 
 
 def sampling(temperature: float, count: int, max_tokens: int) -> list[SamplingParams]:
-    """The parameters of `count` prompts; each has a seed of its own."""
+    """Sampling parameters of `count` prompts; each prompt has a seed of its own."""
     return [
         SamplingParams(
             temperature=temperature, seed=i if temperature else None, max_tokens=max_tokens, detokenize=False

@@ -15,8 +15,10 @@ COLOURS = {
 
 
 def draw(rows: Sequence[dict[str, Any]], png: Path) -> None:
-    """A panel for each format and batch, a bar for each engine's setting: tokens a second of greedy decoding, the mean
-    of all sets of prompts; plain decoding is paler."""
+    """Draw a panel for each format and batch, with a bar for each engine's setting.
+
+    A bar shows the tokens a second of greedy decoding, averaged over all sets of prompts. Plain decoding is paler.
+    """
     panels: dict[tuple[str, int], dict[tuple[str, str], list[float]]] = {}
     for row in rows:
         if row["temperature"] > 0:

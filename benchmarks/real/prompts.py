@@ -1,4 +1,4 @@
-"""What is asked."""
+"""The sets of prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SETS = ("HumanEval", "chat")
 
 
 def prompts_of(name: str, tokenizer: Tokenizer, count: int | None = None) -> list[list[int]]:
-    """Ids of `count` prompts of one of SETS, spread over it; None: of all."""
+    """Ids of `count` prompts, spread evenly over one of SETS. None: of all its prompts."""
     texts = [COMPLETE.format(one.prompt.strip("\n")) for one in human_eval()] if name == "HumanEval" else questions()
     if count is not None and count < len(texts):
         texts = [texts[i * len(texts) // count] for i in range(count)]

@@ -1,6 +1,7 @@
-"""A process that starts an engine as an application would: argument the folder, stdin the prompt's ids as JSON.
+"""A process that starts an engine as an application would. Its argument is the folder, its stdin the prompt as JSON.
 
-Prints the fields of start.Start that it knows, as JSON. Only the standard library is imported before the clock runs.
+stdin has the prompt's ids. The process prints the fields of start.Start that it knows, as JSON. Only the standard
+library is imported before the clock starts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 
 def peak_rss() -> int:
-    """Bytes. Linux only."""
+    """Peak resident memory in bytes. Linux only."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])

@@ -1,6 +1,6 @@
-"""What is measured: checkpoints, EAGLE3 heads of random weights, engine folders.
+"""Inputs of the measurements: checkpoints, EAGLE3 heads of random weights, engine folders.
 
-Kept, and made again when what they are made of changes.
+They are kept, and made again when their own inputs change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Workshop:
-    """Makes things under `work`. report hears what takes long."""
+    """A maker of checkpoints, heads and engines under `work`. report: called with each thing that takes long."""
 
     work: Path
     report: Callable[[str], None]
@@ -40,7 +40,7 @@ class Workshop:
         return open_model(name, self.work / "checkpoints")
 
     def head(self, model: Model, draft_vocab: int) -> Path:
-        """An EAGLE3 head of random weights for `model` that draws from `draft_vocab` ids."""
+        """Return the folder of an EAGLE3 head of random weights for `model` that drafts from `draft_vocab` ids."""
         folder = self.work / "checkpoints" / f"{model.name}-eagle3-{draft_vocab}"
         settings = [draft_vocab, inspect.getsource(write_head), str(torch.__version__)]
         code = [*build_code(), *sorted((PACKAGE / "train").glob("*.py"))]
@@ -52,7 +52,7 @@ class Workshop:
         return made(folder, digest(settings, [model.folder], code), write)
 
     def engine(self, name: str, checkpoint: Path, speculation: dict[str, Any] | None, **limits: int) -> Path:
-        """A compiled engine folder; `limits` are options of `trtspec build`. An older one of that name goes."""
+        """Return a compiled engine folder and delete an older one of that name. limits: options of `trtspec build`."""
         engines = self.work / "engines"
         folder = engines / f"{name}-{engine_digest(checkpoint, speculation, limits)}"
         if folder.is_dir():
@@ -60,7 +60,7 @@ class Workshop:
         for older in engines.glob(f"{name}-" + "?" * DIGITS):
             shutil.rmtree(older)
         self.report(f"building {folder}")
-        command = [sys.executable, "-m", "trtspec", "build"]  # whose threads and memory end with it
+        command = [sys.executable, "-m", "trtspec", "build"]  # a process, as its threads and memory end with it
         command += ["--checkpoint_dir", str(checkpoint), "--output_dir", str(folder)]
         if speculation is not None:
             command += ["--spec", json.dumps(speculation)]
@@ -73,15 +73,15 @@ class Workshop:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that is to run this code, whatever is installed."""
+    """Environment of a process that must run this code, whatever package is installed."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
 def write_head(target: Path, folder: Path, draft_vocab: int, seed: int = 0) -> None:
-    """An untrained head of one layer of the target's shape, in the public layout (bf16), d2t and t2d included.
+    """Write an untrained head of one layer of the target's shape, in the public layout (bf16), d2t and t2d included.
 
-    Its ids are spread evenly over the target's.
+    The head's ids are spread evenly over the target's.
     """
     config = ModelConfig.from_folder(target)
     capture = default_capture_layers(config.num_layers)

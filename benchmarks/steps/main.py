@@ -24,7 +24,7 @@ from trtspec.ops import load_plugins
 
 
 def main(description: str, argv: Sequence[str] | None = None) -> int:
-    """Measures what is asked for, prints markdown, writes JSON."""
+    """Measure what is asked for, print markdown, and write JSON."""
     args = _arguments(description, argv)
     where = origin("benchmarks/steps.py", sys.argv[1:] if argv is None else argv)
     torch.set_num_threads(args.threads)

@@ -1,4 +1,4 @@
-"""From turns to figures: ratios within rounds, medians, targets, tables."""
+"""Figures from turns: ratios within rounds, medians, targets, tables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ FORMS = {"x": "{:.3f}x", "share": "{:.3f}", "ms": "{:.3f} ms", "us": "{:.0f} µs
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with one value per round (or start), in `unit`, one of FORMS. limit: what it is to be at most, or
-    (at_least) at least; None: it is only reported."""
+    """A number with one value per round (or start), in `unit`, one of FORMS.
+
+    limit: target of the median, at most or (at_least) at least; None: the figure is only reported.
+    """
 
     name: str
     values: list[float]
@@ -30,13 +32,13 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the median is on the right side of the limit; None without one."""
+        """Whether the median meets the limit; None without a limit."""
         if self.limit is None:
             return None
         return self.median >= self.limit if self.at_least else self.median <= self.limit
 
     def cells(self) -> list[str]:
-        """name, median, range, target, met."""
+        """Cells of a table: name, median, range, target, met."""
         show = FORMS[self.unit].format
         target = "" if self.limit is None else f"{'≥' if self.at_least else '≤'} {show(self.limit)}"
         met = {None: "", True: "yes", False: "NO"}[self.met]
@@ -45,7 +47,7 @@ class Figure:
 
 @dataclass
 class Result:
-    """What a section found."""
+    """The result of a section."""
 
     section: str
     figures: list[Figure]
@@ -63,7 +65,7 @@ def per_round(turns: Sequence[Turn], contestant: str, value: Callable[[Turn], fl
 def ratios(
     turns: Sequence[Turn], contestant: str, to: str, value: Callable[[Turn], float] = lambda turn: turn.step
 ) -> list[float]:
-    """A contestant's value over another's, round by round; of the step times unless told otherwise."""
+    """A contestant's value over another's, round by round; the default value is the step time."""
     pairs = zip(per_round(turns, contestant, value), per_round(turns, to, value), strict=True)
     return [own / other for own, other in pairs]
 
@@ -95,7 +97,7 @@ def turns_table(turns: Sequence[Turn]) -> tuple[list[str], list[list[str]]]:
 
 
 def report_markdown(results: Sequence[Result], about: Sequence[str]) -> str:
-    """All sections: figures beside their targets first, then the contestants, then the lines `about` and all notes."""
+    """The report: all figures next to their targets, then the contestants, the lines `about` and all notes."""
     header = ["section", "figure", "median", "range", "target", "met"]
     cells = [[result.section, *figure.cells()] for result in results for figure in result.figures]
     parts = [markdown(header, cells)]
@@ -107,7 +109,7 @@ def report_markdown(results: Sequence[Result], about: Sequence[str]) -> str:
 
 
 def as_json(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Figures with the values behind them; of each turn its medians (seconds, bytes, bytes per second)."""
+    """Figures with all their values, and the medians of each turn (seconds, bytes, bytes per second)."""
     return [
         {
             "section": result.section,

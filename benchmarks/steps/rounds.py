@@ -1,4 +1,4 @@
-"""Taking turns: whole steps of several engines, timed in one thread, a bandwidth probe between any two turns."""
+"""Turns: whole steps of several engines, timed in one thread, with a bandwidth probe between any two turns."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from trtspec.engine.core import EngineCore
 
 @dataclass(frozen=True)
 class Contestant:
-    """What is timed: `steps` generation steps of `engine` with all of `prompts` in the batch."""
+    """A contestant: `steps` generation steps of `engine` with all of `prompts` in the batch are timed."""
 
     name: str
     engine: EngineCore
     prompts: list[list[int]]
     steps: int
-    draft_len: int | None = None  # drafts that every request must bring to every step; None: as they come
+    draft_len: int | None = None  # drafts that every request must have in every step; None: any number
     text: bool = False  # detokenize
     prepare: Callable[[], object] = lambda: None  # called before each turn
 
 
 @dataclass
 class Turn:
-    """A contestant in a round: its steps without context rows. Seconds, bytes, bytes per second."""
+    """A contestant in a round: its steps without context rows. Values are in seconds, bytes, bytes per second."""
 
     contestant: str
     round: int
     tokens: int = 0
     step_times: list[float] = field(default_factory=list)
     host_times: list[float] = field(default_factory=list)  # outside Executable.run
-    weight_bytes: float = 0.0  # that a step reads, mean
-    read_bandwidth: float = 0.0  # probed before and after the turn, mean
+    weight_bytes: float = 0.0  # mean number that a step reads
+    read_bandwidth: float = 0.0  # mean of the probes before and after the turn
 
     @property
     def step(self) -> float:
@@ -48,18 +48,21 @@ class Turn:
 
     @property
     def mean_host(self) -> float:
-        """Mean of the same: requests of a batch that goes on hear of their tokens once in many steps, which the median
-        does not show. Moments in which the machine stands still are in it, too."""
+        """Mean time of a step outside Executable.run.
+
+        In a batch that goes on, a request gets its tokens only once in many steps, which the median does not show. The
+        mean also includes moments in which the machine stands still.
+        """
         return statistics.fmean(self.host_times)
 
     @property
     def tokens_per_second(self) -> float:
-        """Mean tokens of a step over its median time: a moment in which the machine stands still does not count."""
+        """Mean tokens of a step over its median time, so a moment in which the machine stands still does not count."""
         return self.tokens / len(self.step_times) / self.step
 
     @property
     def bandwidth_share(self) -> float:
-        """Time to read the weights as the probe reads, of the step's time."""
+        """Time to read the weights at the probes' bandwidth, as a share of the step's time."""
         return self.weight_bytes / self.read_bandwidth / self.step
 
 
@@ -67,11 +70,11 @@ def take_turn(contestant: Contestant, round_number: int) -> Turn:
     """Run the contestant's requests until all of its steps are timed, then end them."""
     engine, turn = contestant.engine, Turn(contestant.name, round_number)
     contestant.prepare()
-    # To the end of the sequence: near its own end, a request asks for fewer drafts.
+    # Requests may run to the end of the sequence, as a request near its own end asks for fewer drafts.
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=contestant.text)
     samples = [engine.add_request(prompt, params)[0] for prompt in contestant.prompts]
     for sample in samples:
-        sample.speculates = contestant.draft_len != 0  # no drafts: no drafter is asked, as without one
+        sample.speculates = contestant.draft_len != 0  # no drafts: the drafter is not called
     read = 0
     while len(turn.step_times) < contestant.steps:
         if not engine.has_work:
@@ -100,9 +103,9 @@ def take_turn(contestant: Contestant, round_number: int) -> Turn:
 def take_turns(
     contestants: Sequence[Contestant], rounds: int, probe: Callable[[], float], report: Callable[[str], None]
 ) -> list[Turn]:
-    """Every contestant once a round, in an order that rotates; the first round, which warms up, is left out.
+    """Run every contestant once a round, in an order that rotates; the first round, which warms up, is left out.
 
-    Returns the turns by round, within a round in the order of `contestants`.
+    Returns the turns by round, and within a round in the order of `contestants`.
     """
     turns = []
     names = [contestant.name for contestant in contestants]

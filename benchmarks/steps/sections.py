@@ -1,4 +1,4 @@
-"""The sections: which engines take turns, and what their figures are to be."""
+"""The sections: the engines that take turns, and the limits that their figures must meet."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SMALL_VOCAB = 4096
 INPUT_LEN = 128
 LIMITS = {"max_batch_size": 8, "max_seq_len": 1024}
 DEMO_BATCH = 32
-MEMORY_ALLOWANCE = 250 * 2**20 / 1e6  # MB: Python, torch and all that is neither weights nor KV
+MEMORY_ALLOWANCE = 250 * 2**20 / 1e6  # MB for Python, torch and everything except weights and KV
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all sections share. steps: timed in a turn."""
+    """The state that all sections share. steps: number that is timed in a turn."""
 
     workshop: Workshop
     model_name: str
@@ -47,7 +47,7 @@ class Bench:
         return self.workshop.model(self.model_name)
 
     def plain(self) -> str:
-        """The engine of the model without speculation."""
+        """Return the engine folder of the model without speculation."""
         return str(self.workshop.engine(f"{self.model_name}-plain", self.model().folder, None, **LIMITS))
 
     def take_turns(self, section: str, contestants: Sequence[Contestant]) -> Any:
@@ -55,18 +55,18 @@ class Bench:
 
 
 class Guesses:
-    """A drafter that guesses at once: `length` ids counted up from the last token."""
+    """A drafter that takes no time: its drafts are `length` ids that count up from the last token."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.length = 0
 
     def use(self, length: int) -> None:
-        """Drafts a request, from now on."""
+        """Set the number of drafts of a request from now on."""
         self.length = length
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """See protocols.Drafter."""
+        """Return the same number of drafts for each request, at most its max_draft_len."""
         drafts = [[(r.tokens[-1] + 1 + j) % self.vocab_size for j in range(self.length)] for r in requests]
         lengths = [min(self.length, request.max_draft_len) for request in requests]
         return Proposal(
@@ -75,13 +75,14 @@ class Guesses:
         )
 
     def forget(self, request_id: int) -> None:
-        """See protocols.Drafter."""
+        """Do nothing, as this drafter keeps no state of a request."""
 
 
 class Recorded:
-    """An executable that runs in its first turn and gives the same outputs in later ones, which must ask for the same.
+    """An executable that runs in its first turn and returns the recorded outputs in later turns.
 
-    What is left of a step is the host's part alone, as fast as it is when no graph has swept the CPU's caches.
+    Later turns must ask for the same. Only the host's part of a step is then left, as fast as it is when no graph has
+    displaced the host's data from the CPU's caches.
     """
 
     def __init__(self, inner: Executable) -> None:
@@ -90,11 +91,11 @@ class Recorded:
         self.given: Iterator[StepOutputs] | None = None
 
     def rewind(self) -> None:
-        """A turn begins."""
+        """Begin a turn."""
         self.given = iter(self.outputs) if self.outputs else None
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """See protocols.Executable."""
+        """Return the next recorded outputs, or run the executable and record its outputs."""
         if self.given is not None:
             return next(self.given)
         self.outputs.append(self.inner.run(inputs))
@@ -102,7 +103,7 @@ class Recorded:
 
 
 def rows(bench: Bench) -> Result:
-    """One engine and its one copy of the weights; the drafter decides how many rows a step has."""
+    """Time one engine with one copy of the weights; the drafter sets the number of rows of a step."""
     model = bench.model()
     drafter = Guesses(model_vocab(model))
     speculation = {"method": "custom_class", "drafter": drafter, "num_speculative_tokens": 7}
@@ -127,7 +128,7 @@ def rows(bench: Bench) -> Result:
 
 
 def eagle3(bench: Bench) -> Result:
-    """Plain decoding and four heads, each an engine of its own, over the same number of tokens."""
+    """Time plain decoding and four heads, each in an engine of its own, over the same number of tokens."""
     model = bench.model()
     accepted = 2
     small, full = min(SMALL_VOCAB, model_vocab(model)), model_vocab(model)
@@ -169,7 +170,7 @@ def eagle3(bench: Bench) -> Result:
 
 
 def demo(bench: Bench) -> Result:
-    """Real acceptance: the trained head."""
+    """Time the trained head, whose acceptance is real."""
     model = bench.workshop.model("demo")
     assert model.eagle3 is not None
     speculation = {"method": "eagle3", "model": str(model.eagle3), "num_speculative_tokens": K}
@@ -219,7 +220,7 @@ def demo(bench: Bench) -> Result:
 
 
 def startup(bench: Bench) -> Result:
-    """Of the model's plain engine."""
+    """Time starts of the model's plain engine."""
     prompt = bench.model().prompts(1, INPUT_LEN)[0]
     starts = [start(bench.plain(), prompt, bench.threads, cold) for cold in (True, False, False, False)]
     cold, *warm = starts
@@ -251,17 +252,17 @@ SECTIONS: dict[str, Callable[[Bench], Result]] = {"rows": rows, "eagle3": eagle3
 
 
 def rows_name(count: int) -> str:
-    """ "1 row", "4 rows"."""
+    """Name of a number of rows: "1 row", "4 rows"."""
     return f"{count} row{'s' if count > 1 else ''}"
 
 
 def model_vocab(model: Model) -> int:
-    """Ids of the model's vocabulary."""
+    """Number of ids in the model's vocabulary."""
     return model.config["vocab_size"]  # type: ignore[no-any-return]
 
 
 def head_engine(bench: Bench, model: Model, draft_vocab: int, quantization: str | None) -> str:
-    """The model's engine with a head of random weights."""
+    """Return the folder of the model's engine with a head of random weights."""
     head = bench.workshop.head(model, draft_vocab)
     speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": K, "quantization": quantization}
     name = f"{model.name}-eagle3-{draft_vocab}" + (f"-{quantization}" if quantization else "")
@@ -269,7 +270,7 @@ def head_engine(bench: Bench, model: Model, draft_vocab: int, quantization: str 
 
 
 def huge_pages() -> str:
-    """How much of this process lies in huge pages: small ones cost up to a tenth of the bandwidth."""
+    """Text about this process's memory in huge pages; small pages cost up to a tenth of the bandwidth."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -280,6 +281,6 @@ def huge_pages() -> str:
 
 @contextmanager
 def opened(folder: str, speculation: Any = None, **options: Any) -> Iterator[EngineCore]:
-    """The engine of a folder, to be stepped by the caller's thread; prompts are always read in."""
+    """The engine of a folder, to be stepped by the caller's thread; prompts are always prefilled."""
     with LLM(folder, speculation, enable_prefix_caching=False, generation_config="off", **options) as llm:
         yield llm.engine

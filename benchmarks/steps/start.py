@@ -1,4 +1,4 @@
-"""Starting an engine in a fresh process, seen from outside; benchmarks/steps/child.py is that process."""
+"""Starts of an engine in a fresh process, measured from outside; benchmarks/steps/child.py is that process."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from benchmarks.steps.engines import environment
 
 @dataclass(frozen=True)
 class Start:
-    """One start. Seconds and bytes."""
+    """One start, in seconds and bytes."""
 
-    cold: bool  # the engine's files were put out of the page cache before, as far as the system obliges
-    import_s: float  # of trtspec, before the constructor
+    cold: bool  # the engine's files were dropped from the page cache before, if the system does so
+    import_s: float  # time to import trtspec, before the constructor
     constructor_s: float
-    first_token_s: float  # from the constructor's call
-    import_rss: int  # peak, once imported
+    first_token_s: float  # from the call of the constructor
+    import_rss: int  # peak, once trtspec is imported
     peak_rss: int  # once the first token is there
-    weight_bytes: int  # of the weights files, all of which is held
+    weight_bytes: int  # of the weights files, all of which are held in memory
     kv_bytes: int  # of the KV pool
 
     @property
     def overhead(self) -> int:
-        """Peak memory that is neither weights nor KV pool."""
+        """Peak memory beyond weights and KV pool."""
         return self.peak_rss - self.weight_bytes - self.kv_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def start(engine: str, prompt: list[int], threads: int, cold: bool) -> Start:
 
 
 def weight_file_bytes(engine: Path) -> int:
-    """Of all weights files in an engine folder."""
+    """Bytes of all weights files in an engine folder."""
     return sum(file.stat().st_size for file in engine.glob("*/weights.safetensors"))
 
 

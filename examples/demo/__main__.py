@@ -1,7 +1,7 @@
 """The main job: the same text, faster. Run as `make demo` or `python -m examples.demo`.
 
 A pretrained assistant, which is downloaded once (see examples/smollm2), answers questions. Without a network, or with
---tiny, the small models that are shipped continue code.
+--tiny, the shipped small models continue code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def ngram(num_drafts: int) -> dict[str, Any]:
 
 
 def suffix(num_drafts: int) -> dict[str, Any]:
-    """The same by suffixes; answers of earlier rounds, which are the same, are not looked at."""
+    """speculative_config of lookups by suffixes. They skip answers of earlier rounds, as those are the same."""
     return {"method": "suffix", "num_speculative_tokens": num_drafts, "suffix_decoding_max_cached_requests": 0}
 
 
@@ -42,7 +42,7 @@ MODES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "mtp": ("MTP", "mtp"),
     "eagle3": ("EAGLE3", "eagle3"),
 }
-"""Names for --modes, and what makes a Mode of the shipped models."""
+"""Modes of the shipped models: name for --modes -> arguments of Mode."""
 PROMPTS = (
     'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n        self.items = []\n\n    def',
     "import os\nimport sys\nimport unittest\n\n\nclass TestPath(unittest.TestCase):\n    def setUp(self):",
@@ -65,7 +65,11 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Show:
-    """What is shown. chat: prompts are questions, and answers end where the model ends them. streamed: so many."""
+    """The contents of a demo.
+
+    chat: whether prompts are questions, and answers end where the model ends them. streamed: number of answers that are
+    streamed.
+    """
 
     modes: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]]
     prompts: tuple[str, ...]
@@ -85,11 +89,11 @@ ASSISTANT = Show(
 
 @dataclass
 class Mode:
-    """One way to decode, and what it did."""
+    """A way to decode, with its results."""
 
     name: str
-    engine: str  # that runs it; see engines
-    speculative_config: dict[str, Any] | None = None  # beside what the engine was built for
+    engine: str  # name of the engine that runs it (engines.py)
+    speculative_config: dict[str, Any] | None = None  # in addition to what the engine was built for
     tokens: list[list[int]] = field(default_factory=list)  # of each prompt
     times: list[list[float]] = field(default_factory=list)  # of each prompt, seconds in each round
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -142,7 +146,7 @@ def main() -> int:
 
 
 def _assistant(console: Console) -> Show:
-    """The shipped models where the assistant cannot be had, with a line that says why."""
+    """Return the assistant's demo, or that of the shipped models if the assistant is not available, and say why."""
     try:
         with console.status("SmolLM2-135M-Instruct (90 MB, downloaded once)"):
             model_folder()
@@ -173,7 +177,7 @@ def _ids(llm: LLM, question: str) -> list[int]:
 
 
 def _measure(modes: list[Mode], engines: list[LLM], prompts: list[Any], params: SamplingParams, rounds: int) -> None:
-    """Every mode in turn, so that a slow moment of the machine hits all."""
+    """Run the modes in turn, so that a slow moment of the machine affects all."""
     for prompt in prompts:
         times = [[0.0] * rounds for _ in modes]
         for turn in range(rounds):
@@ -195,7 +199,7 @@ def _title(show: Show, temperature: float) -> str:
 
 
 def table(modes: list[Mode], title: str) -> Table:
-    """One row per mode; the speed-up is against the first."""
+    """One row per mode; the speed-up is relative to the first."""
     grid = Table(title=title)
     headings = ("tok/s", "speed-up", "tokens\n/step", "acceptance\nlength", "accepted\nat 1..K", "equals\nplain")
     for heading in ("mode", *headings):  # 80 characters wide in all
@@ -215,7 +219,7 @@ def table(modes: list[Mode], title: str) -> Table:
 
 
 def percentages(shares: list[float]) -> str:
-    """Fractions as "92 91 91 %"."""
+    """Fractions as text: "92 91 91 %"."""
     return " ".join(f"{100 * share:.0f}" for share in shares) + " %" if shares else "-"
 
 

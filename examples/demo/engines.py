@@ -1,4 +1,4 @@
-"""The demo's compiled engines: built when they are missing or made from something else, kept in build/demo-engines."""
+"""The demo's compiled engines, kept in build/demo-engines: built if they are missing or their inputs changed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "medusa": {"method": "medusa", "model": str(HERE / "medusa"), "num_speculative_tokens": K},
     "mtp": {"method": "mtp", "num_speculative_tokens": K},
 }
-"""What engines of the small models are built for; these models are shipped."""
+"""Speculation of the engines of the small models, which are shipped."""
 
 ASSISTANT: dict[str, dict[str, Any] | None] = {
     "assistant": None,
@@ -45,23 +45,23 @@ ASSISTANT: dict[str, dict[str, Any] | None] = {
         "quantization": "int8",
     },
 }
-"""What engines of the assistant are built for; it is downloaded."""
+"""Speculation of the engines of the assistant, which is downloaded."""
 
 
 def target_of(name: str) -> Path:
-    """The checkpoint of an engine: MTP modules have none of their own, but come with the same target's weights."""
+    """Checkpoint of an engine. MTP modules come in a checkpoint of their own, with the same target's weights."""
     if name in ASSISTANT:
         return MODEL
     return HERE / "mtp" if name == "mtp" else TARGET
 
 
 def speculation_of(name: str) -> dict[str, Any] | None:
-    """What an engine is built for."""
+    """Speculation that an engine is built for."""
     return ASSISTANT[name] if name in ASSISTANT else ENGINES[name]
 
 
 def build_missing(names: Collection[str], console: Console) -> dict[str, Path]:
-    """Name -> folder of each of these engines, all of them there and up to date."""
+    """Name -> folder of each of these engines, after all missing or outdated ones are built."""
     folders = {name: folder_of(name) for name in names}
     missing = [name for name, folder in folders.items() if not usable(folder)]
     if missing:
@@ -75,7 +75,7 @@ def build_missing(names: Collection[str], console: Console) -> dict[str, Path]:
 
 
 def build(name: str, folder: Path) -> Path:
-    """Compile one engine; in a process of its own, as compilers keep two cores busy."""
+    """Compile one engine and return its folder. Runs in a process of its own, as compilers keep two cores busy."""
     build_engine(target_of(name), folder, read_speculative_config(speculation_of(name)), CONFIG, replace_existing=True)
     for outdated in set(FOLDER.glob(f"{name}-*")) - {folder}:
         shutil.rmtree(outdated)
@@ -83,7 +83,7 @@ def build(name: str, folder: Path) -> Path:
 
 
 def usable(folder: Path) -> bool:
-    """Whole, and for this machine."""
+    """Whether the engine folder is complete and fits this machine."""
     try:
         engine = EngineFolder.open(folder)
         if engine is None:
@@ -95,5 +95,5 @@ def usable(folder: Path) -> bool:
 
 
 def folder_of(name: str) -> Path:
-    """Another one whenever what the engine is made of changes: checkpoints, settings, code."""
+    """Folder of an engine; its name changes with the engine's inputs: checkpoints, settings, code."""
     return FOLDER / f"{name}-{engine_digest(target_of(name), speculation_of(name), dataclasses.asdict(CONFIG))}"

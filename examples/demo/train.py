@@ -1,9 +1,9 @@
-"""Rebuilds the demo checkpoints: data, tokenizer, target, draft, evaluation, MODEL_CARD.md.
+"""Rebuild the demo checkpoints: data, tokenizer, target, draft, evaluation, MODEL_CARD.md.
 
     python examples/demo/train.py                       # about 100 minutes of training on two CPU cores
     python examples/demo/train.py --steps 20 --generated 16 --run runs/try --out runs/try/out    # does it work at all?
 
-Interrupt it whenever you like; the same command goes on where it was, losing a minute at most.
+It may be interrupted at any time. The same command then goes on where it was, and loses at most a minute.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trtspec.train.trainer import Stage, TrainConfig, Trainer
 VOCAB_SIZE = 4096
 TARGET_LAYERS, DRAFT_LAYERS = 8, 1
 TARGET_SHARE = 0.63  # of --minutes
-PROMPT, NEW = 64, 192  # tokens: what the target continues for the draft to learn from
+PROMPT, NEW = 64, 192  # tokens of a prompt, and of the target's continuation, for the draft to learn from
 EVAL_PROMPTS, EVAL_NEW = 40, 128
 PERPLEXITY_WINDOWS = (512, 2048)
 DTYPE = torch.bfloat16
@@ -78,7 +78,10 @@ def train_config(args: argparse.Namespace, share: float) -> TrainConfig:
 
 
 def target_trainer(args: argparse.Namespace, shards: Shards) -> Trainer:
-    """Short windows first (a CPU reads them fastest), long ones at the end so that long contexts work."""
+    """Trainer of the target.
+
+    Short windows come first, as a CPU is fastest with them. Long ones come last, so that long contexts work.
+    """
     model = LanguageModel(initialise(Decoder(llama_spec(VOCAB_SIZE, TARGET_LAYERS)), seed=0))
     stages = [
         Stage(0.70, (Windows(shards.train, 256, 8, seed=1),)),
@@ -90,7 +93,10 @@ def target_trainer(args: argparse.Namespace, shards: Shards) -> Trainer:
 
 
 def draft_trainer(args: argparse.Namespace, shards: Shards, target: Trainer, own: Tokens | None) -> Trainer:
-    """The draft learns from the corpus up to its early pair (or a quarter), then in turn from it and from `own`."""
+    """Trainer of the draft.
+
+    The draft learns from the corpus up to its early pair (or a quarter), and then from the corpus and `own` in turn.
+    """
     model = LanguageModel(initialise(Decoder(llama_spec(VOCAB_SIZE, DRAFT_LAYERS)), seed=1))
     teacher = LanguageModel(Decoder(llama_spec(VOCAB_SIZE, TARGET_LAYERS)))
     teacher.load_state_dict(target.model.state_dict())
@@ -121,7 +127,7 @@ def decoder_of(trainer: Trainer) -> Decoder:
 
 
 def ship(args: argparse.Namespace, shards: Shards, target: Trainer, draft: Trainer, stage: str) -> None:
-    """Exports both, measures what was exported, writes evaluation.json and MODEL_CARD.md."""
+    """Export both models, measure the exported checkpoints, and write evaluation.json and MODEL_CARD.md."""
     decoders, facts = [], []
     for name, trainer in (("target", target), ("draft", draft)):
         folder = args.out / name

@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct as a folder, and the training of the EAGLE3 head that is shipped beside this file.
+"""SmolLM2-135M-Instruct as a folder, and the training of the EAGLE3 head that is shipped next to this file.
 
     make smollm2                        # downloads the model and writes build/smollm2/model
     make smollm2 ARGS="--train"         # makes the head anew: about an hour of answers, then --minutes of training
 
-Each step of the training is kept under build/smollm2, and what was stopped goes on.
+Each step of the training is kept under build/smollm2. A training that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ HEAD_OPTIONS = {
 
 
 def model_folder() -> Path:
-    """The model as a Hugging Face folder in bf16, dequantised from Q4_1; made if it is not there."""
+    """Return the model as a Hugging Face folder in bf16, dequantised from Q4_1; make it if it is not there."""
     return MODEL if MODEL.is_dir() else convert(model_file(), MODEL)
 
 
 def questions() -> list[str]:
-    """What is asked in the held-out conversations."""
+    """The questions of the held-out conversations."""
     lines = QUESTIONS.read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["messages"][0]["content"] for line in lines]
 
 
 def train(minutes: float, out: Path) -> int:
-    """Prompts, answers, head. Returns `trtspec train`'s exit status."""
+    """Make prompts, answers and the head. Returns `trtspec train`'s exit status."""
     from examples.smollm2.answers import answer
     from examples.smollm2.overlap import Grams
     from examples.smollm2.prompts import write

@@ -1,4 +1,4 @@
-"""What the target answers to the prompts, and its hidden states meanwhile: what the head learns from."""
+"""The target's answers to the prompts, and its hidden states: the data that the head learns from."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from trtspec.text.tokenizer import Tokenizer
 from trtspec.train.chat import encode
 from trtspec.train.report import Report
 
-LENGTH = 256  # tokens of an answer, at most
+LENGTH = 256  # largest number of tokens of an answer
 TEMPERATURES = (0.0, 0.8)
-"""Of conversations in turn."""
-_PIECE = 1024  # conversations, whose second questions are asked when all first ones are answered
+"""Temperatures that the conversations have in turn."""
+_PIECE = 1024  # conversations at a time; second questions follow when all first ones are answered
 _BATCH = 128
-_PER_FILE = 256  # requests; a kill costs those that wait for more
+_PER_FILE = 256  # requests; a killed run loses those of a file that is not full yet
 
 
 def answer(model: Path, prompts: Path, layers: Sequence[int], states: Path, held_out: Grams) -> int:
-    """Answer the conversations of `prompts` in JSONL; shards of what the target computes, after `layers`, go to the
-    folder `states`. A killed run goes on. What shares words with `held_out` is left out; returns how many these are.
+    """Answer the conversations of `prompts` in JSONL, and write shards of the target's hidden states after `layers`.
+
+    The shards go to the folder `states`. A killed run goes on where it was. Requests that share words with `held_out`
+    are left out; the function returns their number.
     """
     tokenizer = Tokenizer.from_folder(model)
     assert tokenizer is not None
@@ -57,7 +59,7 @@ def answer(model: Path, prompts: Path, layers: Sequence[int], states: Path, held
 
 
 def _answer(llm: LLM, chats: dict[int, Chat]) -> None:
-    """Turn by turn, as far as the answers end. chats: by number."""
+    """Answer conversations turn by turn; one goes on only if its last answer has ended. chats: by number."""
     questions = {i: [message for message in chat if message["role"] == "user"] for i, chat in chats.items()}
     said: dict[int, Chat] = {i: [] for i in chats}
     going = list(chats)
@@ -82,18 +84,18 @@ def _params(number: int) -> SamplingParams:
 
 
 def _requests(shard: ShardReader) -> list[list[int]]:
-    """The ids of each."""
+    """Ids of each request of a shard."""
     return [part.tolist() for part in shard.ids().split(shard.lengths)]
 
 
 def _begins_one(prompt: list[int], texts: list[list[int]]) -> bool:
-    """texts: sorted."""
+    """Whether a text begins with `prompt`. texts: sorted."""
     place = bisect_left(texts, prompt)
     return place < len(texts) and texts[place][: len(prompt)] == prompt
 
 
 def _filter(shard: Path, tokenizer: Tokenizer, held_out: Grams) -> int:
-    """Leave out requests that share words with `held_out`; returns how many these are."""
+    """Remove requests that share words with `held_out`; returns their number."""
     reader = ShardReader(shard)
     clean = [i for i, ids in enumerate(_requests(reader)) if not held_out.overlaps(tokenizer.decode(ids))]
     lost = len(reader.lengths) - len(clean)

@@ -1,8 +1,8 @@
-"""What the head's target is asked in training: half of it about code, half about everything else.
+"""Prompts of the head's training, which the target answers: half of them about code, half about everything else.
 
-Code tasks are made of functions of packages under free licences (see sources.PACKAGES) and of tasks written here; the
-rest is tasks and subjects written here. What shares a run of 13 words with HumanEval, or with the questions that are
-held out, is left out (see overlap).
+Code tasks are made from functions of packages under free licences (sources.PACKAGES) and from tasks written here. The
+rest is made from tasks and subjects written here. Prompts that share a run of 13 words with HumanEval, or with the
+held-out questions, are left out (overlap.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from examples.smollm2.subjects import (
 Chat = list[dict[str, str]]
 
 COMPLETE = "Complete this Python function:\n\n```python\n{}\n```"
-"""The wording in which benchmarks ask, too; most tasks of code are asked in one of the others."""
+"""The wording that benchmarks use, too; most code tasks have one of the other wordings."""
 
 _COMPLETE = (
     COMPLETE,
@@ -54,8 +54,11 @@ _MAX_HEAD, _MAX_SOURCE = 700, 900  # characters
 
 
 class Function(NamedTuple):
-    """head: its signature with its docstring; summary: the docstring's first sentence; source: all of it, without the
-    docstring."""
+    """A function.
+
+    head: its signature with its docstring. summary: the docstring's first sentence. source: the whole function without
+    the docstring.
+    """
 
     name: str
     head: str
@@ -104,7 +107,7 @@ def _function(node: ast.FunctionDef) -> Function | None:
 
 
 def code_chats(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Tasks of code: five of ten complete a function, two write one, two ask about one, one is of any language."""
+    """Code tasks: of ten, five complete a function, two write one, two ask about one, and one is in any language."""
     some = functions()
     rng.shuffle(some)
     for i in range(count):
@@ -127,7 +130,7 @@ def code_chats(rng: random.Random, count: int) -> Iterator[Chat]:
 
 
 def other_chats(rng: random.Random, count: int) -> Iterator[Chat]:
-    """Everything else; one of six goes on with a second question."""
+    """Tasks about everything else; one of six goes on with a second question."""
     for i in range(count):
         subject, other = rng.choice(SUBJECTS), rng.choice(PAIRS)
         text = rng.choice(ABOUT_SUBJECTS).format(
@@ -145,8 +148,10 @@ def _ask(text: str) -> Chat:
 
 
 def write(file: Path, count: int, held_out: Grams, seed: int = 0) -> tuple[int, int]:
-    """`count` conversations, half of them of code, as JSONL. Returns how many of each half overlapped with `held_out`
-    and were left out."""
+    """Write `count` conversations as JSONL, half of them about code.
+
+    Returns, for each half, the number of conversations that overlapped with `held_out` and were left out.
+    """
     rng = random.Random(seed)
     chats: list[Chat] = []
     left_out = []

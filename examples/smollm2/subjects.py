@@ -1,4 +1,4 @@
-"""What training asks about, written for it."""
+"""Subjects and tasks of the training prompts, written for them."""
 
 from __future__ import annotations
 

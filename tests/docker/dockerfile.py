@@ -1,4 +1,4 @@
-"""Dockerfiles, read as the reference says (https://docs.docker.com/reference/dockerfile/), as far as ours go."""
+"""A parser of Dockerfiles for what ours contain; the reference is https://docs.docker.com/reference/dockerfile/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """`flags` are what follows the word as --name=value; `rest` is what follows those, as it is written."""
+    """An instruction. flags: the --name=value after the word; rest: the text after the flags, as it is written."""
 
     word: str
     flags: tuple[tuple[str, str], ...]
@@ -25,12 +25,12 @@ class Instruction:
     line: int
 
     def flag(self, name: str) -> str | None:
-        """The last that was given."""
+        """Value of the last flag of that name."""
         return dict(self.flags).get(name)
 
     @property
     def listed(self) -> list[str] | None:
-        """The exec form, where it is one."""
+        """Words of the exec form; None for another form."""
         try:
             parsed = json.loads(self.rest)
         except ValueError:
@@ -40,19 +40,19 @@ class Instruction:
 
 @dataclass
 class Stage:
-    """From one FROM to the next."""
+    """The instructions from one FROM to the next."""
 
     base: str
     name: str | None
     instructions: list[Instruction] = field(default_factory=list)
 
     def last(self, word: str) -> Instruction | None:
-        """The one that counts, of those that may be given once."""
+        """The last instruction of that word, which counts if the word may be given once."""
         return next((one for one in reversed(self.instructions) if one.word == word), None)
 
 
 def parse(text: str) -> list[Stage]:
-    """The stages. ValueError for what is not known here."""
+    """The stages of a Dockerfile. ValueError for what this parser does not know."""
     stages: list[Stage] = []
     for instruction in _instructions(text):
         if instruction.word == "FROM":
@@ -88,7 +88,7 @@ def _instructions(text: str) -> list[Instruction]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """$name, ${name} and ${name:-default} by their values; unknown ones are empty."""
+    """Replace $name, ${name} and ${name:-default} by their values; unknown variables are empty."""
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[2], match[3] or ""
@@ -98,12 +98,12 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def pairs(rest: str) -> dict[str, str]:
-    """Of ENV: name=value ..., quoted as a shell would."""
+    """Variables of an ENV instruction: name=value ..., quoted as in a shell."""
     return dict(one.split("=", 1) for one in shlex.split(rest))
 
 
 def healthcheck(instruction: Instruction) -> list[str]:
-    """Its command, in exec form. ValueError for another form."""
+    """Command of a HEALTHCHECK, in exec form. ValueError for another form."""
     word, _, command = instruction.rest.partition(" ")
     parsed = json.loads(command)
     if word != "CMD" or not isinstance(parsed, list):
@@ -131,7 +131,7 @@ class Ignored:
         return ignored
 
     def context(self, root: Path) -> list[Path]:
-        """The files that a build gets, relative."""
+        """Files that a build gets, relative to `root`."""
         files = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file())
         return [path for path in files if not self(path.as_posix())]
 

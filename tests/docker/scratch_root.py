@@ -1,15 +1,15 @@
-"""Builds an image's stages in folders of this machine, and runs what it would run: for where no container engine is.
+"""Build an image's stages in folders of this machine and run it there, for machines without a container engine.
 
-`unshare --mount python -m tests.docker.scratch_root BUILD.json`: all mounts are of that one namespace, and go with it.
+`unshare --mount python -m tests.docker.scratch_root BUILD.json`: all mounts are of that namespace, and end with it.
 
-What is as in an engine: every instruction of the Dockerfile is executed in its stage's own root (chroot), whose writes
-no one else sees; the build's context is cut by .dockerignore; ARG, ENV, WORKDIR and USER hold as they should. The
-server then runs as the image's user without any capability, as process 1 of its own namespaces of processes and
-network, on a root that cannot be written, and its health is asked for by the image's own command.
+As in an engine, every instruction of the Dockerfile is executed in its stage's own root (chroot), whose writes stay
+there. The build's context is cut by .dockerignore. ARG, ENV, WORKDIR and USER hold as they should. The server then runs
+as the image's user without any capability, as process 1 of its own process and network namespaces. Its root is
+read-only, and the image's own command checks its health.
 
-What is not: the base image. In place of python:* each stage begins with this machine's /usr, /etc and /var, and the
-Python that runs this under /usr/local; so it may have more in it than the image has, and another version of Python.
-A build's pip is told what this machine's is told.
+Unlike in an engine, the base image is not used. In place of python:* each stage begins with this machine's /usr, /etc
+and /var, and with the Python that runs this module under /usr/local. So the stage may contain more than the image, and
+another version of Python. A build's pip has the settings of this machine's pip.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _run(*command: str | Path) -> None:
 
 
 def _network() -> dict[str, str]:
-    """What this machine's pip needs to reach an index."""
+    """Environment variables that this machine's pip needs to reach an index."""
     wanted = re.compile(r"PIP_|\w*(_PROXY|_proxy|CERT\w*|CA_BUNDLE)$")
     return {name: value for name, value in os.environ.items() if wanted.match(name)}
 
 
 def _indices() -> set[Path]:
-    """Folders that this machine's pip looks into for packages."""
+    """Folders that this machine's pip searches for packages."""
     told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     found = {Path(match) for match in re.findall(r"(?<![\w.])/[\w./-]+", told.stdout.replace("file://", ""))}
     return {path for path in found if path.is_dir() and path.parts[1] not in ("etc", "usr", "var")}
@@ -52,7 +52,7 @@ def _indices() -> set[Path]:
 
 @dataclass
 class Root:
-    """A stage's file system, and what its instructions have set so far."""
+    """A stage's file system, and the state that its instructions have set so far."""
 
     folder: Path
     env: dict[str, str] = field(default_factory=lambda: {"PATH": _PATH})
@@ -62,11 +62,11 @@ class Root:
 
     @property
     def path(self) -> Path:
-        """Its /."""
+        """Path of its / on this machine."""
         return self.folder / "root"
 
     def inside(self, path: str) -> Path:
-        """Where a path of the stage's is out here; relative ones begin at its WORKDIR."""
+        """Path on this machine of a path of the stage; a relative path begins at its WORKDIR."""
         return self.path / os.path.normpath(os.path.join(self.workdir, path)).lstrip("/")
 
     def make(self) -> None:
@@ -101,7 +101,7 @@ class Root:
         _run("mount", "-t", "overlay", "-o", options, "overlay", self.path / name)
 
     def bind(self, outside: Path, inside: str, read_only: bool = False) -> Path:
-        """Mount a folder of this machine's; returns where."""
+        """Mount a folder of this machine, and return its path in the stage."""
         target = self.inside(inside)
         target.mkdir(parents=True, exist_ok=True)
         _run("mount", "--bind", outside, target)
@@ -110,7 +110,7 @@ class Root:
         return target
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """For a program in it, as its user, in its WORKDIR, without capabilities where that is not root."""
+        """Command of a program in this root, as its user, in its WORKDIR; without capabilities unless that is root."""
         user, group = self.user.split(":")
         careful = [] if user == "0" else ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
         return [
@@ -120,7 +120,7 @@ class Root:
 
 
 class Builder:
-    """Executes the stages one after the other."""
+    """A builder that executes the stages one after the other."""
 
     def __init__(self, context: Path, scratch: Path, cache: Path, build_args: Mapping[str, str]) -> None:
         self.context, self.scratch, self.cache, self.build_args = context, scratch, cache, build_args
@@ -128,7 +128,7 @@ class Builder:
         self.files = Ignored((context / ".dockerignore").read_text()).context(context)
 
     def build(self, stages: Sequence[Stage]) -> Root:
-        """The last stage's root."""
+        """Build the stages, and return the last one's root."""
         for index, stage in enumerate(stages):
             if not re.match(r"python:\d", stage.base):
                 raise ValueError(f"FROM {stage.base}: this machine stands in for python:* alone")
@@ -141,7 +141,10 @@ class Builder:
         return root
 
     def execute(self, root: Root, instruction: Instruction) -> None:
-        """One instruction; CalledProcessError where a command fails. What only describes the image does nothing."""
+        """Execute one instruction; those that only describe the image do nothing.
+
+        CalledProcessError if a command fails.
+        """
         rest = expand(instruction.rest, {**root.arguments, **root.env})
         if instruction.word == "ARG":
             name, _, default = rest.partition("=")
@@ -159,7 +162,7 @@ class Builder:
             self.run(root, instruction)
 
     def copy(self, root: Root, instruction: Instruction, names: Sequence[str]) -> None:
-        """Files go into a folder under their names, of a folder all that is in it; root owns them."""
+        """Copy files into a folder under their names, and a folder's contents; root owns the copies."""
         if set(dict(instruction.flags)) - {"from"}:
             raise ValueError(f"COPY with {instruction.flags}")
         *sources, last = names
@@ -182,7 +185,7 @@ class Builder:
         _run("cp", "-R", "-T", "--no-dereference", "--preserve=mode,timestamps,links", source, target)
 
     def run(self, root: Root, instruction: Instruction) -> None:
-        """By /bin/sh; cache mounts are folders that outlive the build."""
+        """Run a command by /bin/sh; cache mounts are folders that outlive the build."""
         mounted = []
         for name, value in instruction.flags:
             options = dict(one.split("=", 1) for one in value.split(",") if "=" in one)
@@ -192,7 +195,7 @@ class Builder:
             kept.mkdir(parents=True, exist_ok=True)
             mounted.append(root.bind(kept, options["target"]))
         env = {"HOME": "/root", **_network(), **root.arguments, **root.env}
-        # the shell gets its text as it is written: variables are its own affair
+        # the shell gets the text as it is written, and expands the variables itself
         subprocess.run(root.command(["/bin/sh", "-c", instruction.rest]), env=env, stdout=sys.stderr, check=True)
         for one in mounted:
             _run("umount", one)
@@ -203,8 +206,10 @@ fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh14x", b"lo", 0x1 | 0x40))"
 
 
 class Container:
-    """What runs on a root that cannot be written, but for /tmp: what Docker does with --read-only --tmpfs /tmp:OPTIONS,
-    where nothing can be executed unless they say so."""
+    """A program that runs on a read-only root with a writable /tmp, as with Docker's --read-only --tmpfs /tmp:OPTIONS.
+
+    Nothing in /tmp can be executed unless the options say so.
+    """
 
     def __init__(self, root: Root, command: Sequence[str], volumes: Mapping[str, str], tmpfs: str) -> None:
         self.root = root
@@ -230,13 +235,13 @@ class Container:
         return int(children[0])
 
     def execute(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command in it, beside what runs."""
+        """Run a command in the container, next to its program."""
         enter = ["nsenter", f"--target={self.pid}", "--mount", "--net", "--pid"]
         command = [*enter, *self.root.command(words)]
         return subprocess.run(command, env=self.root.env, capture_output=True, text=True, check=False, timeout=120)
 
     def wait_for(self, words: Sequence[str]) -> float:
-        """Until that command succeeds; the seconds it took."""
+        """Repeat a command until it succeeds, and return the seconds it took."""
         start = time.monotonic()
         while (done := self.execute(*words)).returncode:
             if self.process.poll() is not None or time.monotonic() - start > 120:
@@ -245,12 +250,12 @@ class Container:
         return time.monotonic() - start
 
     def status(self) -> dict[str, str]:
-        """/proc/PID/status of its process 1."""
+        """Fields of /proc/PID/status of its process 1."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
     def descendants(self) -> list[int]:
-        """The processes below its process 1."""
+        """Ids of the processes below its process 1."""
         found, pending = [], [self.pid]
         while pending:
             pid = pending.pop()
@@ -260,7 +265,7 @@ class Container:
         return found
 
     def stop(self, seconds: float) -> int:
-        """SIGTERM to its process 1; the exit status."""
+        """Send SIGTERM to its process 1, and return the exit status."""
         os.kill(self.pid, signal.SIGTERM)
         return self.process.wait(seconds)
 
@@ -272,8 +277,11 @@ print(urllib.request.urlopen(request, timeout=60).read().decode())"""
 
 
 def main(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Build, start, ask and stop; what was seen. order: dockerfile, context, scratch, cache, build_args, volumes,
-    tmpfs (options of /tmp), arguments (for the entry point), request (for /v1/completions)."""
+    """Build, start, ask and stop; return the observations.
+
+    The keys of `order` are dockerfile, context, scratch, cache, build_args, volumes, tmpfs (options of /tmp), arguments
+    (for the entry point) and request (for /v1/completions).
+    """
     start = time.monotonic()
     stages = parse(Path(order["dockerfile"]).read_text())
     builder = Builder(Path(order["context"]), Path(order["scratch"]), Path(order["cache"]), order["build_args"])

@@ -1,5 +1,7 @@
-"""Dockerfile.cpu, executed step by step in a scratch root, and served from there; see scratch_root.py. Minutes, hence
-`make test-docker`."""
+"""Dockerfile.cpu, executed step by step in a scratch root (scratch_root.py), and the server that runs there.
+
+The tests take minutes, hence `make test-docker`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
 
 
 def _why_not(folder: Path) -> str | None:
-    """What this machine lacks for it."""
+    """Reason why this machine cannot run these tests, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "wants root on Linux, to mount and chroot"
     if sys.base_prefix == "/usr":
@@ -59,7 +61,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "context": str(ROOT),
         "scratch": str(scratch / "stages"),
         "cache": str(ROOT / "build" / "docker-cache"),
-        # whatever index this machine has, with torch among its packages
+        # this machine's index, with torch among its packages
         "build_args": {"TORCH_INDEX": os.environ.get("TORCH_INDEX", "https://pypi.org/simple")},
         "volumes": {str(engine): "/models"},
         "tmpfs": documented[1] or "noexec",
@@ -90,7 +92,7 @@ def test_it_is_nobody_and_writes_nowhere(seen: dict[str, Any]) -> None:
 
 
 def test_it_stops_when_it_is_told_to(seen: dict[str, Any]) -> None:
-    """As process 1, to which a signal without a handler does nothing."""
+    """The server stops although it is process 1, for which a signal without a handler does nothing."""
     assert seen["pid_inside"] == "1"
     assert seen["exit_status"] == 0
 
@@ -108,6 +110,6 @@ def test_it_holds_what_is_pinned(seen: dict[str, Any]) -> None:
 
 
 def _plain(line: str) -> tuple[str, str]:
-    """PyYAML==6.0+cpu -> pyyaml, 6.0"""
+    """Normalised name and version: PyYAML==6.0+cpu -> pyyaml, 6.0."""
     name, version = line.split("==")
     return re.sub(r"[-_.]+", "-", name).lower(), version.split("+")[0]

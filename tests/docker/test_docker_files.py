@@ -1,4 +1,4 @@
-"""What docker/ says, checked without running it: hadolint's rules, ours, compose's schema, the dashboard's queries."""
+"""The files of docker/, checked without running them: hadolint's and our rules, compose's schema, dashboard queries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DASHBOARD = FOLDER / "grafana" / "dashboards" / "trtspec.json"
 
 
 def tool(name: str) -> str:
-    """Of this venv, or of the machine; skips without it."""
+    """Path of a program of this venv, or of the machine. Skips the test if there is none."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed; pip install -e '.[dev]' has it where there are wheels")
@@ -49,7 +49,10 @@ ENTRYPOINT ["trtspec", "serve"]
 
 
 def _pinned(stages: list[Stage]) -> bool:
-    """To a version of three numbers, or a release of NVIDIA's, which are never made again; and not to `latest`."""
+    """Whether bases are pinned, to a version of three numbers or to a release of NVIDIA's, which never changes.
+
+    The tag `latest` is no pin.
+    """
     return all(re.search(r":(\d+\.\d+\.\d+[\w.-]*(@sha256:[0-9a-f]{64})?|\d\d\.\d\d-py3)$", one.base) for one in stages)
 
 
@@ -59,7 +62,7 @@ def _leaves_root(stages: list[Stage]) -> bool:
 
 
 def _takes_signals(stages: list[Stage]) -> bool:
-    """In exec form: there is no shell between a signal and the server."""
+    """Whether the entry point has exec form: then there is no shell between a signal and the server."""
     entry, stop = stages[-1].last("ENTRYPOINT"), stages[-1].last("STOPSIGNAL")
     return entry is not None and entry.listed is not None and stop is not None and stop.rest == "SIGTERM"
 
@@ -70,18 +73,18 @@ def _is_checked(stages: list[Stage]) -> bool:
 
 
 def _compiles_elsewhere(stages: list[Stage]) -> bool:
-    """What builds stays in a stage that is thrown away: of pip and of compilers nothing is run in the last one."""
+    """Whether the last stage runs neither pip nor a compiler: these stay in a stage that is thrown away."""
     runs = [one.rest for one in stages[-1].instructions if one.word == "RUN"]
     return len(stages) > 1 and not any(re.search(r"\b(pip|g\+\+|make|build_plugins\.py)\b", one) for one in runs)
 
 
 def _holds_no_model(stages: list[Stage]) -> bool:
-    """Models are mounted."""
+    """Whether no model is copied, as models are mounted."""
     copies = [one.rest for stage in stages for one in stage.instructions if one.word == "COPY"]
     return not any(re.search(r"(^|\s)(\.\s|\S*examples|\S*\.safetensors)", one) for one in copies)
 
 
-RULES: dict[str, tuple[Callable[[list[Stage]], bool], str, str]] = {  # what is good in GOOD -> what is bad
+RULES: dict[str, tuple[Callable[[list[Stage]], bool], str, str]] = {  # name -> rule, what is good in GOOD, what is bad
     "pinned": (_pinned, "FROM python:3.12.14-slim-bookworm\n", "FROM python:3.12\n"),
     "not latest": (_pinned, "FROM python:3.12.14-slim-bookworm AS", "FROM python:latest AS"),
     "not root": (_leaves_root, "USER 10001:10001\n", "USER 0:0\n"),
@@ -142,7 +145,7 @@ def test_a_server_that_listens_to_all_is_one_in_a_container() -> None:
         assert entry.listed == ["trtspec", "serve", "--host", "0.0.0.0", "--port", "8000"]
 
 
-# -- what is read from them -------------------------------------------------------------------------------------------
+# -- what the parser reads -------------------------------------------------------------------------------------------
 
 
 def test_dockerfiles_are_read_as_docker_does() -> None:
@@ -249,7 +252,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def measured() -> dict[str, set[str]]:
-    """Labels by name of what a server's /metrics has, once everything has happened that is counted."""
+    """Labels by name of the metrics that a server's /metrics has once every counted event has happened."""
     metrics = HTTPMetrics(EngineClient({}), "model")
     metrics.requests.labels("/v1/completions", "200").inc()
     metrics.count(Delta(0, 0, "a", [1, 2], [1, 3], 1, False, "stop"))
@@ -261,7 +264,7 @@ def measured() -> dict[str, set[str]]:
 
 
 def unknown(expression: str, known: Mapping[str, set[str]]) -> set[str]:
-    """Metrics, and labels, that a query asks for and nothing has."""
+    """Metrics and labels that a query asks for and that do not exist."""
     names = set(re.findall(r"\btrtspec_\w+", expression))
     labels: set[str] = set().union(*(known.get(name, set()) for name in names))
     asked = {label.strip() for group in re.findall(r"\bby \(([^)]*)\)", expression) for label in group.split(",")}
@@ -278,7 +281,7 @@ def test_an_unknown_metric_is_found() -> None:
 
 
 def test_the_dashboard_divides_by_the_steps_that_it_names() -> None:
-    """Of four steps two have drafts, three of which are accepted."""
+    """Two of four steps have drafts, of which three are accepted."""
     metrics, offered = HTTPMetrics(EngineClient({}), "model"), [(2, 2), (2, 1), (0, 0), (0, 0)]
     for drafted, accepted in offered:
         metrics.count(Delta(0, 0, "a", [1] * (accepted + 1), [1] * drafted, accepted, False))

@@ -1,4 +1,4 @@
-"""What executes Dockerfiles here does what an engine does, as far as it can be seen without mounts."""
+"""scratch_root executes Dockerfiles as an engine does, as far as that can be tested without mounts."""
 
 from __future__ import annotations
 

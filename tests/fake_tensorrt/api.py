@@ -1,11 +1,12 @@
-"""A stand-in for the module `tensorrt` where a builder cannot be made: without a GPU, or without TensorRT at all.
+"""A stand-in for the module `tensorrt`, for machines that cannot make a builder: without a GPU or without TensorRT.
 
 Its classes have the methods, parameters and properties of TensorRT's Python bindings, as recorded in
-tests/contract/tensorrt_api.json; anything else is an error. A network records its layers, says of each tensor what
-dtype and shape TensorRT documents for it, refuses what TensorRT documents as wrong (ranks, dtypes, sizes computed from
-data), and computes: `FakeNetwork._run` gives each layer's documented result (arithmetic.py, moves.py).
+tests/contract/tensorrt_api.json. Anything else is an error. A network records its layers, and each tensor has the dtype
+and shape that TensorRT documents for it. The network refuses what TensorRT documents as wrong: ranks, dtypes, sizes
+computed from data. It also computes: `FakeNetwork._run` returns each layer's documented result (arithmetic.py,
+moves.py).
 
-It is not TensorRT: that a network passes here says that it means what it should, not that TensorRT builds it.
+It is not TensorRT. A network that passes here means what it should, but TensorRT may still fail to build it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ API = json.loads((Path(__file__).parents[1] / "contract" / "tensorrt_api.json").
 
 
 class Misuse(Exception):
-    """What TensorRT would refuse."""
+    """An error for what TensorRT would refuse."""
 
 
 def _enumerations() -> dict[str, Any]:
@@ -57,7 +58,7 @@ def _members(cls: str, kind: str) -> dict[str, Any]:
 
 
 def bind(cls: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, for the first overload that takes them. Misuse where none does."""
+    """Arguments by name, for the first overload that accepts them. Misuse if no overload does."""
     overloads = _members(cls, "methods").get(method)
     if overloads is None:
         raise Misuse(f"{cls} has no method {method}")
@@ -72,7 +73,7 @@ def bind(cls: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 class Stand:
-    """Something of class `_cls`: what it has is in API; `_<method>` does it, and properties are kept as they are."""
+    """An object of class `_cls`. API lists its members, `_<method>` implements a method, properties are kept as set."""
 
     _cls = ""
 
@@ -91,7 +92,7 @@ class Stand:
 
 
 class Weights(Stand):
-    """Refers to memory, as TensorRT's do."""
+    """Weights that refer to memory, as TensorRT's do."""
 
     _cls = "Weights"
 
@@ -100,7 +101,7 @@ class Weights(Stand):
         self._type, self._address, self._count = bound["type"], bound["ptr"], bound["count"]
 
     def _read(self, shape: tuple[int, ...]) -> Tensor:
-        """A copy of the memory, now."""
+        """A copy of what the memory holds now."""
         packed = self._type == DataType.INT4
         element = TORCH[self._type]
         size = (self._count + 1) // 2 if packed else self._count * element.itemsize

@@ -1,6 +1,6 @@
-"""Stand-ins for layers that compute: of each the dtype and shape of its outputs, what it refuses, what it gives.
+"""Stand-ins for layers that compute: dtype and shape of their outputs, what they refuse, and their results.
 
-From the docstrings of TensorRT's bindings and its operator reference (docs.nvidia.com, TensorRT operators).
+The sources are the docstrings of TensorRT's bindings and its operator reference (docs.nvidia.com, TensorRT operators).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Constant(FakeLayer):
         held: Tensor = weights._read(shape) if self._copy is None else self._copy
         return held
 
-    _copy: Tensor | None = None  # what a plan holds: the memory may be gone
+    _copy: Tensor | None = None  # the values in a plan, as the memory may be freed
 
 
 class Shape(FakeLayer):
@@ -225,7 +225,7 @@ class Dequantize(FakeLayer):
 
 
 class Plugin(FakeLayer):
-    """`plugin`: a FakePlugin."""
+    """A layer of a plugin. The setting `plugin` is a FakePlugin."""
 
     takes = ("inputs", "shape_inputs")
 

@@ -1,6 +1,6 @@
 """Stand-ins for TensorRT's own attention: KVCacheUpdate and IAttention.
 
-From the docstrings of TensorRT's bindings and its operator reference (docs.nvidia.com, TensorRT operators).
+The sources are the docstrings of TensorRT's bindings and its operator reference (docs.nvidia.com, TensorRT operators).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PACKED = ENUMS["AttentionIOForm"].PACKED_NHD
 
 
 class Optional(FakeLayer):
-    """A layer with inputs that are properties. `properties`: their indices."""
+    """A layer with inputs that are properties. properties: index of each such input."""
 
     properties: dict[str, int] = {}  # noqa: RUF012
 
@@ -44,7 +44,7 @@ class KVCacheUpdate(Optional):
         return [(cache.dtype, cache.shape)]
 
     def _check_ends(self) -> None:
-        """What is known once all of the network is."""
+        """Check what is known only once the whole network is."""
         cache, update = self._given[:2]
         assert cache is not None
         assert update is not None
@@ -78,7 +78,7 @@ class KVCacheUpdate(Optional):
 
 
 class Attention(Optional):
-    """Softmax of q k, as given, times v, for packed queries over padded keys."""
+    """Softmax of q k, without any scale, times v, for packed queries over padded keys."""
 
     takes = ("query", "key", "value")
     properties = {"query_lengths": 3, "key_value_lengths": 4}  # noqa: RUF012

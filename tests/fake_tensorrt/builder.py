@@ -1,4 +1,4 @@
-"""The stand-ins for the builder, its config and its profiles, and for the module `tensorrt` itself."""
+"""Stand-ins for the builder, its config and its profiles, and for the module `tensorrt` itself."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class FakeConfig(Stand):
 
 
 class FakeBuilder(Stand):
-    """A Builder whose plan is a line of text: nothing can be built here. `_built` is what was asked for last."""
+    """A Builder whose plan is a line of text, as nothing can be built here. _built: arguments of the last build."""
 
     _cls = "Builder"
     _built: tuple[FakeNetwork, FakeConfig] | None = None
@@ -120,7 +120,7 @@ class FakeLogger(Stand):
 
 
 class FakeTensorRT:
-    """The module."""
+    """The module `tensorrt`."""
 
     __version__ = API["version"]
     Weights = Weights

@@ -1,4 +1,4 @@
-"""What the stand-ins for ITensor and ILayer have in common: dtypes and shapes that follow from the inputs'."""
+"""The common parts of the stand-ins for ITensor and ILayer: dtypes and shapes that follow from those of the inputs."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class FakeTensor(Stand):
 
 
 class FakeLayer(Stand):
-    """An ILayer. `takes`: which arguments of its add_ method are inputs."""
+    """An ILayer. takes: arguments of its add_ method that are inputs."""
 
     takes: ClassVar[tuple[str, ...]] = ("input",)
-    sizes: ClassVar[tuple[int, ...]] = ()  # inputs that must be known before any data is
+    sizes: ClassVar[tuple[int, ...]] = ()  # indices of inputs that must be known before any data is
 
     def __init__(self, cls: str, arguments: dict[str, Any]) -> None:
         self._cls = cls
@@ -102,7 +102,7 @@ class FakeLayer(Stand):
         raise NotImplementedError
 
     def _known(self) -> list[int]:
-        """What can be said of a vector's values before any data is: -1 where nothing can."""
+        """Values of a vector that are known before any data is; -1 for each unknown one."""
         shape = self._infer()[0][1]
         return [-1] * (shape[0] if shape else 1)
 
@@ -126,7 +126,7 @@ def known(tensor: FakeTensor) -> list[int]:
 
 
 def broadcast(layer: FakeLayer, *shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of equal ranks, each size equal or 1."""
+    """Shape of the broadcast inputs. They must have equal ranks, and each size must be equal or 1."""
     if len({len(shape) for shape in shapes}) != 1:
         layer._refuse(f"inputs of ranks {[len(shape) for shape in shapes]}")
     out = []

@@ -1,6 +1,6 @@
-"""Stand-ins for layers that move numbers about: slices, gathers, shapes.
+"""Stand-ins for layers that move numbers: slices, gathers, shapes.
 
-From the docstrings of TensorRT's bindings and its operator reference (docs.nvidia.com, TensorRT operators).
+The sources are the docstrings of TensorRT's bindings and its operator reference (docs.nvidia.com, TensorRT operators).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Slice(FakeLayer):
     sizes = (1, 2, 3)
 
     def _vectors(self) -> list[list[int]]:
-        """start, size, stride; -1 where not known before the run."""
+        """Start, size and stride; -1 for a value that is not known before the run."""
         fixed = [list(self._arguments[name]) for name in ("start", "shape", "stride")]
         given = [*self._given[1:4], None, None, None][:3]
         return [known(tensor) if tensor is not None else vector for tensor, vector in zip(given, fixed, strict=True)]

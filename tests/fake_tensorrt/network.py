@@ -1,4 +1,4 @@
-"""The stand-in for INetworkDefinition: records layers, checks them, and computes what they are documented to."""
+"""The stand-in for INetworkDefinition: it records layers, checks them, and computes their documented results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class FakeNetwork(Stand):
         return True
 
     def _copy_weights(self) -> None:
-        """From the memory that constants refer to: from here on it may go."""
+        """Copy weights from the memory that constants refer to, which may be freed afterwards."""
         for layer in self._layers:
             if isinstance(layer, arithmetic.Constant):
                 layer._copy = layer._value()
@@ -102,14 +102,14 @@ class FakeNetwork(Stand):
         return {name: layers[id(self._weights[name])] for name in self._refittable}
 
     def _check(self) -> None:
-        """Every layer's dtypes and shapes."""
+        """Check every layer's dtypes and shapes."""
         for layer in self._layers:
             layer._infer()
             if isinstance(layer, attention.KVCacheUpdate):
                 layer._check_ends()
 
     def _aliases(self) -> dict[str, str]:
-        """Output -> the input whose memory it is, through any number of plugins."""
+        """Output -> the input whose memory it shares, through any number of plugins."""
         found = {}
         for output in self._outputs:
             tensor = output
@@ -120,7 +120,7 @@ class FakeNetwork(Stand):
         return found
 
     def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each output, computed layer by layer in the order in which they were added."""
+        """Return each output. Layers are computed in the order in which they were added."""
         values: dict[int, Tensor] = {}
         for tensor in self._inputs:
             given = inputs[tensor.name]

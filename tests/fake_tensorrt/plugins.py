@@ -1,5 +1,8 @@
-"""Our plugins as the networks of this folder take them: described as the quick-deploy plugins declare
-themselves (tests/contract holds both together), computed by the reference ops."""
+"""Our plugins, for the networks of this folder.
+
+They are described as the quick-deploy plugins declare themselves (tests/contract compares the two), and computed by the
+reference ops.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests.fake_tensorrt.layer import FakeTensor
 
 _ABSENT = {"penalties": torch.float32, "bias_values": torch.float32, "sinks": torch.float32, "vocab_ids": torch.int64}
 _I32, _I64, _F32, _BOOL = DataType.INT32, DataType.INT64, DataType.FLOAT, DataType.BOOL
-_TAKES = {  # rank and dtype of inputs (None: any float, all the same)
+_TAKES = {  # rank and dtype of inputs (None: any float dtype, the same for all)
     "q": (3, None), "k": (3, None), "v": (3, None), "k_cache": (4, None), "v_cache": (4, None), "cu_q_lens": (1, _I32),
     "kv_lens": (1, _I32), "block_tables": (2, _I32), "logits": (2, _F32), "positions": (1, _I64), "ban_ids": (2, _I32),
     "ban_until": (2, _I64), "temperatures": (1, _F32), "top_ks": (1, _I32), "top_ps": (1, _F32), "min_ps": (1, _F32),
@@ -68,6 +71,6 @@ class FakePlugin:
 def fake_plugin_of(
     op: str, present: Collection[str], attributes: Mapping[str, int | float]
 ) -> tuple[FakePlugin, tuple[str, ...]]:
-    """See trtspec.backends.tensorrt.network.PluginOf."""
+    """Return a plugin and the names of its inputs, as trtspec.backends.tensorrt.network.PluginOf does."""
     name = plugin_of(op, present)
     return FakePlugin(name, attributes), PLUGINS[name].inputs

@@ -1,4 +1,4 @@
-"""What a builder was asked to build, in a few lines for people."""
+"""A readable summary, in a few lines, of what a builder was asked to build."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fake_tensorrt.network import FakeNetwork
 
 
 def summary(network: FakeNetwork, config: FakeConfig) -> str:
-    """Inputs with their profiles, layers counted, plugins one by one, outputs with aliases, flags."""
+    """Lines of text: inputs with their profiles, number of layers, each plugin, outputs with aliases, flags."""
     lines = ["inputs: least, usual, largest shape of each profile"]
     for tensor in network._inputs:
         shapes = "; ".join(
@@ -41,7 +41,7 @@ def summary(network: FakeNetwork, config: FakeConfig) -> str:
 
 
 def kind(layer: FakeLayer) -> str:
-    """IElementWiseLayer SUM INT64, say."""
+    """Kind of a layer, such as "IElementWiseLayer SUM INT64"."""
     operation = next((f" {layer._settings[name].name}" for name in ("op", "mode") if name in layer._settings), "")
     if isinstance(layer, Plugin):
         operation = f" {layer._settings['plugin'].name}"
@@ -54,6 +54,6 @@ def shape(tensor: FakeTensor | None) -> str:
 
 
 def described(tensor: FakeTensor) -> str:
-    """With the names of open sizes."""
+    """The tensor as text, with the names of open sizes."""
     sizes = [tensor._dimensions.get(i, str(size)) for i, size in enumerate(tensor.shape)]
     return f"{tensor.name} {tensor.dtype.name}[{','.join(sizes)}]"

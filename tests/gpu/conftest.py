@@ -1,4 +1,4 @@
-"""Skips what wants a GPU where there is none, and gives models to both the GPU and what stands in for it."""
+"""Skips tests that need a GPU if there is none, and makes models for the GPU and for its stand-in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtspec.ops import load_plugins
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Of tests marked so: there is a GPU, and our kernels serve on it."""
+    """Skip a test marked `gpu` without a GPU, and check that our kernels run on the GPU."""
     if item.get_closest_marker("gpu") is None:
         return
     if WHY_NOT:
@@ -22,5 +22,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """target/, draft/ and head/: tiny."""
+    """A folder with target/, draft/ and head/, all tiny."""
     return make_models(tmp_path_factory.mktemp("models"))

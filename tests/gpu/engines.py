@@ -1,8 +1,8 @@
-"""Whole engines of backend "cuda": what test_gpu_engine.py calls on a GPU, and test_selfcheck.py on a stand-in for one.
+"""Checks of whole engines of backend "cuda": test_gpu_engine.py runs them on a GPU, test_selfcheck.py on a stand-in.
 
-Outputs are compared with those of the same backend bit for bit, and with eager decoding on the CPU up to near-ties: at
-the first difference of an output, the id that the GPU drew is behind the CPU's by less than rounding explains, in ulps
-of bf16 of the row's largest logit (tests/e2e/near_ties.py).
+Outputs are compared bit for bit with those of the same backend. With eager decoding on the CPU they are compared up to
+near-ties. At the first difference of an output, the logit of the GPU's id is below that of the CPU's id by less than
+rounding explains. The unit is the ulp of bf16 of the row's largest logit (tests/e2e/near_ties.py).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ WIDE: dict[str, Any] = {"max_batch_size": 8, "block_size": 4, "num_kv_blocks": 3
 
 NEAR_TIES = {
     "float32": 0.01,  # 655 ulps of fp32: three to eight layers of sums in another order
-    "bfloat16": 8.0,  # hidden states of 8 bits, rounded some 6 times a layer; so far away from the CPU's at most
+    "bfloat16": 8.0,  # hidden states of 8 bits, rounded some 6 times a layer: at most this far from the CPU's
     "quantised": 8.0,  # a number of x that rounds to the next integer of 8 bits: a 127th of its row's largest
 }
-"""Bounds of a difference, see above."""
+"""Bounds of a difference, in the unit of the module's docstring."""
 
 PROMPTS = (
     "def read_config(filename):\n",
@@ -57,7 +57,7 @@ def demo_speculation(mode: str) -> dict[str, Any] | None:
 
 
 def demo_cases(llm: LLM, max_tokens: int) -> list[Case]:
-    """The first lines of programs, greedy and sampled in turn."""
+    """First lines of programs, greedy and sampled in turn."""
     assert llm.tokenizer is not None
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return [
@@ -74,13 +74,13 @@ def on_gpu(folder: Path, speculation: dict[str, Any] | None = None, **options: A
 
 
 def alone(folder: Path, cases: Sequence[Case], **options: Any) -> list[Outcome]:
-    """What plain decoding on the GPU makes of each, one by one."""
+    """Outcomes of plain decoding on the GPU, of each case alone."""
     with on_gpu(folder, **{**WIDE, "enable_prefix_caching": False, **options}) as llm:
         return run_alone(llm.engine, cases)
 
 
 def kv_of(llm: LLM) -> Sequence[KVLayer]:
-    """The layers of the target's launch."""
+    """The KV layers of the target's launch."""
     timed: Any = llm.engine.loop.target
     kv: Sequence[KVLayer] = timed.inner.kv
     return kv
@@ -89,7 +89,7 @@ def kv_of(llm: LLM) -> Sequence[KVLayer]:
 def check_words_are_eager_s(
     folder: Path, cases: list[Case], theirs: list[Outcome], bound: float, **options: Any
 ) -> None:
-    """`theirs`, the GPU's, are what eager decoding gives on the CPU, or differ first in a near-tie."""
+    """Check that `theirs`, the GPU's outputs, are those of eager decoding on the CPU, or first differ in a near-tie."""
     with LLM(folder, **{**WIDE, "enable_prefix_caching": False, **options}) as eager:
         ours = run_alone(eager.engine, cases)
         gaps = first_gaps(eager.engine, cases, ours, theirs)
@@ -100,13 +100,16 @@ def check_words_are_eager_s(
 def check_graphs_change_nothing(
     folder: Path, speculation: dict[str, Any] | None, cases: list[Case], **options: Any
 ) -> Run:
-    """Steps as CUDA graphs and kernel by kernel: equal ids, and every row of KV that was written, target's and draft
-    layers', bit for bit. KV of a layer is made of what all layers below it gave, and of the ids."""
+    """Check that steps as CUDA graphs and kernel by kernel give the same ids and the same KV, bit for bit.
+
+    All rows of KV that were written are compared, the target's and the draft layers'. KV of a layer depends on the
+    outputs of all layers below it, and on the ids.
+    """
     runs, caches = [], []
     for graphs in (True, False):
         with on_gpu(folder, speculation, enable_cuda_graph=graphs, **{**WIDE, **options}) as llm:
             runs.append(run_together(llm.engine, cases))
-            caches.append([tensor[1:].cpu() for layer in kv_of(llm) for tensor in layer])  # but for scratch
+            caches.append([tensor[1:].cpu() for layer in kv_of(llm) for tensor in layer])  # without the scratch block
             assert bool(llm.engine.loop.target.inner._captured) == graphs  # type: ignore[attr-defined]
     assert runs[0].outcomes == runs[1].outcomes
     assert any(tensor.any() for tensor in caches[0])
@@ -117,8 +120,11 @@ def check_graphs_change_nothing(
 def check_any_order_changes_nothing(
     folder: Path, speculation: dict[str, Any] | None, cases: list[Case], seed: int, **options: Any
 ) -> None:
-    """Arrivals, stops and aborts in random order, with the next step launched ahead and without: ids are plain
-    decoding's, of what was aborted as far as it came, and the accounting of KV is right after every step."""
+    """Check arrivals, stops and aborts in random order, with the next step launched ahead and without.
+
+    Ids must be plain decoding's; those of an aborted request must begin plain decoding's. The accounting of KV must be
+    right after every step.
+    """
     outcomes = alone(folder, cases, **options)
     for waits in (False, True):
         tight = {**LIMITS, **TIGHT, "debug": True, "disable_overlap_scheduler": waits, **options}
@@ -153,7 +159,7 @@ def run_in_any_order(llm: LLM, cases: Sequence[Case], seed: int) -> tuple[list[R
 
 
 def check_prefixes_are_found(folder: Path, speculation: dict[str, Any] | None, **options: Any) -> None:
-    """Prompts that begin alike, one after the other: their blocks are taken over, and the ids are as ever."""
+    """Check prompts that begin alike, one after the other: their blocks are reused, and the ids stay the same."""
     rng = random.Random(1)
     base = [rng.randrange(1, 16) for _ in range(41)]
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
@@ -165,7 +171,7 @@ def check_prefixes_are_found(folder: Path, speculation: dict[str, Any] | None, *
 
 
 def check_chunks_change_nothing(folder: Path, speculation: dict[str, Any] | None, **options: Any) -> None:
-    """Prompts of 20 to 90 tokens in chunks of 32 rows at most, and of 7, beside each other's generations."""
+    """Check prompts of 20 to 90 tokens in chunks of at most 32 rows, and of 7, next to each other's generations."""
     rng = random.Random(2)
     sampled = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
     cases = [

@@ -1,4 +1,4 @@
-"""What befalls one request, or the device: called by test_faults.py on a GPU, by test_selfcheck.py without one."""
+"""Faults of one request, or of the device. test_gpu_faults.py calls them on a GPU, test_selfcheck.py without one."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from trtspec.errors import EngineError
 BANNED = Case(
     [3, 2, 1], SamplingParams(temperature=0.0, max_tokens=12, min_tokens=3, stop_token_ids=list(range(VOCAB)))
 )
-"""No token may be drawn before the third."""
+"""A request in which every token is banned before the third."""
 
 
 def check_it_fails_alone(target: Path, victim: Case, poisoned: bool) -> None:
-    """A request without a token to draw: an error that says so, and nothing for those beside it, which use its blocks
-    after it. `poisoned`: rows of POISON, which it has in its prompt, are NaN."""
+    """Check that a request without a token to draw ends with an error that says so, and that the others are unaffected.
+
+    The others use its blocks after it. poisoned: whether rows of POISON, which is in its prompt, are NaN.
+    """
     with on_gpu(target, **LIMITS) as llm:
         expected = run_alone(llm.engine, BYSTANDERS)
     with on_gpu(target, **LIMITS, debug=True) as llm:
         if poisoned:
             poison_embedding(llm, POISON)
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # that was another stream than the engine's
+                torch.cuda.synchronize()  # the poison was written on another stream than the engine's
         (request,) = llm.engine.add_request(victim.prompt, victim.params)
         run = run_together(llm.engine, BYSTANDERS)
         assert_all_blocks_free(llm)
@@ -41,8 +43,10 @@ def check_it_fails_alone(target: Path, victim: Case, poisoned: bool) -> None:
 
 
 def lose_device(target: Path, provoke: Callable[[], None]) -> str:
-    """What callers hear, as JSON, when `provoke` is the 7th piece of work that an engine with three requests queues:
-    for each request the error's type and message, and those of a request that is made later."""
+    """Return, as JSON, what callers get when `provoke` is the 7th piece of work that an engine queues.
+
+    The engine has three requests. The list has the error's type and message for each, and for a request made later.
+    """
     llm = on_gpu(target, **LIMITS)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     work: WorkQueue = llm.engine.loop.target.inner._work  # type: ignore[attr-defined]
@@ -69,7 +73,7 @@ def lose_device(target: Path, provoke: Callable[[], None]) -> str:
 
 
 def assert_lost(heard: list[str]) -> None:
-    """All four were told that the GPU failed, and what to do."""
+    """Check that all four callers got the error that the GPU failed, and what to do."""
     assert len(heard) == 4
     for message in heard:
         assert message.startswith("EngineError: the engine failed and has stopped: DeviceError: the GPU failed: CUDA")
@@ -77,6 +81,6 @@ def assert_lost(heard: list[str]) -> None:
 
 
 def provoke_assert() -> None:
-    """An index past the end of a tensor on the GPU: a kernel of torch's asserts."""
+    """Index past the end of a tensor on the GPU, so that a kernel of torch's asserts."""
     values = torch.zeros(3, device="cuda")
     values[torch.tensor([7], device="cuda")].add_(1)

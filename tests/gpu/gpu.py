@@ -1,5 +1,7 @@
-"""What the tests of this folder are run on: the GPU that torch sees first. Where there is none they are skipped, and
-test_selfcheck.py runs a part of what they call on the CPU."""
+"""The device of this folder's tests: the GPU that torch sees first.
+
+Without a GPU the tests are skipped, and test_selfcheck.py runs a part of what they call on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ CUDA = torch.device("cuda")
 
 
 def why_not() -> str:
-    """Why nothing here can run; "" where it can."""
+    """Reason why nothing here can run; "" if it can."""
     try:
         open_gpu()
     except (DependencyError, UnsupportedError) as error:

@@ -1,8 +1,9 @@
-"""Each op on a device against its pure-torch reference on the CPU: what test_kernels.py calls for a GPU.
+"""Checks of each op on a device against its pure-torch reference on the CPU; test_kernels.py calls them for a GPU.
 
-Bitwise: acceptance, compaction, draws, int8 and int4 products, rows of matrices, and what no filter decides about.
-Within rounding: attention and the other products, which add in an order of their own (bounds at each check), and
-tokens at the edge of top-p or min-p. The bounds are of sums of roundings, not statistics: they raise no false alarms.
+Bitwise equal are acceptance, compaction, draws, int8 and int4 products, rows of matrices, and logits that no filter
+decides about. Attention and the other products are equal within rounding, as they add in an order of their own; each
+check has the bound. So are tokens at the edge of top-p or min-p. The bounds are of sums of roundings, not statistics,
+and raise no false alarms.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OPS = (
     "packed_embedding",
     "rms_norm",
 )
-"""What has a kernel of our own on a GPU."""
+"""Ops that have a kernel of our own on a GPU."""
 
 INF = float("inf")
 NONE = torch.empty(0)
@@ -43,18 +44,18 @@ Arguments = dict[str, Tensor]
 
 
 def on(device: torch.device, value: Any) -> Any:
-    """A copy of a tensor there; anything else as it is."""
+    """A copy of a tensor on the device; any other value as it is."""
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def call(op: str, device: torch.device, *arguments: Any) -> Any:
-    """torch.ops.trtspec.<op> of copies on the device, its results on the CPU."""
+    """Call torch.ops.trtspec.<op> with copies on the device, and return its results on the CPU."""
     results = getattr(torch.ops.trtspec, op)(*(on(device, argument) for argument in arguments))
     return results.cpu() if isinstance(results, Tensor) else tuple(result.cpu() for result in results)
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    """Bit for bit: NaN equals itself, and zeros of either sign do not equal each other."""
+    """Whether two tensors are equal bit for bit: NaN equals itself, and zeros of different sign differ."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
     return left.dtype == right.dtype and torch.equal(left.view(integers), right.view(integers))
 
@@ -62,8 +63,11 @@ def same(left: Tensor, right: Tensor) -> bool:
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 ATTENTION_BOUND = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2.4e-2}
-"""Relative and absolute, of values of order 1. fp32: sums of a few hundred products, exponentials of 2 ulps. Halves:
-weights and results rounded to 11 or 8 bits, each by 2^-12 or 2^-9 of up to four, twice, with as much to spare."""
+"""Relative and absolute bounds for values of order 1.
+
+fp32: sums of a few hundred products, and exponentials of 2 ulps. Halves: weights and results are rounded to 11 or 8
+bits. These are two roundings by 2^-12 or 2^-9 of up to four, and the bound has room for a third.
+"""
 
 # One of each shape that kernels are compiled for: heads in groups of 1 to 8, head sizes that are no power of two.
 ATTENTION_MODELS = (
@@ -78,7 +82,7 @@ ATTENTION_MODELS = (
 
 @st.composite
 def ragged(draw: st.DrawFn, longest: int = 300) -> list[Part]:
-    """1 to 4 requests with new rows as generations, drafts and prompts have them."""
+    """1 to 4 requests with new rows like those of generations, drafts and prompts."""
     committed = st.sampled_from([0, 1, 63, 64, 127, 128, 255, 256, 257]) | st.integers(0, longest)
     rows = st.sampled_from([1, 4, 8]) | st.integers(1, 40)
     parts = draw(st.lists(st.builds(Part, st.integers(0, 2), committed, rows), min_size=1, max_size=4))
@@ -86,7 +90,7 @@ def ragged(draw: st.DrawFn, longest: int = 300) -> list[Part]:
 
 
 def trees(parts: list[Part], seed: int) -> Tensor:
-    """A packed mask [T, W] of trees: each row sees itself, a random earlier one, and what that sees."""
+    """A packed mask [T, W] of trees: each row sees itself, a random earlier row, and the rows that this one sees."""
     g, rows = torch.Generator().manual_seed(seed), []
     words = max(-(-part.num_rows // 32) for part in parts)
     for part in parts:
@@ -100,12 +104,12 @@ def trees(parts: list[Part], seed: int) -> Tensor:
 
 
 def place(batch: Batch, device: torch.device) -> Batch:
-    """A copy of a batch there."""
+    """A copy of a batch on the device."""
     return replace(batch, **{f.name: on(device, getattr(batch, f.name)) for f in fields(batch) if f.init})
 
 
 def check_attention(batch: Batch, device: torch.device) -> None:
-    """Output within ATTENTION_BOUND, NaN where the reference has NaN; caches bit for bit, but for scratch."""
+    """Check the output within ATTENTION_BOUND, with the reference's NaNs, and caches bit for bit, except scratch."""
     wanted, mine = place(batch, torch.device("cpu")), place(batch, device)
     expected = attention._reference_(*wanted.tensors, wanted.scale, wanted.window, wanted.softcap)
     got, bound = mine.run().cpu(), ATTENTION_BOUND[batch.q.dtype]
@@ -119,15 +123,15 @@ def check_attention(batch: Batch, device: torch.device) -> None:
 FILTERS = ("ban_ids", "ban_until", "allow_mask", "temperatures", "top_ks", "top_ps", "min_ps")
 EDITS = ("history", "prompt_lens", "penalties", "bias_ids", "bias_values")
 LOGITS = ("logits", "positions", *EDITS, *FILTERS)
-"""The op's arguments, in order."""
+"""Arguments of the op, in order."""
 
 _DTYPES = {"bias_values": torch.float32, "penalties": torch.float32, "positions": torch.int64, "ban_until": torch.int64}
 EDGE = 1e-5
-"""By as much p may be off where top-p or min-p decides otherwise: sums of up to 2^17 probabilities in fp32."""
+"""Largest error of p by which top-p or min-p may decide differently: p sums up to 2^17 probabilities in fp32."""
 
 
 def complete(given: Mapping[str, Tensor]) -> Arguments:
-    """All arguments of process_logits in order, those that are not given zero-size."""
+    """All arguments of process_logits in order; those that are not given have size zero."""
     floats = ("temperatures", "top_ps", "min_ps")
     blank = {
         name: torch.empty(0, dtype=torch.float32 if name in floats else _DTYPES.get(name, torch.int32))
@@ -140,8 +144,11 @@ def complete(given: Mapping[str, Tensor]) -> Arguments:
 
 
 def check_logits(given: Mapping[str, Tensor], device: torch.device) -> None:
-    """What the kernel keeps lies between what the reference keeps with p a little lower and a little higher, and has
-    the reference's bits."""
+    """Check which logits the kernel keeps, and that they have the reference's bits.
+
+    The kernel must keep what the reference keeps with slightly stricter top-p and min-p. It must remove what the
+    reference removes with slightly looser ones.
+    """
     arguments = complete(given)
 
     def nudged(nudge: float) -> Tensor:
@@ -157,7 +164,7 @@ def check_logits(given: Mapping[str, Tensor], device: torch.device) -> None:
 
 @st.composite
 def vocabularies(draw: st.DrawFn) -> Arguments:
-    """1 to 4 rows as models have them: peaked or flat, with ties, of a vocabulary that is spread over programs."""
+    """1 to 4 rows like those of models: peaked or flat, with ties, of a vocabulary that is spread over programs."""
     rows, vocab = draw(st.integers(1, 4)), draw(st.sampled_from([4096, 4097, 32000, 128256]))
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(rows, vocab, generator=g) * draw(st.sampled_from([0.1, 1.0, 3.0]))
@@ -192,7 +199,7 @@ def vocabularies(draw: st.DrawFn) -> Arguments:
 
 @st.composite
 def draws(draw: st.DrawFn) -> Arguments:
-    """Rows of several programs: flat, tied, peaked, removed but for a few, with NaN, or with nothing left."""
+    """Rows of several programs: flat, tied, peaked, all removed except a few, with NaN, or with nothing left."""
     rows, vocab = draw(st.integers(1, 4)), draw(st.sampled_from([4097, 32000, 128256]))
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(rows, vocab, generator=g)
@@ -218,15 +225,18 @@ def draws(draw: st.DrawFn) -> Arguments:
 
 
 def check_sample(arguments: Arguments, device: torch.device) -> None:
-    """The reference's ids."""
+    """Check that the ids are the reference's."""
     arguments = {"vocab_ids": NO_IDS, **arguments}
     ordered = [arguments[name] for name in ("logits", "greedy", "seeds", "positions", "vocab_ids")]
     assert torch.equal(call("spec_sample", device, *ordered), sample._reference(*ordered))
 
 
 def check_noise(rows: int, vocab: int, own_ids: bool, device: torch.device) -> None:
-    """The kernel's noise has the reference's bits: logits take each token's noise away, but for one that is an ulp off,
-    so that any other bit gives another draw. And the reference has the same bits on the device."""
+    """Check that the kernel's noise has the reference's bits, and that the reference has the same bits on the device.
+
+    Logits cancel the noise of each token, except for one token, whose logit is an ulp larger. So any other bit of the
+    noise gives another draw.
+    """
     g = torch.Generator().manual_seed(rows)
     ids = torch.randperm(3 * vocab, generator=g)[:vocab] if own_ids else torch.arange(vocab)
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g)
@@ -251,7 +261,7 @@ def check_accept(arguments: Arguments, device: torch.device) -> None:
 
 
 def check_compact(arguments: Arguments, device: torch.device) -> None:
-    """All but scratch block 0, where the reference lets padding land."""
+    """Check everything except scratch block 0, in which the reference writes padding."""
     ordered = [arguments[name] for name in ("k_cache", "v_cache", "block_tables", "starts", "path")]
     mine = [on(device, tensor) for tensor in ordered]
     torch.ops.trtspec.kv_compact_(*mine)
@@ -265,12 +275,12 @@ GROUPS = {f"{kind}-{size}": size for kind in ("int4", "int8") for size in (32, 6
 FP8 = ("fp8", "fp8-static")  # x as it is, and rounded to e4m3
 LAYOUTS = ("plain", "int8", *GROUPS, *FP8)
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-"""Of one result, at most."""
+"""Largest relative rounding error of one result."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A matrix [N, K] in one of the layouts, where it was made."""
+    """A matrix [N, K] in one of the layouts, on the device where it was made."""
 
     layout: str
     weight: Tensor
@@ -284,7 +294,7 @@ class Layer:
     def random(
         cls, layout: str, dtype: torch.dtype, width: int, depth: int, device: torch.device | None = None
     ) -> Layer:
-        """Groups are whole: K is rounded up."""
+        """Return a random matrix. K is rounded up, so that groups are whole."""
         depth += -depth % GROUPS.get(layout, 1)
         device = device or torch.device("cpu")
         g = torch.Generator(device).manual_seed(1000 * width + depth)
@@ -304,23 +314,23 @@ class Layer:
             scales = torch.randn(width, depth // GROUPS[layout], generator=g, device=device) / 16
             return cls(layout, *pack_int8(integers, scales), none, None, width, depth)
         if width % 2:
-            return cls(layout, *quantize_int4(weight, GROUPS[layout]), None, width, depth)  # each with its zero point
+            return cls(layout, *quantize_int4(weight, GROUPS[layout]), None, width, depth)  # with zero points
         values = torch.randint(16, (width, depth), generator=g, dtype=torch.uint8, device=device)
         scales = torch.rand(width, depth // GROUPS[layout], generator=g, device=device)
         return cls(layout, *pack_int4(values, scales, None), None, width, depth)  # no zero points
 
     def arguments(self, bias: Tensor | None, float_out: bool) -> tuple[Any, ...]:
-        """Of the op, behind x."""
+        """Arguments of the op after x."""
         return self.weight, self.scales, self.zeros, bias, self.x_scale, self.width, float_out
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, K] -> [T, N], where the matrix is."""
+        """x [T, K] -> [T, N], on the device of the matrix."""
         result: Tensor = torch.ops.trtspec.packed_linear(x, *self.arguments(None, False))
         return result
 
 
 def random_rows(dtype: torch.dtype, rows: int, depth: int) -> Tensor:
-    """[rows, depth] of very different sizes, one of them zero."""
+    """A tensor [rows, depth] with rows of very different magnitude; one of several rows is zero."""
     g = torch.Generator().manual_seed(rows + depth)
     x = torch.randn(rows, depth, generator=g) * 10.0 ** torch.randint(-2, 3, (rows, 1), generator=g)
     x[rows // 2] *= rows < 2
@@ -328,8 +338,11 @@ def random_rows(dtype: torch.dtype, rows: int, depth: int) -> Tensor:
 
 
 def check_linear(layer: Layer, x: Tensor, bias: Tensor | None, float_out: bool, device: torch.device) -> None:
-    """Integers: the reference's bits. Others against float64: half a unit of fp32 of the sum of all magnitudes for each
-    of 2 K + 16 roundings (products, additions, scales, bias), and one rounding to the result's dtype."""
+    """Check a product: bit for bit against the reference for integers, else within a bound of the float64 result.
+
+    The bound has half a unit of fp32, of the sum of all magnitudes, for each of 2 K + 16 roundings (products,
+    additions, scales, bias). To this it adds one rounding to the result's dtype.
+    """
     arguments = layer.arguments(bias, float_out)
     got = call("packed_linear", device, x, *arguments)
     assert got.dtype == (torch.float32 if float_out else x.dtype)
@@ -347,7 +360,7 @@ def check_linear(layer: Layer, x: Tensor, bias: Tensor | None, float_out: bool, 
 
 
 def check_embedding(layer: Layer, ids: Tensor, device: torch.device) -> None:
-    """The reference's bits."""
+    """Check that the rows have the reference's bits."""
     matrix = (layer.weight, layer.scales, layer.zeros)
     got, wanted = call("packed_embedding", device, ids, *matrix, layer.depth), packed_rows(ids, *matrix, layer.depth)
     assert got.dtype == wanted.dtype

@@ -1,5 +1,7 @@
-"""A row's bits are its own: rows alone have the bits that they have among others, in either form of a kernel that has
-two. test_rows.py calls these for a GPU."""
+"""Checks that a row's bits do not depend on other rows, in either form of a kernel that has two forms.
+
+test_rows.py calls these checks for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from tests.gpu.kernels import NO_IDS, Layer, complete, on, place, same
 from tests.unit.attention_cases import Model, Part, Sequences
 
 Form = Callable[[], object]
-"""Makes a context in which kernels are launched in one way."""
+"""A function that makes a context in which kernels are launched in one form."""
 
 
 @contextmanager
 def attention_form(split: bool) -> Iterator[None]:
-    """Attention of whatever size split over its keys, or not."""
+    """Make attention of any size split over its keys, or not."""
     import trtspec_plugins.triton.attention as kernels
 
     with pytest.MonkeyPatch.context() as patch:
@@ -40,8 +42,11 @@ def run(sequences: Sequences, parts: Sequence[Part], device: torch.device) -> li
 def check_attention_rows(
     model: Model, parts: Sequence[Part], picked: Sequence[tuple[int, int]], device: torch.device, forms: Sequence[Form]
 ) -> None:
-    """Rows `picked` (index of a part, row of it) of a batch: the same bits in a batch of their own, as the one new row
-    of a request whose other tokens are in the cache, and as the last of a few drafts. In every form."""
+    """Check that rows `picked` (index of a part, row of it) of a batch have the same bits in other batches.
+
+    One such batch has only the row, as the one new row of a request whose other tokens are in the cache. In another one
+    the row is the last of a few drafts. All forms are checked.
+    """
     longest = max(part.end for part in parts)
     sequences = model.random_sequences(1 + max(part.sequence for part in parts), longest)
     wanted: list[Tensor] | None = None
@@ -61,8 +66,10 @@ def check_attention_rows(
 
 
 def check_linear_rows(layer: Layer, x: Tensor, counts: Sequence[int]) -> None:
-    """x [T, K], where the matrix is. The first `count` rows give what they give among all, and so do the first and the
-    last of them alone."""
+    """Check that the first `count` rows, and the first and the last of them alone, give the same as among all rows.
+
+    x: [T, K], on the device of the matrix.
+    """
     whole = layer(x)
     for count in counts:
         name = f"{layer.layout} [{layer.width}, {layer.depth}]: {count} rows"
@@ -72,7 +79,7 @@ def check_linear_rows(layer: Layer, x: Tensor, counts: Sequence[int]) -> None:
 
 
 def check_logits_rows(vocab: int, rows: int, device: torch.device) -> None:
-    """Filters and draws of rows that differ in everything, alone and among the others, in their order and turned."""
+    """Check filters and draws of rows that differ in everything: alone, and among others in either order."""
     g = torch.Generator().manual_seed(vocab)
 
     def pick(*values: float) -> Tensor:

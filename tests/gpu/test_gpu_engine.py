@@ -1,5 +1,7 @@
-"""Engines on a GPU: the words of eager decoding on the CPU, up to near-ties; and the very same words whatever runs
-beside them, however steps are launched, and whoever drafts."""
+"""Engines on a GPU: the ids of eager decoding on the CPU, up to near-ties.
+
+Ids stay the same whatever other requests run, however steps are launched, and whoever drafts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 @pytest.fixture(scope="module")
 def plain(models: Path) -> Callable[[str], list[Outcome]]:
-    """dtype -> what plain decoding makes of CASES, each alone."""
+    """dtype -> outcomes of plain decoding of CASES, each alone."""
     return functools.cache(lambda dtype: engines.alone(models / "target", CASES, dtype=dtype))
 
 
@@ -38,7 +40,7 @@ def test_words_are_eager_s(models: Path, plain: Callable[[str], list[Outcome]], 
 def test_speculation_changes_nothing(
     models: Path, plain: Callable[[str], list[Outcome]], mode: str, dtype: str
 ) -> None:
-    """60 mixed requests in a cache that is too small for them; drafts are right now and then at every position."""
+    """60 mixed requests in a cache that is too small for them; at every position some drafts are right."""
     with on_gpu(models / "target", wishes(mode, models, False), dtype=dtype, **LIMITS, **TIGHT) as llm:
         assert_speculation_changes_nothing(llm, plain(dtype), mode)
 
@@ -85,7 +87,7 @@ def test_quantised_weights(models: Path, quantization: str, dtype: str) -> None:
 
 @all_dtypes
 def test_the_demo(dtype: str) -> None:
-    """Words of 64 tokens, plain and with drafts of every kind, of which some are kept at each position."""
+    """Ids of 64 tokens, plain and with drafts of every kind, of which some are accepted at each position."""
     with LLM(DEMO / "target") as llm:
         cases = engines.demo_cases(llm, 64)
     plain = engines.alone(DEMO / "target", cases, dtype=dtype)
@@ -101,7 +103,7 @@ def test_the_demo(dtype: str) -> None:
 
 @pytest.mark.memcheck
 def test_the_demo_with_graphs_and_without() -> None:
-    """Prompts, drafts, draws and graphs, with the kernels that models of its kind take."""
+    """Prompts, drafts, draws and graphs, with the kernels that models of this kind use."""
     with LLM(DEMO / "target") as llm:
         cases = engines.demo_cases(llm, 12)
     engines.check_graphs_change_nothing(DEMO / "target", engines.demo_speculation("eagle3"), cases)

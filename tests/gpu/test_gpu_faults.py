@@ -26,7 +26,7 @@ def test_a_request_with_every_token_banned_fails_alone(models: Path) -> None:
 
 
 def test_a_device_side_assert_ends_all_requests_and_says_so(models: Path) -> None:
-    """In a process of its own, as nothing runs on the GPU in that process after it; it ends without cleaning up."""
+    """Runs in a process of its own, which ends without cleaning up: nothing runs on its GPU after the fault."""
     code = (
         "import os\n"
         "from pathlib import Path\n"

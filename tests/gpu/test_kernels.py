@@ -1,7 +1,7 @@
 """The Triton kernels, compiled and launched through torch's ops on a GPU, against the references on the CPU.
 
-Every new combination of dtype, head size, layout and form is a compilation of about a second, so shapes that kernels
-are compiled for come from short lists, and hypothesis draws the others: always the same ones, and unshrunk.
+Every new combination of dtype, head size, layout and form is a compilation of about a second. So shapes that kernels
+are compiled for come from short lists. hypothesis draws the other shapes: always the same ones, and without shrinking.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_attention_of_trees_is_the_reference_s(model: Model, parts: list[Part], 
 @few
 @given(batches.attention())
 def test_attention_over_any_blocks(arguments: dict[str, Tensor]) -> None:
-    """Of blocks and heads of all sizes, with what is in the cache where nobody wrote."""
+    """Blocks and heads of all sizes; cache rows that were not written have random contents."""
     none = torch.empty(0)
     kernels.check_attention(Batch(**arguments, tree_mask=none.int(), sinks=none, scale=0.3), CUDA)
 
@@ -62,7 +62,7 @@ def test_attention_over_any_blocks(arguments: dict[str, Tensor]) -> None:
 @pytest.mark.memcheck
 @pytest.mark.parametrize("dtype", HALVES)
 def test_attention_over_a_long_cache(dtype: torch.dtype) -> None:
-    """5000 keys: chunks of two sizes, which few rows split over programs; beside a long prompt and a short request."""
+    """5000 keys: chunks of two sizes, which few rows split over programs; next to a long prompt and a short request."""
     model = Model(heads=8, kv_heads=2, head_dim=128, dtype=dtype)
     sequences = model.random_sequences(3, 5000)
     for parts in ([Part(0, 4996, 4), Part(1, 30, 4)], [Part(0, 4999, 1), Part(1, 0, 600), Part(2, 258, 1)]):
@@ -100,7 +100,7 @@ def test_draws_from_large_vocabularies_are_the_reference_s(arguments: dict[str, 
 @pytest.mark.parametrize("own_ids", [False, True])
 @pytest.mark.parametrize("vocab", [517, 32000])
 def test_noise_has_the_reference_s_bits(vocab: int, own_ids: bool) -> None:
-    """Of 60 rows' every token."""
+    """Noise of every token of 60 rows."""
     kernels.check_noise(60, vocab, own_ids, CUDA)
 
 
@@ -122,7 +122,7 @@ def test_compaction_is_the_reference_s(arguments: dict[str, Tensor]) -> None:
 @pytest.mark.memcheck
 @pytest.mark.parametrize("length", [5, 64])
 def test_rows_move_over_each_other(length: int) -> None:
-    """Rows of several programs, which reverse, rotate and thin out a path."""
+    """Rows of several programs, with paths that reverse, rotate and thin out."""
     columns, line = 2 * length // 16 + 2, torch.arange(length)
     caches = torch.randn(2, 3 * columns + 1, 16, 8, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     arguments = {
@@ -175,7 +175,7 @@ def test_products_are_the_reference_s(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [3, 130])
 def test_products_with_edges(layout: str, rows: int) -> None:
-    """Rows, columns and inputs that fill no tile."""
+    """Numbers of rows, columns and inputs that fill no tile."""
     layer = Layer.random(layout, torch.bfloat16, 4999, 1000)
     kernels.check_linear(layer, random_rows(torch.bfloat16, rows, layer.depth), None, False, CUDA)
 

@@ -1,4 +1,4 @@
-"""On a GPU: a row's bits do not depend on its neighbours, on how many there are, or on the form of the launch."""
+"""On a GPU a row's bits do not depend on its neighbours, on the number of rows, or on the form of the launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LM_HEADS = {"1B": (128256, 2048), "8B": (128256, 4096)}
 
 
 def layer_and_rows(layout: str, width: int, depth: int, rows: int) -> tuple[Layer, torch.Tensor]:
-    """On the GPU, in bf16."""
+    """A layer and rows on the GPU, in bf16."""
     layer = Layer.random(layout, torch.bfloat16, width, depth, CUDA)
     g = torch.Generator(CUDA).manual_seed(width)
     return layer, torch.randn(rows, layer.depth, generator=g, device=CUDA).bfloat16()
@@ -57,7 +57,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_attention(name: str) -> None:
-    """Generations with 3 drafts and without, beside a prompt of 300 rows and a request with four times the keys."""
+    """Generations with 3 drafts and without, next to a prompt of 300 rows and a request with four times the keys."""
     parts = [Part(0, 700, 4), Part(1, 0, 300), Part(2, 2900, 1), Part(0, 255, 40)]
     picked = [(0, 0), (0, 3), (1, 0), (1, 1), (1, 17), (1, 255), (1, 256), (1, 299), (2, 0), (3, 0), (3, 1), (3, 39)]
     check_attention_rows(MODELS[name], parts, picked, CUDA, ATTENTION_FORMS)
@@ -70,7 +70,7 @@ def test_rows_of_filters_and_draws(vocab: int, rows: int) -> None:
 
 @pytest.mark.parametrize("size", [64, 2048, 4096])
 def test_rows_of_norms(size: int) -> None:
-    """And they are the reference's, but for a rounding or two."""
+    """Rows also equal the reference's, up to a rounding or two."""
     g = torch.Generator(CUDA).manual_seed(size)
     x, weight = (torch.randn(*shape, size, generator=g, device=CUDA).bfloat16() for shape in ((max(ROWS),), ()))
     whole = rms_norm(x, weight, 1e-5)

@@ -1,5 +1,7 @@
-"""The checks of this folder, where there is no GPU to run them on: a small part of each, on the CPU's kernels, and
-engines on a thread that stands in for a GPU's queue. So what is wrong with a check itself shows everywhere."""
+"""The checks of this folder, for machines without a GPU: a small part of each, on the CPU's kernels.
+
+Engines run on a thread that stands in for a GPU's queue. So errors in a check itself show on every machine.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def test_rows_of_filters_and_draws() -> None:
 
 
 def test_engines(models: Path, work: HostQueue) -> None:
-    """Of fp32, whose ids are eager's, with drafts and without."""
+    """Engines of fp32, whose ids equal eager's, with drafts and without."""
     target, cases = models / "target", CASES[:12]
     plain = engines.alone(target, cases)
     engines.check_words_are_eager_s(target, cases, plain, 0.0)

@@ -1,6 +1,6 @@
 """TensorRT engines on a GPU: built, run, and compared with eager decoding. Skipped, with the reason, elsewhere.
 
-Nobody has run this yet.
+These tests have not been run yet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trtspec.interop.reading import read_speculative_config
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 NEAR_TIE = 4.0
-"""Ulps of bf16 that another order of additions, in three layers, may move a logit by."""
+"""Ulps of bf16 by which another order of additions, in three layers, may change a logit."""
 
 try:
     load_tensorrt()
@@ -77,7 +77,7 @@ def test_it_differs_from_eager_in_near_ties_at_most(models: Path, plain: list[Ou
 
 @pytest.mark.parametrize("mode", ["none", "ngram", "draft"])
 def test_attention_of_tensorrts_own(models: Path, tmp_path: Path, mode: str) -> None:
-    """In fp32, over a linear cache: eager's words."""
+    """With fp32 and a linear cache the ids are eager's."""
     config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
     speculation = read_speculative_config(wishes(mode, models, False))
     options = TensorRTOptions(attention="native")
@@ -87,7 +87,7 @@ def test_attention_of_tensorrts_own(models: Path, tmp_path: Path, mode: str) -> 
 
 
 def test_the_demo(tmp_path: Path) -> None:
-    """EAGLE3 on the trained pair: the words of plain decoding, several tokens a step, generations by CUDA graphs."""
+    """EAGLE3 on the trained pair: the ids of plain decoding, several tokens a step, generations by CUDA graphs."""
     config = EngineConfig(backend="tensorrt", max_batch_size=4, max_seq_len=256)
     speculation = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 3}
     build_engine(DEMO / "target", tmp_path / "plain", None, config)

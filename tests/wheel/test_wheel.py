@@ -1,5 +1,8 @@
-"""The wheel and the sdist, installed into bare venvs with what pip brings, and run there, out of the checkout's reach.
-Minutes, hence `make test-wheel`. TRTSPEC_WHEEL_TORCH=2.15.0 installs that torch instead of the pinned one."""
+"""The wheel and the sdist, installed into bare venvs with the packages that pip brings, and run outside the checkout.
+
+The tests take minutes, hence `make test-wheel`. TRTSPEC_WHEEL_TORCH=2.15.0 installs that torch instead of the pinned
+one.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class Installed:
         self.python, self.folder = python, folder
 
     def run(self, *command: str | Path, **environment: str) -> str:
-        """What `python *command` prints and reports, in an environment without our variables."""
+        """Output of `python *command`, stderr included, in an environment without our variables."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRTSPEC_", "PYTHON"))}
         done = subprocess.run(
             [self.python, *command],
@@ -57,7 +60,7 @@ class Installed:
 
 
 def bare(folder: Path, *packages: str | Path) -> Installed:
-    """A new venv with packages and all that they want."""
+    """Return a new venv with packages and all their requirements."""
     venv.create(folder / "venv", with_pip=True)
     installed = Installed(folder / "venv" / "bin" / "python", folder)
     installed.run("-m", "pip", "install", "-q", *packages)
@@ -124,11 +127,11 @@ def test_a_compiled_engine_is_as_fast_as_the_checkouts(installed: Installed, che
         for name, (python, engine) in both.items():
             speeds[name].append(python.tokens_per_second(engine))
     print(f"\ncompiled engine, tokens/s, torch {TORCH}:", {name: [round(s) for s in of] for name, of in speeds.items()})
-    assert max(speeds["wheel"]) > 0.8 * max(speeds["checkout"])  # whatever else the machine does meanwhile
+    assert max(speeds["wheel"]) > 0.8 * max(speeds["checkout"])  # leaves room for other work of the machine
 
 
 def test_the_sdist_compiles_its_kernels_where_there_is_a_compiler(sdist: Path, installed: Installed) -> None:
-    """pip builds it in an environment of its own, for which the backend asks for torch."""
+    """pip builds the sdist in an environment of its own, for which the backend asks for torch."""
     constraint = installed.folder / "constraint.txt"
     constraint.write_text(f"torch=={TORCH}\n", encoding="utf-8")
     install = ("-m", "pip", "install", "-v", "--force-reinstall", "--no-deps", sdist)
@@ -140,7 +143,7 @@ def test_the_sdist_compiles_its_kernels_where_there_is_a_compiler(sdist: Path, i
 def test_without_a_compiler_the_sdist_installs_and_says_what_is_missing(
     sdist: Path, installed: Installed, tmp_path: Path
 ) -> None:
-    """Then a compiler and one command mend it."""
+    """Afterwards, a compiler and one command add the kernels."""
     without = {"PATH": str(tmp_path), "CXX": ""}
     said = installed.run("-m", "pip", "install", "-v", "--force-reinstall", "--no-deps", sdist, **without)
     assert "compiled kernels for" not in said
