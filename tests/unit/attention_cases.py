@@ -18,7 +18,7 @@ dtypes = st.sampled_from(list(EPSILON))
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [start, start + num_rows) of a sequence, as one request of a batch; what is before them is in the cache."""
+    """Rows [start, start + num_rows) of a sequence, as one request of a batch. Earlier tokens are in the cache."""
 
     sequence: int
     start: int
@@ -43,7 +43,7 @@ class Model:
     sinks: bool = False
 
     def random_sequences(self, count: int, length: int, seed: int = 0) -> Sequences:
-        """q, k and v of every token of some sequences."""
+        """Random q, k and v of every token of `count` sequences."""
         g = torch.Generator().manual_seed(seed)
         q, k, v = (
             torch.randn(count, length, heads, self.head_dim, generator=g).to(self.dtype)
@@ -54,7 +54,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Sequences:
-    """What the layer is given, token by token, [count, length, heads, D] each."""
+    """Inputs of the layer for every token: q, k and v, [count, length, heads, D] each, and the sinks."""
 
     model: Model
     q: Tensor
@@ -63,7 +63,7 @@ class Sequences:
     sinks: Tensor
 
     def batch(self, parts: Sequence[Part], tree_mask: Tensor | None = None, poison: float = float("nan")) -> Batch:
-        """The arguments of one call. Blocks are handed out shuffled; whatever nobody wrote is poison."""
+        """Arguments of one call. Blocks are assigned in random order, and slots that were not written hold `poison`."""
         m = self.model
         needs = [-(-part.end // m.block_size) for part in parts]
         order = iter((torch.randperm(sum(needs), generator=torch.Generator().manual_seed(len(parts))) + 1).tolist())
@@ -116,16 +116,16 @@ class Batch:
         object.__setattr__(self, "tensors", tuple(getattr(self, name) for name in names))
 
     def run(self) -> Tensor:
-        """Output [T, Hq, D]; the caches are changed."""
+        """Return the output [T, Hq, D] and change the caches in place."""
         return spec_attention_(*self.tensors, self.scale, self.window, self.softcap)
 
     def run_functional(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Output and new caches."""
+        """Return the output and new caches."""
         return spec_attention(*self.tensors, self.scale, self.window, self.softcap)
 
 
 def dense(sequences: Sequences, part: Part, tree_bits: Sequence[Sequence[bool]] | None = None) -> Tensor:
-    """Attention of one request's rows in float64, as the textbook has it: [num_rows, Hq, D]."""
+    """Attention of one request's rows in float64, by the textbook formula: [num_rows, Hq, D]."""
     m = sequences.model
     q = sequences.q[part.sequence, part.start : part.end].double()
     k, v = (x[part.sequence, : part.end].double() for x in (sequences.k, sequences.v))
@@ -152,7 +152,7 @@ def dense(sequences: Sequences, part: Part, tree_bits: Sequence[Sequence[bool]] 
 
 
 def pack_bits(bits: Sequence[Sequence[bool]], words: int) -> Tensor:
-    """Rows of flags -> [rows, words] int32."""
+    """Pack rows of flags into [rows, words] int32."""
     packed = [
         [sum(flag << j for j, flag in enumerate(row[32 * w : 32 * w + 32])) for w in range(words)] for row in bits
     ]
@@ -174,7 +174,7 @@ def models(draw: st.DrawFn) -> Model:
     )
 
 
-# Lengths that end just before, at and after blocks and the tile, beside arbitrary ones.
+# Lengths that end just before, at and after the edges of blocks and of the tile; arbitrary lengths are added below.
 edges = st.sampled_from([0, 1, 15, 16, 17, 255, 256, 257, 270])
 parts_of_up_to_40_rows = st.builds(Part, st.integers(0, 2), edges | st.integers(0, 270), st.integers(0, 40))
 batches = st.lists(parts_of_up_to_40_rows, min_size=1, max_size=4)

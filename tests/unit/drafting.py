@@ -1,4 +1,4 @@
-"""Questions to drafters and what they answer, for their tests."""
+"""Requests for drafts and the drafts of a proposal, for tests of drafters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Hugging Face Hub answers for a few models, on this machine: files of revisions, and what may go wrong."""
+"""A local stand-in for the Hugging Face Hub: it serves the files of revisions of a few models, and fails on request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ COMMIT = {"main": "a" * 40, "old": "b" * 40}
 
 @dataclass
 class Hub:
-    """files: of (model, commit). gated: models that want a token. cut: file -> bytes of it that are sent, once. moved:
-    where files are fetched from instead, as from a content delivery network."""
+    """The state of the hub.
+
+    files: the files of each (model, commit). gated: models that require a token. cut: file -> number of its bytes that
+    are sent, once. moved: URL that file requests are redirected to, as to a content delivery network.
+    """
 
     files: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
@@ -31,7 +34,7 @@ class Hub:
         self.files[model, COMMIT[revision]] = files
 
     def fetched(self) -> list[str]:
-        """The files that were asked for, in order."""
+        """The files that were requested, in order."""
         asked = [path.partition("/resolve/")[2] for method, path, _ in self.seen if method == "GET"]
         return [path.partition("/")[2] for path in asked if path]
 
@@ -112,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(hub: Hub, host: str = "127.0.0.1") -> Iterator[Hub]:
-    """The hub, at hub.url."""
+    """Serve the hub at hub.url."""
     server = ThreadingHTTPServer((host, 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://{host}:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever)

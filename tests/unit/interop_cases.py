@@ -1,4 +1,4 @@
-"""Configs of every method, and the exports of them, for the tests of interop."""
+"""Configs of every method, and their exports, for the tests of interop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUSTOM: dict[str, Any] = {"method": "custom_class", "drafter": "m:C", "num_specu
 def export(
     fields: dict[str, Any], server: str, draft: DraftInfo | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(settings, {field: the line about it})."""
+    """Return (settings, {field: the line about it})."""
     settings, found = export_settings(SpeculativeConfig(**fields), server, draft)
     lines = {warning.field: str(warning) for warning in found}
     assert len(lines) == len(found), "two lines about one field"

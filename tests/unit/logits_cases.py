@@ -1,4 +1,4 @@
-"""Calls of process_logits with some of its arguments, random logits, and transformers' processors on them."""
+"""Calls of process_logits with some of its arguments, random logits, and transformers' processors on equal logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ seeds = st.integers(0, 2**31)
 
 
 def process(logits: Tensor, **groups: Tensor) -> Tensor:
-    """process_logits with every group not named left zero-size."""
+    """Call process_logits with zero-size tensors for every group that is not named."""
     unused = {
         "positions": torch.zeros(len(logits), dtype=torch.int64),
         "history": NO_INT,
@@ -51,7 +51,7 @@ def random_logits(seed: int, rows: int = 3, vocab: int = 50, spread: float = 3.0
 
 
 def tied_logits(seed: int, rows: int = 3, vocab: int = 50) -> Tensor:
-    """At most nine different values a row."""
+    """Random logits with at most nine different values, so that rows have ties."""
     return torch.randint(-4, 5, (rows, vocab), generator=torch.Generator().manual_seed(seed)).float()
 
 

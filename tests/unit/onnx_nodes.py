@@ -20,7 +20,7 @@ from onnx import helper  # noqa: E402
 from trtspec.backends.onnx.functions import functions, with_bodies  # noqa: E402
 
 INF, NAN, NO_TOKEN = float("inf"), float("nan"), 2**63 - 1
-OUTPUTS = {  # name, rank; of the first input's dtype
+OUTPUTS = {  # (name, rank); the dtype is that of the first input
     "SpecAttention": (("out", 3), ("new_k_cache", 4), ("new_v_cache", 4)),
     "KvCompact": (("new_k_cache", 4), ("new_v_cache", 4)),
     "ProcessLogits": (("processed", 2),),
@@ -32,7 +32,7 @@ seeds = st.integers(0, 2**31)
 
 
 def model_of(op: str, present: tuple[tuple[str, str, int], ...], opset: int = 21, **attributes: Any) -> Any:
-    """A model of one node. present: (name, numpy dtype, rank) of the inputs that it has, the others are left out."""
+    """A model of one node. present: (name, numpy dtype, rank) of the inputs that it has; the others are left out."""
     known = {name: np.dtype(dtype) for name, dtype, _ in present}
     first = "<i8" if op == "SpecSample" else present[0][1]
     outputs = [(name, first, rank) for name, rank in OUTPUTS[op]]
@@ -61,7 +61,7 @@ def session_of(op: str, present: tuple[tuple[str, str, int], ...], attributes: t
 
 
 def feeds_of(op: str, tensors: Sequence[Tensor]) -> dict[str, np.ndarray]:
-    """Zero-size tensors are left out."""
+    """Inputs of the node by name, without zero-size optional tensors."""
     assert len(tensors) == len(INPUTS[op])
     optional = {"SpecAttention": 8, "ProcessLogits": 2, "SpecSample": 2}.get(op, 99)
     names = enumerate(zip(INPUTS[op], tensors, strict=True))
@@ -82,7 +82,7 @@ NO_FLOAT = torch.empty(0)
 def generation(
     widths: Sequence[int], lengths: Sequence[int], heads: int = 4, kv_heads: int = 2, depth: int = 64, seed: int = 0
 ) -> list[Tensor]:
-    """Inputs of SpecAttention, causal, blocks of 16. A token has the same q, k and v in whatever batch."""
+    """Inputs of causal SpecAttention with blocks of 16. A token has the same q, k and v in any batch."""
     g = torch.Generator().manual_seed(seed)
     longest = 1024
     tokens = [torch.randn(len(widths), longest, n, depth, generator=g) for n in (heads, kv_heads, kv_heads)]
@@ -91,7 +91,7 @@ def generation(
     caches = []
     for x in tokens[1:]:
         cache = torch.zeros(1 + len(widths) * columns, 16, kv_heads, depth)
-        for b, length in enumerate(lengths):  # what comes later is not there yet
+        for b, length in enumerate(lengths):  # later tokens are not in the cache yet
             cache[tables[b]] = (x[b] * (torch.arange(longest) < length)[:, None, None]).view(columns, 16, kv_heads, -1)
         caches.append(cache)
     rows = [torch.cat([x[b, n - w : n] for b, (n, w) in enumerate(zip(lengths, widths, strict=True))]) for x in tokens]

@@ -1,4 +1,4 @@
-"""Runs of the comparison with peers, as if they had been measured."""
+"""Made-up runs of the comparison with peers, in the form of measured ones."""
 
 from __future__ import annotations
 

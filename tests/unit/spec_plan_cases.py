@@ -1,4 +1,4 @@
-"""A target, its drafts and short configs, for the tests of what a SpeculativeConfig becomes."""
+"""A target, its drafts and short configs, for the tests that plan speculation from a SpeculativeConfig."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draft(**changes: Any) -> DraftInfo:
 
 
 def modules(n_predict: int | None) -> dict[str, Any]:
-    """Of what a target's checkpoint says of its own MTP layers."""
+    """Fields of DraftInfo for the MTP layers that a target's own checkpoint holds."""
     return {"method": "mtp", "vocab_size": None, "max_model_len": None, "n_predict": n_predict}
 
 

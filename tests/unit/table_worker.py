@@ -1,6 +1,6 @@
-"""A worker whose draft layers are tables: what they give for a token is known without any arithmetic.
+"""A worker whose draft layers are tables: their output for a token is known without any arithmetic.
 
-Batches come from the engine's own input builder, so they are the ones that workers meet.
+Batches come from the engine's own input builder, so they are the ones that workers get in the engine.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trtspec.modes import SpeculativeDecodingMode
 from trtspec.sampling_params import RequestSampling
 
 VOCAB = 20
-TARGET_IDS = torch.tensor([7, 2, 19, 3, 11, 0, 5])  # of each draft id
+TARGET_IDS = torch.tensor([7, 2, 19, 3, 11, 0, 5])  # target id of each draft id
 GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 @dataclass
 class Call:
-    """What a hook was given, and what it answered."""
+    """The arguments of a hook's call, and its answer."""
 
     step: int
     tokens: Tensor
@@ -43,7 +43,7 @@ class Call:
 
 
 class TableHead(DraftHead):
-    """What its worker's passes put out holds the logits; no pass is its own."""
+    """A head whose logits are columns of what the worker's passes return. It has no pass of its own."""
 
     def __init__(self, target_ids: Tensor) -> None:
         super().__init__(VOCAB, len(target_ids))
@@ -60,7 +60,7 @@ class TableHead(DraftHead):
 
 
 class Tables(SpecWorker):
-    """Logits after token t are row t of a random table, the same in every pass."""
+    """A worker whose logits after token t are row t of a random table, the same in every pass."""
 
     def __init__(self, max_draft_len: int = 4, greedy: bool = False, target_ids: Tensor = TARGET_IDS) -> None:
         super().__init__(TableHead(target_ids), max_draft_len, (), greedy)
@@ -69,7 +69,7 @@ class Tables(SpecWorker):
         self.places: list[Tensor] = []  # index of the token that each pass guesses, [B]
 
     def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        rows = torch.arange(len(next_ids))[:, None]  # which row it was, beside the logits
+        rows = torch.arange(len(next_ids))[:, None]  # index of each row, appended to its logits
         answer = torch.cat((self.table[next_ids], rows), dim=1)
         self.calls.append(Call(0, next_ids, None, positions, answer, attend.attn.kv_lens))
         return answer
@@ -106,7 +106,10 @@ def tokens_of(rng: random.Random, count: int) -> list[int]:
 
 
 def random_batch(rng: random.Random) -> tuple[Scheduled, ...]:
-    """Contexts that end in this step, chunks that do not, generations with 0 to 4 drafts each; at least one request."""
+    """A batch of at least one request.
+
+    It has contexts that end in this step, chunks that do not, and generations with 0 to 4 drafts each.
+    """
     contexts, generations = [], []
     kinds = [rng.choice(("context", "chunk", "generation", "generation")) for _ in range(rng.randint(1, 6))]
     for number, kind in enumerate(kinds):
@@ -127,7 +130,7 @@ def built_inputs(batch: tuple[Scheduled, ...], next_draft_len: int = 3, forced: 
 
 
 def half_right(rng: random.Random, inputs: StepInputs) -> Tensor:
-    """Logits [R, V] of a target that says what was drafted about two times of three."""
+    """Logits [R, V] of a target that agrees with about two of three drafts."""
     spec = inputs.spec
     said = torch.tensor([rng.randrange(VOCAB) for _ in range(len(spec.gather_ids))])
     rows, drafts = spec.logits_rows(), spec.drafts_per_request()
@@ -146,7 +149,7 @@ def run(worker: Tables, inputs: StepInputs, logits: Tensor) -> StepOutputs:
 
 
 def expected_verdict(row: Scheduled, said: list[int], forced: int = -1) -> list[int]:
-    """The tokens one request gets: `said` [K+1] are the target's own, one after each draft."""
+    """Tokens that one request gets: `said` [K+1] are the target's own, one after each draft."""
     if not row.emits:
         return []
     kept = 0
@@ -158,5 +161,5 @@ def expected_verdict(row: Scheduled, said: list[int], forced: int = -1) -> list[
 
 
 def on_random_batches(test: Callable[[int], None]) -> Callable[..., None]:
-    """Many seeds of a batch."""
+    """Run a test on many seeds of a batch."""
     return settings(deadline=None, max_examples=100)(given(seed=st.integers(0, 2**32))(test))

@@ -1,4 +1,4 @@
-"""What a line of acceptance and throughput says."""
+"""The fields and the words of a line on acceptance and throughput."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trtspec.engine.activity import Activity, Totals
 from trtspec.outputs import SpeculationStats
 
 DRAFTED = SpeculationStats({(3, 3): 2, (1, 2): 2, (1, 0): 6})
-"""Ten steps, four with drafts: ten drafted, four accepted."""
+"""Ten steps, four of them with drafts: ten tokens drafted, four accepted."""
 
 
 def test_figures_are_of_the_interval() -> None:

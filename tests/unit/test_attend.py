@@ -1,4 +1,4 @@
-"""Rows that are written to a cache layer beside attention's."""
+"""Rows that are written to a cache layer next to the rows that attention writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from trtspec.models.attention import FunctionalAttend, PagedAttend
 
 
 def test_rows_are_written_in_place_or_to_new_tensors() -> None:
-    """Layer 1 of 3 blocks of 4 tokens: slots 5, 11 and 0."""
+    """PagedAttend writes rows in place, FunctionalAttend to new tensors.
+
+    Layer 1 has 3 blocks of 4 tokens; the rows go to its slots 5, 11 and 0.
+    """
     attn, slots = AttnMetadata.of([3], [3], [[1, 2]]), torch.tensor([5, 11, 0])
     k, v = torch.randn(3, 1, 2), torch.randn(3, 1, 2)
     old = [(torch.zeros(3, 4, 1, 2), torch.zeros(3, 4, 1, 2)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The table of backends agrees with what configurations say, and names code that is there."""
+"""The table of backends agrees with the values that configurations allow, and names code that exists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = BACKENDS.values()
 
 
 def test_configurations_know_the_names() -> None:
-    """config may not import backends, so it has a list of its own."""
+    """The list of names in config equals the table. config may not import backends, so it has its own list."""
     assert tuple(BACKENDS) == config.BACKENDS
     assert all(name == row.name for name, row in BACKENDS.items())
 
@@ -50,7 +50,7 @@ def test_a_backend_runs_checkpoints_or_engine_folders(row: Backend) -> None:
 
 @pytest.mark.parametrize("row", COMPILERS.values(), ids=lambda row: row.name)
 def test_the_code_is_there(row: Backend) -> None:
-    """Read, not imported: packages that it wants may be missing."""
+    """The named code exists. Modules are parsed, not imported, as packages that they need may be missing."""
     assert row.executable is not None
     assert row.compiler is not None
     module, _, name = row.executable.partition(":")
@@ -88,7 +88,10 @@ def test_options_of_tensorrt_are_for_it_alone(row: Backend, tmp_path: Path) -> N
 @pytest.mark.parametrize("method", ["eagle", "mtp"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_quantised_draft_layers_beside_the_target_leave_its_weights(row: Backend, method: str, tmp_path: Path) -> None:
-    """They share its lm_head: what a target says does not depend on how its draft is quantised."""
+    """Quantised draft layers, which share the target's lm_head, leave every weight of the target as it was.
+
+    The target's output does not depend on how its draft is quantised.
+    """
     target = make_mimo(tmp_path)
     wishes = {"method": method, "num_speculative_tokens": 1, "one_engine": False, "quantization": "int8"}
     if method == "eagle":

@@ -25,7 +25,10 @@ GREEDY = RequestSampling(True, 0.0, 0, 1.0, 0.0, 0)
 
 
 class CountingCore:
-    """Every request counts: 1, 2, 3, ... up to its max_tokens. Notices when two threads are inside at once."""
+    """A core in which every request counts 1, 2, 3, ... up to its max_tokens.
+
+    It fails if two threads enter it at once.
+    """
 
     def __init__(self) -> None:
         self.inside = threading.Lock()
@@ -91,7 +94,7 @@ def thread(core: CountingCore) -> EngineThread:
 
 @pytest.fixture
 def hurry() -> Iterator[None]:
-    """Threads take turns, and the garbage collector comes, as often as they can."""
+    """Make threads switch, and the garbage collector run, as often as possible."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
     gc.set_threshold(20, 2, 2)
@@ -109,7 +112,7 @@ def counted(deltas: Sequence[OutputDelta], n: int = 1) -> list[list[int]]:
 
 
 def read_in_some_way(thread: EngineThread, rng: random.Random) -> None:
-    """Submit one request and do something with it; what can be known of its deltas is checked."""
+    """Submit one request, read or leave it in a random manner, and check what can be known of its deltas."""
     most, n = rng.randint(1, 8), rng.randint(1, 3)
     whole = [list(range(1, most + 1))] * n
     generation = submit(thread, most, n)
@@ -128,7 +131,7 @@ def read_in_some_way(thread: EngineThread, rng: random.Random) -> None:
         generation.abort()
         for part in counted(list(generation), n):
             assert part == whole[0][: len(part)]
-    elif way == "forget":  # a loop in a cycle: the collector closes it, in any thread, in any line
+    elif way == "forget":  # a loop in a reference cycle: the collector closes it, in any thread, at any line
         cycle: list[object] = [iter(generation)]
         next(cast(Iterator[OutputDelta], cycle[0]))
         cycle.append(cycle)
@@ -177,7 +180,7 @@ def test_a_delta_between_looking_and_waiting_is_not_missed(
 
 
 def test_the_collector_may_close_a_forgotten_loop_in_any_line(thread: EngineThread) -> None:
-    """Also in one that holds the lock."""
+    """The garbage collector may close a forgotten loop even while its thread holds the engine thread's lock."""
 
     def collect() -> None:
         with thread._lock:
@@ -222,7 +225,7 @@ def test_without_deltas_there_is_only_the_result(thread: EngineThread) -> None:
 
 
 def test_shutdown_while_many_submit(thread: EngineThread, core: CountingCore) -> None:
-    """Each submission is refused, or ends with an error, or is done: none hangs."""
+    """Each submission is refused, ends with an error or completes; none hangs."""
 
     def ended(_: int) -> bool:
         try:

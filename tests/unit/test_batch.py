@@ -1,7 +1,7 @@
-"""The packed inputs of a step, whatever is kept from step to step, are those made from scratch.
+"""The packed inputs of a step equal those made from scratch, whatever the builder keeps from step to step.
 
-Loads of random requests run through the scheduler, with random verdicts, drafts, arrivals, aborts and preemptions; at
-every step the builder, which has seen all steps before, is compared with a construction that keeps nothing.
+Loads of random requests run through the scheduler, with random verdicts, drafts, arrivals, aborts and preemptions. At
+every step, the test compares the builder, which has seen all steps before, with a construction that keeps nothing.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def plainly(batch: Batch, next_draft_len: int, forced: int, graphs: tuple[int, .
         request, start = row.request, row.request.kv.committed
         first = len(ids) - start  # packed row of the request's token 0
         ids += (request.tokens + request.drafts)[start : row.end]
-        last = row.end - 1 - row.draft_len  # the last known token that is read in
+        last = row.end - 1 - row.draft_len  # position of the last token that is not a draft
         nth = [0] if row.is_context else [min(j, row.draft_len) for j in range(K + 1)]
         gather += [first + last + j for j in nth]
         draws += [last + 1 + j for j in nth]
         owners += [request.sampling] * len(nth)
         if not row.is_context:
-            drafts.append([ids[gather[g]] for g in range(len(gather) - K, len(gather))])  # junk past its drafts
+            drafts.append([ids[gather[g]] for g in range(len(gather) - K, len(gather))])  # junk after its drafts
     sampling = SamplingTensors.of(owners, draws)
     return {
         "input_ids": torch.tensor(ids),
@@ -63,7 +63,7 @@ def plainly(batch: Batch, next_draft_len: int, forced: int, graphs: tuple[int, .
 
 
 def tensors_in(inputs: StepInputs) -> dict[str, Tensor]:
-    """The same of a step's inputs, block tables without the scratch columns at their end."""
+    """The same tensors, taken from a step's inputs. Block tables lose the scratch columns at their end."""
     parts = (inputs, inputs.attn, inputs.spec, inputs.spec.sampling)
     tensors = {f.name: getattr(part, f.name) for part in parts for f in fields(part)}
     tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
@@ -95,13 +95,13 @@ class Load:
         self.graphs = rng.choice(((), (0, self.K), (self.K,)))
         self.forced = rng.choice((-1, -1, 0, 1))
         self.builder = InputBuilder(SpeculativeDecodingMode.NGRAM, self.K, self.forced, self.graphs)
-        self.draft_chance = rng.choice((0.0, 0.5, 1.0))  # that a proposal is as long as it may be
+        self.draft_chance = rng.choice((0.0, 0.5, 1.0))  # chance that a proposal has its greatest length
         self.greedy = rng.random() < 0.5
         self.number = 0
         self.seen: Counter[str] = Counter()
 
     def submit(self) -> None:
-        """A prompt with one or more samples; prompts begin alike, so that blocks are shared."""
+        """Submit a prompt with one or more samples. Prompts begin alike, so that requests share blocks."""
         length = self.rng.randint(1, self.allocator.capacity - 1)
         tokens = [self.rng.choice((3, 3, 3, 4)) for _ in range(length)]
         limit = self.rng.randint(length + 1, self.allocator.capacity)
@@ -135,12 +135,12 @@ class Load:
         self.scheduler.add(samples[0], samples[1:])
 
     def step(self) -> None:
-        """One step; its inputs must be right, and those of the step before untouched."""
+        """Run one step. Its inputs must be right, and those of the previous step unchanged."""
         batch = self.scheduler.schedule()
         if not batch:
             return
         self.launch(batch)
-        if self.rng.random() < 0.05 and len(batch) > 1:  # a launch has failed: its halves are launched
+        if self.rng.random() < 0.05 and len(batch) > 1:  # as if a launch had failed: launch its halves
             self.launch(batch[: len(batch) // 2])
             self.launch(batch[len(batch) // 2 :])
         self.seen["steps"] += 1
@@ -164,7 +164,7 @@ class Load:
         self.before = inputs, expected
 
     def finish(self, request: Request, num_rows: int, draft_len: int, emits: bool) -> None:
-        """A random verdict, then a random proposal."""
+        """Apply a random verdict, then a random proposal."""
         count = self.rng.randint(1, draft_len + 1) if emits else 0
         tokens = [STOP if self.rng.random() < 0.03 else self.rng.randrange(3, 6) for _ in range(count)]
         rewind.commit(request.kv, num_rows, count, draft_len)
@@ -210,7 +210,10 @@ def test_inputs_are_those_made_from_scratch(block_of_seeds: int) -> None:
 
 
 def test_a_tensor_written_through_numpy_has_a_new_version() -> None:
-    """What the attention reference derives from lengths and block tables is kept only while they stay the same."""
+    """A write through numpy raises the version of a tensor, even if its values stay the same.
+
+    The attention reference keeps what it derives from lengths and block tables only as long as these are the same.
+    """
     load = Load(0)
     load.submit()
     batch = load.scheduler.schedule()

@@ -1,4 +1,4 @@
-"""What a profile times is there to be timed."""
+"""The methods that a profile times exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trtspec.methods.worker import SpecWorker
 
 @pytest.mark.parametrize("kind", [SpecWorker, CompiledExecutable, CudaExecutable])
 def test_methods_are_there_and_phases_are_known(kind: type) -> None:
-    """phases_inside names a part's own methods: asked of a class, those of the class."""
+    """phases_inside names methods that exist and phases that are known. Given a class, it names those of the class."""
     methods = phases_inside.registry[kind](kind)
     assert methods
     for owner, name, phase in methods:
@@ -33,7 +33,7 @@ def test_nothing_is_known_of_what_is_in_an_executable_of_another_kind() -> None:
 
 
 class Watched(Clock):
-    """Knows the phases that it is in, the innermost last."""
+    """A clock that keeps the phases it is in, the innermost last."""
 
     def __init__(self) -> None:
         super().__init__()

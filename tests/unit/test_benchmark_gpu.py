@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py without a GPU: a thread of the CPU for its queue, a clock that counts for its events."""
+"""benchmarks/gpu.py without a GPU: a CPU thread stands in for its queue, and a counting clock for its events."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from trtspec.engine.overlap import OverlapLoop
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(hidden=64, layers=6, intermediate=96, heads=4, kv_heads=2, vocab=320, head_dim=32)
-TICK = 1e-3  # seconds of each moment that is kept
+TICK = 1e-3  # seconds between two recorded moments
 
 
 class Clock:
-    """Every moment is a tick after the one before."""
+    """A clock whose every moment is one tick after the one before."""
 
     def __init__(self) -> None:
         self.ticks = itertools.count(1)
@@ -79,7 +79,7 @@ def test_bytes_of_a_step() -> None:
     assert step_bytes(10_000, SHAPE, 1, 100, 1, 0) == 10_000 + 6 * 256 * 101
     verified = 6 * 3 * 256 * (100 + 4)  # three requests; the cache is read once for all rows
     assert step_bytes(10_000, SHAPE, 3, 100, 4, 0) == 10_000 + verified
-    first, second, third = 100 + 4, 100 + 1, 100 + 1  # passes of the head, one layer
+    first, second, third = 100 + 4, 100 + 1, 100 + 1  # passes of the head, which has one layer
     assert step_bytes(10_000, SHAPE, 3, 100, 4, 3) == 10_000 + verified + 3 * 256 * (first + second + third)
 
 
@@ -149,14 +149,14 @@ def test_steps_and_gaps_of_launches_that_follow_each_other(folder: Path, card: C
         assert steps.device == pytest.approx([TICK] * 5)
         assert steps.gaps == pytest.approx([TICK] * 4)  # no launch is missing between two
         assert (len(steps.walls), steps.tokens) == (5, 15)
-        # 1 token of the prompt's own step, 12 of steps that do not count; the newest is not in the cache
+        # 1 token of the prefill step and 12 of steps that are not measured; the newest token is not in the cache
         assert steps.context == INPUT_LEN + 1 + 12 - 1 + 2
-        assert len(opened.queue.launches) == 5  # none of before is among them
+        assert len(opened.queue.launches) == 5  # no earlier launch is among them
         assert clock.held == 0
         opened.engine.check()
     opened.queue.holds = True
     opened.steps(random_prompts(SHAPE, 1), GREEDY, 0, 5)
-    assert clock.held == 1 + 12 + 5  # every launch, the prompt's among them
+    assert clock.held == 1 + 12 + 5  # every launch, including the prefill
     with pytest.raises(RuntimeError, match="other than 1 requests with 2 drafts"):
         opened.steps(random_prompts(SHAPE, 1), GREEDY, 2, 5)
     opened.close()
@@ -265,7 +265,7 @@ def test_a_section_that_fails_loses_no_other(
     monkeypatch.setitem(SECTIONS, "sampling", fail)
     options = ["--only", "plain,sampling,rows", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     assert main("x", [*OPTIONS, *options, "--quick"], lambda: card) == 1
-    assert [one["section"] for one in written[0]["results"]] == ["plain"]  # before the next section begins
+    assert [one["section"] for one in written[0]["results"]] == ["plain"]  # written before the next section begins
     (file,) = (tmp_path / "out").glob("*.json")
     results = json.loads(file.read_text())["results"]
     assert [one["error"] for one in results] == [None, "RuntimeError: no good", None]

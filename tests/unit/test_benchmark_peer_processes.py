@@ -133,7 +133,8 @@ def test_a_failing_peer_is_left_out_and_the_rest_goes_on(tmp_path: Path, monkeyp
         ("trtspec", 2),
         ("trtspec", 3),
     ]
-    # Three in repeat 0, three in repeat 1, where llama.cpp comes first and fails: trtspec has one just before it.
+    # Repeats 0 and 1 make three probes each. In repeat 1 llama.cpp comes first and fails, and trtspec has a probe just
+    # before it.
     assert [done.probes for done in test.runs] == [(5.0, 6.0), (7.0, 8.0), (9.0, 10.0)]
     assert test.failures == ["demo, decoding: vLLM: ended during load", "demo, plain: llama.cpp: ended"]
     assert {"trtspec", "llama.cpp BF16"} <= set(ended)

@@ -32,7 +32,7 @@ from trtspec import LLM, SamplingParams
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]], bytes]:
-    """Values, (shape, type, offset) by tensor, and the data section."""
+    """Return the metadata values, (shape, type, offset) of each tensor, and the data section."""
     data = file.read_bytes()
     assert data[:4] == b"GGUF"
     position = 4
@@ -158,7 +158,7 @@ def test_checkpoints_are_kept_until_their_making_changes(tmp_path: Path, monkeyp
     monkeypatch.setitem(checkpoints.SHAPES, "40M", Shape(64, 1, 64, heads=1, kv_heads=1, vocab=2 * CIRCLE))
     weights = open_model("40M", tmp_path).folder / "model.safetensors"
     first = weights.stat().st_mtime_ns
-    (tmp_path / "40M.tmp").mkdir()  # of a run that was killed
+    (tmp_path / "40M.tmp").mkdir()  # left by a run that was killed
     open_model("40M", tmp_path)
     assert weights.stat().st_mtime_ns == first
     monkeypatch.setattr(checkpoints, "CIRCLE", 16)

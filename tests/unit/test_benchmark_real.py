@@ -1,4 +1,4 @@
-"""Which settings of a peer take part in benchmarks/real.py, and what its figures are of."""
+"""The choice of peers' settings in benchmarks/real.py, and the meaning of its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/steps.py: figures, byte counts, heads of random weights, turns, and one small run of it all."""
+"""benchmarks/steps.py: figures, byte counts, heads of random weights, turns, and one small run of the whole script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trtspec.models.weights import load_decoder
 
 SHAPE = Shape(hidden=128, layers=6, intermediate=256, heads=2, kv_heads=1, vocab=960)
 LAYER = 2 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256 + 2 * 128)  # bytes
-HEAD_LAYER = 2 * (256 * (128 + 64 + 64) + 128 * 128 + 3 * 128 * 256 + 3 * 128)  # reads two states side by side
+HEAD_LAYER = 2 * (256 * (128 + 64 + 64) + 128 * 128 + 3 * 128 * 256 + 3 * 128)  # reads two states, concatenated
 DRAFT_VOCAB = 96
 
 
@@ -49,7 +49,7 @@ TURNS = [turn("a", 1, 0.2), turn("b", 1, 0.3), turn("a", 2, 0.4), turn("b", 2, 0
 def test_a_turn_in_figures() -> None:
     one = TURNS[0]
     assert (one.step, one.host) == (0.2, 0.1)  # medians
-    assert one.tokens_per_second == pytest.approx(2 / 0.2)  # the step of 9 s does not count
+    assert one.tokens_per_second == pytest.approx(2 / 0.2)  # without the step of 9 s
     assert one.bandwidth_share == pytest.approx(0.5)  # 0.1 s to read the weights
 
 
@@ -116,7 +116,7 @@ def test_heads_load_strictly_and_spread_their_ids(model: Model) -> None:
 
 
 def test_bytes_of_weights_and_kv(model: Model) -> None:
-    """What a launch reads: the embedding's rows count for nothing, the head's layer for every draft."""
+    """weight_bytes counts what a launch reads: nothing of the embedding, and the head's layer once per draft."""
     K, blocks = 3, 20
     speculation = {"method": "eagle3", "model": str(model.eagle3), "num_speculative_tokens": K}
     with LLM(model.folder, speculation, num_kv_blocks=blocks) as llm:
@@ -140,7 +140,7 @@ def test_heads_are_kept_until_what_they_are_made_of_changes(
     workshop.head(Model("small", retrained, None, None), DRAFT_VOCAB)
     assert len(reports) == 2
     monkeypatch.setattr(engines, "write_head", lambda target, folder, vocab: (folder / "config.json").write_text("{}"))
-    workshop.head(model, DRAFT_VOCAB)  # other code
+    workshop.head(model, DRAFT_VOCAB)  # changed code
     assert len(reports) == 3
     assert [file.name for file in sorted(head.iterdir())] == ["config.json", "made_of.txt"]
 
@@ -149,7 +149,7 @@ def test_heads_are_kept_until_what_they_are_made_of_changes(
 
 
 def test_turns_time_the_steps_asked_for(model: Model) -> None:
-    """Eager, with as many guesses a step as the drafter is told: none is accepted, every step brings all of them."""
+    """Steps of an eager engine verify the number of guesses that the drafter is set to, and accept none of them."""
     drafter = Guesses(SHAPE.vocab)
     speculation = {"method": "custom_class", "drafter": drafter, "num_speculative_tokens": 3}
     probes = iter([1e9, 3e9, 5e9, 5e9, 7e9, 9e9, 9e9])
@@ -198,7 +198,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert all(0 < one["constructor_s"] < one["first_token_s"] for one in start["details"])
     assert all(one["kv_bytes"] == 6 * 2 * (8 * 64 + 1) * 16 * 64 * 2 for one in start["details"])
     main("x", [*options, "--work", str(tmp_path / "work")])
-    assert "building" not in capsys.readouterr().err  # kept
+    assert "building" not in capsys.readouterr().err  # the models were kept
 
 
 @pytest.mark.parametrize("arguments", [["--only", "columns"], ["--only", ""], ["--rounds", "0"], ["--model", "7B"]])

@@ -1,4 +1,4 @@
-"""The block allocator against a model of it, and what a commit keeps."""
+"""The block allocator against a model of it, and the KV that a commit keeps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ BLOCK_SIZE = 4
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Any order of reserve, commit, fork, publish, take and release. The model: which blocks each live sequence holds,
-    and which block was published under which key."""
+    """A state machine that runs reserve, commit, fork, publish, take and release in any order.
+
+    Its model: the blocks that each live sequence holds, and the block that was published under each key.
+    """
 
     sequences = Bundle("sequences")
 
@@ -127,7 +129,7 @@ def published(allocator: BlockAllocator, keys: Sequence[bytes]) -> SequenceKV:
 
 
 def findable(allocator: BlockAllocator, keys: Sequence[bytes]) -> list[bytes]:
-    """Those of the keys that are found now; nothing changes but the order of eviction."""
+    """Return those of the keys that are found now. Nothing changes but the order of eviction."""
     found = []
     for key in keys:
         kv = SequenceKV(allocator.take_published([key]))
@@ -151,7 +153,7 @@ def test_the_tail_of_a_sequence_is_evicted_before_its_head() -> None:
 
 
 def test_the_least_recently_used_block_is_evicted() -> None:
-    """Use is holding: "a" was published first, but held last."""
+    """A block counts as used while it is held: "a" was published first, but held last."""
     allocator = BlockAllocator(4, BLOCK_SIZE)
     for key in (b"a", b"b", b"c"):
         allocator.release(published(allocator, [key]))
@@ -213,7 +215,7 @@ def test_check_names_a_free_block_that_is_still_published() -> None:
     allocator.reserve(kv, 1)
     (block,) = kv.blocks
     allocator.release(kv)
-    allocator.publish(block, b"a")  # only owned blocks may be
+    allocator.publish(block, b"a")  # allowed only for owned blocks
     with pytest.raises(AssertionError, match=f"KV block {block} is free but published"):
         allocator.check([])
 
@@ -230,12 +232,12 @@ def test_check_names_a_block_that_was_given_back_twice() -> None:
 
 @st.composite
 def verdicts(draw: st.DrawFn) -> tuple[SequenceKV, int, int, int]:
-    """(cache, known rows of the step, drafts, tokens emitted): 0 tokens only for a chunk without drafts."""
+    """Return (cache, known rows of the step, drafts, emitted tokens). Only a chunk without drafts emits 0 tokens."""
     committed = draw(st.integers(0, 100))
     known = draw(st.integers(1, 30))
     drafts = draw(st.integers(0, 8)) if known == 1 else 0
     num_tokens = draw(st.integers(0 if known > 1 else 1, drafts + 1))
-    # A drafter has run ahead of the target by up to its own drafts; or it has not run at all.
+    # The draft's KV may be ahead of the target's by up to its own drafts, or the drafter may not have run at all.
     draft_len = draw(st.integers(0, committed + known + max(drafts - 1, 0)))
     return SequenceKV(committed=committed, draft_len=draft_len), known, drafts, num_tokens
 
@@ -265,7 +267,10 @@ def test_commit_never_gives_blocks_back(verdict: tuple[SequenceKV, int, int, int
 
 
 def test_debug_mode_sees_a_block_freed_in_flight() -> None:
-    """A shared block stays while anybody holds it; one that becomes free must not be part of a step in flight."""
+    """A block that becomes free must not be part of a step in flight.
+
+    A shared block stays as long as a sequence holds it.
+    """
     allocator = BlockAllocator(9, 2, debug=True)
     kv = SequenceKV()
     allocator.reserve(kv, 6)

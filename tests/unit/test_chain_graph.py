@@ -1,5 +1,7 @@
-"""A draft's chain as one launch, on a thread that stands in for a GPU: drafts and cache are those of the chain pass by
-pass, whatever was known, missing or left over before."""
+"""A draft's chain as one launch, on a thread that stands in for a GPU.
+
+Drafts and cache equal those of the chain run pass by pass, whatever KV was known, missing or left over before.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,19 @@ MUCH_BANNED = replace(PLAIN, ban_ids=tuple(range(9)), ban_until=40)  # more than
 
 @dataclass(repr=False)
 class Draft:
-    """A draft model on the stand-in, its cache, and the drafters on it."""
+    """A draft model on the stand-in GPU, its cache, and the drafters that run it."""
 
     drafter: ChainDrafter
     kv: list[KVLayer]
     work: HostQueue
 
     def drafters(self, max_num_tokens: int, greedy: bool) -> tuple[ChainDrafter, ChainDrafter]:
-        """One that goes pass by pass, and one that need not."""
+        """Return a drafter that launches pass by pass, and one that may launch the whole chain."""
         each = self.drafter.model, max_num_tokens, greedy
         return ChainDrafter(*each), ChainDrafter(*each, self.drafter.chain)
 
     def cache(self) -> list[Tensor]:
-        """A copy of all blocks but scratch."""
+        """A copy of all blocks but the scratch block."""
         return [tensor[1:].clone() for layer in self.kv for tensor in layer]
 
     def set_cache(self, cache: list[Tensor]) -> None:
@@ -87,7 +89,10 @@ def states(draw: st.DrawFn, least: int = 1, hows: tuple[RequestSampling, ...] = 
 
 
 def make_cache(draft: Draft, requests: list[DraftRequest], rejected: int) -> list[Tensor]:
-    """What is valid of each request, NaN in other blocks, and behind what is valid drafts that were rejected."""
+    """Fill the cache and return a copy of it.
+
+    Each request has its valid rows and, after them, rows of rejected drafts. All other blocks are NaN.
+    """
     draft.set_cache([torch.full_like(tensor, torch.nan) for tensor in draft.cache()])
     reader, _ = draft.drafters(64, False)
     for request in requests:
@@ -125,7 +130,7 @@ def test_it_is_one_launch_of_a_graph_where_no_more_than_two_rows_are_missing(
     requests = [replace(one, draft_kv_len=max(one.draft_kv_len, len(one.tokens) - 2)) for one in requests]
     make_cache(draft, requests, 0)
     _, drafter = draft.drafters(64, False)
-    drafter.propose(requests)  # captures what was not asked for before
+    drafter.propose(requests)  # captures the graphs that were not needed before
     work = draft.work
     before = work.num_submitted, work.num_replayed, work.num_captured
     drafter.propose(requests)
@@ -133,7 +138,7 @@ def test_it_is_one_launch_of_a_graph_where_no_more_than_two_rows_are_missing(
 
 
 def test_a_longer_gap_is_read_in_first_and_no_further_than_it_must(draft: Draft) -> None:
-    """In launches of limited size: 17 rows in launches of 10, then the chain."""
+    """A longer gap is prefilled in launches of limited size: 17 rows in launches of 10, then the chain."""
     tokens = [(5 * j * j) % VOCAB for j in range(19)]
     request = DraftRequest(0, tokens, 3, PLAIN, range(1, 7), 0)
     _, drafter = draft.drafters(10, False)
@@ -150,7 +155,7 @@ def test_the_graphs_that_most_steps_need_are_there_at_the_start(draft: Draft) ->
 
 
 def test_an_id_that_nothing_could_be_drawn_for_is_not_read_in(draft: Draft) -> None:
-    """With all of the vocabulary banned for a while: the ids say so, and the passes after it have something to read."""
+    """While the whole vocabulary is banned, drafts are the id for no token. The next passes still read a valid id."""
     model: Any = draft.drafter.model
     request = DraftRequest(0, [1, 2, 3], 3, replace(PLAIN, ban_ids=tuple(range(VOCAB)), ban_until=5), range(1, 3), 0)
     inputs = draft.drafter._inputs([request], [2], [3])

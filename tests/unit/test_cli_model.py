@@ -1,4 +1,4 @@
-"""Every command that takes a model takes it by its place or by its option: one of them, and no more."""
+"""Every command that needs a model takes it as a positional argument or as an option. It takes exactly one."""
 
 from __future__ import annotations
 

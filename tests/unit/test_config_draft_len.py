@@ -51,7 +51,7 @@ def test_draft_len_for_batch(fields: dict[str, Any], batches: tuple[int, ...], e
 
 
 def test_max_concurrency_counts_what_fits() -> None:
-    # 8 waiting, but only 16 // (1 + 3) = 4 fit a step
+    # 8 requests wait, but only 16 // (1 + 3) = 4 fit into a step.
     assert lengths({"max_concurrency": 4}, 8, max_num_tokens=16) == [3]
     assert lengths({"max_concurrency": 4}, 8, max_num_tokens=20) == [0]
     assert lengths({"max_concurrency": 4}, 8, max_batch_size=4) == [3]

@@ -1,4 +1,4 @@
-"""Speculation as TensorRT-LLM's and vLLM's settings: every method, every field."""
+"""Speculation as settings of TensorRT-LLM and of vLLM: every method, every field."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def test_every_method_is_here() -> None:
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("method", METHODS)
 def test_method(method: str, server: str) -> None:
-    """Settings under the server's name for it, or an error with the nearest; never an empty file."""
+    """A method exports settings under the server's name for it, or raises an error that names the nearest method.
+
+    It never exports an empty file.
+    """
     if (method, server) in NEAREST:
         with pytest.raises(UnsupportedError, match=f"method='{method}' has no equal in .*nearest: ") as raised:
             export(BY_METHOD[method], server)
@@ -83,7 +86,7 @@ def test_method(method: str, server: str) -> None:
 
 # -- every field ------------------------------------------------------------------------------------------------------
 
-# field -> (the rest of a config, a value of the field that is not the rest's)
+# field -> (the rest of a config, a value of the field that differs from the rest's)
 FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "num_speculative_tokens": (NGRAM, 4),
     "model": (DRAFTED, "/other"),
@@ -129,7 +132,7 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "file_prefix": (SAVED, "states"),
     "drafter": (CUSTOM, "m:D"),
 }
-# Cases whose rest is no config without the field.
+# Base configs for the fields whose rest is not a valid config without the field.
 ALONE = {
     "acceptance_window": DRAFTED,
     "acceptance_length_threshold": DRAFTED,
@@ -145,7 +148,7 @@ def test_every_field_is_here() -> None:
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("field", FIELDS)
 def test_no_field_is_dropped_in_silence(field: str, server: str) -> None:
-    """Set, it changes what is written, or is named in a warning; or its method is refused."""
+    """A field that is set changes the exported settings or is named in a warning, unless its method is refused."""
     rest, value = FIELDS[field]
     try:
         settings, lines = export({**rest, field: value}, server)
@@ -160,7 +163,7 @@ def test_no_field_is_dropped_in_silence(field: str, server: str) -> None:
 
 
 def test_a_field_that_nobody_knows_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field that is added to SpeculativeConfig and forgotten here."""
+    """A field that is in SpeculativeConfig but not handled by the export is not written and gets a warning."""
     from trtspec.interop import tensorrt_llm as interop_trtllm
 
     monkeypatch.setattr(interop_trtllm, "_warn_of_draft_model", lambda fields: None)

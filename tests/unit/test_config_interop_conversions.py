@@ -1,4 +1,4 @@
-"""Speculation as TensorRT-LLM's and vLLM's settings: what is converted, and what is warned about."""
+"""Speculation as settings of TensorRT-LLM and of vLLM: the values that are converted, and the warnings."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ ONE_TO: dict[str, Any] = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
             {"decoding_type": "AUTO", "max_concurrency": None},
             "num_speculative_tokens max_concurrency",
         ),
-        # draft lengths by batch size: what is above the largest key drafts nothing
+        # draft lengths by batch size: batches above the largest key draft nothing
         ({**DRAFTED, **GREEDY, "max_concurrency": 8}, {"max_concurrency": 8, "draft_len_schedule": None}, ""),
         ({**DRAFTED, **GREEDY, "disable_by_batch_size": 8}, {"max_concurrency": 8, "draft_len_schedule": None}, ""),
         ({**DRAFTED, **GREEDY, "disable_by_batch_size": 8, "max_concurrency": 9}, {"max_concurrency": 8}, ""),
@@ -122,7 +122,7 @@ ONE_TO: dict[str, Any] = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
         (
             {**DRAFTED, **GREEDY, "draft_len_schedule": {1: 3, 8: 1}},
             {"draft_len_schedule": {1: 3, 8: 1}},
-            "draft_len_schedule",  # earlier versions understand something else
+            "draft_len_schedule",  # earlier versions read it differently
         ),
         (
             {**DRAFTED, **GREEDY, "num_speculative_tokens_per_batch_size": [(1, 4, 9), (8, 9, 1)]},
@@ -155,7 +155,7 @@ def test_to_tensorrt_llm(fields: dict[str, Any], expected: dict[str, Any], warne
     settings, lines = export(fields, TRT)
     assert {name: settings.get(name) for name in expected} == expected
     assert list(lines) == warned.split()
-    decoding_config_from_dict(settings)  # by our reader's rules, all of it is in place
+    decoding_config_from_dict(settings)  # by the rules of our reader, every field is valid
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_to_tensorrt_llm(fields: dict[str, Any], expected: dict[str, Any], warne
             },
             "num_speculative_tokens max_concurrency capture_layers output_directory",
         ),
-        # draft lengths by batch size: the last one holds for all above
+        # draft lengths by batch size: the last one holds for all larger batches
         (
             {**NGRAM, **QUIET, "num_speculative_tokens_per_batch_size": [(1, 4, 0)], "disable_by_batch_size": 8},
             {**NGRAM, **QUIET, "num_speculative_tokens_per_batch_size": [[1, 1, 0]]},
@@ -246,7 +246,7 @@ def test_layers_of_the_head_are_written_where_its_config_is_not_read() -> None:
     settings, lines = export({**EAGLE3, **GREEDY}, TRT, HEAD)
     assert settings["eagle3_layers_to_capture"] == [2, 5, 8]
     assert not lines
-    for layers, warned in (((2, 5, 8), False), ((1, 4, 6), True)):  # vLLM reads it
+    for layers, warned in (((2, 5, 8), False), ((1, 4, 6), True)):  # vLLM reads the head's config
         settings, lines = export({**EAGLE3, **QUIET, "capture_layers": layers}, VLLM, HEAD)
         assert settings == {**EAGLE3, **QUIET}
         assert ("capture_layers" in lines) == warned
@@ -298,7 +298,7 @@ def test_parallel_heads_have_no_equal() -> None:
 
 
 def test_a_method_that_nobody_wrote_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method that is added to the table and has no type there."""
+    """A method that is in the table of methods but has no TensorRT-LLM type is refused."""
     from trtspec.interop import tensorrt_llm
 
     monkeypatch.delitem(tensorrt_llm._TYPES, "dspark")

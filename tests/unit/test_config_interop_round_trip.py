@@ -1,4 +1,4 @@
-"""Speculation as TensorRT-LLM's and vLLM's settings and back: what comes back is what warnings do not speak of."""
+"""Speculation as settings of TensorRT-LLM and of vLLM, and back: only fields with a warning may change."""
 
 from __future__ import annotations
 
@@ -121,18 +121,18 @@ def configs(draw: st.DrawFn, *methods: str) -> dict[str, Any]:
 def planned(config: SpeculativeConfig | None, draft: DraftInfo | None) -> SpeculationPlan:
     assert config is not None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of one MTP layer that runs K times
+        warnings.simplefilter("ignore")  # warning about one MTP layer that runs K times
         return plan_unchecked(config, TARGET, draft)
 
 
 def settled(spec_plan: SpeculationPlan) -> dict[str, Any]:
-    """All fields, those of the method alone among them."""
+    """All fields of a plan, including those of its method alone."""
     found = {field.name: getattr(spec_plan, field.name) for field in dataclasses.fields(spec_plan)}
     return vars(found.pop("options")) | found
 
 
 def differences(before: SpeculationPlan, after: SpeculationPlan) -> set[str]:
-    """Fields that changed; GATES count as one, "draft_len": what they make of 1 to max_batch_size requests."""
+    """Fields that changed. GATES count as one, "draft_len": the lengths that they give 1 to max_batch_size requests."""
     old, new = settled(before), settled(after)
     found = {name for name in {*old, *new} - {*GATES} if name not in old or name not in new or old[name] != new[name]}
     sizes = range(1, TARGET.max_batch_size + 1)
@@ -141,7 +141,7 @@ def differences(before: SpeculationPlan, after: SpeculationPlan) -> set[str]:
 
 
 def explained(lines: dict[str, str]) -> set[str]:
-    """What warnings allow to change."""
+    """Fields that the warnings allow to change."""
     unwritten_gate = any(field in lines and "not written" in lines[field] for field in GATES)
     return {*lines, *(["draft_len"] if unwritten_gate else [])}
 
@@ -157,9 +157,9 @@ def test_tensorrt_llm_and_back(fields: dict[str, Any], head: DraftInfo | None) -
     assert read == settings
     changed = differences(planned(config, draft), planned(read_speculative_config(read), draft))
     if config.is_public_pool is None:
-        changed.discard("is_public_pool")  # looks in the request's own tokens, as a pool for each request does
+        changed.discard("is_public_pool")  # unset, it searches the request's own tokens, as a pool per request does
     if config.draft_sample_method == "greedy":
-        changed.discard("draft_sample_method")  # TensorRT-LLM drafts so, and has no word for it
+        changed.discard("draft_sample_method")  # TensorRT-LLM drafts greedily, and has no setting for it
     assert changed <= explained(lines)
 
 

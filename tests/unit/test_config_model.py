@@ -1,4 +1,4 @@
-"""ModelConfig against the configs of well-known checkpoints and against what transformers makes of the same file."""
+"""ModelConfig against the configs of well-known checkpoints, and against transformers' reading of the same files."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_generation_defaults_need_do_sample(tmp_path: Path) -> None:
 
 
 def test_greedy_decoding_heeds_a_repetition_penalty(tmp_path: Path) -> None:
-    """As in transformers."""
+    """A repetition penalty is a default even without do_sample, as in transformers."""
     defaults = read(tmp_path, LLAMA31_8B, {"top_k": 20, "repetition_penalty": 1.1}).generation_defaults
     assert defaults == {"repetition_penalty": 1.1}
     with pytest.raises(CheckpointError, match=r"repetition_penalty.*greater than 0"):
@@ -147,7 +147,7 @@ def test_windows(tmp_path: Path) -> None:
     ):
         assert read(tmp_path, {**base, **change}).windows == expected, change
     absent = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
-    assert read(tmp_path, absent).windows == (4096,) * 4  # the class default, as transformers has it
+    assert read(tmp_path, absent).windows == (4096,) * 4  # the default of the class, as in transformers
 
 
 ROPES: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's decoding configs: their defaults, what they convert to, and what they refuse."""
+"""TensorRT-LLM's decoding configs: their defaults, their conversions and their refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML text: what it looks like, and that PyYAML reads back what was written."""
+"""YAML text: its layout, and the value that PyYAML reads back from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VALUES = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal with equal types (1 is not True, 1.0 is not 1), where NaN is itself."""
+    """Whether values are equal, with equal types (1 is not True, 1.0 is not 1). NaN equals itself."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):

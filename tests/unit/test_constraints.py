@@ -1,4 +1,4 @@
-"""What each logits row of a step sees of the tokens before it."""
+"""The constraints of each logits row of a step, from the tokens before the row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def test_nobody_asks() -> None:
 
 
 def test_a_generation_sees_its_drafts_and_a_chunk_of_a_prompt_what_it_has_read() -> None:
-    """K = 2; the second generation brings one draft, so its last row is there twice."""
+    """A generation sees its drafts, and a chunk of a prompt the tokens it has read.
+
+    K = 2. The second generation has one draft, so its last row is there twice.
+    """
     chunk = request([7, 8, 9, 9], 4, repetition_penalty=1.5)
     full = request([1, 2, 3], 2, [4, 5], presence_penalty=0.5)
     short = request([1, 6], 1, [3], frequency_penalty=-1.0)
@@ -57,7 +60,7 @@ def test_a_generation_sees_its_drafts_and_a_chunk_of_a_prompt_what_it_has_read()
 
 
 class Counted(list[int]):
-    """Tokens of which it counts those that are read."""
+    """A list of tokens that counts the tokens read from it."""
 
     read = 0
 
@@ -72,7 +75,7 @@ class Counted(list[int]):
 
 
 def test_a_history_is_read_once() -> None:
-    """Not in every step: thousands of tokens of many requests would take longer than a launch."""
+    """A history is not read in every step: thousands of tokens of many requests would take longer than a launch."""
     one = request(Counted(range(500)), 400, [7, 8], repetition_penalty=1.5)
     for tokens in ([], [3], [4, 5]):
         one.append(tokens)

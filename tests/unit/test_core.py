@@ -1,4 +1,4 @@
-"""The nouns of a step: packed rows, their positions, and what follows from them."""
+"""The values of a step: packed rows, their positions, and the tensors that follow from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ragged = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 100)), min_size=1,
 
 
 def of_requests(requests: list[tuple[int, int]]) -> AttnMetadata:
-    """Each given as (rows, tokens before them)."""
+    """Metadata of requests that are given as (rows, tokens before them)."""
     q_lens, kv_lens = [rows for rows, _ in requests], [rows + before for rows, before in requests]
     return AttnMetadata.of(q_lens, kv_lens, [[1]] * len(requests))
 
@@ -32,7 +32,7 @@ def of_requests(requests: list[tuple[int, int]]) -> AttnMetadata:
 @settings(deadline=None)
 @given(requests=ragged)
 def test_rows_belong_to_requests_in_order(requests: list[tuple[int, int]]) -> None:
-    """Requests without rows are skipped, wherever they stand."""
+    """Requests without rows are skipped, wherever they are in the batch."""
     expected = [b for b, (rows, _) in enumerate(requests) for _ in range(rows)]
     attn = of_requests(requests)
     assert row_requests(attn.cu_q_lens, len(expected)).tolist() == expected
@@ -50,7 +50,7 @@ def test_from_host_lists() -> None:
     attn = AttnMetadata.of([3, 1], [3, 20], [[4], [2, 9]])
     assert attn.cu_q_lens.tolist() == [0, 3, 4]
     assert attn.kv_lens.tolist() == [3, 20]
-    assert attn.block_tables.tolist() == [[4, 0], [2, 9]]  # padded with scratch
+    assert attn.block_tables.tolist() == [[4, 0], [2, 9]]  # padded with the scratch block
     assert attn.tree_mask.numel() == 0
     assert {t.dtype for t in (attn.cu_q_lens, attn.kv_lens, attn.block_tables, attn.tree_mask)} == {torch.int32}
     assert attn.batch_size == 2
@@ -122,7 +122,7 @@ def test_bans_are_padded_to_the_longest() -> None:
 
 
 def test_every_tensor_has_the_type_that_the_ops_ask_for() -> None:
-    """In use and unused alike: an empty list alone would make floats of ids."""
+    """Tensors in use and unused ones have the dtypes of the ops. An empty list of ids alone would become floats."""
     full = RequestSampling(
         greedy=False, temperature=1.0, top_k=1, top_p=0.5, min_p=0.1, seed=-(2**63), ban_ids=(1,), ban_until=3
     )
@@ -154,7 +154,7 @@ def test_advancing_the_draw_moves_only_the_positions() -> None:
 
 
 def metadata(num_contexts: int, drafts: list[list[int]], max_draft_len: int = 4) -> SpecMetadata:
-    """Contexts of two rows each, then one generation per list of drafts (all of one length)."""
+    """Metadata of contexts of two rows each, then one generation per list of drafts. All lists have one length."""
     K, B = (len(drafts[0]) if drafts else 0), num_contexts + len(drafts)
     q_lens = [2] * num_contexts + [K + 1] * len(drafts)
     attn = AttnMetadata.of(q_lens, [n + 5 for n in q_lens], [[1]] * B)
@@ -214,7 +214,7 @@ def test_a_plain_batch_draws_one_token_after_each_last_row() -> None:
 
 
 def test_sampling_of_one_row_per_request() -> None:
-    """In the order asked for; what no row uses stays zero-size."""
+    """Rows come in the order of the selection. Parameters that no selected row uses stay zero-size."""
     banned = dataclasses.replace(SAMPLED, ban_ids=(3,), ban_until=12, top_k=4)
     chosen = SamplingTensors.of([GREEDY, SAMPLED, banned], [5, 6, 7]).select(torch.tensor([2, 0]))
     assert chosen.positions.tolist() == [7, 5]

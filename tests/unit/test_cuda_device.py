@@ -1,5 +1,7 @@
-"""What can be shown of the GPU's path without a GPU: that every tensor of a step is on the device that its inputs are
-on, and what is said where there is no GPU."""
+"""The GPU's code path, as far as it can be shown without a GPU.
+
+Every tensor of a step is on the device of the step's inputs. Without a usable GPU, an error says what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ META = torch.device("meta")
 
 
 class OneDevice(TorchDispatchMode):
-    """No op may be given a tensor of the CPU, unless it is a number."""
+    """A check that no op gets a CPU tensor, unless the tensor is a number."""
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,7 +57,7 @@ def fake_step(folder: Path, mode: str) -> Step:
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("mode", ["none", "eagle3"])
 def test_a_step_mixes_no_devices(tmp_path: Path, mode: str, uniform: bool) -> None:
-    """On tensors without memory, and not the CPU's: what a step makes itself must be where its inputs are."""
+    """Tensors that a step makes itself are on the device of its inputs: here the meta device, without memory."""
     step = fake_step(tmp_path, mode)
     K = 3 if mode == "eagle3" else 0
     module = GraphStep(step, K, K + 1 if uniform else 0)
@@ -96,7 +98,7 @@ def test_a_chain_mixes_no_devices(tmp_path: Path) -> None:
 
 
 def test_graphs_for_a_gpu_call_no_kernel_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is exported or compiled: what the compiler is given is looked at."""
+    """The options for the compiler name no kernel of the CPU. Nothing is exported or compiled."""
     options: dict[str, Any] = {}
     nothing = SimpleNamespace(state_dict={}, constants={}, get_constant_fqns=list)
     monkeypatch.setattr(aoti, "open_gpu", lambda: torch.device("meta"))
@@ -112,7 +114,7 @@ def test_graphs_for_a_gpu_call_no_kernel_of_the_cpu(tmp_path: Path, monkeypatch:
     assert compiled.kernels == ""
 
 
-# --- what is said where there is no GPU, or one that will not do ------------------------------------------------------
+# --- errors where there is no GPU, or an unsuitable one ---------------------------------------------------------------
 
 
 def gpu(
@@ -123,7 +125,7 @@ def gpu(
     driver: int | None = 13000,
     visible: bool = True,
 ) -> None:
-    """What torch says of the machine."""
+    """Make torch report this machine."""
     monkeypatch.setattr(torch.version, "cuda", toolkit)
     monkeypatch.setattr(device, "driver_version", lambda: driver)
     answers = {
@@ -151,7 +153,7 @@ def test_a_gpu_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"visible": False}, DependencyError, "CUDA_VISIBLE_DEVICES"),
         ({"visible": False, "driver": 13020, "toolkit": "13.1"}, DependencyError, "CUDA_VISIBLE_DEVICES"),
         ({"capability": (7, 5)}, UnsupportedError, "compute capability 7.5, and the kernels want 8.0"),
-        ({"capability": (12, 0)}, None, ""),  # by compute_90's PTX
+        ({"capability": (12, 0)}, None, ""),  # runs by compute_90's PTX
         ({"capability": (12, 0), "built_for": ("sm_80", "sm_90")}, UnsupportedError, "built for sm_80, sm_90"),
     ],
 )
@@ -176,7 +178,7 @@ def test_this_build_of_torch_has_no_gpu() -> None:
 @pytest.mark.parametrize(
     ("capability", "built_for", "runs"),
     [
-        ((8, 6), ["sm_80"], True),  # within a major version newer GPUs run older code
+        ((8, 6), ["sm_80"], True),  # within a major version, newer GPUs run older code
         ((8, 0), ["sm_86"], False),
         ((9, 0), ["sm_80"], False),
         ((9, 0), ["sm_90a"], True),
@@ -187,7 +189,10 @@ def test_this_build_of_torch_has_no_gpu() -> None:
     ],
 )
 def test_which_code_runs_where(capability: tuple[int, int], built_for: list[str], runs: bool) -> None:
-    """See https://docs.nvidia.com/cuda/cuda-c-programming-guide, binary and PTX compatibility."""
+    """Code runs by NVIDIA's rules of binary and PTX compatibility.
+
+    They are in https://docs.nvidia.com/cuda/cuda-c-programming-guide.
+    """
     assert device.runs_on(capability, built_for) == runs
 
 

@@ -20,14 +20,14 @@ K = 4
 
 @dataclass
 class Pass:
-    """What the model was given: of each request, tokens by position."""
+    """Inputs of a pass of the model: the tokens of each request, by position, and the KV lengths."""
 
     tokens: list[dict[int, int]]
     kv_lens: list[int]
 
 
 class Watched(DraftHead):
-    """Says the successor of each token it is given."""
+    """A head that predicts the successor of each token."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB)
@@ -53,7 +53,7 @@ class Watched(DraftHead):
 
 
 def run(batch: tuple[Scheduled, ...], rng: random.Random, k: int) -> tuple[Watched, StepOutputs, list[list[int]]]:
-    """The model, what the step gives, and the text of each request after it."""
+    """Run a step and return the model, the step's outputs, and each request's tokens after the step."""
     inputs = built_inputs(batch, k)
     logits, model = half_right(rng, inputs), Watched()
     worker = DraftModelWorker(model, K, ())
@@ -65,7 +65,10 @@ def run(batch: tuple[Scheduled, ...], rng: random.Random, k: int) -> tuple[Watch
 
 @on_random_batches
 def test_every_token_is_read_in_at_its_own_place(seed: int) -> None:
-    """All of the step's rows and one more each, up to the token just drawn, or the prompt's next."""
+    """The first pass has all of the step's rows and one more per request, each at its own position.
+
+    The last valid row is the token just drawn, or the prompt's next token.
+    """
     rng = random.Random(seed)
     batch = random_batch(rng)
     model, outputs, texts = run(batch, rng, rng.randint(0, K))
@@ -98,7 +101,10 @@ def test_the_chain_goes_on_behind_the_token_just_drawn(seed: int) -> None:
 
 @on_random_batches
 def test_all_rows_are_within_what_is_reserved(seed: int) -> None:
-    """The scheduler reserves K tokens past the rows of a step; what is beyond goes to the scratch block."""
+    """No pass goes past the K tokens that the scheduler reserves after the rows of a step.
+
+    Rows further on would go to the scratch block.
+    """
     rng = random.Random(seed)
     batch = random_batch(rng)
     model, _, _ = run(batch, rng, K)

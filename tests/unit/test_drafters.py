@@ -1,4 +1,4 @@
-"""N-gram lookup against a brute-force one; the draft model's own cache against a freshly prefilled one."""
+"""N-gram lookup against a brute-force lookup; the draft model's own cache against a freshly prefilled one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLED = RequestSampling(greedy=False, temperature=1.0, top_k=0, top_p=1.0, min
 
 
 def brute_force(tokens: list[int], smallest: int, largest: int, latest: bool, K: int) -> list[int]:
-    """The definition, word by word: longest n first, then the earliest (or latest) place where the suffix occurs."""
+    """Drafts by the definition: longest n first, then the earliest (or latest) place where the suffix occurs."""
     for n in range(largest, smallest - 1, -1):
         starts = [i for i in range(len(tokens) - n) if n < len(tokens) and tokens[i : i + n] == tokens[-n:]]
         if starts:
@@ -81,7 +81,7 @@ def test_ngram_edges(tokens: list[int], smallest: int, largest: int, latest: boo
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8))
 def test_ngram_keeps_up_with_requests_that_grow(pieces: list[list[int]]) -> None:
-    """The copy of a request's tokens that is kept between calls says the same as a fresh one."""
+    """A drafter that keeps a copy of a request's tokens between calls returns the drafts of a fresh drafter."""
     drafter = NGramDrafter(1, 3)
     tokens: list[int] = []
     for piece in pieces:
@@ -126,7 +126,7 @@ def draft(target: Path) -> Path:
 
 
 class Watched:
-    """An executable that notes how many rows each launch had."""
+    """An executable that records the number of rows of each launch."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -149,7 +149,7 @@ LENGTHS = (1, 23, 5, 12, 1)
 
 
 def questions(K: int = 3, lengths: Sequence[int] = LENGTHS) -> list[DraftRequest]:
-    """Requests of different lengths in blocks of their own, every other one sampled."""
+    """Requests of different lengths, each in blocks of its own. Every other one is sampled."""
     asked, block = [], 1
     for i, length in enumerate(lengths):
         tokens = [(3 * i + 5 * j * j) % 16 for j in range(length)]
@@ -162,7 +162,7 @@ def questions(K: int = 3, lengths: Sequence[int] = LENGTHS) -> list[DraftRequest
 
 @pytest.fixture(scope="module")
 def one_by_one(model: Any) -> list[list[int]]:
-    """Drafts of each request asked for alone, in launches as long as they like."""
+    """Drafts of each request when it is proposed alone, in launches of any size."""
     return [drafts_of(ChainDrafter(model, 1000).propose([asked]))[0] for asked in questions()]
 
 
@@ -192,7 +192,7 @@ def test_catching_up_takes_as_few_launches_as_possible(model: Any, max_num_token
 def test_only_missing_rows_are_computed_and_the_drafts_are_the_same(
     model: Any, one_by_one: list[list[int]], valid: int
 ) -> None:
-    """A request whose first `valid` tokens the draft has already seen."""
+    """A request whose first `valid` tokens the draft has seen gets the same drafts from the missing rows alone."""
     asked = questions()[1]
     ChainDrafter(model, 1000).propose([replace(asked, tokens=asked.tokens[: valid + 1])])
     watched = Watched(model)
@@ -201,14 +201,14 @@ def test_only_missing_rows_are_computed_and_the_drafts_are_the_same(
 
 
 def test_each_request_gets_the_length_it_asked_for(model: Any, one_by_one: list[list[int]]) -> None:
-    """Who wants fewer drafts runs along with those who want more."""
+    """Requests that want fewer drafts run along with requests that want more."""
     asked = [replace(one, max_draft_len=1 + i % 3) for i, one in enumerate(questions())]
     expected = [drafts[: 1 + i % 3] for i, drafts in enumerate(one_by_one)]
     assert drafts_of(ChainDrafter(model, 1000).propose(asked)) == expected
 
 
 def test_running_along_never_leaves_a_requests_own_blocks(model: Any, one_by_one: list[list[int]]) -> None:
-    """Blocks for one draft only, beside a neighbour that wants three: the neighbour's drafts are unharmed."""
+    """A request with blocks for one draft only does not harm the drafts of a neighbour that wants three."""
     short, long = questions(lengths=(5, 23))
     short = replace(short, max_draft_len=1, block_table=short.block_table[:2])
     _, drafts = drafts_of(ChainDrafter(model, 1000).propose([short, long]))
@@ -233,17 +233,17 @@ def test_greedy_drafting_ignores_the_noise(model: Any) -> None:
 
 
 class Checked:
-    """A chain drafter whose every answer is compared with that of a draft that reads the whole request in anew."""
+    """A chain drafter that compares each proposal with that of a draft that prefills the whole request again."""
 
     def __init__(self, inner: ChainDrafter, fresh: ChainDrafter, num_blocks: int) -> None:
         self.inner = inner
         self.fresh = fresh
         self.num_blocks = num_blocks
         self.different: list[tuple[DraftRequest, list[int], list[int]]] = []
-        self.longest_catch_up = 0  # rows of one request that had to be read in while it was generating
+        self.longest_catch_up = 0  # rows of one generating request that had to be prefilled
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        # A second cache under block ids of our own, so that nothing of the engine's is touched.
+        # A second cache with block ids of its own, so that the engine's cache stays untouched.
         proposal = self.inner.propose(requests)
         for request, drafts in zip(requests, drafts_of(proposal), strict=True):
             blocks = range(1, self.num_blocks)
@@ -270,7 +270,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=SCHEDULES)
 def watched_engine(request: pytest.FixtureRequest, target: Path, draft: Path) -> tuple[Checked, list[Outcome], str]:
-    """Cases run under a schedule of K, arriving a few at a time so that K changes: (drafter, outcomes, schedule)."""
+    """Run cases under a schedule of K, and return (drafter, outcomes, schedule).
+
+    Requests arrive a few at a time, so that K changes.
+    """
     speculation = {"model": str(draft), "num_speculative_tokens": 3}
     limits: dict[str, Any] = {"max_batch_size": 6, "max_num_tokens": 24, "block_size": BLOCK}
     second = LLM(target, speculation, **{**limits, "num_kv_blocks": 64})
@@ -299,13 +302,16 @@ def test_outputs_are_those_of_plain_decoding(
 
 
 def test_gaps_without_speculation_were_caught_up(watched_engine: tuple[Checked, list[Outcome], str]) -> None:
-    """While it speculates without a break the draft lacks at most two rows: the last draft accepted, and the bonus."""
+    """Speculation with pauses leaves gaps of more than two rows, which are caught up.
+
+    Without pauses, the draft lacks at most two rows: the last accepted draft and the bonus token.
+    """
     checked, _, schedule = watched_engine
     assert (checked.longest_catch_up > 2) == (schedule != "always")
 
 
 def test_noise_of_the_target_makes_drafts_agree_more_often(target: Path, draft: Path) -> None:
-    """At temperature 1 a draft that draws with the target's noise agrees more often than its arg-max does."""
+    """At temperature 1, a draft that samples with the target's noise agrees more often than the draft's arg-max."""
     cases = [Case(c.prompt, replace(c.params, temperature=1.0, top_k=None, top_p=None, min_p=None)) for c in CASES]
     lengths = []
     for method in (None, "greedy"):

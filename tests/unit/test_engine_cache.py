@@ -1,4 +1,4 @@
-"""The cache of engines as files: which of them go, what is shared, what is remembered. Nothing is compiled here."""
+"""The cache of engines as files: eviction, shared files, and what the cache remembers. Nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTS, GRAPHS = bytes(1000), bytes(10)
 
 
 def build(folder: Path) -> None:
-    """What a compiler would leave: equal weights, graphs of its own."""
+    """Write what a compiler would leave: weights equal to those of every engine, and graphs of its own."""
     (folder / "target").mkdir(parents=True)
     (folder / "target" / "weights.safetensors").write_bytes(WEIGHTS)
     (folder / "target" / "ragged.pt2").write_bytes(GRAPHS)
@@ -48,7 +48,7 @@ def names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
-# -- which go ---------------------------------------------------------------------------------------------------------
+# -- eviction ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_go_first_and_none_in_use(cache: Cache) -> None:
@@ -58,12 +58,12 @@ def test_the_least_recently_used_go_first_and_none_in_use(cache: Cache) -> None:
     assert [kept.facts["model"] for kept in cache.kept()] == KEYS[::-1]
     using = cache.held(KEYS[3])
     assert using is not None
-    assert cache.kept()[-1].path.name == KEYS[3]  # its use is the last now
+    assert cache.kept()[-1].path.name == KEYS[3]  # now it is the last one used
     os.utime(cache.folder / KEYS[3] / ".lock", (1e8, 1e8))
     assert [kept.in_use for kept in cache.kept()] == [True, False, False, False]
     assert names(cache.evict(cache.size() - 1)) == [KEYS[2]]
     assert names(cache.evict(cache.kept()[0].size)) == [KEYS[1], KEYS[0]]
-    assert cache.evict(0) == []  # what is in use stays, however large
+    assert cache.evict(0) == []  # an engine in use stays, however large it is
     using.release()
     assert names(cache.evict(0)) == [KEYS[3]]
     assert cache.size() == 0
@@ -85,7 +85,7 @@ def test_equal_weights_are_one_file_and_count_once(cache: Cache) -> None:
     assert len({(cache.folder / key / "target" / "ragged.pt2").stat().st_ino for key in KEYS}) == len(KEYS)
     assert sum(kept.size for kept in cache.kept()) - cache.size() == (len(KEYS) - 1) * len(WEIGHTS)
     cache.evict(cache.size() - 1)
-    (cache.folder / KEYS[3] / "target" / "weights.safetensors").read_bytes()  # the others have it still
+    (cache.folder / KEYS[3] / "target" / "weights.safetensors").read_bytes()  # the other engines still have it
     held = cache.held(KEYS[3])
     assert held is not None
     held.engine.verify()
@@ -135,7 +135,7 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_without_a_home_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs as a user without a name."""
+    """A cache without a home folder cannot be used, as in a container that runs as a user without a name."""
     for name in ("HOME", "TRTSPEC_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
@@ -196,7 +196,7 @@ def test_digests_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch
     for times in (1, 1, 2, 3):
         if times == 2:
             before = file.stat()
-            file.write_text("two")  # as long, and with the times that it had
+            file.write_text("two")  # same length, and the times that it had
             os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
         if times == 3:
             index.write_text("{")
@@ -208,12 +208,12 @@ def test_digests_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch
     other = Digests(index)
     other.of(aged(tmp_path / "b", "three"))
     other.save()
-    assert json.loads(index.read_text()).keys() == {str(tmp_path / "b")}  # what has gone is forgotten
+    assert json.loads(index.read_text()).keys() == {str(tmp_path / "b")}  # files that are gone are forgotten
     assert names([*tmp_path.glob("index*")]) == ["index.json"]
 
 
 def test_what_was_written_just_now_is_read_again(tmp_path: Path) -> None:
-    """It may change once more within a tick of the file system's clock."""
+    """A file written just now is read again: it may change once more within a tick of the file system's clock."""
     file, index = aged(tmp_path / "a", "one"), tmp_path / "index.json"
     digests = Digests(index)
     digests.of(file)
@@ -247,7 +247,7 @@ def test_a_lock_is_shared_or_alone(tmp_path: Path) -> None:
     assert second is not None
     assert FileLock.acquire(file) is None
     first.release()
-    first.release()  # once is enough
+    first.release()  # a second release of the same lock does nothing
     assert FileLock.acquire(file) is None
     second.release()
     alone = FileLock.acquire(file)

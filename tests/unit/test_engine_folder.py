@@ -1,4 +1,4 @@
-"""Engine folders as files: what may be written where, and what damaged ones are called. Nothing is compiled here."""
+"""Engine folders as files: where they may be written, and the errors for damaged ones. Nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ WHOLE: dict[str, Any] = {
 
 
 def engine(folder: Path, **changes: Any) -> Path:
-    """config.json of an engine, and the folder of its target, with nothing in it."""
+    """Write the config.json of an engine, and an empty folder for its target."""
     (folder / "target").mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**WHOLE, **changes}))
     return folder
 
 
-# -- where one is written ---------------------------------------------------------------------------------------------
+# -- writing an engine ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_old_engine_comes_back_where_the_new_one_cannot_stand(
     assert sorted(file.name for file in old.iterdir()) == ["config.json", "target"]
 
 
-# -- how one is run ---------------------------------------------------------------------------------------------------
+# -- running an engine ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("backend", "device", "other"), [("cuda", "cuda", "cpu"), ("aoti", "cpu", "cuda")])
@@ -126,7 +126,7 @@ def test_the_device_is_the_backend_s_whatever_was_said_when_it_was_built(
 
 @pytest.mark.parametrize("method", [None, "mtp"])
 def test_layers_that_came_with_the_target_are_read_in_the_engine(tmp_path: Path, method: str | None) -> None:
-    """They were named by the target's folder, which is gone."""
+    """Layers that came with the target are read from the engine's folder. The folder that the config names is gone."""
     engine(tmp_path)
     make_mimo(tmp_path, name="target")
     named = {"model": "/gone", "num_speculative_tokens": 1} | ({} if method is None else {"method": method})
@@ -148,7 +148,7 @@ def test_a_name_that_is_no_folder_stays_none_in_an_engine(tmp_path: Path, fields
     assert choose(config, None) == (METHODS["ngram"], None)
 
 
-# -- damaged ones -----------------------------------------------------------------------------------------------------
+# -- damaged engines --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_weights_with_a_damaged_header_are_refused(tmp_path: Path, header: bytes
 
 
 def test_weights_of_all_kinds_come_back(tmp_path: Path) -> None:
-    """Without elements, shared, a part of another, strided."""
+    """Tensors without elements, shared tensors, parts of others and strided tensors are loaded as they were saved."""
     base = torch.arange(12.0).view(3, 4)
     tensors = {"none": torch.empty(0, 3), "base": base, "same": base, "part": base[1:], "turned": base.t()}
     save_weight_file(tensors, tmp_path / "weights.safetensors")
@@ -203,7 +203,10 @@ def test_weights_of_all_kinds_come_back(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_the_file_beside_has_is_written_and_held_once(tmp_path: Path) -> None:
-    """A part of one, a copy, or the same memory seen otherwise is another; so is a tensor without elements."""
+    """A tensor that the shared file has is written and held once.
+
+    A part of it, a copy, or another view of the same memory is another tensor. So is a tensor without elements.
+    """
     matrix, none = torch.randn(16, 16), torch.empty(0)
     shared = {"theirs": matrix, "none": none}
     others = {"part": matrix[:8], "turned": matrix.t(), "copy": matrix.clone(), "nothing": none}
@@ -218,13 +221,13 @@ def test_a_tensor_that_the_file_beside_has_is_written_and_held_once(tmp_path: Pa
 
 
 def test_whoever_may_read_a_folder_may_read_its_weights(tmp_path: Path) -> None:
-    """An engine is built by one user and served by another, a container's."""
+    """Files of weights are readable for all: one user builds an engine, and another, a container's, serves it."""
     save_weight_file({"some": torch.ones(3)}, tmp_path / "weights.safetensors")
     assert (tmp_path / "weights.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone gives huge pages")
 def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)  # which no kernel knows
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)  # a value that no kernel knows
     memory = huge_pages(1 << 20)
     assert not any(memory[:4096])

@@ -1,4 +1,4 @@
-"""Files that are damaged or made to harm: a typed error that names the file, and memory within the file's size."""
+"""Damaged or malicious files raise a typed error that names the file. Memory stays within bounds of the file's size."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def test_every_truncation_is_said(good: Path, tmp_path: Path) -> None:
 
 
 def test_changed_bytes_give_typed_errors_or_another_model(good: Path, tmp_path: Path) -> None:
-    """Seeded: 2,000 files with 1 to 4 bytes of the header changed."""
+    """Files with changed headers load as another model or raise typed errors.
+
+    There are 2,000 files, from a fixed seed, with 1 to 4 bytes of the header changed.
+    """
     whole, file, end = good.read_bytes(), tmp_path / "changed.gguf", header_end(good)
     draw, refused, unnamed = random.Random(0), 0, 0
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""What a GPU's memory is planned for, and what is said where it is too little. No GPU is asked."""
+"""The plan of a GPU's memory, and the errors if memory is too small. No GPU is used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MUCH = 10**10
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Most of its weights are in linears that can be quantised, so that it matters."""
+    """A checkpoint with most of its weights in linears that can be quantised, so that quantisation matters."""
     sizes = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 400, "num_hidden_layers": 2, "head_dim": 32}
     return make_checkpoint(tmp_path_factory.mktemp("gpu_plan"), "llama", **sizes)
 
@@ -41,7 +41,7 @@ def planned(target: Path, speculation: dict[str, Any] | None = None, **options: 
 
 
 def parts(model: BuildContext, free: int = MUCH) -> int:
-    """All but the cache and the margin."""
+    """Bytes of all parts but the cache and the margin."""
     return sum(size for name, size in gpu_memory(model, free).items() if name != "margin")
 
 
@@ -60,15 +60,18 @@ def test_weights_are_counted_as_they_will_be_loaded(target: Path, tmp_path: Path
     model = planned(target, speculation)
     made = [*build_steps(model).values()]
     loaded = weight_bytes(*made)
-    assert (loaded < sum(map(weight_bytes, made))) == (mode == "eagle_beside")  # the target's embedding and lm_head
+    assert (loaded < sum(map(weight_bytes, made))) == (mode == "eagle_beside")  # by the target's embedding and lm_head
     assert gpu_memory(model, MUCH)["weights"] == loaded > 10**6
 
 
 def test_graphs_of_a_draft_have_two_rows_a_request(target: Path) -> None:
-    """As those of a target that verifies one draft, but with logits of a row each."""
+    """CUDA graphs of a draft are as large as those of a target that verifies one draft, but with one row of logits.
+
+    Both have two rows per request.
+    """
     model = planned(target, {"method": "draft_model", "model": str(target), "num_speculative_tokens": 1})
     both = gpu_memory(model, MUCH)["CUDA graphs"]
-    alone = gpu_memory(planned(target), MUCH)["CUDA graphs"]  # of a row and its logits
+    alone = gpu_memory(planned(target), MUCH)["CUDA graphs"]  # of one row and its logits
     logits = 2 * model.config.max_batch_size * 400 * 4
     assert both == 2 * (2 * alone) - logits
 
@@ -94,7 +97,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(target: Path) -
 
 
 def test_what_would_fit_is_said_and_does(target: Path) -> None:
-    """Every setting that is named does fit; with graphs off there is more room, too."""
+    """Every setting that the error names does fit. Without graphs there is more room, too."""
     model = planned(target, max_num_tokens=2048)
     needed = parts(model) + 5 * bytes_per_block(model)
     with pytest.raises(CapacityError, match="these would fit: ") as error:
@@ -111,7 +114,10 @@ def test_what_would_fit_is_said_and_does(target: Path) -> None:
 
 
 def test_the_least_cache_is_of_one_request_where_its_size_is_asked_for(target: Path) -> None:
-    """In what is said to be needed, 67 MB a block here, as in the remedies."""
+    """The least cache holds one request if its size is given, both in the memory that is needed and in the remedies.
+
+    A block takes 67 MB here.
+    """
     for options, least in (({}, "0.34"), ({"num_kv_blocks": 9}, "0.13"), ({"kv_cache_memory": 10**9}, "0.13")):
         with pytest.raises(CapacityError, match=f"KV cache, at least {least} GB"):
             plan_gpu_blocks(planned(target, block_size=65536, **options), 10**8)

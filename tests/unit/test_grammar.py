@@ -1,4 +1,4 @@
-"""Masks of what may come next, along real tokenizers' tokens: bytes, characters and specials."""
+"""Masks of the tokens that a grammar allows next, with real tokenizers: bytes, characters and special tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def guide(tokenizer: Tokenizer, wanted: StructuredOutputs, ends: set[int]) -> Gu
 
 
 def allowed(made: Guide, drafts: list[int], size: int) -> list[set[int]]:
-    """Of each row what may be drawn."""
+    """Ids that may be drawn for each row."""
     mask = torch.full((len(drafts) + 1, made.num_words), -1, dtype=torch.int32)
     made.fill(mask, drafts)
     return [ids_of(row, size) for row in mask]
@@ -49,7 +49,7 @@ def special(tokenizer: Tokenizer) -> set[int]:
 def test_a_text_is_allowed_token_by_token_and_as_drafts(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    if name == "byte_fallback":  # whose encoding begins with a blank that is not there
+    if name == "byte_fallback":  # its encoding begins with a blank that the text lacks
         ids = ids[1:] if tokenizer.decode(ids[:1]) in ("", " ") else ids
     size, end = tokenizer.vocab_size + SPARE, min(special(tokenizer))
     made = guide(tokenizer, SCHEMA, {end})
@@ -61,7 +61,7 @@ def test_a_text_is_allowed_token_by_token_and_as_drafts(name: str) -> None:
     assert len(nothing) > SPARE
     assert all(not (nothing - {end}) & row for row in rows)
     for token, row in zip(ids, rows, strict=False):
-        assert allowed(made, [], size) == [row]  # drafts have left no trace
+        assert allowed(made, [], size) == [row]  # drafts leave no trace
         made.accept([token])
     assert allowed(made, [], size) == [{end}]
 

@@ -28,7 +28,7 @@ def program() -> torch.export.ExportedProgram:
 
 
 def failing(folder: Path, on: str, how: str) -> Path:
-    """A compiler that does `how` where its arguments match `on`."""
+    """A compiler that runs `how` if its arguments match `on`."""
     file = folder / "g++"
     file.write_text(f'#!/bin/sh\ncase "$*" in {on}) {how};; esac\nexec {COMPILER} "$@"\n')
     file.chmod(0o755)
@@ -36,7 +36,7 @@ def failing(folder: Path, on: str, how: str) -> Path:
 
 
 def compile_twice(compiler: Path, folder: Path) -> None:
-    """The second is added when the first one's fate is known."""
+    """Compile two graphs. The second is added when the first has succeeded or failed."""
     with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}), GraphCompiler({}) as graphs:
         graphs.add(program(), folder / "a.pt2")
         wait(graphs._jobs)

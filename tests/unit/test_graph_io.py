@@ -1,4 +1,4 @@
-"""The tables of graph inputs and outputs say what the step's values declare, and no field of these is forgotten."""
+"""The tables of graph inputs and outputs agree with the fields of the step's values, and lack none of them."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_every_tensor_of_a_step_is_an_input(part: str) -> None:
 
 
 def test_sampling_and_constraints_are_in_the_order_of_their_fields() -> None:
-    """Graphs that are built take them in this order."""
+    """The inputs are in the order of the fields. Graphs that are already built take them in this order."""
     for part in ("spec.sampling", "spec.constraints"):
         assert [row.name for row in INPUTS.values() if row.part == part] == tensors_of(PARTS[part])
 
 
 def test_a_batch_has_what_the_rows_say() -> None:
-    """dtype, number of sizes, and equal sizes where their names are."""
+    """The tensors of a batch have the dtype and number of sizes of their rows. Sizes of equal names are equal."""
     example = example_batch(K, 4, constraints=True)
     states = torch.zeros(example.input_ids.shape[0], WIDTH)
     tables = example.attn.block_tables[None].repeat(2, 1, 1)
@@ -139,7 +139,7 @@ VERIFIED = ("draft_tokens", "draft_lens", "next_prompt_token", "forced_accept")
 
 @pytest.mark.parametrize("kind", GIVEN)
 def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
-    """The order is part of every engine that is built."""
+    """The inputs and outputs of each step are in a fixed order, which is part of every engine that is built."""
     step = kind.__new__(kind)
     torch.nn.Module.__init__(step)
     step._hidden_width = WIDTH

@@ -1,6 +1,7 @@
-"""Models by their names on a Hub: what is fetched, what is not, and what is said when it fails.
+"""Models by their names on a Hub: the files that are fetched, those that are not, and the errors.
 
-huggingface_hub reads its settings as it is imported, so every case is a process of its own."""
+huggingface_hub reads its settings when it is imported, so every case is a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def ask(hub: Hub, home: Path, name: str = "some/model", revision: str | None = N
 
 
 def run(hub: Hub, home: Path, command: list[str], **variables: str) -> Any:
-    """What a Python program says in its last line."""
+    """Run a Python program and return the JSON value of its last line."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
         "HF_ENDPOINT": hub.url,
@@ -97,7 +98,7 @@ def run(hub: Hub, home: Path, command: list[str], **variables: str) -> Any:
 
 
 def test_only_what_a_model_is_made_of_is_fetched(hub: Hub, tmp_path: Path) -> None:
-    """And nothing again the next time, with or without the Hub."""
+    """Only a model's own files are fetched. The next time nothing is fetched again, with or without the Hub."""
     found = ask(hub, tmp_path)
     assert found["files"] == [
         "additional_chat_templates/tools.jinja", "chat_template.jinja", "config.json", "model.safetensors",
@@ -131,7 +132,7 @@ def test_what_is_not_there_is_said(hub: Hub, tmp_path: Path) -> None:
     offline = ask(hub, tmp_path, HF_HUB_OFFLINE="1")
     assert "is not on this machine, and HF_HUB_OFFLINE is set" in offline["says"]
     assert offline["error"] == "CheckpointError"
-    hub.url = "http://127.0.0.1:9"  # nobody is there
+    hub.url = "http://127.0.0.1:9"  # no server listens there
     assert "cannot be fetched" in ask(hub, tmp_path)["says"]
 
 
@@ -146,7 +147,7 @@ def test_a_gated_model_wants_a_token(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_download_goes_on(hub: Hub, tmp_path: Path) -> None:
-    """What was sent is not sent again, but for less than a piece of 10 MiB."""
+    """A download goes on where it was interrupted: only an incomplete piece of 10 MiB is sent again."""
     weights = bytes(24 << 20)
     hub.add("some/model", {**FILES, "model.safetensors": weights})
     hub.cut["model.safetensors"] = 15 << 20
@@ -167,7 +168,7 @@ def test_a_token_does_not_leave_the_endpoint(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_token_is_not_sent_unencrypted(hub: Hub, tmp_path: Path) -> None:
-    """To another machine: the refusal comes before anything is sent."""
+    """A token is not sent to another machine without encryption. The error comes before anything is sent."""
     hub.url = "http://192.0.2.1:80"
     refused = ask(hub, tmp_path, HF_TOKEN="hf_secret")
     assert refused["error"] == "ConfigError"
@@ -201,7 +202,10 @@ def test_a_model_of_one_gguf_file_is_read_as_such(hub: Hub, tmp_path: Path) -> N
 
 
 def test_models_and_drafts_run_by_their_names(hub: Hub, tmp_path: Path) -> None:
-    """A draft that is its target is accepted; a repository for Triton holds the folders of the snapshots."""
+    """Models and drafts run by their names.
+
+    Drafts of a draft model that equals its target are accepted. A repository for Triton names the snapshots' folders.
+    """
     checkpoint = make_checkpoint(tmp_path, "llama", vocab_size=320)
     (checkpoint / "tokenizer.json").write_text(byte_level().to_str())
     files = {file.name: file.read_bytes() for file in checkpoint.iterdir()}

@@ -1,4 +1,4 @@
-"""KV groups: which layers share a table, rows that go to scratch, and reading what a layer holds."""
+"""KV groups: layers that share a block table, rows that go to scratch, and reads of a layer's cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 4
 
 
 def two_requests() -> AttnMetadata:
-    """3 and 2 rows, up to token 6 and 9, in two groups."""
+    """Metadata of 3 and 2 rows, up to token 6 and 9, in two groups."""
     attn = AttnMetadata.of([3, 2], [6, 9], [[1, 2], [3, 4, 5]])
     return with_group_tables(attn, (0, 1), [[[7, 6], [9]]])
 
@@ -67,7 +67,10 @@ def random_layers(number: int) -> tuple[KVLayer, ...]:
 
 
 def test_each_layer_writes_where_its_group_says() -> None:
-    """What a group's table does not cover goes to scratch there alone: tokens 7 and 8 of the second request."""
+    """Rows that a group's table does not cover go to scratch in that group alone.
+
+    Here these are tokens 7 and 8 of the second request.
+    """
     attn = two_requests()
     kv = allocate_layers([KVSpec(1, 8)] * 2, 10, BLOCK, torch.float32)
     attend = PagedAttend(attn, kv, (None, 4), (0, 1))
@@ -80,7 +83,10 @@ def test_each_layer_writes_where_its_group_says() -> None:
 
 @pytest.mark.parametrize("kind", [PagedAttend, FunctionalAttend])
 def test_reading_changes_nothing(kind: type[PagedAttend]) -> None:
-    """Attention over the rows and what is before them, also of a group whose table is too short; no bit changes."""
+    """A query attends over the rows and the tokens before them, and changes no bit of the cache.
+
+    This holds for a group whose table is too short, too.
+    """
     attn, before = two_requests(), random_layers(2)
     kv = [(k.clone(), v.clone()) for k, v in before]
     q = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Memory of the KV cache: zeros at once, resident soon, and given back while that goes on."""
+"""Memory of the KV cache: it is zeros at once, becomes resident soon, and may be freed meanwhile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS = [KVSpec(2, 64)] * 4
 
 
 def resident() -> int:
-    """Bytes of this process."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 
 
@@ -41,7 +41,7 @@ def populating() -> bool:
 
 
 def populates() -> bool:
-    """Whether this system does; Linux from 5.14 on."""
+    """Whether this system populates memory on request, as Linux does from 5.14 on."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     try:
         memory.madvise(23)
@@ -96,7 +96,7 @@ print(faults())
 
 
 def test_freed_memory_is_kept_unless_the_environment_says_otherwise() -> None:
-    """64 times 24 MB are 393,216 pages of 4 KB: they are touched once, or every time."""
+    """64 times 24 MB are 393,216 pages of 4 KB. They fault once, or every time if the environment says so."""
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("sets options of glibc's malloc")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}

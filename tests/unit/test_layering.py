@@ -1,5 +1,7 @@
-"""Who may import whom (see README, "How it works"): imports inside trtspec go from later layers to earlier ones. And
-how long a file may be."""
+"""Rules of imports and files: imports inside trtspec go from later layers to earlier ones, and files stay short.
+
+README describes the layers in "How it works".
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,12 @@ TRAIN_MAY_IMPORT = {*LAYERS[0], *LAYERS[1], "config", "text", "ops", "models", "
 
 
 def imports() -> list[tuple[str, str, str]]:
-    """(file, its part of the package, imported part) for every import of trtspec by trtspec."""
+    """Return (file, its part of the package, imported part) for every import of trtspec by trtspec."""
     found = []
     for file in sorted(ROOT.rglob("*.py")):
         relative = file.relative_to(ROOT)
         own = relative.parts[0].removesuffix(".py")
-        if own == "methods" and file.name == "train.py":  # what a method adds to training
+        if own == "methods" and file.name == "train.py":  # the part of a method that adds to training
             own = "train"
         if own in ("__init__", "__main__"):
             continue
@@ -81,8 +83,10 @@ def test_imports_follow_the_layers() -> None:
 
 
 def module_imports(modules: dict[str, Path]) -> dict[str, set[str]]:
-    """Module -> those of trtspec that it imports anywhere: in functions and for the type checker, too. A name out of a
-    package is the module of that name, or the package itself."""
+    """Map each module to the modules of trtspec that it imports, also in functions and for the type checker.
+
+    A name out of a package is the module of that name, or the package itself.
+    """
     found: dict[str, set[str]] = {}
     for module, file in modules.items():
         names = set()
@@ -97,7 +101,10 @@ def module_imports(modules: dict[str, Path]) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
-    """Circles, each without the edge that closes one found before; empty if imports go one way."""
+    """Yield circles of imports, each without the edge that closes one found before.
+
+    Yield none if imports go one way.
+    """
     graph = {module: set(others) for module, others in graph.items()}
     while True:
         try:
@@ -110,7 +117,7 @@ def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
 
 
 def modules_of_the_package() -> dict[str, Path]:
-    """Dotted name -> file."""
+    """Map the dotted name of each module to its file."""
     files = {".".join(file.relative_to(ROOT.parent).with_suffix("").parts): file for file in ROOT.rglob("*.py")}
     return {name.removesuffix(".__init__"): file for name, file in files.items()}
 
@@ -121,7 +128,7 @@ def test_no_module_imports_in_a_circle() -> None:
 
 
 def test_circles_are_found(tmp_path: Path) -> None:
-    """In functions and for the type checker, too."""
+    """Circles are found through imports in functions and for the type checker, too."""
     texts = {
         "trtspec.a": "def f():\n    from trtspec.b import c",
         "trtspec.b": "if TYPE_CHECKING:\n    from trtspec import a, d",
@@ -149,7 +156,10 @@ def test_every_part_has_a_layer() -> None:
 
 
 def test_optional_dependencies_have_one_home() -> None:
-    """transformers is for tests only; numpy, torch and the rest of the base install may go anywhere."""
+    """Each optional dependency has one file that imports it.
+
+    transformers is for tests only; numpy, torch and the rest of the base install may go anywhere.
+    """
     homes = {"xgrammar": ROOT / "verify" / "grammar.py", "opentelemetry": ROOT / "serve" / "http" / "tracing.py"}
     for file in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -173,7 +183,7 @@ def test_every_package_is_installed() -> None:
 
 
 def test_kernels_know_torch_and_the_ops_only() -> None:
-    """The package of kernels imports nothing of trtspec but the contracts."""
+    """The package of kernels imports nothing of trtspec but the contracts in trtspec.ops."""
     for file in (ROOT.parent / "plugins").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -183,7 +193,7 @@ def test_kernels_know_torch_and_the_ops_only() -> None:
 
 
 def test_no_file_is_longer_than_400_lines() -> None:
-    """Of the package and of the tests."""
+    """No file of the package or of the tests is longer than 400 lines."""
     files = [file for folder in (ROOT, ROOT.parent / "tests") for file in folder.rglob("*.py")]
     assert Path(__file__) in files
     lengths = {str(file.relative_to(ROOT.parent)): file.read_bytes().count(b"\n") for file in files}

@@ -1,5 +1,7 @@
-"""Every predicate of every mode against a table written out by hand, the words that name a mode, and the rows that say
-what each is made of."""
+"""Every predicate of every mode against a table written by hand.
+
+Also the words that name a mode, and the rows that say what each method is made of.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,7 @@ def test_rows_that_drafting_needs() -> None:
     assert {mode.rows_ahead(4) for mode in M if mode not in (M.DFLASH, M.DSPARK)} == {4}
     assert (
         M.DFLASH.rows_ahead(4) == M.DSPARK.rows_ahead(4) == 5
-    )  # its block begins with the token that the others' KV has already
+    )  # their block begins with the token whose KV the others have already
 
 
 def test_from_string() -> None:
@@ -222,11 +224,11 @@ def test_every_method_has_a_row_and_every_row_is_a_method() -> None:
     assert sorted(ROWS) == sorted(METHODS)
     assert all(row.name == name for name, row in ROWS.items())
     assert {mode for mode in M if method_of(mode) is None} == {M.NONE}
-    assert list(ROWS)[-1] == "draft_model"  # what nothing else recognises
+    assert list(ROWS)[-1] == "draft_model"  # for what no other method recognises
 
 
 def refs(row: Method) -> Iterator[tuple[str, Ref]]:
-    """(where it stands, the Ref)."""
+    """Yield (place in the row, the Ref)."""
     for field in fields(row):
         value = getattr(row, field.name)
         if isinstance(value, Ref):
@@ -240,7 +242,7 @@ ALL_REFS = {f"{name}-{where}": ref for name, row in ROWS.items() for where, ref 
 
 @pytest.mark.parametrize("where", ALL_REFS)
 def test_every_part_opens(where: str) -> None:
-    """Parts that are built are classes with an `of`, options and trainers classes, all others functions."""
+    """Workers, drafters and options are classes with an `of`, trainers are classes, all other parts are callable."""
     ref, part = ALL_REFS[where], where.split("-")[1]
     assert ref.path.startswith("trtspec.methods.")
     opened = ref.open()

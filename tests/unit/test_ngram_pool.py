@@ -1,4 +1,4 @@
-"""N-gram lookup in a pool against the definition, applied to whole histories with plain lists."""
+"""N-gram lookup in a pool against the definition, which reads whole histories with plain lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pool = dict[tuple[int, ...], list[tuple[int, ...]]]
 
 
 class Definition:
-    """One list of matches per pattern, in order of age, nothing ever forgotten."""
+    """The definition: one list of matches per pattern, ordered by age, from which nothing is ever removed."""
 
     def __init__(self, smallest: int, largest: int, K: int, oldest: bool, keep_all: bool, public: bool) -> None:
         self.smallest, self.largest, self.K = smallest, largest, K
@@ -58,7 +58,10 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 def test_drafts_equal_the_definition(
     events: list[tuple[int, list[int]]], sizes: list[int], K: int, oldest: bool, keep_all: bool, public: bool
 ) -> None:
-    """Three requests that grow in turn, each step cut elsewhere as if near the end of what it may have."""
+    """Drafts equal the definition's for three requests that grow in turn.
+
+    Each step has another limit of drafts, as if near the end of the request.
+    """
     smallest, largest = sizes
     definition = Definition(smallest, largest, K, oldest, keep_all, public)
     drafter = NGramPoolDrafter(smallest, largest, K, oldest=oldest, keep_all=keep_all, public=public)
@@ -113,13 +116,13 @@ def test_a_longer_pattern_is_tried_first_and_none_shorter_than_allowed() -> None
 
 
 def test_drafts_end_where_the_request_does() -> None:
-    """Upstream: max_seq_len - 1 - length; here the engine says so."""
+    """Drafts end at the limit that the engine gives. Upstream computes it: max_seq_len - 1 - length."""
     tokens = [1, 2, 3, 4, 5, 1]
     assert [ask(drafter(), tokens, most=most) for most in (1, 2, 3)] == [[2], [2, 3], [2, 3, 4]]
 
 
 def all_in_a_list(added: list[tuple[int, tuple[int, ...]]], size: int, keep_all: bool) -> list[list[tuple[int, ...]]]:
-    """[pattern, match, match, ...] of each pattern, in order of age: a pool without a clever line."""
+    """A pool in its simplest form: [pattern, match, match, ...] of each pattern, ordered by age."""
     pool: list[list[tuple[int, ...]]] = []
     for number, match in added:
         known = next((row for row in pool if row[0] == (number,)), None)
@@ -142,7 +145,7 @@ def all_in_a_list(added: list[tuple[int, tuple[int, ...]]], size: int, keep_all:
 def test_a_small_pool_keeps_what_a_list_would(
     added: list[tuple[int, tuple[int, ...]]], size: int, keep_all: bool
 ) -> None:
-    """Patterns that left may come again."""
+    """A small pool keeps what a list would keep, also if patterns that were removed come again."""
     pool = NGramPool(size, keep_all)
     for count, (number, match) in enumerate(added, 1):
         pool.add((number,), match)

@@ -1,4 +1,4 @@
-"""How weights of several ONNX graphs come into one file."""
+"""Weights of several ONNX graphs are written to one file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from trtspec.backends.onnx.compile import save_models  # noqa: E402
 
 
 def test_constants_that_the_exporter_counted_are_told_apart_and_held_once(tmp_path: Path) -> None:
-    """Two graphs whose val_1 differ; what is the same under two names is there once."""
+    """Constants of one name that differ are kept apart: val_1 of two graphs.
+
+    Equal constants of two names are stored once.
+    """
     a, b = np.arange(512, dtype=np.float32), np.ones(512, np.float32)
     held = {"one.onnx": {"val_1": a, "val_2": a}, "two.onnx": {"val_1": b, "val_2": a}}
     models = {}

@@ -1,4 +1,4 @@
-"""The ONNX bodies of attention, and models that hold them, run by ONNX Runtime, against the torch references."""
+"""The ONNX bodies of attention, and models with them, run by ONNX Runtime, against the torch references."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from trtspec.ops import accept, attention, compact, logits, sample  # noqa: E402
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
-ERROR = {torch.float32: 2e-6, torch.float16: 2**-10}  # of results of order 1: a few roundings in fp32, then one
+ERROR = {torch.float32: 2e-6, torch.float16: 2**-10}  # for results of order 1: a few roundings in fp32, then one
 
 
 @st.composite
 def attention_cases(draw: st.DrawFn) -> tuple[list[Tensor], dict[str, Any]]:
-    """Inputs of SpecAttention and its attributes: ragged batches with shuffled blocks, junk where nobody wrote."""
+    """Inputs and attributes of SpecAttention: ragged batches with shuffled blocks, junk where nothing was written."""
     generator = torch.Generator().manual_seed(draw(seeds))
     uniform = draw(st.booleans())
     one = draw(st.integers(1, 6))
@@ -64,7 +64,7 @@ def attention_cases(draw: st.DrawFn) -> tuple[list[Tensor], dict[str, Any]]:
     T, heads = sum(q_lens), kv_heads * group
     caches = [random(sum(blocks) + 1, block_size, kv_heads, depth) for _ in range(2)]
     poison = draw(st.sampled_from([None, NAN, INF]))
-    if poison is not None:  # in what belongs to nobody, the tails of last blocks included
+    if poison is not None:  # in slots of no request, including the tails of last blocks
         for cache in caches:
             cache[0] = poison
             for length, table in zip(lengths, tables, strict=True):
@@ -86,7 +86,11 @@ def attention_cases(draw: st.DrawFn) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def expect_attention(tensors: list[Tensor], attributes: dict[str, Any]) -> None:
-    """Near the reference, and NaN where it is; the caches equal it but for scratch, where writes may race."""
+    """Run SpecAttention and compare it with the reference.
+
+    The output is near the reference, with NaN in the same places. The caches are equal but for scratch, where writes
+    may race.
+    """
     out, *caches = run("SpecAttention", tensors, **attributes)
     expected, *expected_caches = attention._reference(*tensors, *attributes.values())
     torch.testing.assert_close(out, expected, rtol=ERROR[out.dtype], atol=2e-6, equal_nan=True)
@@ -127,7 +131,7 @@ def test_rows_past_the_table_are_written_to_scratch() -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "depth"), [(4, 2, 64), (2, 2, 64), (2, 1, 128)])
 def test_a_rows_bits_are_its_own(heads: int, kv_heads: int, depth: int) -> None:
-    """Verifying rows together, or beside others, gives each the bits that it has alone (heads of up to 128)."""
+    """A row has the same bits alone, verified together with others, or next to others (heads of up to 128)."""
     shape = {"heads": heads, "kv_heads": kv_heads, "depth": depth}
     alone = {}
     for b, end in ((0, 500), (1, 130)):
@@ -143,7 +147,7 @@ def test_a_rows_bits_are_its_own(heads: int, kv_heads: int, depth: int) -> None:
 
 
 def test_the_cache_may_be_its_own_output() -> None:
-    """With the same memory bound as old and new cache, rows are written where they belong and nothing else changes."""
+    """With the same memory bound as old and new cache, rows are written to their slots and nothing else changes."""
     tensors = generation([4, 4], [300, 40])
     feeds = feeds_of("SpecAttention", tensors)
     values = {name: ort.OrtValue.ortvalue_from_numpy(array.copy()) for name, array in feeds.items()}
@@ -215,7 +219,7 @@ def test_two_signatures_of_one_op_in_a_model() -> None:
 
 @pytest.mark.parametrize("op", sorted(INPUTS))
 def test_fixed_shapes(op: str) -> None:
-    """Of a graph whose every size is known when it is loaded."""
+    """A graph whose every size is known when it is loaded returns the reference's results."""
     g = torch.Generator().manual_seed(0)
     ids, places = torch.randint(0, 40, (3, 5), generator=g).to(torch.int32), torch.arange(3)
     x, some = random_logits(0, 3, 40), torch.rand(3, generator=g)
@@ -252,7 +256,7 @@ def test_fixed_shapes(op: str) -> None:
 
 
 def test_inputs_that_are_there_but_empty() -> None:
-    """Optional inputs that every step brings, and that a step leaves zero-size, are as if they were absent."""
+    """Optional inputs that every step passes, and that a step leaves zero-size, act as if they were absent."""
 
     def run_all(op: str, arrays: dict[str, np.ndarray], **attributes: Any) -> list[np.ndarray]:
         present = tuple((name, arrays[name].dtype.str, arrays[name].ndim) for name in INPUTS[op])
@@ -289,7 +293,7 @@ def test_newer_opsets(opset: int) -> None:
 
 
 def test_nodes_in_branches_and_functions_get_bodies() -> None:
-    """Two nodes that lack the same inputs, one in a function, one in a branch."""
+    """Two nodes that lack the same inputs, one in a function and one in a branch, get bodies."""
     inner = helper.make_node("SpecSample", ["logits", "greedy", "", "positions"], ["drawn"], domain="trtspec")
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("trtspec", 1), helper.make_opsetid("own", 1)]
     function = helper.make_function("own", "Draw", ["logits", "greedy", "positions"], ["drawn"], [inner], opsets[:2])

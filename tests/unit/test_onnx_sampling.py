@@ -24,7 +24,10 @@ from trtspec.ops import accept, gumbel_noise, logits, sample  # noqa: E402
 
 
 def processed(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(ours, the reference's); groups that are not named are zero-size in the one and left out in the other."""
+    """Return (our logits, the reference's).
+
+    Groups that are not named are left out in ours and zero-size in the reference.
+    """
     one_each = ("prompt_lens", "temperatures", "top_ks", "top_ps", "min_ps")
     floats = ("penalties", "bias_values", "temperatures", "top_ps", "min_ps")
     everything = []
@@ -36,7 +39,7 @@ def processed(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 @st.composite
 def logits_cases(draw: st.DrawFn) -> dict[str, Tensor]:
-    """Any groups of process_logits together, some of whose rows do not use them."""
+    """Groups of process_logits in any combination. Some rows do not use them."""
     g = torch.Generator().manual_seed(draw(seeds))
     R, V = draw(st.integers(1, 5)), draw(st.sampled_from([33, 50, 64, 257]))
     use = draw(st.tuples(*[st.booleans()] * 8))
@@ -70,7 +73,7 @@ def logits_cases(draw: st.DrawFn) -> dict[str, Tensor]:
 
 
 def near_a_threshold(case: dict[str, Tensor]) -> Tensor:
-    """Rows that a rounding error moves across the edge of top-p or min-p, [R] bool: there both results are right."""
+    """[R] bool: rows that a rounding error moves across the edge of top-p or min-p. There both results are right."""
     close = torch.zeros(len(case["logits"]), dtype=torch.bool)
     for name, off in (("top_ps", 1.0), ("min_ps", 0.0)):
         if name in case:
@@ -85,7 +88,10 @@ def near_a_threshold(case: dict[str, Tensor]) -> Tensor:
 @settings(max_examples=150, deadline=None)
 @given(case=logits_cases())
 def test_logits(case: dict[str, Tensor]) -> None:
-    """The same bits wherever both keep a token, and the same tokens kept."""
+    """The same tokens are kept as in the reference, except near a threshold.
+
+    Tokens that both keep have the same bits.
+    """
     ours, expected = processed(case)
     differ = (ours != expected).any(1)
     assert not (differ & ~near_a_threshold(case)).any()
@@ -113,7 +119,7 @@ def test_ties_with_the_kth_and_the_most_likely_token_stay() -> None:
 
 @pytest.mark.parametrize("group", ["top_ks", "top_ps", "min_ps"])
 def test_rows_without_an_answer_keep_having_none(group: str) -> None:
-    """NaN stays NaN and a row of -inf stays one, whatever is asked; their neighbour does not notice."""
+    """NaN stays NaN and a row of -inf stays one, whatever is asked. The row next to them does not change."""
     x = random_logits(3, 3, 50)
     x[0, 7], x[1] = NAN, -INF
     value = torch.full((3,), 4, dtype=torch.int32) if group == "top_ks" else torch.full((3,), 0.3)
@@ -125,7 +131,7 @@ def test_rows_without_an_answer_keep_having_none(group: str) -> None:
 
 @functools.cache
 def noise_session(dense: bool) -> Any:
-    """SpecSample's noise alone, from the nodes that its body is made of: of all ids, or of pairs (position, id)."""
+    """A session of SpecSample's noise alone, made of the nodes of its body: of all ids, or of pairs (position, id)."""
     body = Body("Noise", ("seeds", "positions", "ids"))
     s, t, v = body.inputs
     noise = _dense_noise(s.at(1), t.at(1), body.Size(v).reshape(1)) if dense else _noise(s, t, v)
@@ -161,7 +167,7 @@ def test_noise_has_the_same_bits(draws: list[tuple[int, int]], vocab: int) -> No
 
 
 def test_noise_of_every_word() -> None:
-    """Over as many draws that each of the 24 exponents of u that are likely occurs."""
+    """The noise equals the reference's over so many draws that each of the 24 likely exponents of u occurs."""
     s, t, ids = torch.arange(64) * 0x9E3779B97F4A7C15 % 2**62, torch.arange(64) * 2**33 + 5, torch.arange(20000)
     feeds = {"seeds": s.numpy(), "positions": t.numpy(), "ids": ids.numpy()}
     expected = sample._dense_noise(s, t, len(ids)).numpy()

@@ -1,4 +1,4 @@
-"""spec_accept: the leading run of agreement, against a loop in plain Python."""
+"""spec_accept accepts the leading run of drafts that agree, as a loop in plain Python does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from trtspec.ops import spec_accept
 
 @dataclass(frozen=True)
 class Row:
-    """One request: the target's K+1 draws, the drafts (junk past draft_len), forced count (-1 off), does it emit."""
+    """One request: the target's K+1 draws, the drafts, the forced count, and whether it emits.
+
+    Drafts after draft_len are junk. forced: -1 is off.
+    """
 
     sampled: list[int]
     drafts: list[int]
@@ -25,7 +28,7 @@ class Row:
 
 
 def expected(row: Row) -> list[int]:
-    """The tokens that come out, as one would say it."""
+    """Tokens that a row emits, by the definition."""
     if not row.emits:
         return []
     accepted = 0
@@ -49,7 +52,7 @@ def arguments(rows: list[Row]) -> tuple[Tensor, ...]:
 
 
 def accept(*rows: Row) -> list[list[int]]:
-    """Tokens of each row, after a check that they are padded with -1."""
+    """Return the tokens of each row, after a check that they are padded with -1."""
     tokens, num_tokens = spec_accept(*arguments(list(rows)))
     out = []
     for row, n in zip(tokens.tolist(), num_tokens.tolist(), strict=True):
@@ -60,7 +63,7 @@ def accept(*rows: Row) -> list[list[int]]:
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Row]:
-    """A vocabulary of three, so that runs of every length occur."""
+    """Batches over a vocabulary of three ids, so that runs of every length occur."""
     K = draw(st.integers(0, 6))
     tokens = st.integers(0, 2)
     row = st.builds(
@@ -105,7 +108,7 @@ def test_junk_past_the_draft_length_is_never_accepted() -> None:
 
 @pytest.mark.parametrize("forced", range(6))
 def test_forced_acceptance_gives_at_most_the_drafts_and_one(forced: int) -> None:
-    """Whatever the drafts are; what comes out are the target's draws."""
+    """Forced acceptance holds whatever the drafts are. The emitted tokens are the target's draws."""
     wrong = Row([1, 2, 3, 4], [9, 9, 9], draft_len=3, forced=forced)
     short = Row([1, 2, 3, 4], [9, 9, 9], draft_len=2, forced=forced)
     assert [len(tokens) for tokens in accept(wrong, short)] == [min(forced, 3) + 1, min(forced, 2) + 1]

@@ -1,4 +1,4 @@
-"""spec_attention: equals dense attention, reads nothing that is not the row's, and a row's bits are its own."""
+"""spec_attention equals dense attention and reads only what a row may see. A row has the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_chain_as_a_tree_is_causal_bit_for_bit() -> None:
 
 
 def test_seven_node_tree_of_the_literature() -> None:
-    """Choices (0,), (1,), (0,0), (0,1), (1,0), (1,1) under a root: the 7 x 7 ancestor mask."""
+    """Choices (0,), (1,), (0,0), (0,1), (1,0), (1,1) under a root have the 7 x 7 ancestor mask of the literature."""
     paths = [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
     bits = [[other == path[: len(other)] for other in paths] for path in paths]
     assert [sum(row) for row in bits] == [1, 2, 2, 3, 3, 3, 3]
@@ -103,7 +103,7 @@ def test_rows_are_appended_at_their_slots_and_nowhere_else(
 
 
 def test_rows_past_the_table_go_to_scratch() -> None:
-    """A request with one block too few: its last rows touch block 0 only, and the rows before them are as ever."""
+    """A request with one block too few writes its last rows to block 0 only. The rows before them do not change."""
     sequences = Model(block_size=4).random_sequences(2, 40)
     parts = [Part(0, 5, 6), Part(1, 2, 3)]
     whole = sequences.batch(parts)
@@ -121,7 +121,7 @@ def test_rows_past_the_table_go_to_scratch() -> None:
 
 
 def test_scratch_entries_of_a_table_are_never_read() -> None:
-    """Table columns past a request's end are 0; what lies in block 0 does not matter."""
+    """Table columns after a request's end are 0, and the content of block 0 does not matter."""
     sequences = Model().random_sequences(2, 300)
     parts = [Part(0, 280, 1), Part(1, 3, 1)]  # the second has 1 block of 18 columns
     clean = sequences.batch(parts, poison=0.0).run()
@@ -163,7 +163,10 @@ def test_another_request_full_of_poison_reaches_nobody(poison: float, sequence: 
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("head_dim", [16, 6])
 def test_a_later_row_does_not_reach_an_earlier_one(poison: float, which: str, head_dim: int) -> None:
-    """A draft that overflows (fp16 does) is rejected; the row before it must not have seen it."""
+    """A later row does not change an earlier one.
+
+    A draft that overflows, as in fp16, is rejected with no effect on rows before it.
+    """
     sequences = Model(head_dim=head_dim).random_sequences(2, 300)
     parts = [Part(0, 250, 8), Part(1, 0, 2)]
     clean = sequences.attend(parts)
@@ -215,7 +218,7 @@ def test_a_tree_row_is_not_reached_by_another_branch() -> None:
 def test_a_row_has_the_same_bits_in_every_chunking_and_company(
     model: Model, cuts: list[int], neighbours: list[Part], turn: int
 ) -> None:
-    """One pass over a whole sequence, against the same rows in chunks amid others."""
+    """One pass over a whole sequence has the bits of the same rows in chunks among other requests."""
     sequences = model.random_sequences(3, LONGEST)
     whole = sequences.attend([Part(0, 0, LONGEST)])[0]
     edges = sorted({0, *cuts, LONGEST})
@@ -228,7 +231,7 @@ def test_a_row_has_the_same_bits_in_every_chunking_and_company(
 @pytest.mark.parametrize("dtype", list(EPSILON), ids=str)
 @pytest.mark.parametrize("num_rows", range(1, 18))
 def test_a_row_has_the_same_bits_alone_and_with_its_drafts(dtype: torch.dtype, num_rows: int) -> None:
-    """K from 0 to 16, at every place relative to the tile's edge."""
+    """A row has the same bits alone and with its drafts: K from 0 to 16, at every place relative to the tile's edge."""
     sequences = Model(heads=6, kv_heads=2, head_dim=64, dtype=dtype).random_sequences(1, KV_TILE + 20)
     for start in (0, 3, KV_TILE - num_rows, KV_TILE - 1, KV_TILE, KV_TILE + 1):
         together = sequences.attend([Part(0, start, num_rows)])[0]
@@ -237,18 +240,18 @@ def test_a_row_has_the_same_bits_alone_and_with_its_drafts(dtype: torch.dtype, n
 
 
 def test_identical_requests_get_identical_bits() -> None:
-    """67 copies of one request, among them rows of every place in the batch."""
+    """67 copies of one request have identical bits, with rows at every place of the batch."""
     sequences = Model(heads=7, kv_heads=1, head_dim=24).random_sequences(1, 40)
     outputs = sequences.attend([Part(0, 33, 3)] * 67)
     assert all(torch.equal(out, outputs[0]) for out in outputs)
 
 
-# --- what is remembered from call to call -----------------------------------------------------------------------------
+# --- state from call to call ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["cu_q_lens", "kv_lens", "block_tables", "tree_mask"])
 def test_metadata_changed_in_place_is_noticed(name: str) -> None:
-    """Whatever an implementation keeps of a step for the next layer must not outlive the numbers it came from."""
+    """Data that an implementation keeps of a step for the next layer must not outlive the numbers that it came from."""
     sequences = Model(block_size=8).random_sequences(2, 40)
     parts, mask = [Part(0, 20, 3), Part(1, 9, 3)], pack_bits(torch.ones(6, 3).bool().tolist(), 1)
     changed = {
@@ -270,7 +273,7 @@ def test_metadata_changed_in_place_is_noticed(name: str) -> None:
 
 
 def test_other_options_with_the_same_metadata_are_noticed() -> None:
-    """Windows differ from layer to layer."""
+    """A call with other options and the same metadata is right: windows differ from layer to layer."""
     sequences = Model().random_sequences(1, 300)
     batch = sequences.batch([Part(0, 280, 3)])
     for window in (0, 5, 0, 17, 5):

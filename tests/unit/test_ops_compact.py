@@ -1,4 +1,4 @@
-"""kv_compact: the accepted path of a tree becomes a line, against a loop in plain Python."""
+"""kv_compact moves the accepted path of a tree to consecutive rows, as a loop in plain Python does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from trtspec.ops import kv_compact, kv_compact_
 
 @dataclass(frozen=True)
 class Request:
-    """`start` rows are committed; of the step's rows behind them those of `path` were accepted, in this order."""
+    """A request with `start` committed rows.
+
+    Of the step's rows after them, those of `path` were accepted, in this order.
+    """
 
     start: int
     path: list[int]
@@ -23,7 +26,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of one call. Every cache row holds its own number, so that a row is known by its content."""
+    """Arguments of one call. Every cache row holds its own number, so that its content identifies the row."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -33,7 +36,7 @@ class Case:
 
     @classmethod
     def of(cls, requests: list[Request], block_size: int, dtype: torch.dtype = torch.float32) -> Case:
-        """Tables cover the longest path; blocks are handed out shuffled."""
+        """Make a case whose tables cover the longest path, with blocks in random order."""
         longest = max(len(request.path) for request in requests)
         columns = -(-max(r.start + max([longest, 1, *(i + 1 for i in r.path)]) for r in requests) // block_size)
         blocks = torch.randperm(len(requests) * columns, generator=torch.Generator().manual_seed(0)) + 1
@@ -64,7 +67,7 @@ class Case:
         return self.k_cache, self.v_cache, self.block_tables, self.starts, self.path
 
 
-# Paths of a tree go down: rows in increasing order. The op does not rely on it, so any distinct rows are drawn too.
+# Paths of a tree have rows in ascending order. The op does not rely on it, so any distinct rows are drawn, too.
 increasing = st.lists(st.integers(0, 20), max_size=8, unique=True).map(sorted)
 arbitrary = st.lists(st.integers(0, 20), max_size=8, unique=True)
 requests = st.builds(Request, st.integers(0, 40), increasing | arbitrary)
@@ -77,7 +80,10 @@ requests = st.builds(Request, st.integers(0, 40), increasing | arbitrary)
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_against_a_loop(drawn: list[Request], block_size: int, dtype: torch.dtype) -> None:
-    """Scratch apart, all rows of both caches; sources and targets overlap, in one request and across blocks."""
+    """All rows of both caches equal those of a loop, except in scratch.
+
+    Sources and targets overlap, in one request and across blocks.
+    """
     case = Case.of(drawn, block_size, dtype)
     expected = case.expected(case.k_cache), case.expected(case.v_cache)
     kv_compact_(*case.arguments())
@@ -86,7 +92,10 @@ def test_against_a_loop(drawn: list[Request], block_size: int, dtype: torch.dtyp
 
 
 def test_overlap_moves_what_was_there_before() -> None:
-    """Row 1 is a target before it is a source; a copy in the wrong order would spread row 2 or row 1."""
+    """Rows are moved with the content that they had before.
+
+    Row 1 is a target before it is a source; a copy in the wrong order would duplicate row 2 or row 1.
+    """
     for path in ([1, 2, 3], [0, 2, 1], [3, 0]):
         case = Case.of([Request(5, path)], block_size=4)
         old = [case.row(case.k_cache, 0, 5 + row).clone() for row in path]

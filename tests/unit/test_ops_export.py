@@ -1,4 +1,4 @@
-"""Every op survives torch.export as one opaque node, with the numbers of requests and rows left open."""
+"""Every op survives torch.export as one opaque node. The numbers of requests and rows stay open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ OPS = {"packed_linear", "spec_attention", "process_logits", "spec_sample", "spec
 
 
 class SamplingOps(nn.Module):
-    """A layer for the ragged rows of some requests and K+1 draws for each of them: every functional op once."""
+    """A layer for the ragged rows of some requests, and K+1 draws for each of them.
+
+    It calls every functional op once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +46,7 @@ class SamplingOps(nn.Module):
 
 
 def inputs(num_requests: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """B requests of 1 to 5 rows each, T together; a block each; R = B (K+1) rows of logits."""
+    """Inputs of B requests of 1 to 5 rows each, T rows in all, one block each. Logits have R = B (K+1) rows."""
     B, g = num_requests, torch.Generator().manual_seed(seed)
     q_lens = torch.randint(1, 6, (B,), generator=g)
     return (

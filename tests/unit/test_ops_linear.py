@@ -1,4 +1,4 @@
-"""packed_linear: right, and a row's bits are its own whatever is computed with it."""
+"""packed_linear is right, and a row has the same bits whatever is computed with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtspec.ops import packed_linear
 
 EPSILON = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 dtypes = st.sampled_from(list(EPSILON))
-# Depths that do not fill a cache line, and weights so small that torch takes another path for few rows, included.
+# Sizes include depths that do not fill a cache line, and weights so small that torch takes another path for few rows.
 depths = st.sampled_from([1, 3, 7, 16, 20, 64, 127, 130, 256, 1000]) | st.integers(1, 300)
 widths = st.sampled_from([1, 2, 5, 8, 15, 17, 64, 130, 512]) | st.integers(1, 200)
 
@@ -21,7 +21,7 @@ Layer = tuple[Tensor, Tensor, "Tensor | None"]
 
 
 def random_layer(dtype: torch.dtype, rows: int, depth: int, width: int, bias: bool) -> Layer:
-    """x, weight and, if wanted, bias."""
+    """Return x, weight and, if wanted, bias."""
     g = torch.Generator().manual_seed(rows * depth + width)
     x = torch.randn(rows, depth, generator=g).to(dtype)
     weight = torch.randn(width, depth, generator=g).to(dtype)
@@ -29,8 +29,11 @@ def random_layer(dtype: torch.dtype, rows: int, depth: int, width: int, bias: bo
 
 
 def cancelling_layer(dtype: torch.dtype, rows: int, depth: int, width: int) -> tuple[Tensor, Tensor]:
-    """x and weight whose products cancel in pairs: what is left shows the order of the additions, in half precision
-    too, where rounding the result would otherwise hide it."""
+    """x and weight whose products cancel in pairs.
+
+    What is left shows the order of the additions. It does so in half precision, too, where rounding the result would
+    otherwise hide it.
+    """
     x, weight, _ = random_layer(dtype, rows, depth, width, False)
     half = depth // 2
     x[:, half : 2 * half] = x[:, :half].flip(1)
@@ -77,7 +80,7 @@ def test_a_row_has_the_same_bits_alone_with_bias(dtype: torch.dtype, depth: int,
 @pytest.mark.parametrize("dtype", list(EPSILON), ids=str)
 @pytest.mark.parametrize(("depth", "width"), [(896, 256), (256, 2048), (4864, 64)])
 def test_a_row_has_the_same_bits_alone_in_real_shapes(dtype: torch.dtype, depth: int, width: int) -> None:
-    """One row against M rows, for each M a step of small batches has."""
+    """One row has the same bits alone and among M rows, for each M that a step of small batches has."""
     x, weight = cancelling_layer(dtype, 130, depth, width)
     alone = torch.cat([packed_linear(row, weight) for row in x[:20].split(1)])
     for rows in (*range(2, 21), 31, 32, 33, 64, 100, 128, 130):
@@ -95,7 +98,7 @@ def test_a_row_has_the_same_bits_in_every_place(dtype: torch.dtype, depth: int, 
 @example(dtype=torch.float32, depth=256, width=1, rows=24)
 @given(dtype=dtypes, depth=depths, width=widths, rows=st.integers(2, 40))
 def test_a_row_has_the_same_bits_in_every_memory_layout(dtype: torch.dtype, depth: int, width: int, rows: int) -> None:
-    """Rows that are a view: every other row, columns of a wider matrix, not aligned."""
+    """Rows may be a view: every other row, columns of a wider matrix, not aligned."""
     x, weight = cancelling_layer(dtype, rows, depth, width)
     strided = torch.zeros(2 * rows, depth + 3, dtype=dtype)
     strided[::2, 1 : depth + 1] = x

@@ -1,4 +1,4 @@
-"""process_logits, one step at a time, against transformers' processors."""
+"""Each step of process_logits alone, against transformers' processors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trtspec.sampling_params import NEVER
 
 
 def with_ties(before: Tensor, after: Tensor) -> Tensor:
-    """What transformers' arbitrary choice among equals would keep if it kept all of them: our documented difference."""
+    """Logits that transformers would keep if it kept all ties, not an arbitrary one: our documented difference."""
     smallest_kept = after.masked_fill(after == -INF, INF).amin(1, keepdim=True)
     return before.masked_fill(before < smallest_kept, -INF)
 
@@ -119,7 +119,7 @@ def test_top_p_one_is_off_even_for_what_rounds_to_no_mass() -> None:
 def test_min_p(seed: int, p: float, tied: bool) -> None:
     logits = tied_logits(seed) if tied else random_logits(seed)
     ours, reference = process(logits, min_ps=each(p, 3)), theirs(logits, MinPLogitsWarper(p))
-    assert torch.equal(ours, with_ties(logits, reference))  # at p = 1, transformers' top ties all stay as well
+    assert torch.equal(ours, with_ties(logits, reference))  # at p = 1, transformers keeps all ties for the top, too
 
 
 def test_min_p_zero_is_off() -> None:
@@ -130,7 +130,7 @@ def test_min_p_zero_is_off() -> None:
 @settings(max_examples=50, deadline=None)
 @given(seed=seeds, penalty=temperatures, history=st.lists(st.integers(0, 49), min_size=1, max_size=30))
 def test_repetition_penalty(seed: int, penalty: float, history: list[int]) -> None:
-    """Over prompt and output alike, once per id however often it occurred."""
+    """The penalty is for ids of prompt and output alike, once per id, however often it occurred."""
     logits = random_logits(seed, rows=1)
     ours = process(
         logits,
@@ -154,7 +154,7 @@ def test_repetition_penalty(seed: int, penalty: float, history: list[int]) -> No
 def test_presence_and_frequency_penalties(
     seed: int, presence: float, frequency: float, prompt: list[int], output: list[int], padding: int
 ) -> None:
-    """OpenAI's mu[j] -= c[j] * frequency + (c[j] > 0) * presence, with c counting the output alone."""
+    """The penalties are OpenAI's mu[j] -= c[j] * frequency + (c[j] > 0) * presence, where c counts the output alone."""
     assume(prompt or output or padding)
     logits = random_logits(seed, rows=1)
     expected = logits.clone()
@@ -203,7 +203,7 @@ def test_each_ban_has_its_own_horizon() -> None:
         ban_until=torch.tensor([[5, NEVER, NEVER]] * 3),
     )
     banned = [row.nonzero().flatten().tolist() for row in out == -INF]
-    assert banned == [[1, 3], [3], [3]]  # and the padding bans nothing, not even the last id
+    assert banned == [[1, 3], [3], [3]]  # the padding bans nothing, not even the last id
 
 
 def test_bias_is_added_per_row() -> None:
@@ -219,7 +219,10 @@ def test_bias_is_added_per_row() -> None:
 @settings(max_examples=50, deadline=None)
 @given(allowed=st.lists(st.booleans(), min_size=1, max_size=100))
 def test_allow_mask_is_packed_in_words_of_32(allowed: list[bool]) -> None:
-    """Vocabularies that do not fill the last word, and the sign bit, included."""
+    """The mask is in words of 32 bits.
+
+    These include the sign bit, and a last word that the vocabulary does not fill.
+    """
     vocab = len(allowed)
     words = [sum(bit << i for i, bit in enumerate(allowed[start : start + 32])) for start in range(0, vocab, 32)]
     signed = [word - 2**32 if word >= 2**31 else word for word in words]

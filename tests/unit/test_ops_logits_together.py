@@ -1,4 +1,4 @@
-"""process_logits with all its steps: their order is that of transformers, and no row knows of its neighbours."""
+"""process_logits with all its steps: their order is that of transformers, and rows do not depend on each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import (
 from tests.unit.logits_cases import INF, each, process, random_logits, seeds, temperatures, theirs, top_ks, top_ps
 from trtspec.sampling_params import NEVER
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- all steps --------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)
@@ -39,7 +39,10 @@ from trtspec.sampling_params import NEVER
 def test_order_of_operations_is_that_of_transformers(
     seed: int, temperature: float, k: int, p: float, min_p: float, penalty: float, bias: float, history: list[int]
 ) -> None:
-    """Bias, penalty, bans, temperature, top-k, top-p, min-p: swapping any two changes some of these rows."""
+    """The order is bias, penalty, bans, temperature, top-k, top-p, min-p.
+
+    Swapping any two changes some of these rows.
+    """
     logits = random_logits(seed, rows=1)
     stops, prompt_len, min_tokens = [0, 1], 2, len(history)
     biased = [2, history[0]]
@@ -73,13 +76,13 @@ def test_order_of_operations_is_that_of_transformers(
 @pytest.mark.parametrize(
     ("groups", "kept"),
     [
-        # a bias lifts id 0 over the k-th: it comes before top-k
+        # bias comes before top-k: it lifts id 0 over the k-th
         ({"bias_ids": [[0]], "bias_values": [[10.0]], "top_ks": [1]}, [0]),
-        # a banned favourite does not take a place in the top two, nor mass from top-p, nor set min-p's bar
+        # a banned favourite takes no place in the top two and no mass from top-p, and does not set the bar of min-p
         ({"ban_ids": [[4]], "ban_until": [[NEVER]], "top_ks": [2]}, [2, 3]),
         ({"allow_mask": [[0b01111]], "top_ps": [0.5]}, [3]),
         ({"allow_mask": [[0b01111]], "min_ps": [0.3]}, [2, 3]),
-        # a high temperature flattens before top-p and min-p look
+        # a high temperature flattens the distribution before top-p and min-p
         ({"temperatures": [100.0], "top_ps": [0.9]}, [0, 1, 2, 3, 4]),
         ({"temperatures": [100.0], "min_ps": [0.9]}, [0, 1, 2, 3, 4]),
         # top-p sees only what top-k left: of 4 and 3 with mass 0.73 and 0.27, 4 alone is enough
@@ -99,7 +102,7 @@ def test_each_step_sees_what_came_before(groups: dict[str, list[int] | list[floa
 
 
 def rows_of_all_kinds(rows: int, vocab: int) -> dict[str, Tensor]:
-    """Every group in use, by some rows and not by others."""
+    """Tensors of every group, in use by some rows and not by others."""
     g = torch.Generator().manual_seed(3)
     on = torch.arange(rows)
 
@@ -146,7 +149,7 @@ OFF: dict[str, Sequence[object]] = {
 
 @pytest.mark.parametrize("name", OFF)
 def test_a_row_that_does_not_ask_is_as_if_nobody_did(name: str) -> None:
-    """Its neighbour uses the group, it has the group's off value: bit-identical to the group being zero-size."""
+    """A row with a group's off value has the bits of a zero-size group, though its neighbour uses the group."""
     logits = random_logits(5, rows=2, vocab=77)
     kind = torch.int32 if name == "top_ks" else torch.float32
     off, on = (torch.tensor(value, dtype=kind) for value in OFF[name])

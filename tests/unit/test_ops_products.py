@@ -1,4 +1,4 @@
-"""Products: right, and a row's bits are its own whatever is computed with it, on any number of threads."""
+"""Products are right. A row has the same bits whatever is computed with it, on any number of threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def cancelling(rows: int, depth: int, width: int, *batch: int) -> tuple[Tensor, Tensor]:
-    """Terms cancel in pairs: what is left shows the order of the additions."""
+    """x and y whose terms cancel in pairs: what is left shows the order of the additions."""
     generator = torch.Generator().manual_seed(depth * width)
     x, y = torch.randn(*batch, rows, depth, generator=generator), torch.randn(*batch, width, depth, generator=generator)
     half = depth // 2
@@ -44,7 +44,7 @@ def test_a_row_has_the_same_bits_among_any_others(threads: int, depth: int, widt
 
 @pytest.mark.parametrize(("depth", "width"), [(128, 256), (256, 128), (256, 16)])
 def test_each_product_is_as_if_it_were_the_only_one(threads: int, depth: int, width: int) -> None:
-    """In attention's shapes: queries with keys, weights with values."""
+    """Products in attention's shapes, queries with keys and weights with values, do not depend on each other."""
     x, y = cancelling(64, depth, width, 2, 3)
     whole = products(x, y)
     assert whole.shape == (2, 3, 64, width)

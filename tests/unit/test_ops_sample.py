@@ -1,4 +1,4 @@
-"""spec_sample: the noise is exactly what the contract says, and the draw is its arg-max."""
+"""spec_sample: the noise is exactly that of the contract, and the draw is the arg-max of logits and noise."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trtspec.ops.sample import _log, philox
 NO_IDS = torch.empty(0, dtype=torch.int64)
 NO_SEEDS = torch.empty(0, dtype=torch.int64)
 NAN_TOKEN = 2**63 - 1
-FALSE_ALARM = 1e-4  # of each statistical test, had its draws not been fixed by their seeds
+FALSE_ALARM = 1e-4  # of each statistical test, if seeds did not fix its draws
 
 seeds64 = st.integers(-(2**63), 2**63 - 1)
-# int64 tensors; a sequence never gets past 2^31 tokens, but the counter has room for them
+# int64 tensors; a sequence never gets past 2^31 tokens, but the counter has room for more
 token_indices = st.integers(0, 2**40)
 
 
@@ -32,7 +32,7 @@ def random_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-# --- the same from the docstring's layout, in Python integers and numpy -----------------------------------------------
+# --- the docstring's layout once more, in Python integers and numpy ---------------------------------------------------
 
 
 def python_philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -96,7 +96,7 @@ def numpy_log(x: NDArray[np.float32]) -> NDArray[np.float32]:
     ids=["zeros", "ones", "pi"],
 )
 def test_philox_known_answers(counter: tuple[int, int, int, int], key: tuple[int, int], words: list[int]) -> None:
-    """The vectors of Random123's kat_vectors for philox4x32 with 10 rounds."""
+    """Philox returns the vectors of Random123's kat_vectors for philox4x32 with 10 rounds."""
     seed = key[1] << 32 | key[0]
     signed = seed - 2**64 if seed >= 2**63 else seed
     c0, c1, c2 = (torch.tensor(word) for word in counter[:3])
@@ -112,7 +112,7 @@ def test_noise_follows_the_written_layout(seed: int, t: int, ids: list[int]) -> 
 
 
 def test_noise_of_every_possible_word_is_finite() -> None:
-    """u has 2^23 values; none is 0 or 1, so none of the two logs is infinite."""
+    """u has 2^23 values. None of them is 0 or 1, so neither of the two logs is infinite."""
     u = (torch.arange(2**23).float() + 0.5) * 2.0**-23
     assert u.min().item() == 2.0**-24
     assert u.max().item() == 1 - 2.0**-24
@@ -130,7 +130,7 @@ def test_log_is_within_an_ulp_of_every_uniform() -> None:
 
 
 def test_log_is_within_an_ulp_of_all_normal_numbers() -> None:
-    """Every exponent, and 2^13 mantissas each."""
+    """The logarithm is tested at every exponent, with 2^13 mantissas each."""
     patterns = torch.arange(0x00800000, 0x7F800000, 1024, dtype=torch.int32)
     x = patterns.view(torch.float32)
     assert ulps_off(x[x != 1]) <= 1.0
@@ -139,7 +139,7 @@ def test_log_is_within_an_ulp_of_all_normal_numbers() -> None:
 
 @pytest.mark.parametrize("axis", ["seeds", "positions", "ids"])
 def test_noise_is_gumbel_along_each_axis(axis: str) -> None:
-    """Kolmogorov-Smirnov, 2^18 draws, on each of the counter's coordinates alone."""
+    """The noise passes a Kolmogorov-Smirnov test of 2^18 draws along each of the counter's coordinates alone."""
     n, one = 2**18, torch.tensor([7])
     line = torch.arange(n)
     noise = {
@@ -151,7 +151,7 @@ def test_noise_is_gumbel_along_each_axis(axis: str) -> None:
 
 
 def test_noise_has_the_moments_of_gumbel() -> None:
-    """Mean = Euler's gamma, variance = pi^2 / 6, within 4 standard errors (false alarm about 6e-5 each)."""
+    """The mean is Euler's gamma and the variance pi^2 / 6, within 4 standard errors (false alarm about 6e-5 each)."""
     n = 2**20
     noise = gumbel_noise(torch.arange(1024), torch.arange(1024), torch.arange(1024)).double().flatten()
     variance = np.pi**2 / 6
@@ -161,7 +161,7 @@ def test_noise_has_the_moments_of_gumbel() -> None:
 
 
 def test_neighbouring_tokens_and_ids_share_no_noise() -> None:
-    """A lane, a word or a bit of the counter that is dropped would repeat numbers."""
+    """Noise does not repeat. It would if a lane, a word or a bit of the counter were dropped."""
     positions = torch.tensor([0, 1, 2, 2**32, 2**32 + 1])
     seeds = torch.tensor([0, 1, -1, 2**32, 2**62])
     noise = torch.cat([gumbel_noise(seeds, t.expand(5), torch.arange(64)) for t in positions])  # [25, 64]
@@ -170,7 +170,7 @@ def test_neighbouring_tokens_and_ids_share_no_noise() -> None:
 
 
 def test_draws_follow_the_softmax() -> None:
-    """Chi-square of 100k draws of one distribution with varied seeds."""
+    """100k draws of one distribution with varied seeds pass a chi-square test."""
     n, probabilities = 100_000, torch.tensor([0.4, 0.3, 0.2, 0.07, 0.03])
     logits = probabilities.log().expand(n, 5)
     greedy = torch.zeros(n, dtype=torch.bool)
@@ -192,7 +192,10 @@ def test_draw_is_the_argmax_of_logits_and_noise() -> None:
 
 
 def test_greedy_rows_are_untouched_by_noise() -> None:
-    """They sit beside sampled rows, whose noise would change nearly every one of these flat distributions."""
+    """Greedy rows next to sampled rows draw their arg-max.
+
+    Noise would change nearly every one of these flat distributions.
+    """
     logits = random_logits(64, 50) * 0.01
     greedy = torch.arange(64) % 2 == 0
     tokens = spec_sample(logits, greedy, torch.arange(64), torch.arange(64), NO_IDS)
@@ -213,7 +216,7 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 
 def test_ties_go_to_the_lowest_target_id() -> None:
-    """Not to the lowest column: column 4 is the target's id 2."""
+    """Ties do not go to the lowest column: column 4 is the target's id 2."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]])
     ids = torch.tensor([1, 9, 5, 0, 2])
     assert spec_sample(logits, torch.tensor([True]), NO_SEEDS, torch.tensor([0]), ids).tolist() == [2]
@@ -221,7 +224,7 @@ def test_ties_go_to_the_lowest_target_id() -> None:
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_permuting_the_columns_permutes_nothing_in_the_result(greedy: bool) -> None:
-    logits = random_logits(32, 101).round(decimals=1)  # rounded: ties among them
+    logits = random_logits(32, 101).round(decimals=1)  # rounded, so that there are ties
     flags, seeds, positions = torch.full((32,), greedy), torch.arange(32), torch.arange(32)
     order = torch.randperm(101, generator=torch.Generator().manual_seed(1))
     plain = spec_sample(logits, flags, seeds, positions, NO_IDS)
@@ -229,7 +232,7 @@ def test_permuting_the_columns_permutes_nothing_in_the_result(greedy: bool) -> N
 
 
 def test_a_smaller_vocabulary_uses_the_noise_of_its_target_ids() -> None:
-    """Columns i stand for target ids i + d2t[i]; the draw is what the target would draw if all others were -inf."""
+    """Columns i stand for target ids i + d2t[i]. The draw is the target's own if all its other logits were -inf."""
     d2t = torch.tensor([3, 3, 10, 40, 41])
     ids = torch.arange(5) + d2t
     small = random_logits(200, 5)
@@ -251,7 +254,7 @@ def test_minus_infinity_is_never_drawn() -> None:
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("ids", [NO_IDS, torch.arange(50).flip(0)], ids=["same_ids", "own_ids"])
 def test_a_row_with_nan_draws_the_refused_id(greedy: bool, ids: Tensor) -> None:
-    """One NaN is enough, and the row beside it is not harmed."""
+    """One NaN is enough to draw the refused id. It does not harm the next row."""
     logits = random_logits(2, 50)
     logits[0, 31] = float("nan")
     flags, seeds, positions = torch.full((2,), greedy), torch.tensor([1, 2]), torch.tensor([3, 4])
@@ -281,7 +284,7 @@ def test_a_row_is_drawn_alike_in_every_batch(chosen: list[int], vocab: int, own_
 @given(seed=seeds64, t=token_indices, vocab=st.integers(1, 70))
 @example(seed=-1, t=2**32 + 5, vocab=70)
 def test_noise_has_the_same_bits_with_and_without_ids(seed: int, t: int, vocab: int) -> None:
-    """Each id's own noise, taken away beforehand, leaves a tie that id 0 wins; one other bit and it would not."""
+    """Logits that are minus each id's own noise leave a tie, which id 0 wins. With any other bit it would not."""
     rows = torch.zeros(1, dtype=torch.bool), torch.tensor([seed]), torch.tensor([t])
     noise = noise_of(seed, t, list(range(vocab)))
     assert spec_sample(-noise[None], *rows, NO_IDS).item() == 0
@@ -301,7 +304,7 @@ def test_opcheck(own_ids: bool) -> None:
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_row_with_every_token_removed_draws_the_refused_id(greedy: bool) -> None:
-    """Not the lowest id: that token was banned, too."""
+    """The draw is not the lowest id, as that token was banned, too."""
     logits = random_logits(1, 50).fill_(float("-inf"))
     none = torch.empty(0, dtype=torch.int64)
     tokens = spec_sample(logits, torch.tensor([greedy]), torch.tensor([1]), torch.tensor([3]), none)

@@ -1,4 +1,4 @@
-"""What a caller gets back: the counts of speculation and the views of them."""
+"""Outputs of a request: the counts of speculation, and the figures derived from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def observed(*steps: tuple[int, int]) -> SpeculationStats:
 
 
 def test_counts_of_vllm() -> None:
-    """Three drafts of 8 tokens, 4 accepted; position 0 was accepted twice."""
+    """Three drafts have 8 tokens, of which 4 are accepted. Position 0 is accepted twice."""
     stats = observed((3, 3), (3, 1), (2, 0))
     assert stats.steps == stats.num_drafts == 3
     assert stats.num_draft_tokens == 8

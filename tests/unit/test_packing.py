@@ -1,4 +1,4 @@
-"""Packed layouts in pure torch: what goes in comes out, and whole models compute the same from them."""
+"""Packed layouts in pure torch: unpacking returns what was packed, and whole models compute the same from them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_int8_is_off_by_half_a_step(width: int, depth: int) -> None:
 
 @given(width=widths, groups=st.integers(1, 4), group_size=group_sizes, offset=st.sampled_from([-5.0, 0.0, 5.0]))
 def test_int4_is_off_by_half_a_step(width: int, groups: int, group_size: int, offset: float) -> None:
-    """Plus what rounding the zero and the scale costs: another half, and 15 steps' 2^-11."""
+    """The error includes that of rounding the zero and the scale: another half step, and 2^-11 of 15 steps."""
     weight = random_weight(width, groups * group_size) + offset
     packed = quantize_int4(weight, group_size)
     assert packed[0].shape == (-(-width // 32), groups * group_size // 8, 32, 4)
@@ -78,7 +78,7 @@ def test_int4_is_off_by_half_a_step(width: int, groups: int, group_size: int, of
 
 @given(width=widths, groups=st.integers(1, 4), group_size=group_sizes)
 def test_symmetric_int4_is_off_by_half_a_step(width: int, groups: int, group_size: int) -> None:
-    """A seventh of the largest of a group is a step; plus what rounding the scale costs, 7 steps' 2^-11."""
+    """A step is a seventh of the largest of a group. Rounding the scale adds an error of 2^-11 of 7 steps."""
     weight = random_weight(width, groups * group_size)
     packed = quantize_int4(weight, group_size, symmetric=True)
     assert packed[2].numel() == 0
@@ -129,7 +129,7 @@ def test_fp8_keeps_values_and_scales(width: int, depth: int) -> None:
 
 
 def test_where_an_input_lies() -> None:
-    """The layouts as the contract words them, one element each."""
+    """One element of each layout is where the contract places it."""
     weight = random_weight(70, 64)
     column, k = 45, 27
     assert pack_panels(weight)[1, k, 13] == weight[column, k]
@@ -263,7 +263,10 @@ def test_a_quantised_model_keeps_its_head(quantization: str, bits: int) -> None:
 @pytest.mark.parametrize("quantization", [None, "int4"])
 @torch.no_grad()
 def test_a_head_is_quantised_where_that_is_asked(tied: bool, quantization: str | None) -> None:
-    """And with it the embedding, if both are one matrix: its rows are what the int8 numbers stand for."""
+    """A head is quantised if that is asked, and an embedding of the same matrix with it.
+
+    The embedding's rows are then the values that the int8 numbers stand for.
+    """
     model, ids = Tied(tied, torch.bfloat16), torch.arange(50)
     before, rows, weight = model(ids), model.embedding(ids), model.head.weight.detach().clone()
     pack_decoder(model, quantization, lm_head="int8")
@@ -284,7 +287,7 @@ def test_a_drafts_tied_head_stays_where_the_targets_is_quantised() -> None:
 
 
 class Pair(nn.Module):
-    """A target and a draft beside it."""
+    """A target and a draft next to it."""
 
     def __init__(self, target: Tied, draft: nn.Module) -> None:
         super().__init__()
@@ -293,7 +296,7 @@ class Pair(nn.Module):
 
 @pytest.mark.parametrize("draft_kind", ["int8", None])
 def test_a_draft_has_a_quantization_of_its_own(draft_kind: str | None) -> None:
-    """Its own head is quantised too, one that it shares with the target or with an embedding is not."""
+    """A draft's own head is quantised, too. A head that it shares with the target or with an embedding is not."""
     kind = torch.int8 if draft_kind else torch.bfloat16
     own, sharing, tied = Tied(False, torch.bfloat16), Tied(False, torch.bfloat16), Tied(True, torch.bfloat16)
     for draft in (own, sharing, tied):

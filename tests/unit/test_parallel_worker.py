@@ -23,14 +23,14 @@ STATE_OF_MASKS = -1.0
 
 @dataclass
 class Row:
-    """What the head was given at a position."""
+    """The head's input at a position."""
 
     token: int
-    state: float  # which of the step's rows it was given the state of; STATE_OF_MASKS
+    state: float  # index of the step's row whose state it got, or STATE_OF_MASKS
 
 
 class Watched(DraftHead):
-    """Says, in every row, the place of the row in the pass."""
+    """A head that predicts, in every row, the position of the row, modulo VOCAB."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB)
@@ -59,7 +59,11 @@ class Watched(DraftHead):
 def run(
     kind: type[ParallelWorker], seed: int, k: int
 ) -> tuple[Watched, StepOutputs, tuple[Scheduled, ...], list[list[int]], list[int]]:
-    """The head, what the step gives, the batch, the text of each request after it, and where drafts are drawn."""
+    """Run a step on a random batch.
+
+    Returns the head, the step's outputs, the batch, each request's tokens after the step, and the positions of the
+    draws.
+    """
     rng = random.Random(seed)
     batch = random_batch(rng)
     inputs = built_inputs(batch, k)
@@ -111,7 +115,10 @@ def test_tokens_that_are_kept_and_then_masks(kind: type[ParallelWorker], seed: i
 @pytest.mark.parametrize("kind", [PardWorker, PEagleWorker])
 @on_random_batches
 def test_drafts_are_drawn_behind_the_last_token(kind: type[ParallelWorker], seed: int) -> None:
-    """At its row and those of the masks behind it, each with the place of the token that it guesses."""
+    """Drafts are drawn at the last token's row and those of the masks after it.
+
+    Each draw has the position of the token that it guesses.
+    """
     k = 1 + seed % K
     _, outputs, batch, _, places = run(kind, seed, k)
     assert outputs.next_kv_lens is not None
@@ -136,7 +143,11 @@ def test_without_drafts_wanted_tokens_are_read_in_all_the_same(kind: type[Parall
 
 @pytest.mark.parametrize("width", [2, 31, 32, 33, 70])
 def test_rows_of_a_dflash_block_see_those_that_have_a_place(width: int) -> None:
-    """Behind 6, 3 and 10 tokens, in tables of as many blocks of 4: the last has one block less than it needs."""
+    """Rows of a block see the rows that have a slot in a KV block.
+
+    The blocks come after 6, 3 and 10 tokens, in tables of equally many blocks of 4. The last has one block less than it
+    needs.
+    """
     kept = torch.tensor([6, 3, 10], dtype=torch.int32)
     columns = -(-(10 + width) // 4)
     tables = torch.arange(1, 3 * columns + 1, dtype=torch.int32).view(3, columns)

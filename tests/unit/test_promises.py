@@ -1,4 +1,4 @@
-"""What a configuration says and the engine does are one: each case was once a contradiction."""
+"""The engine does what a configuration says: each case was once a contradiction."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ DRAFTED: dict[str, Any] = {"method": "draft_model", "model": "/d", "num_speculat
 @pytest.mark.parametrize("one_engine", [True, False])
 @pytest.mark.parametrize("eager", [None, False, True])
 def test_enforce_eager_turns_graphs_off(tmp_path: Path, eager: bool | None, one_engine: bool) -> None:
-    """Of draft layers, and of the launch that they are in; a target with a drafter next to it keeps its own."""
+    """enforce_eager turns off graphs of draft layers, and of the launch that they are in.
+
+    A target with a drafter next to it keeps its own graphs.
+    """
     target = make_checkpoint(tmp_path, "llama")
     head = make_eagle3(tmp_path, target, (0, 1), tuple(range(11)))
     asked = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "one_engine": one_engine}
@@ -157,7 +160,7 @@ def test_a_folder_that_is_called_as_its_method_is_read(tmp_path: Path, monkeypat
 
 
 def test_what_the_engine_never_asks_is_no_method_of_a_mode() -> None:
-    """TensorRT-LLM's answers are functions of interop; the engine's own questions are methods of the enum."""
+    """TensorRT-LLM's predicates are functions of interop, and those of the engine are methods of the enum."""
     answers = {name for name, one in vars(mode_predicates).items() if callable(one) and name[0].islower()}
     for name in ("support_overlap_scheduler", "support_capturable_guided_decoder", "without_logits"):
         assert name in answers

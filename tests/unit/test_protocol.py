@@ -1,4 +1,4 @@
-"""Requests as clients may write them: what is as good as left out, and that nonsense costs nothing, however long."""
+"""Requests as clients may write them: fields that count as left out, and invalid bodies, refused fast at any length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks a sequence publishes, and which of those another may take."""
+"""The blocks that a sequence publishes, and those of them that another sequence may take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_reuse(num_blocks: int = 40, keeps_draft_kv: bool = False, shifted: bool
 
 
 def computed(sharing: PrefixReuse, tokens: Sequence[int], draft_len: int | None = None) -> SequenceKV:
-    """A sequence that has computed all its tokens itself, in draft KV `draft_len` of them, and has published."""
+    """A sequence that has computed all its tokens itself, `draft_len` of them in draft KV, and has published them."""
     kv = SequenceKV()
     assert sharing.allocator.reserve(kv, len(tokens))
     kv.committed = len(tokens)
@@ -54,7 +54,7 @@ def test_shifted_draft_layers_cost_one_block(length: int) -> None:
 
 @pytest.mark.parametrize("committed", range(1, 4 * SIZE + 2))
 def test_provisional_rows_are_not_published(committed: int) -> None:
-    """A chunk of a prompt whose tokens are all known: its last two rows are to be computed again."""
+    """The last two rows of a chunk, which will be computed again, are not published though all tokens are known."""
     sharing = PrefixReuse(BlockAllocator(40, SIZE), keeps_draft_kv=True, shifted=True, provisional=2)
     kv = SequenceKV()
     assert sharing.allocator.reserve(kv, len(TOKENS))
@@ -131,7 +131,7 @@ def test_without_draft_kv_its_length_does_not_matter() -> None:
 
 
 def test_draft_kv_ahead_of_the_target_does_not_publish() -> None:
-    """Drafts of the next step are in draft KV, and nobody knows yet whether they are right."""
+    """Draft KV ahead of the target holds drafts of the next step, which are not verified yet."""
     sharing = make_reuse(keeps_draft_kv=True)
     kv = SequenceKV(committed=SIZE, draft_len=3 * SIZE)
     sharing.allocator.reserve(kv, 3 * SIZE)
@@ -140,7 +140,7 @@ def test_draft_kv_ahead_of_the_target_does_not_publish() -> None:
 
 
 def test_rows_behind_a_stop_are_not_published() -> None:
-    """Accepted drafts behind a stop are committed, but they are not the request's tokens."""
+    """Accepted drafts after a stop are committed, but they are not the request's tokens."""
     sharing = make_reuse()
     kv = SequenceKV()
     sharing.allocator.reserve(kv, 2 * SIZE)
@@ -179,8 +179,11 @@ def test_a_duplicate_stays_private() -> None:
 
 
 def test_shifted_rows_are_taken_from_who_went_on_in_the_same_way() -> None:
-    """The last draft row of block 1 has read the first token of block 2; and the second publisher's block 1 is a
-    duplicate if that is left out of account, so that the third would read draft KV of two sequences that differ."""
+    """Shifted rows are taken from the sequence that went on with the same tokens.
+
+    The last draft row of block 1 has read the first token of block 2. If keys left that token out, the second
+    publisher's block 1 would be a duplicate. The third sequence would then read draft KV of two sequences that differ.
+    """
     sharing = make_reuse(keeps_draft_kv=True, shifted=True)
     head = TOKENS[: 2 * SIZE]
     one, two = head + [1] * 3 * SIZE, head + [2] * 3 * SIZE
@@ -199,7 +202,10 @@ def test_shifted_rows_are_taken_from_who_went_on_in_the_same_way() -> None:
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_fork_publishes_what_it_adds(when: str, shifted: bool) -> None:
-    """Its shared blocks are published already, or will be by whoever comes first; its own are found behind them."""
+    """A fork's own blocks are found after its shared blocks.
+
+    The shared blocks are published already, or will be by the first sequence to publish them.
+    """
     sharing = make_reuse(shifted=shifted)
     parent = SequenceKV()
     sharing.allocator.reserve(parent, len(TOKENS))
@@ -226,7 +232,7 @@ def test_a_fork_does_not_take_over_the_keys_of_what_it_does_not_share() -> None:
 
 
 def test_forks_that_went_on_differently_publish_their_last_shared_block_once() -> None:
-    """Shifted, it has two keys, one per continuation; the first stays."""
+    """With shifted layers, the last shared block has two keys, one per continuation. The first key stays."""
     sharing = make_reuse(shifted=True)
     parent = computed(sharing, TOKENS[: 2 * SIZE])
     child = sharing.allocator.fork(parent, 2 * SIZE)

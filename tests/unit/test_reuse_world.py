@@ -1,7 +1,7 @@
-"""Prefix reuse in any order of events: whatever a sequence reads from the cache is what its own tokens say.
+"""Prefix reuse in any order of events: what a sequence reads from the cache was computed from its own tokens.
 
 The engine runs without models. A shadow of the cache remembers, for every row of target and draft KV, the tokens that
-the row was computed from; they are compared with those of each sequence after every event.
+the row was computed from. After every event, these tokens are compared with those of each sequence.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p
 STOP = 2
 MOTIFS = [[3] * 60, [3, 4] * 30, [3] * 20 + [5] * 40]  # prompts begin like one of them, so many begin alike
 
-# Which draft KV a mode keeps: none (n-gram), of a model of its own, or of layers that read the token after their own.
+# Draft KV that a mode keeps: none (n-gram), that of a draft model, or that of layers that read the token after their
+# own.
 NONE, DRAFT_MODEL, SHIFTED = MODES = ("none", "draft model", "shifted")
 
 Rows = dict[tuple[int, int], int]
-"""(block, offset) -> from which tokens the row was computed: a hash of them all, or a random number for junk."""
+"""(block, offset) -> the tokens that the row was computed from: a hash of them all, or a random number for junk."""
 
 
 def prefixes(tokens: Sequence[int]) -> list[int]:
-    """Entry p stands for tokens 0..p."""
+    """Hashes of the tokens: entry p stands for tokens 0..p."""
     hashes, last = [], 0
     for token in tokens:
         last = hash((last, token))
@@ -43,7 +44,7 @@ def prefixes(tokens: Sequence[int]) -> list[int]:
 
 
 class World:
-    """A scheduler, its requests, and what is in the cache. Events are methods; `rng` makes the verdicts."""
+    """A scheduler, its requests, and the content of the cache. Events are methods; `rng` makes the verdicts."""
 
     def __init__(self, mode: str, block_size: int, num_blocks: int, batch: int, K: int, rng: random.Random) -> None:
         self.mode, self.K, self.rng = mode, K, rng
@@ -60,7 +61,7 @@ class World:
     # -- events ----------------------------------------------------------------------------------------------------
 
     def submit(self, motif: int, same: int, other: int, num_samples: int, reuses_prefix: bool) -> None:
-        """A prompt of `same` tokens of a motif and up to `other` more, cut to what fits."""
+        """Submit a prompt of `same` tokens of a motif and up to `other` more, cut to what fits."""
         prompt = MOTIFS[motif][:same] + [self.rng.randrange(3, 6) for _ in range(other)]
         prompt = prompt[: self.allocator.capacity - 1]
         limit = self.rng.randint(len(prompt) + 1, min(self.allocator.capacity, len(prompt) + 25))
@@ -84,7 +85,7 @@ class World:
         self.scheduler.add(samples[0], samples[1:])
 
     def step(self) -> None:
-        """What StepLoop and Proposer do, with random verdicts and drafts."""
+        """Run a step as StepLoop and Proposer do, with random verdicts and drafts."""
         before = self.scheduler.prefix_hit_tokens
         batch = self.scheduler.schedule()
         assert batch, "requests wait, but nothing is scheduled"
@@ -106,15 +107,15 @@ class World:
             self.scheduler.remove(request)
 
     def finish(self, request: Request) -> None:
-        """Its next step is its last."""
+        """Make the request's next step its last."""
         self.ending.add(request)
 
     def preempt(self) -> None:
-        """As if somebody older needed the room."""
+        """Preempt the last running request, as if an older one needed the room."""
         self.scheduler._preempt(self.scheduler.running[-1])
 
     def drain(self) -> None:
-        """Everybody runs to the end; then every block is back."""
+        """Run all requests to their end. Then every block is free."""
         while self.scheduler.has_work:
             self.step()
             self.check()
@@ -128,7 +129,7 @@ class World:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _update(self, row: Scheduled) -> bool:
-        """Random verdict on one request; whether it goes on and wants drafts."""
+        """Apply a random verdict to one request. Returns whether the request goes on and wants drafts."""
         request, kv = row.request, row.request.kv
         count = self.rng.randint(1, row.draft_len + 1) if row.emits else 0
         tokens = [*request.drafts[: count - 1], self.rng.randrange(3, 6)] if count else []
@@ -151,7 +152,7 @@ class World:
         return count > 0 and not request.finished
 
     def _propose(self, request: Request) -> None:
-        """Random drafts, as a drafter would make them: draft KV of all tokens, then of every draft but the last."""
+        """Propose random drafts as a drafter would: draft KV of all tokens, then of every draft but the last."""
         length = len(request.tokens)
         request.drafts = [self.rng.randrange(3, 6) for _ in range(self.rng.randint(0, self._room(request, length)))]
         if self.mode == DRAFT_MODEL and request.drafts:
@@ -159,20 +160,20 @@ class World:
             self._write_draft(request.kv, request.tokens + request.drafts, start, request.kv.draft_len)
 
     def _room(self, request: Request, length: int) -> int:
-        """Drafts that fit behind `length` tokens, see Proposer."""
+        """Number of drafts that fit after `length` tokens, as in Proposer."""
         reserved = len(request.kv.blocks) * self.allocator.block_size
         return max(min(self.K, request.length_limit - length - 1, reserved - length + 1), 0)
 
     # -- the cache -------------------------------------------------------------------------------------------------
 
     def _write_draft(self, kv: SequenceKV, tokens: Sequence[int], start: int, end: int) -> None:
-        """Draft KV of rows start..end-1; computing them reads all before them."""
+        """Write draft KV of rows start..end-1. Computing them reads all rows before them."""
         hashes = prefixes(tokens)[self.mode == SHIFTED :]
         self._write(self.draft, kv, hashes, start, end)
         self._assert_reads(self.draft, kv, hashes, end)
 
     def _write_junk(self, kv: SequenceKV, count: int) -> None:
-        """Rows of drafts, from hidden states that nobody else has."""
+        """Write rows of drafts, from hidden states that no other sequence has."""
         for position in range(kv.committed, kv.committed + count):
             self.draft[self._slot(kv, position)] = self.rng.getrandbits(64)
 
@@ -189,8 +190,10 @@ class World:
             assert rows[self._slot(kv, position)] == hashes[position], f"row {position} of {kv} is another text's"
 
     def check(self) -> None:
-        """Nothing leaks, and every row that counts as computed is right: in blocks that somebody holds here, in the
-        others once they are found."""
+        """Check that no block leaks, and that every row that counts as computed is right.
+
+        Rows in blocks that are held are checked here, and rows in other blocks once they are found.
+        """
         self.allocator.check(self.scheduler.live())
         self.seen["evictions"] += len(self.findable - set(self.allocator._published))
         self.findable = set(self.allocator._published)
@@ -208,7 +211,7 @@ MOST_ALIVE = 8
 
 
 def random_event(world: World, rng: random.Random) -> None:
-    """One of everything that can happen, steps more often."""
+    """Run one random event of those that can happen. Steps are more frequent."""
     events = ["step"] * 8 + ["submit"] * 4 + ["abort", "finish", "preempt"]
     event = rng.choice(events)
     if event == "submit" and len(world.alive) < MOST_ALIVE:
@@ -228,7 +231,7 @@ def random_event(world: World, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_thousands_of_random_events(mode: str) -> None:
-    """In small and large caches, with hits, evictions and preemptions all the time."""
+    """The cache stays right in small and large caches, with frequent hits, evictions and preemptions."""
     seen: Counter[str] = Counter()
     seed = 0
     while seen["events"] < 10_000:
@@ -245,7 +248,7 @@ def test_thousands_of_random_events(mode: str) -> None:
 
 
 class ReuseMachine(RuleBasedStateMachine):
-    """The same events in any order that hypothesis thinks of, shrunk to the shortest that goes wrong."""
+    """A state machine of the same events in any order that hypothesis finds, shrunk to the shortest that fails."""
 
     @initialize(
         mode=st.sampled_from(MODES), seed=st.integers(0, 99), **{k: st.sampled_from(v) for k, v in WORLDS.items()}

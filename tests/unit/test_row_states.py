@@ -1,4 +1,4 @@
-"""Rows of hidden states: which are kept, and where."""
+"""Rows of hidden states: the rows that are kept, and where they are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OnDevice(Tensor):
 
 
 def step(states: RowStates, request: Any, num_rows: int, accepted: int, mark: float) -> None:
-    """Rows from the last committed on, all of the value `mark`, of which some are committed then."""
+    """Collect rows of the value `mark` after the last committed row, and commit `accepted` of them."""
     made = torch.full((num_rows, 2), mark).as_subclass(OnDevice)
     states.collect([SimpleNamespace(request=request, num_rows=num_rows)], made)  # type: ignore[arg-type]
     request.kv.committed += accepted

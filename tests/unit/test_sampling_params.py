@@ -1,4 +1,4 @@
-"""What a caller may ask of the sampler: every refusal, every default, and where each default comes from."""
+"""Sampling parameters: every refusal, every default, and the source of each default."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.
     [
         {},
         {"top_k": 1},
-        {"top_k": 1, "top_p": 0.0},  # what its client sends unless told otherwise
+        {"top_k": 1, "top_p": 0.0},  # what its client sends by default
         {"top_k": 1, "temperature": 0.7},
         {"top_p": 0.0, "top_k": 40},
         {"top_p": -0.5},
@@ -319,7 +319,7 @@ def test_signed_and_unsigned_spellings_are_the_same_seed(seed: int, index: int) 
 
 
 def test_other_samples_use_splitmix64() -> None:
-    """The first three outputs of the reference implementation (Vigna) for state 1234567."""
+    """Seeds of other samples are the first outputs of the reference implementation (Vigna), here for state 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [sample_seed(1234567, i) % 2**64 for i in (1, 2, 3)] == expected
 

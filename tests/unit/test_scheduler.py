@@ -1,7 +1,7 @@
-"""The scheduler against thousands of random loads: everybody finishes, limits hold, the oldest is never preempted.
+"""The scheduler under thousands of random loads: all requests finish, limits hold, the oldest is never preempted.
 
-A step of the engine is imitated on the host: each scheduled row is committed with a random verdict, and who still runs
-gets a random proposal. No model is needed to find a livelock.
+The host imitates a step of the engine: it commits each scheduled row with a random verdict. Requests that still run get
+a random proposal. No model is needed to find a livelock.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_request(request_id: int, prompt_len: int, max_tokens: int) -> Request:
 
 
 class Load:
-    """A random engine configuration and random requests, some with samples, all of which fit alone."""
+    """A random engine configuration and random requests, some with samples. Each request fits alone."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -60,13 +60,13 @@ class Load:
         self.requests = [request for group in self.groups for request in group]
 
     def arrive(self) -> None:
-        """Perhaps one more prompt."""
+        """Perhaps submit one more prompt."""
         if self.groups and self.rng.random() < 0.5:
             leader, *siblings = self.groups.pop(0)
             self.scheduler.add(leader, siblings)
 
     def abort(self) -> None:
-        """Perhaps somebody is aborted: running, waiting, or a sample that waits for its leader."""
+        """Perhaps abort a request: a running one, a waiting one, or a sample that waits for its leader."""
         queued = [sibling for siblings in self.scheduler.siblings.values() for sibling in siblings]
         alive = [*self.scheduler.running, *self.scheduler.waiting, *queued]
         if alive and self.rng.random() < self.abort_chance:
@@ -76,7 +76,7 @@ class Load:
                 self.scheduler.remove(request)
 
     def finish_step(self, batch: Batch) -> None:
-        """What StepLoop and Proposer do with a verdict, with random numbers in place of models."""
+        """Do what StepLoop and Proposer do with a verdict, with random numbers in place of models."""
         emitted = []
         for row in batch:
             request, count = row.request, self.rng.randint(1, row.draft_len + 1) if row.emits else 0
@@ -97,7 +97,7 @@ class Load:
             request.drafts = [1] * self.rng.randint(0, max(most, 0))
 
     def check(self, batch: Batch) -> None:
-        """Limits of a step."""
+        """Check the limits of a step."""
         assert len(self.scheduler.running) <= self.scheduler.max_batch_size
         assert sum(row.num_rows for row in batch) <= self.scheduler.max_num_tokens
         for row in batch:
@@ -109,7 +109,7 @@ class Load:
 
 @pytest.mark.parametrize("block_of_seeds", range(4))
 def test_every_load_runs_to_its_end(block_of_seeds: int) -> None:
-    """Progress in every step in which somebody is there, limits kept, all blocks back at the end."""
+    """Every step with requests makes progress, limits hold, and all blocks are free at the end."""
     for seed in range(block_of_seeds * 500, block_of_seeds * 500 + 500):
         load = Load(seed)
         while load.groups or load.scheduler.has_work:
@@ -126,7 +126,7 @@ def test_every_load_runs_to_its_end(block_of_seeds: int) -> None:
 
 
 def test_the_oldest_is_never_preempted() -> None:
-    """Whoever is first in line gets rows in every step until it ends."""
+    """The first request in line gets rows in every step until it ends."""
     for seed in range(300):
         load = Load(seed)
         while load.groups or load.scheduler.has_work:
@@ -156,10 +156,10 @@ def test_a_chunk_that_is_not_the_last_does_not_emit() -> None:
 
 
 def test_short_of_blocks_a_request_first_loses_its_drafts() -> None:
-    """Preemption would cost a whole prompt, a draft costs nothing."""
+    """Preemption would cost the prefill of a whole prompt. A lost draft costs nothing."""
     scheduler = Scheduler(BlockAllocator(3, 4), 2, 16, num_draft_tokens=3)  # one block each
     old, new = make_request(0, 3, 5), make_request(1, 3, 1)
-    old.length_limit = 4  # so that it asks for no more at first
+    old.length_limit = 4  # so that at first it needs no more
     for request in (old, new):
         scheduler.add(request, [])
     for row in scheduler.schedule():
@@ -172,7 +172,7 @@ def test_short_of_blocks_a_request_first_loses_its_drafts() -> None:
 
 
 def test_nobody_waits_for_the_blocks_of_samples_that_wait_behind() -> None:
-    """Two prompts' samples hold shared blocks in the queue while nobody runs: the first in line may take them."""
+    """Samples of two prompts hold shared blocks in the queue while no request runs. The first in line may take them."""
     scheduler = Scheduler(BlockAllocator(6, 4), 4, 64, num_draft_tokens=3)  # 20 tokens
     behind, ahead = make_request(1, 13, 4), make_request(2, 13, 7)
     for request in (behind, ahead):
@@ -187,13 +187,13 @@ def test_nobody_waits_for_the_blocks_of_samples_that_wait_behind() -> None:
 
 
 def reusing(num_blocks: int, max_num_tokens: int = 64) -> Scheduler:
-    """Blocks of 4 tokens, no drafts."""
+    """A scheduler with prefix reuse, blocks of 4 tokens and no drafts."""
     allocator = BlockAllocator(num_blocks, 4)
     return Scheduler(allocator, 4, max_num_tokens, num_draft_tokens=0, reuse=PrefixReuse(allocator))
 
 
 def run_step(scheduler: Scheduler) -> Batch:
-    """Everybody scheduled emits a 1."""
+    """Run a step in which every scheduled row that emits gets a 1."""
     batch = scheduler.schedule()
     for row in batch:
         emits = row.emits
@@ -208,7 +208,7 @@ def run_step(scheduler: Scheduler) -> Batch:
 
 
 def run_alone(scheduler: Scheduler, request: Request) -> int:
-    """To its end; how many rows were computed."""
+    """Run a request to its end, and return the number of rows computed."""
     scheduler.add(request, [])
     rows = 0
     while not request.finished:
@@ -225,7 +225,7 @@ def counted(scheduler: Scheduler) -> tuple[int, int]:
     [
         (42, 100, 5),  # plenty: three more than the two it needs
         (42, 11, 3),  # never more than it can fill
-        (33, 100, 2),  # not while others may want them
+        (33, 100, 2),  # no more while others may need them
     ],
 )
 def test_blocks_come_a_few_at_a_time_while_there_are_plenty(num_blocks: int, limit: int, held: int) -> None:
@@ -245,7 +245,7 @@ def test_what_is_needed_is_given_even_if_no_more_is_left() -> None:
 
 def test_rows_of_an_earlier_request_are_not_computed_again() -> None:
     scheduler = reusing(20)
-    assert run_alone(scheduler, make_request(0, 10, 3)) == 12  # nobody needs the KV of the last token
+    assert run_alone(scheduler, make_request(0, 10, 3)) == 12  # the KV of the last token is not needed
     assert run_alone(scheduler, make_request(1, 10, 3)) == 4
     assert counted(scheduler) == (20, 8)
 
@@ -297,7 +297,7 @@ def test_a_request_finds_its_own_rows_after_a_preemption() -> None:
 
 
 def test_a_preempted_request_publishes_what_it_gives_up() -> None:
-    """One row is all it needs then, and it runs as a context: its drafts were dropped with its blocks."""
+    """A preempted request then needs one row only, and runs as a context: its drafts were dropped with its blocks."""
     scheduler = reusing(20)
     request = make_request(0, 8, 8)
     scheduler.add(request, [])

@@ -1,4 +1,4 @@
-"""What the assistant's head is trained on: prompts of two kinds, and nothing that it is measured with."""
+"""Training data of the assistant's head: prompts of two kinds, and nothing that the head is measured with."""
 
 from __future__ import annotations
 
@@ -197,7 +197,10 @@ def test_answers_are_the_models_own_and_go_on_where_they_were_stopped(
 
 
 def test_a_second_question_is_asked_where_the_first_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine of fixed answers: the tiny model never ends one."""
+    """A second question is asked only where the first answer ends.
+
+    The engine has fixed answers, as the tiny model never ends one.
+    """
 
     class Engine:
         heard: ClassVar[list[list[str]]] = []

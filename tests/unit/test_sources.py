@@ -1,4 +1,4 @@
-"""What an engine is made of: its digest changes with every ingredient and with nothing else."""
+"""The digest of an engine changes with each of its ingredients and with nothing else."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def test_an_engine_s_digest_follows_its_drafts_the_machine_and_the_kernels(
 
 
 def test_the_code_is_all_that_compiling_and_packing_import() -> None:
-    """But for errors, memory and where checkpoints are, which change nothing of what is made."""
+    """The code in a digest is all that compiling and packing import.
+
+    The exceptions are errors, memory and the search for checkpoints, which change nothing of an engine.
+    """
     modules = ["build.build", "backends.aoti.compile"]
     files = [file.relative_to(PACKAGE) for file in (PACKAGE / "methods").rglob("*.py") if file.name != "train.py"]
     methods = [".".join(file.with_suffix("").parts) for file in files if file.name != "__init__.py"]
@@ -100,13 +103,13 @@ def test_the_demo_s_engines_are_made_of_their_own_draft_alone(tmp_path: Path, mo
 
 
 def file_of(module: str) -> Path | None:
-    """None for a name inside a module."""
+    """File of a module, or None for a name inside a module."""
     stem = ROOT.joinpath(*module.split("."))
     return next((one for one in (stem.with_suffix(".py"), stem / "__init__.py") if one.is_file()), None)
 
 
 def imported(modules: list[str]) -> Iterator[Path]:
-    """The files of these modules of the package and of all that they import from it, directly or not."""
+    """Yield the files of these modules of the package, and of all that they import from it, directly or not."""
     assert [name for name in modules if file_of(name) is None] == [], "no such modules"
     seen, waiting = set(), list(modules)
     while waiting:

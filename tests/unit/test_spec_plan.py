@@ -1,4 +1,4 @@
-"""What a SpeculativeConfig becomes for a target and a draft, method by method."""
+"""The plan of a SpeculativeConfig for a target and a draft, method by method."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_draft_model() -> None:
     assert spec_plan.num_extra_kv_tokens == 2
     assert spec_plan.speculative_token_tree == ((0,), (0, 0), (0, 0, 0))
     assert plan_speculation(SpeculativeConfig(**DRAFTED, max_model_len=100), TARGET, DRAFT).max_model_len == 100
-    assert plan_speculation(SpeculativeConfig(**DRAFTED), TARGET).max_model_len == 1024  # nothing known of the draft
+    assert plan_speculation(SpeculativeConfig(**DRAFTED), TARGET).max_model_len == 1024  # nothing is known of the draft
 
 
 @pytest.mark.parametrize("how", [None, "greedy"])
@@ -156,7 +156,10 @@ def test_mtp_warns_when_one_layer_runs_several_times() -> None:
 
 @pytest.mark.parametrize("kind", ["medusa", "mlp_speculator"])
 def test_heads_that_read_the_last_state(kind: str) -> None:
-    """Each drafts one token, once; config.json says nothing of lengths, and is believed before a folder's name."""
+    """Each head drafts one token, once.
+
+    config.json of such heads says nothing of lengths, and is believed before a folder's name.
+    """
     head = DraftInfo(method=kind, n_predict=4)
     for fields, k in (({}, 4), ({"num_speculative_tokens": 3}, 3), ({"method": kind, "quantization": "int8"}, 4)):
         spec_plan = plan_speculation(SpeculativeConfig(model="/x/eagle-3", **fields), TARGET, head)
@@ -235,7 +238,7 @@ def test_parallel_drafts_guess_at_a_mask_token() -> None:
     spec_plan = plan_speculation(config, TARGET, draft(mask_token_id=4095))
     assert (spec_plan.mode, spec_plan.mask_token_id) == (M.PARD, 4095)
     assert plan_speculation(config, TARGET, draft(mask_token_id=4)).mask_token_id == 4
-    assert plan_speculation(config, TARGET).mask_token_id is None  # nothing known of the draft
+    assert plan_speculation(config, TARGET).mask_token_id is None  # nothing is known of the draft
     chain = plan_speculation(SpeculativeConfig(**DRAFTED), TARGET, draft(mask_token_id=4))
     assert (chain.mode, chain.mask_token_id) == (M.DRAFT_TARGET, None)
     with pytest.raises(ConfigError, match=r"none of pard_token, mask_token_id, ptd_token_id, .* leave parallel"):

@@ -1,4 +1,4 @@
-"""Which method a SpeculativeConfig means, and which checkpoint drafts: as given, as config.json says, or by a name."""
+"""The method of a SpeculativeConfig and the checkpoint that drafts: as given, from config.json, or by a name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def chosen(fields: Mapping[str, Any], info: DraftInfo | None) -> tuple[str, str 
     ],
 )
 def test_choose(fields: dict[str, Any], kind: str | None, expected: tuple[str, str | None]) -> None:
-    """A method that is given wins; else what the checkpoint was found to be; else its folder's name."""
+    """A method that is given wins, then the kind that the checkpoint was found to be, then its folder's name."""
     assert chosen(fields, None if kind is None else draft(method=kind)) == expected
 
 
@@ -82,7 +82,7 @@ def architecture(name: str) -> dict[str, Any]:
     [
         ("x", {"model_type": "medusa"}, "medusa"),
         ("eagle3", {"model_type": "medusa"}, "medusa"),
-        ("x", {"medusa_num_heads": 4}, "medusa"),  # FasterDecoding's
+        ("x", {"medusa_num_heads": 4}, "medusa"),  # FasterDecoding's layout
         ("x", {"model_type": "llama", "medusa_num_heads": 4}, "draft_model"),
         ("x", {"model_type": "mlp_speculator"}, "mlp_speculator"),
         ("eagle-x", {"model_type": "mlp_speculator"}, "mlp_speculator"),
@@ -93,7 +93,7 @@ def architecture(name: str) -> dict[str, Any]:
         ("head", architecture("LlamaForCausalLMEagle3"), "eagle3"),
         ("head", architecture("Eagle3LlamaForCausalLM"), "eagle3"),
         ("eagle-head", architecture("Qwen3ForCausalLMEagle3"), "eagle3"),
-        ("head", architecture("Eagle3DeepseekV2ForCausalLM"), "eagle3"),  # which it refuses
+        ("head", architecture("Eagle3DeepseekV2ForCausalLM"), "eagle3"),  # which eagle3 refuses
         ("eagle-head", architecture("PeagleLlamaForCausalLM"), "eagle3"),
         ("head", architecture("EagleLlamaForCausalLM"), "eagle"),
         ("eagle3", architecture("EagleLlamaForCausalLM"), "eagle"),

@@ -1,4 +1,4 @@
-"""SpeculativeConfigs that are refused, alone or for a target and a draft, and what is not built: each with its text."""
+"""SpeculativeConfigs that are refused, alone or for a target and a draft, or not built yet: each with its message."""
 
 from __future__ import annotations
 
@@ -194,4 +194,4 @@ def test_the_targets_tensor_parallelism_is_inherited_and_not_built() -> None:
     ):
         decide(DRAFTED, tensor_parallel_size=2)
     assert decide({**DRAFTED, "draft_tensor_parallel_size": 1}, tensor_parallel_size=2).draft_tensor_parallel_size == 1
-    assert decide(NGRAM, tensor_parallel_size=2).mode is M.NGRAM  # nothing of a draft model to split
+    assert decide(NGRAM, tensor_parallel_size=2).mode is M.NGRAM  # no draft model to split

@@ -1,4 +1,4 @@
-"""Suffix decoding against its definition, worked out by counting n-grams in plain lists."""
+"""Suffix decoding against its definition, which counts n-grams in plain lists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Scored = tuple[Fraction, list[int]]
 
 
 class Counted:
-    """How often every string of up to `depth` tokens occurs in some texts."""
+    """Number of times that every string of up to `depth` tokens occurs in some texts."""
 
     def __init__(self, texts: Sequence[Sequence[int]], depth: int) -> None:
         self.depth = depth
@@ -31,7 +31,7 @@ class Counted:
         self.vocab = sorted({token for text in texts for token in text})
 
     def follow(self, match: Sequence[int], budget: int, min_prob: float) -> Scored:
-        """(sum of probabilities, drafts) behind a match that occurs."""
+        """Return (sum of probabilities, drafts) after a match that occurs."""
         total, score, drafts = self.counts[tuple(match)], Fraction(0), list[int]()
         for _ in range(min(budget, self.depth - len(match))):
             counts = {token: self.counts[(*match, *drafts, token)] for token in self.vocab}
@@ -63,14 +63,17 @@ def brute_force(
 
 
 def kept(responses: Sequence[Sequence[int]], most: int, most_tokens: int) -> list[list[int]]:
-    """What is left of all responses so far: each takes a place for its end too, and of one too long the end stays."""
+    """Responses that are kept, of all so far.
+
+    Each takes one more place, for its end. A response that is too long keeps its last tokens.
+    """
     texts = [list(response[-(most_tokens - 1) :]) for response in responses]
     while len(texts) > most or sum(len(text) + 1 for text in texts) > most_tokens:
         texts.pop(0)
     return texts
 
 
-# Few different tokens, and pieces that come again: anything else would hardly ever match.
+# Few different tokens, and pieces that repeat: other texts would hardly ever match.
 PIECES = st.sampled_from([[0], [1], [2], [0, 1, 2], [1, 1, 1, 1], [2, 0, 2, 0, 2], [0, 1, 0, 2, 1, 0, 2, 2]])
 TEXT = st.lists(PIECES, min_size=1, max_size=8).map(lambda pieces: [token for piece in pieces for token in piece])
 DEPTH = st.integers(1, 9)
@@ -88,7 +91,11 @@ def consume(steps: Iterator[None]) -> int:
 
 
 def check_structure(tree: SuffixTree) -> None:
-    """Records stand where windows part or equal ones end; what runs in runs out; no record and no place is lost."""
+    """Check the structure of a tree.
+
+    Records are where windows part or equal windows end. The counts of children sum to that of their parent. No record
+    and no place is lost.
+    """
     rows, live, places, stack = tree._rows, 0, 0, [(0, 0)]
     while stack:
         node, depth = stack.pop()
@@ -118,7 +125,10 @@ def test_the_tree_counts_what_brute_force_counts(
     min_prob: float,
     budget: int,
 ) -> None:
-    """After every response, those that drove others out included: each match, and what follows it."""
+    """Each match and what follows it are those of brute force.
+
+    This holds after every response, even one that evicts others.
+    """
     tree = SuffixTree(depth, most, most_tokens)
     for i, response in enumerate(responses):
         consume(tree.absorb(response))
@@ -151,7 +161,10 @@ def test_a_tree_that_everything_left_is_as_small_as_a_new_one() -> None:
 
 
 def test_memory_does_not_grow_with_what_passes_through() -> None:
-    """Responses far longer than the tree holds, of 2 to 50 different tokens, one after the other."""
+    """Memory does not grow as responses pass through, one after another.
+
+    The responses are far longer than the tree holds, and have 2 to 50 different tokens.
+    """
     rng = random.Random(1)
     tree, sizes = SuffixTree(16, 8, 1000), []
     for vocab in (50, 2, 7, 50, 2, 7, 50):
@@ -168,7 +181,7 @@ def test_memory_does_not_grow_with_what_passes_through() -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, int, list[int]]]:
-    """What happens to up to 8 requests: ("start", id, prompt), ("grow", id, new tokens), ("end", id, [])."""
+    """Events of up to 16 requests: ("start", id, prompt), ("grow", id, new tokens), ("end", id, [])."""
     events: list[tuple[str, int, list[int]]] = []
     running: list[int] = []
     for _ in range(draw(st.integers(1, 16))):
@@ -194,7 +207,10 @@ def test_drafts_equal_brute_force(
     min_prob: float,
     K: int,
 ) -> None:
-    """Requests side by side, in one call; who ended is found by the others."""
+    """Drafts are those of brute force for requests that run together, in one call.
+
+    Ended requests are found by the others.
+    """
     shared = SuffixDrafter(depth, SuffixTree(depth, most, most_tokens), factor, min_prob)
     lonely = SuffixDrafter(depth, None, factor, min_prob)
     running: dict[int, tuple[int, list[int]]] = {}  # id -> (prompt length, tokens)
@@ -225,7 +241,7 @@ def drafter(depth: int = 24, responses: int = 10, factor: float = 1.0, min_prob:
 
 
 def told(drafter: SuffixDrafter, *responses: list[int]) -> SuffixDrafter:
-    """After requests with a prompt of one token, 9, gave these responses."""
+    """Return the drafter after requests with a prompt of one token, 9, had these responses."""
     for i, response in enumerate(responses):
         drafter.propose([question([9, *response], 1, 1000 + i, prompt_len=1)])
         drafter.forget(1000 + i)
@@ -284,7 +300,10 @@ def test_the_oldest_response_leaves_first() -> None:
 
 
 def test_a_long_response_comes_in_over_several_calls() -> None:
-    """So that it holds nobody up; meanwhile the part that is in counts."""
+    """A long response is added over several calls, so that it delays no request.
+
+    The part that is added counts already.
+    """
     response = list(range(100, 100 + 4 * ABSORBED_PER_CALL))
     calls = -(-len(response) // (ABSORBED_PER_CALL + ABSORBED_PER_REQUEST))
     kept = told(drafter(responses=2), response)

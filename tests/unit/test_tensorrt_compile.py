@@ -1,4 +1,4 @@
-"""What TensorRT's builder is asked for, by a stand-in with its signatures, and what is said where it cannot be."""
+"""Calls to TensorRT's builder, recorded by a stand-in with its signatures, and errors where nothing can be built."""
 
 from __future__ import annotations
 
@@ -103,14 +103,17 @@ def test_what_is_asked_for_is_what_is_written_down(
 
 
 def test_what_is_asked_for_of_an_fp8_checkpoint(models: Path, tmp_path: Path) -> None:
-    """For each linear of a layer: a layer that rounds x, one that undoes it, one for the weights."""
+    """Each linear of a layer has a layer that rounds x, a layer that undoes it, and one for the weights."""
     folder, _, _ = fp8(models / "target", tmp_path, Fp8Kind("modelopt"))
     compiled(models, tmp_path, checkpoint=folder, dtype="bfloat16")
     assert_golden("none, target, fp8 weights and inputs", "tensorrt_none_target_fp8.txt")
 
 
 def assert_golden(what: str, name: str) -> None:
-    """TRTSPEC_GOLDEN=1 in the environment writes it anew. Another exporter may write other nodes for the same step."""
+    """Compare the network with a golden file. TRTSPEC_GOLDEN=1 in the environment writes the file anew.
+
+    Another exporter may write other nodes for the same step; then the test is skipped.
+    """
     text, file = f"{what}; {MADE_WITH}\n{summary(*FakeBuilder._built)}", GOLDEN / name
     if os.environ.get("TRTSPEC_GOLDEN"):
         file.write_text(text, encoding="utf-8")
@@ -137,7 +140,7 @@ def test_each_draft_length_has_an_engine(models: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def exported() -> tuple[ir.Model, tuple[Profile, ...]]:
-    """A graph to build that takes no time to export, and its profiles."""
+    """A graph that takes no time to export, and its profiles."""
     x = ir.Value(name="kv_lens", shape=ir.Shape(["B"]), type=ir.TensorType(ir.DataType.INT32))
     node = ir.node("Add", [x, x])
     node.outputs[0].name = "twice"
@@ -146,7 +149,7 @@ def exported() -> tuple[ir.Model, tuple[Profile, ...]]:
 
 
 def planned(exported: tuple[ir.Model, tuple[Profile, ...]], **options: Any) -> FakeConfig:
-    """The config that a plan was built with."""
+    """The config that the plan was built with."""
     plan, _ = build_plan(FakeTensorRT(), *exported, TensorRTOptions(**options), fake_plugin_of)
     assert plan == b"a plan"
     assert FakeBuilder._built is not None
@@ -188,7 +191,7 @@ def test_what_the_builder_refuses_is_an_error(
 
 
 def test_what_an_engine_needs_where_it_runs(models: Path, tmp_path: Path) -> None:
-    """The very version and card, unless it was built to run with others."""
+    """An engine needs its very version of TensorRT and its card, unless it was built to run with others."""
     exact = {"tensorrt": "11.4.0.106", "gpu": "Stand-in", "compute_capability": "9.0"}
     assert compiled(models, tmp_path).made_for == exact
     here = {**exact, "tensorrt major version": "11"}
@@ -221,7 +224,7 @@ def test_kernels_that_are_not_compiled_are_named(models: Path, tmp_path: Path, m
 
 
 def test_without_tensorrt_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", None)  # as if it were not installed, where it is
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # as if it were not installed, even where it is
     load_tensorrt.cache_clear()
     with pytest.raises(DependencyError, match=r"TensorRT is missing .*pip install 'trtspec\[tensorrt\]'"):
         require()

@@ -1,4 +1,4 @@
-"""Linears as TensorRT takes them: every layout of weights, computed through the stand-in's layers."""
+"""Linears as TensorRT layers: every layout of weights, computed through the stand-in's layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def constant(name: str, tensor: Tensor) -> ir.Value:
 def linear(
     dtype: torch.dtype, weight: tuple[Tensor, ...], bias: Tensor | None, float_out: bool, x_scale: Tensor | None = None
 ) -> FakeNetwork:
-    """The network of x [rows, K] through one PackedLinear."""
+    """The network that takes x [rows, K] through one PackedLinear."""
     x = ir.Value(name="x", shape=ir.Shape(["rows", K]), type=ir.TensorType(ALL_DTYPES[dtype]))
     names = ("step.weight", "step.scales", "step.zeros")
     held = [constant(name, part) if part.numel() else None for name, part in zip(names, weight, strict=False)]
@@ -90,7 +90,10 @@ def test_a_linear_is_the_product_with_its_matrix(kind: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_columns"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_what_fp8_weights_multiply_is_rounded(kind: str, biased: bool) -> None:
-    """x to multiples of x_scale, some of it held; all in one quantisation of x and two layers that undo one."""
+    """x is rounded to multiples of x_scale, and some of it is clamped.
+
+    The network has one layer that quantises x, and two that undo a quantisation.
+    """
     weight, x_scale = layouts(kind, torch.float32), torch.tensor([0.005])
     bias = torch.linspace(-1, 1, N) if biased else None
     network = linear(torch.float32, weight, bias, False, x_scale)

@@ -1,4 +1,4 @@
-"""The shapes that a TensorRT engine is built for hold every batch of its limits."""
+"""The shapes that a TensorRT engine is built for cover every batch within its limits."""
 
 from __future__ import annotations
 

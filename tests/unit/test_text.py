@@ -29,7 +29,7 @@ def token_ids(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
 
 @st.composite
 def chunked(draw: st.DrawFn, items: list[int] | str) -> list[Any]:
-    """`items` cut at drawn places, empty pieces included."""
+    """Pieces of `items`, cut at drawn places. Empty pieces are included."""
     cuts = sorted(draw(st.lists(st.integers(0, len(items)), max_size=8)))
     return [items[start:end] for start, end in zip([0, *cuts], [*cuts, len(items)], strict=True)]
 
@@ -73,7 +73,7 @@ def test_endless_invalid_bytes_stream_with_small_state(junk: bytes) -> None:
 
 
 def byte_token(byte: int) -> int | None:
-    """The byte-level token of one byte: GPT-2's table maps printable bytes to themselves, the rest from U+0100 on."""
+    """The byte-level token of one byte. GPT-2's table maps printable bytes to themselves, the rest from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     char = chr(byte) if byte in printable else chr(256 + others.index(byte))
@@ -99,12 +99,15 @@ def test_byte_fallback_runs_are_judged_as_a_whole() -> None:
         assert [detokenizer.push([token]) for token in ids] == [""] * (len(ids) - 1) + [text]
 
 
-# Stop strings. A small alphabet, so that matches and near-matches are common.
+# Stop strings over a small alphabet, so that matches and near-matches are common.
 stop_strings = st.lists(st.text("ab é", min_size=1, max_size=4), max_size=3)
 
 
 def cut_at_stop(text: str, stops: list[str], include: bool, after: int = 0) -> tuple[str, str | None]:
-    """What may be shown of `text`: the stop ending first (past `after` characters) cuts it, the longest of those."""
+    """Return the part of `text` that may be shown, and the stop that cuts it.
+
+    The stop that ends first, past `after` characters, cuts it. Of several, the longest one counts.
+    """
     for end in range(after + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -123,7 +126,7 @@ def test_stop_found_at_any_split(data: st.DataObject, text: str, stops: list[str
         seen += chunk
         assert expected.startswith(shown)
         if matcher.matched is None:
-            # Held back is the beginning of a stop string, and nothing more than that
+            # The matcher holds back only the beginning of a stop string
             held = seen[len(shown) :]
             assert not held or any(s.startswith(held) and s != held for s in stops)
             assert not any(stop in shown for stop in stops)

@@ -1,4 +1,4 @@
-"""Tokenizer folders: chat templates as transformers renders them, what is read from files, and damage that is named."""
+"""Tokenizer folders: chat templates as transformers renders them, data read from files, and errors that name damage."""
 
 from __future__ import annotations
 

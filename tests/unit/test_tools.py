@@ -1,4 +1,4 @@
-"""Tool calls in the notations of the common chat templates: whatever pieces the text comes in."""
+"""Tool calls in the notations of the common chat templates are found in whatever pieces the text comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training batches of conversations: the assistant's tokens, the target's own answers, and how windows are packed."""
+"""Training batches of conversations: the assistant's tokens, the target's own answers, and packed windows."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ FORGETFUL = (
     "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('!')[-1] }}{% else %}{{ m.content }}{% endif %}"
     "<end>\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
-"""Leaves out of earlier answers what comes before a "!", as some leave out what was thought."""
+"""A template that leaves out of earlier answers what comes before a "!", as some leave out thoughts."""
 
 
 def make_tokenizer(template: str = TEMPLATE) -> Tokenizer:
-    """An id a letter."""
+    """A tokenizer with one id per letter."""
     ids = {letter: i for i, letter in enumerate((*LETTERS, *SPECIAL))}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
     backend.decoder = tokenizers.decoders.Fuse()
@@ -47,7 +47,7 @@ def chat(*said: str) -> list[dict[str, Any]]:
 
 
 def answers(text: TaughtText, tokenizer: Tokenizer) -> list[str]:
-    """Runs of ids that are taught, as text."""
+    """Texts of the runs of ids that are taught."""
     found, run = [], []
     for token, own in [*zip(text.ids, text.is_answer, strict=True), (0, False)]:
         if own:
@@ -89,7 +89,7 @@ def test_turns_that_the_template_writes_anew_are_texts_of_their_own() -> None:
 
 
 def test_an_answer_that_the_template_begins_in_another_way() -> None:
-    """With a generation prompt that an answer which is there does not begin with."""
+    """An answer is taught after the generation prompt, though the template writes existing answers without it."""
     tokenizer = make_tokenizer(TEMPLATE.replace("%}<a>{%", "%}<a> {%"))
     (text,) = taught_texts(chat("hi", "hello"), tokenizer, [END])
     assert tokenizer.decode(text.ids, skip_special_tokens=False) == "<u>hi<end>\n<a> hello<end>"
@@ -126,7 +126,7 @@ def test_every_answer_is_in_the_windows_once() -> None:
             starts = [p for p in range(seq) if places[p] == 0]
             for start, end in zip(starts, [*starts[1:], seq], strict=True):
                 assert places[start:end] == list(range(end - start))
-                assert not taught[end - 1]  # what follows is not of the text
+                assert not taught[end - 1]  # what follows is not part of the text
                 if any(inputs[start:end]):
                     found.append(inputs[start:end])
         assert sorted(found) == sorted(text.ids[:seq] for text in texts)
@@ -176,7 +176,7 @@ def test_lines_that_are_no_conversation(tmp_path: Path, line: str, message: str)
 
 
 class Echo(Speaker):
-    """Says the last thing that was said, in capitals of a kind: without vowels. Ends its turn but when it is short."""
+    """A speaker that repeats the last message without its vowels. It ends its turn unless max_tokens is too short."""
 
     def __init__(self, tokenizer: Tokenizer, max_seq_len: int) -> None:
         super().__init__(Path("nowhere"), Path("nowhere"), max_seq_len)

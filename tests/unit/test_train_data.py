@@ -1,4 +1,4 @@
-"""The corpus: what is in it, who is held out, and that tokens are the text and nothing else."""
+"""The corpus: its content, the part that is held out, and tokens that are the text and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training an EAGLE3 head: the unrolled passes are inference, the loss is what it says, a bad run is refused early."""
+"""Training an EAGLE3 head: unrolled passes are inference, the loss is its definition, bad options are refused early."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SOME_IDS = torch.arange(0, VOCAB, 2)
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    """Random weights, several times the usual size so that arg-maxes differ clearly; as training has it."""
+    """A target as training has it. Its weights are random and large, so that arg-maxes differ clearly."""
     spec = llama_spec(VOCAB, 3, hidden_size=64, intermediate_size=96, head_dim=16, num_heads=4, num_kv_heads=2)
     decoder = initialise(Decoder(spec), seed=0)
     for parameter in decoder.parameters():
@@ -58,9 +58,9 @@ def training_batch(target: Decoder, batch: int = 3, seed: int = 2) -> TrainingBa
 
 @torch.no_grad()
 def chain(head: Eagle3Head, captured: Tensor, tokens: Tensor, passes: int) -> list[Tensor]:
-    """As inference has it: one pass over rows 0..p of the target's states, captured [p + 1, n * H], into a paged cache,
-    then one row at a time. tokens [>= p + passes]: the token after each row, then after each row of the chain. Returns
-    the last row of each pass, [H]."""
+    """Run a chain as inference does, and return the last row of each pass, [H].
+    One pass over rows 0..p of the target's states, captured [p + 1, n * H], fills a paged cache. Then one row is run at
+    a time. tokens [>= p + passes]: the token after each row, then after each row of the chain."""
     rows = len(captured)
     kv = allocate_layers(head.spec.layer.kv_layers, num_blocks=4, block_size=16, dtype=torch.float32)
     attend = PagedAttend(AttnMetadata.of([rows], [rows], [[1, 2, 3]]), kv, head.spec.layer.windows)
@@ -98,8 +98,8 @@ def test_unrolled_training_is_inference_with_a_cache(target: Decoder) -> None:
 
 
 def test_loss_and_agreement_are_those_of_the_definition(target: Decoder) -> None:
-    """Pass j at row p should say what the target says after p + 1 + j, where the draft vocabulary has it and the window
-    does. Chains are those that are within it whole."""
+    """Pass j at row p should predict what the target predicts after p + 1 + j, if the draft vocabulary and the window
+    have it. Agreement counts only chains that are wholly within the window."""
     head, hard = make_head(target), 0.3
     inputs, *_, captured, last = given = training_batch(target)
     following = inputs.roll(-1, dims=1)
@@ -128,7 +128,7 @@ def test_loss_and_agreement_are_those_of_the_definition(target: Decoder) -> None
 
 
 def test_texts_of_a_window_do_not_see_each_other(target: Decoder) -> None:
-    """A window of three texts is worth what its texts are alone, and rows that are not to be taught count nothing."""
+    """A window of three texts has the loss of its texts alone, and rows that are not to be taught count nothing."""
     head = make_head(target)
     ids = torch.randint(VOCAB, (1, SEQ), generator=torch.Generator().manual_seed(3))
     cuts = ((0, 9), (9, 17), (17, SEQ))
@@ -141,7 +141,7 @@ def test_texts_of_a_window_do_not_see_each_other(target: Decoder) -> None:
         one = make_training_batch(target, LAYERS, ids[:, start:end], taught=taught[:, start:end])
         for name in ("best", "captured", "last"):
             torch.testing.assert_close(getattr(packed, name)[:, start:end], getattr(one, name), atol=1e-5, rtol=0)
-        for j in range(2):  # of each pass by itself, for passes count different numbers of rows
+        for j in range(2):  # for each pass by itself, as passes count different numbers of rows
             known = one.taught[:, 1 + j :] & (head.draft_ids[one.best[:, 1 + j :]] >= 0)
             weights.append((j, int(known.sum())))
         alone.append(one)
@@ -155,7 +155,7 @@ def test_texts_of_a_window_do_not_see_each_other(target: Decoder) -> None:
 
 
 def losses_of_passes(loss: HeadLoss, training_batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-    """Of two passes, each by itself: the loss of both is (first + 0.8 second) / 1.8, that of one pass the first."""
+    """Losses of each of two passes: that of both is (first + 0.8 second) / 1.8, and that of one pass is the first."""
     first = HeadLoss(loss.head, loss.target, 1, torch.float32)(*training_batch).detach()
     both = loss(*training_batch).detach()
     return first, (both * (1 + STEP_WEIGHT) - first) / STEP_WEIGHT
@@ -172,7 +172,7 @@ def test_nothing_to_teach_is_a_loss_of_nothing(target: Decoder) -> None:
 
 
 def test_blocks_change_nothing(target: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss and its gradients, whatever the size of a block."""
+    """The loss and its gradients are the same whatever the size of a block."""
     found = []
     for size in (7, 256):
         monkeypatch.setattr("trtspec.train.cross_entropy.MOST_ROWS", size)
@@ -195,7 +195,7 @@ def test_gradients_reach_the_head_alone(target: Decoder) -> None:
 
 
 def test_a_quantised_lm_head_is_where_the_head_s_begins(target: Decoder) -> None:
-    """And what it is taught with."""
+    """A head's lm_head begins as the target's quantised one, and is taught with it."""
     quantised = copy.deepcopy(target)
     quantised.head.pack("int8")
     plain, held = make_head(target), make_head(quantised)
@@ -237,7 +237,7 @@ def test_frequent_tokens_come_in_order_and_ties_go_to_the_lower_id() -> None:
 
 
 def test_simulated_acceptance_is_that_of_chains_run_one_by_one(target: Decoder) -> None:
-    """A head that was trained a little, so that chains break at every place."""
+    """The head was trained a little, so that chains break at every position."""
     head = make_head(target, torch.arange(VOCAB))
     prompts = torch.randint(VOCAB, (6, 8), generator=torch.Generator().manual_seed(4))
     text = continue_windows(target.eval(), prompts, 24).reshape(6, -1)
@@ -265,7 +265,7 @@ def test_simulated_acceptance_is_that_of_chains_run_one_by_one(target: Decoder) 
                 kept += 1
             counts.append(kept)
             p += kept + 1
-    lengths = [32, 32, 29, 32, 26, 32]  # the last ones of some are cut off
+    lengths = [32, 32, 29, 32, 26, 32]  # the last tokens of some are cut off
     texts = [(row[:length].tolist(), prompts.shape[1]) for row, length in zip(text, lengths, strict=True)]
     found = HeldOut(target, LAYERS, texts, 3, batch_size=4).acceptance(head)
     assert found.steps == len(counts)
@@ -343,7 +343,7 @@ def test_an_interrupt_ends_the_step_saves_and_resumes(target: Decoder, tmp_path:
         def after_step(step: int, loss: float) -> None:
             if step == at:
                 signal.raise_signal(signal.SIGINT)
-                assert trainer.step == at  # not yet
+                assert trainer.step == at  # no exception yet
 
         head = make_head(target)
         loss = HeadLoss(head, target, K, torch.float32)

@@ -1,4 +1,4 @@
-"""What leaves training: a folder that others load, and numbers that mean what they say."""
+"""Exports of training: a folder that others load, and figures that mean what they say."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT = "def f(x):\n    return x + 1\n"
 
 
 def tiny_decoder(seed: int, layers: int = 3, vocab_size: int = VOCAB) -> Decoder:
-    """Random weights, several times the usual size so that arg-maxes differ clearly."""
+    """A decoder with random weights several times the usual size, so that arg-maxes differ clearly."""
     decoder = initialise(
         Decoder(llama_spec(vocab_size, layers, hidden_size=64, intermediate_size=96, head_dim=16)), seed
     )

@@ -1,5 +1,7 @@
-"""Heads as they are trained, of every kind: unrolled passes are inference, losses are those of the papers, and what is
-written is what was trained."""
+"""Heads of every kind in training.
+
+Unrolled passes are inference, losses are those of the papers, and an export holds what was trained.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ Make = Callable[..., HeadOptions]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of head, its options, and how its folder is loaded again."""
+    """A kind of head: its options, and the function that loads its folder again."""
 
     options: type[HeadOptions]
     load: Load
@@ -73,7 +75,7 @@ KINDS = {
 
 
 def modules_of(folder: Path, count: int) -> DraftHead:
-    """And their target, which is that of the folder too."""
+    """MTP modules of a folder. Their target is that of the same folder."""
     target = load_decoder(ModelConfig.from_folder(folder), torch.float32)
     return head_of("mtp", folder, target, num_stages=count)
 
@@ -93,7 +95,7 @@ def make(folder: Path, tmp_path: Path) -> Make:
 
 
 def new_head(options: HeadOptions, target: Decoder, seed: int = 1) -> DraftHead:
-    """Untrained, but that nothing in it is 0 or 1 any more."""
+    """An untrained head, except that nothing in it is 0 or 1 any more."""
     torch.manual_seed(seed)
     shared = {id(parameter) for parameter in target.parameters()}
     head = options.new_head(target, options.layers_read(ModelConfig.from_folder(options.target), None), torch.empty(0))
@@ -110,7 +112,7 @@ def training_batch(target: Decoder, capture: tuple[int, ...]) -> TrainingBatch:
 
 @torch.no_grad()
 def passes_of(head: DraftHead, training_batch: TrainingBatch, moving: bool) -> list[tuple[Tensor, Tensor]]:
-    """The output [B, S, W] and the logits [B, S, Vd] of each pass."""
+    """Return the output [B, S, W] and the logits [B, S, Vd] of each pass."""
     outputs = unroll(
         head, training_batch.inputs, training_batch.places, training_batch.captured.flatten(0, 1), K, moving
     )
@@ -120,8 +122,11 @@ def passes_of(head: DraftHead, training_batch: TrainingBatch, moving: bool) -> l
 
 @torch.no_grad()
 def chain(head: DraftHead, captured: Tensor, tokens: Tensor) -> list[Tensor]:
-    """As a chain of one head runs: rows 0..p of captured [p + 1, H] into a paged cache, then one row at a time. tokens
-    [>= p + K]: the token after each row, then those of the chain. Returns the last row of each pass."""
+    """Run a chain of one head, and return the last row of each pass.
+
+    Rows 0..p of captured [p + 1, H] go into a paged cache, then one row at a time. tokens [>= p + K]: the token after
+    each row, then those of the chain.
+    """
     rows = len(captured)
     kv = allocate_layers(head.kv_layers, num_blocks=4, block_size=16, dtype=torch.float32)
     attend = PagedAttend(AttnMetadata.of([rows], [rows], [[1, 2, 3]]), kv, [layer.window for layer in head.kv_layers])
@@ -136,7 +141,7 @@ def chain(head: DraftHead, captured: Tensor, tokens: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def modules_in_a_row(head: DraftHead, captured: Tensor, tokens: Tensor) -> list[Tensor]:
-    """As K modules run (arXiv 2412.19437): module j over all rows 0..p, on what module j - 1 put out there."""
+    """Run K modules (arXiv 2412.19437): module j runs over all rows 0..p, on what module j - 1 returned for them."""
     rows = len(captured)
     kv = allocate_layers(head.kv_layers, num_blocks=4, block_size=16, dtype=torch.float32)
     attend = PagedAttend(AttnMetadata.of([rows], [rows], [[1, 2, 3]]), kv, [layer.window for layer in head.kv_layers])
@@ -182,7 +187,10 @@ def test_what_kinds_read_of_the_target(folder: Path, make: Make) -> None:
 
 
 def test_eagle_loss_is_that_of_the_paper(folder: Path, make: Make) -> None:
-    """With one pass: smooth L1 to the next feature, and a tenth of cross-entropy with the target's distribution."""
+    """With one pass, the loss is smooth L1 to the next feature, plus a tenth of a cross-entropy.
+
+    The cross-entropy is with the target's distribution.
+    """
     options, target = make(EagleOptions, unroll=1), load_decoder(ModelConfig.from_folder(folder), torch.float32)
     head = new_head(options, target)
     given = training_batch(target, ())
@@ -220,7 +228,10 @@ def test_the_first_draft_alone_is_taught_at_first(folder: Path, make: Make, kind
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_quantised_target(folder: Path, make: Make, name: str) -> None:
-    """Linears of integers, and an lm_head of integers: what learns through that is refused, the rest learns."""
+    """The linears and the lm_head are quantised.
+
+    Kinds that learn through the lm_head are refused, and the rest learns.
+    """
     kind = KINDS[name]
     options, config = make(kind.options, **kind.fields), ModelConfig.from_folder(folder)
     target = load_decoder(config, torch.float32)
@@ -255,7 +266,7 @@ def test_gradients_reach_all_of_the_head_and_nothing_else(folder: Path, make: Ma
 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_written_is_what_was_trained(folder: Path, make: Make, name: str) -> None:
-    """In bf16, but for MTP modules, which are as the target's weights are."""
+    """Heads are written in bf16, except MTP modules, which are written as the target's weights are."""
     kind = KINDS[name]
     options, config = make(kind.options, **kind.fields), ModelConfig.from_folder(folder)
     target = load_decoder(config, torch.float32)
@@ -280,7 +291,10 @@ def test_what_is_written_is_what_was_trained(folder: Path, make: Make, name: str
 def test_a_checkpoint_with_mtp_modules_says_what_its_target_says(
     tmp_path: Path, make: Make, arch: str, tied: bool
 ) -> None:
-    """To the bit; transformers reads its weights as Qwen2's, and its config.json by the class beside it."""
+    """The outputs are equal to the bit.
+
+    transformers reads the checkpoint's weights as Qwen2's, and its config.json by the class next to it.
+    """
     source = make_checkpoint(tmp_path, arch, dtype="bfloat16", name="source", **{**TARGET, "tie_word_embeddings": tied})
     (source / "tokenizer.json").write_text("{}")
     options, config = make(MtpOptions, target=source), ModelConfig.from_folder(source)

@@ -1,4 +1,4 @@
-"""Muon in fp32: torch's own steps, but for the rounding of its bf16."""
+"""Muon in fp32 takes torch's own steps, except for the rounding of torch's bf16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Six, on gradients that are the same every time."""
+    """Take six steps, on gradients that are the same every time."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(6):
         for parameter in parameters:
@@ -26,7 +26,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 def test_a_step_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit where torch is given our arithmetic, and near it as it is."""
+    """A step equals torch's to the last bit if torch is given our arithmetic, and is near torch's own otherwise."""
     ours, theirs = parameters(), parameters()
     options = {"lr": 0.02, "weight_decay": 0.1}
     mine = Muon(ours, dtype=torch.float32, **options)

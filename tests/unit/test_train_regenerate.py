@@ -1,4 +1,4 @@
-"""The target's own words by its engine: those of plain greedy decoding, and nothing twice."""
+"""The target's own words by its engine are those of plain greedy decoding, and nothing is generated twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class Killed(Exception):
 
 
 def test_words_are_greedy_and_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after the second piece of three, it goes on with the third; other prompts or params are not the same."""
+    """A run killed after the second piece of three goes on with the third.
+
+    Other prompts or params are generated anew.
+    """
     monkeypatch.setattr("trtspec.train.regenerate._PIECE", 2)
     model = make_checkpoint(tmp_path, "llama")
     prompts = torch.randint(3, 199, (5, 8), generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ def same_threads_after() -> Iterator[None]:
 
 
 def used(threads: Threads, steps: int, speed: Callable[[int, int], float]) -> list[int]:
-    """Threads of each step, if step s on n threads has speed(s, n)."""
+    """Number of threads of each step, if step s on n threads has speed(s, n)."""
     found = []
     for step in range(steps):
         threads.begin()
@@ -39,7 +39,7 @@ def busy(step: int, n: int) -> float:
 
 def test_a_quiet_machine_is_used_whole() -> None:
     with Threads(2) as threads:
-        assert used(threads, 40, quiet) == [2, 2, 1] + [2] * 37  # one step tells what the other count would be
+        assert used(threads, 40, quiet) == [2, 2, 1] + [2] * 37  # one step measures the other count
 
 
 def test_a_busy_one_with_a_thread_less_until_it_is_quiet() -> None:
@@ -47,7 +47,7 @@ def test_a_busy_one_with_a_thread_less_until_it_is_quiet() -> None:
         used(threads, 5, quiet)
         found = used(threads, 200, lambda step, n: (busy if step < 100 else quiet)(step, n))
     assert found[:3] == [2, 1, 1]
-    assert found[3:8] == [1, 1, 1, 2, 1]  # it may have been a moment: soon all are tried again, and then less often
+    assert found[3:8] == [1, 1, 1, 2, 1]  # it may have been a moment: all are tried again soon, and then less often
     assert found[:100].count(2) <= 2 + 3 + 100 // LONGEST
     assert found[100 + LONGEST + 2 :] == [2] * (98 - LONGEST)
 
@@ -84,7 +84,7 @@ def test_one_thread_stays_one() -> None:
 
 
 def test_steps_that_differ_are_not_taken_for_a_busy_machine() -> None:
-    """Where every second one runs the model, too."""
+    """Steps of which every second one also runs the model do not reduce the threads."""
     with Threads(2) as threads:
         found = used(threads, 100, lambda step, n: 100.0 * n / (1 + step % 2))
     assert found[3:] == [2] * 97

@@ -1,4 +1,4 @@
-"""A run may be killed at any moment: what follows must be what would have followed."""
+"""A run may be killed at any moment, and resumes with the steps that would have followed."""
 
 from __future__ import annotations
 

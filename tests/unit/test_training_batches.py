@@ -1,4 +1,4 @@
-"""TrainingBatches: an epoch is every window, and what the target made of one is kept on disk, or computed."""
+"""TrainingBatches: an epoch has every window, and the target's states of a window are kept on disk or computed."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_states_that_are_torn_or_cannot_be_kept_are_computed(
     for ours, theirs in zip(make().get(2) or (), states, strict=True):
         assert torch.equal(ours, theirs)
     data = bytearray((tmp_path / "0.bin").read_bytes())
-    data[kept.num_bytes + 5] ^= 1  # of the second
-    (tmp_path / "0.bin").write_bytes(data[:-1])  # of the third, the last byte is lost
+    data[kept.num_bytes + 5] ^= 1  # in the second
+    (tmp_path / "0.bin").write_bytes(data[:-1])  # the third loses its last byte
     (tmp_path / "0.crc").write_bytes((tmp_path / "0.crc").read_bytes() + b"torn")
     again = make()
     assert again.get(0) is not None

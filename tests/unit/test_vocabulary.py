@@ -16,7 +16,10 @@ BYTES, PIECES = "\u0120", "\u2581"
 
 
 def tokenizer(words: list[str], marker: str, plain: bool = False, **special: str) -> Tokenizer:
-    """Ids in the order of `words`. It writes blanks as `marker`; `plain`: it has no token that would show how."""
+    """A tokenizer with ids in the order of `words`, which writes blanks as `marker`.
+
+    plain: no token of it shows the marker.
+    """
     vocabulary = {word: token for token, word in enumerate(words)}
     merges = [] if plain else [(marker, "a")]
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
@@ -26,7 +29,7 @@ def tokenizer(words: list[str], marker: str, plain: bool = False, **special: str
 
 
 def draw_words(rng: random.Random, marker: str) -> list[str]:
-    """Some of a few words with and without a blank before them, and with the other's marker, in any order."""
+    """A random choice of words without a blank, with a blank, or with the other tokenizer's marker, in any order."""
     other = PIECES if marker == BYTES else BYTES
     words = [
         "b",
@@ -43,7 +46,7 @@ def draw_words(rng: random.Random, marker: str) -> list[str]:
 
 
 def brute_force(ours: list[str], theirs: list[str], sizes: tuple[int, int]) -> dict[int, int]:
-    """Target id -> draft id, with BYTES on the left and PIECES on the right."""
+    """Map target ids to draft ids. The target marks blanks with BYTES, the draft with PIECES."""
     our_texts = [word.replace(BYTES, " ", 1) if word.startswith(BYTES) else word for word in ours[: sizes[0]]]
     their_texts = [word.replace(PIECES, " ", 1) if word.startswith(PIECES) else word for word in theirs[: sizes[1]]]
     return {
@@ -63,8 +66,11 @@ def pairs(found: VocabularyMap) -> dict[int, int]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_map_is_that_of_a_brute_force(seed: int) -> None:
-    """Also where a word is there twice, once with a marker and once with a blank, and where a model has fewer or more
-    ids than its tokenizer."""
+    """The map equals that of a brute force.
+
+    Words may be there twice, once with a marker and once with a blank. Models may have fewer or more ids than their
+    tokenizers.
+    """
     rng = random.Random(seed)
     ours, theirs = draw_words(rng, BYTES), draw_words(rng, PIECES)
     sizes = len(ours) + rng.randint(-3, 3), len(theirs) + rng.randint(-3, 3)
@@ -93,10 +99,10 @@ WORDS = ["a", PIECES, PIECES + "a", "<unk>", "</s>"]
     ("special", "ends", "size", "unknown"),
     [
         ({"unk_token": "<unk>", "eos_token": "</s>"}, (2,), 5, 3),
-        ({"unk_token": "a", "eos_token": "</s>"}, (2,), 5, 0),  # id 0 is one like others
+        ({"unk_token": "a", "eos_token": "</s>"}, (2,), 5, 0),  # id 0 is an id like others
         ({"eos_token": "</s>"}, (2,), 5, 4),
         ({"unk_token": "not there", "eos_token": "</s>"}, (2,), 5, 4),
-        ({"unk_token": "<unk>", "eos_token": "</s>"}, (2,), 3, 2),  # past the model's ids
+        ({"unk_token": "<unk>", "eos_token": "</s>"}, (2,), 3, 2),  # id 3 is past the model's ids
         ({}, (4, 2), 5, 2),
     ],
 )

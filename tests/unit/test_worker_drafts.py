@@ -30,7 +30,7 @@ from trtspec.sampling_params import RequestSampling
 
 
 def with_row(logits: Tensor) -> Tensor:
-    """Logits as the hidden states that Tables reads them from."""
+    """Hidden states from which Tables reads these logits."""
     return torch.cat((logits, torch.zeros(len(logits), 1)), dim=1)
 
 
@@ -46,7 +46,7 @@ def sampled(seed: int) -> RequestSampling:
 
 
 def test_drafts_use_the_noise_of_the_target_ids_they_stand_for() -> None:
-    """A draft whose distribution is the target's, over the same ids in another order, always draws the same."""
+    """A draft with the target's distribution, over the same ids in another order, always draws the target's token."""
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(8))
     worker = Tables(target_ids=ids)
     logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(9))
@@ -65,8 +65,10 @@ def test_a_worker_told_to_be_greedy_ignores_how_requests_sample() -> None:
 
 
 def test_banned_target_ids_are_not_drafted_until_their_time() -> None:
-    """Ids of the target, found among the draft's: 19 is draft id 2. Draft id 3, which stands for 3, is not meant by
-    the 2 in the bans, nor is anything by 4 and 8, which the draft cannot say."""
+    """Bans are ids of the target, and are found among the draft's: 19 is draft id 2.
+
+    The 2 in the bans does not mean draft id 3, which stands for 3. The draft cannot say 4 and 8, so they ban nothing.
+    """
     banned = replace(GREEDY, ban_ids=(19, 4, 8), ban_until=10)
     favourite = torch.tensor([[0.0, 3.0, 9.0, 2.0, 1.0, 0.0, 0.0]])  # 19, then 2, then 3
     worker = Tables()
@@ -80,7 +82,7 @@ def test_banned_target_ids_are_not_drafted_until_their_time() -> None:
 
 
 def test_bans_move_with_the_chain() -> None:
-    """min_tokens: an id that may not be drawn at the first draft's place may be at the second's."""
+    """With min_tokens, an id that is banned at the first draft's position may be drawn at the second's."""
     row = request(0, [1, 1, 1], 3, 0, [])
     row.sampling = replace(GREEDY, ban_ids=(19,), ban_until=5)  # tokens 3 and 4 must not be it
     worker = Tables()
@@ -93,14 +95,14 @@ def test_bans_move_with_the_chain() -> None:
 
 @pytest.mark.parametrize("logits", [torch.zeros(1, 7), torch.full((1, 7), float("nan"))], ids=["banned", "NaN"])
 def test_a_draft_that_can_say_nothing_says_anything(logits: Tensor) -> None:
-    """A guess must not fail a request: it is an id of the target all the same."""
+    """A guess must not fail a request: without any token to draw, it is still an id of the target."""
     nothing = replace(GREEDY, ban_ids=tuple(TARGET_IDS.tolist()), ban_until=10)
     for worker in (Tables(), Tables(greedy=True)):
         assert 0 <= worker.sample_drafts(0, with_row(logits), SamplingTensors.of([nothing], [0])).item() < VOCAB
 
 
 def test_nothing_to_draw_from_reaches_neither_table_nor_kv() -> None:
-    """NaN logits of one request: the id that says so is past any table's end; the others' drafts are as without it."""
+    """NaN logits of one request draw an id past the end of every table. The other requests' drafts do not change."""
     inputs = built_inputs(random_batch(random.Random(5)))
     logits = half_right(random.Random(5), inputs)
     alone = run(Tables(), inputs, logits)

@@ -1,7 +1,7 @@
-"""What every one-engine worker does around its draft layers: draw, accept, rewind, and the rows of drafts.
+"""The work of every one-engine worker around its draft layers: draw, accept, rewind, and the rows of drafts.
 
-The worker here has layers that are tables: what they give for a token is known without any arithmetic. Batches come
-from the engine's own input builder, so they are the ones that workers meet.
+The worker here has layers that are tables: their output for a token is known without any arithmetic. Batches come from
+the engine's own input builder, so they are the ones that workers get in the engine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def test_tokens_are_those_of_strict_acceptance(seed: int) -> None:
 
 @on_random_batches
 def test_the_first_pass_reads_the_token_after_each_row(seed: int) -> None:
-    """Inside the prompt its next token, behind a chunk too; then what was accepted; anything for rejected rows."""
+    """In a prompt, and after a chunk, the first pass reads the prompt's next token.
+
+    Then it reads the accepted tokens. For rejected rows it may read any token.
+    """
     rng = random.Random(seed)
     batch = random_batch(rng)
     inputs = built_inputs(batch)
@@ -90,7 +93,7 @@ def test_the_first_pass_reads_the_token_after_each_row(seed: int) -> None:
 
 @on_random_batches
 def test_what_is_kept_is_what_the_engine_commits(seed: int) -> None:
-    """next_kv_lens as rewind.commit has it; next_new_tokens as the input builder will pack the next step."""
+    """next_kv_lens is what rewind.commit keeps, and next_new_tokens what the input builder packs for the next step."""
     rng = random.Random(seed)
     batch = random_batch(rng)
     inputs = built_inputs(batch)
@@ -114,7 +117,7 @@ def test_what_is_kept_is_what_the_engine_commits(seed: int) -> None:
 
 @on_random_batches
 def test_each_draft_follows_from_the_one_before(seed: int) -> None:
-    """The chain starts at the row of the last token kept, and goes on one position and one draw further each pass."""
+    """The chain starts at the row of the last kept token, and goes on one position and one draw further each pass."""
     rng = random.Random(seed)
     batch = random_batch(rng)
     K = rng.randint(1, 4)
@@ -136,7 +139,7 @@ def test_each_draft_follows_from_the_one_before(seed: int) -> None:
         token = int(outputs.verdict.tokens[b, int(outputs.verdict.num_tokens[b]) - 1])
         for j in range(K):
             assert drafts[b, j] == TARGET_IDS[worker.table[token].argmax()]
-            assert worker.places[j][b] == kept + 1 + j  # kept tokens, the one just drawn, the drafts before
+            assert worker.places[j][b] == kept + 1 + j  # kept tokens, the one just drawn, earlier drafts
             if j > 0:
                 call = worker.calls[j]
                 assert call.tokens[b] == token
@@ -148,7 +151,7 @@ def test_each_draft_follows_from_the_one_before(seed: int) -> None:
 
 
 def test_without_drafts_wanted_the_draft_layers_run_all_the_same() -> None:
-    """K' = 0: their KV has to stay complete."""
+    """With K' = 0 the draft layers run all the same, as their KV has to stay complete."""
     rng = random.Random(1)
     inputs = built_inputs(random_batch(rng), next_draft_len=0)
     worker = Tables()
@@ -161,7 +164,7 @@ def test_without_drafts_wanted_the_draft_layers_run_all_the_same() -> None:
 
 @pytest.mark.parametrize("forced", [0, 1, 2, 9])
 def test_forced_acceptance_is_for_generation_rows(forced: int) -> None:
-    """The tensor may say what it likes of a context: nothing was drafted there."""
+    """Whatever the tensor says of a context has no effect: a context has no drafts."""
     for seed in range(40):
         rng = random.Random(seed)
         batch = random_batch(rng)

@@ -22,7 +22,7 @@ CORPUS = [
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """GPT-2 family (Llama 3, Qwen): tokens are pieces of UTF-8, often not whole characters."""
+    """A tokenizer of the GPT-2 family (Llama 3, Qwen): tokens are pieces of UTF-8, often not whole characters."""
     tok = tokenizers.Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
@@ -39,7 +39,10 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """SentencePiece as in Llama 2: "▁" begins a word, unknown characters are <0xNN> tokens, the first space is cut."""
+    """A SentencePiece tokenizer as in Llama 2.
+
+    "▁" begins a word, unknown characters are <0xNN> tokens, and the first space is cut.
+    """
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(CORPUS[:3], trainers.BpeTrainer(vocab_size=120, show_progress=False))
@@ -73,7 +76,7 @@ def with_decoder(decoder: Any) -> Callable[[], tokenizers.Tokenizer]:
 
 
 def word_end() -> tokenizers.Tokenizer:
-    """Original BPE: "</w>" ends a word and is a space, except in the last token."""
+    """A tokenizer of original BPE: "</w>" ends a word and is a space, except in the last token."""
     tok = tokenizers.Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<unk>"))
     tok.pre_tokenizer = pre_tokenizers.Whitespace()
     tok.decoder = decoders.BPEDecoder(suffix="</w>")
