@@ -1,8 +1,8 @@
-"""Every use of TensorRT's Python API in a source file, spec_plan on the real bindings: names, methods and keywords.
+"""Finds wrong uses of TensorRT's Python API in a source file, by the real bindings: names, methods and keywords.
 
-What is followed: `trt.a.b` for whatever `import tensorrt as trt` and `import tensorrt.plugin as trtp` call them;
+It follows `trt.a.b` for whatever `import tensorrt as trt` and `import tensorrt.plugin as trtp` call them. It follows
 `x.method` where x is annotated with a class of TensorRT, or was assigned from one or from a method that says that it
-returns one. What TensorRT's methods take is in their docstrings, as pybind11 writes them.
+returns one. The parameters of TensorRT's methods are in their docstrings, as pybind11 writes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MODULES = {"tensorrt": trt, "tensorrt.plugin": trtp}
 
 
 def problems(source: str) -> list[str]:
-    """One line for each name that does not exist and each keyword that is not taken, with its line number."""
+    """Return one line, with its line number, for each name that does not exist and each keyword that is not taken."""
     tree = ast.parse(source)
     found: list[str] = []
     known = _roots(tree, found)
@@ -31,14 +31,14 @@ def problems(source: str) -> list[str]:
 
 
 def uses(source: str) -> int:
-    """How many names of TensorRT the source uses."""
+    """Number of uses of TensorRT's names in the source."""
     tree = ast.parse(source)
     roots = _roots(tree, [])
     return sum(isinstance(node, ast.Name) and node.id in roots for node in ast.walk(tree))
 
 
 def parameters(function: Any) -> list[set[str]] | None:
-    """The parameter names of each overload of a function or class; None where they are not said."""
+    """Return the parameter names of each overload of a function or class; None where they are not documented."""
     if isinstance(function, type) and function.__module__.startswith("tensorrt_bindings.tensorrt"):
         function = function.__init__
     overloads = [match["parameters"] for match in SIGNATURE.finditer(inspect.getdoc(function) or "")]
@@ -52,7 +52,7 @@ def parameters(function: Any) -> list[set[str]] | None:
 
 
 def _roots(tree: ast.AST, missing: list[str]) -> dict[str, Any]:
-    """What the file's imports call TensorRT's modules and members."""
+    """Return TensorRT's modules and members by the names that the file's imports give them."""
     roots: dict[str, Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -69,8 +69,10 @@ def _roots(tree: ast.AST, missing: list[str]) -> dict[str, Any]:
 
 
 def _visit(node: ast.AST, known: dict[str, Any], found: list[str]) -> None:
-    """Check a node and what is below it; `known` holds names of the enclosing scopes: modules, classes, or instances
-    (as `_Instance`)."""
+    """Check a node and all nodes below it.
+
+    known: names of the enclosing scopes, which are modules, classes, or instances (as `_Instance`).
+    """
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
         for argument in arguments:
@@ -104,7 +106,7 @@ class _Instance:
 
 
 def _resolve(node: ast.AST | None, known: dict[str, Any], found: list[str]) -> Any:
-    """The object of TensorRT that an expression stands for, an `_Instance`, or None where nothing is known of it."""
+    """Return the object of TensorRT that an expression stands for, an `_Instance`, or None where it is not known."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Attribute):

@@ -12,7 +12,7 @@ Arguments = dict[str, Tensor]
 
 @st.composite
 def attention(draw: st.DrawFn) -> Arguments:
-    """B requests with 1 to 6 new rows after 0 to 20 committed tokens, in blocks scattered over the pool."""
+    """Draw B requests with 1 to 6 new rows after 0 to 20 committed tokens, in blocks scattered over the pool."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype, block_size = draw(st.sampled_from(CACHE_DTYPES)), draw(st.sampled_from([4, 16]))
     kv_heads, group, width = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([8, 16, 24]))
@@ -40,7 +40,7 @@ def attention(draw: st.DrawFn) -> Arguments:
 
 @st.composite
 def logits(draw: st.DrawFn) -> Arguments:
-    """R rows of V logits; each group of parameters may be zero-size."""
+    """Draw R rows of V logits; each group of parameters may be zero-size."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     rows, vocab = draw(st.integers(1, 6)), draw(st.sampled_from([1, 7, 33, 300]))
 
@@ -64,7 +64,7 @@ def logits(draw: st.DrawFn) -> Arguments:
 
 @st.composite
 def sample(draw: st.DrawFn, vocab_ids: bool = False) -> Arguments:
-    """R rows, some greedy, with ties, NaN and removed tokens."""
+    """Draw R rows, some greedy, with ties, NaN and removed tokens."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     rows, vocab = draw(st.integers(1, 6)), draw(st.sampled_from([1, 5, 64, 1030]))
     values = torch.randn(rows, vocab, generator=g).mul(3)
@@ -90,7 +90,7 @@ def sample(draw: st.DrawFn, vocab_ids: bool = False) -> Arguments:
 
 @st.composite
 def accept(draw: st.DrawFn) -> Arguments:
-    """B requests with 0 to K drafts that agree about every other time; some forced, some that emit nothing."""
+    """Draw B requests with 0 to K drafts, each right four times of five; some are forced, some emit nothing."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     B, K = draw(st.integers(1, 9)), draw(st.sampled_from([0, 1, 3, 8, 40]))
     sampled = torch.randint(0, 2, (B, K + 1), generator=g)
@@ -107,7 +107,10 @@ def accept(draw: st.DrawFn) -> Arguments:
 
 @st.composite
 def compact(draw: st.DrawFn) -> Arguments:
-    """B requests that keep a path of 0 to L tree rows: mostly in rising order, as trees have them, or in any."""
+    """Draw B requests that keep a path of 0 to L tree rows.
+
+    The paths are mostly ascending, as trees have them; others are in any order, or repeat rows.
+    """
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype, block_size = draw(st.sampled_from(CACHE_DTYPES)), draw(st.sampled_from([4, 16]))
     B, length, tree = draw(st.integers(1, 5)), draw(st.integers(1, 6)), 12

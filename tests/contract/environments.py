@@ -1,4 +1,4 @@
-"""Venvs for contract tests: another project's packages, beside torch and the tools of the Python that runs this."""
+"""Venvs for contract tests: another project's packages, next to torch and the tools of the Python that runs this."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ ROOT = Path(__file__).parents[2]
 
 
 class Unavailable(Exception):
-    """The packages cannot be had here."""
+    """An error that says that the packages are not available here."""
 
 
 def make(folder: Path, packages: list[str], complete: Callable[[Path, Path], None], also: bytes = b"") -> Path:
-    """The Python of a venv in the folder, made once per version of all of it: the packages, and no dependencies of
-    theirs; then what complete(Python, site-packages) does. `also` is what else it depends on. Raises Unavailable."""
+    """Return the Python of a venv in the folder, which is made once per version of all its contents.
+
+    The venv has the packages, without their dependencies. Then complete(Python, site-packages) completes it. also:
+    further content on which the venv depends. Raises Unavailable.
+    """
     python = folder / "bin" / "python"
     stamp = folder / "made-of"
     made_of = hashlib.sha256(repr((packages, sys.executable)).encode() + also).hexdigest()
@@ -44,13 +47,13 @@ def make(folder: Path, packages: list[str], complete: Callable[[Path, Path], Non
 
 
 def skipped(what: str, error: Unavailable) -> int:
-    """Say that nothing was checked, so that it is seen; returns the exit status, 0."""
+    """Print visibly that nothing was checked -> exit status, 0."""
     line = "!" * 100
     print(f"{line}\nSKIPPED: nothing was checked against {what}: {error}\n{line}", flush=True)
     return 0
 
 
 def output(python: Path, code: str, environment: dict[str, str] | None = None) -> str:
-    """What a line of Python prints there."""
+    """Return what a line of Python prints in that Python."""
     done = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return done.stdout.strip()

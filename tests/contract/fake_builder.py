@@ -1,6 +1,6 @@
-"""The part of TensorRT's builder that quick-deploy plugins talk to, for machines where a builder cannot be made.
+"""The part of TensorRT's builder that quick-deploy plugins call, for machines where a builder cannot be made.
 
-The plugin classes are TensorRT's own; what is stood in for is C++ that no Python can instantiate: expressions of
+The plugin classes are TensorRT's own. The stand-ins replace C++ classes that Python cannot instantiate: expressions of
 dimensions (here: formulas that can be evaluated) and the receivers of launch parameters.
 """
 
@@ -55,7 +55,7 @@ class Dimension:
         return False
 
     def at(self, sizes: dict[str, int]) -> int:
-        """Its value where the named dimensions have these sizes."""
+        """Value of the expression where the named dimensions have these sizes."""
         if isinstance(self.value, int):
             return self.value
         if isinstance(self.value, str):
@@ -83,7 +83,7 @@ class _SymbolicArgument:
 
 @contextmanager
 def expressions() -> Iterator[ExpressionBuilder]:
-    """TensorRT's plugin classes take `Dimension` for IDimensionExpr and lists for DimsExprs."""
+    """Let TensorRT's plugin classes take `Dimension` for IDimensionExpr and lists for DimsExprs."""
     stand_ins = {name: getattr(trt, name) for name in dir(trt)}
     stand_ins |= {"IDimensionExpr": Dimension, "DimsExprs": lambda size: [None] * size}
     namespace = SimpleNamespace(**stand_ins)
@@ -96,7 +96,7 @@ def expressions() -> Iterator[ExpressionBuilder]:
 
 
 def create(name: str, attributes: dict[str, Any], request: Any = None) -> Any:
-    """The plugin `trtspec::<name>`, from TensorRT's registry; request: a QuickPluginCreationRequest."""
+    """Make the plugin `trtspec::<name>` from TensorRT's registry; request: a QuickPluginCreationRequest."""
     creator = trt.get_plugin_registry().get_creator(name, "1", "trtspec")
     assert creator is not None, f"trtspec::{name} is not registered"
     fields = [_field(key, value) for key, value in attributes.items()]  # kept alive until the plugin has copied them
@@ -107,14 +107,14 @@ def create(name: str, attributes: dict[str, Any], request: Any = None) -> Any:
 
 
 def _field(name: str, value: float | int) -> Any:
-    """As TensorRT's ONNX parser passes attributes: FLOAT is 32 bits wide, and so is INT."""
+    """Return an attribute as TensorRT's ONNX parser passes it: FLOAT is 32 bits wide, and so is INT."""
     if isinstance(value, float):
         return trt.PluginField(name, np.array([value], np.float32), trt.PluginFieldType.FLOAT32)
     return trt.PluginField(name, np.array([value], np.int32), trt.PluginFieldType.INT32)
 
 
 def describe(tensor: torch.Tensor) -> Any:
-    """The PluginTensorDesc of a tensor."""
+    """Return the PluginTensorDesc of a tensor."""
     description = trt.PluginTensorDesc()
     description.type = TRT_DTYPES[tensor.dtype]
     description.format = trt.TensorFormat.LINEAR
@@ -139,7 +139,7 @@ def enqueue(plugin: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch
 def output_shapes(
     plugin: Any, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[str | int]]
 ) -> list[list[Dimension]]:
-    """What a plugin says of its outputs' shapes, its inputs' being named dimensions or numbers."""
+    """Return the shapes that a plugin declares for its outputs; input dimensions are names or numbers."""
     plugin.get_output_data_types([TRT_DTYPES[dtype] for dtype in dtypes], [len(shape) for shape in shapes])
     with expressions() as builder:
         dimensions = [[Dimension(size) for size in shape] for shape in shapes]

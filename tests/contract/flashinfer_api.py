@@ -1,8 +1,8 @@
-"""Signatures of what we call of FlashInfer, of the package itself and as plain data.
+"""Signatures of the FlashInfer functions that trtspec calls, from the package and as plain data.
 
-`flashinfer_api.json` beside this file is such a record, of the version it names: calls are bound to it where FlashInfer
-is not installed. test_flashinfer_api.py holds it against the package; `make contract-flashinfer` with TRTSPEC_RECORD=1
-in the environment writes it anew.
+`flashinfer_api.json` next to this file records the signatures of the version that it names. Calls are bound to it where
+FlashInfer is not installed. test_flashinfer_api.py compares it with the package; `make contract-flashinfer` with
+TRTSPEC_RECORD=1 in the environment writes it again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NAMES = (
 
 
 def signatures() -> dict[str, Signature]:
-    """Of each name, as the package has it if it is installed, as recorded otherwise."""
+    """Return the signature of each name, from the package if it is installed, otherwise as recorded."""
     known = record() if importlib.util.find_spec("flashinfer") else json.loads(FILE.read_text(encoding="utf-8"))
     return {name: Signature([_parameter(*one) for one in known["functions"][name]]) for name in NAMES}
 
 
 def record() -> dict[str, Any]:
-    """The installed package: of each function its parameters, as name, kind and, where it has one, default."""
+    """Record the installed package: for each function its parameters, as name, kind and, where it has one, default."""
     import flashinfer
 
     functions = {}
@@ -47,7 +47,7 @@ def record() -> dict[str, Any]:
 
 
 def text(recorded: dict[str, Any]) -> str:
-    """A record as json, a function a line."""
+    """Return a record as JSON, with one line per function."""
     lines = [f"  {json.dumps(name)}: {json.dumps(parameters)}" for name, parameters in recorded["functions"].items()]
     return f'{{\n "version": {json.dumps(recorded["version"])},\n "functions": {{\n' + ",\n".join(lines) + "\n }\n}\n"
 

@@ -1,4 +1,4 @@
-"""Token ids by llama.cpp, of a GGUF file's tokenizer: run with a Python that has llama-cpp-python.
+"""Prints token ids by llama.cpp, with a GGUF file's tokenizer; the Python must have llama-cpp-python.
 
 python llama_ids.py FILE < texts.json > ids.json
 """

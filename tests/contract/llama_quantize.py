@@ -1,4 +1,4 @@
-"""llama.cpp's quantiser: run with a Python that has llama-cpp-python.
+"""Runs llama.cpp's quantiser; the Python must have llama-cpp-python.
 
 python llama_quantize.py FROM.gguf TO.gguf Q4_K_M
 """

@@ -1,12 +1,12 @@
 """The contract of every mode: speculation changes nothing, and nothing is lost.
 
-A cell is a mode with K drafts a step on a backend. Mixed greedy and seeded requests run together in a cache too small
-for them, so that prompts come in chunks beside drafts, requests are preempted and stops fall inside drafts. Outputs
-must be those of plain decoding of each request alone on the same backend, drafts at every position must be right now
-and then and wrong now and then, and every block of the cache must come back.
+A cell is a mode with K drafts per step on a backend. Mixed greedy and seeded requests run together in a cache that is
+too small for them. So prompts come in chunks next to drafts, requests are preempted, and stops fall inside drafts.
+Outputs must be those of plain decoding of each request alone on the same backend. Drafts at every position must be
+right sometimes and wrong sometimes. Every block of the cache must become free again.
 
-Nobody has trained these models. In so small a vocabulary, and at temperatures at which the noise that target and draft
-share says most of what is drawn, they agree often enough all the same.
+These models are not trained. Their vocabulary is small, and at these temperatures the noise that target and draft share
+determines most of what is drawn. So they agree often enough all the same.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from trtspec.modes import SpeculativeDecodingMode as M
 from trtspec.outputs import or_none
 
 MOST_K = 5
-# 8 requests of up to 104 tokens in 14 blocks of 8, 8 * (K + 1) rows a step at most.
+# 8 requests of up to 104 tokens in 14 blocks of 8, with at most 8 * (K + 1) rows per step.
 LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 48, "block_size": 8}
 TIGHT, ROOMY = {"num_kv_blocks": 15}, {"num_kv_blocks": 64}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A mode on the models of `Models`: which target, and the fields of its speculation."""
+    """A mode on the models of `Models`: its target, and the fields of its speculation."""
 
     fields: Mapping[str, Any]
     target: str = "target"
     draft: str | None = None  # folder of its checkpoint
-    from_host: bool = False  # its drafter runs beside any plain engine
+    from_host: bool = False  # its drafter runs next to any plain engine
 
     def speculation(self, models: Models, K: int) -> dict[str, Any]:
         model = {} if self.draft is None else {"model": str(models.folder(self.draft))}
@@ -83,12 +83,12 @@ RECIPES: dict[M, Recipe] = {
     M.DFLASH: Recipe({"method": "dflash"}, draft="dflash"),
     M.DSPARK: Recipe({"method": "dspark"}, draft="dspark"),
 }
-# No drafts of its own: nothing, another mode once planned, or hidden states.
+# Modes without drafts of their own: no speculation, a mode that becomes another once planned, or hidden states.
 WITHOUT_DRAFTS = {M.NONE, M.AUTO, M.SAVE_HIDDEN_STATES}
 
 
 def cases() -> list[Case]:
-    """Four of ten greedy; the others as drawn, but hot."""
+    """Return the cases: four of ten are greedy; the others are as drawn, but hot."""
     drawn = draw_cases(64, seed=3)
     return [
         Case(c.prompt, dataclasses.replace(c.params, temperature=4.0) if c.params.temperature else c.params)
@@ -97,8 +97,10 @@ def cases() -> list[Case]:
 
 
 class Models:
-    """Checkpoints of random weights in `root`, engines of them, and what they say without speculation; each made when
-    it is first asked for."""
+    """Checkpoints of random weights in `root`, engines of them, and their outputs without speculation.
+
+    Each of them is made when it is first requested.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -108,7 +110,7 @@ class Models:
         self.plain = functools.cache(self._plain)
 
     def oracle(self) -> LyingOracle:
-        """A drafter that knows the answers, and lies."""
+        """Make a drafter that knows the answers, and lies."""
         answers = [
             case.prompt + one.token_ids for case, one in zip(self.cases, self.plain("target", "eager"), strict=True)
         ]
@@ -139,14 +141,14 @@ class Models:
         return make[name]()
 
     def _engine(self, target: str, backend: str, mode: M, K: int) -> Path:
-        """An engine folder; of a mode whose drafter is the host's, the plain one."""
+        """Build an engine folder; `open` requests the plain one for a mode whose drafter runs on the host."""
         output = self.root / f"{backend} {target} {mode.name} {K}".replace(" ", "-")
         wanted = None if mode is M.NONE else read_speculative_config(RECIPES[mode].speculation(self, K))
         build_engine(self.folder(target), output, wanted, EngineConfig(backend=backend, dtype="float32", **LIMITS))
         return output
 
     def _plain(self, target: str, backend: str) -> list[Outcome]:
-        """What each case gives alone."""
+        """Return the outcome of each case alone."""
         with self.open(M.NONE, 0, backend, target, **ROOMY) as llm:
             return run_alone(llm.engine, self.cases)
 
@@ -161,7 +163,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Cell:
-    """What was found. verdict: "holds", "refused: why", or what is wrong."""
+    """The result of a cell. verdict: "holds", "refused: why", or what is wrong."""
 
     mode: str
     K: int
@@ -176,7 +178,7 @@ class Cell:
 
 
 def check(models: Models, mode: M, K: int, backend: str) -> Cell:
-    """One cell. An exception that is no refusal is the caller's."""
+    """Check one cell. An exception that is not a refusal reaches the caller."""
     began = time.perf_counter()
     target = RECIPES[mode].target
     try:

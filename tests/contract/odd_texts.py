@@ -15,7 +15,7 @@ PIECES = (
 
 
 def odd_texts(count: int, special: tuple[str, ...], seed: int = 0) -> list[str]:
-    """Some pieces each, the special tokens among them, and the empty text."""
+    """Return texts of some pieces each, including the special tokens, and the empty text."""
     draw = random.Random(seed)
     pieces = (*PIECES, *special)
     return ["", *("".join(draw.choices(pieces, k=draw.randint(1, 12))) for _ in range(count - 1))]

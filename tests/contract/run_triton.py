@@ -1,11 +1,10 @@
-"""Run the tests against a real Triton Inference Server, without a GPU: all of them (make test-triton), or with
-TRTSPEC_TRITON_SHORT=1 those that stand for the rest (make test).
+"""Run the tests against a real Triton Inference Server, without a GPU.
 
-The server is that of nvidia-pytriton's wheel (Linux, x86-64); it and its clients come from the package registry, into a
-venv of their own under build/, since the clients want other versions than the rest. torch and the tools come from the
-Python that runs this script. The server's python backend runs the first python3 on PATH: that venv's.
-
-Where the packages cannot be had it says so and exits with 0; once they are there, whatever fails is a failure.
+make test-triton runs all of them. make test, with TRTSPEC_TRITON_SHORT=1, runs those that stand for the rest. The
+server is that of nvidia-pytriton's wheel (Linux, x86-64). It and its clients come from the package registry, into their
+own venv under build/, since the clients need other versions than the rest. torch and the tools come from the Python
+that runs this script. The server's python backend runs the first python3 on PATH, which is that venv's. Where the
+packages are not available, the script says so and exits with 0. Once they are installed, any error is a failure.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ def main(arguments: list[str]) -> int:
         "tests/serve/test_triton_server.py",
     ]
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    # Of the lender's pytest plugins, which take seconds to import, only the one that pyproject.toml speaks of
+    # Only one of the lender's pytest plugins, which take seconds to import, is loaded: the one that pyproject.toml
+    # names.
     environment = {**os.environ, "PATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
@@ -62,7 +62,7 @@ def _complete(python: Path, packages: Path) -> None:
     shutil.copy(stub, backend)
     for program in (home / "bin" / "tritonserver", backend / stub.name):  # wheels do not keep this bit
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    # The backend ignores PYTHONPATH
+    # The backend ignores PYTHONPATH.
     (packages / "checkout.pth").write_text(f"{ROOT}\n", encoding="utf-8")
 
 

@@ -1,15 +1,16 @@
-"""A random DFlash draft by the speculators package's own classes, and what it computes; or an MTP layer, alone.
+"""Writes a random DFlash draft by the speculators package's own classes and its logits; or an MTP layer alone.
 
     python speculators_blocks_oracle.py TARGET OUT OPTIONS
 
-TARGET: the target's folder. OPTIONS: JSON, of DFlashSpeculatorConfig, and `layer` of its transformer_layer_config;
-`bits` and `ignore`: see speculators_quantised.py.
-Writes the draft to OUT, as the package saves it, and oracle.npz: ids [S], states [S, n * H], anchors [A], logits
-[A, block_size, Vd] of the blocks that begin at those places of the ids. The package's forward is for training and
-samples its anchors, so that its backbone is run with a loss mask that leaves it one.
+TARGET: the target's folder. OPTIONS: JSON with fields of DFlashSpeculatorConfig, and `layer` with fields of its
+transformer_layer_config. `bits` and `ignore` are those of save_quantised in speculators_quantised.py.
 
-With `mtp` among the options, the model_type of a layer, it writes an MTP layer, and mtp.json: model_types that the
-package has such layers of.
+The script writes the draft to OUT, as the package saves it, and oracle.npz. This file has ids [S + 1], states [S, n *
+H], anchors [A], and logits [A, block_size, Vd] of the blocks that begin at the anchors. The package's forward pass is
+for training and samples its anchors. So the script runs its backbone with a loss mask that leaves it one anchor.
+
+With `mtp` among the options, the model_type of a layer, the script writes an MTP layer. It then also writes mtp.json,
+the model_types for which the package has such layers.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main(target: Path, out: Path, options: dict[str, Any]) -> None:
     draft = randomised(DFlashDraftModel(config))
     vocab, weights = shape["vocab_size"], load_file(target / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
-    draft.embed_tokens.weight.copy_(embedding)  # what load_verifier_weights does of a name on the Hub
+    draft.embed_tokens.weight.copy_(embedding)  # as load_verifier_weights does for a name on the Hub
     if draft.d2t is None:
         draft.lm_head.weight.copy_(weights.get("lm_head.weight", embedding))
     else:
@@ -86,7 +87,7 @@ def write_mtp(own: dict[str, Any], out: Path, model_type: str) -> None:
 
 @torch.no_grad()
 def block(draft: DFlashDraftModel, ids: torch.Tensor, states: torch.Tensor, anchor: int) -> torch.Tensor:
-    """[block_size, Vd] of the block at ids[anchor], whose states and those of what follows are nobody's."""
+    """Return logits [block_size, Vd] of the block at ids[anchor]; states from the anchor on are not the target's."""
     length = anchor + draft.block_size + 1
     read, text = torch.full((1, length, states.shape[1]), 1e3), torch.zeros(1, length, dtype=torch.long)
     read[0, :anchor], text[0, : anchor + 1] = states[:anchor], ids[: anchor + 1]

@@ -1,12 +1,14 @@
-"""A random head by the speculators package's own classes, and what it computes.
+"""Writes a random head by the speculators package's own classes, and its logits.
 
     python speculators_oracle.py TARGET OUT OPTIONS
 
-TARGET: the target's folder. OPTIONS: JSON, of Eagle3SpeculatorConfig, and `layer` of its transformer_layer_config.
-Writes the head to OUT, as the package saves it, and oracle.npz: ids [S], states [S, n * H], logits [2, S, Vd] of two
-passes, the second on the ids after those of the first and on the first's output (see Eagle3DraftModel.forward). With a
-mask_token_id it is a P-EAGLE head, which is written and not run: the package has no pass like ours. `bits` and
-`ignore`: see speculators_quantised.py.
+TARGET: the target's folder. OPTIONS: JSON with fields of Eagle3SpeculatorConfig, and `layer` with fields of its
+transformer_layer_config. `bits` and `ignore` are those of save_quantised in speculators_quantised.py.
+
+The script writes the head to OUT, as the package saves it, and oracle.npz. This file has ids [S], states [S, n * H],
+and logits [2, S, Vd] of two passes. The second pass reads the ids after those of the first, and the first's output, as
+Eagle3DraftModel.forward does. With a mask_token_id it is a P-EAGLE head, which is written and not run, because the
+package has no pass like trtspec's.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def main(target: Path, out: Path, options: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def randomised(head: Any) -> Any:
-    """In fp32, with weights that are neither 0 nor 1."""
+    """Set weights that are neither 0 nor 1, in fp32 -> head."""
     torch.manual_seed(0)
     for name, parameter in head.float().eval().named_parameters():
         if "norm" in name:
@@ -76,7 +78,7 @@ def randomised(head: Any) -> Any:
 
 
 def choose_ids(head: Any, vocab_size: int) -> None:
-    """Those it drafts, at random."""
+    """Choose the ids that the head drafts, at random."""
     size = head.config.draft_vocab_size
     chosen = torch.randperm(vocab_size)[:size].sort().values
     head.d2t.copy_(chosen - torch.arange(size))
@@ -84,11 +86,11 @@ def choose_ids(head: Any, vocab_size: int) -> None:
 
 
 def save(head: Any, out: Path, bits: int | None, ignore: list[str]) -> None:
-    """As the package does, or, with `bits`, as llm-compressor."""
+    """Save the head as the package does, or, with `bits`, as llm-compressor does."""
     if bits is None:
         head.save_pretrained(out)
     else:
-        from speculators_quantised import save_quantised  # what that imports needs Python 3.11
+        from speculators_quantised import save_quantised  # its imports need Python 3.11
 
         save_quantised(head, out, bits, ignore)
 

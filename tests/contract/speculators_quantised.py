@@ -16,10 +16,11 @@ GROUP = 32
 
 @torch.no_grad()
 def save_quantised(head: Any, out: Path, bits: int, ignore: list[str]) -> None:
-    """4 bits in groups of 32 inputs, 8 bits per output channel, rounded to nearest, symmetric. ignore: names of linears
-    that stay as they are.
+    """Save the head with integers, rounded to nearest and symmetric.
 
-    The head goes on computing with what was written, and each linear reads what ours does: rows rounded to int8.
+    4 bits are in groups of 32 inputs, 8 bits per output channel. ignore: names of linears that stay as they are.
+    Afterwards the head computes with the written weights. Each linear then reads what trtspec's linears read: rows
+    rounded to int8.
     """
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel" if bits == 8 else "group"}
     weights["group_size"] = None if bits == 8 else GROUP
@@ -30,7 +31,7 @@ def save_quantised(head: Any, out: Path, bits: int, ignore: list[str]) -> None:
             continue
         grouped = module.weight.unflatten(1, (-1, module.weight.shape[1] if bits == 8 else GROUP))
         scale, _ = calculate_qparams(grouped.amin(2), grouped.amax(2), module.quantization_scheme.weights)
-        module.weight_scale.copy_(scale.bfloat16())  # as that of a bf16 head, which ours holds exactly
+        module.weight_scale.copy_(scale.bfloat16())  # as in a bf16 head; trtspec holds it exactly
         module.quantization_status = QuantizationStatus.FROZEN
         module.register_forward_pre_hook(lambda linear, inputs: rounded(linear, inputs[0], bits))
     compressor = ModelCompressor.from_pretrained_model(head, "pack-quantized")
@@ -41,7 +42,7 @@ def save_quantised(head: Any, out: Path, bits: int, ignore: list[str]) -> None:
 
 
 def rounded(linear: nn.Module, x: Tensor, bits: int) -> Tensor:
-    """[..., K], each row (8 bits) or group of it a multiple of its 127th part."""
+    """Round x [..., K]: each row (8 bits) or group of it becomes multiples of a 127th of its largest number."""
     grouped = x.unflatten(-1, (-1, x.shape[-1] if bits == 8 else GROUP))
     scale = grouped.abs().amax(-1, keepdim=True).clamp(min=1e-20) / 127
     return ((grouped / scale).round() * scale).flatten(-2)

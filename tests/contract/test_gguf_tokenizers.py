@@ -1,7 +1,7 @@
 """The tokenizers of GGUF files against llama.cpp's: 1,000 odd texts for each way of splitting them.
 
-`make contract-smollm2` sets TRTSPEC_SMOLLM2 to a file, whose vocabulary the others take over, and LLAMA_PYTHON to a
-Python with llama-cpp-python; without them all is skipped.
+`make contract-smollm2` sets TRTSPEC_SMOLLM2 to a file, whose vocabulary the other tests use. It sets LLAMA_PYTHON to a
+Python with llama-cpp-python. Without them all tests are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def differences(file: Path, special: tuple[str, ...]) -> list[tuple[str, list[int], list[int]]]:
-    """The texts whose ids are not llama.cpp's; ours, theirs."""
+    """Return the texts whose ids are not llama.cpp's, each with trtspec's ids and llama.cpp's."""
     found = hf_tokenizer(MetadataReader(GgufFile.open(file), "target"), 1 << 20)
     assert found is not None
     tokenizer, texts = Tokenizer.from_str(found[0]), odd_texts(1000, special)
@@ -38,7 +38,7 @@ def differences(file: Path, special: tuple[str, ...]) -> list[tuple[str, list[in
 
 
 def vocabulary(file: Path, size: int, add: Callable[[gguf.GGUFWriter], None]) -> Path:
-    """A file that has a tokenizer and no tensors."""
+    """Write a file that has a tokenizer and no tensors."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(64)
@@ -79,7 +79,7 @@ def test_byte_pairs(tmp_path: Path, pre: str) -> None:
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
-    """A vocabulary that is learnt from this project's sources and the odd texts themselves."""
+    """Ids are llama.cpp's for a vocabulary learnt from this project's sources and the odd texts themselves."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace()
     corpus = [file.read_text() for file in sorted((ROOT / "trtspec").rglob("*.py"))]

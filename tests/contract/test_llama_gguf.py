@@ -1,7 +1,8 @@
 """Files that llama.cpp's own converter and quantiser write, of a random Llama and a random Qwen3.
 
-`make contract-smollm2` sets LLAMA_PYTHON to a Python with llama-cpp-python and LLAMA_SOURCE to llama.cpp's sources, in
-which a folder `packages` has what its converter imports; TRTSPEC_SMOLLM2 is where the tokenizer comes from.
+`make contract-smollm2` sets LLAMA_PYTHON to a Python with llama-cpp-python, and LLAMA_SOURCE to llama.cpp's sources.
+The folder `packages` in the sources has what llama.cpp's converter imports. TRTSPEC_SMOLLM2 is the file with the
+tokenizer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder, with SmolLM2's tokenizer, which the converter knows, and beside it the file that it makes of it."""
+    """A checkpoint folder with SmolLM2's tokenizer, which the converter knows; its GGUF file is next to it."""
     folder = make_checkpoint(tmp_path_factory.mktemp("llama"), request.param, "bfloat16", **SIZES)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(checkpoint_folder(FILE) / name, folder / name)
@@ -58,7 +59,7 @@ def file_of(original: Path, kind: str) -> Path:
 
 
 def dequantised(file: Path) -> dict[str, np.ndarray]:
-    """By gguf, under Hugging Face's names and in its order of rows."""
+    """Return gguf's dequantised weights, under Hugging Face's names and in its order of rows."""
     found = {}
     for stored in gguf.GGUFReader(file).tensors:
         values = gguf.dequantize(stored.data, stored.tensor_type)
@@ -70,7 +71,7 @@ def dequantised(file: Path) -> dict[str, np.ndarray]:
 
 
 def turned(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Of llama.cpp's order, in which neighbours are turned, in Hugging Face's."""
+    """Change llama.cpp's order of rows, in which neighbours are rotated together, to Hugging Face's."""
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -80,7 +81,7 @@ def is_llama(file: Path) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_logits(original: Path, tmp_path: Path, kind: str) -> None:
-    """Weights are gguf's bit for bit, and fp32 logits of 200 tokens transformers' on these weights within 1e-3."""
+    """Weights are gguf's bit for bit, and fp32 logits of 200 tokens are transformers' on these weights within 1e-3."""
     file = file_of(original, kind)
     folder = convert(file, tmp_path / "hf", "float32")
     ours, theirs = load_file(folder / "model.safetensors"), dequantised(file)
@@ -113,7 +114,7 @@ def test_a_bf16_file_gives_the_checkpoint_s_text(original: Path) -> None:
 def test_integers_that_are_kept_give_the_text_of_the_same_integers(
     original: Path, tmp_path: Path, kind: str, dtype: str
 ) -> None:
-    """In a checkpoint that is packed by compressed-tensors."""
+    """The text is that of a checkpoint with the same integers, packed by compressed-tensors."""
     file = file_of(original, kind)
     readable = {str(hf_name(one.name)): one for one in gguf.GGUFReader(file).tensors}
     weights = {name: torch.from_numpy(values) for name, values in dequantised(file).items()}
@@ -140,7 +141,7 @@ def test_integers_that_are_kept_give_the_text_of_the_same_integers(
 
 
 def scales_of(stored: gguf.ReaderTensor, interleaved: bool, name: str) -> torch.Tensor:
-    """The fp16 at the beginning of each block, [N, K/32], in Hugging Face's order of rows."""
+    """Return the fp16 number at the beginning of each block, [N, K/32], in Hugging Face's order of rows."""
     blocks = stored.data.reshape(stored.data.shape[0], -1, gguf.GGML_QUANT_SIZES[stored.tensor_type][1])
     found = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)[..., 0].astype(np.float32)
     heads = HEADS if "q_proj" in name else KV_HEADS if "k_proj" in name else None

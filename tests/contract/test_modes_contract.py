@@ -1,4 +1,4 @@
-"""Each mode of the table once, with one K; `make contract` runs all K, on all backends."""
+"""Each mode of the table with one K; `make contract` runs all K, on all backends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_speculation_changes_nothing_and_nothing_is_lost(models: Models, mode: S
 def test_what_a_cell_would_say_of_a_drafter_that_is_never_wrong(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a run tests nothing of rewinding, and is no pass."""
+    """A cell whose drafter is never wrong does not hold, because such a run tests nothing of rewinding."""
     monkeypatch.setattr(models, "oracle", lambda: _always_right(models))
     cell = check(models, SpeculativeDecodingMode.USER_PROVIDED, 2, "eager")
     assert cell.verdict.startswith("acceptance [1.0, ")

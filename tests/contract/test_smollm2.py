@@ -1,6 +1,6 @@
-"""A pretrained model out of a GGUF file: transformers' text, and the same text in every mode.
+"""A pretrained model from a GGUF file: its text is that of transformers, and the same in every mode.
 
-`make contract-smollm2` sets TRTSPEC_SMOLLM2 to the file; without it all is skipped.
+`make contract-smollm2` sets TRTSPEC_SMOLLM2 to the file; without it all tests are skipped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TASKS = (
     "Translate a sentence about {} into French.",
 )
 PROMPTS = [task.format(subject) for task in TASKS for subject in SUBJECTS]
-NEAR = 1e-3  # logits: two fp32 programs may differ by so much, and by less they agree on nothing
+NEAR = 1e-3  # logits: two fp32 programs may differ by so much, so a smaller gap decides nothing
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where engines are kept from one test to the next."""
+    """Keep engines from one test to the next."""
     monkeypatch.setenv("TRTSPEC_CACHE", str(cache))
 
 
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("backend", ["eager", "aoti"])
 def test_greedy_text_is_that_of_transformers(folder: Path, backend: str) -> None:
-    """50 chats of 128 tokens in fp32: each id is what transformers ranks first after those before it, or nearly so."""
+    """In 50 chats of 128 tokens in fp32, transformers ranks each id first after those before it, or nearly so."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with running(dtype="float32", backend=backend, max_batch_size=10) as llm:
         outputs = llm.chat(chats(PROMPTS), SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True), False)
@@ -108,7 +108,7 @@ def test_greedy_text_is_that_of_transformers(folder: Path, backend: str) -> None
 @pytest.mark.parametrize("backend", ["eager", "aoti"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_mode_changes_the_text(tmp_path: Path, dtype: str, backend: str) -> None:
-    """Greedy and sampled, in batches of 3 and 16; a draft that is the target itself is accepted."""
+    """No mode changes greedy or sampled text, in batches of 3 and 16; a draft that is the target is accepted."""
     head = make_eagle3(tmp_path, ModelConfig.from_folder(FILE).path)
     params = [SamplingParams(temperature=t, seed=7, max_tokens=48, ignore_eos=True) for t in (0.0, 0.8)]
     prompts = PROMPTS[::3][:16]
@@ -123,7 +123,7 @@ def test_no_mode_changes_the_text(tmp_path: Path, dtype: str, backend: str) -> N
     for speculation, least in (
         ({"method": "ngram", "num_speculative_tokens": 4}, 1.2),
         ({"method": "suffix", "num_speculative_tokens": 4}, 1.2),
-        ({"method": "draft_model", "model": FILE, "num_speculative_tokens": 3}, 47 / 12),  # but for the end of the text
+        ({"method": "draft_model", "model": FILE, "num_speculative_tokens": 3}, 47 / 12),  # 4 but for the text's end
         ({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}, 1.0),
     ):
         for batch in (3, 16):
@@ -139,7 +139,7 @@ MASK = 0  # <|endoftext|>
 
 
 class Heads:
-    """Draft checkpoints for the model, each made when it is first asked for."""
+    """Draft checkpoints for the model; each is made when it is first requested."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder = root, folder
@@ -161,14 +161,14 @@ class Heads:
         return make[name]()
 
     def _pard(self) -> Path:
-        """The model itself, said to guess at mask tokens: which it never learnt."""
+        """Make the model a draft that guesses at mask tokens, which it never learnt."""
         made = Path(shutil.copytree(self.folder, self.root / "pard"))
         config = json.loads((made / "config.json").read_text())
         (made / "config.json").write_text(json.dumps({**config, "pard_token": MASK}))
         return made
 
     def _mtp(self, modules: int) -> Path:
-        """The model and MTP modules of one step of training, as `trtspec train mtp` writes them."""
+        """Make the model with MTP modules of one step of training, as `trtspec train mtp` writes them."""
         ids, out = self.root / "ids.npy", self.root / f"mtp-{modules}"
         np.save(ids, np.random.default_rng(0).integers(0, 1000, 600).astype(np.uint16))
         command = ["train", "mtp", "--target", FILE, "--data", str(ids), "--out", str(out), "--steps", "1"]
@@ -192,8 +192,11 @@ HEADED: dict[str, tuple[dict[str, Any], str]] = {
     "DFLASH": ({"method": "dflash"}, "dflash"),
     "DSPARK": ({"method": "dspark"}, "dspark"),
 }
-"""Modes of SpeculativeDecodingMode that test_no_mode_changes_the_text has not: fields of speculative_config, and the
-head ("" = the model itself). The two without a checkpoint have a test of their own."""
+"""Modes of SpeculativeDecodingMode that test_no_mode_changes_the_text does not run.
+
+Each has fields of speculative_config, and the name of its head ("" = the model itself). The two modes without a
+checkpoint have their own test.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +205,7 @@ def heads(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Heads:
 
 
 def generate(model: str, dtype: str, backend: str, speculation: Any) -> tuple[list[RequestOutput], int]:
-    """Four chats at once, greedy and then sampled; and how many tokens were drafted."""
+    """Generate four chats at once, greedy and then sampled -> outputs, number of drafted tokens."""
     params = [SamplingParams(temperature=t, seed=7, max_tokens=32, ignore_eos=True) for t in (0.0, 0.8)]
     options = {"dtype": dtype, "backend": backend, "max_batch_size": 4, "max_seq_len": 256, "max_num_tokens": 512}
     with LLM(model, speculation, **options) as llm:
@@ -230,7 +233,10 @@ def test_no_head_changes_the_text(heads: Heads, mode: str, dtype: str, backend: 
 @pytest.mark.parametrize("backend", ["eager", "aoti"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nor_do_a_drafter_of_the_user_and_saved_states(tmp_path: Path, dtype: str, backend: str) -> None:
-    """The drafter knows the text, and lies about three tokens of ten."""
+    """A user's drafter and saved hidden states do not change the text.
+
+    The drafter knows the text, and lies about three tokens of ten.
+    """
     known = plain(dtype, backend)
     answers = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in known]
     oracle = {"method": "custom_class", "drafter": LyingOracle(answers), "num_speculative_tokens": 3}

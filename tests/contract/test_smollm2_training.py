@@ -1,7 +1,8 @@
-"""The shipped head was not trained on what it is measured with: no run of 13 words of HumanEval's prompts or solutions,
-nor of the held-out questions, is in its training. Looked for in another way than the training itself does.
+"""The shipped head was not trained on the texts with which it is measured.
 
-Prompts are made anew; answers are those of the last training on this machine, if there was one.
+No run of 13 words of HumanEval's prompts or solutions, nor of the held-out questions, is in its training. The tests
+search in another way than the training itself does. Prompts are made again; answers are those of the last training on
+this machine, if there was one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def test_no_prompt_has_what_is_held_out(held_out: set[str], tmp_path: Path) -> N
     from examples.smollm2.prompts import write
 
     file = tmp_path / "prompts.jsonl"
-    write(file, CONVERSATIONS, Grams([]))  # even those that the training would leave out
+    write(file, CONVERSATIONS, Grams([]))  # including those that the training would leave out
     chats = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
     assert len(chats) == CONVERSATIONS
     assert sum("```" in chat[0]["content"] or "def " in chat[0]["content"] for chat in chats) > CONVERSATIONS / 4

@@ -1,6 +1,6 @@
 """EAGLE3 heads that the speculators package wrote, against its own classes in fp32.
 
-`make contract-speculators` sets SPECULATORS_PATH to a folder with the package and what it imports; without it all is
+`make contract-speculators` sets SPECULATORS_PATH to a folder with the package and its imports. Without it all tests are
 skipped.
 """
 
@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Rows:
-    """Attention of the newest rows over all of one sequence."""
+    """Attention of the newest rows over all rows of one sequence."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -67,7 +67,10 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_head_computes_what_the_package_does(tmp_path: Path, deep: Path, case: str) -> None:
-    """Two passes: over the target's states, and a row on what the first made of the row before it."""
+    """A head computes what the package does, in two passes.
+
+    The first pass reads the target's states. The second is a row that reads the first's output at the row before it.
+    """
     folder = written(tmp_path / "head", deep, CASES[case])
     oracle = np.load(folder / "oracle.npz")
     ids, states, expected = (torch.from_numpy(oracle[name]) for name in ("ids", "states", "logits"))
@@ -93,7 +96,10 @@ def test_a_parallel_head_is_read(tmp_path: Path, deep: Path) -> None:
 
 
 def assert_close(found: Tensor, expected: Tensor, options: dict[str, Any]) -> None:
-    """Of integers: but for what of a row lies between two, and rounds the other way; of one row that may be 1 %."""
+    """Check that both are close; with integers, numbers halfway between two may round the other way.
+
+    For one row the difference may be 1 %.
+    """
     if "bits" in options:
         assert (found - expected).norm() <= 2e-2 * expected.norm()
     else:
@@ -103,7 +109,7 @@ def assert_close(found: Tensor, expected: Tensor, options: dict[str, Any]) -> No
 def written(
     folder: Path, target: Path, options: dict[str, Any], oracle: str = "", ids: str = "eagle_aux_hidden_state_layer_ids"
 ) -> Path:
-    """By the package, in a process of its own."""
+    """Write a head by the package, in a process of its own -> folder."""
     if "bits" in options:
         pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed; it needs Python 3.11")
     script = str(Path(__file__).with_name(oracle or "speculators_oracle.py"))

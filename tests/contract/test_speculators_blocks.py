@@ -1,4 +1,7 @@
-"""DFlash drafts that the speculators package wrote, against its own classes in fp32; see test_speculators.py."""
+"""DFlash drafts that the speculators package wrote, against its own classes in fp32.
+
+As in test_speculators.py, SPECULATORS_PATH names the package.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def draft(folder: Path, target: Path, **options: Any) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_block_is_what_the_package_makes_of_it(tmp_path: Path, deep: Path, case: str) -> None:
-    """Three texts in one batch, of other lengths."""
+    """Blocks of three texts of different lengths, in one batch, are the package's."""
     folder = draft(tmp_path / "draft", deep, **CASES[case])
     oracle = np.load(folder / "oracle.npz")
     ids, states, expected = (torch.from_numpy(oracle[name]) for name in ("ids", "states", "logits"))
@@ -72,14 +75,17 @@ def test_a_block_is_what_the_package_makes_of_it(tmp_path: Path, deep: Path, cas
 
 
 def test_a_draft_says_itself_what_it_is(deep: Path, plain: Path) -> None:
-    """Neither method nor length has to be told."""
+    """A draft's own config says its method and its length; neither has to be given."""
     worker = build_step(deep, plain, method=None, num_speculative_tokens=None).worker
     assert isinstance(worker, DFlashWorker)
     assert (worker.max_draft_len, worker.mask_token_id) == (BLOCK - 1, MASK)
 
 
 def test_mtp_layers_of_the_package_are_of_families_that_do_not_run(tmp_path: Path, deep: Path) -> None:
-    """Refused by name, however the method is said. Once the package has one that runs, this fails."""
+    """MTP layers of the package are refused by name, whether or not the method is given.
+
+    Once the package has a family that runs, this test fails.
+    """
     folder = written(tmp_path / "draft", deep, {"mtp": "qwen3"}, "speculators_blocks_oracle.py")
     assert any(name.startswith("mtp_layers.0.") for name in load_file(folder / "model.safetensors"))
     runs = {name for name, row in MTP_TARGETS.items() if row.family is not None}

@@ -1,4 +1,4 @@
-"""The AOT form: kernels compiled without a GPU, and what TensorRT's plugin classes make of them."""
+"""The AOT form: kernels compiled without a GPU, and their launches by TensorRT's plugin classes."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ ATTENTION = "SpecAttention-bf16-d64-g4"
 COMPACTION = "KvCompact-bf16-l8"
 NAMES = (*KERNELS, ATTENTION, COMPACTION)
 FULL_NAMES = {name: name for name in KERNELS} | {"SpecAttention": ATTENTION, "KvCompact": COMPACTION}
-# plugin -> dtypes and shapes of inputs, (grid, heads, integers) at SIZES
+# Plugin -> dtypes and shapes of inputs, (grid, heads, integers) at SIZES.
 LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
     "SpecAttention": (
         [
             (BF16, ["T", 8, 64]), (BF16, ["T", 2, 64]), (BF16, ["T", 2, 64]),
             (BF16, ["N", 16, 2, 64]), (BF16, ["N", 16, 2, 64]), (I32, ["B1"]), (I32, ["B"]), (I32, ["B", "M"]),
         ],
-        # 4 rows a program: 3 programs hold 9 rows, and each of 5 requests may leave one unfinished
+        # A program has 4 rows: 3 programs hold 9 rows, and each of 5 requests may leave one unfinished.
         (8, 2, [9, 5, 3, 17, 16, 2, 512, 128, 128, 0x3E000000, 7, 0x41F00000]),
     ),
     "ProcessLogits": (
@@ -69,7 +69,7 @@ LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
     ),
     "KvCompact": (
         [(BF16, ["N", 16, 2, 64 * 5]), (BF16, ["N", 16, 2, 64 * 5]), (I32, ["B", "M"]), (I32, ["B"]), (I64, ["B", 4])],
-        (5, 3, [3, 17, 16, 640, 4]),  # 256 elements of a row a program
+        (5, 3, [3, 17, 16, 640, 4]),  # 256 elements of a row per program
     ),
 }  # fmt: skip
 ATTRIBUTES = {"SpecAttention": {"scale": 0.125, "window": 7, "softcap": 30.0}}
@@ -98,7 +98,7 @@ def test_the_table_of_kernels_is_complete() -> None:
 
 
 def test_kernels_take_inputs_then_integers_then_outputs(built: dict[str, Any], key: str) -> None:
-    """And nothing else: TensorRT passes just these."""
+    """Kernels take inputs, integers and outputs in this order and nothing else: TensorRT passes just these."""
     name = key.split("-")[0]
     declared = re.search(r"\.entry \w+\((.*?)\)", ptx(built, key), re.DOTALL)
     assert declared is not None
@@ -113,8 +113,11 @@ def test_kernels_take_inputs_then_integers_then_outputs(built: dict[str, Any], k
 @pytest.mark.parametrize("name", ["SpecSample", "SpecSampleVocab"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_rounding_of_the_noise_is_written_out(built: dict[str, Any], name: str, architecture: str) -> None:
-    """mul.f32 without a rounding may be fused with the addition after it when the driver compiles the PTX, and
-    approximations are another result altogether."""
+    """Every rounding of the noise is written out, and nothing is approximated.
+
+    When the driver compiles the PTX, it may fuse mul.f32 without a rounding with the addition after it. Approximations
+    give another result.
+    """
     code = ptx(built, f"{name}-{architecture}")
     arithmetic = re.findall(r"^\s+((?:add|sub|mul|fma|mad|div|lg2|ex2|rcp)\.\S*f32)", code, re.MULTILINE)
     assert set(arithmetic) == {"add.rn.f32", "sub.rn.f32", "mul.rn.f32"}
@@ -122,7 +125,10 @@ def test_every_rounding_of_the_noise_is_written_out(built: dict[str, Any], name:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_divided_as_the_reference_divides(built: dict[str, Any], architecture: str) -> None:
-    """And roundings are ones that nothing fuses, so that one row's are the same everywhere in a batch."""
+    """Logits are divided as in the reference, with roundings that nothing fuses.
+
+    So one row's roundings are the same everywhere in a batch.
+    """
     code = ptx(built, f"ProcessLogits-{architecture}")
     arithmetic = re.findall(r"^\s+((?:add|sub|mul|fma|mad|div|lg2|ex2|rcp)\.\S*f32)", code, re.MULTILINE)
     assert set(arithmetic) == {"sub.rn.f32", "mul.rn.f32", "div.rn.f32", "ex2.approx.f32"}
@@ -130,8 +136,10 @@ def test_logits_are_divided_as_the_reference_divides(built: dict[str, Any], arch
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_read_again_after_all_threads_have_written_them(built: dict[str, Any], architecture: str) -> None:
-    """The block waits before bans are written over the row, and before that is searched; the last writes are each
-    thread's own."""
+    """The block waits before bans are written over the row, and again before the row is searched.
+
+    The last writes are each thread's own.
+    """
     code = re.findall(r"\b(ld\.global|bar\.sync|st\.global)", ptx(built, f"ProcessLogits-{architecture}"))
     divided, banned, *searched, filtered = " ".join(code).split("bar.sync")
     assert "st.global" in divided
@@ -142,7 +150,10 @@ def test_logits_are_read_again_after_all_threads_have_written_them(built: dict[s
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compaction_stores_nothing_before_all_is_loaded(built: dict[str, Any], architecture: str) -> None:
-    """A row is loaded by some threads and stored over by others: the whole block waits in between."""
+    """Compaction stores nothing before all is loaded.
+
+    Some threads load a row and others store over it, so the whole block waits in between.
+    """
     code = re.findall(r"\b(ld\.global|bar\.sync|st\.global)", ptx(built, f"{COMPACTION}-{architecture}"))
     barrier = len(code) - 1 - code[::-1].index("bar.sync")
     assert "st.global" not in code[:barrier]
@@ -167,7 +178,7 @@ def test_plugins_are_created_ahead_of_time(name: str) -> None:
 
 
 def launched(plugin: Any, inputs: list[Any]) -> tuple[dict[str, int], list[int], str, str]:
-    """(launch parameters, integers, entry, PTX) through TensorRT's own get_launch_params and get_kernel."""
+    """Return (launch parameters, integers, entry, PTX) by TensorRT's own get_launch_params and get_kernel."""
     dtypes, shapes = [dtype for dtype, _ in inputs], [shape for _, shape in inputs]
     concrete = [torch.empty([SIZES.get(size, size) for size in shape], dtype=dtype) for dtype, shape in inputs]
     sizes = [[size.at(SIZES) for size in shape] for shape in output_shapes(plugin, dtypes, shapes)]

@@ -1,4 +1,4 @@
-"""Whatever the sources name of TensorRT's API is there, in the version that the backend is written for."""
+"""Every name of TensorRT's API in the sources exists, in the version that the backend is written for."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_methods_take_is_read_from_their_docstrings() -> None:
 
 
 def test_the_recorded_api_is_that_of_these_bindings() -> None:
-    """What stands in for TensorRT in the ordinary tests has TensorRT's methods, parameters and properties."""
+    """The record from which the stand-in for TensorRT is made has TensorRT's methods, parameters and properties."""
     if os.environ.get("TRTSPEC_RECORD"):
         FILE.write_text(text(record()), encoding="utf-8")
     assert json.loads(FILE.read_text(encoding="utf-8")) == record()

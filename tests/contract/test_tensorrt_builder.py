@@ -1,4 +1,4 @@
-"""The builder's plugins from TensorRT's own registry, and what is said on a machine without a GPU."""
+"""The builder's plugins from TensorRT's own registry, and the errors on a machine without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugins in TensorRT's own registry and plugin classes: what they declare, and the JIT form on host memory."""
+"""The plugins in TensorRT's own registry and plugin classes: their declarations, and the JIT form on host memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.fake_tensorrt.plugins import FakePlugin  # noqa: E402
 register()
 F32, BF16, I32, I64, BOOL = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool
 ATTENTION_ATTRIBUTES = {"scale": 0.25, "window": 0, "softcap": 0.0}
-# name -> (attributes, dtype and shape of each input, of each output, aliased input of each output)
+# Name -> (attributes, dtype and shape of each input, of each output, aliased input of each output).
 DECLARED: dict[str, tuple[dict[str, Any], list[Any], list[Any], list[int]]] = {
     "SpecAttention": (
         ATTENTION_ATTRIBUTES,
@@ -138,7 +138,7 @@ def test_each_combination_of_inputs_has_one_plugin_or_an_error() -> None:
 
 
 def reference(name: str, arguments: dict[str, Tensor], attributes: dict[str, Any]) -> list[Tensor]:
-    """The functional op on copies."""
+    """Run the functional op on copies -> its results."""
     op = getattr(torch.ops.trtspec, PLUGINS[name].torch_op).default
     absent = {
         argument.name: torch.empty(0, dtype=torch.int64 if argument.name == "vocab_ids" else torch.int32)
@@ -211,7 +211,7 @@ def test_compaction_equals_the_reference(arguments: dict[str, Tensor]) -> None:
 @settings(deadline=None, max_examples=20)
 @given(batches.attention())
 def test_calls_chained_over_one_cache_see_each_other_s_rows(arguments: dict[str, Tensor]) -> None:
-    """Two layers of draft steps on one binding: the second call reads what the first has written."""
+    """The second of two calls on one binding, as in draft steps, reads what the first has written."""
     attributes = {"scale": 0.25, "window": 0, "softcap": 0.0}
     later = arguments | {"q": arguments["q"] * 2, "k": arguments["k"] * 3, "v": -arguments["v"]}
     first = reference("SpecAttention", arguments, attributes)
@@ -256,7 +256,7 @@ def test_without_the_ops_registering_says_what_to_import() -> None:
     import subprocess
     import sys
 
-    assert trtspec.ops is not None  # imported here, not there
+    assert trtspec.ops is not None  # imported here, not in the process below
     code = "from trtspec_plugins.tensorrt import register; register()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -1,6 +1,6 @@
-"""The stand-ins that the runtime is tested on have no name and no parameter that TensorRT and cuda-python do not have.
+"""The stand-ins for the runtime's tests have no name and no parameter that TensorRT and cuda-python lack.
 
-The runtime runs on the stand-ins alone there, so what it uses of either library is among what is compared here.
+Those tests run the runtime on the stand-ins alone, so all that it uses of either library is compared here.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def test_cuda_functions_take_what_they_are_given() -> None:
 
 
 def number_of_parameters(function: Callable[..., Any]) -> int:
-    """From the first line of a docstring, as Cython writes it: name(type a, type b)."""
+    """Number of parameters in the first line of a docstring, as Cython writes it: name(type a, type b)."""
     found = re.match(r"\w+\((.*?)\)", (function.__doc__ or "").strip())
     assert found is not None, function
     return len([part for part in found[1].split(",") if part.strip()])
 
 
 def test_without_a_gpu_the_real_cuda_python_says_so() -> None:
-    """On this machine, if it has none: typed, with what to do."""
+    """On a machine without a GPU, the error is typed and says what to do."""
     if cuda_runtime.cudaGetDeviceCount()[1]:
         pytest.skip("there is a GPU")
     with pytest.raises(DependencyError, match=r"no NVIDIA driver here|shows no GPU|update the driver"):

@@ -1,4 +1,4 @@
-"""What the compiler makes of attention for torch: the same instructions in every configuration. Wants no GPU."""
+"""Attention for torch is compiled to the same instructions in every configuration; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from triton.compiler import ASTSource
 from trtspec_plugins.triton import attention
 from trtspec_plugins.triton.launch import attention_options, attention_shape, left_rows
 
-PTX_VERSION = 87  # which ptxas of every Triton wheel takes
+PTX_VERSION = 87  # accepted by ptxas of every Triton wheel
 ARCHITECTURES = (80, 90, 100, 120)
-# head size, pairs of row and query head that a request brings, split, tree mask
+# Head size, pairs of row and query head that a request has, split, tree mask.
 CONFIGURATIONS = [(128, 16, True, False), (128, 64, False, True), (64, 64, False, False)]
 TENSORS = ("q", "k", "v", "k_cache", "v_cache", "out", "new_k_cache", "new_v_cache")
 STRIDES = ("q_stride", "k_stride", "v_stride")
 
 
 def compiled(architecture: int, head_dim: int, pairs: int, split: bool, tree: bool) -> Any:
-    """The kernel as the launcher of `attention` asks for it, with bf16 tensors at multiples of 16 bytes."""
+    """Compile the kernel as the launcher of `attention` does, with bf16 tensors at multiples of 16 bytes."""
     shape = attention_shape(head_dim, 4, left_rows(pairs), 2)
     integers = ("T", "B", "columns", "num_blocks", "Hkv", *STRIDES, "scale_bits", "window")
     scratch = ("tops", "totals", "partials")
@@ -55,8 +55,11 @@ def compiled(architecture: int, head_dim: int, pairs: int, split: bool, tree: bo
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_products_are_the_same_instruction_everywhere(architecture: int, configuration: Any) -> None:
-    """Also where a wider matrix would have wgmma or tcgen05, which may add in another order; and other roundings are
-    written out, so that nothing is fused. Rows of the cache are copied 16 bytes at a time, ahead of their use."""
+    """Products are the same instruction everywhere, also where a wider matrix would have wgmma or tcgen05.
+
+    These may add in another order. Other roundings are written out, so that nothing is fused. Rows of the cache are
+    copied 16 bytes at a time, ahead of their use.
+    """
     ptx = compiled(architecture, *configuration).asm["ptx"]
     products = set(re.findall(r"^\s+(\S*mma\S*)", ptx, re.MULTILINE))
     assert products == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}

@@ -1,4 +1,4 @@
-"""Draft heads of folders, without an engine."""
+"""Build the draft head of a folder without an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trtspec.methods.mlp_speculator.weights import MLPSpeculatorWeights
 from trtspec.methods.mtp.weights import MtpWeights
 from trtspec.models.decoder import Decoder
 
-# Method -> how its checkpoints lie, and how their config.json is read.
+# Method -> class that reads its checkpoints, and function that reads their config.json.
 ROOMS: dict[str, tuple[Any, Any]] = {
     "dflash": (DFlashWeights, ModelConfig.from_folder),
     "draft_model": (DecoderWeights, ModelConfig.from_folder),
@@ -33,9 +33,10 @@ ROOMS: dict[str, tuple[Any, Any]] = {
 
 
 def head_of(name: str, folder: Path, target: Decoder, owner: Path | None = None, **fields: Any) -> Any:
-    """The head in `folder`. owner: the target's folder, which EAGLE compares with. fields: of HeadSource.
+    """Build the head in `folder` from HeadSource(**fields).
 
-    It has values if the target has them, unless `reads_weights` says otherwise.
+    owner: the target's folder, with which EAGLE compares its tensors. The head has values if the target has them,
+    unless `reads_weights` says otherwise.
     """
     kind, read = ROOMS[name]
     fields = {"reads_weights": not target.norm.weight.is_meta, **fields}

@@ -1,5 +1,7 @@
-"""Tiny DSpark drafts and inputs for them, the same on every machine: what the package `speculators` computes of them
-is recorded in dspark_oracle.npz (see dspark_oracle.py)."""
+"""Tiny DSpark drafts and inputs for them, the same on every machine.
+
+dspark_oracle.npz records what the package `speculators` computes for them; dspark_oracle.py makes that file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tests.dspark_checkpoints import make_dspark
 RECORDED = Path(__file__).with_name("dspark_oracle.npz")
 BLOCK, MASK, VOCAB, HIDDEN, LAYERS = 5, 63, 64, 32, (0, 1, 3)
 LENGTHS = (12, 7, 1)
-"""Positions of the anchors; a block reads the states before."""
+"""Positions of the anchors; a block reads the states before its anchor."""
 
 CASES: dict[str, dict[str, Any]] = {
     "vanilla": {},
@@ -34,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_target(folder: Path) -> Path:
-    """A Qwen3 of four layers, without transformers, whose random weights may be others in another version."""
+    """Make a Qwen3 of four layers, without transformers: its random weights may differ between its versions."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -66,13 +68,13 @@ def make_target(folder: Path) -> Path:
 
 
 def make_case(tmp_path: Path, target: Path, name: str, **fields: Any) -> Path:
-    """The draft called `name`. `fields` are of config.json."""
+    """Make the draft called `name`; `fields` are fields of config.json."""
     asked = {"capture": LAYERS, **CASES[name], **fields}
     return make_dspark(tmp_path, target, asked.pop("capture"), MASK, block_size=BLOCK, seed=5, **asked)
 
 
 def inputs(name: str) -> tuple[Tensor, Tensor]:
-    """What stands for the target's states [T, n * H] at positions 0 .. T-1, and the text [T + 1] int64."""
+    """Return stand-ins for the target's states [T, n * H] at positions 0 .. T-1, and the text [T + 1] int64."""
     width, length = len(CASES[name].get("capture", LAYERS)) * HIDDEN, max(LENGTHS)
     generator = torch.Generator().manual_seed(6)
     states = torch.randn(length, width, generator=generator)

@@ -1,12 +1,13 @@
-"""Records what the classes of the package `speculators` compute of tests/models/dspark_cases.py, into its .npz.
+"""Records in an .npz what the classes of the package `speculators` compute for tests/models/dspark_cases.py.
 
-The package cannot be installed beside what the project pins, so that this runs in an environment of its own:
+The package cannot be installed together with the project's pinned packages, so this script runs in its own environment:
 
     python -m venv oracle && oracle/bin/pip install speculators==0.9.0
     oracle/bin/python -m tests.models.dspark_oracle
 
-The package has no inference; its forward is teacher-forced and samples anchors. So its backbone is given one anchor, a
-mask that allows no other, and as many positions behind it as a block has. Then its heads are asked draft by draft.
+The package has no inference: its forward pass is teacher-forced and samples anchors. So this script passes its backbone
+one anchor, a mask that allows no other anchor, and as many positions after it as a block has. Then it runs the
+package's heads draft by draft.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.models.dspark_cases import BLOCK, CASES, LENGTHS, RECORDED, inputs, m
 
 
 def load(tmp_path: Path, target: Path, name: str) -> Any:
-    """Their model of a case, fp32."""
+    """Load the package's model of a case, fp32."""
     proposals = [{"proposal_type": "greedy", "speculative_tokens": BLOCK}]
     folder = make_case(
         tmp_path,
@@ -43,7 +44,7 @@ def load(tmp_path: Path, target: Path, name: str) -> Any:
 
 
 def block(model: Any, states: Tensor, text: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
-    """-> h [BLOCK, H] after the last norm, and lm_head's logits [BLOCK, Vd]."""
+    """Run one block -> h [BLOCK, H] after the last norm, and lm_head's logits [BLOCK, Vd]."""
     length = anchor + BLOCK + 1
     hidden = torch.zeros(1, length, states.shape[1])
     hidden[0, :anchor] = states[:anchor]
@@ -58,7 +59,7 @@ def block(model: Any, states: Tensor, text: Tensor, anchor: int) -> tuple[Tensor
 
 @torch.no_grad()
 def drafts(model: Any, states: Tensor, text: Tensor, anchor: int) -> dict[str, Tensor]:
-    """Greedy, from left to right."""
+    """Draft greedily from left to right -> ids, logits and, if there is a confidence head, confidences."""
     h, base = block(model, states, text, anchor)
     first = 0 if model.config.sample_from_anchor else 1
     previous, ids, logits = torch.full((BLOCK,), int(text[anchor])), [], []
@@ -81,7 +82,7 @@ def drafts(model: Any, states: Tensor, text: Tensor, anchor: int) -> dict[str, T
 
 
 def main() -> None:
-    """All cases."""
+    """Record all cases."""
     recorded = {}
     for name in CASES:
         with tempfile.TemporaryDirectory() as scratch:

@@ -20,7 +20,7 @@ from trtspec.methods.step import OneEngineStep
 
 Tensors = dict[str, Tensor]
 SOME_IDS = [int(i) for i in torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:83]]
-"""83 of the target's 199 ids, in no order: d2t has gaps, goes up and down."""
+"""83 of the target's 199 ids in random order: d2t has gaps and goes up and down."""
 EAGLE3 = {"method": "eagle3", "num_speculative_tokens": K}
 
 LAYERS = 8
@@ -46,7 +46,7 @@ def head(tmp_path: Path, deep: Path) -> Path:
 
 
 def build_step(deep: Path, head: Path, **wishes: Any) -> OneEngineStep:
-    """With its weights as they were loaded: kernels would have them packed."""
+    """Build the step with its weights as loaded; with kernels they would be packed."""
     with (
         mock.patch("trtspec.build.wiring.load_plugins", return_value={}),
         LLM(deep, {**EAGLE3, "model": str(head), **wishes}) as llm,

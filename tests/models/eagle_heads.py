@@ -1,4 +1,4 @@
-"""A target for heads of the original EAGLE, and ways to change a head's config and tensors."""
+"""A target for heads of the original EAGLE, and functions that change a head's config and tensors."""
 
 from __future__ import annotations
 

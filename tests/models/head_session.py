@@ -1,4 +1,4 @@
-"""One-engine steps of a draft head, launched by hand, for tests that hold every pass against an oracle."""
+"""One-engine steps of a draft head, launched by hand, for tests that compare every pass with an oracle."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ GREEDY = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p
 
 
 def states(target: transformers.PreTrainedModel, tokens: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """transformers' residual streams after each of `layers` side by side [n, len * Ht], and its logits [n, V].
+    """Return transformers' residual streams after `layers`, next to each other [n, len * Ht], and its logits [n, V].
 
-    -1 is the stream after the last norm, which transformers gives as the last of `hidden_states`; the one before that
-    norm it does not give, so it is caught where it enters the norm.
+    Layer -1 is the stream after the last norm, which transformers returns as the last of `hidden_states`. It does not
+    return the stream before that norm, so a hook catches that where it enters the norm.
     """
     caught: list[Tensor] = []
     hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
@@ -39,7 +39,7 @@ def states(target: transformers.PreTrainedModel, tokens: Sequence[int], layers: 
 
 
 class Watching(SpecWorker):
-    """Keeps what every pass gave; for any worker of a head."""
+    """A worker that keeps the outputs of every pass; a mixin for any worker of a head."""
 
     def reset(self) -> None:
         self.first: Tensor = torch.empty(0)
@@ -65,7 +65,7 @@ class Session:
     tables: list[list[int]]
     known: list[list[int]]  # tokens of each request
     committed: list[int] = field(default_factory=list)
-    group_tables: list[list[list[int]]] = field(default_factory=list)  # of KV groups behind the first, if not `tables`
+    group_tables: list[list[list[int]]] = field(default_factory=list)  # of KV groups after the first; []: `tables`
 
     @property
     def worker(self) -> Watching:
@@ -74,8 +74,10 @@ class Session:
 
     @torch.no_grad()
     def launch(self, drafts: list[list[int]], next_draft_len: int | None = None) -> StepOutputs:
-        """All requests at once: contexts at first, then one known token and these drafts. Commits what is accepted.
-        next_draft_len: drafts to make, None = as many as the worker can."""
+        """Launch all requests at once: first their prompts, later one known token and these drafts for each.
+
+        The accepted tokens are committed. next_draft_len: number of drafts to make, None = as many as the worker can.
+        """
         B, contexts = len(self.known), not self.committed
         starts = self.committed or [0] * B
         rows = [[*known[start:], *own] for known, start, own in zip(self.known, starts, drafts, strict=True)]
@@ -111,7 +113,7 @@ class Session:
 
 
 def open_session(decoder: Decoder, worker: SpecWorker, prompts: list[list[int]]) -> Session:
-    """`worker` is a Watching one."""
+    """Open a session with these prompts; `worker` is a Watching."""
     blocks = 1 + sum(-(-(len(p) + 40) // 4) for p in prompts)
     kv = allocate_layers([*decoder.spec.kv_layers, *worker.kv_layers], blocks, 4, torch.float32)
     free = iter((torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist())
@@ -120,7 +122,7 @@ def open_session(decoder: Decoder, worker: SpecWorker, prompts: list[list[int]])
 
 
 def told(target: transformers.PreTrainedModel, known: list[int], right: int, num_drafts: int) -> list[int]:
-    """Drafts of which exactly the first `right` are what the target will say."""
+    """Return drafts of which exactly the first `right` are the tokens that the target will choose."""
     tokens = list(known)
     for _ in range(right + 1):
         with torch.no_grad():

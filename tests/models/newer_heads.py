@@ -1,9 +1,8 @@
-"""Two drafters of vLLM's newer runner, as short as the seam allows: each a head, on workers that are there already; and
-what they compute written from their equations, without a cache.
+"""Two drafters of vLLM's newer runner, each a short head on existing workers, and their equations without a cache.
 
-Assistant (Gemma 4's, vllm/model_executor/models/gemma4_mtp.py): layers of queries alone, over the target's KV. All its
-passes stand at the last row that is known. StepHead (Step 3.5's, step3p5_mtp.py): a module for each draft, each with an
-lm_head of its own, some of them with a sliding window.
+Assistant (Gemma 4's, vllm/model_executor/models/gemma4_mtp.py): its layers have only queries and read the target's KV.
+All its passes run at the position of the last known row. StepHead (Step 3.5's, step3p5_mtp.py): it has a module for
+each draft. Each module has its own lm_head, and some have a sliding window.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ EPS = 1e-6
 
 
 def randomize(module: nn.Module, seed: int = 0) -> None:
-    """Random weights of a size that keeps rows of about 1."""
+    """Set random weights of a size that keeps rows of about 1."""
     generator = torch.Generator().manual_seed(seed)
     for weight in module.parameters():
         random = torch.randn(weight.shape, generator=generator)
@@ -45,7 +44,7 @@ def randomize(module: nn.Module, seed: int = 0) -> None:
 
 
 class QueryLayer(nn.Module):
-    """A layer between norms, whose attention reads layer `source` of the target."""
+    """A layer between norms whose attention reads the KV of the target's layer `source`."""
 
     def __init__(self, target: Decoder, width: int, source: int, scalar: float) -> None:
         super().__init__()
@@ -60,13 +59,13 @@ class QueryLayer(nn.Module):
         q = self.q_norm(self.q(self.norms[0](x)).unflatten(-1, (-1, self.head_dim)))  # [T, Hq, D]
         x = x + self.norms[1](self.o(attend.query(self.source, rotate(q, cos, sin), scale=1.0).flatten(1)))
         gate, up = self.gate_up(self.norms[2](x)).chunk(2, dim=-1)
-        curve = 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)  # GELU, tanh by way of exp: see layers.silu
+        curve = 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)  # GELU, tanh from exp: layers.silu says why
         x = x + self.norms[3](self.down(gate / (1 + torch.exp(-curve)) * up))
         return x * self.scalar
 
 
 class Assistant(DraftHead):
-    """sources: the target's layer that each of its layers reads."""
+    """A draft head over the target's KV. sources: for each of its layers, the target's layer that it reads."""
 
     advance_draft_positions: ClassVar[bool] = False
     reads_target_kv: ClassVar[bool] = True
@@ -99,7 +98,7 @@ class Assistant(DraftHead):
 
 
 class AsPlain(OneEngineStep):
-    """Checks that a launch leaves the target's KV as one without draft layers does, bit for bit."""
+    """A step that checks that a launch leaves the target's KV as one without draft layers does, bit for bit."""
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         plain = copied(kv[: self.decoder.spec.num_layers])
@@ -117,7 +116,7 @@ STEP = MtpFamily("enorm", "hnorm", "eh_proj", "shared_head.norm", head="shared_h
 
 
 class GatedAttention(Attention):
-    """What each of its heads gives, times a sigmoid of x."""
+    """Attention whose heads' outputs are each multiplied by a sigmoid of x."""
 
     def __init__(self, spec: MtpSpec, layer: int) -> None:
         super().__init__(spec.layer, layer)
@@ -129,7 +128,7 @@ class GatedAttention(Attention):
 
 
 class StepModule(MtpModule):
-    """The layer's own output, for the next module; its norm belongs to the logits."""
+    """A module that returns the layer's own output for the next module; its norm applies only to the logits."""
 
     def __init__(self, spec: MtpSpec, layer: int) -> None:
         super().__init__(spec, layer)
@@ -138,7 +137,7 @@ class StepModule(MtpModule):
 
 
 class StepHead(MtpHead):
-    """windows: of each module's layer."""
+    """A head with one module per draft. windows: sliding window of each module's layer."""
 
     def __init__(self, target: Decoder, windows: tuple[int | None, ...]) -> None:
         layer = replace(target.spec, num_layers=1, windows=(None,), qk_norm=True, qkv_bias=False, rms_norm_eps=EPS)
@@ -155,12 +154,12 @@ class StepHead(MtpHead):
         return module.head(module.final_norm(y))
 
 
-# -- their equations -----------------------------------------------------------------------------------------------
+# -- the drafters' equations ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass gives at its last row, and the draft taken there."""
+    """The output of a pass at its last row, and the draft taken there."""
 
     y: Tensor  # [W]
     logits: Tensor  # [V]
@@ -175,12 +174,12 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gemma_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """weight: what a checkpoint has, of which a loader makes ours by adding 1."""
+    """Gemma's norm. weight: as in a checkpoint; a loader adds 1 to make it trtspec's."""
     return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * (1 + weight)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """q [n, Hq, D] of the last n of m positions, k, v [m, Hkv, D] -> [n, Hq, D]."""
+    """Attention of q [n, Hq, D] at the last n of m positions over k, v [m, Hkv, D] -> [n, Hq, D]."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     n, m = len(q), len(k)
     distance = torch.arange(m - n, m)[:, None] - torch.arange(m)
@@ -190,13 +189,13 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> 
 
 
 def rotated(x: Tensor, target: transformers.PreTrainedModel, first: int = 0) -> Tensor:
-    """x [n, heads, D] at the positions from `first` on."""
+    """Rotate x [n, heads, D] at the positions from `first` on."""
     cos, sin = (t[0][:, None] for t in target.model.rotary_emb(x, torch.arange(first, first + len(x))[None]))
     return x * cos + turned(x) * sin
 
 
 def target_kv(target: transformers.PreTrainedModel, tokens: Sequence[int], layer: int) -> tuple[Tensor, Tensor]:
-    """transformers' keys, rotated, and values of one layer, [n, Hkv, D] each."""
+    """Return transformers' rotated keys, and its values, of one layer, [n, Hkv, D] each."""
     caught: list[Tensor] = []
     attention = target.model.layers[layer].self_attn
     projections = attention.k_proj, attention.v_proj
@@ -212,7 +211,7 @@ def target_kv(target: transformers.PreTrainedModel, tokens: Sequence[int], layer
 def assistant_passes(
     head: Assistant, target: transformers.PreTrainedModel, known: list[int], num_drafts: int
 ) -> list[Pass]:
-    """K passes behind the known tokens, all at the position of the last but one."""
+    """Return K passes after the known tokens, all at the position of the last but one."""
     w = dict(head.named_parameters())
     config, last = target.config, len(known) - 2
     h, token, passes = states(target, known[:-1], (-1,))[0][-1:], known[-1], []
@@ -238,7 +237,7 @@ def assistant_passes(
 
 
 def step_passes(head: StepHead, target: transformers.PreTrainedModel, known: list[int]) -> list[Pass]:
-    """A pass of each module over the whole text: the outputs of the one before, tokens one further on."""
+    """Return one pass per module over the whole text; each reads the previous outputs, and tokens one further on."""
     num_layers = target.config.num_hidden_layers
     h, _ = states(target, known[:-1], (num_layers - 1,))  # before the target's last norm
     tokens, passes = known[1:], []

@@ -1,7 +1,7 @@
-"""Draft heads as their papers write them, and one-engine steps that are compared with them pass by pass.
+"""Draft heads as their papers define them, and one-engine steps that are compared with them pass by pass.
 
-A paper's head is plain torch operations on a checkpoint's tensors under their public names, without a cache: it
-computes every pass over the whole text. The target's hidden states are those of transformers.
+A paper's head consists of plain torch operations on a checkpoint's tensors under their public names. It has no cache:
+it computes every pass over the whole text. transformers computes the target's hidden states.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VOCAB = 199
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass of the head gives at its last row, and the draft taken there."""
+    """The output of one pass of the head at its last row, and the draft taken there."""
 
     y: Tensor  # [H]
     logits: Tensor  # [Vd]
@@ -44,7 +44,7 @@ class Pass:
 
 
 class PaperHead(ABC):
-    """A head as published; a checkpoint's tensors under their public names, fp32."""
+    """A head as published, on a checkpoint's tensors under their public names, fp32."""
 
     def __init__(self, folder: Path, target: transformers.PreTrainedModel) -> None:
         self.w = load_file(folder / "model.safetensors")
@@ -59,29 +59,29 @@ class PaperHead(ABC):
         )
 
     def read_config(self, folder: Path) -> dict[str, Any]:
-        """What config.json says of its layers, and of what is its own."""
+        """Return what config.json says of the head's layers and of the head's own fields."""
         return json.loads((folder / "config.json").read_text())  # type: ignore[no-any-return]
 
     @abstractmethod
     def fuse(self, captured: Tensor) -> Tensor:
-        """The target's states of each position [n, ...] -> h [n, H] of the first pass."""
+        """Fuse the target's states of each position [n, ...] -> h [n, H] of the first pass."""
 
     @abstractmethod
     def forward(self, e: Tensor, h: Tensor) -> Tensor:
-        """e [n, H] of the token after each position, h [n, H] -> y [n, H]."""
+        """Run a pass: e [n, H] of the token after each position, h [n, H] -> y [n, H]."""
 
     @abstractmethod
     def logits(self, y: Tensor) -> Tensor:
-        """y [H] -> logits [Vd]."""
+        """Map y [H] -> logits [Vd]."""
 
     def target_id(self, draft_id: int) -> int:
         return draft_id
 
     def drafts(self, captured: Tensor, following: list[int]) -> tuple[Tensor, list[Pass]]:
-        """captured [n, ...] and the token after each position -> y of the first pass [n, H], and K passes.
+        """Run K passes on captured [n, ...] and the token after each position -> y [n, H] of pass 0, all passes.
 
-        Pass 0 reads the tokens 1..n at the positions 0..n-1; each further pass adds one row: the token just drafted,
-        at the next position, with the last row's output in place of the target's state.
+        Pass 0 reads the tokens 1..n at the positions 0..n-1. Each further pass adds one row at the next position: the
+        token just drafted, with the last row's output in place of the target's state.
         """
         tokens, h = list(following), self.fuse(captured)
         first, passes = None, []
@@ -94,7 +94,7 @@ class PaperHead(ABC):
         assert first is not None
         return first, passes
 
-    # parts of a decoder layer, whose tensors' names begin with `prefix`
+    # Parts of a decoder layer; `prefix` begins the names of its tensors.
 
     def attention(self, x: Tensor, prefix: str, window: int | None = None) -> Tensor:
         q, k, v = (
@@ -108,7 +108,7 @@ class PaperHead(ABC):
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-        distance = torch.arange(len(x))[:, None] - torch.arange(len(x))  # of row and key
+        distance = torch.arange(len(x))[:, None] - torch.arange(len(x))  # between row and key
         hidden = (distance < 0) | (distance >= (window or len(x)))
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         return self.linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), f"{prefix}self_attn.o_proj")
@@ -125,12 +125,12 @@ class PaperHead(ABC):
 
 
 def turned(x: Tensor) -> Tensor:
-    """(x1, x2) -> (-x2, x1), halves of the last dimension."""
+    """Turn halves of the last dimension: (x1, x2) -> (-x2, x1)."""
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-# -- ours ----------------------------------------------------------------------------------------------------------
+# -- trtspec's steps -----------------------------------------------------------------------------------------------
 
 
 def session_of(
@@ -140,7 +140,7 @@ def session_of(
     prompts: list[list[int]],
     kind: Callable[..., Watching] = Watching,
 ) -> Session:
-    """Of a checkpoint, in fp32, with K drafts a step."""
+    """Open a session of a checkpoint in fp32, with K drafts per step."""
     decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
     return open_session(decoder, kind(load(decoder), K, capture), prompts)
 
@@ -151,10 +151,10 @@ def assert_every_pass_is_that_of_the_paper(
     paper_of: Callable[[transformers.PreTrainedModel], PaperHead],
     capture: Sequence[int],
 ) -> None:
-    """Prompts, then drafts of which none, some and all are accepted: the rejected must leave no trace."""
+    """Launch prompts, then drafts of which none, some and all are accepted; rejected drafts must leave no trace."""
     theirs, generator = oracle(target), torch.Generator().manual_seed(1)
     paper = paper_of(theirs)
-    # past llama3's original length of 64, and ending anywhere in a block
+    # One prompt is longer than llama3's original 64 positions; both end inside a block.
     prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (90, 7)]
     session = session_of(target, load, capture, prompts)
     for accepted in (None, 2, 0, 4, 1):  # None: the prompts

@@ -1,4 +1,4 @@
-"""Fused linears of integer weights, the matrices they stand for, and a model in floats."""
+"""Fused linears of integer weights, the matrices that they stand for, and a model in floats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ bf16, fp32 = torch.bfloat16, torch.float32
 
 
 class Fused(nn.Module):
-    """Two linears of a checkpoint as one of ours."""
+    """Two linears of a checkpoint as one trtspec linear."""
 
     def __init__(self, widths: tuple[int, int], depth: int) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""What the tests of heads that read the target's last hidden state share: drafts in an engine against an oracle, and
-checkpoints that are refused."""
+"""Shared code for tests of heads that read the target's last hidden state.
+
+It compares an engine's drafts with an oracle, and checks that bad checkpoints are refused.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from trtspec import LLM, SamplingParams
 from trtspec.errors import TrtSpecError
 
 VOCAB = 199
-"""Of the targets of tests.checkpoints."""
+"""Vocabulary size of the targets of tests.checkpoints."""
 Bad = tuple[Callable[[Path], object], type[TrtSpecError], tuple[str, ...]]
-"""A change of a checkpoint, the error that it makes, words in it."""
+"""A change of a checkpoint, the type of the error that it causes, and words in the message."""
 
 
 def no_attend(*args: object) -> Tensor:
@@ -37,7 +39,7 @@ def change_config(**fields: Any) -> Callable[[Path], object]:
 
 
 def assert_refused(target: Path, wishes: dict[str, Any], bad: Bad) -> None:
-    """Typed, naming the model, the field or tensor, and what was expected."""
+    """Check that the error is typed and its message names the model, the field or tensor, and the expected value."""
     change, error, words = bad
     change(Path(wishes["model"]))
     with pytest.raises(error) as caught:
@@ -54,8 +56,11 @@ def assert_drafts(
     chain: Callable[[Tensor, int], list[int]],
     theirs: transformers.PreTrainedModel,
 ) -> None:
-    """Greedy drafts after every token of two texts: those of `chain`, which is given transformers' last hidden state
-    [H] of the last token that is kept, and the token that the target drew there."""
+    """Check that the greedy drafts after every token of two texts are those of `chain`.
+
+    Arguments of `chain`: transformers' last hidden state [H] of the last kept token, and the token that the target drew
+    there.
+    """
     generator = torch.Generator().manual_seed(2)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     cases = [Case(torch.randint(3, VOCAB, (n,), generator=generator).tolist(), params) for n in (19, 6)]

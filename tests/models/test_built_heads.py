@@ -1,4 +1,7 @@
-"""What holds for heads of every kind: each mode's row can be opened, and config.json is understood once."""
+"""Heads of every kind.
+
+The row of each method names a class that can be opened. config.json is read only once.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.methods.table import METHODS
 from trtspec.models.weights import describe_decoder, load_decoder
 
-# Method -> where its room says how config.json is understood, and a folder for a target.
+# Method -> name of the function that reads config.json, and a function that makes a folder for a target.
 FACTS: dict[str, tuple[str, Callable[[Path, Path], Path]]] = {
     "dflash": ("dflash.weights.DFlashConfig.of", lambda path, target: make_dflash(path, target, (0,), 7)),
     "dspark": ("dspark.weights.DSparkConfig.of", lambda path, target: make_dspark(path, target, (0,), 7)),

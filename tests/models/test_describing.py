@@ -1,4 +1,4 @@
-"""Models without values: they have the tensors that loading gives, and refuse names and shapes that loading refuses."""
+"""Models without values have the tensors of loaded ones, and refuse the names and shapes that loading refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = [
 
 
 def facts(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Of every parameter and buffer, those of shared ones under each name."""
+    """Return shape and dtype of every parameter and buffer, including each name of a shared one."""
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors}
 
@@ -45,7 +45,7 @@ def assert_described(described: nn.Module, loaded: nn.Module) -> None:
 
 
 def without_weights(folder: Path, name: str) -> Path:
-    """A copy of its config.json alone."""
+    """Make a copy of the folder that has only its config.json."""
     copy = folder.with_name(name)
     copy.mkdir()
     shutil.copyfile(folder / "config.json", copy / "config.json")
@@ -108,7 +108,7 @@ WRONG: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_headers_that_do_not_fit(tmp_path: Path, message: str) -> None:
-    """With the very words of loading."""
+    """Describing a model raises an error with the same message as loading it."""
     folder = make_checkpoint(tmp_path, "llama")
     edit_tensors(folder, WRONG[message])
     config, said = ModelConfig.from_folder(folder), []

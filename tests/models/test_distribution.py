@@ -1,7 +1,7 @@
-"""Speculation keeps the distribution, token by token even the draw: against transformers' model and processors.
+"""Speculation keeps the distribution, and for a given seed every token, against transformers' model and processors.
 
-Statistical tests use fixed seeds and are therefore deterministic; FALSE_ALARM is the rate at which a right engine would
-have failed them, had the seeds been drawn.
+Statistical tests use fixed seeds, so they are deterministic. FALSE_ALARM is the rate at which a correct engine would
+fail them if the seeds were random.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from trtspec.protocols import DraftRequest
 FALSE_ALARM = 1e-4
 VOCAB, K = 5, 2
 PROMPT = [1, 2, 3, 1]
-NUM_TOKENS = K + 2  # the first is drawn when the prompt has been read, tokens 2..K+2 under speculation
+NUM_TOKENS = K + 2  # the first is drawn after prefill, tokens 2..K+2 under speculation
 NUM_DRAWS = 100 * 512
 
 
 def make_tiny(folder: Path, name: str, **overrides: Any) -> Path:
-    """A checkpoint of one layer and one head, wide enough weights for varied output."""
+    """Make a checkpoint of one layer and one head, with weights large enough for varied output."""
     fields = {
         "vocab_size": VOCAB,
         "hidden_size": 16,
@@ -64,7 +64,7 @@ def make_tiny(folder: Path, name: str, **overrides: Any) -> Path:
     return make_checkpoint(folder, "llama", name=name, **{**fields, **overrides})
 
 
-# --- the joint of the tokens of one step ------------------------------------------------------------------------------
+# --- the joint distribution of the tokens of one step -----------------------------------------------------------------
 
 
 def exact_joint(folder: Path) -> NDArray[np.float64]:
@@ -82,7 +82,7 @@ def exact_joint(folder: Path) -> NDArray[np.float64]:
 
 
 def chi_square(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
-    """p-value of counts drawn from `joint`; cells expected less than 5 times are taken together."""
+    """p-value of counts drawn from `joint`; cells with an expected count below 5 are merged."""
     observed, expected = counts.ravel().astype(np.float64), joint.ravel() * counts.sum()
     small = expected < 5
     observed = np.append(observed[~small], observed[small].sum())
@@ -92,8 +92,9 @@ def chi_square(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
     return float(scipy.stats.chisquare(observed, expected * (observed.sum() / expected.sum())).pvalue)
 
 
-# The same in our words and in transformers'. Each of the four changes this model's joint, and no probability comes
-# within 1e-3 of a threshold, which the last bits of the logits could otherwise cross.
+# The same filters as trtspec's fields and as transformers' processors. Each of the four changes this model's joint
+# distribution. No probability is within 1e-3 of a threshold, because the last bits of the logits could otherwise cross
+# it.
 FILTERS: dict[str, Any] = {"temperature": 2.0, "top_k": 4, "top_p": 0.9, "min_p": 0.2}
 PROCESSORS = (TemperatureLogitsWarper(2.0), TopKLogitsWarper(4), TopPLogitsWarper(0.9), MinPLogitsWarper(0.2))
 NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -121,7 +122,7 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     speculation = NGRAM if request.param == "ngram" else own_model
     llm = LLM(target, speculation, max_batch_size=512, max_num_tokens=4096, max_seq_len=16)
     counts = np.zeros([VOCAB] * NUM_TOKENS, dtype=np.int64)
-    offset = 10**6 if request.param == "ngram" else 0  # the same seeds would give the same tokens in both modes
+    offset = 10**6 if request.param == "ngram" else 0  # the same seeds would produce the same tokens in both modes
     for first in range(offset, offset + NUM_DRAWS, 512):
         params = [
             SamplingParams(**FILTERS, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -133,7 +134,7 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_joint_of_the_tokens_drawn_under_speculation(drawn: Drawn) -> None:
-    """Tokens 2..K+2, whatever the first was."""
+    """Tokens 2..K+2 have the exact joint distribution, summed over the first token."""
     assert chi_square(drawn.counts.sum(0), drawn.joint.sum(0)) > FALSE_ALARM
 
 
@@ -152,7 +153,7 @@ def test_some_drafts_were_accepted_and_some_rejected_at_every_position(drawn: Dr
 
 
 def test_the_draws_would_tell_the_draft_from_the_target(drawn: Drawn) -> None:
-    """The test above has power: the draft's own joint, or the target's with one step less filtered, is refused."""
+    """The tests above have power: they reject the draft's joint distribution."""
     assert chi_square(drawn.counts.sum(0), exact_joint(drawn.draft).sum(0)) < 1e-20
 
 
@@ -179,7 +180,7 @@ ENGINES: dict[str, tuple[dict[str, Any] | None, dict[str, int]]] = {
 
 @dataclass(frozen=True)
 class Seeded:
-    """Requests with seeds, and what a plain engine draws for them one at a time."""
+    """Requests with seeds, and the tokens that a plain engine draws for them one at a time."""
 
     target: Path
     draft: Path
@@ -223,7 +224,7 @@ def test_same_seed_same_tokens_whatever_the_batch_K_or_mode(seeded: Seeded, name
 
 
 def test_another_seed_draws_other_tokens(seeded: Seeded) -> None:
-    """So the test above does not compare what no seed could change."""
+    """Seeds change the tokens, so the test above does not compare tokens that no seed could change."""
     prompt, llm = seeded.prompts[0], LLM(seeded.target)
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20, ignore_eos=True) for seed in range(20)]
     assert len({tuple(ids) for ids in token_ids(llm, [prompt] * 20, params)}) == 20
@@ -242,7 +243,7 @@ class PermutedSelf:
         self.vocab_ids = vocab_ids
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """Each draft from a pass over the whole sequence: slow, and it needs no cache of its own."""
+        """Draft each token in a pass over the whole sequence, which is slow but needs no cache of its own."""
         lengths = [request.max_draft_len for request in requests]
         tokens = [list(request.tokens) for request in requests]
         seeds = torch.tensor([request.sampling.seed for request in requests])
@@ -256,12 +257,12 @@ class PermutedSelf:
         return Proposal(torch.stack(drafts, 1), torch.tensor(lengths, dtype=torch.int32))
 
     def forget(self, request_id: int) -> None:
-        """Nothing is kept."""
+        """Do nothing, because this drafter keeps no state."""
 
     @torch.no_grad()
     def _last_logits(self, tokens: list[list[int]]) -> Tensor:
         lengths = [len(row) for row in tokens]
-        block_size = max(lengths)  # a block for each
+        block_size = max(lengths)  # one block for each sequence
         attn = AttnMetadata.of(lengths, lengths, [[b + 1] for b in range(len(tokens))])
         kv = allocate_layers(self.decoder.spec.kv_layers, len(tokens) + 1, block_size, torch.float32)
         ids = torch.tensor(list(itertools.chain.from_iterable(tokens)))

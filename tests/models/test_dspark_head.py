@@ -1,4 +1,4 @@
-"""DSpark drafts, against the published equations without a cache, and against what `speculators` computes of them."""
+"""DSpark drafts equal those of the published equations without a cache, and those that `speculators` computes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOME_IDS = tuple(range(1, VOCAB, 3))
 
 
 class WatchedDSpark(Watching, DSparkWorker):
-    """Keeps what its drafts were drawn from, and their confidences."""
+    """A worker that keeps the logits from which its drafts were drawn, and their confidences."""
 
     def reset(self) -> None:
         super().reset()
@@ -56,7 +56,7 @@ class WatchedDSpark(Watching, DSparkWorker):
 
 
 class PaperDSpark(PaperDFlash):
-    """DeepSpec's: eq. 3 to 8 of the paper, draft by draft."""
+    """DeepSpec's DSpark: eq. 3 to 8 of the paper, draft by draft."""
 
     def read_config(self, folder: Path) -> dict[str, Any]:
         config = super().read_config(folder)
@@ -65,8 +65,11 @@ class PaperDSpark(PaperDFlash):
     def from_left_to_right(
         self, captured: Tensor, token: int, taught: list[int] | None = None
     ) -> tuple[Tensor, list[int], Tensor]:
-        """captured [n, ...] of the text before the token -> logits [K, Vd], K drafts, their confidences [K] if any.
-        taught: what stands in the drafts' places, in training."""
+        """Draft after `token`; captured [n, ...] is of the text before it -> logits [K, Vd], K drafts, confidences [K].
+
+        The confidences are empty where there is no confidence head. taught: tokens that replace the drafts as input, in
+        training.
+        """
         from_anchor = self.config.get("sample_from_anchor", True)
         ids = [token, *[MASK] * (K - from_anchor)]
         h = self.norm(self.forward(self.embedding[ids], self.fuse(captured)), "norm")
@@ -112,8 +115,10 @@ PAPER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PAPER)
 def test_drafts_are_those_of_the_paper(tmp_path: Path, name: str) -> None:
-    """Prompts, then drafts of which none, some and all are accepted. Where fewer are asked for, they are the first of
-    the same."""
+    """Drafts after a prompt, and after steps that accept none, some and all drafts, equal those of the paper.
+
+    Where a step requests fewer drafts, they are the first of the same drafts.
+    """
     fields = {"capture": (0, 1, 3), **PAPER[name]}
     capture = fields.pop("capture")
     target = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=4, initializer_range=0.06, name="target")
@@ -145,7 +150,7 @@ def test_drafts_are_those_of_the_paper(tmp_path: Path, name: str) -> None:
 
 
 def test_a_block_lies_under_the_tables_of_its_own_layers(tmp_path: Path) -> None:
-    """The same drafts, bit for bit, whether KV groups share a table or have tables of their own."""
+    """Drafts are the same, bit for bit, whether KV groups share a table or have their own tables."""
     target = make_checkpoint(tmp_path, "mistral_swa", name="target")
     draft = make_dspark(tmp_path, target, (0, 1), MASK, sliding_window=None)
     drawn = []
@@ -173,7 +178,10 @@ def test_a_block_lies_under_the_tables_of_its_own_layers(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_drafts_are_those_of_speculators(tmp_path: Path, name: str) -> None:
-    """Recorded by dspark_oracle.py, in fp32. Three requests in one batch, whose states were not made by a target."""
+    """Drafts of three requests in one batch equal those that dspark_oracle.py recorded, in fp32.
+
+    No target made the requests' states.
+    """
     target = cases.make_target(tmp_path / "target")
     folder, (captured, text) = cases.make_case(tmp_path, target, name), cases.inputs(name)
     layers = cases.CASES[name].get("capture", cases.LAYERS)
@@ -235,7 +243,7 @@ def test_a_described_draft_is_the_loaded_one(tmp_path: Path, target: Path) -> No
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("from_anchor", [True, False])
 def test_what_a_step_reads(tmp_path: Path, target: Path, from_anchor: bool, kind: str, threshold: float | None) -> None:
-    """The text's heads are made of weights that the block's are made of, too; each draft has a bias of its own."""
+    """A step counts the fused weights of q, k and v twice, for the text and for the block, and a bias per draft."""
     folder = make_dspark(tmp_path, target, (1, 2), MASK, markov=kind, from_anchor=from_anchor)
     decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
     head = head_of("dspark", folder, decoder, num_captured=2)

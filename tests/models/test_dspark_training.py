@@ -1,4 +1,4 @@
-"""Training of DSpark drafts: the loss is the paper's, and what is trained runs."""
+"""Training of DSpark drafts: the loss is the paper's, and trained drafts run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CAPTURE, SEQ, ANCHORS = (0, 2), 24, 3
 
 
 def paper_loss(paper: PaperDSpark, theirs: Any, window: list[int], anchors: list[int]) -> Tensor:
-    """Equations 9 to 12 of one window, block by block."""
+    """Loss of one window by equations 9 to 12, block by block."""
     captured, wanted = states(theirs, window, CAPTURE)
     terms, weights = [], []
     for anchor in anchors:
@@ -75,7 +75,7 @@ def test_the_loss_is_that_of_the_paper(tmp_path: Path, fields: dict[str, Any]) -
 
 
 def test_blocks_lie_where_they_can_be_taught() -> None:
-    """Every usable block of random training batches: within one text, after something of it, all of it taught."""
+    """Every usable block of random training batches lies in one text, after a token of it, and all of it is taught."""
     generator = torch.Generator().manual_seed(0)
     usable_blocks = 0
     for _ in range(50):
@@ -119,12 +119,12 @@ def test_texts_of_a_window_do_not_see_each_other(tmp_path: Path) -> None:
     head = head_of("dspark", draft, decoder, num_captured=len(CAPTURE)).train()
     ids = torch.randint(3, VOCAB, (1, SEQ), generator=torch.Generator().manual_seed(2))
     places = torch.cat((torch.arange(SEQ // 2), torch.arange(SEQ // 2)))[None]
-    # one block a window, and only the second text is taught: the first is as if it were not there
+    # A window has one block, and only the second text is taught, so the first text must have no influence.
     taught = torch.arange(SEQ)[None] >= SEQ // 2
     loss = BlockLoss(Blocks(head, K, MASK), decoder, 1, torch.float32)
     packed = make_training_batch(decoder, CAPTURE, ids, places, taught)
     other = ids.clone()
-    other[:, : SEQ // 2] = other[:, : SEQ // 2].flip(1)  # of the same sum, which says where the block is
+    other[:, : SEQ // 2] = other[:, : SEQ // 2].flip(1)  # the same sum, which determines the place of the block
     changed = make_training_batch(decoder, CAPTURE, other, places, taught)
     assert anchors_of(packed, K, 1)[1].all()
     torch.testing.assert_close(loss(*packed), loss(*changed))

@@ -1,4 +1,4 @@
-"""EAGLE3 heads that are refused: damaged checkpoints, configs that contradict, and layers that nobody can mean."""
+"""EAGLE3 heads that are refused: damaged checkpoints, contradictory configs, and impossible layers."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ BAD_HEADS: dict[str, Bad] = {
 
 @pytest.mark.parametrize("what", BAD_HEADS)
 def test_a_bad_head_is_an_error_that_helps(deep: Path, head: Path, what: str) -> None:
-    """Typed, naming the model, the field or tensor, and what was expected."""
+    """The error is typed; its message names the model, the field or tensor, and the expected value."""
     change, error, words = BAD_HEADS[what]
     change(head)
     with pytest.raises(error) as caught:

@@ -1,4 +1,4 @@
-"""EAGLE3 heads: the arithmetic of the paper, where the hidden states come from, and what is loaded from checkpoints."""
+"""EAGLE3 heads: the arithmetic of the paper, the source of the hidden states, and the loading of checkpoints."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class PaperEagle3(PaperHead):
 
 @dataclass(frozen=True)
 class Variant:
-    """A target, its head, and which hidden states the head reads."""
+    """A target, its head, and the hidden states that the head reads."""
 
     arch: str = "llama"
     capture: tuple[int, ...] = (0, 1, 3)
@@ -119,11 +119,11 @@ def test_every_pass_is_that_of_the_paper(tmp_path: Path, name: str) -> None:
     )
 
 
-# -- which hidden states -------------------------------------------------------------------------------------------
+# -- choice of hidden states ---------------------------------------------------------------------------------------
 
 
 def test_captured_are_the_residual_streams_after_the_layers_named(deep: Path) -> None:
-    """Each of the 8, and -1, the one after the last norm: transformers is the oracle."""
+    """The captured streams equal transformers' for each of the 8 layers and for -1, the stream after the last norm."""
     layers = (*range(LAYERS), -1)
     tokens = list(range(3, 40))
     decoder = load_decoder(ModelConfig.from_folder(deep), torch.float32)
@@ -144,10 +144,10 @@ CHECKPOINT_SAYS: dict[str, dict[str, Any]] = {
 }
 CAPTURES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("nothing", {}, (1, 3, 4)),  # EAGLE3's own choice
-    ("nested", {}, (0, 3, 7)),  # vLLM's ids: the layer entered
+    ("nested", {}, (0, 3, 7)),  # vLLM's ids: the layer that the stream enters
     ("top level", {}, (0, 3, 7)),
     ("nothing", {"capture_layers": (0, 6, -1)}, (0, 6, -1)),
-    ("nested", {"capture_layers": (5, 6, 7)}, (5, 6, 7)),  # the user wins
+    ("nested", {"capture_layers": (5, 6, 7)}, (5, 6, 7)),  # the user's choice takes precedence
 ]
 
 
@@ -164,7 +164,7 @@ def test_who_chooses_the_layers(
 def test_layers_as_tensorrt_llm_says_them(
     tmp_path: Path, deep: Path, layers: list[int] | None, expected: tuple[int, ...]
 ) -> None:
-    """eagle3_layers_to_capture: the stream after the layer."""
+    """A layer in eagle3_layers_to_capture means the residual stream after it."""
     head = make_eagle3(tmp_path, deep, **CHECKPOINT_SAYS["nested"])
     config = Eagle3DecodingConfig(max_draft_len=K, speculative_model=str(head), eagle3_layers_to_capture=layers)
     with LLM(deep, config) as llm:
@@ -172,7 +172,7 @@ def test_layers_as_tensorrt_llm_says_them(
 
 
 def test_a_head_found_by_its_folders_name_keeps_its_layers(tmp_path: Path, deep: Path) -> None:
-    """No method given: the name says eagle3, and config.json still says which layers."""
+    """Without a method the folder's name says eagle3, and config.json still says which layers."""
     head = make_eagle3(tmp_path, deep, name="my-EAGLE3-head", **CHECKPOINT_SAYS["nested"])
     with LLM(deep, {"model": str(head), "num_speculative_tokens": K}) as llm:
         assert eagle_step(llm).worker.capture_layers == (0, 3, 7)
@@ -201,7 +201,7 @@ ALIASES: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("alias", ALIASES)
 @pytest.mark.parametrize("own_embedding", [False, True])
 def test_every_tensor_lands_where_it_belongs(tmp_path: Path, deep: Path, alias: str, own_embedding: bool) -> None:
-    """What was loaded, written in the public layout again, is what was in the file."""
+    """Loaded tensors, written in the public layout again, equal those in the file."""
     folder = make_eagle3(tmp_path, deep, (0, 3, 7), SOME_IDS, own_embedding=own_embedding)
     saved = load_file(folder / "model.safetensors")
     edit_tensors(folder, renamed(ALIASES[alias]))
@@ -219,7 +219,7 @@ def test_every_tensor_lands_where_it_belongs(tmp_path: Path, deep: Path, alias: 
 
 
 def test_what_a_head_leaves_out_is_the_targets(tmp_path: Path, deep: Path) -> None:
-    """The very same tensors, not copies: they cost no memory."""
+    """The head uses the very same tensors as the target, not copies, so they cost no memory."""
     step = build_step(deep, make_eagle3(tmp_path, deep, (0, 3, 7), own_head=False))
     worker = step.worker
     assert isinstance(worker, SpecWorker)
@@ -241,7 +241,10 @@ def test_a_head_computes_in_the_targets_dtype(deep: Path, head: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_memory_for_kv_counts_the_heads_layer(tmp_path: Path, deep: Path, dtype: str) -> None:
-    """In the target's dtype, whatever the head's file is in; 16 tokens a block, K and V, 16 elements a head."""
+    """KV blocks count the head's layer in the target's dtype, whatever the dtype of the head's file.
+
+    A block has 16 tokens, K and V, and 16 elements per KV head.
+    """
     folder = make_eagle3(tmp_path, deep, (0, 3, 7), num_key_value_heads=4, dtype="bfloat16")
     block = 16 * 2 * (LAYERS * 2 + 4) * 16 * (2 if dtype == "bfloat16" else 4)
     with LLM(deep, {**EAGLE3, "model": str(folder)}, dtype=dtype, kv_cache_memory=9 * block + 1) as llm:
@@ -254,7 +257,7 @@ def test_drafts_may_be_asked_to_be_greedy(deep: Path, head: Path) -> None:
 
 
 def test_weight_bytes_count_each_pass(tmp_path: Path, deep: Path, head: Path) -> None:
-    """fc once; the layer, norm and lm_head in each of the K passes; the embedding never."""
+    """A step counts fc once, the layer, norm and lm_head in each of the K passes, and the embedding never."""
     tensors = load_file(head / "model.safetensors")
     per_pass = sum(tensor.nbytes for name, tensor in tensors.items() if name not in ("fc.weight", "d2t", "t2d"))
     worker = build_step(deep, head).worker

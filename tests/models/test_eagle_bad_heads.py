@@ -139,8 +139,10 @@ BAD_HEADS: dict[str, Bad] = {
 
 @pytest.mark.parametrize("what", BAD_HEADS)
 def test_a_bad_head_is_an_error_that_helps(tmp_path: Path, target: Path, what: str) -> None:
-    """Typed, naming the model, the field or tensor, and what was expected; the same whether it is loaded or described,
-    inside the target or beside it."""
+    """The error is typed; its message names the model, the field or tensor, and the expected value.
+
+    It is the same whether the head is loaded or described, inside the target or next to it.
+    """
     folder = make_eagle(tmp_path, target)
     change, error, words = BAD_HEADS[what]
     change(folder)
@@ -163,7 +165,7 @@ def test_layers_are_not_for_the_user_to_choose(tmp_path: Path, target: Path) -> 
 
 
 def test_a_wrapped_config_is_read_where_it_is_wrapped(tmp_path: Path, target: Path) -> None:
-    """Errors name the field that is wrong."""
+    """Errors name the wrong field."""
     folder = make_eagle(tmp_path, target, wrapped=True)
     inner = json.loads((folder / "config.json").read_text())["model"]
     edit_config(folder, model={**inner, "num_attention_heads": "four"})

@@ -1,4 +1,4 @@
-"""Heads of the original EAGLE: the arithmetic of the paper, what checkpoints give, and how configs are written."""
+"""Heads of the original EAGLE: the arithmetic of the paper, the contents of checkpoints, and layouts of configs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,11 @@ target = eagle_heads.target
 
 
 class PaperEagle(PaperHead):
-    """EAGLE as published (Li et al., arXiv 2401.15077): the token and the feature of a position are fused, decoder
-    layers guess the next feature, and the target's own lm_head reads it."""
+    """EAGLE as published (Li et al., arXiv 2401.15077).
+
+    It fuses the token and the feature of a position. Decoder layers predict the next feature, and the target's own
+    lm_head reads it.
+    """
 
     def fuse(self, captured: Tensor) -> Tensor:
         return captured
@@ -113,8 +116,10 @@ def prefixed(tensors: dict[str, Tensor]) -> None:
 def test_every_tensor_lands_where_it_belongs(
     tmp_path: Path, target: Path, decoder: Decoder, prefix: bool, biases: bool
 ) -> None:
-    """What was loaded, under public names again, is what was in the file. Biases that config.json does not speak of, as
-    heads for Qwen2 have them, are taken."""
+    """Loaded tensors, under public names again, equal those in the file.
+
+    Biases that config.json does not name, as in heads for Qwen2, are loaded.
+    """
     own = {"embedding": "own", "head": "own"}
     folder = make_eagle(tmp_path, target, num_hidden_layers=2, fc_bias=biases, attention_bias=biases, **own)
     saved = load_file(folder / "model.safetensors")
@@ -134,7 +139,7 @@ def test_every_tensor_lands_where_it_belongs(
 @pytest.mark.parametrize("kind", ["absent", "copied", "own"])
 @pytest.mark.parametrize("prefix", [False, True])
 def test_what_is_the_targets_is_held_once(tmp_path: Path, kind: str, tied: bool, prefix: bool) -> None:
-    """The very same modules where the file has nothing else to say; otherwise the file's."""
+    """The head uses the very same modules as the target, unless the file has values of its own."""
     target = make_checkpoint(tmp_path, "llama", tie_word_embeddings=tied, dtype="bfloat16")
     folder = make_eagle(tmp_path, target, embedding=kind, head=kind)
     if prefix:
@@ -166,7 +171,7 @@ def test_tensors_of_many_rows_are_compared_to_the_last(tmp_path: Path) -> None:
 
     assert same("x", "x")
     assert not same("x", "y")
-    assert same("x", "y", torch.bfloat16)  # 5999 and 5999.25 are the same there
+    assert same("x", "y", torch.bfloat16)  # 5999 and 5999.25 are equal in bfloat16
     assert not same("longer", "x")
     assert not same("x", "missing")
     assert not same("missing", "x")
@@ -211,7 +216,7 @@ def test_nothing_is_compared_with_a_target_that_has_no_weights(tmp_path: Path, t
 
 
 def test_weight_bytes_count_each_pass(tmp_path: Path, target: Path, decoder: Decoder) -> None:
-    """Everything but the embedding in each of the K passes; the lm_head also where it is the target's."""
+    """A step counts all weights but the embedding in each of the K passes, including the target's lm_head."""
     folder = make_eagle(tmp_path, target, embedding="own", num_hidden_layers=2)
     head, tensors = head_of("eagle", folder, decoder, target), load_file(folder / "model.safetensors")
     own = sum(tensor.nbytes for name, tensor in tensors.items() if name != "embed_tokens.weight")
@@ -241,7 +246,7 @@ SAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("says", SAYS)
 @pytest.mark.parametrize("name", ["head", "EAGLE-for-this"])
 def test_method_from_a_heads_config_and_name(tmp_path: Path, target: Path, says: str, name: str) -> None:
-    """As in vLLM by the folder's name; and by the architecture, unless it is a decoder's."""
+    """The method follows from the folder's name, as in vLLM, or from the architecture, unless it is a decoder's."""
     folder = make_eagle(tmp_path, target, name=name, **SAYS[says])
     if (says, name) == ("a plain decoder", "head"):
         with pytest.raises(WeightsError, match=r"model\.embed_tokens\.weight .* unexpected: fc\.weight"):
@@ -268,7 +273,7 @@ def test_what_stands_beside_a_wrapped_config_wins(tmp_path: Path, target: Path) 
 def test_a_head_computes_in_the_targets_dtype(
     tmp_path: Path, target: Path, one_engine: bool | None, dtype: str
 ) -> None:
-    """And has as many KV layers as decoder layers."""
+    """A head computes in the target's dtype and has as many KV layers as decoder layers."""
     folder = make_eagle(tmp_path, target, num_hidden_layers=2)
     wishes = {**EAGLE, "model": str(folder), "one_engine": one_engine}
     with LLM(target, wishes, dtype=dtype, num_kv_blocks=9) as llm:

@@ -1,5 +1,7 @@
-"""GGUF files against the checkpoints that they were made from, the `gguf` package, which dequantises, and transformers,
-which reads such files by itself."""
+"""GGUF files compared with the checkpoints that they were made from, with the `gguf` package, and with transformers.
+
+The `gguf` package dequantises such files; transformers reads them by itself.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def same_bits(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_file_is_the_checkpoint_that_it_was_made_from(tmp_path: Path, arch: str, tied: bool) -> None:
-    """Settings, rope scaling included, and every weight."""
+    """The file holds all settings of the checkpoint, including rope scaling, and every weight."""
     checkpoint = make_checkpoint(tmp_path, arch, tie_word_embeddings=tied)
     file = write_gguf(checkpoint, tmp_path / "model.gguf")
     model, original = ModelConfig.from_folder(file), ModelConfig.from_folder(checkpoint)
@@ -79,7 +81,7 @@ def test_weights_are_those_that_transformers_reads(tmp_path: Path, arch: str) ->
 
 @pytest.mark.parametrize("kind", sorted(kind.name for kind in KINDS.values()))
 def test_weights_are_those_that_gguf_dequantises(tmp_path: Path, kind: str) -> None:
-    """Bit for bit, of each kind, as `trtspec convert` writes them."""
+    """Weights of each kind, as `trtspec convert` writes them, equal those of gguf bit for bit."""
     checkpoint = make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True, **SIZES)
     file = write_gguf(checkpoint, tmp_path / "model.gguf", kind)
     ours = load_file(convert(file, tmp_path / "out", "float32") / "model.safetensors")
@@ -90,8 +92,10 @@ def test_weights_are_those_that_gguf_dequantises(tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize(("kind", "other", "bits"), [("Q4_0", "Q8_0", 4), ("Q8_0", "Q4_0", 8), ("Q8_0", "Q5_0", 8)])
 def test_integers_are_kept(tmp_path: Path, kind: str, other: str, bits: int) -> None:
-    """Linears hold what they would hold of a compressed-tensors checkpoint with the same integers and scales; one that
-    is of another kind takes those with it that are one matrix here."""
+    """Linears keep the integers of a file, as they keep those of a compressed-tensors checkpoint with the same scales.
+
+    If one part of a fused matrix is of another kind, no part of that matrix keeps its integers.
+    """
     checkpoint = make_checkpoint(tmp_path, "llama", **SIZES)
     file = write_gguf(checkpoint, tmp_path / "model.gguf", kind, kinds={"blk.1.ffn_up.weight": other})
     model = ModelConfig.from_folder(file)
@@ -124,7 +128,7 @@ def test_integers_are_kept(tmp_path: Path, kind: str, other: str, bits: int) -> 
 
 
 def test_integers_of_two_kinds_are_kept(tmp_path: Path) -> None:
-    """Q4_0 with down_proj in Q8_0: each linear has the bits of its own."""
+    """In a Q4_0 file with down_proj in Q8_0, each linear keeps its own number of bits."""
     down = {f"blk.{layer}.ffn_down.weight": "Q8_0" for layer in range(2)}
     file = write_gguf(make_checkpoint(tmp_path, "qwen3", **SIZES), tmp_path / "model.gguf", "Q4_0", kinds=down)
     model = ModelConfig.from_folder(file)
@@ -145,7 +149,7 @@ def test_integers_of_two_kinds_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KEPT_BITS)
 def test_ids_are_those_of_a_checkpoint_with_the_same_integers(tmp_path: Path, kind: str, dtype: str) -> None:
-    """Which compressed-tensors packed, from what gguf reads."""
+    """Token ids equal those of a checkpoint that compressed-tensors packed from the values that gguf reads."""
     packer = pytest.importorskip("compressed_tensors.compressors.pack_quantized", reason="it needs Python 3.11")
     folder = make_checkpoint(tmp_path, "qwen3", **SIZES, initializer_range=0.1)
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
@@ -168,7 +172,7 @@ def test_ids_are_those_of_a_checkpoint_with_the_same_integers(tmp_path: Path, ki
     edit_config(folder, quantization_config=Kind("pack-quantized", KEPT_BITS[kind], 32).config())
     found, expected = (ids_of(one, dtype) for one in (file, folder))
     assert found == expected
-    assert len({token for ids in found for token in ids}) > 20  # no model that says one thing
+    assert len({token for ids in found for token in ids}) > 20  # the model does not repeat one token
 
 
 def ids_of(model: Path, dtype: str) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The whole model, bit for bit: logits depend on a row's own tokens and positions, not on how they were packed."""
+"""Logits of the whole model depend on a row's own tokens and positions, not on packing, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB = 199
 
 @dataclass(frozen=True)
 class Case:
-    """A decoder, some sequences, and their logits from one pass each, alone."""
+    """A decoder, some sequences, and the logits of each sequence from one pass without other sequences."""
 
     decoder: Decoder
     sequences: list[list[int]]
@@ -33,7 +33,8 @@ class Case:
         return Paged(self.decoder, requests, block_size, max_len=LENGTH + 20)
 
 
-# Windows, q/k norms and biases, tied heads; hidden sizes that do not fill a cache line of either type.
+# The models have windows, q/k norms and biases, and tied heads. Their hidden sizes do not fill a cache line of either
+# type.
 MODELS = {
     "llama": ("llama", {}),
     "mistral_swa": ("mistral_swa", {}),
@@ -85,7 +86,10 @@ def test_every_chunking_of_a_sequence(case: Case, cuts: set[int], block_size: in
 @settings(max_examples=8, deadline=None)
 @given(steps=st.lists(st.dictionaries(st.integers(0, 3), row_counts, min_size=1), min_size=3, max_size=8))
 def test_every_company(case: Case, steps: list[dict[int, int]]) -> None:
-    """Four sequences side by side, each at its own pace; some sit a step out, all of them stand in any order."""
+    """Logits do not depend on the other sequences of a batch.
+
+    Four sequences advance at different paces and stand in any order; some skip a step.
+    """
     paged = case.paged(4)
     for step in steps:
         starts = list(paged.lens)
@@ -96,7 +100,10 @@ def test_every_company(case: Case, steps: list[dict[int, int]]) -> None:
 
 @pytest.mark.parametrize("K", [1, 2, 3, 4, 8])
 def test_every_number_of_drafts(case: Case, K: int) -> None:
-    """K rows behind each token, none, some or all of them right; the wrong ones are rewound and overwritten."""
+    """Logits of kept rows do not depend on the K rows after each token, of which none, some or all are right.
+
+    Wrong rows are rewound and overwritten.
+    """
     paged, start = case.paged(2), 250
     paged.step({b: case.sequences[b][:start] for b in (0, 1)})
     for accepted in (0, K // 2, 0, min(K, 5)):
@@ -111,7 +118,7 @@ def test_every_number_of_drafts(case: Case, K: int) -> None:
 
 
 def test_a_large_batch(case: Case) -> None:
-    """60 requests at 60 different places of three sequences, 1 to 4 rows each."""
+    """Logits are the same in a batch of 60 requests at 60 different places of three sequences, 1 to 4 rows each."""
     paged = Paged(case.decoder, 60, max_len=70)
     paged.step({b: case.sequences[b % 3][: b + 1] for b in range(60)})
     rows = {b: case.sequences[b % 3][b + 1 : b + 2 + b % 4] for b in range(60)}
@@ -121,7 +128,10 @@ def test_a_large_batch(case: Case) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_number_of_threads(case: Case) -> None:
-    """Expected was computed on one thread. True of stock kernels of these sizes, not promised for all."""
+    """Logits do not depend on the number of threads; the expected ones were computed on one thread.
+
+    This holds for stock kernels of these sizes. It is not promised for all.
+    """
     paged = case.paged(1)
     logits = [paged.step({0: case.sequences[0][a:b]})[0] for a, b in ((0, 200), (200, 201), (201, LENGTH))]
     assert torch.equal(torch.cat(logits), case.logits[0])

@@ -1,4 +1,4 @@
-"""Strict loading: what does not fit is refused, and the error says which model, which file and which tensors."""
+"""Strict loading: weights that do not fit are refused, and the error names the model, the file and the tensors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def test_weights_are_cast(tmp_path: Path) -> None:
 
 
 def test_unallocated_weights(tmp_path: Path) -> None:
-    """They have a dtype and no memory, then memory and no values; the next module is built as ever."""
+    """Unallocated weights have a dtype but no memory; allocated ones have memory but no values yet.
+
+    A module that is built later is built as usual.
+    """
     with unallocated(torch.bfloat16):
         empty = Linear(4, 6, bias=True)
     assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
@@ -128,7 +131,10 @@ def test_layers_beyond_the_config_are_unexpected(tmp_path: Path) -> None:
 
 
 def test_mtp_layers_are_no_part_of_the_target_where_its_architecture_says_so(tmp_path: Path) -> None:
-    """By their prefix alone; what resembles it, or the same tensors elsewhere, is unexpected as ever."""
+    """Only tensors with the MTP prefix are left out of the target.
+
+    Tensors with a similar prefix, or the same tensors in another architecture, are unexpected.
+    """
     folder = make_mimo(tmp_path, 2)
     saved = load_file(folder / "model.safetensors")
     modules = {name: tensor for name, tensor in saved.items() if name.startswith("model.mtp_layers.")}

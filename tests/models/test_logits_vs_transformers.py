@@ -1,6 +1,7 @@
-"""Our decoder over the paged cache against transformers: logits within 1e-4 in fp32, greedy continuations identical.
+"""trtspec's decoder over the paged cache, compared with transformers.
 
-Prompts of 1 to 300 tokens are fed in drawn chunks, several ragged requests packed in one batch.
+Logits agree within 1e-4 in fp32, and greedy continuations are identical. Prompts of 1 to 300 tokens are fed in chunks
+of drawn sizes, with several ragged requests packed in one batch.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Paged:
-    """A decoder with a paged cache, fed packed batches. Blocks are handed out shuffled, block 0 stays scratch."""
+    """A decoder with a paged cache, fed packed batches.
+
+    Blocks are assigned in shuffled order; block 0 stays scratch.
+    """
 
     def __init__(self, decoder: Decoder, num_requests: int, block_size: int = 16, max_len: int = MAX_LEN) -> None:
         self.decoder = decoder
@@ -69,14 +73,14 @@ class Paged:
         self.tables = order.view(num_requests, columns).to(torch.int32)
         dtype = decoder.embedding.weight.dtype
         self.kv = allocate_layers(decoder.spec.kv_layers, len(order) + 1, block_size, dtype)
-        for k_cache, v_cache in self.kv:  # stale rows must never be seen
+        for k_cache, v_cache in self.kv:  # attention must never read stale rows
             k_cache.fill_(float("nan"))
             v_cache.fill_(float("nan"))
         self.lens = [0] * num_requests
 
     @torch.no_grad()
     def step(self, rows: dict[int, Sequence[int]]) -> dict[int, Tensor]:
-        """Appends rows[b] to request b, all packed in one batch; returns their logits [n, V] per request."""
+        """Append rows[b] to request b, all packed in one batch -> their logits [n, V] per request."""
         counts = [len(tokens) for tokens in rows.values()]
         for request, tokens in rows.items():
             self.lens[request] += len(tokens)
@@ -94,11 +98,11 @@ class Paged:
 
 @dataclass
 class Case:
-    """One architecture: our decoder and prompts with the oracle's logits [T, V]."""
+    """An architecture: trtspec's decoder, and prompts with the oracle's logits [T, V]."""
 
     decoder: Decoder
     oracle: Any
-    dynamic_rope: bool  # transformers stretches a whole pass by its length; token by token is the meaning we keep
+    dynamic_rope: bool  # transformers then stretches a whole pass by its length; expected: token by token
     prompts: list[list[int]] = field(default_factory=list)
     expected: list[Tensor] = field(default_factory=list)
 
@@ -108,8 +112,8 @@ class Case:
     def assert_close(self, ours: Tensor, theirs: Tensor) -> None:
         assert ours.dtype == torch.float32
         assert ours.shape == theirs.shape
-        # transformers computes a new base per length with scalar pow, we a table with vector pow: an ulp of frequency
-        # is 1e-5 rad at position 200
+        # transformers computes a new base per length with scalar pow, trtspec a table with vector pow. An ulp of
+        # frequency is 1e-5 rad at position 200.
         tolerance = 4 * TOLERANCE if self.dynamic_rope else TOLERANCE
         assert (ours - theirs).abs().max().item() <= tolerance
 
@@ -135,7 +139,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     block_size=st.sampled_from([1, 4, 16, 64]),
 )
 def test_logits(case: Case, chosen: list[int], sizes: list[int], waits: list[int], block_size: int) -> None:
-    """Several prompts packed, each read in chunks of the drawn sizes (in turn), some waiting while others go on."""
+    """Logits of packed prompts equal the oracle's.
+
+    Each prompt is prefilled in chunks of the drawn sizes, used in turn. Some requests wait while others continue.
+    """
     paged = Paged(case.decoder, len(chosen), block_size)
     got: list[list[Tensor]] = [[] for _ in chosen]
     chunk_size, waiting = cycle([*sizes, 40]), cycle([*waits, 0])
@@ -158,7 +165,7 @@ def test_every_prompt_length_in_one_batch(case: Case) -> None:
 
 
 def test_greedy_continuation(case: Case) -> None:
-    """64 greedy tokens, all prompts generating in one packed batch."""
+    """64 greedy tokens equal the oracle's, with all prompts generating in one packed batch."""
     starts = [PROMPT_LENS.index(length) for length in (1, 17, 64, 300)]
     paged = Paged(case.decoder, len(starts))
     logits = paged.step({b: case.prompts[i] for b, i in enumerate(starts)})
@@ -168,7 +175,8 @@ def test_greedy_continuation(case: Case) -> None:
             ours[b].append(int(logits[b][-1].argmax()))
         logits = paged.step({b: [ours[b][-1]] for b in range(len(starts))})
     for b, i in enumerate(starts):
-        # One pass over prompt and our output predicts every token of it: equal to decoding step by step, and cheaper
+        # One pass over the prompt and trtspec's output predicts every token of that output. It equals decoding step by
+        # step and is cheaper.
         theirs = case.logits(case.prompts[i] + ours[b])[PROMPT_LENS[i] - 1 : -1]
         assert ours[b] == theirs.argmax(-1).tolist()
     assert len({token for tokens in ours for token in tokens}) >= 25, "degenerate output proves little"
@@ -194,7 +202,7 @@ def test_rows_are_bitwise_independent_of_chunks_and_neighbours(case: Case) -> No
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_half_precision_stays_near_fp32(tmp_path: Path, arch: str, dtype: str) -> None:
-    """A half-precision checkpoint loads as such; its logits are those of its weights in fp32, rounded on the way."""
+    """A half-precision checkpoint is loaded in its dtype; its logits are close to those of its weights in fp32."""
     config = ModelConfig.from_folder(make_checkpoint(tmp_path, arch, dtype))
     assert config.dtype == dtype
     tokens = torch.randint(3, 199, (60,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -1,7 +1,7 @@
-"""Medusa heads: the arithmetic of the paper, which state they read, and which checkpoints are refused.
+"""Medusa heads: the arithmetic of the paper, the state that they read, and the checkpoints that are refused.
 
-The oracle is written here from the paper's equations (Cai et al., arXiv 2401.10774) with plain torch operations over a
-checkpoint's tensors; the target's hidden states are those of transformers.
+The oracle is written from the paper's equations (Cai et al., arXiv 2401.10774) with plain torch operations over a
+checkpoint's tensors. transformers computes the target's hidden states.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SOME_IDS = [int(i) for i in torch.randperm(VOCAB, generator=torch.Generator().ma
 
 @dataclass(frozen=True)
 class Paper:
-    """The published heads over a checkpoint's tensors, their names read here once more."""
+    """The published heads over a checkpoint's tensors, whose names this class reads independently of trtspec."""
 
     tensors: dict[str, Tensor]
     layers: int
@@ -44,7 +44,7 @@ class Paper:
     scale: float = 1.0
 
     def logits(self, h: Tensor, head: int) -> Tensor:
-        """h [n, H] -> [n, Vd]."""
+        """Logits of a head: h [n, H] -> [n, Vd]."""
         x = h
         for layer in range(self.layers):
             name = f"{head}.{layer}.linear" if self.fasterdecoding else f"blocks.{head}.layers.{layer}"
@@ -56,7 +56,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Variant:
-    """How a checkpoint is made, and its tensors' names changed."""
+    """A checkpoint: the fields with which it is made, and a function that renames its tensors."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     rename: Callable[[str], str] = lambda name: name
@@ -111,14 +111,14 @@ def make(tmp_path: Path, target: Path, variant: Variant) -> tuple[Path, Paper]:
 def test_every_head_is_that_of_the_paper(
     tmp_path: Path, target: Path, decoder: Decoder, name: str, num_heads: int
 ) -> None:
-    """Of the heads that run; the others are not held."""
+    """Every head that runs computes as in the paper; the other heads are not held in memory."""
     folder, paper = make(tmp_path, target, VARIANTS[name])
     head = head_of("medusa", folder, decoder, num_stages=num_heads)
     h = torch.randn(9, decoder.spec.hidden_size, generator=torch.Generator().manual_seed(1))
     ids, positions = torch.arange(9), torch.arange(9)
     for step in range(num_heads):
         y = head(ids, h, positions, no_attend, step)
-        assert torch.equal(y, h)  # what the next head reads
+        assert torch.equal(y, h)  # the next head's input
         torch.testing.assert_close(head.logits(y, step), paper.logits(h, step), rtol=0.0, atol=1e-4)
     known = SOME_IDS if "token_map" in VARIANTS[name].fields else [*range(VOCAB)]
     assert head.target_ids.tolist() == known
@@ -140,14 +140,14 @@ def test_described_as_it_is_loaded(tmp_path: Path, target: Path, decoder: Decode
     assert all(tensor.is_meta for tensor in [*described.parameters(), *described.buffers()])
     assert described.weight_bytes_for(3) == loaded.weight_bytes_for(3)
     (folder / "model.safetensors").unlink()
-    # It cannot know of biases that config.json does not name.
+    # Without weights, the description cannot know of biases that config.json does not name.
     bare = head_of("medusa", folder, described_decoder, num_stages=3)
     assert len(bare.heads) == len(loaded.heads)
     assert bare.draft_ids.shape == loaded.draft_ids.shape
 
 
 def test_lm_heads_with_rows_for_ids_that_are_left_out(tmp_path: Path, target: Path, decoder: Decoder) -> None:
-    """As a checkpoint may have them: the rows of token_map are taken."""
+    """Rows of lm_heads for ids outside token_map may be in the checkpoint; only the rows of token_map are loaded."""
     folder = make_medusa(tmp_path, target, num_heads=2)
     whole = load_file(folder / "model.safetensors")
     edit_tensors(folder, lambda t: t.update(token_map=torch.tensor(SOME_IDS)))
@@ -159,7 +159,7 @@ def test_lm_heads_with_rows_for_ids_that_are_left_out(tmp_path: Path, target: Pa
 
 @pytest.mark.parametrize("name", ["vLLM's layout", "truncated vocabulary", "FasterDecoding's layout"])
 def test_heads_read_the_state_of_the_last_token(tmp_path: Path, target: Path, name: str) -> None:
-    """In an engine, greedy: what transformers' last hidden state, after the norm, leads the paper's heads to."""
+    """In an engine, greedy drafts are those of the paper's heads on transformers' last hidden state, after the norm."""
     folder, paper = make(tmp_path, target, VARIANTS[name])
     ids = SOME_IDS if "token_map" in VARIANTS[name].fields else [*range(VOCAB)]
 
@@ -297,12 +297,12 @@ def test_no_more_drafts_than_heads(tmp_path: Path, target: Path) -> None:
     with LLM(target, wishes) as llm:
         assert llm.engine.loop.proposer.speculation.num_speculative_tokens == HEADS
     with pytest.raises(ConfigError, match=r"num_speculative_tokens=8 exceeds the 4 heads .*use at most 4"):
-        LLM(target, {**wishes, "num_speculative_tokens": 8})  # a multiple, as of MTP layers that may run again
+        LLM(target, {**wishes, "num_speculative_tokens": 8})  # a multiple, which MTP layers allow
 
 
 @pytest.mark.parametrize("fasterdecoding", [False, True])
 def test_heads_are_known_by_their_config(tmp_path: Path, target: Path, fasterdecoding: bool) -> None:
-    """Whatever the folder is called."""
+    """Medusa heads are recognised by their config.json, whatever the name of the folder."""
     folder = make_medusa(tmp_path, target, name="eagle-or-not", num_heads=2, fasterdecoding=fasterdecoding)
     with LLM(target, {"model": str(folder), "num_speculative_tokens": 2}) as llm:
         assert llm.engine.loop.proposer.speculation.mode.name == "MEDUSA"

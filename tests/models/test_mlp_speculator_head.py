@@ -1,7 +1,7 @@
-"""MLP speculators: the arithmetic of the paper, which state and tokens they read, and which checkpoints are refused.
+"""MLP speculators: the arithmetic of the paper, the state and tokens that they read, and refused checkpoints.
 
-The oracle is written here from the paper's equations (Wertheimer et al., arXiv 2404.19124) with plain torch operations
-over a checkpoint's tensors; the target's hidden states are those of transformers.
+The oracle is written from the paper's equations (Wertheimer et al., arXiv 2404.19124) with plain torch operations over
+a checkpoint's tensors. transformers computes the target's hidden states.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Paper:
         return self.tensors[f"speculator.{part}.{shared if self.tied else stage}.{kind}"]
 
     def stage(self, i: int, state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """state [n, H or inner], tokens [n] -> the next state [n, inner], logits [n, V]."""
+        """Run stage i: state [n, H or inner], tokens [n] -> the next state [n, inner], logits [n, V]."""
         if i == 0 and self.scale_input:
             state = normed(state) / math.sqrt(2)
         state_weight = 0.5 ** (0.5 / self.n)
@@ -98,7 +98,10 @@ def make(tmp_path: Path, target: Path, name: str) -> tuple[Path, Paper]:
 def test_every_stage_is_that_of_the_paper(
     tmp_path: Path, target: Path, decoder: Decoder, name: str, num_stages: int
 ) -> None:
-    """Of the stages that run, scaled for all that were trained; the others are not held."""
+    """Every stage that runs computes as in the paper; the other stages are not held in memory.
+
+    Stages are scaled by the number of stages that were trained.
+    """
     folder, paper = make(tmp_path, target, name)
     head = head_of("mlp_speculator", folder, decoder, num_stages=num_stages)
     generator = torch.Generator().manual_seed(1)
@@ -124,7 +127,10 @@ def test_every_stage_is_that_of_the_paper(
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_stages_read_the_last_state_and_the_tokens_drafted(tmp_path: Path, target: Path, name: str) -> None:
-    """In an engine, greedy: first transformers' last hidden state, after the norm, and the token drawn from it."""
+    """In an engine, greedy drafts are those of the paper's stages.
+
+    The first stage reads transformers' last hidden state, after the norm, and the token drawn from it.
+    """
     folder, paper = make(tmp_path, target, name)
 
     def chain(state: Tensor, token: int) -> list[int]:
@@ -153,7 +159,7 @@ def test_described_as_it_is_loaded(tmp_path: Path, target: Path, decoder: Decode
 
 @pytest.mark.parametrize("kept", ["last", "all"])
 def test_whichever_of_the_tied_names_there_are(tmp_path: Path, target: Path, decoder: Decoder, kept: str) -> None:
-    """A file may keep any one of the names that shared tensors have, or all; the prefix may be gone."""
+    """A file may have any one name of a shared tensor, or all of them; it may also lack the prefix."""
     folder, _ = make(tmp_path, target, "tied")
     expected = head_of("mlp_speculator", folder, decoder, num_stages=STAGES).state_dict()
 
@@ -260,7 +266,7 @@ def test_a_bad_speculator_is_an_error_that_helps(tmp_path: Path, target: Path, w
 
 def test_no_more_drafts_than_stages(tmp_path: Path, target: Path) -> None:
     folder, _ = make(tmp_path, target, "tied")
-    with LLM(target, {"model": str(folder)}) as llm:  # known by its config.json
+    with LLM(target, {"model": str(folder)}) as llm:  # recognised by its config.json
         speculation = llm.engine.loop.proposer.speculation
         assert (speculation.mode.name, speculation.num_speculative_tokens) == ("MLP_SPECULATOR", STAGES)
         assert speculation.capture_layers == (-1,)

@@ -1,7 +1,7 @@
-"""MTP modules: the arithmetic, one module for all drafts and one for each, and which checkpoints are refused.
+"""MTP modules: the arithmetic, one module for all drafts or one for each, and the checkpoints that are refused.
 
 The oracle is written from the equations (DeepSeek-V3, arXiv 2412.19437, section 2.2; order of inputs as MiMo's) around
-transformers' own Qwen2 layer, without a cache: it computes every pass over the whole text.
+transformers' own Qwen2 layer. It has no cache: it computes every pass over the whole text.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ VOCAB = 199
 TOLERANCE = 1e-4
 PREFIX = "model.mtp_layers."
 
-# Every switch the other way than MiMo's, under other names.
+# A family with every switch opposite to MiMo's, under other names.
 OTHER = MtpFamily("enorm", "hnorm", "eh_proj", "shared_head.norm", head="shared_head.head")
 
 
 class WatchingMtp(Watching, MtpWorker):
-    """Of a module for each draft."""
+    """A worker that has a module for each draft and keeps the outputs of every pass."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass gives at its last row, and the draft taken there."""
+    """The output of a pass at its last row, and the draft taken there."""
 
     y: Tensor  # [H]
     logits: Tensor  # [V]
@@ -53,7 +53,7 @@ class Pass:
 
 
 class Modules:
-    """All modules of a checkpoint, fp32."""
+    """All MTP modules of a checkpoint, fp32."""
 
     def __init__(self, folder: Path, target: transformers.PreTrainedModel, family: MtpFamily) -> None:
         self.target, self.family, self.config = target, family, target.config
@@ -74,8 +74,11 @@ class Modules:
             self.layers.append(layer.eval().requires_grad_(False))
 
     def one_for_all(self, h: Tensor, known: list[int], num_drafts: int) -> list[Pass]:
-        """Target states h [n, H] of all but the last of the known tokens. Pass 0 is over all n rows; each further one
-        adds a row: the token just drafted, and the last row's output in place of a state."""
+        """Run module 0 for all drafts on the target's states h [n, H] of all known tokens but the last.
+
+        Pass 0 runs over all n rows. Each further pass adds a row: the token just drafted, with the last row's output in
+        place of a state.
+        """
         tokens, passes = known[1:], []
         for _ in range(num_drafts):
             passes.append(self.last(0, self.module(0, tokens, h)))
@@ -83,7 +86,10 @@ class Modules:
         return passes
 
     def one_for_each(self, h: Tensor, known: list[int], num_drafts: int) -> list[Pass]:
-        """The same rows in every pass: module i on the outputs of module i - 1, its tokens one further on."""
+        """Run a module for each draft over the same rows in every pass.
+
+        Module i reads the outputs of module i - 1, with the tokens shifted one further on.
+        """
         tokens, passes = known[1:], []
         for i in range(num_drafts):
             h = self.module(i, tokens, h)
@@ -92,7 +98,7 @@ class Modules:
         return passes
 
     def module(self, i: int, tokens: list[int], h: Tensor) -> Tensor:
-        """[n, H] of a whole text: the token and the vector of each position."""
+        """Run module i over a whole text, on the token and the vector of each position -> [n, H]."""
         n, family = len(tokens), self.family
         e = self.target.get_input_embeddings().weight[tokens].clone()
         if family.zero_first:
@@ -120,7 +126,7 @@ class Modules:
 
 @dataclass(frozen=True)
 class Variant:
-    """A target, and the family that its modules are of."""
+    """A target, and the family of its modules."""
 
     family: MtpFamily = MIMO
     target: dict[str, Any] = field(default_factory=dict)
@@ -137,7 +143,7 @@ VARIANTS = {
 
 
 def turn_into(folder: Path, family: MtpFamily, num_modules: int) -> None:
-    """Rename MiMo's parts and add lm_heads."""
+    """Rename the parts of MiMo's modules as `family` names them, and add lm_heads if it has them."""
     parts = [
         (getattr(MIMO, part), getattr(family, part)) for part in ("token_norm", "hidden_norm", "projection", "norm")
     ]
@@ -158,7 +164,7 @@ def turn_into(folder: Path, family: MtpFamily, num_modules: int) -> None:
 def check_passes(
     folder: Path, family: MtpFamily, num_modules: int, num_drafts: int, lengths: tuple[int, ...], each: bool
 ) -> None:
-    """Prompts, then drafts of which none, some and all are accepted: the rejected must leave no trace."""
+    """Launch prompts, then drafts of which none, some and all are accepted; rejected drafts must leave no trace."""
     config, theirs = ModelConfig.from_folder(folder), oracle(folder)
     decoder = load_decoder(config, torch.float32)
     kind: Callable[..., SpecWorker] = WatchingMtp if each else Watching
@@ -184,7 +190,7 @@ def check_passes(
 
 @pytest.fixture
 def family_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, MtpFamily, int], None]:
-    """Makes a MiMo checkpoint's modules those of another family: a row."""
+    """Function that turns a MiMo checkpoint's modules into those of another family, with a row in MTP_TARGETS."""
 
     def change(folder: Path, family: MtpFamily, num_modules: int) -> None:
         if family is not MIMO:
@@ -208,7 +214,7 @@ def test_one_module_for_all_drafts(tmp_path: Path, family_of: Change, name: str)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("num_modules", [1, 2, 3])
 def test_a_module_for_each_draft(tmp_path: Path, family_of: Change, name: str, num_modules: int) -> None:
-    """Also of prompts that are shorter than a module is deep."""
+    """Every pass equals the oracle's, also for prompts that are shorter than the depth of a module."""
     variant = VARIANTS[name]
     folder = make_mimo(tmp_path, num_modules, initializer_range=0.06, **variant.target)
     family_of(folder, variant.family, num_modules)
@@ -217,7 +223,7 @@ def test_a_module_for_each_draft(tmp_path: Path, family_of: Change, name: str, n
 
 @pytest.mark.parametrize("wanted", [1, 2])
 def test_weights_that_are_read_and_counted(tmp_path: Path, wanted: int) -> None:
-    """Only modules that run; what is described is what is loaded."""
+    """A head reads and counts only modules that run; a described head equals the loaded one."""
     config = ModelConfig.from_folder(make_mimo(tmp_path, 3))
     decoder = load_decoder(config, torch.float32)
     head = head_of("mtp", config.path, decoder, num_stages=wanted)
@@ -235,7 +241,7 @@ def test_weights_that_are_read_and_counted(tmp_path: Path, wanted: int) -> None:
     assert described.kv_layers == head.kv_layers == (KVSpec(2, 16),) * wanted
 
 
-# -- what cannot be --------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------------------------
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 
@@ -349,7 +355,10 @@ def test_what_cannot_be_is_an_error_that_helps(tmp_path: Path, what: str) -> Non
 
 
 def test_blocks_smaller_than_modules_are_deep(tmp_path: Path) -> None:
-    """KV of a block may depend on no more than the tokens of the next one."""
+    """A block_size below the number of modules is refused.
+
+    The KV of a block may depend on no more than the tokens of the next block.
+    """
     folder = make_mimo(tmp_path, 3)
     with pytest.raises(ConfigError, match=r"block_size = 2 is too small for MTP with 3 modules.*raise it to 3 or more"):
         LLM(folder, {"method": "mtp"}, block_size=2)

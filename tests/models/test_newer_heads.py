@@ -1,5 +1,8 @@
-"""Hooks of the chain: passes that stand still, another state fed back, layers that read the target's KV, and KV groups;
-shown by two drafters (newer_heads.py), pass by pass against their equations, in eager mode and exported."""
+"""Hooks of the drafting chain, shown by two drafters (newer_heads.py).
+
+The hooks are: passes that stay at one position, another state fed back, layers that read the target's KV, and KV
+groups. Every pass is compared with the drafters' equations, in eager mode and exported.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,12 @@ ACCEPTED = (2, 0, 3, 1)
 
 
 class WatchingMtp(Watching, MtpWorker):
-    """Of a module for each draft."""
+    """A worker that has a module for each draft and keeps the outputs of every pass."""
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first layer sees a window, the other everything."""
+    """A target whose first layer has a sliding window and whose other layer sees all tokens."""
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     window = {"use_sliding_window": True, "sliding_window": 6}
     return make_checkpoint(tmp_path_factory.mktemp("target"), "qwen2", initializer_range=0.06, **layers, **window)
@@ -60,13 +63,13 @@ def decoder(target: Path) -> Decoder:
 
 
 def open_assistant(decoder: Decoder, *sources: int) -> Session:
-    """Its layers read the target's, in another order if not told."""
+    """Open a session of an Assistant. sources: layers of the target that its layers read, (1, 0) if not given."""
     worker = Watching(Assistant(decoder, sources or (1, 0)), K, (-1,))
     return open_session(decoder, worker, prompts())
 
 
 def open_modules(decoder: Decoder, kind: type[StepHead] = StepHead) -> Session:
-    """Modules 0 and 2 with a window that is not the target's."""
+    """Open a session of a StepHead whose modules 0 and 2 have a window that differs from the target's."""
     worker = WatchingMtp(kind(decoder, (4, None, 4)), K, (decoder.spec.num_layers - 1,))
     return open_session(decoder, worker, prompts())
 
@@ -79,7 +82,7 @@ def prompts() -> list[list[int]]:
 def check_passes(
     session: Session, theirs: transformers.PreTrainedModel, expected: Callable[[list[int]], list[Pass]]
 ) -> None:
-    """Prompts, then drafts of which none, some and all are accepted: the rejected must leave no trace."""
+    """Launch prompts, then drafts of which none, some and all are accepted; rejected drafts must leave no trace."""
     for accepted in (None, *ACCEPTED):
         drafts = [[] if accepted is None else told(theirs, known, accepted, K) for known in session.known]
         outputs = session.launch(drafts)
@@ -94,12 +97,12 @@ def check_passes(
             assert outputs.proposal.draft_tokens[b].tolist() == [one.draft for one in passes]
 
 
-# -- queries alone, positions that stay ----------------------------------------------------------------------------
+# -- layers of queries alone, passes at one position ---------------------------------------------------------------
 
 
 def test_layers_of_queries_alone_read_the_target(decoder: Decoder, theirs: transformers.PreTrainedModel) -> None:
     session = open_assistant(decoder)
-    assert len(session.kv) == decoder.spec.num_layers  # it has no KV of its own
+    assert len(session.kv) == decoder.spec.num_layers  # the assistant has no KV of its own
     session.step = AsPlain(decoder, session.worker)
     check_passes(session, theirs, lambda known: assistant_passes(session.worker.head, theirs, known, K))
 
@@ -110,11 +113,14 @@ def test_what_reads_the_target_does_not_run_beside_it(decoder: Decoder) -> None:
         HeadStep(worker, decoder.spec.hidden_size, decoder.norm.weight)
 
 
-# -- a module for each draft, layers in two KV groups --------------------------------------------------------------
+# -- a module for each draft, layers in several KV groups ----------------------------------------------------------
 
 
 def regroup(session: Session) -> None:
-    """Tables of their own for all further groups: other blocks, scattered too, in a cache of twice the size."""
+    """Set separate tables for all KV groups after the first.
+
+    These tables use other blocks, also scattered, in a cache of twice the size.
+    """
     session.kv = [(k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1)) for k, v in session.kv]
     half = len(session.kv[0][0]) // 2
     session.group_tables = [
@@ -124,9 +130,9 @@ def regroup(session: Session) -> None:
 
 
 def test_modules_of_two_kv_groups(decoder: Decoder, theirs: transformers.PreTrainedModel) -> None:
-    """The same drafts, bit for bit, whether groups share a table, as in the engine, or have tables of their own."""
+    """Drafts are the same, bit for bit, whether groups share a table, as in the engine, or have their own tables."""
     one, many = open_modules(decoder), open_modules(decoder)
-    assert one.step.kv_groups == (0, 1, 2, 1, 2, *(K - 1) * (1,))  # the target's, the modules', what their worker keeps
+    assert one.step.kv_groups == (0, 1, 2, 1, 2, *(K - 1) * (1,))  # of the target, the modules, kept outputs
     regroup(many)
     check_passes(one, theirs, lambda known: step_passes(one.worker.head, theirs, known))
     scores = one.worker.scores
@@ -138,11 +144,11 @@ def test_modules_of_two_kv_groups(decoder: Decoder, theirs: transformers.PreTrai
         for cache in layer:
             assert cache[own].any()
             cache[own] = 0.0
-            assert not cache.any()  # nothing in the blocks of another group, nor in scratch
+            assert not cache.any()  # no values in blocks of another group or in scratch
 
 
 class Halved(StepHead):
-    """Gives half of what the next module reads, and of what its lm_head reads: exact, in floating point."""
+    """A head that returns half of the next module's and its lm_head's input; halving is exact in floating point."""
 
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
         return super().forward(input_ids, h, positions, attend, step) / 2
@@ -168,7 +174,7 @@ def test_what_a_module_reads_need_not_be_what_the_one_before_gives(decoder: Deco
 
 
 class Recording(OneEngineStep):
-    """Keeps what went in and came out, and KV before and after."""
+    """A step that keeps its inputs and outputs, and KV before and after."""
 
     seen: list[tuple[StepInputs, list[KVLayer], StepOutputs, list[KVLayer]]]
 
@@ -180,7 +186,7 @@ class Recording(OneEngineStep):
 
 
 def recorded(session: Session, num_launches: int = 3) -> Recording:
-    """Prompts, then drafts that are wrong."""
+    """Record launches of the prompts, then of drafts that are wrong."""
     session.step = step = Recording(session.step.decoder, session.worker)
     step.seen = []
     for number in range(num_launches):
@@ -189,14 +195,14 @@ def recorded(session: Session, num_launches: int = 3) -> Recording:
 
 
 def unwatched(step: OneEngineStep, functional: bool = False) -> OneEngineStep:
-    """The same step, whose worker keeps nothing."""
+    """Return the same step with a worker that keeps nothing."""
     kind = MtpWorker if isinstance(step.worker, MtpWorker) else SpecWorker
     worker = kind(cast(Any, step.worker).head, K, step.worker.capture_layers)
     return OneEngineStep(step.decoder, worker, functional)
 
 
 def example_of(step: Step) -> StepInputs:
-    """A greedy batch to export with."""
+    """Return a greedy batch to export with."""
     example = example_for(step, K, 4)
     positions = example.spec.sampling.positions.tolist()
     return replace(
@@ -208,7 +214,7 @@ def example_of(step: Step) -> StepInputs:
     "functional", [pytest.param(False, marks=pytest.mark.long, id="mutating"), pytest.param(True, id="functional")]
 )
 def test_layers_of_queries_alone_are_exported(decoder: Decoder, functional: bool) -> None:
-    """One graph for all batches of K drafts, bit for bit, KV included."""
+    """One graph for all batches of K drafts returns the eager step's outputs, bit for bit, KV included."""
     step = recorded(open_assistant(decoder, 0))
     twin = unwatched(step, functional)
     program = export_step(twin, example_of(step), copied(step.seen[0][1]))
@@ -222,12 +228,15 @@ def test_layers_of_queries_alone_are_exported(decoder: Decoder, functional: bool
 
 
 def test_kv_groups_are_exported(decoder: Decoder) -> None:
-    """Further tables are one more input, where the example has them; the target's two layers are a group each."""
+    """Tables of further KV groups are one more input of the graph, where the example has them.
+
+    Each of the target's two layers is a group.
+    """
     step = DecodeStep(decoder)
     example = example_of(step)
     names = input_names(step, grouped=True)
     assert set(names) - set(input_names(step)) == {"group_tables"}
-    # 4 requests as in the example, then 3 of other lengths in other blocks
+    # The first batch has 4 requests, as in the example. The other has 3 of other lengths in other blocks.
     first = with_group_tables(example.attn, step.kv_groups, [example.attn.block_tables.tolist()])
     other = AttnMetadata.of([2, 9, 1], [7, 9, 4], [[3, 1], [5, 2, 4], [6]])
     other = with_group_tables(other, step.kv_groups, [[[9, 8], [10, 7, 11], [12]]])
@@ -245,7 +254,7 @@ def test_kv_groups_are_exported(decoder: Decoder) -> None:
 
 
 class FirstPass(nn.Module):
-    """The pass over all rows -> what the chain reads of it, [B, W]."""
+    """The pass over all rows; it returns the rows that the chain reads, [B, W]."""
 
     def __init__(self, step: OneEngineStep) -> None:
         super().__init__()
@@ -259,7 +268,7 @@ class FirstPass(nn.Module):
 
 
 class Chain(FirstPass):
-    """All further passes, a row per request each -> drafts [B, K]."""
+    """All further passes, with one row per request in each -> drafts [B, K]."""
 
     def forward(self, tensors: dict[str, Tensor], hidden: Tensor, kv: list[KVLayer]) -> Tensor:
         inputs = step_inputs(tensors, K, width=1)

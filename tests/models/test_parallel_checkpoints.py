@@ -1,4 +1,7 @@
-"""Heads that draft in one pass over mask tokens: what is loaded, described and read once, and what is refused."""
+"""Heads that draft in one pass over mask tokens.
+
+The tests show what is loaded, what is described, which weights are read once, and which checkpoints are refused.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,10 @@ def opened(target: Path, head: Path, method: str = "eagle3", **fields: Any) -> N
 
 
 def test_one_pass_reads_its_weights_once(tmp_path: Path, target: Path) -> None:
-    """But neither the embedding nor, among matrices, mask_hidden."""
+    """A step counts the weights of its one pass once, without the embedding.
+
+    mask_hidden is not counted among the matrices.
+    """
     head = make_eagle3(tmp_path, target, mask=MASK, num_layers=2)
     decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
     loaded = head_of("eagle3", head, decoder, num_captured=3, parallel=True)
@@ -168,7 +174,7 @@ def test_the_names_of_the_mask_token(tmp_path: Path, target: Path, key: str) -> 
 
 
 def says(**fields: Any) -> Callable[[Path], None]:
-    """A dflash_config with these fields beside what it needs."""
+    """Return a change to a dflash_config with these fields, next to those that it needs."""
     return lambda folder: edit_config(
         folder, dflash_config={"target_layer_ids": [0, 1], "mask_token_id": MASK} | fields
     )

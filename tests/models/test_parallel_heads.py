@@ -1,4 +1,4 @@
-"""Drafts of one pass over mask tokens, against a forward pass over [text, masks] without a cache."""
+"""Drafts of one pass over mask tokens equal those of a forward pass over [text, masks] without a cache."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from trtspec.models.weights import load_decoder
 MASK = 77
 
 Expected = Callable[[list[int]], Tensor]
-"""Tokens of a request, the one just drawn included -> logits [K, Vd] of its drafts."""
+"""A function: tokens of a request, including the one just drawn -> logits [K, Vd] of its drafts."""
 
 
 class WatchedPard(Watching, PardWorker):
-    """Keeps what its pass gave."""
+    """A PARD worker that keeps the outputs of its pass."""
 
 
 class WatchedPEagle(Watching, PEagleWorker):
-    """The same."""
+    """A P-EAGLE worker that keeps the outputs of its pass."""
 
 
 def assert_drafts_are_those_of(
@@ -48,7 +48,10 @@ def assert_drafts_are_those_of(
     expected_of: Callable[[transformers.PreTrainedModel], Expected],
     target_ids: Sequence[int] = range(VOCAB),
 ) -> None:
-    """Prompts, then drafts of which none, some and all are accepted: neither rejected rows nor masks leave a trace."""
+    """Launch prompts, then drafts of which none, some and all are accepted, and compare each step's drafts.
+
+    Neither rejected rows nor masks may leave a trace.
+    """
     theirs, generator = oracle(target), torch.Generator().manual_seed(1)
     expected = expected_of(theirs)
     prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (90, 7)]
@@ -60,7 +63,7 @@ def assert_drafts_are_those_of(
         assert outputs.proposal is not None
         assert outputs.verdict is not None
         assert outputs.verdict.num_tokens.tolist() == [1 if accepted is None else accepted + 1] * 2
-        (scores,) = session.worker.scores  # of one pass
+        (scores,) = session.worker.scores  # of the only pass
         for b, known in enumerate(session.known):
             logits = expected(known)
             assert_close(scores.view(2, K, -1)[b], logits)
@@ -72,7 +75,7 @@ def assert_drafts_are_those_of(
 
 @pytest.mark.parametrize("arch", ["llama", "llama31", "mistral_swa", "qwen2", "qwen3"])
 def test_pard_reads_the_text_and_masks(tmp_path: Path, arch: str) -> None:
-    """transformers' own model of the draft is the oracle; the target is of another kind and depth."""
+    """PARD's drafts equal those of transformers' model of the draft; the target is of another kind and depth."""
     target = make_checkpoint(tmp_path, "llama", num_hidden_layers=2, initializer_range=0.06, name="target")
     draft = make_checkpoint(tmp_path, arch, initializer_range=0.06, name="draft", seed=5)
     model = oracle(draft)
@@ -91,10 +94,10 @@ def test_pard_reads_the_text_and_masks(tmp_path: Path, arch: str) -> None:
 
 
 class PaperPEagle(PaperEagle3):
-    """EAGLE3's layer, then plain ones; K drafts at once."""
+    """P-EAGLE: EAGLE3's layer, then plain layers, which make K drafts at once."""
 
     def at_once(self, captured: Tensor, following: list[int]) -> Tensor:
-        """captured [n, ...] and the token after each position -> logits [K, Vd]."""
+        """Draft at once: captured [n, ...] and the token after each position -> logits [K, Vd]."""
         masks = K - 1
         fused = self.fuse(torch.cat((captured, self.w["mask_hidden"].reshape(1, -1).expand(masks, -1))))
         x = self.forward(self.embedding[[*following, *[MASK] * masks]], fused)
@@ -142,17 +145,20 @@ def test_p_eagle_reads_states_and_masks(tmp_path: Path, name: str) -> None:
 
 
 class WatchedDFlash(Watching, DFlashWorker):
-    """Keeps what its pass gave."""
+    """A DFlash worker that keeps the outputs of its pass."""
 
 
 class PaperDFlash(PaperHead):
-    """z-lab's: a block whose rows see the text's keys and values, made of the target's states, and each other."""
+    """z-lab's DFlash: a block whose rows see each other and the text's keys and values.
+
+    The text's keys and values are made of the target's states.
+    """
 
     def fuse(self, captured: Tensor) -> Tensor:
         return self.norm(self.linear(captured, "fc"), "hidden_norm")
 
     def forward(self, e: Tensor, h: Tensor) -> Tensor:
-        """e [K+1, H] of the block, h [n, H] of the text -> y [K+1, H]."""
+        """Run the layers: e [K+1, H] of the block, h [n, H] of the text -> y [K+1, H]."""
         for i in range(self.config["num_hidden_layers"]):
             layer = f"layers.{i}."
             e = e + self.all_to_all(self.norm(e, f"{layer}input_layernorm"), h, f"{layer}self_attn.")
@@ -177,7 +183,7 @@ class PaperDFlash(PaperHead):
         return self.linear(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), f"{prefix}o_proj")
 
     def at_once(self, captured: Tensor, token: int) -> Tensor:
-        """captured [n, ...] of the text before the token -> logits [K, V]."""
+        """Draft at once: captured [n, ...] of the text before the token -> logits [K, V]."""
         return self.logits(self.forward(self.embedding[[token, *[MASK] * K]], self.fuse(captured))[1:])
 
 

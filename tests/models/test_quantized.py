@@ -1,4 +1,4 @@
-"""Weights that are integers in the checkpoint: every layout and option gives exactly the matrix it stands for."""
+"""Weights that are integers in the checkpoint: every layout and option loads as exactly the matrix it stands for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS = [
     *(Kind("pack-quantized", 8, size) for size in (32, 64, 128)),
     Kind("pack-quantized", 8, 64, ordered=True),
     Kind("pack-quantized", 8, 96, scales=bf16),  # held as groups of 32
-    Kind("int-quantized", 8, 256),  # of 128
+    Kind("int-quantized", 8, 256),  # held as groups of 128
     Kind("int-quantized", 4, 32, False),
     *(Kind("gptq", 4, size, symmetric) for size in (32, 128, -1) for symmetric in (True, False)),
     *(Kind(layout, 4, 32, False, ordered=True) for layout in ("gptq", "gptq_v2")),
@@ -49,7 +49,7 @@ KINDS = [
     Kind("gptq", 8, 32, ordered=True),
     *(Kind("awq", 4, size, False) for size in (32, 64, 128, -1)),
     Kind("awq", 4, 256, False),  # held as groups of 128
-    Kind("gptq", 4, 96),  # of 32
+    Kind("gptq", 4, 96),  # held as groups of 32
 ]
 
 
@@ -74,7 +74,10 @@ def test_every_weight_is_what_it_stands_for(kind: Kind, octets: tuple[int, int],
     ids=str,
 )
 def test_outputs_are_those_of_the_matrix(kind: Kind) -> None:
-    """Beside rounding of x to int8: half a step of a 254th of its range, for each of 128 inputs."""
+    """Outputs differ from the matrix's by at most half a rounding step of x to int8 for each of 128 inputs.
+
+    A step is a 254th of the range of x.
+    """
     made, tensors = weights(kind, (24, 40), 128, seed=1)
     linear = Fused((24, 40), 128).eval().load(tensors, kind.config())
     x = torch.randn(5, 128)
@@ -93,7 +96,7 @@ def test_inputs_in_another_order_reach_their_groups(kind: Kind) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_groups_of_parts_may_differ(bits: int) -> None:
-    """One in groups of 128, one of 64: ours has the smaller for both."""
+    """Two parts in groups of 128 and of 64 load as one linear whose groups have the smaller size."""
     kinds = (Kind("pack-quantized", bits, 128), Kind("pack-quantized", bits, 64, symmetric=bits == 8))
     generator = torch.Generator().manual_seed(0)
     made = [rounded(torch.randn(16, 128, generator=generator), kind) for kind in kinds]
@@ -114,7 +117,10 @@ def test_groups_of_parts_may_differ(bits: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", [Kind("gptq", 4, 32), Kind("pack-quantized", 4, 32, False)], ids=str)
 def test_a_linear_is_packed_as_soon_as_it_is_there(kind: Kind, seed: int) -> None:
-    """In whatever order its tensors come; nothing is kept of those, and another copy of one changes nothing."""
+    """A linear is packed once its last tensor has arrived, in whatever order the tensors come.
+
+    The tensors are not kept, and another copy of one changes nothing.
+    """
     made, tensors = weights(kind, (8, 16), 64, seed)
     module, alive = Fused((8, 16), 64), []
 
@@ -136,7 +142,7 @@ def test_a_linear_is_packed_as_soon_as_it_is_there(kind: Kind, seed: int) -> Non
 
 
 def test_orders_may_be_left_out() -> None:
-    """Of inputs, by writers of gptq that did not reorder them; here by one part's."""
+    """g_idx, the order of inputs, may be missing where the writer of gptq did not reorder inputs; one part lacks it."""
     made, tensors = weights(Kind("gptq", 4, 32), (8, 8), 64, seed=0)
     del tensors["a.second.g_idx"]
     linear = Fused((8, 8), 64).load(tensors, Kind("gptq", 4, 32).config())
@@ -171,7 +177,7 @@ def test_names_win_over_expressions_and_those_over_classes() -> None:
     ids=str,
 )
 def test_a_model_computes_what_its_floats_do(floats: Path, tmp_path: Path, kind: Kind) -> None:
-    """Against transformers on the dequantised weights, fp32; rounding the rows to int8 is all that differs."""
+    """Logits are close to transformers' on the dequantised weights, fp32; only rounding of rows to int8 differs."""
     folder, plain = quantised(floats, tmp_path, kind)
     decoder = load_decoder(ModelConfig.from_folder(folder), torch.float32)
     tokens = torch.randint(64, (24,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -196,7 +202,7 @@ def test_a_quantised_head(floats: Path, tmp_path: Path) -> None:
 
 
 def test_linears_that_were_left_alone(floats: Path, tmp_path: Path) -> None:
-    """By each method's own field."""
+    """Linears are left unquantised where each method's own field says so."""
     for kind, fields in (
         (Kind("awq", 4, 64, False), {"modules_to_not_convert": ["o_proj"]}),
         (
@@ -236,7 +242,10 @@ def test_missing_and_misshaped_tensors(floats: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_said_before_what_is_damaged(floats: Path, tmp_path: Path) -> None:
-    """Though the damaged linear is whole, and was packed, before it is known that another is not."""
+    """A missing tensor is reported before damaged scales.
+
+    The linear with damaged scales is complete, and is packed before the loader finds that another linear is incomplete.
+    """
     folder, _ = quantised(floats, tmp_path, Kind("gptq", 4, 64))
     scales, gone = "model.layers.0.mlp.down_proj.scales", "model.layers.1.mlp.up_proj.qzeros"
     edit_tensors(folder, lambda tensors: tensors[scales].fill_(float("nan")))
@@ -262,7 +271,7 @@ def test_info_says_what_is_held_and_what_is_not(
 
 
 def test_the_tensors_are_those_of_the_names(floats: Path) -> None:
-    """The helper quantises what transformers calls linears."""
+    """The helper `linears` finds the weights of all modules that are linears in transformers."""
     assert len(list(linears(load_file(floats / "model.safetensors")))) == 2 * 7 + 1
 
 

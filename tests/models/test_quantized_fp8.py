@@ -1,5 +1,8 @@
-"""Weights that are float8_e4m3fn in the checkpoint: each layout and option comes out as the matrix it stands for,
-exactly, inputs are rounded where it says so, and what cannot be held is refused by name."""
+"""Weights that are float8_e4m3fn in the checkpoint.
+
+Each layout and option loads as exactly the matrix it stands for. Inputs are rounded where the checkpoint says so.
+Weights that cannot be held are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ def part(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not BESIDE], ids=str)
 @pytest.mark.parametrize(("widths", "depth"), [((8, 24), 50), ((1, 1), 1), ((40, 33), 128)])
 def test_every_weight_is_what_it_stands_for(kind: Fp8Kind, widths: tuple[int, int], depth: int) -> None:
-    """Parts of one matrix of ours keep scales of their own; the larger input scale goes for both."""
+    """Loaded weights equal the stored matrices; parts of one fused matrix keep their own scales.
+
+    The larger input scale applies to both parts.
+    """
     tensors = stored(kind, widths, depth)
     linear = Fused(widths, depth).load(tensors, kind.config())
     assert linear.weight.dtype == FP8
@@ -69,7 +75,7 @@ def test_outputs_are_those_of_the_formula(kind: Fp8Kind, dtype: torch.dtype) -> 
     x = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)).to(dtype) * 3
     read = x.double()
     if kind.inputs == "static":
-        assert (x.abs() > 448 * 0.02).any()  # some are held
+        assert (x.abs() > 448 * 0.02).any()  # some are clamped
         read = (x.float() / 0.02).clamp(-448, 448).to(FP8).double() * 0.02
     exact = read @ torch.cat([kind.matrix(part(tensors, name)) for name in SCALES]).double().T
     rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
@@ -84,7 +90,7 @@ def read(config: dict[str, Any], beside: dict[str, Any] | None = None) -> Checkp
 
 
 def test_what_is_excluded() -> None:
-    """By name, by wildcard, and all that is in a module."""
+    """Linears are excluded by name, by wildcard, or with the module that contains them."""
     names = ["lm_head", "model.layers.1", "*.o_proj", "model.layers.2.mlp*"]
     for found in (
         read({"quantization_config": MODELOPT.config(ignore=names)}),
@@ -124,8 +130,11 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_model_computes_what_its_floats_do(floats: Path, tmp_path: Path, kind: Fp8Kind) -> None:
-    """Against transformers on the dequantised weights, fp32, with inputs rounded by torch's cast where they are to be:
-    what is left are single roundings to e4m3 that fall the other way. Without that rounding it is about 4 %."""
+    """Logits equal those of transformers on the dequantised weights, fp32, up to single roundings to e4m3.
+
+    Where inputs are to be rounded, torch's cast rounds them in transformers too. The rest are single roundings to e4m3
+    that fall the other way. Without torch's cast the difference is about 4 %.
+    """
     folder, plain, scales = fp8(floats, tmp_path, kind)
     config = ModelConfig.from_folder(folder)
     decoder = load_decoder(config, torch.float32)
@@ -134,17 +143,17 @@ def test_a_model_computes_what_its_floats_do(floats: Path, tmp_path: Path, kind:
     exact = oracle_logits(theirs, tokens)
     assert (logits - exact).norm() <= (0.1 if kind.inputs == "static" else 1e-5) * exact.norm()
     if kind.inputs == "static":
-        assert (logits - exact).norm() > 0.01 * exact.norm()  # they were rounded
+        assert (logits - exact).norm() > 0.01 * exact.norm()  # inputs were rounded
         round_inputs(theirs, scales)
         assert (logits - oracle_logits(theirs, tokens)).norm() <= 8e-3 * exact.norm()
     described = describe_decoder(config, torch.float32)
     assert weight_bytes(decoder) == weight_bytes(described) == loaded_bytes(config)
-    assert decoder.layers[0].mlp.down.weight.nbytes == 128 * 256  # a byte a weight
+    assert decoder.layers[0].mlp.down.weight.nbytes == 128 * 256  # one byte per weight
 
 
 @pytest.mark.parametrize("inputs", ["static", None])
 def test_logits_are_those_of_transformers_on_the_same_folder(floats: Path, tmp_path: Path, inputs: str | None) -> None:
-    """Which has compressed-tensors read it, and round inputs."""
+    """Logits equal those of transformers, in which compressed-tensors reads the folder and rounds inputs."""
     folder, _, _ = fp8(floats, tmp_path, Fp8Kind("compressed-tensors", inputs=inputs), alike=True)
     tokens = torch.randint(64, (24,), generator=torch.Generator().manual_seed(0)).tolist()
     theirs = oracle_logits(oracle(folder), tokens)
@@ -156,7 +165,7 @@ def test_logits_are_those_of_transformers_on_the_same_folder(floats: Path, tmp_p
 def test_scales_of_a_cache_in_fp8_are_left_alone(
     floats: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the config speaks of such a cache; anywhere else they are unexpected."""
+    """Scales of an fp8 KV cache are not used where the config names such a cache; elsewhere they are unexpected."""
     folder, _, _ = fp8(floats, tmp_path, MODELOPT)
     with caplog.at_level(logging.WARNING):
         load_decoder(ModelConfig.from_folder(folder), torch.float32)

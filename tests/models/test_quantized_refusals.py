@@ -25,7 +25,7 @@ CT, GPTQ, AWQ = Kind("pack-quantized"), Kind("gptq"), Kind("awq", symmetric=Fals
 
 
 def group(kind: Kind = CT, weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """config_groups with changes to the one in it."""
+    """Return config_groups with changes to its only group."""
     fields = kind.scheme_fields()
     return {
         "config_groups": {

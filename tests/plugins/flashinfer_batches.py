@@ -24,7 +24,7 @@ INF = float("inf")
 
 @contextmanager
 def serving(*parts: str, mean_rows: int = 0) -> Iterator[FlashInfer]:
-    """The parts registered for tensors on the CPU, for batches with more than mean_rows rows a request."""
+    """Register the parts for tensors on the CPU, for batches with more than mean_rows rows per request."""
     stand_in, usual = FlashInfer(), attention.MEAN_ROWS
     attention.MEAN_ROWS = mean_rows
     library = plugin.register(list(parts), stand_in, "CPU")
@@ -36,14 +36,16 @@ def serving(*parts: str, mean_rows: int = 0) -> Iterator[FlashInfer]:
 
 
 def attend(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Result and caches of the op; the arguments stay as they are."""
+    """Run the op -> its result and its caches; the arguments stay unchanged."""
     caches = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
     return trtspec.ops.spec_attention_(**{**arguments, **caches}), caches["k_cache"], caches["v_cache"]
 
 
 def batch(widths: list[int], committed: list[int], seed: int = 0, **options: Any) -> Arguments:
-    """Requests of so many new rows after so many committed ones, in blocks scattered over the pool; committed places of
-    the cache hold numbers, all others NaN."""
+    """Return requests of `widths` new rows after `committed` rows each, in blocks scattered over the pool.
+
+    Committed places of the cache hold numbers, all others NaN.
+    """
     g = torch.Generator().manual_seed(seed)
     dtype, block_size = options.pop("dtype", torch.float16), options.pop("block_size", 16)
     kv_heads, group, width = options.pop("kv_heads", 2), options.pop("group", 2), options.pop("head_dim", 64)
@@ -76,7 +78,7 @@ def batch(widths: list[int], committed: list[int], seed: int = 0, **options: Any
 
 
 def random_trees(widths: list[int], seed: int) -> Tensor:
-    """Packed masks [T, W] of random bits, in which each row sees itself."""
+    """Return packed masks [T, W] of random bits, in which each row sees itself."""
     g = torch.Generator().manual_seed(seed)
     words = -(-max(widths) // 32)
     masks = torch.randint(-(2**31), 2**31, (sum(widths), words), generator=g)

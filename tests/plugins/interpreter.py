@@ -12,8 +12,11 @@ from triton.runtime import interpreter
 
 @pytest.fixture(scope="module", autouse=True)
 def fast_interpreter() -> Iterator[None]:
-    """The interpreter puts its own functions in the place of the language's at each call of a jitted function, which
-    takes most of its time. Once for each module in a launch is enough: they stay until the launch is over."""
+    """Let the interpreter patch each module only once per launch.
+
+    The interpreter replaces the language's functions with its own at each call of a jitted function, which takes most
+    of its time. Once per module and launch is enough, because its functions stay until the launch is over.
+    """
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     done: set[int] = set()
 

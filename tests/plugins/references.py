@@ -1,4 +1,4 @@
-"""The pure-torch references, whatever kernels this process has loaded."""
+"""The pure-torch references, independent of the kernels that this process has loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODULES = {
 
 
 def reference(op: str, *arguments: Any, **named: Any) -> Any:
-    """What the op's reference gives for the arguments of the function of that name in trtspec.ops."""
+    """Result of the op's reference for the arguments of the function of that name in trtspec.ops."""
     bound = inspect.signature(getattr(trtspec.ops, op)).bind(*arguments, **named)
     bound.apply_defaults()
     return _MODULES[op]._reference(*bound.args)

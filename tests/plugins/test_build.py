@@ -25,7 +25,7 @@ print(spec_sample(logits, torch.tensor([True, True]), none, torch.tensor([0, 0])
 
 
 def in_a_process(**environment: str) -> str:
-    """What a fresh interpreter says of its kernels."""
+    """Return what a fresh interpreter says of its kernels."""
     done = subprocess.run(
         [sys.executable, "-c", REPORT + DRAW],
         env={**os.environ, **environment},
@@ -37,7 +37,7 @@ def in_a_process(**environment: str) -> str:
 
 
 def test_where_there_is_a_compiler_there_are_kernels() -> None:
-    """Every other test of the kernels is skipped without them."""
+    """Kernels are loaded where there is a compiler; without them every other test of the kernels is skipped."""
     if build.compiler() is None:
         pytest.skip("there is no C++ compiler")
     assert "cpu" in load_plugins()
@@ -73,14 +73,14 @@ def test_plugins_can_be_switched_off() -> None:
 
 
 def test_without_a_library_the_references_serve(tmp_path: Path) -> None:
-    """One line says so, and how to get the kernels."""
+    """Without a library the references serve; one line says so, and how to build the kernels."""
     said = in_a_process(TRTSPEC_PLUGIN_DIR=str(tmp_path))
     assert "the reference kernels do: not built for this version; run python -m trtspec_plugins.cpu" in said
 
 
 @built
 def test_the_installed_package_builds_its_kernels(tmp_path: Path) -> None:
-    """From any folder, as it needs no checkout."""
+    """The installed package builds its kernels from any folder, as it needs no checkout."""
     command = [sys.executable, "-m", "trtspec_plugins.cpu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("is up to date\n")
@@ -111,13 +111,13 @@ def test_compiled_graphs_find_every_op_they_declare() -> None:
 @built
 @pytest.mark.skipif(not (shutil.which("nm") and shutil.which("readelf")), reason="there are no binutils")
 def test_kernels_call_torchs_stable_functions_alone() -> None:
-    """So one library serves every torch of the range that pyproject.toml names."""
+    """Kernels call only torch's stable functions, so one library serves every torch that pyproject.toml allows."""
     assert audit.complaints(build.library()) == []
 
 
 @pytest.mark.skipif(not (shutil.which("nm") and shutil.which("readelf")), reason="there are no binutils")
 def test_the_audit_sees_torchs_own_unstable_functions() -> None:
-    """torch's Python bindings want all that kernels may not."""
+    """The audit reports torch's Python bindings, which need everything that kernels may not call."""
     wrong = " ".join(audit.complaints(Path(torch.__file__).parent / "lib" / "libtorch_python.so"))
     for name in ("PyObject_", "_ZN2at", "_ZN3c10", "_ZN5torch", "libc10.so"):
         assert name in wrong

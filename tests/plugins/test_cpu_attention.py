@@ -1,4 +1,4 @@
-"""C++ spec_attention and kv_compact against the references, whatever TRTSPEC_CPU_ISA asks for."""
+"""C++ spec_attention and kv_compact against the references, for any instruction set that TRTSPEC_CPU_ISA names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from trtspec.ops.attention import _reference_ as reference
 from trtspec.ops.attention import row_slots
 from trtspec.ops.compact import _reference_ as compact_reference
 
-# Both sides compute in fp32, in different orders; outputs in half precision may then differ by one unit.
+# Both sides compute in fp32, in different orders. Outputs in half precision may then differ by one unit.
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 ABSOLUTE = 5e-6
-TILE = 64  # of the kernel
+TILE = 64  # the kernel's
 LONGEST = 340
 
 
@@ -53,7 +53,7 @@ batches = st.lists(st.builds(Part, st.integers(0, 2), edges, st.integers(0, 40))
 
 
 def tree_of(parts: Sequence[Part], density: float, seed: int) -> Tensor:
-    """A packed mask of random bits; every row sees itself."""
+    """Return a packed mask of random bits, in which every row sees itself."""
     g = torch.Generator().manual_seed(seed)
     words = max(1, *(-(-part.num_rows // 32) for part in parts))
     flags = [(torch.rand(p.num_rows, p.num_rows, generator=g) < density).fill_diagonal_(True) for p in parts]
@@ -61,7 +61,7 @@ def tree_of(parts: Sequence[Part], density: float, seed: int) -> Tensor:
 
 
 def fused(batch: Batch, gap: int) -> Batch:
-    """The same rows as views of one tensor, heads `gap` elements apart."""
+    """Return the same rows as views of one tensor, with heads `gap` elements apart."""
     q, k, v = batch.q, batch.k, batch.v
     T, D = q.shape[0], q.shape[2]
     qkv = torch.full((T, q.shape[1] + 2 * k.shape[1], D + gap), float("nan"), dtype=q.dtype)
@@ -71,7 +71,7 @@ def fused(batch: Batch, gap: int) -> Batch:
 
 
 def expected(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """What the reference makes of it: output and caches."""
+    """Return the reference's output and caches."""
     k_cache, v_cache = batch.k_cache.clone(), batch.v_cache.clone()
     tensors = (batch.q, batch.k, batch.v, k_cache, v_cache, *batch.tensors[5:])
     return reference(*tensors, batch.scale, batch.window, batch.softcap), k_cache, v_cache
@@ -82,7 +82,7 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
 
 
 def assert_same(ours: Tensor, theirs: Tensor) -> None:
-    """Bit for bit, the sign of zeros included; any NaN is any other."""
+    """Check that both have the same bits, including the sign of zeros; any NaN equals any other."""
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(ours.signbit() & ~ours.isnan(), theirs.signbit() & ~theirs.isnan())
 
@@ -113,11 +113,11 @@ def test_like_the_reference(model: Model, parts: list[Part], density: float | No
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_scores_of_every_size(scale: float, softcap: float, sinks: bool) -> None:
-    """Weights from all alike to one that is 1 among zeros; tanh from its linear part to 1."""
+    """Weights range from all alike to one that is 1 among zeros; tanh ranges from its linear part to 1."""
     sequences = Model(head_dim=32, softcap=softcap, sinks=sinks).random_sequences(2, 300)
     batch = replace(sequences.batch([Part(0, 280, 6), Part(1, 0, 70)]), scale=scale)
     theirs = expected(batch)[0]
-    # The score's own rounding is multiplied by its size.
+    # The rounding error of a score grows with its size.
     torch.testing.assert_close(batch.run(), theirs, rtol=1e-5 + 1e-6 * scale, atol=5e-6 + 2e-6 * scale)
 
 
@@ -195,7 +195,7 @@ def test_wider_tables_change_nothing(width: int) -> None:
 @settings(max_examples=20, deadline=None)
 @given(dtype=st.sampled_from(list(RELATIVE)), parts=batches)
 def test_two_threads_give_the_bits_of_one(dtype: torch.dtype, parts: list[Part]) -> None:
-    """300 rows beside those drawn, so that there is work for both."""
+    """Two threads compute the bits of one; 300 rows next to the drawn ones give work to both."""
     parts = [Part(0, 0, 300), *parts]
     sequences = Model(head_dim=64, dtype=dtype).random_sequences(3, LONGEST)
     two = sequences.batch(parts)
@@ -242,7 +242,7 @@ def test_nothing_outside_window_or_branch_reaches_a_row(poison: float) -> None:
 
 
 def test_junk_requests_harm_no_other() -> None:
-    """Padding: lengths that fit no table, or no rows at all."""
+    """Padding requests harm no other request, if their length fits no table or is less than their number of rows."""
     sequences = Model(block_size=8).random_sequences(3, LONGEST)
     parts = [Part(0, 20, 3), Part(1, 100, 5), Part(2, 60, 4)]
     clean = sequences.attend(parts)
@@ -269,7 +269,7 @@ def test_no_rows_at_all() -> None:
     dtype=st.sampled_from(list(RELATIVE)),
 )
 def test_compact_like_the_reference(drawn: list[Request], block_size: int, dtype: torch.dtype) -> None:
-    """Scratch apart, all rows of both caches."""
+    """kv_compact equals the reference in all rows of both caches, apart from scratch."""
     case = Case.of(drawn, block_size, dtype)
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
     compact_reference(k_cache, v_cache, *case.arguments()[2:])
@@ -282,7 +282,7 @@ def test_compact_like_the_reference(drawn: list[Request], block_size: int, dtype
 @pytest.mark.parametrize("start", [-5, 30, 2**31 - 1])
 @pytest.mark.parametrize("row", [3, 2**62])
 def test_compact_stays_within_the_caches(start: int, row: int) -> None:
-    """Positions that no table covers are scratch; the other request is served."""
+    """Positions that no table covers are scratch, and the other request is served."""
     case = Case.of([Request(7, [1, 4, 5]), Request(0, [2])], block_size=4)
     expected = case.expected(case.k_cache)
     case.starts[1], case.path[1, 0] = start, row
@@ -295,7 +295,10 @@ def test_compact_stays_within_the_caches(start: int, row: int) -> None:
 
 @pytest.mark.parametrize("kv_len", [-(2**31), -1, 0, 7])
 def test_lengths_that_make_no_sense_touch_nothing_but_scratch(kv_len: int) -> None:
-    """Fewer tokens than rows, and so many rows that they are several pieces of work."""
+    """A request with fewer tokens than rows changes only scratch and the slots of its tokens.
+
+    It has so many rows that they are several pieces of work.
+    """
     batch = Model().random_sequences(1, 240).batch([Part(0, 0, 200)])
     batch = replace(batch, kv_lens=torch.tensor([kv_len], dtype=torch.int32))
     before = batch.k_cache.clone()
@@ -308,7 +311,10 @@ def test_lengths_that_make_no_sense_touch_nothing_but_scratch(kv_len: int) -> No
 
 
 def test_caches_whose_strides_of_size_1_are_odd() -> None:
-    """is_contiguous() holds for them, here of blocks of one slot."""
+    """Caches with odd strides of size-1 dimensions give the same results.
+
+    is_contiguous() holds for them, here for blocks of one slot.
+    """
     q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     lens = [torch.tensor(values, dtype=torch.int32) for values in ([0, 3], [3])]
     tables, none = torch.tensor([[5, 6, 7]], dtype=torch.int32), torch.empty(0)

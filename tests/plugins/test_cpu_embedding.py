@@ -1,4 +1,4 @@
-"""packed_embedding in C++: the reference's bits for every layout."""
+"""packed_embedding in C++ returns the reference's bits for every layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def packed(layout: str | torch.dtype, width: int, depth: int) -> tuple[Tensor, T
         return *quantize_int8(weight), NONE
     if layout.startswith("int8-"):
         return random_int8_groups(width, depth, GROUPS[layout])
-    if width % 2:  # half of them without zeros
+    if width % 2:  # half of the matrices have no zeros
         return quantize_int4(weight, GROUPS[layout])
     values = torch.randint(16, (width, depth), generator=generator, dtype=torch.uint8)
     return pack_int4(values, torch.rand(width, depth // GROUPS[layout], generator=generator), None)

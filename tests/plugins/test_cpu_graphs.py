@@ -1,4 +1,4 @@
-"""Compiled graphs that the kernels' library runs in a row."""
+"""Rows of compiled graphs, which the kernels' library runs one after another."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trtspec.ops import GraphUse, load_plugins, open_row, rms_norm
 if "cpu" not in load_plugins():
     pytest.skip("the C++ kernels are not built", allow_module_level=True)
 
-ROWS, SIZE = 3, 32  # small constants become text of a graph
+ROWS, SIZE = 3, 32  # smaller constants become text of a graph
 
 
 class Layer(nn.Module):
-    """Writes x into a cache."""
+    """A layer that writes x into a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,10 @@ class Layer(nn.Module):
 
 
 class Normed(nn.Module):
-    """Calls an op of ours, by torch's dispatcher where it is compiled without the kernels' C functions."""
+    """A module that calls a trtspec op.
+
+    It calls the op through torch's dispatcher where it is compiled without the kernels' C functions.
+    """
 
     def forward(self, x: Tensor, beside: Tensor, cache: Tensor) -> Tensor:
         cache.copy_(x)
@@ -45,7 +48,7 @@ class Normed(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Fails for a row that x does not have."""
+    """A module that fails for a row that x does not have."""
 
     def forward(self, x: Tensor, row: Tensor, cache: Tensor) -> Tensor:
         cache.copy_(x)
@@ -145,11 +148,11 @@ def test_what_does_not_fit_is_named(library: Path, tmp_path: Path) -> None:
 
 
 class Memory(bytearray):
-    """Of a tensor: it can be seen whether it is still there."""
+    """Memory of a tensor; a weak reference shows whether it still exists."""
 
 
 def memory_of(layer: Layer) -> tuple[dict[str, Tensor], list[weakref.ref[Memory]]]:
-    """The layer's constants on memory that they alone keep."""
+    """Return the layer's constants in memory that they alone keep, and weak references to that memory."""
     tensors, seen = {}, []
     for name, value in constants(layer).items():
         memory = Memory(value.numpy().tobytes())
@@ -210,7 +213,7 @@ def test_a_graph_that_fails_keeps_none_of_its_inputs(tmp_path: Path) -> None:
     assert x._use_count() == before  # type: ignore[attr-defined]
 
 
-# -- what cannot be loaded --------------------------------------------------------------------------------------------
+# -- graphs that cannot be loaded -------------------------------------------------------------------------------------
 
 
 def shortened(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""packed_linear in C++: right, and the reference's bits for integer weights."""
+"""packed_linear in C++ is right, and has the reference's bits for integer weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ if "cpu" not in load_plugins():
 def test_floating_point_weights_against_float64(
     dtype: torch.dtype, rows: int, depth: int, width: int, bias: bool, float_out: bool
 ) -> None:
-    """K additions in fp32, each with an error of at most half a unit of what is added up so far, and one rounding."""
+    """Results are within the error of K additions in fp32 and one rounding.
+
+    Each addition has an error of at most half a unit of the sum so far.
+    """
     layer, x = random_layer("panels", dtype, width, depth), random_rows(dtype, rows, depth)
     b = torch.randn(width).to(dtype) if bias else None
     exact, terms = x.double() @ layer.dense().T, x.double().abs() @ layer.dense().abs().T
@@ -59,7 +62,7 @@ def test_floating_point_weights_against_float64(
 def test_fp8_weights_against_float64(
     layout: str, dtype: torch.dtype, rows: int, depth: int, width: int, bias: bool, float_out: bool
 ) -> None:
-    """The bound of floating-point weights, for x as torch casts it to e4m3."""
+    """The bound of floating-point weights holds for x as torch casts it to e4m3."""
     layer, x = random_layer(layout, dtype, width, depth), random_rows(dtype, rows, depth)
     b = torch.randn(width).to(dtype) if bias else None
     read = x.double()
@@ -78,7 +81,10 @@ def test_fp8_weights_against_float64(
 
 @pytest.mark.parametrize("scale", [1.0, 0.013])
 def test_x_is_rounded_as_torch_casts_it(scale: float) -> None:
-    """Ties, numbers below e4m3's normal ones, infinities and NaN among them: read through a weight of 1."""
+    """x is rounded as torch casts it, which is read through a weight of 1.
+
+    The numbers include ties, numbers below e4m3's normal ones, infinities and NaN.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5000, generator=generator) * 10.0 ** torch.randint(-4, 4, (5000,), generator=generator)
     finite = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -114,8 +120,10 @@ def test_integer_weights_give_the_references_bits(
 
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)
 def test_weights_of_other_makers(dtype: torch.dtype) -> None:
-    """What a quantised checkpoint may hold and our own rounding never makes: -128, scales below fp16's normal numbers,
-    negative ones."""
+    """Weights that trtspec's own rounding never makes, but a quantised checkpoint may hold, have the reference's bits.
+
+    These are -128, scales below fp16's normal numbers, and negative scales.
+    """
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (40, 2048), generator=generator, dtype=torch.int8)
     values[0], values[1, ::2] = -128, -128
@@ -131,7 +139,7 @@ def test_weights_of_other_makers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 8])
 def test_the_largest_integers(rows: int) -> None:
-    """Every product at its limit, all of one sign, or the signs of neighbours opposed: no partial sum is held."""
+    """No partial sum is clamped where every product is at its limit, all of one sign or with opposed neighbours."""
     signs = torch.ones(rows, 512)
     signs[1::2, ::2], signs[2::3, 1::2], signs[3::4] = -1, -1, -1
     ends = torch.tensor([-128, 127], dtype=torch.int8)
@@ -157,7 +165,7 @@ def test_the_deepest_int8_does_not_overflow() -> None:
 @settings(max_examples=60, deadline=None)
 @given(layout=st.sampled_from(["int8", *GROUPS]), dtype=dtypes, rows=st.integers(1, 5), depth=depths, width=widths)
 def test_rounding_x_costs_half_a_step(layout: str, dtype: torch.dtype, rows: int, depth: int, width: int) -> None:
-    """Against the dequantised matrix: each of x's numbers is off by at most half its scale, amax / 127 / 2."""
+    """Each number of x is off by at most half its scale, amax / 127 / 2, against the dequantised matrix."""
     layer = random_layer(layout, dtype, width, depth)
     x = random_rows(dtype, rows, layer.in_features)
     dense = layer.dense()
@@ -174,7 +182,10 @@ def test_rounding_x_costs_half_a_step(layout: str, dtype: torch.dtype, rows: int
     [("int8", 0.01, 0.015), ("int4-32", 0.008, 0.09), ("int4-128", 0.01, 0.12)],
 )
 def test_quantisation_error_of_normal_numbers(layout: str, rounding_x: float, all_rounding: float) -> None:
-    """Root mean square, relative to the results': of rounding x alone, and of rounding the weights as well."""
+    """The root mean square error, relative to the results, is small.
+
+    The bounds are for rounding x alone, and for rounding the weights as well.
+    """
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(n, 1024, generator=generator) for n in (513, 64))
     packed = (*quantize_int8(weight), NONE) if layout == "int8" else quantize_int4(weight, GROUPS[layout])
@@ -196,7 +207,7 @@ def test_tiny_and_huge_rows(layout: str, size: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_results_below_the_normal_numbers_are_the_references(rows: int, dtype: torch.dtype) -> None:
-    """Beside a NaN, which stays one."""
+    """Results below the normal numbers are the reference's, next to a NaN, which stays one."""
     values, scales = torch.randint(-128, 128, (40, 64), dtype=torch.int8), torch.full((40,), 2.0**-120)
     scales[7] = float("nan")
     layer = Layer(*pack_int8(values, scales), NONE, 40, 64)
@@ -262,5 +273,5 @@ def test_scales_and_zeros_that_do_not_fit_are_named(layout: str) -> None:
 def test_opcheck(layout: str) -> None:
     layer = random_layer(layout, torch.float32, 40, 64)
     args = (torch.randn(3, 64), layer.weight, layer.scales, layer.zeros, torch.randn(40), layer.x_scale, 40, True)
-    checks = ("test_faketensor",) if layout in FP8 else ("test_schema", "test_faketensor")  # which calculates in fp8
+    checks = ("test_faketensor",) if layout in FP8 else ("test_schema", "test_faketensor")  # test_schema adds in fp8
     torch.library.opcheck(torch.ops.trtspec.packed_linear.default, args, test_utils=checks)

@@ -1,4 +1,4 @@
-"""packed_linear in C++: a row's bits are its own, whatever is beside it and whoever multiplies it."""
+"""packed_linear in C++: a row has the same bits whatever rows are next to it and whichever thread multiplies it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_two_threads_give_the_bits_of_one(layout: str, rows: int) -> None:
 def test_a_machine_that_reads_ahead_gives_the_same_bits(
     layout: str, dtype: torch.dtype, depth: int, width: int, rows: int
 ) -> None:
-    """Products of few rows go over panels in other pieces there."""
+    """Bits are the same there, though products of few rows divide the panels into other pieces."""
     layer = random_layer(layout, dtype, width, depth)
     x = random_rows(dtype, rows, layer.in_features)
     before = torch.ops.trtspec_probe.set_machine_reads_ahead(True)
@@ -85,7 +85,7 @@ def test_a_machine_that_reads_ahead_gives_the_same_bits(
 def test_a_row_has_the_same_bits_in_every_memory_layout(
     layout: str, dtype: torch.dtype, depth: int, width: int, rows: int
 ) -> None:
-    """Rows that are a view: every other row, columns of a wider matrix, columns that are not neighbours."""
+    """A row has the same bits in a view: every other row, columns of a wider matrix, or columns that are apart."""
     layer = random_layer(layout, dtype, width, depth)
     x = random_rows(dtype, rows, layer.in_features)
     strided = torch.full((2 * rows, layer.in_features + 3), float("nan"), dtype=dtype)
@@ -105,5 +105,5 @@ def test_a_number_of_poison_harms_its_row_alone(layout: str, dtype: torch.dtype,
     out = layer(x)
     others = torch.arange(20) != 4
     assert torch.equal(out[others], clean[others])
-    held = layout == "fp8-static" and poison == poison  # infinities are: as 448 steps
+    held = layout == "fp8-static" and poison == poison  # infinities are clamped to 448 steps
     assert held or not out[4].isfinite().any()

@@ -1,7 +1,7 @@
-"""process_logits in C++: what the reference keeps and the values it gives them.
+"""process_logits in C++: it keeps the tokens that the reference keeps, with the same values.
 
-One difference is allowed. Top-p and min-p compare sums and ratios of exponentials that both sides round in their own
-order: a token whose sum or ratio lies within BOUNDARY of the bound may be kept by one and not by the other.
+One difference is allowed. Top-p and min-p compare sums and ratios of exponentials, which both sides round in their own
+order. A token whose sum or ratio lies within BOUNDARY of the bound may be kept by one side and not by the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if "cpu" not in load_plugins():
 
 INF, NAN = float("inf"), float("nan")
 NO_INT, NO_FLOAT = torch.empty(0, dtype=torch.int32), torch.empty(0)
-BOUNDARY = 2e-5  # of the whole mass (top-p), of the ratio to the likeliest (min-p)
+BOUNDARY = 2e-5  # share of the whole mass (top-p), or of the ratio to the likeliest token (min-p)
 
 numbers = st.integers(0, 2**31)
 vocabs = st.one_of(st.integers(1, 100), st.sampled_from([127, 128, 129, 1000, 4096, 5003]))
@@ -48,7 +48,7 @@ def random_logits(shape: str, rows: int, vocab: int, number: int) -> Tensor:
         "normal": 3 * normal,
         "steep": 40 * normal,
         "peak": normal.scatter(1, peaks, 20.0),
-        "masked": normal.masked_fill(~kept, -INF),  # whole rows, too
+        "masked": normal.masked_fill(~kept, -INF),  # also whole rows
         "huge": 1e7 * normal,
     }[shape]
 
@@ -58,7 +58,7 @@ def pick(values: Sequence[float], rows: int, generator: torch.Generator, dtype: 
 
 
 def random_group(name: str, rows: int, vocab: int, number: int) -> dict[str, Tensor]:
-    """One group with a different setting in each row, off in some."""
+    """Return one group with a different setting in each row; it is off in some rows."""
     generator = generator_of(number)
 
     def ids(width: int) -> Tensor:
@@ -92,7 +92,7 @@ def random_group(name: str, rows: int, vocab: int, number: int) -> dict[str, Ten
 
 
 def arguments(logits: Tensor, **groups: Tensor) -> dict[str, Tensor]:
-    """All arguments, with every group not named left zero-size. Row r draws token 5."""
+    """Return all arguments; every group that is not named is zero-size. Every row draws the token at position 5."""
     unused = {
         "positions": torch.full((len(logits),), 5),
         "history": NO_INT,
@@ -112,7 +112,7 @@ def arguments(logits: Tensor, **groups: Tensor) -> dict[str, Tensor]:
 
 
 def near_a_boundary(value: Tensor, before: Tensor, top_p: float, min_p: float) -> bool:
-    """May this value of a row go either way? before [V]: what top-p and min-p were given, in double precision."""
+    """Whether this value of a row may be kept or not. before [V]: input of top-p and min-p, in double precision."""
     mass = before.softmax(0)
     upto = mass[before <= value].sum()
     below = mass[before < value].sum()
@@ -178,7 +178,7 @@ def test_odd_values_are_filtered_alike(name: str, values: list[float], number: i
 @settings(max_examples=100, deadline=None)
 @given(shape=shapes, vocab=vocabs, k=st.integers(1, 5100), number=numbers)
 def test_top_k_of_every_size(shape: str, vocab: int, k: int, number: int) -> None:
-    """Exactly, values too: nothing is rounded."""
+    """Top-k equals the reference exactly, values too, as nothing is rounded."""
     given_ = arguments(random_logits(shape, 2, vocab, number), top_ks=torch.full((2,), k, dtype=torch.int32))
     assert process_logits(**given_).equal(_reference(**given_))
 
@@ -192,7 +192,7 @@ def test_top_p_of_every_size(shape: str, vocab: int, p: float, number: int) -> N
 @settings(max_examples=100, deadline=None)
 @given(shape=st.sampled_from(["near", "normal", "peak"]), p=st.floats(0.01, 0.999), number=numbers)
 def test_top_p_keeps_the_smallest_head_that_holds_p(shape: str, p: float, number: int) -> None:
-    """From the definition, in double precision, on a vocabulary of usual size."""
+    """Top-p keeps the tokens of its definition in double precision, for a vocabulary of usual size."""
     logits = random_logits(shape, 1, 32003, number)
     kept = process_logits(**arguments(logits, top_ps=torch.tensor([p])))[0] > -INF
     mass = logits[0].double().softmax(0)
@@ -205,7 +205,10 @@ def test_top_p_keeps_the_smallest_head_that_holds_p(shape: str, p: float, number
 @settings(max_examples=50, deadline=None)
 @given(names=st.sets(st.sampled_from(group_names)), shape=shapes, rows=st.integers(2, 9), number=numbers)
 def test_rows_do_not_know_of_each_other(names: set[str], shape: str, rows: int, number: int) -> None:
-    """Bit for bit: alone, in a batch, in another order, with one thread or two, which share out 9 rows of 8003."""
+    """Rows have the same bits alone, in a batch, in another order, and with one thread or two.
+
+    Two threads share 9 rows of 8003 logits.
+    """
     logits = random_logits(shape, rows, 8003, number)
     groups: dict[str, Tensor] = {}
     for name in sorted(names):

@@ -1,4 +1,4 @@
-"""spec_sample in C++: the reference's tokens exactly, on whatever instruction set TRTSPEC_CPU_ISA asks for."""
+"""spec_sample in C++ draws exactly the reference's tokens, on any instruction set that TRTSPEC_CPU_ISA names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAN_TOKEN = 2**63 - 1
 seeds64 = st.integers(-(2**63), 2**63 - 1)
 positions64 = st.one_of(st.integers(0, 2**20), st.integers(2**32 - 4, 2**32 + 4), st.integers(0, 2**63 - 1))
 vocabs = st.one_of(st.integers(1, 100), st.sampled_from([127, 128, 129, 1000, 4096, 5003]))
-# How logits lie decides which columns never get noise: none of the flat ones, nearly all of the peaked.
+# The spread of logits decides which columns never get noise: none of flat ones, nearly all of peaked ones.
 shapes = st.sampled_from(["flat", "tied", "normal", "steep", "peak", "masked", "huge"])
 numbers = st.integers(0, 2**31)
 
@@ -37,13 +37,13 @@ def random_logits(shape: str, rows: int, vocab: int, number: int) -> Tensor:
         "normal": 3 * normal,
         "steep": 40 * normal,
         "peak": normal.scatter(1, peaks, 20.0),
-        "masked": normal.masked_fill(~kept, -INF),  # whole rows, too
+        "masked": normal.masked_fill(~kept, -INF),  # also whole rows
         "huge": 1e7 * normal,  # noise and its bounds round to whole units
     }[shape]
 
 
 def own_ids(vocab: int, number: int, sort: bool) -> Tensor:
-    """Distinct ids of a vocabulary three times as large."""
+    """Return distinct ids of a vocabulary three times as large."""
     ids = torch.randperm(3 * vocab, generator=torch.Generator().manual_seed(number))[:vocab]
     return ids.sort().values if sort else ids
 
@@ -85,7 +85,7 @@ def test_odd_values_are_drawn_alike(values: list[float], greedy: bool, dense: bo
 @pytest.mark.parametrize("at", [0, 15, 64, 4095, 4096])
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_nan_is_seen_wherever_it_lies(at: int, greedy: bool) -> None:
-    """Also among columns so low that they get no noise."""
+    """A NaN is found in any column, also among columns so low that they get no noise."""
     logits = random_logits("peak", 2, 4097, 0)
     logits[0, at] = float("nan")
     tokens = spec_sample(logits, torch.tensor([greedy] * 2), torch.arange(2), torch.arange(2), NO_IDS)
@@ -96,7 +96,10 @@ def test_a_nan_is_seen_wherever_it_lies(at: int, greedy: bool) -> None:
 @settings(max_examples=50, deadline=None)
 @given(seed=seeds64, position=positions64, dense=st.booleans(), nudge=st.integers(-1, 1), number=numbers)
 def test_noise_has_every_bit_of_the_reference(seed: int, position: int, dense: bool, nudge: int, number: int) -> None:
-    """Logits that take each column's noise away, but for one column an ulp off: another bit gives another draw."""
+    """Every bit of the noise is the reference's.
+
+    The logits cancel each column's noise, but one column is off by an ulp, so that another bit gives another draw.
+    """
     ids = torch.arange(517) if dense else own_ids(517, number, sort=False)
     one = torch.tensor([False]), torch.tensor([seed]), torch.tensor([position])
     logits = -gumbel_noise(one[1], one[2], ids)
@@ -108,7 +111,7 @@ def test_noise_has_every_bit_of_the_reference(seed: int, position: int, dense: b
 
 
 def test_bounds_of_the_noise_hold_for_every_word() -> None:
-    """LEAST_NOISE, MOST_NOISE and gumbel_at_most of sample.h, which let the kernel pass columns over."""
+    """LEAST_NOISE, MOST_NOISE and gumbel_at_most of sample.h, by which the kernel skips columns, are bounds."""
     word = torch.arange(2**23)
     noise = -_log(-_log((word.float() + 0.5) * 2.0**-23))
     assert noise.min().item() >= -2.8125
@@ -116,12 +119,15 @@ def test_bounds_of_the_noise_hold_for_every_word() -> None:
     y = (2**23 - 1 - word).float() + 0.5
     margin = 103.974 - y.view(torch.int32).float() * 8.2629582e-8 - noise
     assert margin.min().item() > 5e-4
-    assert margin[word > 2**22].max().item() < 1  # or it would be of no use
+    assert margin[word > 2**22].max().item() < 1  # else the bound would be of no use
 
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_noise_can_win_from_the_edge_of_reach(dense: bool) -> None:
-    """Id 0's noise is all but the largest there is; a column so far below the top must not be passed over."""
+    """A column far below the top is not skipped if its noise can win.
+
+    Id 1's noise is all but the largest that there is.
+    """
     seeds = torch.arange(2**18)
     noise = gumbel_noise(seeds, torch.zeros_like(seeds), torch.arange(2))
     row = int(noise[:, 1].argmax())
@@ -135,7 +141,10 @@ def test_noise_can_win_from_the_edge_of_reach(dense: bool) -> None:
 @settings(max_examples=25, deadline=None)
 @given(shape=shapes, dense=st.booleans(), rows=st.integers(2, 9), number=numbers)
 def test_rows_do_not_know_of_each_other(shape: str, dense: bool, rows: int, number: int) -> None:
-    """Alone, in a batch, in another order, with one thread or two: 9 rows of 32003 columns are shared out."""
+    """Rows draw the same tokens alone, in a batch, in another order, and with one thread or two.
+
+    Two threads share 9 rows of 32003 columns.
+    """
     vocab = 32003
     logits, ids = random_logits(shape, rows, vocab, number), NO_IDS if dense else own_ids(vocab, number, sort=True)
     args = logits, torch.arange(rows) % 3 == 0, torch.arange(rows) * 31, torch.arange(rows) + 100

@@ -1,4 +1,4 @@
-"""The library's own threads: every piece of an op is done once, whoever does it, whatever else the machine does."""
+"""The library's own threads do every piece of an op once, whichever thread does it and whatever else runs."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ WEIGHTS = [matrix(seed) for seed in range(5)]
 
 
 def linear(rows: int) -> Tensor:
-    """Several one after another, as in a step."""
+    """Run several linears one after another, as in a step."""
     x = torch.randn(rows, IN_FEATURES, generator=torch.Generator().manual_seed(rows))
     return torch.stack([packed_linear(x, weight, out_features=OUT_FEATURES) for weight in [*WEIGHTS, *WEIGHTS]])
 
 
 def attention(rows: int) -> Tensor:
-    """Two requests with `rows` rows each, one of them with a long context."""
+    """Run attention for two requests with `rows` rows each, one of them with a long context."""
     generator = torch.Generator().manual_seed(rows)
     q, k, v = (torch.randn(2 * rows, heads, 64, generator=generator) for heads in (8, 2, 2))
     k_cache, v_cache = (torch.randn(80, 16, 2, 64, generator=generator) for _ in "kv")
@@ -90,7 +90,7 @@ def test_every_piece_is_done_once_or_its_error_arrives(count: int, threads: int,
         if 0 <= failing < count:
             with pytest.raises(RuntimeError, match=f"piece {failing} failed"):
                 torch.ops.trtspec_probe.count_pieces(count, failing)
-        assert torch.ops.trtspec_probe.count_pieces(count, -1) == [1] * count  # the threads are as good as before
+        assert torch.ops.trtspec_probe.count_pieces(count, -1) == [1] * count  # the threads work as before
 
 
 GROWING = """
@@ -112,7 +112,7 @@ def test_one_team_serves_ops_of_every_size() -> None:
 
 
 def test_many_callers_at_once() -> None:
-    """One has the threads, the others go on alone."""
+    """One caller has the threads, and the others compute alone."""
     expected = {op: op(9) for op in OPS}
 
     def call(index: int) -> bool:
@@ -125,7 +125,10 @@ def test_many_callers_at_once() -> None:
 
 
 def test_beside_busy_processes() -> None:
-    """Threads lose their processors in the middle of chunks here, and are left alone for a while after that."""
+    """Bits stay the same next to busy processes.
+
+    Threads lose their processors within chunks here, and are not used for a while after that.
+    """
     expected = linear(3)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
@@ -137,7 +140,7 @@ def test_beside_busy_processes() -> None:
             process.wait()
 
 
-# (Tensors are small: OpenMP, which torch itself uses for large ones, does not survive a fork.)
+# Tensors are small, because OpenMP, which torch itself uses for large ones, does not survive a fork.
 FORKING = """
 import os, sys, torch
 sys.path.insert(0, sys.argv[1])
@@ -161,16 +164,16 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 
 
 def test_kernels_have_threads_and_torch_has_none() -> None:
-    """Of the calling thread alone, until it ends, even badly."""
+    """Kernels have threads and torch none, in the calling thread alone, until the context ends, even by an error."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         expected = linear(5)
         with kernel_threads(), ThreadPoolExecutor(1) as another:
             assert torch.get_num_threads() == 1
-            assert torch.ops.trtspec_threads.use_own(3) == 3  # what it was
+            assert torch.ops.trtspec_threads.use_own(3) == 3  # the number before
             assert torch.equal(linear(5), expected)
-            with kernel_threads():  # torch has one thread: there is nothing to be done
+            with kernel_threads():  # torch has one thread, so nothing changes
                 assert torch.ops.trtspec_threads.use_own(3) == 3
             assert another.submit(torch.ops.trtspec_threads.use_own, 0).result() == 0
         with pytest.raises(KeyError), kernel_threads():
@@ -182,7 +185,7 @@ def test_kernels_have_threads_and_torch_has_none() -> None:
 
 
 def test_weights_that_are_gone_are_expected_without_harm() -> None:
-    """After each linear the weight that came next the last time is fetched ahead, wherever it was."""
+    """A linear fetches ahead the weight that came next the last time, even if its memory is gone."""
     x = torch.randn(4, IN_FEATURES, generator=torch.Generator().manual_seed(1))
     first = WEIGHTS[0]
 
@@ -192,10 +195,10 @@ def test_weights_that_are_gone_are_expected_without_harm() -> None:
     expected = [output(WEIGHTS[0]), output(WEIGHTS[1])]
     with own_threads(2):
         for _ in range(50):
-            gone = torch.zeros(64 << 20, dtype=torch.uint8)  # so large that its pages are given back
+            gone = torch.zeros(64 << 20, dtype=torch.uint8)  # so large that its pages are returned
             other = gone[: first.nbytes].view(first.dtype).reshape(first.shape)
             output(first)
             output(other)
             del gone, other
-            assert torch.equal(output(first), expected[0])  # what it expects now is no memory any more
+            assert torch.equal(output(first), expected[0])  # the memory that it now expects is gone
             assert torch.equal(output(WEIGHTS[1]), expected[1])

@@ -1,5 +1,8 @@
-"""FlashInfer behind our ops, by a stand-in with its signatures that computes what it documents from what it is given:
-the results are the references'. make contract-flashinfer takes the signatures from FlashInfer itself."""
+"""FlashInfer under trtspec's ops, through a stand-in: the results are the references'.
+
+The stand-in has FlashInfer's signatures, and computes what FlashInfer documents from its arguments. make
+contract-flashinfer takes the signatures from FlashInfer itself.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def test_attention_is_the_reference_s(arguments: Arguments) -> None:
 
 
 def test_the_stand_in_s_results_are_what_the_op_returns() -> None:
-    """A check that the tests here see FlashInfer's results, not those of the kernel before."""
+    """The tests here see the stand-in's results, not those of the kernel that was registered before."""
     arguments = batch([80], [5])
     with serving("attention") as stand_in:
         stand_in.append_paged_kv_cache = lambda *_, **__: None  # type: ignore[method-assign]
@@ -86,7 +89,10 @@ def test_what_flashinfer_does_not_take_goes_to_the_kernel_before(case: str) -> N
 
 
 def test_rows_of_no_request_go_to_the_kernel_before() -> None:
-    """Neither the reference nor the C++ kernel, if that is loaded, has an answer for them; each says so itself."""
+    """Rows of no request go to the kernel registered before, which raises an error.
+
+    Neither the reference nor the C++ kernel, if that is loaded, has a result for them.
+    """
     arguments = {**batch([80], [5]), "cu_q_lens": torch.tensor([0, 79], dtype=torch.int32)}
     with serving("attention") as stand_in, pytest.raises((IndexError, RuntimeError)):
         attend(arguments)
@@ -111,13 +117,16 @@ def test_a_mask_of_too_many_elements_goes_to_the_kernel_before(monkeypatch: pyte
 
 
 def test_a_step_is_planned_once_for_all_layers_of_a_kind() -> None:
-    """Layers call with the same metadata: one plan per kind of layer, new ones once the metadata is written to."""
+    """A step has one plan per kind of layer, and new plans once its metadata is written to.
+
+    All layers of a step call with the same metadata.
+    """
     arguments = batch([70, 66], [10, 0])
     lengths = arguments["kv_lens"]
     kinds = [{}, {"window": 9}, {"softcap": 2.0}, {"scale": 0.3}] * 2
     layers = [{**arguments, **kind, "q": arguments["q"] * n} for n, kind in enumerate(kinds, start=1)]
     with serving("attention") as stand_in:
-        for _ in range(2):  # the tensors of a step are used again, with other values
+        for _ in range(2):  # the tensors of a step are reused, with other values
             stand_in.calls.clear()
             got = [attend(layer) for layer in layers]
             assert (stand_in.count(PLAN), stand_in.count(RUN)) == (4, 8)
@@ -143,7 +152,7 @@ def test_tensors_without_a_version_are_planned_each_time() -> None:
 
 
 def test_threads_do_not_share_plans() -> None:
-    """Each reads the plan it made, though both layers are of one kind."""
+    """Each thread reads the plan that it made, though both layers are of one kind."""
     cases = [batch([70], [10], seed=1), batch([90, 80], [3, 4], seed=2)]
     wanted, got = [attend(arguments) for arguments in cases], {}
     barrier = threading.Barrier(2)
@@ -165,7 +174,7 @@ def test_threads_do_not_share_plans() -> None:
 
 
 def process(logits: Tensor, **groups: Tensor) -> Tensor:
-    """process_logits, where what is not named is unused."""
+    """Call process_logits; groups that are not named are unused."""
     ints = ("history", "prompt_lens", "bias_ids", "ban_ids", "allow_mask", "top_ks")
     floats = ("penalties", "bias_values", "temperatures", "top_ps", "min_ps")
     unused = {
@@ -179,7 +188,7 @@ def process(logits: Tensor, **groups: Tensor) -> Tensor:
 
 @st.composite
 def filtered(draw: st.DrawFn) -> dict[str, Tensor]:
-    """Rows with and without ties, each group of parameters there or not."""
+    """Rows with and without ties; each group of parameters may be present."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     rows, vocab = draw(st.integers(1, 4)), draw(st.sampled_from([2047, 2048, 3001]))
     logits = 3 * torch.randn(rows, vocab, generator=g)
@@ -205,8 +214,10 @@ def filtered(draw: st.DrawFn) -> dict[str, Tensor]:
 @settings(deadline=None, max_examples=100)
 @given(filtered())
 def test_filters_are_the_reference_s(arguments: dict[str, Tensor]) -> None:
-    """But for tokens within rounding errors of top-p's edge, which the reference keeps with p a little higher, or does
-    not with p a little lower."""
+    """Filters keep the reference's tokens, except within rounding errors of top-p's edge.
+
+    There, the reference keeps a token with p a little higher, or does not with p a little lower.
+    """
 
     def nudged(nudge: float) -> Tensor:
         p = arguments.get("top_ps", torch.empty(0))
@@ -223,7 +234,10 @@ def test_filters_are_the_reference_s(arguments: dict[str, Tensor]) -> None:
 
 
 def test_ties_with_the_kth_and_with_the_last_of_top_p_stay() -> None:
-    """Six tokens of a sixth each: p = 0.4 needs three of them, and k = 2 two, so all six stay."""
+    """Tokens that tie with the k-th or with the last of top-p stay.
+
+    There are six tokens of a sixth each. p = 0.4 needs three of them, and k = 2 two, so all six stay.
+    """
     logits = torch.full((2, 2048), -40.0)
     logits[:, ::400] = 0.0
     with serving("filter") as stand_in:
@@ -233,7 +247,7 @@ def test_ties_with_the_kth_and_with_the_last_of_top_p_stay() -> None:
 
 
 def test_the_kernel_before_may_be_in_python_too() -> None:
-    """As Triton's is: what FlashInfer does not take reaches it, what it takes does not."""
+    """A kernel in Python, as Triton's is, may be registered before; only calls that FlashInfer refuses reach it."""
     arguments, answer = batch([80], [5]), torch.ones(80, 4, 64, dtype=torch.float16)
     library = torch.library.Library("trtspec", "IMPL")
     library.impl("spec_attention_", lambda *_: answer.clone(), "CPU")
@@ -269,7 +283,10 @@ def test_an_unknown_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_package_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one line, and the other kernels serve. FlashInfer loads last, so as to go before those of the others."""
+    """Without the package one line says what to install, and the other kernels serve.
+
+    FlashInfer loads last, so that its kernels take precedence over the others.
+    """
     monkeypatch.setenv("TRTSPEC_FLASHINFER", "attention")
     monkeypatch.delenv("TRTSPEC_PLUGINS", raising=False)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
@@ -320,7 +337,7 @@ def test_with_a_gpu_it_registers_for_cuda(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_calls_are_bound_to_the_package_s_own_signatures_where_it_is() -> None:
-    """The stand-in refuses what FlashInfer would."""
+    """The stand-in refuses the calls that FlashInfer would refuse."""
     stand_in = FlashInfer()
     if importlib.util.find_spec("flashinfer"):
         import inspect

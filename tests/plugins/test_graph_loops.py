@@ -1,4 +1,4 @@
-"""Graphs' own loops on the library's threads: the same bits as in one thread, and errors that reach the caller."""
+"""Graphs' own loops on the library's threads: the bits of one thread, and errors that reach the caller."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 96
 
 
 class Layer(nn.Module):
-    """What is between a decoder's linears, a sum over rows, and rows of a table."""
+    """A layer with the operations between a decoder's linears, a sum over rows, and rows of a table."""
 
     def forward(self, x: Tensor, table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wide = x.float()
@@ -39,7 +39,7 @@ def inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """The same program with loops in one thread, and shared."""
+    """The same program twice: with loops in one thread, and with shared loops."""
     folder = tmp_path_factory.mktemp("loops")
     rows = torch.export.Dim("rows", min=2, max=4096)
     program = torch.export.export(Layer(), inputs(3), dynamic_shapes=({0: rows}, None, {0: rows}), strict=False)
@@ -105,5 +105,5 @@ def test_only_loops_that_do_not_ask_for_their_thread_are_shared() -> None:
     assert "omp_get_thread_num" not in text
     assert "trtspec_loop(ks0, 1L, 64, [&](const int64_t trtspec_first, const int64_t trtspec_end) { for" in text
     assert "for(int64_t x0=0L; x0<ks0; x0+=1L) {" in text.split("const int tid = 0;")[1]
-    assert text.count("trtspec_loop(") == 2  # its definition, and the first loop
+    assert text.count("trtspec_loop(") == 2  # its definition and the first loop
     assert text.count("{") == text.count("}")

@@ -1,4 +1,4 @@
-"""Which kernels are loaded: what the environment asks for, and what is said where they cannot run."""
+"""Loading of kernels: the choice by the environment, and the message where kernels cannot run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PACKAGES = [Package("cpu", lambda: "fast"), Package("gpu", lambda: ""), Package(
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Loads:
-    """(TRTSPEC_PLUGINS, packages) -> what loads of them, and what is logged."""
+    """A function (TRTSPEC_PLUGINS, packages) -> the packages that load, and the text that is logged."""
 
     def load(asked: str | None, packages: list[Package] = PACKAGES) -> tuple[object, str]:
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: packages)
@@ -92,7 +92,7 @@ def test_plugins_can_be_asked_for_by_name(loaded: Loads) -> None:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The dispatch keys that `load` registers for; nothing is registered."""
+    """The dispatch keys that `load` would register for; nothing is registered."""
     keys: list[str] = []
     monkeypatch.delenv("TRTSPEC_TRITON", raising=False)
     monkeypatch.setattr(triton_kernels, "register", lambda key: keys.append(key) or "3")
@@ -125,7 +125,10 @@ def test_a_gpu_that_is_too_old_is_named(registered: list[str], monkeypatch: pyte
 
 
 def test_the_interpreter_is_asked_for_in_two_words(registered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are interpreted or compiled as the second says when they are defined, so it cannot be set here."""
+    """The interpreter needs two variables, TRTSPEC_TRITON and TRITON_INTERPRET.
+
+    TRITON_INTERPRET decides when kernels are defined whether they are interpreted or compiled, so `load` cannot set it.
+    """
     monkeypatch.setenv("TRTSPEC_TRITON", "interpret")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ImportError, match="TRTSPEC_TRITON=interpret wants TRITON_INTERPRET=1"):
@@ -146,7 +149,7 @@ def test_without_triton_the_command_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is there for Linux alone")
 def test_triton_is_there() -> None:
-    """Every other test of its kernels is skipped without it."""
+    """Triton is installed; without it every other test of its kernels is skipped."""
     assert importlib.util.find_spec("triton") is not None
 
 
@@ -160,7 +163,7 @@ def test_launchers_take_what_their_ops_are_given(op: str) -> None:
 
 
 def in_a_process(**environment: str) -> tuple[list[str], str]:
-    """What a fresh interpreter says of its kernels."""
+    """Return what a fresh interpreter says of its kernels."""
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("TRTSPEC_", "TRITON_"))}
     done = subprocess.run(
         [sys.executable, "-c", REPORT],

@@ -1,7 +1,7 @@
 """Reference, C++ kernels and Triton kernels agree: the same bits of noise, and the same tokens after the filters.
 
-The Triton kernels run in Triton's interpreter, which takes some 60 ms a row: TRTSPEC_ROWS says of how many rows
-tokens are compared, of 500 if it does not.
+The Triton kernels run in Triton's interpreter, which takes some 60 ms per row. TRTSPEC_ROWS is the number of rows whose
+tokens are compared, 500 if it is not set.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_launchers_take_the_op_s_arguments_in_its_order(name: str) -> None:
-    """So that they can be registered for it."""
+    """Launchers take the arguments in the op's order, so that they can be registered for it."""
     wanted = [argument.name for argument in getattr(torch.ops.trtspec, name).default._schema.arguments]
     assert list(inspect.signature(LAUNCHERS[name]).parameters) == wanted
 
@@ -68,7 +68,7 @@ def gumbel_kernel(words, noise, BLOCK: tl.constexpr):
 
 
 def test_noise_of_every_word_has_the_reference_s_bits() -> None:
-    """All 2^23 values of u; the reference's steps from u on."""
+    """Noise has the reference's bits for all 2^23 values of u, by the reference's steps from u on."""
     value = torch.arange(2**23)
     noise = torch.empty(2**23)
     gumbel_kernel[(8,)](value << 9, noise, BLOCK=2**20, enable_fp_fusion=False)
@@ -85,7 +85,7 @@ def noise_kernel(seeds, positions, ids, noise, BLOCK: tl.constexpr):
 
 
 def test_noise_of_seeds_and_positions_has_the_reference_s_bits() -> None:
-    """16384 seeds and positions of all sizes, eight ids each."""
+    """Noise has the reference's bits for 16384 seeds and positions of all sizes, with eight ids each."""
     rows, g = 2**14, torch.Generator().manual_seed(0)
     ids = torch.tensor([0, 1, 2, 3, 4, 127_999, 262_143, 2**31 - 2])
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g) >> torch.randint(0, 63, (rows,), generator=g)
@@ -101,7 +101,7 @@ def test_noise_of_seeds_and_positions_has_the_reference_s_bits() -> None:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_one_bit_of_noise_decides(form: str, own: bool) -> None:
-    """Logits that take each column's noise away, but for one an ulp off: another bit gives another draw."""
+    """The logits cancel each column's noise, but one is off by an ulp, so that another bit gives another draw."""
     rows, vocab, g = 60, 517, torch.Generator().manual_seed(1)
     ids = torch.randperm(3 * vocab, generator=g)[:vocab] if own else torch.arange(vocab)
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g)
@@ -114,7 +114,10 @@ def test_one_bit_of_noise_decides(form: str, own: bool) -> None:
 
 
 def random_rows(batch: int, rows: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Arguments of process_logits, and of spec_sample after the logits: flat to peaked rows, each filter in some."""
+    """Arguments of process_logits, and those of spec_sample after the logits.
+
+    Rows range from flat to peaked, and each filter is on in some of them.
+    """
     g = torch.Generator().manual_seed(batch)
     vocab = int(torch.randint(300, 1000, (), generator=g))
 
@@ -141,7 +144,7 @@ def random_rows(batch: int, rows: int) -> tuple[list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("batch", range(-(-ROWS // 250)))
 def test_tokens_are_the_same(batch: int) -> None:
-    """250 rows: bans, temperature, top-k, top-p, min-p, then the draw. No row differs."""
+    """All forms draw the same tokens for 250 rows, after bans, temperature, top-k, top-p and min-p."""
     filters, draw = random_rows(batch, 250)
     tokens = {name: sample(process(*filters), *draw) for name, (process, sample) in FORMS.items()}
     assert (tokens["reference"] < filters[0].shape[1]).all()

@@ -1,8 +1,9 @@
 """spec_attention's Triton kernels against the reference, in Triton's interpreter (make test runs these).
 
-The reference adds in another order, so they are equal within a tolerance. Where rows are compared bit for bit, one of
-the two runs is in another place of a matrix: the interpreter's product is the CPU's, which may round a matrix's rows
-differently. So those tests have values whose sums are exact, or else matrices of one shape with the same contents.
+The reference adds in another order, so results are equal within a tolerance. Where rows are compared bit for bit, one
+of the two runs has them in another place of a matrix. The interpreter's product is the CPU's, which may round a
+matrix's rows differently. So those tests have values whose sums are exact, or matrices of one shape with the same
+contents.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ import trtspec_plugins.triton.attention as attention
 
 from tests.plugins.references import reference
 
-CHUNK = 64  # of the tests: one tile, so that short caches have several
-# of values of order 1: fp32 sums of a few hundred products; fp16 outputs and weights have 11 bits
+CHUNK = 64  # in the tests: one tile, so that short caches have several chunks
+# For values of order 1: fp32 sums of a few hundred products; fp16 outputs and weights have 11 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}
 Arguments = dict[str, Any]
 
 
 def launch(arguments: Arguments, split: bool = False, chunk: int = CHUNK) -> Tensor:
-    """Launch it in the one form or in the other; the arguments' caches are changed."""
+    """Launch the op in its split form or in the other; the arguments' caches are changed."""
     programs = 1 << 30 if split else 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "SPLIT_BELOW", programs)
@@ -45,7 +46,7 @@ def clone(arguments: Arguments) -> Arguments:
 
 
 def check(arguments: Arguments, split: bool) -> Tensor:
-    """Out and caches are the reference's; returns out."""
+    """Check that output and caches are the reference's -> output."""
     wanted = reference("spec_attention", **arguments)
     mine = clone(arguments)
     out = launch(mine, split)
@@ -65,7 +66,7 @@ def batch(
     seed: int = 3,
     dtype: torch.dtype = torch.float32,
 ) -> Arguments:
-    """Requests with so many new rows, the last of kv_lens tokens, in blocks scattered over the pool; causal."""
+    """Return requests with `new` rows each, the last of kv_lens tokens, in blocks scattered over the pool; causal."""
     g = torch.Generator().manual_seed(seed)
     columns = max(-(-length // block_size) for length in kv_lens)
     blocks = len(new) * columns + 1
@@ -89,7 +90,7 @@ def batch(
 
 
 def pack(rows: list[list[int]], words: int) -> Tensor:
-    """For each row the new rows it sees -> [T, words] int32."""
+    """Pack, for each row, the new rows that it sees -> [T, words] int32."""
     bits = torch.zeros(len(rows), words * 32, dtype=torch.int64)
     for row, seen in enumerate(rows):
         bits[row, seen] = 1
@@ -98,7 +99,7 @@ def pack(rows: list[list[int]], words: int) -> Tensor:
 
 @st.composite
 def tree_masks(draw: st.DrawFn, new: list[int], words: int) -> Tensor:
-    """Trees whose nodes see their ancestors and themselves, or any bits: rows that come later, rows that are not."""
+    """Draw trees whose nodes see their ancestors and themselves, or any bits, also for later and for missing rows."""
     if draw(st.booleans()):
         g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
         return torch.randint(-(2**31), 2**31, (sum(new), words), generator=g).to(torch.int32)
@@ -114,7 +115,7 @@ def tree_masks(draw: st.DrawFn, new: list[int], words: int) -> Tensor:
 
 @st.composite
 def ragged(draw: st.DrawFn) -> Arguments:
-    """Up to 3 requests of up to 5 rows, with up to 150 tokens, every option drawn."""
+    """Draw up to 3 requests of up to 5 rows, with up to 150 tokens and every option."""
     new = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     committed = st.sampled_from([0, 1, 59, 63, 64, 128]) | st.integers(0, 140)
     kv_heads, group = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 7]))
@@ -148,7 +149,7 @@ both_forms = pytest.mark.parametrize("split", [False, True])
 @both_forms
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_many_rows_over_several_tiles(split: bool, dtype: torch.dtype) -> None:
-    """9 and 26 rows of 3 query heads each: matrices of 32 rows, several programs a request."""
+    """Matrices of 32 rows and several programs per request: 9 and 26 rows of 3 query heads each."""
     arguments = batch([1, 9, 26], [200, 64, 70], (3, 1), dtype=dtype)
     check(arguments | {"softcap": 20.0}, split)
     check(arguments | {"window": 30, "sinks": torch.tensor([0.0, 1.0, -3.0])}, split)
@@ -156,13 +157,13 @@ def test_many_rows_over_several_tiles(split: bool, dtype: torch.dtype) -> None:
 
 @both_forms
 def test_more_query_heads_than_a_program_has_rows(split: bool) -> None:
-    """67 heads for one of keys: rows begin and end within a program."""
+    """67 query heads share one KV head, so rows begin and end within a program."""
     check(batch([2, 1], [70, 5], (67, 1)), split)
 
 
 @both_forms
 def test_trees_of_more_nodes_than_a_word_has_bits(split: bool) -> None:
-    """The first row's bits over three words, of 80 new rows over three tiles; others see themselves alone."""
+    """The first row's bits lie in three words, for 80 new rows in three tiles; the others see only themselves."""
     rows = [[row] for row in range(80)]
     rows[0] = list(range(0, 80, 3))
     out = check(batch([80], [99], (1, 1)) | {"tree_mask": pack(rows, 3)}, split)
@@ -171,7 +172,7 @@ def test_trees_of_more_nodes_than_a_word_has_bits(split: bool) -> None:
 
 
 def test_a_long_cache_has_chunks_of_two_sizes() -> None:
-    """1100 keys: 16 chunks of 64 and one of 128. The forms give the same bits."""
+    """1100 keys are 16 chunks of 64 and one of 128; both forms return the same bits."""
     arguments = batch([2], [1100], (2, 1))
     assert torch.equal(check(arguments, split=True), check(arguments, split=False))
 
@@ -190,20 +191,26 @@ def test_chunks_double_in_size_after_every_16(length: int, count: int) -> None:
 @settings(deadline=None, max_examples=20)
 @given(ragged())
 def test_both_forms_give_the_same_bits(arguments: Arguments) -> None:
-    """The matrices are of one shape and have the same contents, so the interpreter multiplies them alike."""
+    """Both forms return the same bits.
+
+    The matrices have one shape and the same contents, so the interpreter multiplies them alike.
+    """
     whole, split = clone(arguments), clone(arguments)
     assert torch.equal(bits(launch(whole)), bits(launch(split, split=True)))
     assert torch.equal(whole["k_cache"], split["k_cache"])
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """So that NaN equals itself, and zeros of either sign do not equal each other."""
+    """View a tensor as integers, so that NaN equals itself and zeros of different sign differ."""
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
 
 def exact(new: list[int], kv_lens: list[int]) -> Arguments:
-    """Scores are equal within a tile, so weights there are 1 and their sums exact. From tile to tile they go up or
-    down, by heads, so what tiles' sums are multiplied with, and in which order they are added, shows in the bits."""
+    """Return requests whose sums are exact within a tile, while the order of the tiles shows in the bits.
+
+    Scores are equal within a tile, so weights there are 1. From tile to tile, scores go up or down, depending on the
+    head. So the bits show the factors of the tiles' sums and the order in which these are added.
+    """
     arguments = batch(new, kv_lens, (3, 1))
     caches = arguments["k_cache"], arguments["v_cache"]
     keys, values = (cache.view(-1, 16) for cache in caches)
@@ -223,7 +230,7 @@ def exact(new: list[int], kv_lens: list[int]) -> Arguments:
 
 
 def alone(arguments: Arguments, request: int, row: int) -> Arguments:
-    """The same row as a request of its own, of one row: what was seen of its step is in the cache."""
+    """Return the same row as a request of one row; the rows that it saw of its step are in the cache."""
     packed = int(arguments["cu_q_lens"][request]) + row
     after = int(arguments["cu_q_lens"][request + 1]) - packed - 1  # rows that follow it
     return arguments | {
@@ -237,8 +244,11 @@ def alone(arguments: Arguments, request: int, row: int) -> Arguments:
 @both_forms
 @pytest.mark.parametrize("window", [0, 70])
 def test_a_row_s_bits_do_not_depend_on_its_neighbours(split: bool, window: int) -> None:
-    """Rows among 3, 24 and 5 of their request (matrices of 32 rows) have the bits that they have alone (16), in either
-    form: with other chunks beside them, and keys from the cache instead of the step."""
+    """A row has the same bits among the rows of its request and alone, in either form.
+
+    Rows are among 3, 24 and 5 of their request (matrices of 32 rows) or alone (16). Alone, a row has other chunks next
+    to it, and keys from the cache instead of the step.
+    """
     arguments = exact([3, 24, 5], [131, 200, 66]) | {"window": window}
     out = launch(arguments, split)
     for request, row in ((0, 0), (0, 2), (1, 0), (1, 11), (1, 23), (2, 1), (2, 4)):
@@ -249,14 +259,14 @@ def test_a_row_s_bits_do_not_depend_on_its_neighbours(split: bool, window: int) 
 
 @both_forms
 def test_exact_values_tell_orders_apart(split: bool) -> None:
-    """The test above would not be worth much if they did not: other chunks, other bits."""
+    """Other chunks give other bits; otherwise the test above would not be worth much."""
     arguments = exact([3], [200])
     narrow, wide = launch(clone(arguments), split), launch(clone(arguments), split, chunk=128)
     torch.testing.assert_close(narrow, wide)
     assert not torch.equal(narrow, wide)
 
 
-# --- what is not finite, not covered or not true ----------------------------------------------------------------------
+# --- values that are not finite, rows that are not covered, wrong metadata --------------------------------------------
 
 
 @both_forms
@@ -264,21 +274,24 @@ def test_exact_values_tell_orders_apart(split: bool) -> None:
 def test_what_a_later_row_holds_does_not_reach_an_earlier_one(split: bool, bad: float) -> None:
     arguments = batch([1, 4, 9], [150, 130, 64])
     arguments["v"][4, 0, 5] = bad  # the last of the second request's four rows
-    arguments["k"][12] = bad  # a row of the third, seen by itself and the next
-    arguments["v_cache"][arguments["block_tables"][0, -1].long(), 9:] = bad  # past the first one's end
+    arguments["k"][12] = bad  # a row of the third request; it and the next row see it
+    arguments["v_cache"][arguments["block_tables"][0, -1].long(), 9:] = bad  # past the end of the first request
     out = check(arguments, split)
     assert out.isnan().flatten(1).any(1).nonzero()[:, 0].tolist() == [4, 12, 13]
-    assert out[4, :3].isnan().all()  # of that KV head the whole row, as a sum of weights is NaN
+    assert out[4, :3].isnan().all()  # the whole row of that KV head, as a sum of weights is NaN
     assert out[4, 3:].isfinite().all()
 
 
 @both_forms
 def test_a_value_that_is_not_finite_spoils_those_alone_who_see_it(split: bool) -> None:
-    """In a tree, a sibling's; in a window, one that only the earlier row still sees. The others' bits stay."""
+    """A value that is not finite spoils only the rows that see it; the bits of the others stay.
+
+    In the tree it is a sibling's value, in the window one that only the earlier row still sees.
+    """
     arguments = batch([3], [100], (3, 1)) | {"tree_mask": pack([[0], [0, 1], [0, 2]], 1), "window": 40}
     clean = launch(clone(arguments), split)
     arguments["v"][1, 0, 3] = float("nan")
-    arguments["v_cache"][arguments["block_tables"][0, 58 // 16].long(), 58 % 16, 0, 7] = float("inf")  # of 0's window
+    arguments["v_cache"][arguments["block_tables"][0, 58 // 16].long(), 58 % 16, 0, 7] = float("inf")  # row 0 sees it
     out = launch(arguments, split)
     assert out[:2].isnan().all()
     assert torch.equal(bits(out[2]), bits(clean[2]))
@@ -286,7 +299,10 @@ def test_a_value_that_is_not_finite_spoils_those_alone_who_see_it(split: bool) -
 
 @both_forms
 def test_rows_that_no_column_covers_go_to_scratch(split: bool) -> None:
-    """192 slots for 200 tokens. What lies behind the table in memory leads to a block of NaN."""
+    """Rows that no column covers go to scratch: there are 192 slots for 200 tokens.
+
+    The memory after the table leads to a block of NaN.
+    """
     arguments = batch([4, 1], [130, 200])
     covered, beyond = arguments["block_tables"][:, :12], arguments["block_tables"][0, 12:].repeat(20)
     arguments["block_tables"] = torch.cat([covered.flatten(), beyond])[:24].view(2, 12)
@@ -300,7 +316,7 @@ def test_rows_that_no_column_covers_go_to_scratch(split: bool) -> None:
 
 @both_forms
 def test_slices_of_one_tensor_are_taken_as_they_are(split: bool) -> None:
-    """q, k and v of [T, Hq + 2 Hkv, D], and of a tensor whose heads are not side by side, which is copied."""
+    """q, k and v may be slices of [T, Hq + 2 Hkv, D], or of a tensor whose heads are apart, which is copied."""
     arguments = batch([2, 3], [70, 20])
     wanted = launch(clone(arguments), split)
     heads = torch.cat([arguments["q"], arguments["k"], arguments["v"]], dim=1)
@@ -329,9 +345,9 @@ anything = st.integers(-(2**31), 2**31 - 1) | st.integers(-100, 300)
 @settings(deadline=None, max_examples=60)
 @given(st.data(), st.booleans())
 def test_no_metadata_leads_past_the_tensors(data: st.DataObject, split: bool) -> None:
-    """Wild numbers change nothing but the tensors that are written to; a stray access would end this process."""
+    """Wild numbers change only the tensors that are written to; a stray access would end this process."""
     B, T, columns = 2, 3, 20
-    guarded = torch.full((4, 5, 4, 1, 16), 7.0)  # between two walls each: k_cache, v_cache
+    guarded = torch.full((4, 5, 4, 1, 16), 7.0)  # k_cache and v_cache, between two walls
     q = torch.ones(T, 2, 16)
     numbers = {
         name: torch.tensor([data.draw(anything) for _ in range(count)], dtype=torch.int64).to(torch.int32)

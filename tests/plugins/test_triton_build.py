@@ -1,4 +1,4 @@
-"""The launches of the Triton kernels, compiled for GPUs that are not here (without TRITON_INTERPRET)."""
+"""The launches of the Triton kernels, compiled for GPUs that are not present (without TRITON_INTERPRET)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def launch_of_accept(monkeypatch: pytest.MonkeyPatch, K: int) -> Kernel:
 
 
 def test_launches_are_specialised_as_triton_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiples of 16 are known as such, and a 1 is a constant; tensors that torch allocates are aligned."""
+    """Multiples of 16 are known as such, 1 is a constant, and tensors that torch allocates are aligned."""
     kernel = launch_of_accept(monkeypatch, 3)
     assert kernel.signature["sampled"] == "*i64"
     assert kernel.signature["emits"] == "*u1"
@@ -80,7 +80,7 @@ def test_what_is_in_triton_s_cache_has_its_figures_too(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Name of a launch that has too few registers."""
+    """Name of a launch whose kernel has too few registers."""
 
     def launch() -> None:
         metadata = (empty(torch.bool, 8), empty(torch.int64, 8), empty(torch.int64, 8))
@@ -108,7 +108,7 @@ def test_spills_are_counted_and_fail_the_build(crowded: str, capsys: pytest.Capt
 
 def test_what_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = launch_of_accept(monkeypatch, 3)
-    broken = Kernel(kernel.function, kernel.signature, {"BLOCK": 33})  # no power of two
+    broken = Kernel(kernel.function, kernel.signature, {"BLOCK": 33})  # not a power of two
     with pytest.raises(BuildError, match="did not compile spec_accept_kernel for sm_80: "):
         compile_kernel(broken, "sm_80")
 

@@ -44,7 +44,7 @@ def test_samples_of_a_draft_s_vocabulary_are_the_reference_s(arguments: dict[str
 
 
 def test_flat_logits_draw_by_noise_alone() -> None:
-    """Every bit of the noise counts: 9000 tokens, of which noise alone picks one, several blocks long."""
+    """Noise alone picks one of 9001 tokens, in several blocks, so every bit of the noise counts."""
     rows, vocab = 16, 9001
     arguments = {
         "logits": torch.zeros(rows, vocab),
@@ -58,7 +58,7 @@ def test_flat_logits_draw_by_noise_alone() -> None:
 
 @pytest.mark.parametrize("own_ids", [False, True])
 def test_ties_go_to_the_lowest_id(own_ids: bool) -> None:
-    """Within a counter, a block and across blocks."""
+    """Ties go to the lowest id within a counter, within a block and across blocks."""
     vocab = 9000
     ids = torch.randperm(3 * vocab, generator=torch.Generator().manual_seed(1))[:vocab]
     logits = torch.zeros(4, vocab)
@@ -82,12 +82,12 @@ def test_ties_go_to_the_lowest_id(own_ids: bool) -> None:
 
 
 def interpretable(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The interpreter gets bf16 wrong, without a word."""
+    """Return the arguments with fp32 in place of bf16, which the interpreter gets wrong without an error."""
     return {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in arguments.items()}
 
 
 def check_compaction(arguments: dict[str, Tensor]) -> None:
-    """All but scratch block 0, where the reference lets padding land."""
+    """Check all blocks but scratch block 0, where the reference writes padding."""
     wanted = reference("kv_compact", **arguments)
     mine = {name: value.clone() for name, value in arguments.items()}
     kv_compact_(**mine)
@@ -102,7 +102,10 @@ def test_compaction_is_the_reference_s(arguments: dict[str, Tensor]) -> None:
 
 
 def wide_paths(length: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Rows of 3 heads of 200, which several programs share, of requests that reverse, rotate and thin out a path."""
+    """Return paths of three requests, which reverse, rotate and thin out a path.
+
+    Rows have 3 heads of 200 elements, which several programs share.
+    """
     columns, block_size = -(-2 * length // 7) + 1, 7
     caches = torch.randn(2, 3 * columns + 1, block_size, 3, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
     line = torch.arange(length)
@@ -122,7 +125,10 @@ def test_rows_move_over_each_other(length: int, dtype: torch.dtype) -> None:
 
 
 def test_what_no_column_covers_is_in_scratch() -> None:
-    """Rows 7 and 8 of 9, as sources and as targets; of one request, as all share scratch."""
+    """Rows 7 and 8 of 9 are in scratch, as sources and as targets.
+
+    There is one request, as all requests share scratch.
+    """
     arguments = wide_paths(9)
     arguments |= {name: arguments[name][:1].clone() for name in ("starts", "path")}
     arguments["block_tables"] = arguments["block_tables"][:1, :1].clone()
@@ -146,7 +152,7 @@ anything = st.integers(-(2**31), 2**31 - 1) | st.integers(-100, 300)
 @settings(deadline=None, max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(st.data())
 def test_no_path_leads_past_the_caches(data: st.DataObject) -> None:
-    guarded = torch.arange(4 * 5 * 4 * 16.0).view(4, 5, 4, 1, 16)  # between two walls each: k_cache, v_cache
+    guarded = torch.arange(4 * 5 * 4 * 16.0).view(4, 5, 4, 1, 16)  # k_cache and v_cache, between two walls
     before = guarded.clone()
     near = st.integers(-1, 8)
     draws = {
@@ -164,7 +170,7 @@ def test_no_path_leads_past_the_caches(data: st.DataObject) -> None:
     )
     assert torch.equal(guarded[0], before[0])
     assert torch.equal(guarded[3], before[3])
-    assert guarded[1].min() >= before[1].min()  # nothing came from a wall, or from the other cache
+    assert guarded[1].min() >= before[1].min()  # no value came from a wall, or from the other cache
     assert guarded[1].max() <= before[1].max()
     assert guarded[2].min() >= before[2].min()
     assert guarded[2].max() <= before[2].max()

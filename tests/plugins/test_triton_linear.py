@@ -1,5 +1,7 @@
-"""packed_linear and packed_embedding in the Triton language against the references, in Triton's interpreter
-(make test runs these), and what instructions they are compiled to."""
+"""packed_linear and packed_embedding in the Triton language against the references, and their instructions.
+
+make test runs these tests in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from tests.plugins.packed_layers import FP8, GROUPS, random_int8_groups, random_
 from trtspec.ops.linear import _quantize, _reference, round_e4m3
 from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, pack_panels, packed_rows, quantize_int4, quantize_int8
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, of what is not finite
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, for infinity and NaN
 
 NONE = torch.empty(0)
 EPSILON = {torch.float32: 2**-24, torch.float16: 2**-11}  # of one rounding; the interpreter gets bf16 wrong
@@ -39,14 +41,14 @@ CONFIGURATIONS = ["few", "many"]
 
 dtypes = st.sampled_from(list(EPSILON))
 row_counts = st.integers(1, 40) | st.sampled_from([64, 65, 130])
-# Around the edges of steps (32, 64 or 128 inputs), pieces and tiles of columns.
+# Depths and widths around the edges of steps (32, 64 or 128 inputs), pieces and tiles of columns.
 depths = st.sampled_from([1, 16, 127, 128, 129, 255, 512, 1000, 1030]) | st.integers(1, 300)
 widths = st.sampled_from([1, 31, 32, 33, 64, 65, 128, 130]) | st.integers(1, 100)
 
 
 @contextmanager
 def configured(name: str) -> Iterator[None]:
-    """Take the kernel of few or of many rows for however many there are."""
+    """Use the kernel for few or for many rows, whatever their number."""
     before = linear.MANY_ROWS, linear.MANY_PROGRAMS
     linear.MANY_ROWS, linear.MANY_PROGRAMS = (0, 0) if name == "many" else (2**31, 0)
     try:
@@ -56,7 +58,7 @@ def configured(name: str) -> Iterator[None]:
 
 
 class Layer:
-    """A random matrix [N, K] in one of the layouts; groups are whole, so their depth is rounded up."""
+    """A random matrix [N, K] in one of the layouts; the depth is rounded up to whole groups."""
 
     def __init__(self, layout: str, dtype: torch.dtype, width: int, depth: int) -> None:
         g = torch.Generator().manual_seed(1000 * width + depth)
@@ -75,7 +77,7 @@ class Layer:
             self.weight, self.scales = pack_fp8(values, weight[:, 0].abs() / 64)
         elif layout.startswith("int8-"):
             self.weight, self.scales, self.zeros = random_int8_groups(width, depth, GROUPS[layout])
-        else:  # half of them without zeros
+        else:  # half of the layers have no zeros
             self.weight, self.scales, self.zeros = quantize_int4(weight, GROUPS[layout], symmetric=width % 2 == 0)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, float_out: bool = False) -> Tensor:
@@ -89,8 +91,7 @@ class Layer:
 
 
 def check(layer: Layer, x: Tensor, bias: Tensor | None, float_out: bool) -> None:
-    """Integers: the reference's bits. Others, against float64: fp32 roundings of K products and as many additions, of
-    the pieces, the scale and the bias, each by half a unit of all terms at most, and one rounding to x's dtype."""
+    """Check integers for the reference's bits, others against float64: no rounding exceeds half a unit of all terms."""
     out = layer(x, bias, float_out)
     wanted = layer.reference(x, bias, float_out)
     assert out.dtype == wanted.dtype
@@ -104,12 +105,12 @@ def check(layer: Layer, x: Tensor, bias: Tensor | None, float_out: bool) -> None
     exact, terms = read @ dense.T, read.abs() @ dense.abs().T
     if bias is not None:
         exact, terms = exact + bias.double(), terms + bias.double().abs()
-    roundings = 2 * layer.depth + 16
-    rounding = 0.0 if float_out else EPSILON[out.dtype]
+    roundings = 2 * layer.depth + 16  # in fp32: K products, as many additions, pieces, scale and bias
+    rounding = 0.0 if float_out else EPSILON[out.dtype]  # to x's dtype
     assert ((out.double() - exact).abs() <= roundings * 2**-24 * terms + rounding * exact.abs() + 1e-7).all()
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])  # to shrink takes minutes
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
 @given(
     layout=st.sampled_from(LAYOUTS),
     configuration=st.sampled_from(CONFIGURATIONS),
@@ -142,13 +143,13 @@ def test_each_configuration_serves_some_sizes() -> None:
 
 
 # --- the order of additions -------------------------------------------------------------------------------------------
-# The interpreter multiplies matrices with numpy, which may add in an order that depends on their shape: that a GPU's
-# instruction does not, test_the_same_instruction_multiplies_everywhere has to show. Here every piece's sum is exact in
-# whatever order, and the pieces are of such sizes that fp32 rounds when they are added.
+# The interpreter multiplies matrices with numpy, whose order of additions may depend on their shape. A GPU's
+# instruction does not do so, as test_the_same_instruction_multiplies_everywhere has to show. Here every piece's sum is
+# exact in any order, and the pieces are of such sizes that fp32 rounds when they are added.
 
 
 def uneven_pieces(dtype: torch.dtype, width: int, piece: int, count: int, rows: int) -> tuple[Tensor, Tensor]:
-    """x [rows, count * piece], weight [width, ...]: small integers, times a power of two for each piece of K."""
+    """Return x [rows, count * piece], weight [width, ...]: small integers, times a power of two for each piece of K."""
     g = torch.Generator().manual_seed(7)
     x = torch.randint(-8, 9, (rows, count * piece), generator=g).float()
     weight = torch.randint(-8, 9, (width, count * piece), generator=g).float()
@@ -180,7 +181,7 @@ def test_pieces_are_added_in_order_whatever_the_rows(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_number_of_pieces_follows_from_the_matrix(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch of any number of rows asks for the pieces of N and K, and of nothing else."""
+    """The number of pieces follows from N and K: a launch of any number of rows passes nothing else."""
     asked = []
 
     def pieces(*arguments: int) -> int:
@@ -233,7 +234,7 @@ def test_a_number_of_poison_harms_its_row_alone(layout: str, configuration: str,
         out = layer(x)
     others = torch.arange(20) != 4
     assert torch.equal(out[others], clean[others])
-    held = layout == "fp8-static" and poison == poison  # infinities are: as 448 steps
+    held = layout == "fp8-static" and poison == poison  # infinities are clamped to 448 steps
     assert held or not out[4].isfinite().any()
     if layout in ("int8", *GROUPS):
         torch.testing.assert_close(out, layer.reference(x), rtol=0, atol=0, equal_nan=True)
@@ -242,7 +243,7 @@ def test_a_number_of_poison_harms_its_row_alone(layout: str, configuration: str,
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_has_the_same_bits_in_every_memory_layout(layout: str, configuration: str) -> None:
-    """Rows that are a view: every other row, columns of a wider matrix, columns that are not neighbours."""
+    """A row has the same bits in a view: every other row, columns of a wider matrix, or columns that are apart."""
     layer = Layer(layout, torch.float16, 33, 200)
     x = random_rows(torch.float16, 9, layer.depth)
     strided = torch.full((18, layer.depth + 3), float("nan"), dtype=torch.float16)
@@ -269,7 +270,7 @@ def test_tiny_and_huge_rows(layout: str, size: float) -> None:
 
 
 def test_ties_go_to_even() -> None:
-    """A row whose largest number is 127 is its own integers: halves lie between two."""
+    """A row whose largest number is 127 is its own integers, so halves lie between two integers."""
     x = torch.cat([torch.tensor([127.0]), torch.arange(-126, 126) + 0.5])[None]
     values, scales = quantize_rows(x)
     assert torch.equal(values.float(), _quantize(x[:, None])[0][:, 0])
@@ -277,7 +278,7 @@ def test_ties_go_to_even() -> None:
 
 
 def test_every_e4m3_and_what_lies_between_is_rounded_as_the_reference_does() -> None:
-    """All finite numbers, halfway between two and a little to both sides, beyond the ends, infinities and NaN."""
+    """All finite numbers, halves and their neighbours, numbers past the ends, infinities and NaN round alike."""
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     halves = (numbers[1:] + numbers[:-1]) / 2
     ends = torch.tensor([448.0, 463.9, 464.0, 465.0, 480.0, 1e30, float("inf"), float("nan"), 2**-12, 1e-40])
@@ -300,7 +301,7 @@ def test_integer_sums_are_exact_past_what_fp32_holds() -> None:
 
 
 def test_int4_adds_its_groups_in_order() -> None:
-    """Groups of very different sizes, which fp32 rounds as it adds them: another order gives other bits."""
+    """int4's groups are added in order; fp32 rounds their sums so that another order gives other bits."""
     g = torch.Generator().manual_seed(5)
     values = torch.randint(16, (40, 640), generator=g, dtype=torch.uint8)
     scales = torch.rand(40, 20, generator=g) * 2.0 ** torch.randint(-8, 9, (40, 20), generator=g)
@@ -374,13 +375,15 @@ def test_ids_past_the_matrix_give_its_ends() -> None:
     assert torch.equal(packed_embedding(torch.tensor([-1, 32]), panels, NONE, NONE, 6)[0], weight[0])
 
 
-# --- what they are compiled to ----------------------------------------------------------------------------------------
+# --- the compiled instructions ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(600)
 def test_the_same_instruction_multiplies_everywhere() -> None:
-    """A row's bits follow from the order of additions, and that from the instruction and from which inputs it takes
-    together (kWidth). Both must be the same in all configurations for a matrix, and no other instruction among them."""
+    """Each matrix has one instruction and one kWidth in all configurations.
+
+    Both fix the order of additions, and so a row's bits; kWidth: the inputs that an instruction takes together.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("triton_linear_instructions.py")
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)

@@ -1,8 +1,9 @@
 """The Triton kernels of process_logits against the reference, in Triton's interpreter (make test).
 
-What top-p and min-p keep may differ where a token is within rounding errors of the edge, as the reference's sums are
-rounded: it must lie between what the reference keeps with p a little lower and a little higher. All else is equal bit
-for bit. This is of rows with a program each; test_triton_spread.py compares those spread over programs with them.
+The tokens that top-p and min-p keep may differ where a token is within rounding errors of the edge, as the reference's
+sums are rounded. They must lie between those that the reference keeps with p a little lower and a little higher. All
+else is equal bit for bit. Here each row has its own program; test_triton_spread.py compares rows that are spread over
+programs with them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ UNUSED = ("history", "prompt_lens", "penalties", "bias_ids", "bias_values")
 
 
 def complete(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With what is not named as zero-size."""
+    """Add zero-size tensors for the arguments that are not named."""
     R = arguments["logits"].shape[0]
     shapes = {"positions": (R,), "ban_ids": (0, 0), "ban_until": (0, 0)}
     blank = {name: torch.zeros(shapes.get(name, (0,)), dtype=dtype) for name, dtype in DTYPES.items()}
@@ -54,7 +55,7 @@ def reference(arguments: dict[str, Tensor]) -> Tensor:
 
 
 def nudged(arguments: dict[str, Tensor], nudge: float) -> Tensor:
-    """The reference's result where top-p keeps more, and min-p too, if nudge > 0."""
+    """Return the reference's result with changed top-p and min-p; they keep more if nudge > 0."""
     changed = dict(arguments)
     for name, off, change in (("top_ps", 1.0, nudge), ("min_ps", 0.0, -nudge)):
         value = changed[name]
@@ -63,7 +64,7 @@ def nudged(arguments: dict[str, Tensor], nudge: float) -> Tensor:
 
 
 def check(arguments: dict[str, Tensor], nudge: float = 1e-5) -> Tensor:
-    """The kernel's result."""
+    """Check the kernel's result against the reference -> result."""
     arguments = complete(arguments)
     got, fewer, more = process_rows(**arguments), nudged(arguments, -nudge), nudged(arguments, nudge)
     assert ((got != -INF) | (fewer == -INF)).all()
@@ -83,7 +84,7 @@ def spread(seed: int, rows: int, vocab: int, scale: float = 3.0) -> Tensor:
 
 @st.composite
 def awkward(draw: st.DrawFn) -> dict[str, Tensor]:
-    """All groups at once, rows with ties, zeros of both signs, infinities, NaN and what was removed before."""
+    """Draw all groups at once, for rows with ties, zeros of both signs, infinities, NaN and removed tokens."""
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     rows, vocab = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 50, 257]))
     x = spread(draw(st.integers(0, 99)), rows, vocab, draw(st.sampled_from([0.01, 3.0, 1e4, 1e37])))
@@ -121,14 +122,14 @@ def test_whatever_the_row_and_the_groups(arguments: dict[str, Tensor], without: 
 
 
 def ramp(rows: int, vocab: int) -> Tensor:
-    """Different logits, shuffled over the row."""
+    """Return different logits, shuffled over the row."""
     order = torch.stack([torch.randperm(vocab, generator=torch.Generator().manual_seed(row)) for row in range(rows)])
     return order * (12.0 / vocab)
 
 
 @pytest.mark.parametrize("vocab", [BLOCK - 1, BLOCK, 16 * BLOCK + 17])
 def test_rows_of_several_blocks(vocab: int) -> None:
-    """Rows without a tie, so that what is kept can be counted."""
+    """Rows of several blocks have the reference's tokens; without ties, these can be counted."""
     x = ramp(4, vocab)
     bans = torch.stack([x[:2].argmax(1), torch.tensor([vocab - 1, 0])]).T.repeat(2, 1)
     groups = {
@@ -163,13 +164,15 @@ def test_ties_with_the_kth_and_the_most_likely_stay() -> None:
     got = check({"logits": x, "top_ps": torch.zeros(2)})
     assert torch.equal(got > -INF, x == x.amax(1, keepdim=True))
     got = check({"logits": x, "top_ks": torch.tensor([2, 2]), "top_ps": torch.full((2,), 0.9)})
-    assert torch.equal(got > -INF, x > -1)  # a tie is kept or goes as a whole, and zeros of both signs are one
+    assert torch.equal(got > -INF, x > -1)  # a tie is kept or removed as a whole; zeros of both signs tie
 
 
 @pytest.mark.parametrize("first", [1.0, -1.0, -1e-44])
 def test_logits_that_are_each_other_s_next(first: float) -> None:
-    """Of 24 floats with none between them, also through zero, k keeps k, p a little below k/24 too, and both together
-    k again where p keeps all that k has left."""
+    """Among 24 adjacent floats, also through zero, top-k keeps k tokens, and p a little below k/24 keeps k.
+
+    Both together also keep k, where p keeps all that k has left.
+    """
     chain = [torch.tensor(first)]
     for _ in range(23):
         chain.append(chain[-1].nextafter(torch.tensor(INF)))
@@ -180,7 +183,10 @@ def test_logits_that_are_each_other_s_next(first: float) -> None:
 
 
 def test_top_p_s_mass_is_of_what_top_k_left() -> None:
-    """Of 0.4, 0.3, 0.2 and 0.1, p = 0.5 keeps two, but one of the two most likely, 4/7 and 3/7."""
+    """Top-p's mass is that of the tokens that top-k left.
+
+    Of 0.4, 0.3, 0.2 and 0.1, p = 0.5 keeps two. Of the two most likely, 4/7 and 3/7, it keeps one.
+    """
     x = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(2, 1)
     got = check({"logits": x, "top_ks": torch.tensor([0, 2]), "top_ps": torch.full((2,), 0.5)})
     assert (got > -INF).sum(1).tolist() == [2, 1]
@@ -211,7 +217,10 @@ def everything(rows: int) -> dict[str, Tensor]:
 
 
 def test_rows_without_an_answer_keep_having_none() -> None:
-    """Infinite and NaN rows and one whose tokens are all banned; their neighbour has the bits that it has alone."""
+    """Rows without an answer keep having none, and their neighbour has the bits that it has alone.
+
+    They are infinite and NaN rows, and one whose tokens are all banned.
+    """
     x = spread(3, 6, 50)
     x[0, 7], x[1], x[2, 9], x[3] = NAN, -INF, INF, NAN
     ids, until = torch.arange(50).repeat(6, 1), torch.zeros(6, 50)
@@ -239,7 +248,7 @@ def test_a_group_that_is_too_short_is_not_read_past_its_end() -> None:
 @settings(deadline=None, max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(st.data())
 def test_no_metadata_leads_past_the_row(data: st.DataObject) -> None:
-    """Kernel rows between two that it does not process: walls."""
+    """No metadata leads past the row: the kernel's rows lie between two rows, walls, which it must not change."""
     R, V, M = 2, 37, 5
     ids = st.integers(-(2**31), 2**31 - 1) | st.integers(-40, 2 * V)
     bits = st.integers(-(2**31), 2**31 - 1)

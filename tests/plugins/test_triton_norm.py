@@ -17,7 +17,7 @@ from trtspec_plugins.triton.norm import rms_norm
 
 from trtspec.ops.norm import rms_norm_inline
 
-# Sums of up to 300 squares, a root and three products, in fp32; fp16 may round to the neighbour, twice.
+# In fp32: sums of up to 300 squares, a root and three products. fp16 may round to the neighbour, twice.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3}
 
 
@@ -33,7 +33,7 @@ TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3}
 def test_it_is_the_reference(
     size: int, rows: list[int], dtype: torch.dtype, eps: float, slices: bool, seed: int
 ) -> None:
-    """Of rows that lie side by side, or are slices of longer ones."""
+    """The result is the reference's for rows that lie next to each other, or are slices of longer ones."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(*rows, size + 3 * slices, generator=g).mul(3).to(dtype)[..., :size]
     weight = torch.randn(size, generator=g).to(dtype)

@@ -1,5 +1,8 @@
-"""process_logits and spec_sample of rows that are spread over programs, in Triton's interpreter: the bits of rows that
-have a program each, which test_triton_logits.py compares with the reference. And the ops as torch calls them."""
+"""process_logits and spec_sample for rows that are spread over programs, in Triton's interpreter.
+
+They have the bits of rows with a program each, which test_triton_logits.py compares with the reference. The ops are
+also tested as torch calls them.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ NO_GROUPS = {
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    """Bit for bit."""
+    """Return whether both have the same bits."""
     return torch.equal(left.view(torch.int32), right.view(torch.int32))
 
 
 def masked(arguments: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """With a mask that allows about half of the tokens, and with all of them in some rows."""
+    """Add a mask that allows about half of the tokens, and all of them in some rows."""
     rows, vocab = arguments["logits"].shape
     g = torch.Generator().manual_seed(seed)
     words = torch.randint(-(2**31), 2**31, (rows, -(-vocab // 32)), generator=g)
@@ -58,7 +61,7 @@ GROUPS = st.sets(st.sampled_from(["ban_ids", "temperatures", "top_ks", "top_ps",
 def test_rows_have_the_same_bits_however_they_are_split(
     arguments: dict[str, Tensor], without: set[str], parts: int, seed: int
 ) -> None:
-    """Whatever the row and the groups, and chunks of any length."""
+    """Bits are the same for any row, any groups, and chunks of any length."""
     arguments = masked(arguments, seed) if seed % 2 else arguments
     without |= {"ban_until"} if "ban_ids" in without else set()
     arguments = complete({name: value for name, value in arguments.items() if name not in without})
@@ -74,7 +77,7 @@ def test_allowed_tokens_are_the_reference_s(arguments: dict[str, Tensor], seed: 
 
 @pytest.mark.parametrize("vocab", [CHUNK, CHUNK + 1, 2 * CHUNK + 17])
 def test_long_rows_are_spread(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op, which chooses the form by the length of a row."""
+    """The op chooses the form by the length of a row."""
     arguments = complete({"logits": ramp(2, vocab), **everything(2), "top_ps": torch.tensor([0.9, 0.2])})
     wanted = check(arguments)
     monkeypatch.delattr(kernels, "process_row_kernel" if vocab > CHUNK else "look_kernel")
@@ -100,7 +103,10 @@ def test_rows_without_probabilities_keep_what_top_k_leaves() -> None:
 
 
 def test_top_p_weighs_what_top_k_left_down_to_the_last_bit() -> None:
-    """Of 24 floats with none between them all looks but the last are at the whole row: top-k's share must not count."""
+    """Top-k's share must not count in top-p's mass, down to the last bit.
+
+    With 24 floats that have none between them, all looks but the last are at the whole row.
+    """
     chain = [torch.tensor(1.0)]
     for _ in range(23):
         chain.append(chain[-1].nextafter(torch.tensor(INF)))
@@ -108,7 +114,7 @@ def test_top_p_weighs_what_top_k_left_down_to_the_last_bit() -> None:
     arguments = complete({"logits": torch.stack(chain).repeat(4, 1), "top_ks": k, "top_ps": p})
     got = process_spread(**arguments, chunk=7)
     assert same(got, process_rows(**arguments))
-    assert (got > -INF).sum(1).tolist() == [2, 3, 22, 1]  # of k equally likely ones
+    assert (got > -INF).sum(1).tolist() == [2, 3, 22, 1]  # of k equally likely tokens
 
 
 def test_rows_that_nothing_filters_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +128,7 @@ def test_rows_that_nothing_filters_take_one_launch(monkeypatch: pytest.MonkeyPat
 @settings(deadline=None, max_examples=25)
 @given(batches.logits(), st.integers(0, 2**31), st.booleans(), st.booleans())
 def test_penalties_and_bias_come_first(arguments: dict[str, Tensor], seed: int, penalised: bool, biased: bool) -> None:
-    """The op with all 14 arguments in their order."""
+    """The op takes all 14 arguments in their order; penalties and bias are applied first."""
     arguments = complete(arguments)
     rows, vocab = arguments["logits"].shape
     g = torch.Generator().manual_seed(seed)
@@ -139,7 +145,7 @@ def test_penalties_and_bias_come_first(arguments: dict[str, Tensor], seed: int, 
             "bias_values": torch.randn(rows, 3, generator=g),
         }
     order = [argument.name for argument in torch.ops.trtspec.process_logits.default._schema.arguments]
-    kept = {"top_ps": torch.empty(0), "min_ps": torch.empty(0)}  # whose edges test_triton_logits.py looks at
+    kept = {"top_ps": torch.empty(0), "min_ps": torch.empty(0)}  # test_triton_logits.py tests their edges
     ordered = [(arguments | kept | extra)[name] for name in order]
     assert torch.equal(process_logits(*ordered), reference("process_logits", *ordered))
 
@@ -153,7 +159,7 @@ def test_strided_arguments_are_read_as_they_are() -> None:
 
 
 def test_strided_drafts_are_accepted_as_they_are() -> None:
-    """Drafts of which a step takes only some, none too."""
+    """Drafts may be strided, as where a step takes only some of them, or none."""
     g = torch.Generator().manual_seed(0)
     sampled, drafts = torch.randint(0, 2, (6, 10), generator=g), torch.randint(0, 2, (6, 9), generator=g)
     emits, off = torch.arange(6) != 2, torch.full((6,), -1, dtype=torch.int32)
@@ -168,7 +174,7 @@ def test_strided_drafts_are_accepted_as_they_are() -> None:
 
 @st.composite
 def long_rows(draw: st.DrawFn) -> dict[str, Tensor]:
-    """Rows of several parts: flat, tied over parts, peaked, removed but for a few, with NaN, or nothing left."""
+    """Draw rows of several parts: flat, tied over parts, peaked, removed but for a few, with NaN, or nothing left."""
     rows, vocab = draw(st.integers(1, 3)), draw(st.sampled_from([PART + 1, 2 * PART, 2 * PART + 1001]))
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(rows, vocab, generator=g)
@@ -203,7 +209,7 @@ def test_long_rows_draw_the_reference_s_tokens(arguments: dict[str, Tensor]) -> 
 @settings(deadline=None, max_examples=30)
 @given(batches.sample() | batches.sample(vocab_ids=True), st.booleans())
 def test_a_program_draws_from_a_whole_row(arguments: dict[str, Tensor], tied: bool) -> None:
-    """The kernels that TensorRT launches, a block of tokens after the other."""
+    """The kernels that TensorRT launches draw from a whole row in one program, block after block."""
     if tied:
         arguments["logits"] = arguments["logits"].clamp(max=0.5)
     ids, seeds = arguments.pop("vocab_ids", NO_IDS), arguments["seeds"]

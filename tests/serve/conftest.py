@@ -1,4 +1,4 @@
-"""One server for the tests that only talk to it."""
+"""One server for the tests that only send requests to it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def server(model: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def offline(model: Path) -> Iterator[LLM]:
-    """Plain decoding of the same model: what every answer must be."""
+    """Plain decoding of the same model, which every answer must equal."""
     with LLM(model, **LIMITS) as llm:
         yield llm

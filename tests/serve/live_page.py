@@ -1,4 +1,4 @@
-"""The open page of the live view, and what the API says of the same request."""
+"""The open page of the live view, and the API's figures for the same request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ expect = playwright.expect
 
 @dataclass
 class View:
-    """An open page, and what it has complained of and asked for."""
+    """An open page, its console messages and errors, and the URLs that it requested."""
 
     page: Any
     server: Server
@@ -26,7 +26,7 @@ class View:
     asked: list[str] = field(default_factory=list)
 
     def settings(self, **values: object) -> None:
-        """Fill fields by id; True and False are for boxes."""
+        """Fill in fields by id; True and False are for checkboxes."""
         for name, value in values.items():
             element = self.page.locator(f"#{name.replace('_', '-')}")
             if isinstance(value, bool):
@@ -35,37 +35,37 @@ class View:
                 element.fill(str(value))
 
     def run(self, status: str) -> None:
-        """From the keyboard; until the status says so (a regular expression)."""
+        """Start a run from the keyboard and wait until the status matches `status`, a regular expression."""
         self.page.locator("#prompt").press("Control+Enter")
         expect(self.page.locator("#status")).to_have_text(re.compile(status), timeout=60_000)
 
     def tokens(self, pane: int = 0) -> list[tuple[str, str]]:
-        """(kind, text) of each, in order."""
+        """Return (kind, text) of each token of a pane, in order."""
         tokens = self.page.locator(".pane").nth(pane).locator(".output .token")
         pairs = tokens.evaluate_all("tokens => tokens.map(t => [t.classList[1], t.textContent])")
         return [(kind, text) for kind, text in pairs]
 
     def text(self, pane: int = 0) -> str:
-        """What was generated."""
+        """Return the generated text of a pane."""
         return "".join(text for kind, text in self.tokens(pane) if kind != "rejected")
 
     def figure(self, name: str, pane: int = 0) -> str:
-        """See index.html."""
+        """Return the text of a pane's figure, by its data-figure in index.html."""
         return str(self.page.locator(".pane").nth(pane).locator(f"[data-figure={name}]").inner_text())
 
     def answer(self, *events: dict[str, Any], done: bool = True) -> None:
-        """Have this stream come in the server's place."""
+        """Make the page receive this stream in place of the server's."""
         lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"] * done
         self.page.route("**/v1/completions", lambda route: route.fulfill(status=200, body="".join(lines)))
 
 
 def shown(word: str) -> str:
-    """A rejected draft as the page writes it."""
+    """Return a rejected draft as the page shows it."""
     return re.sub(r" {2,}|^ $", "␣", word.replace("\n", "↵").replace("\t", "⇥"))
 
 
 def steps_of(server: Server, **body: Any) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
-    """What each step did, the text, and the usage, as the API streams them."""
+    """Stream a completion through the API -> the speculation of each step, the text, and the usage."""
     asked = {"stream": True, "return_speculation": True, "stream_options": {"include_usage": True}, **body}
     steps, text, usage = [], "", {}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as answer:
@@ -79,7 +79,7 @@ def steps_of(server: Server, **body: Any) -> tuple[list[dict[str, Any]], str, di
 
 
 def one(accepted: list[str], rejected: list[str], bonus: list[str]) -> dict[str, Any]:
-    """A step's speculation."""
+    """Return the speculation of a step with these tokens."""
     drafts = len(accepted) + len(rejected)
     return {"accepted": accepted, "rejected": rejected, "bonus": bonus, "draft_len": drafts}
 

@@ -1,4 +1,4 @@
-"""What a page is asked about itself, in JavaScript: WCAG's contrast of its text, and controls without a name."""
+"""JavaScript that a page runs on itself: it measures WCAG's contrast of text, and finds controls without a name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNLABELLED = """
   })
   .map((e) => e.outerHTML.slice(0, 80)))()
 """
-"""Controls and regions that assistive technology could not call by a name."""
+"""Controls and regions that have no name for assistive technology."""
 
 CONTRAST = """
 (() => {
@@ -41,4 +41,4 @@ CONTRAST = """
   return measured;
 })()
 """
-"""{text, ratio} of every element that shows text; WCAG AA asks for 4.5 (success criterion 1.4.3)."""
+"""{text, ratio} of every element that shows text; WCAG AA requires a ratio of 4.5 (success criterion 1.4.3)."""

@@ -1,4 +1,7 @@
-"""What of `triton_python_backend_utils` our models call, without a server: requests go in, responses are collected."""
+"""The part of `triton_python_backend_utils` that trtspec's models call, without a server.
+
+A test passes requests to a model and collects its responses.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class InferenceResponse:
 
 
 class Sender:
-    """Collects the responses to one request; the server's rule, nothing after FINAL, is an assertion."""
+    """A collector of the responses to one request; it asserts the server's rule that nothing follows FINAL."""
 
     def __init__(self) -> None:
         self.responses: queue.Queue[tuple[InferenceResponse | None, int]] = queue.Queue()
@@ -73,7 +76,7 @@ class Sender:
         return self.cancelled
 
     def __iter__(self) -> Iterator[InferenceResponse]:
-        """Until the final one."""
+        """Iterate over the responses up to the final one."""
         while True:
             response, flags = self.responses.get(timeout=TIMEOUT)
             if response is not None:
@@ -83,7 +86,7 @@ class Sender:
 
 
 class Request:
-    """A request as a model gets it: by name, arrays of strings (as bytes) or numbers."""
+    """A request as a model receives it: arrays by name, of strings (as bytes) or of numbers."""
 
     def __init__(
         self, inputs: Mapping[str, Any], request_id: str = "", parameters: str = "", outputs: Sequence[str] = ()
@@ -122,7 +125,10 @@ class Metric:
 
 
 def make_pb(models: Mapping[str, Any] | None = None) -> SimpleNamespace:
-    """The module. models: those that InferenceRequest can call, by name; metrics: what was counted."""
+    """Make the module; its `metrics` hold what was counted.
+
+    models: those that InferenceRequest can call, by name.
+    """
     metrics: dict[str, float] = {}
 
     class MetricFamily:

@@ -1,4 +1,4 @@
-"""A real `trtspec serve` in processes of its own, and the models it serves."""
+"""A real `trtspec serve` in its own processes, and the models that it serves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def chat_model(folder: Path) -> Path:
-    """The demo's target with a chat template."""
+    """Make the demo's target with a chat template."""
     shutil.copytree(DEMO / "target", folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
@@ -37,7 +37,7 @@ def chat_model(folder: Path) -> Path:
 
 @dataclass
 class Server:
-    """Where it listens, and its front's process."""
+    """The address of a server, the process of its front, and its log."""
 
     url: str
     process: subprocess.Popen[str]
@@ -45,29 +45,29 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        """Of the engine's process, the front's only child."""
+        """PID of the engine's process, which is the only child of the front."""
         pid = self.maybe_engine_pid
         assert pid is not None
         return pid
 
     @property
     def maybe_engine_pid(self) -> int | None:
-        """None between two engines."""
+        """PID of the engine's process; None between two engines."""
         children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
         return next(map(int, Path(children).read_text().split()), None)
 
     def get(self, path: str) -> str:
-        """The body; HTTPError for a status that is no success."""
+        """Return the body of a path. HTTPError for a status that is not a success."""
         with urllib.request.urlopen(self.url + path, timeout=10) as answer:
             return str(answer.read().decode())
 
     def metric(self, name: str) -> float:
-        """Of /metrics, all labels together."""
+        """Return a metric of /metrics, summed over all labels."""
         values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
         return sum(map(float, values))
 
     def wait_idle(self, seconds: float = 10) -> None:
-        """Until nothing runs, and no block of the KV cache is held."""
+        """Wait until nothing runs, and check that no block of the KV cache is in use."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if not (self.metric("trtspec_running") or self.metric("trtspec_waiting")):
@@ -77,7 +77,7 @@ class Server:
         raise AssertionError(f"still busy after {seconds} s: {self.get('/metrics')}")
 
     def wait_ready(self, seconds: float = 30) -> float:
-        """Seconds until /ready says so."""
+        """Wait until /ready says "ready" -> seconds waited."""
         start = time.monotonic()
         while time.monotonic() - start < seconds:
             try:
@@ -93,7 +93,7 @@ class Server:
 def running(
     model: Path, log: Path, speculation: dict[str, Any] | None = None, options: Sequence[str] = ()
 ) -> Iterator[Server]:
-    """Started, and stopped at the end; its log is in `log`."""
+    """Start a server, and stop it at the end; its output goes to `log`."""
     command = [sys.executable, "-m", "trtspec", "serve", "--model", str(model), "--port", "0", *options]
     if speculation is not None:
         command += ["--spec", json.dumps(speculation)]

@@ -1,12 +1,12 @@
-"""`make soak`: a crowd of clients for minutes, most of them well-behaved, and what the server makes of it.
+"""`make soak`: many clients for minutes, most of them well-behaved, and checks of the server.
 
     python -m tests.serve.soak --seconds 300 --streams 64 [--kill-every 30]
 
-Streams are read quickly, slowly, or left in the middle, large ones not at all; beside them come bodies that are too
-large, that are no JSON, and nonsense. Every stream that is read to its end must be, letter by letter, what plain
-decoding gives offline. In the end nothing runs, no block of the KV cache is held, and memory has stayed where it was.
-With --kill-every the engine's process is killed again and again: a stream may then end with an error that says so, and
-nothing else changes.
+Clients read streams quickly or slowly, or leave in the middle; large streams are not read at all. Other clients send
+bodies that are too large, bodies that are not JSON, and nonsense. Every stream that is read to its end must equal,
+letter by letter, plain decoding offline. In the end nothing runs, no block of the KV cache is in use, and memory has
+not grown. With --kill-every the engine's process is killed again and again. A stream may then end with an error that
+says so, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ GONE = ("the engine has ended", "the engine is ")
 
 @dataclass
 class Seen:
-    """What the clients saw."""
+    """The results that the clients saw."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    seconds_away: list[float] = field(default_factory=list)  # of service, after each kill
+    seconds_away: list[float] = field(default_factory=list)  # without service, after each kill
     megabytes: dict[str, list[float]] = field(default_factory=lambda: {"front": [], "engine": []})
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request and its text."""
+    """A request and its expected text."""
 
     body: dict[str, Any]
     text: str
 
 
 def make_cases(model: Path, count: int) -> list[Case]:
-    """With their texts by plain decoding."""
+    """Make `count` requests with their texts by plain decoding."""
     rng = random.Random(0)
     bodies: list[dict[str, Any]] = [
         {
@@ -82,7 +82,7 @@ def make_cases(model: Path, count: int) -> list[Case]:
 
 
 async def client(session: aiohttp.ClientSession, cases: Sequence[Case], seen: Seen, seed: int, end: float) -> None:
-    """One of the crowd: request after request until `end`."""
+    """Run one client, which sends request after request until `end`."""
     rng = random.Random(seed)
     while time.monotonic() < end:
         try:
@@ -104,13 +104,13 @@ async def client(session: aiohttp.ClientSession, cases: Sequence[Case], seen: Se
                         seen.wrong.append(f"{kind}: status {answer.status}: {(await answer.text())[:200]}")
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             if kind == "large":
-                seen.counts["large, cut off"] += 1  # while it was being sent
+                seen.counts["large, cut off"] += 1  # connection closed while the body was being sent
             else:
                 seen.wrong.append(f"{kind}: {error!r}")
 
 
 async def _stall(session: aiohttp.ClientSession, seen: Seen, rng: random.Random) -> None:
-    """Read nothing of megabytes for some seconds, then leave."""
+    """Read nothing of an answer of megabytes for some seconds, then leave."""
     async with session.post("/v1/completions", json=STALLED) as answer:
         if answer.status == 200:
             await asyncio.sleep(rng.uniform(2, 5))
@@ -162,7 +162,7 @@ async def _stream(session: aiohttp.ClientSession, case: Case, seen: Seen, kind: 
 
 
 async def watch(server: Server, seen: Seen, end: float) -> None:
-    """Memory of both processes, once a second."""
+    """Record the memory of both processes once a second."""
     while time.monotonic() < end:
         for name, pid in (("front", server.process.pid), ("engine", server.maybe_engine_pid)):
             if pid is not None:
@@ -171,7 +171,7 @@ async def watch(server: Server, seen: Seen, end: float) -> None:
 
 
 async def kill(server: Server, seen: Seen, every: float, end: float) -> None:
-    """The engine's process, again and again; how long the service was away each time."""
+    """Kill the engine's process again and again, and record how long the service was away each time."""
     while time.monotonic() + every < end:
         await asyncio.sleep(every)
         os.kill(server.engine_pid, signal.SIGKILL)
@@ -182,7 +182,7 @@ async def kill(server: Server, seen: Seen, every: float, end: float) -> None:
 
 
 def megabytes(pid: int) -> float:
-    """Resident memory; 0 of a process that has ended."""
+    """Resident memory in MB; 0 for a process that has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -191,7 +191,7 @@ def megabytes(pid: int) -> float:
 
 
 async def crowd(server: Server, cases: Sequence[Case], streams: int, seconds: float, kill_every: float | None) -> Seen:
-    """All of them, until the time is up."""
+    """Run all clients until the time is up -> what they saw."""
     seen, end = Seen(), time.monotonic() + seconds
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(server.url, connector=connector) as session:
@@ -204,13 +204,13 @@ async def crowd(server: Server, cases: Sequence[Case], streams: int, seconds: fl
 
 
 def grown(series: Sequence[float]) -> float:
-    """By how many MB the last fifth exceeds the second."""
+    """Number of MB by which the last fifth of a series exceeds the second fifth."""
     fifth = max(len(series) // 5, 1)
     return statistics.median(series[-fifth:]) - statistics.median(series[fifth : 2 * fifth] or series[:1])
 
 
 def missing(seen: Seen, asked: argparse.Namespace) -> list[str]:
-    """What such a crowd must have met, or this was no test."""
+    """Return the expected events that did not occur; without them, the soak would show nothing."""
     wanted = ["whole: read to the end", "slow: read to the end", "left in the middle", "stalled, then left", "no json"]
     wanted += ["nonsense"] if asked.kill_every is None else ["ended by an error: the engine was killed"]
     never = [f"never: {what}" for what in wanted if not seen.counts[what]]
@@ -223,7 +223,7 @@ def missing(seen: Seen, asked: argparse.Namespace) -> list[str]:
 
 
 def main() -> int:
-    """0 if all was well."""
+    """Run the soak -> exit status, 0 if there was no problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--streams", type=int, default=64)

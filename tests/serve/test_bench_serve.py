@@ -1,4 +1,4 @@
-"""`trtspec bench serve`: what it counts and times, on made-up results and on the real server."""
+"""`trtspec bench serve`: its counts and times, on made-up results and on the real server."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_percentiles_are_numpys() -> None:
 
 def test_goodput_counts_what_keeps_both_limits() -> None:
     results = [
-        told(0.1, 1.0, 10),  # 0.1 s a token
-        told(0.3, 1.2, 10),  # late
-        told(0.1, 2.0, 10),  # slow
+        told(0.1, 1.0, 10),  # 0.1 s per token
+        told(0.3, 1.2, 10),  # first token too late
+        told(0.1, 2.0, 10),  # tokens too slow
         Told(ASK, error="refused"),
         told(0.2, 0.2, 1),
     ]
@@ -56,7 +56,7 @@ def test_goodput_counts_what_keeps_both_limits() -> None:
 def test_arrivals_are_a_poisson_process() -> None:
     due = [ask.due for ask in arrivals(["x"] * 4000, 1, rate=8.0, seed=0)]
     gaps = np.diff(due)
-    # of 4000 exponential gaps the mean is within 5% and the deviation within 8%, but for one seed in 500
+    # The mean of 4000 exponential gaps is within 5%, and their deviation within 8%, for all but one seed in 500.
     assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
     assert gaps.std() == pytest.approx(1 / 8, rel=0.08)
     assert [ask.due for ask in arrivals(["x"] * 3, 1, float("inf"), 0)] == [0, 0, 0]
@@ -66,7 +66,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def asked_of(answer: Handler, count: int) -> list[Told]:
-    """What came of requests that were all due at once, of a server that answers so."""
+    """Return the results of requests that were all due at once, from a server that replies with `answer`."""
 
     async def scenario() -> list[Told]:
         app = web.Application()
@@ -83,7 +83,11 @@ def asked_of(answer: Handler, count: int) -> list[Told]:
 
 
 def test_times_count_from_when_a_request_was_due() -> None:
-    """A server that answers one request at a time, in 50 ms: the fourth of four that were due at once waits 200 ms."""
+    """Times count from the moment at which a request was due.
+
+    The server answers one request at a time. Each takes 70 ms and sends its first token after 50 ms. So the fourth of
+    four requests that were due at once has its first token after 260 ms.
+    """
     lock = asyncio.Semaphore()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -103,7 +107,7 @@ def test_times_count_from_when_a_request_was_due() -> None:
     for place, one in enumerate(results):
         assert one.first is not None
         assert one.per_token is not None
-        assert one.first >= 0.04 + 0.07 * place  # some ms less than slept: timers and sockets are not exact
+        assert one.first >= 0.04 + 0.07 * place  # some ms less than slept, as timers and sockets are not exact
         assert one.per_token >= 0.01
         assert (one.num_tokens, one.accepted, one.error) == (2, 1, None)
 

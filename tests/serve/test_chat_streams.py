@@ -1,4 +1,4 @@
-"""Chat in parts, by OpenAI's own client: several answers at once, and calls that the model makes of itself."""
+"""Streamed chat through OpenAI's own client: several answers at once, and calls that the model makes by itself."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_answers_that_come_at_once_are_told_apart(client: openai.OpenAI) -> None
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_calls_that_the_model_makes_of_itself(client: openai.OpenAI, calls: int) -> None:
-    """What it says is bound; that it is a call is found in its text."""
+    """Tool calls are found in the model's text, which a regex fixes here."""
     said = "Well. " + CALLS * calls
     request: dict[str, Any] = {
         "model": "coder", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 150, "temperature": 0,

@@ -1,4 +1,7 @@
-"""A request that sets no sampling field, at every door: README's table says what it gets, and each cell is tried."""
+"""Requests that set no sampling field, through every entry point ("door").
+
+README has a table of what such requests get; the tests try each of its cells.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ PROMPT = "abcabc"
 
 
 class Cells(NamedTuple):
-    """A row of the table after the door's name."""
+    """The cells of a table row after the door's name."""
 
     where_it_samples: str
     where_not: str
@@ -43,7 +46,7 @@ class Cells(NamedTuple):
 
 
 def table() -> dict[str, Cells]:
-    """README's rows by door."""
+    """Return README's rows by door."""
     _, _, rest = README.read_text(encoding="utf-8").partition("What a request that sets no sampling field gets.")
     lines = [line for line in rest.partition("\n### ")[0].splitlines() if line.startswith("| ")][1:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -52,7 +55,7 @@ def table() -> dict[str, Cells]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """One with a generation_config.json that samples, with one that does not, or with none."""
+    """A function of a name: a checkpoint with a generation_config.json that samples, one that does not, or none."""
     folders = {}
     for name, generation in (("samples", SAMPLES), ("greedy", {**SAMPLES, "do_sample": False}), ("none", None)):
         folder = folders[name] = make_target(tmp_path_factory.mktemp("empty") / name)
@@ -66,7 +69,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """Requests that engines have been asked for."""
+    """Requests that engines were asked to make."""
     found: list[Request] = []
     real = EngineCore.make_request
 
@@ -79,14 +82,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     return found
 
 
-# -- the doors: each sends a prompt and nothing else -------------------------------------------------------------------
+# -- the doors: each sends only a prompt -------------------------------------------------------------------------------
 
 Knock = Callable[..., None]
 
 
 @pytest.fixture
 def doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Knock]]:
-    """By name as in the table: knock(checkpoint, more fields, **options of the engine)."""
+    """Functions by their name in the table: knock(checkpoint, more fields, **options of the engine)."""
 
     def offline(folder: Path, fields: dict[str, Any], **options: Any) -> None:
         with LLM(folder, max_seq_len=CONTEXT, **options) as llm:
@@ -115,7 +118,7 @@ def doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
     def triton(layout: str, **required: Any) -> Knock:
         def knock(folder: Path, fields: dict[str, Any], **options: Any) -> None:
-            assert not options  # they change nothing here
+            assert not options  # options change nothing here
             loads.append(layouts(folder, tmp_path / f"{len(loads)}"))
             model = next(loads[-1])(layout)
             list(ask_triton(model, text_input=PROMPT, **required, **fields).sender)
@@ -134,7 +137,7 @@ def doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 
 def served(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> dict[str, Any]:
-    """The engine's options as `trtspec serve` passes them on."""
+    """Return the engine's options as `trtspec serve` passes them on."""
     passed: list[dict[str, Any]] = []
     monkeypatch.setattr("trtspec.serve.server.serve", lambda settings, options: passed.append(options) or 0)
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
@@ -142,7 +145,7 @@ def served(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> dict[str
     return {name: value for name, value in passed[0].items() if name in options}
 
 
-# -- what the table's words mean ---------------------------------------------------------------------------------------
+# -- the meaning of the table's words ----------------------------------------------------------------------------------
 
 
 def drawn(sampling: RequestSampling) -> str:
@@ -193,7 +196,7 @@ def test_what_the_table_says_is_what_is_drawn(
     assert the_one([penalised(one.sampling) for one in greedy]) == row.penalty
     assert the_one([drawn(one.sampling) for one in knock("none")]) == row.where_not
 
-    # the switch: of the engine, or of the request
+    # The switch is an option of the engine or a field of the request.
     field = re.fullmatch(r"`(\w+)` 1: temperature 1", row.switch)
     if field is not None:
         made.clear()
@@ -209,6 +212,6 @@ def test_what_the_table_says_is_what_is_drawn(
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 def test_the_classic_layout_wants_max_tokens(model: str) -> None:
-    """The server refuses requests without it, by the models' config.pbtxt."""
+    """The server refuses requests without max_tokens, because the models' config.pbtxt requires it."""
     (spec,) = [one for one in LAYOUTS["classic"] if one.name == model]
     assert {tensor.name for tensor in spec.inputs if not tensor.optional} == {"text_input", "max_tokens"}

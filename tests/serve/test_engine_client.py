@@ -1,4 +1,4 @@
-"""The front's hold on an engine whose process does what engines do when they go wrong: a script that talks like one."""
+"""The front's handling of an engine whose process fails; a script sends an engine's messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ else:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Callable[..., EngineClient]:
-    """Makes a client whose engine is this script."""
+    """A function that makes a client whose engine is the given script."""
 
     def made(script: str, silence_limit: float = 60.0) -> EngineClient:
         path = tmp_path / "engine.py"
@@ -76,7 +76,10 @@ async def ended(stream: Stream) -> str:
 def test_an_engine_that_has_said_its_last_word_takes_nothing_more(
     engine: Callable[..., EngineClient], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its process may live on for seconds, as one does that has to give back a device."""
+    """An engine that has reported its failure receives no more requests.
+
+    Its process may live on for seconds, for example while it releases a device.
+    """
 
     async def run() -> None:
         client = engine(FAILS)
@@ -86,7 +89,7 @@ def test_an_engine_that_has_said_its_last_word_takes_nothing_more(
         stream = submit(client)
         assert await ended(stream) == engine_client.GONE
         assert client.state == "restarting"
-        os.kill(pid, 0)  # it lives
+        os.kill(pid, 0)  # the process is alive
         with pytest.raises(EngineError, match="restarting"):
             submit(client)
         while client.why is None:
@@ -96,7 +99,7 @@ def test_an_engine_that_has_said_its_last_word_takes_nothing_more(
         assert client.why == "exit status 0"
 
     asyncio.run(run())
-    assert SECRET in caplog.text  # which is for the operator alone
+    assert SECRET in caplog.text  # which only the operator may see
 
 
 def test_it_can_be_closed_while_the_process_of_one_that_failed_lives_on(engine: Callable[..., EngineClient]) -> None:
@@ -119,7 +122,7 @@ def test_an_engine_that_hangs_is_replaced(
     async def run() -> None:
         client = engine(HANGS, silence_limit=0.5)
         await client.start()
-        await asyncio.sleep(0.7)  # with nothing to do it may be silent
+        await asyncio.sleep(0.7)  # an engine without work may be silent
         assert client.state == "ready"
         assert client.silence == 0
         assert await asyncio.wait_for(ended(submit(client)), 5) == engine_client.GONE
@@ -133,7 +136,10 @@ def test_an_engine_that_hangs_is_replaced(
 
 
 def test_silence_counts_from_the_first_thing_that_is_unanswered(engine: Callable[..., EngineClient]) -> None:
-    """Else requests that give up before the engine is given up would hide that it hangs."""
+    """Silence counts from the first message that is unanswered.
+
+    Otherwise, requests that give up before the engine counts as hung would hide that it hangs.
+    """
 
     async def run() -> None:
         client = engine(ANSWERS)
@@ -160,7 +166,7 @@ def test_a_request_counts_until_it_is_closed(engine: Callable[..., EngineClient]
         client = engine(ANSWERS)
         await client.start()
         stream = client.submit([[1], [2]], {"n": 3})
-        stream.end(EngineError("too late"))  # its reader may not have heard of it
+        stream.end(EngineError("too late"))  # its reader may not know of the end yet
         assert client.num_samples == 6
         stream.close()
         assert client.num_samples == 0
@@ -172,7 +178,7 @@ def test_a_request_counts_until_it_is_closed(engine: Callable[..., EngineClient]
 def test_an_engine_that_never_was_ready_has_died_young(
     engine: Callable[..., EngineClient], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However long it took to load."""
+    """An engine that was never ready has died young, however long it took to load."""
     monkeypatch.setattr(engine_client, "YOUNG", 0.1)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""What the front does with a request before the engine hears of it, and with what the engine says; without one."""
+"""The front without an engine: how it treats a request before the engine receives it, and the engine's messages."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}[TOOL_CALLS]{% endfor %}"
 
 
 def mistral() -> Tokenizer:
-    """The demo's tokenizer with Mistral's marker, which is a special token, and another."""
+    """The demo's tokenizer with two more special tokens, Mistral's marker and another."""
     backend = tokenizers.Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     backend.add_special_tokens(["[TOOL_CALLS]", "[OTHER]"])
     return Tokenizer(backend, chat_templates={"default": TEMPLATE})
 
 
 class Engine(EngineClient):
-    """Keeps what it is told, and says `ids`, a token a step."""
+    """An engine client that keeps the messages sent to it, and answers with the tokens `says`, one per step."""
 
     def __init__(self, tokenizer: Tokenizer, says: list[int]) -> None:
         super().__init__({})
@@ -45,7 +45,7 @@ class Engine(EngineClient):
         self._writer = self  # type: ignore[assignment]
 
     def write(self, line: bytes) -> None:
-        """In place of the socket's."""
+        """Take a line that would go to the socket, and answer it."""
         message = json.loads(line)
         self.told.append(message)
         if "submit" not in message:
@@ -113,7 +113,7 @@ def test_a_chat_that_names_no_limit_may_fill_the_context() -> None:
     engine = Engine(mistral(), [1])
     assert chat(engine).status_code == 200
     (told,) = engine.told
-    assert told["params"]["max_tokens"] == 400 - len(told["prompt"])  # kv_tokens: less than max_seq_len
+    assert told["params"]["max_tokens"] == 400 - len(told["prompt"])  # kv_tokens = 400 is less than max_seq_len
     assert "min_tokens = 401 exceeds max_tokens" in chat(engine, min_tokens=401).text
     assert ask(engine, "/v1/completions", {"prompt": "x", "max_tokens": None}).status_code == 200
     assert engine.told[-1]["params"]["max_tokens"] == 16
@@ -165,12 +165,12 @@ def test_all_that_must_be_compiled_is_measured(body: dict[str, Any]) -> None:
 
 
 class Counting(Tokenizer):
-    """Counts the texts that it is given."""
+    """A tokenizer that counts the texts that it encodes."""
 
     count = 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """See Tokenizer."""
+        """Encode a text as Tokenizer does, and count it."""
         self.count += 1
         return super().encode(text, add_special_tokens)
 

@@ -1,4 +1,4 @@
-"""The live view's routes without a browser: what they send, and that nobody who looks on is in the way."""
+"""The live view's routes without a browser: what they send, and that viewers do not hold up the server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trtspec.serve.http.live import PERIOD
 
 @contextmanager
 def feed(url: str) -> Iterator[Iterator[dict[str, Any]]]:
-    """The feed's events."""
+    """Yield the events of the feed."""
     with httpx.stream("GET", f"{url}/live", timeout=20) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         yield (json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line)
@@ -54,15 +54,15 @@ def test_the_feed_tells_what_the_engine_does_four_times_a_second(server: Server)
         wanted = usage["speculation"]["drafted_tokens"]
         while len(seen) < 100 and sum(sum(event["drafted"]) for event in seen) < wanted:
             seen.append(next(events))
-        seen += [next(events), next(events)]  # which have nothing to add
+        seen += [next(events), next(events)]  # without new figures
         seconds = time.monotonic() - start
     assert first["name"] == "coder"
     assert first["state"] == "ready"
     assert first["needs_key"] is False
-    assert "model" not in first["facts"]  # the folder's path
+    assert "model" not in first["facts"]  # it is the folder's path
     assert first["facts"]["max_draft_len"] == 3
     assert len(seen) * PERIOD <= seconds + PERIOD
-    # each event counts what has come since the one before: nothing twice, nothing left out
+    # Each event counts what has come since the last one: nothing twice, and nothing left out.
     speculation = usage["speculation"]
     assert sum(sum(event["drafted"]) for event in seen) == speculation["drafted_tokens"]
     assert sum(sum(event["accepted"]) for event in seen) == speculation["accepted_tokens"]
@@ -88,7 +88,7 @@ def test_a_server_with_keys_shows_the_page_and_stops_though_somebody_looks_on(mo
             assert next(events)["needs_key"] is True
             start = time.monotonic()
             keyed.process.send_signal(signal.SIGTERM)
-            for _ in events:  # it ends, and not in the middle of an event
+            for _ in events:  # the feed ends, and not within an event
                 pass
             assert keyed.process.wait(10) == 0
         assert time.monotonic() - start < 5

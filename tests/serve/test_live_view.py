@@ -1,6 +1,6 @@
-"""The live view in headless Chromium, against a real server: what a person sees is what the API says.
+"""The live view in headless Chromium, against a real server: a person sees what the API says.
 
-TRTSPEC_SCREENSHOTS=DIR writes live-light.png and live-dark.png there.
+TRTSPEC_SCREENSHOTS=DIR writes live-light.png and live-dark.png to DIR.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMITS = ["--max-batch-size", "8", "--max-seq-len", "2048"]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Of the module alone: while playwright is at work no other event loop can run in this thread."""
+    """A browser for this module alone: while playwright runs, no other event loop can run in this thread."""
     found = installed()
     if found is None:
         pytest.skip("no Chromium: TRTSPEC_CHROMIUM or PATH may name one, `python -m tests.serve.chromium` gets one")
@@ -45,14 +45,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def roomy(model: Path) -> Iterator[Server]:
-    """With room for a run that is long enough to be stopped."""
+    """A server with room for a run that is long enough to be stopped."""
     with running(model, model.parent / "live.log", EAGLE3, LIMITS) as server:
         yield server
 
 
 @pytest.fixture
 def open_view(browser: Any) -> Iterator[Callable[..., View]]:
-    """Opens pages, and holds each to be silent and to ask nobody but its server."""
+    """A function that opens pages; each page must log nothing and request nothing from other servers."""
     views: list[View] = []
 
     def opened(server: Server, **options: Any) -> View:
@@ -146,7 +146,7 @@ def test_two_settings_are_compared_side_by_side(view: View) -> None:
     assert left["x"] + left["width"] <= right["x"]
     view.settings(in_turn=True)
     view.run(r"^Texts are equal .* K = [03]: \d+\.\d\dx the speed of K = [03]\.$")
-    view.answer(choice("x", one([], [], ["x"])))  # one step has no speed
+    view.answer(choice("x", one([], [], ["x"])))  # a single step has no speed
     view.run(r"^Texts are equal \(1 characters\)\.$")
 
 
@@ -167,7 +167,7 @@ def test_a_run_shows_its_text_as_it_comes_and_escape_frees_it(view: View) -> Non
     expect(view.page.locator(".output .token").nth(20)).to_be_attached()
     expect(view.page.locator("#status")).to_have_text("Running.")
     assert view.server.metric("trtspec_running") == 1
-    expect(view.page.locator(".now").nth(3)).to_have_text("1")  # the batch, in the charts
+    expect(view.page.locator(".now").nth(3)).to_have_text("1")  # batch size, in the charts
     view.page.keyboard.press("Escape")
     expect(view.page.locator("#status")).to_have_text("Stopped.")
     view.server.wait_idle()
@@ -239,7 +239,7 @@ def test_errors_are_said_in_words(view: View) -> None:
     view.settings(max_tokens=100_000)
     view.run("Failed")
     expect(problem).to_contain_text("exceed the context of 2048")
-    view.settings(max_tokens=8, k=4)  # the engine has 3
+    view.settings(max_tokens=8, k=4)  # the engine's K is 3
     view.page.locator("#prompt").press("Control+Enter")
     assert view.page.locator("#k").evaluate("k => k.validationMessage") != ""
     view.answer({"choices": [{"text": "ab", "speculation": one(["a"], [], ["b"])}]}, done=False)
@@ -261,15 +261,15 @@ def test_errors_are_said_in_words(view: View) -> None:
             [choice("<img src=x onerror=alert(1)><b>", one(["<img src=x onerror=alert(1)>"], ["</div>"], ["<b>"]))],
             [("accepted", "<img src=x onerror=alert(1)>"), ("rejected", "</div>"), ("bonus", "<b>")],
         ),
-        (  # a character of two tokens, which has no text until both are there
+        (  # a character of two tokens, which has no text until both have come
             [choice("a", one(["a"], ["x"], ["�"])), choice("é b", one(["�"], [], [" b"]))],
             [("accepted", "a"), ("rejected", "x"), ("bonus", "é"), ("bonus", " b")],
         ),
-        (  # tokenizers that drop a word's blank when it stands alone
+        (  # tokenizers that drop the blank of a word that stands alone
             [choice("two words", one(["two"], [], ["words"]))],
             [("accepted", "two"), ("bonus", " words")],
         ),
-        (  # text that is held back while it may be a stop string, then is one; a token that has none
+        (  # text that is held back as a possible stop string, and is one; a token without text
             [choice("a", one(["a", "ST"], ["y"], ["O"])), choice("", one(["P"], [], ["<|end|>"]))],
             [("accepted", "a"), ("rejected", "y")],
         ),
@@ -330,7 +330,10 @@ def test_a_key_is_asked_for_and_kept_until_the_tab_is_closed(
 
 @pytest.mark.skipif("TRTSPEC_SCREENSHOTS" not in os.environ, reason="TRTSPEC_SCREENSHOTS names no folder to write to")
 def test_screenshots(open_view: Callable[..., View], tmp_path: Path) -> None:
-    """Of real runs of the demo's assistant, after half a minute of others, so that there is something in the charts."""
+    """Take screenshots of real runs of the demo's assistant.
+
+    Other requests run before for half a minute, so that the charts show something.
+    """
     eagle3 = {"method": "eagle3", "model": str(HEAD), "num_speculative_tokens": 3}
     asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     with running(model_folder(), tmp_path / "assistant.log", eagle3, LIMITS) as server:

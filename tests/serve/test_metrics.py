@@ -1,4 +1,4 @@
-"""What /metrics says of drafts, under our names and under vLLM's; without an engine."""
+"""The drafts in /metrics, under trtspec's names and under vLLM's, without an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtspec.serve.http.metrics import HTTPMetrics
 VLLM = "vllm:spec_decode_num_"
 OF_ENGINE = (("engine", "0"), ("model_name", "coder"))
 STEPS = [(3, 2), (3, 0), (2, 2), (0, 0)]
-"""Drafts verified and accepted."""
+"""Number of drafts verified and accepted in each step."""
 
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
@@ -23,13 +23,13 @@ def metrics_of(max_draft_len: int) -> HTTPMetrics:
 
 
 def observe(metrics: HTTPMetrics) -> None:
-    metrics.count(Delta(0, 0, "a", [1], [], 0, True))  # reads the prompt in
+    metrics.count(Delta(0, 0, "a", [1], [], 0, True))  # prefill of the prompt
     for drafted, accepted in STEPS:
         metrics.count(Delta(0, 0, "a", [1] * (accepted + 1), [1] * drafted, accepted, False))
 
 
 def scraped(metrics: HTTPMetrics) -> Samples:
-    """Name -> labels -> value."""
+    """Return the samples: name -> labels -> value."""
     found: Samples = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:
@@ -64,7 +64,7 @@ def test_our_names_say_the_same_and_count_steps_without_drafts() -> None:
 
 
 def test_there_is_a_zero_before_the_first_draft() -> None:
-    """Else a rate would miss what comes first."""
+    """Counters are 0 before the first draft, because a rate would otherwise miss the first values."""
     found = scraped(metrics_of(2))
     assert found[f"{VLLM}drafts_total"] == {OF_ENGINE: 0}
     assert found[f"{VLLM}accepted_tokens_per_pos_total"] == by_position([0, 0], *OF_ENGINE)
@@ -78,7 +78,10 @@ def test_an_engine_without_speculation_has_none_of_vllms_as_there() -> None:
 
 
 def test_drafts_past_the_end_of_a_sample_count_as_accepted() -> None:
-    """As in vLLM, and in SpeculationStats: it ends at the second of three accepted drafts."""
+    """Drafts past the end of a sample count as accepted, as in vLLM and in SpeculationStats.
+
+    The sample ends at the second of three accepted drafts.
+    """
     metrics = metrics_of(3)
     metrics.count(Delta(0, 0, "a", [1, 2], [1, 2, 3], 2, False, "stop", num_past_end=1))
     assert scraped(metrics)[f"{VLLM}accepted_tokens_total"] == {OF_ENGINE: 3}

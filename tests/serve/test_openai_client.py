@@ -1,4 +1,4 @@
-"""OpenAI's own client against the server: what it is told is what plain decoding gives offline."""
+"""OpenAI's own client against the server: the answers equal plain decoding offline."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_chat_logprobs_in_one_piece_and_in_parts(client: openai.OpenAI) -> None:
     assert content is not None
     assert "".join(one.token for one in content) == whole.message.content
     for one in content:
-        assert [len(one.top_logprobs), one.top_logprobs[0].token] == [2, one.token]  # greedy: the likeliest is drawn
+        assert [len(one.top_logprobs), one.top_logprobs[0].token] == [2, one.token]  # greedy: the likeliest token
         assert one.top_logprobs[0].logprob == one.logprob > one.top_logprobs[1].logprob
         assert bytes(one.bytes or ()).decode() == one.token
     parts = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(stream=True, **request)]
@@ -348,7 +348,10 @@ def test_tools_that_may_be_called_leave_text_that_calls_none_as_it_is(client: op
 
 
 def test_a_conversation_goes_on_until_the_context_is_full(client: openai.OpenAI, offline: LLM) -> None:
-    """Without a limit, with nulls for what is not asked, and with the client's own message sent back."""
+    """Chat answers equal those offline, also where the context becomes full for want of a limit.
+
+    Fields that are not set are null, and the client's own message is sent back.
+    """
     messages: list[Any] = [{"role": "user", "content": "x = 1\n" * 110}]
     for limit in (None, 5):
         answer = client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""One line a request: what it says, what it never says, and what cannot be made of it."""
+"""One log line per request: what it says, what it never says, and input that must not forge a line."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def logging_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def events(server: Server) -> list[dict[str, Any]]:
-    """All that is in the log; each of its lines is JSON, but for one that is still being written."""
+    """Return all events of the log; each line is JSON, except one that is still being written."""
     return [json.loads(line) for line in server.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def line_of(server: Server, identity: str) -> dict[str, Any]:
-    for _ in range(500):  # the answer may be here before its line is
+    for _ in range(500):  # the answer may arrive before its line
         if f'"id":"{identity}"' in server.log.read_text():
             break
         time.sleep(0.01)
@@ -66,7 +66,7 @@ def test_a_request_is_one_line_without_a_word_of_it(logging_server: Server) -> N
     speculation = usage["speculation"]
     wanted = 1 + speculation["accepted_tokens"] / speculation["num_drafts"]
     assert line["acceptance_length"] == pytest.approx(wanted, abs=1e-3)
-    assert line["tokens_per_step"] == pytest.approx(59 / speculation["steps"], abs=1e-3)  # the first came before
+    assert line["tokens_per_step"] == pytest.approx(59 / speculation["steps"], abs=1e-3)  # prefill made the first token
     assert line["tokens_per_step"] < line["acceptance_length"]
     assert 0 < line["first_token_seconds"] < line["seconds"] < 60
     assert "secret" not in logging_server.log.read_text()
@@ -74,7 +74,7 @@ def test_a_request_is_one_line_without_a_word_of_it(logging_server: Server) -> N
 
 
 def test_its_figures_are_those_of_the_api(model: Path, logging_server: Server) -> None:
-    """Also where the text ends within drafts that were accepted."""
+    """The figures of the line are those of the API, also where the text ends within accepted drafts."""
     asked = {"temperature": 0.0, "max_tokens": 60, "min_tokens": 30, "stop": "s"}
     usage = ask(logging_server, "same-1", prompt=SECRET, **asked).json()["usage"]
     with LLM(model, NGRAM) as llm:

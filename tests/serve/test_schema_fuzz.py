@@ -1,4 +1,4 @@
-"""Schemathesis against the server's own OpenAPI schema: whatever it sends, no answer is a server's error."""
+"""Schemathesis against the server's own OpenAPI schema: no request is answered with a server's error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.serve.server import NGRAM, Server, running
 
 EXAMPLES = os.environ.get("TRTSPEC_FUZZ_EXAMPLES")
-"""Of each endpoint, beside the cases that schemathesis makes of every bound; without it some random ones alone."""
+"""Number of examples per endpoint, next to schemathesis's cases for every bound; if unset, only some random ones."""
 
 
 def test_no_request_is_answered_with_a_servers_error(model: Path, tmp_path: Path) -> None:

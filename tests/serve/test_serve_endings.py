@@ -1,4 +1,4 @@
-"""How things end that would not end well by themselves: a poisoned request, streams that outlast a stop."""
+"""Endings that need handling: a poisoned request, and streams that outlast a stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong around a server: clients that leave or stall, an engine that dies, a queue that is full, a stop."""
+"""Faults around a server: clients that leave or stall, an engine that dies, a full queue, and a stop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expected(offline: LLM, prompts: list[str]) -> dict[str, str]:
 async def stream(
     client: httpx.AsyncClient, prompt: str, leave_after: int | None = None, pause: float = 0
 ) -> str | None:
-    """Its text; None if it was left."""
+    """Return the text of a stream; None if the client left it."""
     text = ""
     async with client.stream("POST", "/v1/completions", json=body(prompt, stream=True)) as answer:
         assert answer.status_code == 200
@@ -106,7 +106,7 @@ def impatient(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def connect(server: Server, sent: bytes = b"", buffer: int = 65536) -> socket.socket:
-    """buffer: bytes that are taken of an answer though nobody reads."""
+    """Connect and send `sent`. buffer: number of bytes of an answer that are accepted although no code reads them."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     connection.settimeout(10)
@@ -116,7 +116,7 @@ def connect(server: Server, sent: bytes = b"", buffer: int = 65536) -> socket.so
 
 
 def rest_of(connection: socket.socket) -> bytes:
-    """Until it is closed by the server."""
+    """Read until the server closes the connection."""
     rest = b""
     with connection, suppress(ConnectionError):
         while chunk := connection.recv(1 << 16):
@@ -134,21 +134,21 @@ def status(server: Server, n: int = 1) -> int:
 
 
 def test_who_does_not_read_counts_until_he_is_cut_off(impatient: Server) -> None:
-    """Whether what he does not read would come as a stream or in one piece."""
+    """A request whose client does not read counts until the client is cut off, for a stream and for one body."""
     long = {"prompt": [LONGEST_TOKEN] * 1900, "n": 64, "max_tokens": 1, "echo": True}  # 5 MB of text
     bodies = [json.dumps({**long, "stream": stream}).encode() for stream in (True, False)]
     before = impatient.metric("trtspec_prompt_tokens_total")
     readers = [connect(impatient, request(one, len(one)), 4096) for one in bodies]
     while impatient.metric("trtspec_prompt_tokens_total") < before + 2 * 1900:
         time.sleep(0.02)
-    impatient.wait_idle()  # nothing is left to do
+    impatient.wait_idle()  # the engine has no work left
     assert status(impatient) == 429
     end = time.monotonic() + 20
     while (last := status(impatient, n=128)) == 429 and time.monotonic() < end:
         time.sleep(0.1)
     assert last == 200
     assert all(len(rest_of(reader)) < 4_000_000 for reader in readers)
-    whole = httpx.post(f"{impatient.url}/v1/completions", json=long, timeout=30)  # who reads gets all of it
+    whole = httpx.post(f"{impatient.url}/v1/completions", json=long, timeout=30)  # a client that reads gets all of it
     assert len(whole.content) == int(whole.headers["content-length"]) > 5_000_000
     first, *others = (choice["text"] for choice in whole.json()["choices"])
     assert [text[:85_000] for text in others] == [first[:85_000]] * 63
@@ -158,7 +158,7 @@ def test_who_stops_in_the_middle_of_asking_is_cut_off(impatient: Server) -> None
     halves = [b"", b"POST /v1/comp", request(b'{"prompt": "', 100)]
     connections = [connect(impatient, one) for one in halves]
     busy = HTTPConnection("127.0.0.1", int(impatient.url.rsplit(":", 1)[1]))
-    for _ in range(23):  # one who asks again and again on one connection is not
+    for _ in range(23):  # a client that sends request after request on one connection is not cut off
         busy.request("GET", "/health")
         assert busy.getresponse().read() == b'{"status":"ok"}'
         time.sleep(0.2)
@@ -227,7 +227,7 @@ def test_a_full_queue_says_when_to_come_back(model: Path, tmp_path: Path) -> Non
         assert server.metric("trtspec_refused_total") == 5
         server.wait_idle()
 
-        crowd = [connect(server) for _ in range(2 + 1 + 256)]  # of people who say nothing
+        crowd = [connect(server) for _ in range(2 + 1 + 256)]  # clients that send nothing
         assert httpx.get(f"{server.url}/health").status_code == 503
         for one in crowd:
             one.close()
@@ -259,7 +259,10 @@ def test_told_to_stop_while_there_is_no_engine_it_stops(model: Path, tmp_path: P
 
 
 def test_told_to_stop_while_it_loads_it_stops(model: Path, tmp_path: Path) -> None:
-    """By itself: nobody does it for process 1 of a container. Until then it is not there, for who asks."""
+    """A server that is told to stop while it loads stops by itself.
+
+    The system would not stop it as process 1 of a container. Until it has loaded, it refuses connections.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "trtspec", "serve", "--model", str(model), "--port", str(port)]
@@ -285,7 +288,10 @@ def test_it_does_not_start_what_it_cannot_serve(tmp_path: Path) -> None:
 
 
 def test_it_is_ready_soon(model: Path, tmp_path: Path) -> None:
-    """No timing: what takes seconds, importing torch, is done by the engine's process alone."""
+    """The front does not import torch, which takes seconds; only the engine's process does.
+
+    The test measures no time.
+    """
     with running(model, tmp_path / "log") as server:
         mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
         assert "libtorch" not in mapped

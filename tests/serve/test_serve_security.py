@@ -1,4 +1,4 @@
-"""Who may come in, how much may be sent, and what nonsense does: nothing."""
+"""Access to the server, limits on what may be sent, and nonsense, which has no effect."""
 
 from __future__ import annotations
 
@@ -56,8 +56,11 @@ def test_with_the_key_there_is(locked: Server) -> None:
 
 
 def test_the_time_of_a_refusal_tells_nothing_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every key's digest is compared, by the function whose time is the same wherever they differ, whichever is right:
-    a measure of times would have to find nanoseconds in the noise of a shared machine."""
+    """The time of a refusal reveals nothing about the keys.
+
+    Every key's digest is compared, whichever is right, by a function whose time does not depend on where digests
+    differ. A measurement would have to find nanoseconds in the noise of a shared machine.
+    """
     compared: list[tuple[int, int]] = []
 
     def compare(one: bytes, other: bytes) -> bool:
@@ -97,7 +100,7 @@ def test_a_server_that_is_open_to_others_says_so(
 
 
 def test_errors_of_templates_do_not_name_a_folder() -> None:
-    target = DEMO / "target"  # it has no template
+    target = DEMO / "target"  # has no template
     service = Service(ServeSettings(model=str(target)), EngineClient({}), Tokenizer.from_folder(target))
     with pytest.raises(RequestError, match=r"^target has no chat template"):
         asyncio.run(service.encode_chat([{"role": "user", "content": "x"}], {}))
@@ -148,7 +151,7 @@ def test_a_body_without_a_length_is_cut_off(locked: Server) -> None:
     try:
         answer = httpx.post(f"{locked.url}/v1/completions", content=endless(), headers=headers)
     except httpx.TransportError:
-        return  # cut off while it was still being sent
+        return  # cut off while the body was still being sent
     assert answer.status_code == 413
 
 
@@ -192,7 +195,7 @@ def test_no_other_page_may_call_it(locked: Server) -> None:
 
 
 def raw(server: Server, request: bytes) -> bytes:
-    """What comes back for these very bytes."""
+    """Send exactly these bytes -> the bytes that come back."""
     port = int(server.url.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
         connection.sendall(request)

@@ -1,4 +1,7 @@
-"""The server's line of acceptance and throughput: of intervals in which something ran, unless it is switched off."""
+"""The server's log line of acceptance and throughput.
+
+It is written for intervals in which something ran, unless it is switched off.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def test_it_comes_while_something_runs_or_came_and_not_else(caplog: pytest.LogCa
     async def run() -> None:
         writer = asyncio.create_task(write_stats(service, 0.2))
         await asyncio.sleep(0.05)
-        await interval()  # nothing has come
+        await interval()  # no request has come
         service.metrics.prompt_tokens.inc(5)
         service.metrics.count(Delta(0, 0, "a", [1], [], 0, True))
         for drafted, accepted in ((3, 2), (3, 0), (0, 0)):
@@ -73,7 +76,7 @@ def test_it_comes_while_something_runs_or_came_and_not_else(caplog: pytest.LogCa
 
 @pytest.mark.parametrize("options", [[], ["--disable-log-stats"]], ids=["on", "off"])
 def test_a_server_writes_it_unless_told_not_to(model: Path, tmp_path: Path, options: list[str]) -> None:
-    """One of five a second here; the engine's own process writes none."""
+    """A server writes its lines, here five per second, unless told not to; the engine's own process writes none."""
     command = [sys.executable, "-c", QUICK + RUN, "serve", "--model", str(model), "--port", "0", *options]
     command += ["--log-format", "json", "--spec", json.dumps(NGRAM)]
     log = tmp_path / "log"

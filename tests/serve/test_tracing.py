@@ -1,4 +1,4 @@
-"""A span a request: what it says, below whose, and what there is without the packages or an address."""
+"""A span per request: its content, its parent, and the behaviour without the packages or an address."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_operators_ask_for_is_no_span(spans: InMemorySpanExporter) -> None:
         traced(spans, Record("r5", "GET", "/health", {}, status=200))
 
 
-# -- where it is switched on ------------------------------------------------------------------------------------------
+# -- where tracing is switched on -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_missing_packages_and_other_protocols_are_named(monkeypatch: pytest.Monk
 
 
 class _Collector(BaseHTTPRequestHandler):
-    """Takes what an OTLP exporter sends."""
+    """A collector that keeps what an OTLP exporter sends."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -171,7 +171,7 @@ class _Collector(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *ignored: Any) -> None:
-        """Silent."""
+        """Log nothing."""
 
 
 def test_a_server_sends_its_spans(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_a_server_sends_its_spans(model: Path, tmp_path: Path, monkeypatch: pyte
             body = {"prompt": SECRET, "max_tokens": 12, "ignore_eos": True, "stream": True}
             assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
             assert server.get("/health")
-        assert server.process.returncode == 0  # and what was not sent yet is sent before it ends
+        assert server.process.returncode == 0  # unsent spans are sent before it ends
     finally:
         collector.shutdown()
         collector.server_close()
@@ -212,4 +212,4 @@ def test_a_collector_that_is_gone_holds_up_nobody(model: Path, tmp_path: Path, m
     with running(model, tmp_path / "log") as server:
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=30)
         assert answer.status_code == 200
-    assert server.process.returncode == 0  # `running` kills what takes more than 20 s
+    assert server.process.returncode == 0  # `running` kills a server that takes more than 20 s

@@ -1,4 +1,4 @@
-"""The Triton models on real engines, and a double in the place of the server: what goes in, what is answered."""
+"""The Triton models on real engines, with a double of the server: their inputs and their answers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_stream_has_a_response_for_each_step(load: Callable[..., Any], offline
     responses = list(ask(model, text_input=PROMPT, **SENT[layout], **{STREAM[layout]: True}).sender)
     assert text(responses) == expected.outputs[0].text
     last = outputs(responses[-1])
-    # The prompt's step gives one token, each later one at least one.
+    # The step of the prompt returns one token, each later step at least one.
     assert len(responses) == len(expected.outputs[0].token_ids) - last["total_accepted_draft_tokens"]
     offered = [outputs(response)["total_draft_tokens"] for response in responses]
     assert offered == sorted(offered)
@@ -80,8 +80,10 @@ def test_text_ends_before_a_stop_word(load: Callable[..., Any], offline: LLM, la
 
 @pytest.fixture(scope="module")
 def special(target: Path, offline: LLM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """The model with a tokenizer that begins each prompt with </s>, and one token more that is special; and that one.
-    Text of SAMPLED meets it."""
+    """The model with a changed tokenizer, and the id of the token that the tokenizer makes special.
+
+    The tokenizer begins each prompt with </s>. Text of SAMPLED contains the special token.
+    """
     assert offline.tokenizer is not None
     ids = [EOS, *offline.tokenizer.encode(PROMPT)]
     [output] = offline.generate([ids], SAMPLED)
@@ -96,7 +98,7 @@ def special(target: Path, offline: LLM, tmp_path_factory: pytest.TempPathFactory
 
 @both
 def test_a_special_token_is_a_stop_word(load: Callable[..., Any], special: tuple[Path, int], layout: str) -> None:
-    """Though no text shows it."""
+    """A special token is a stop word although no text shows it."""
     folder, token = special
     model = load(layout, checkpoint=folder)
     with LLM(folder, **LIMITS) as llm:
@@ -164,7 +166,10 @@ CUMULATIVE = {"llmapi": "cumulative_logprob", "classic": "cum_log_probs"}
 def test_logprobs_are_those_of_plain_decoding(
     load: Callable[..., Any], offline: LLM, layout: str, streaming: bool
 ) -> None:
-    """Of the tokens drawn; the sum is of all so far. A prompt that comes first has none."""
+    """Logprobs are those of the tokens drawn, and the sum is that of all tokens so far.
+
+    A prompt that comes first has no logprobs.
+    """
     whole = offline.generate(PROMPT, dataclasses.replace(SAMPLED, logprobs=0))[0].outputs[0]
     assert whole.logprobs is not None
     own = [entry[token].logprob for token, entry in zip(whole.token_ids, whole.logprobs, strict=True)]
@@ -174,7 +179,7 @@ def test_logprobs_are_those_of_plain_decoding(
     assert (len(responses) > 1) == streaming
     sums = [tensor(response, CUMULATIVE[layout]) for response in responses]
     assert {one.shape for one in sums} == {(1,) if layout == "llmapi" else (1, 1)}
-    so_far = np.cumsum(own)  # each token lowers it: a sum tells how many tokens there were
+    so_far = np.cumsum(own)  # each token lowers it, so a sum determines the number of tokens
     counts = [int(np.abs(so_far - one.item()).argmin()) + 1 for one in sums]
     assert np.ravel(sums) == pytest.approx([so_far[count - 1] for count in counts], rel=1e-6)
     assert counts == sorted(set(counts))
@@ -194,7 +199,10 @@ def test_no_logprobs_unasked(load: Callable[..., Any], layout: str) -> None:
 
 
 def test_a_step_without_tokens_has_a_logprob_all_the_same(load: Callable[..., Any]) -> None:
-    """The server refuses tensors without elements; sequence_length tells."""
+    """A step without tokens has a logprob, because the server refuses tensors without elements.
+
+    sequence_length says that there is no token.
+    """
     engine = load("classic").models["tensorrt_llm"]
     job = engine.job({"input_ids": [1], "input_lengths": [1], "request_output_len": [9], "return_log_probs": [True]})
     values = engine.outputs(job, Part("", (), "abort", None, SpeculationStats(), (), -1.5))
@@ -209,7 +217,7 @@ def test_many_requests_share_the_steps(load: Callable[..., Any], offline: LLM) -
     requests = [ask(model, sampling_param_seed=seed, streaming=bool(seed % 2), **inputs) for seed in range(8)]
     assert [text(list(r.sender)) for r in requests] == [output.outputs[0].text for output in expected]
     metrics = model.llm.get_metrics()
-    assert metrics.steps < metrics.speculation.steps / 2  # steps that requests were in, each request's counted
+    assert metrics.steps < metrics.speculation.steps / 2  # the second counts a step for each request in it
 
 
 BAD = {
@@ -249,7 +257,7 @@ def test_a_bad_request_fails_alone(
 
 
 def test_parameters_that_are_no_inputs_are_refused(load: Callable[..., Any]) -> None:
-    """Triton's generate calls make them of every field that is none."""
+    """Parameters that are no inputs are refused; Triton's generate calls make one of every field that is no input."""
     model = load("llmapi")
     request = Request({"text_input": [PROMPT]}, parameters='{"max_tokens": 3}')
     model.execute([request])
@@ -267,7 +275,7 @@ def test_only_outputs_that_are_wanted_are_sent(load: Callable[..., Any]) -> None
 
 
 def test_what_asks_for_nothing_is_served(load: Callable[..., Any], offline: LLM) -> None:
-    """Clients of TensorRT-LLM send these with every request."""
+    """Inputs with neutral values are served; clients of TensorRT-LLM send them with every request."""
     neutral = {"beam_width": 1, "length_penalty": 1.0, "bad_words": [""], "return_log_probs": False}
     request = ask(load("classic"), text_input=PROMPT, **SENT["classic"], **neutral)
     assert text(list(request.sender)) == offline.generate(PROMPT, SAMPLED)[0].outputs[0].text

@@ -1,4 +1,4 @@
-"""The Triton models on real engines: requests that are given up or stopped, and engines that fail."""
+"""The Triton models on real engines: requests that are cancelled or stopped, and engines that fail."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def test_the_metrics_tell_steps_with_drafts_from_those_without(load: Callable[..
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_a_client_that_goes_is_not_waited_for(load: Callable[..., Any], decoupled: bool) -> None:
-    """Also where its request waits for others, which fill the engine, and where it is answered once."""
+    """A client that leaves is not waited for, also while its request waits for others, which fill the engine.
+
+    The same holds where a request is answered once.
+    """
     model = load("classic", decoupled)
     engine = model.models["tensorrt_llm"]
     slow_down(engine)
@@ -81,7 +84,7 @@ def test_a_client_that_goes_is_not_waited_for(load: Callable[..., Any], decouple
 
 
 def fail(engine: Any) -> None:
-    """From its next step on."""
+    """Make the engine fail from its next step on."""
     engine.llm.engine.step = gone
 
 
@@ -108,7 +111,7 @@ def test_an_engine_that_fails_is_replaced(load: Callable[..., Any], offline: LLM
 
 
 def test_a_server_that_can_have_no_engine_ends(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
-    """And is not ready until then, nor takes requests."""
+    """A server that can have no engine ends; until then it is not ready and takes no requests."""
     model = load("llmapi")
     ended: list[tuple[int, ...]] = []
     monkeypatch.setattr(os, "kill", lambda *of: ended.append(of))

@@ -1,4 +1,4 @@
-"""What is done for servers that were compiled for numpy 1, looked at as such a server looks at it."""
+"""Arrays for servers that were compiled for numpy 1, read as such a server reads them."""
 
 from __future__ import annotations
 
@@ -54,6 +54,9 @@ print(array.tolist(), array.strides)
 
 
 def test_arrays_of_the_server_are_contiguous() -> None:
-    """In a process of its own: the repair is for good."""
+    """Arrays that such a server makes are contiguous.
+
+    The test runs in its own process, because the repair is permanent.
+    """
     done = subprocess.run([sys.executable, "-c", CALL_AS_OLD_PYBIND11], capture_output=True, text=True, check=False)
     assert done.stdout == "[1, 2, 3, 4, 5, 6] (1,)\n", done.stderr

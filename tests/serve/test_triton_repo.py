@@ -1,4 +1,4 @@
-"""The files of a model repository: what they say, and what is refused before any is written."""
+"""The files of a model repository: their content, and input that is refused before any file is written."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_so_are_all_folders_of_speculation(
 
 @pytest.mark.parametrize("name", ["ngram", "[ngram]", "suffix"])
 def test_names_of_methods_are_no_folders(target: Path, tmp_path: Path, name: str) -> None:
-    """vLLM says model: "[ngram]"."""
+    """Names of methods are not made into paths; vLLM writes model: "[ngram]"."""
     speculation = {"model": name, "num_speculative_tokens": 3}
     if name == "suffix":
         speculation["method"] = name

@@ -1,7 +1,7 @@
 """Both layouts in a real tritonserver, with the demo models: over HTTP, gRPC and gRPC streams.
 
-make test-triton runs all of it; make test does with fewer servers, prompts and clients (TRTSPEC_TRITON_SHORT=1), as
-each server takes ten seconds to come and go.
+make test-triton runs all of it. make test runs it with fewer servers, prompts and clients (TRTSPEC_TRITON_SHORT=1), as
+each server takes ten seconds to start and stop.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ CASE_PROMPTS = [PROMPTS[0], PROMPTS[3]] if SHORT else PROMPTS
 NUM_CLIENTS = 16 if SHORT else 32
 SERVERS = [("llmapi", "eagle3"), *([] if SHORT else [("llmapi", "ngram")]), ("classic", "eagle3")]
 SERVER_OPTIONS = ["--disable-auto-complete-config"] if SHORT else []
-"""Else it loads each model twice, first to ask for what its config.pbtxt leaves out: nothing here."""
+"""Without this option the server loads each model twice.
+
+The first time, it asks for fields that config.pbtxt leaves out; here there are none.
+"""
 MODELS = {"llmapi": ["tensorrt_llm"], "classic": ["ensemble", "tensorrt_llm_bls"]}
-"""What clients call, by layout."""
+"""Models that clients call, by layout."""
 LLMAPI_NAMES = {
     "max_tokens": "sampling_param_max_tokens",
     "temperature": "sampling_param_temperature",
@@ -66,7 +69,7 @@ Case = tuple[str, SamplingParams]
 
 
 def asked(model: str, case: Case, stream: bool = False) -> dict[str, Any]:
-    """A request as JSON, in the words of the layout."""
+    """Return a request as JSON, with the layout's field names."""
     prompt, params = case
     body: dict[str, Any] = {"max_tokens": params.max_tokens, "temperature": params.temperature, "seed": params.seed}
     body = {name: value for name, value in body.items() if value is not None}
@@ -76,7 +79,7 @@ def asked(model: str, case: Case, stream: bool = False) -> dict[str, Any]:
 
 
 def many_cases() -> list[Case]:
-    """One for each of many clients."""
+    """Return one case for each of many clients."""
     return [
         (PROMPTS[i % len(PROMPTS)], SamplingParams(temperature=0.8, seed=i, max_tokens=64)) for i in range(NUM_CLIENTS)
     ]
@@ -87,7 +90,7 @@ LONG: Case = (PROMPTS[1], SamplingParams(temperature=0.8, seed=3, max_tokens=900
 
 @pytest.fixture(scope="module")
 def offline() -> dict[Case, CompletionOutput]:
-    """What plain decoding makes of each case."""
+    """Output of plain decoding for each case."""
     cases = [*CASES, *many_cases(), LONG]
     with LLM(DEMO / "target", **LIMITS) as llm:
         outputs = llm.generate([prompt for prompt, _ in cases], [params for _, params in cases], use_tqdm=False)
@@ -104,14 +107,14 @@ def served(folder: Path, layout: str, speculation: str, streaming: bool) -> Trit
 
 @pytest.fixture(scope="module", params=SERVERS, ids="-".join)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Streaming. pytest runs all tests of one before those of the next."""
+    """A streaming server. pytest runs all tests of one server before those of the next."""
     with served(tmp_path_factory.mktemp("triton"), *request.param, streaming=True) as server:
         yield server
 
 
 @pytest.fixture(scope="module", params=["llmapi"] if SHORT else ["llmapi", "classic"])
 def unary_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Answers each request once."""
+    """A server that answers each request once."""
     with served(tmp_path_factory.mktemp("triton"), request.param, "ngram", streaming=False) as server:
         yield server
 
@@ -127,7 +130,7 @@ def test_http(server: TritonServer, offline: dict[Case, CompletionOutput]) -> No
 
 @in_long_form
 def test_http_stream(server: TritonServer, offline: dict[Case, CompletionOutput]) -> None:
-    """One response for each step of the engine, which has nothing else to do."""
+    """A stream has one response for each step of the engine, which has no other work."""
     for model in server.models:
         before, num_events = server.settled(), 0
         for case in CASES:
@@ -138,7 +141,7 @@ def test_http_stream(server: TritonServer, offline: dict[Case, CompletionOutput]
 
 
 def test_grpc_stream(server: TritonServer, offline: dict[Case, CompletionOutput]) -> None:
-    """Likewise, and the final flag once, at the end."""
+    """A stream has one response for each step, and the final flag once, at the end."""
     for model in server.models:
         before, num_texts = server.settled(), 0
         with GrpcStream(server) as stream:
@@ -170,7 +173,7 @@ def test_a_cancelled_stream_frees_its_request(server: TritonServer, offline: dic
             stream.cancel()
         after = server.settled()
         assert after["trtspec_kv_blocks_in_use"] == 0
-        # Triton does not tell the models inside an ensemble that its client has gone: such a request runs to its end.
+        # Triton does not tell the models inside an ensemble that its client has left. Such a request runs to its end.
         tokens = after["trtspec_output_tokens_total"] - before["trtspec_output_tokens_total"]
         assert (tokens == 900) if model == "ensemble" else (tokens < 600)
 
@@ -192,7 +195,7 @@ def test_many_clients_are_batched(server: TritonServer, offline: dict[Case, Comp
 
 @in_long_form
 def test_logprobs(server: TritonServer) -> None:
-    """In one response and in many; and none unasked, which an ensemble has to put up with."""
+    """Logprobs come in one response or in many, and not if they are not requested, which an ensemble must accept."""
     prompt, params = CASES[1]
     with LLM(DEMO / "target", **LIMITS) as llm:
         whole = llm.generate(prompt, replace(params, logprobs=0), use_tqdm=False)[0].outputs[0]
@@ -208,7 +211,7 @@ def test_logprobs(server: TritonServer) -> None:
         assert events[-1][total] == answer[total]
         if model != "tensorrt_llm":
             assert answer["output_log_probs"] == pytest.approx(own, abs=1e-4)
-            parts = [event["output_log_probs"] for event in events]  # of one element: a number
+            parts = [event["output_log_probs"] for event in events]  # a list of one element comes as a number
             flat = [one for part in parts for one in (part if isinstance(part, list) else [part])]
             assert flat == pytest.approx(own, abs=1e-4)
         assert total not in server.post(f"{model}/generate", asked(model, CASES[1]))
@@ -244,7 +247,7 @@ def test_stop_ends_the_request_of_the_same_id(server: TritonServer) -> None:
 
 
 def test_calls_that_return_one_response(unary_server: TritonServer, offline: dict[Case, CompletionOutput]) -> None:
-    """HTTP and gRPC infer, which Triton refuses to models that stream."""
+    """HTTP and gRPC infer return one response; Triton refuses them for models that stream."""
     import tritonclient.grpc
 
     with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{unary_server.grpc}") as client:

@@ -1,4 +1,4 @@
-"""The Triton models on real engines, with a double in the place of the server: what tests of them share."""
+"""The Triton models on real engines, with a double of the server, for the tests of the models."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ both = pytest.mark.parametrize("layout", ["llmapi", "classic"])
 
 
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fixture: the checkpoint."""
+    """Make the checkpoint; a fixture."""
     folder = make_target(tmp_path_factory.mktemp("triton"))
     add_tokenizer(folder)
     return folder
 
 
 def plain(target: Path) -> Iterator[LLM]:
-    """A fixture: plain decoding of the same model."""
+    """Yield plain decoding of the same model; a fixture."""
     with LLM(target, **LIMITS) as llm:
         yield llm
 
 
 def loaded(model: Any, repository: Path, pb: SimpleNamespace, decoupled: bool = True) -> Any:
-    """The model as the server initialises it."""
+    """Initialise the model as the server does."""
     folder = repository / model.spec.name
     config = {
         "model_transaction_policy": {"decoupled": decoupled},
@@ -67,7 +67,10 @@ def loaded(model: Any, repository: Path, pb: SimpleNamespace, decoupled: bool = 
 
 
 def layouts(target: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """A fixture: load(layout, decoupled, checkpoint) -> the model that clients call, with `.pb`; unloaded at last."""
+    """Yield load(layout, decoupled, checkpoint) -> the model that clients call, with `.pb`; a fixture.
+
+    The models are unloaded at the end.
+    """
     open_models = []
 
     def load_layout(layout: str, decoupled: bool = True, checkpoint: Path = target) -> Any:
@@ -99,13 +102,13 @@ def ask(model: Any, request_id: str = "", **inputs: Any) -> Request:
 
 
 def outputs(response: InferenceResponse) -> dict[str, Any]:
-    """First element of each output."""
+    """Return the first element of each output."""
     assert not response.has_error(), response.error().message()
     return {tensor.name(): tensor.as_numpy().ravel()[0] for tensor in response.output_tensors()}
 
 
 def tensor(response: InferenceResponse, name: str) -> np.ndarray:
-    """One output, as it is."""
+    """Return one output unchanged."""
     [found] = [one for one in response.output_tensors() if one.name() == name]
     return found.as_numpy()
 
@@ -121,7 +124,10 @@ def error(request: Request) -> str:
 
 
 def slow_down(engine: Any) -> None:
-    """So that there is time to go away: a pause before each of its steps, longer than clients are looked for."""
+    """Pause before each of the engine's steps, so that a client has time to leave.
+
+    The pause is longer than the interval between two checks for clients that left.
+    """
     step = engine.llm.engine.step
 
     def slow() -> Any:

@@ -26,7 +26,7 @@ MESSAGE_SECONDS = 30
 
 
 def home() -> Path | None:
-    """bin/, backends/ of the server; None where there is none."""
+    """Folder with bin/ and backends/ of the server; None if there is none."""
     spec = importlib.util.find_spec("pytriton")
     if spec is None or spec.origin is None:
         return None
@@ -34,8 +34,10 @@ def home() -> Path | None:
 
 
 class TritonServer:
-    """tritonserver with one model repository, ready; ends with its context. models: those that clients call.
-    options: further ones of its command line."""
+    """A tritonserver with one model repository, ready on entry to its context and stopped on exit.
+
+    models: those that clients call. options: further options of its command line.
+    """
 
     def __init__(self, repository: Path, models: list[str], options: Sequence[str] = ()) -> None:
         self.models = models
@@ -75,7 +77,7 @@ class TritonServer:
             self.process.wait()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON that a POST answers, errors as well: {"error": ...}."""
+        """Return the JSON answer to a POST, also if it is an error: {"error": ...}."""
         try:
             with self._open(path, body) as answer:
                 return json.loads(answer.read())
@@ -83,20 +85,20 @@ class TritonServer:
             return json.loads(error.read())
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a server-sent stream."""
+        """Iterate over the events of a server-sent stream."""
         with self._open(path, body) as answer:
             for line in answer:
                 if line.startswith(b"data:"):
                     yield json.loads(line[5:])
 
     def figures(self) -> dict[str, float]:
-        """Our metrics, by name: of the one model that has any."""
+        """Return trtspec's metrics by name; only one model has any."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         return {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("trtspec_")}
 
     def settled(self) -> dict[str, float]:
-        """The same, once no request is in flight."""
+        """Return trtspec's metrics once no request is in flight."""
         deadline = time.monotonic() + 30
         before = None
         while before != (before := self.figures()) or before["trtspec_running_requests"]:
@@ -126,7 +128,7 @@ def _free_ports(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Message:
-    """What a gRPC stream brings. text: None of an empty one."""
+    """A message of a gRPC stream. text: None for an empty message."""
 
     text: str | None = None
     accepted: int = 0
@@ -139,7 +141,7 @@ class Message:
 
 
 class GrpcStream:
-    """A gRPC stream of tritonclient's: send one request, then iterate over its messages."""
+    """A gRPC stream of tritonclient: send one request, then iterate over its messages."""
 
     def __init__(self, server: TritonServer) -> None:
         import tritonclient.grpc
@@ -196,10 +198,10 @@ def _message(result: Any, error: Any) -> Message:
 
 
 def grpc_inputs(model: str, body: dict[str, Any]) -> list[Any]:
-    """A JSON request as tritonclient's inputs."""
+    """Return a JSON request as tritonclient's inputs."""
     import tritonclient.grpc
 
-    # A tensorrt_llm that clients call is that of llmapi, the first
+    # The tensorrt_llm that clients call is that of llmapi, the first of that name.
     spec = next(spec for specs in LAYOUTS.values() for spec in specs if spec.name == model)
     dtypes = {one.name: one.dtype for one in spec.inputs}
     inputs = []
